@@ -165,6 +165,12 @@ def test_of_a_dataset_with_a_format_its_columns_are_written(client, writer):
     assert list(client.get_samples(IDS, "train", None).keys()) == ["tokens"]
 
 
+def test_categories_of_pandas_keep_their_dtype():
+    numbers = pd.Series(np.array([5, 7, 5], np.int32)).astype("category")
+    assert torch.equal(as_column("test", numbers), torch.tensor([5, 7, 5], dtype=torch.int32))
+    assert as_column("test", pd.Series(TEXTS).astype("category")).tolist() == TEXTS
+
+
 def test_strings_of_a_table_are_checked_against_an_enum(client):
     client.register_partition("named", [], None, ["policy"], enums={"text": ["eos", "length"]})
     client.put_samples(IDS, "named", table())
@@ -359,8 +365,16 @@ def test_a_tensor_keeps_arrows_memory_alive():
             pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12).reshape(3, 4)),
             torch.arange(12).reshape(3, 4),
         ),
+        (
+            pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array([1, 2], pa.int32())),
+            torch.tensor([1, 1, 2], dtype=torch.int32),
+        ),
+        (
+            pa.array([[0], [1, 2], [3, 4]], pa.list_view(pa.int32()))[1:],
+            torch.tensor([[1, 2], [3, 4]], dtype=torch.int32),
+        ),
     ],
-    ids=["bools", "lists of bools", "float16", "dictionary", "extension"],
+    ids=["bools", "lists of bools", "float16", "dictionary", "extension", "run-end encoded", "list view"],
 )
 def test_other_numbers_of_arrow_are_tensors_too(array, expected):
     column = as_column("test", array)
@@ -397,6 +411,16 @@ REFUSED = {
     "a row too few": ([ROW, ROW], InvalidRequestError, r"a list of 2 rows\. Expected 3, one per sample id"),
     "no rows": ([], InvalidRequestError, r"a list of 0 rows\. Expected 3"),
     "a list of numbers": ([1, 2, 3], InvalidTypeError, r"row 0 is a int\. Expected a dict.*Write \{'name': values\}"),
+    "masked values": (
+        {"x": np.ma.array([1, 2, 3], mask=[0, 1, 0])},
+        InvalidTypeError,
+        r"field 'x' is an array with 1 of 3 values masked.*array\.filled\(value\)",
+    ),
+    "masked rows": (
+        {"x": [np.ma.array([1, 2], mask=[0, 1])] * 3},
+        InvalidTypeError,
+        r"field 'x', row 0, is an array with 1 of 2 values masked",
+    ),
     "a tensor": (torch.zeros(3), InvalidTypeError, r"fields are a Tensor\. Expected a dict of columns.*Write \{'name'"),
     "a stream": (data_set().to_iterable_dataset(), InvalidTypeError, r"IterableDataset.*list\(data\.take\(n\)\)"),
     "splits": (datasets.DatasetDict(train=data_set()), InvalidTypeError, r"'train' is a datasets\.Dataset.*one split"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dataplane_core.batch import BatchedDataDict, SlicedDataDict
-from dataplane_core.errors import DataPlaneError
+from dataplane_core.errors import DataPlaneError, InvalidRequestError
 
 
 def test_no_batches_give_an_empty_dict():
@@ -124,3 +124,9 @@ def test_joining_shards_gives_a_batch_without_their_plans():
     assert joined.micro_batch_indices is None
     assert joined.micro_batch_lengths is None
     assert joined.elem_counts_per_gb is None
+
+
+def test_a_pad_value_that_the_dtype_cannot_hold_is_refused():
+    batches = [{"x": torch.zeros(1, width, dtype=torch.uint8)} for width in (2, 3)]
+    with pytest.raises(InvalidRequestError, match=r"column 'x' of torch\.uint8 cannot be padded with -1"):
+        BatchedDataDict.from_batches(batches, pad_value_dict={"x": -1})

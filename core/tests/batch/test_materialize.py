@@ -70,6 +70,7 @@ def test_a_pad_value_may_be_nan_or_infinite():
         (torch.uint8, -1),
         (torch.bool, 2),
         (torch.int32, "a"),
+        (torch.float16, 1e6),
     ],
     ids=str,
 )

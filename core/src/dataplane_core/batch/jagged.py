@@ -17,7 +17,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
-from dataplane_core.batch.rows import objects_of
+from dataplane_core.batch.rows import check_pad_value, objects_of
 from dataplane_core.batch.tokens import as_lengths, is_per_sample
 from dataplane_core.codec import (
     Ragged,
@@ -308,22 +308,12 @@ def materialize(
 def _pad(name: str, column: torch.Tensor, value: float, width: int) -> torch.Tensor:
     if column.is_nested:
         rows = _rows(column, f"field '{name}'")
-        _check_pad_value(name, value, rows.values.dtype)
+        check_pad_value(f"materialize: field '{name}'", value, rows.values.dtype)
         return pad_rows(rows, max(width, int(rows.lengths.max(initial=0))), value)
     if column.shape[1] >= width:
         return column
-    _check_pad_value(name, value, column.dtype)
+    check_pad_value(f"materialize: field '{name}'", value, column.dtype)
     padded = column.new_empty((column.shape[0], width, *column.shape[2:]))
     padded[:, : column.shape[1]] = column
     padded[:, column.shape[1] :] = torch.full((), value, dtype=column.dtype, device=column.device)
     return padded
-
-
-def _check_pad_value(name: str, value: Any, dtype: torch.dtype) -> None:
-    try:
-        stored = torch.full((), value, dtype=dtype)
-        exact = dtype.is_floating_point or dtype.is_complex or stored.item() == value
-    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequestError(f"materialize: field '{name}' of {dtype} cannot be padded with {value!r}.") from error
-    if not exact:
-        raise InvalidRequestError(f"materialize: field '{name}' of {dtype} cannot be padded with {value!r}.")

@@ -5,6 +5,7 @@ Shape legend: ``N`` rows, ``S`` padded sequence length.
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, Final, TypeAlias
@@ -19,6 +20,7 @@ from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 __all__ = [
     "Column",
     "UnsupportedColumnError",
+    "check_pad_value",
     "checked_num_rows",
     "concatenate",
     "object_array",
@@ -152,7 +154,7 @@ def concatenate(key: str, columns: Sequence[Any], pad_value: float) -> Column:
     Raises:
         UnsupportedColumnError: A column has another type, or the types differ.
         InvalidRequestError: Tensors or arrays differ in number of dims, trailing dims or device, or no dtype holds the
-            values of all of them.
+            values of all of them, or theirs does not hold the pad value.
     """
     for column in columns:
         checked_num_rows(key, column)
@@ -187,6 +189,7 @@ def _concatenate_tensors(key: str, columns: Sequence[torch.Tensor], pad_value: f
     widths = {column.shape[1] for column in columns} if first.dim() > 1 else {0}
     if len(widths) == 1:
         return torch.cat([column.to(dtype) for column in columns])
+    check_pad_value(f"from_batches: column '{key}'", pad_value, dtype)
     total = sum(len(column) for column in columns)
     joined = first.new_full((total, max(widths), *first.shape[2:]), pad_value, dtype=dtype)
     start = 0
@@ -203,3 +206,22 @@ def _require_equal(key: str, forms: Iterable[tuple[Any, ...]]) -> None:
             f"from_batches: column '{key}' differs between batches: {' against '.join(map(str, different))}. Expected "
             "one number of dims, trailing shape and device."
         )
+
+
+def check_pad_value(what: str, value: Any, dtype: torch.dtype) -> None:
+    """Refuses a pad value that a dtype cannot hold: an integer exactly, a float without becoming infinite.
+
+    Raises:
+        InvalidRequestError: The dtype cannot. The message begins with ``what``.
+    """
+    message = f"{what} of {dtype} cannot be padded with {value!r}."
+    try:
+        stored = torch.full((), value, dtype=dtype)
+        if dtype.is_floating_point or dtype.is_complex:
+            fits = cmath.isfinite(stored.item()) or not cmath.isfinite(value)
+        else:
+            fits = stored.item() == value
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(message) from error
+    if not fits:
+        raise InvalidRequestError(message)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from dataplane_core.codec.lists import column_of_array, column_of_list
-from dataplane_core.codec.tensors import Ragged, dense_or_jagged
+from dataplane_core.codec.tensors import Ragged, dense_or_jagged, offsets_of
 from dataplane_core.errors import InvalidTypeError
 
 __all__ = ["column_of_arrow"]
@@ -23,14 +22,17 @@ def column_of_arrow(what: str, column: Any) -> Any:
     - Numbers: a tensor (N,) of their dtype. Lists of numbers: a tensor (N, L) if all rows are equally long, else one
       jagged nested tensor. Lists may hold lists of a fixed size, which are trailing dims. Values of one chunk are not
       copied; chunks are joined first. Bools have one bit in Arrow, so they are copied.
-    - Dictionaries: what their values are. Extension types: what they are stored as.
+    - Dictionaries and run-end encoded arrays: what their values are. Extension types: what they are stored as.
     - Anything else (strings, binary, structs, lists of them): an object per row, by `column_of_list`.
 
     Raises:
         InvalidTypeError: A column of numbers has nulls, or holds times or decimals.
     """
     import pyarrow as pa
+    import pyarrow.compute as pc
 
+    if pa.types.is_run_end_encoded(column.type):
+        column = pc.run_end_decode(column)
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if isinstance(column, pa.ExtensionArray):
@@ -58,15 +60,15 @@ def column_of_arrow(what: str, column: Any) -> Any:
     trailing = [kind.list_size for kind in kinds[1:-1]]
     if pa.types.is_fixed_size_list(column.type):
         return values.view(len(column), column.type.list_size, *trailing)
-    offsets = column.offsets.to_numpy().astype(np.int64)
-    offsets -= offsets[0]
-    return dense_or_jagged(Ragged(values.view(int(offsets[-1]), *trailing), torch.from_numpy(offsets)))
+    offsets = offsets_of(torch.tensor(pc.list_value_length(column).to_numpy(), dtype=torch.int64))
+    return dense_or_jagged(Ragged(values.view(int(offsets[-1]), *trailing), offsets))
 
 
 def _is_list(kind: Any) -> bool:
     import pyarrow as pa
 
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+    kinds = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
+    return isinstance(kind, kinds)
 
 
 def _refuse_nulls(what: str, cells: Any) -> None:

@@ -94,6 +94,8 @@ def as_column(what: str, column: Any, *, keep_rows: bool = False) -> Any:
     if _is_a(column, "datasets.arrow_dataset", "Column"):
         return as_column(what, column[:])
     if _is_a(column, "pandas", "Series"):
+        if _is_a(column.dtype, "pandas", "CategoricalDtype") and not column.hasnans:
+            column = column.astype(column.dtype.categories.dtype)
         # strings and objects, where pandas writes NaN if one is missing; numbers of which some are missing
         if column.dtype.kind == "O" or (hasattr(column.dtype, "na_value") and column.hasnans):
             return column_of_list(what, column.astype(object).where(column.notna(), None).tolist())

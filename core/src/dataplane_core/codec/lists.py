@@ -92,8 +92,14 @@ def column_of_array(what: str, array: np.ndarray[Any, Any]) -> Any:
       a list.
 
     Raises:
-        InvalidTypeError: torch has no such dtype.
+        InvalidTypeError: torch has no such dtype, or values are masked.
     """
+    if np.ma.is_masked(array):
+        masked = int(np.ma.getmaskarray(array).sum())
+        raise InvalidTypeError(
+            f"{what} is an array with {masked} of {array.size} values masked. Expected a value everywhere.",
+            hint="Write array.filled(value).",
+        )
     if array.dtype.kind in "SUT":
         return column_of_list(what, array.tolist())
     if array.dtype.kind == "O":
@@ -151,7 +157,7 @@ def _numbers(what: str, numbers: Sequence[Any], kinds: set[type]) -> np.ndarray[
 
 def _column_of_tensors(what: str, items: Sequence[Any], keep_rows: bool) -> torch.Tensor | TensorRows:
     rows = TensorRows(
-        _tensor_of(f"{what}, row {number},", item) if isinstance(item, np.ndarray) else item
+        column_of_array(f"{what}, row {number},", item) if isinstance(item, np.ndarray) else item
         for number, item in enumerate(items)
     )
     if keep_rows and rows.nbytes >= LARGE_CELL_BYTES * len(rows):

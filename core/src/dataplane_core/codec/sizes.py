@@ -60,7 +60,7 @@ _BYTES: Final = frozenset({bytes, bytearray, memoryview})
 def _item_nbytes(item: Any) -> int:
     if isinstance(item, (bytes, bytearray)):
         return len(item)
-    if isinstance(item, (memoryview, torch.Tensor)):
+    if isinstance(item, (memoryview, torch.Tensor, np.ndarray)):
         return item.nbytes
     if isinstance(item, str):
         return len(item)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane_core.batch import SlicedDataDict, kv_first_write, read_columns, token_columns, write_columns
+from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import MULTIMODAL_FIELDS, PER_TOKEN_FIELDS
 
 IDS = ["a", "b", "c"]
@@ -110,6 +111,12 @@ def test_a_named_column_of_samples_that_all_have_one_token_is_padded(client):
     for named in (None, PER_TOKEN_FIELDS):
         read = read_columns(client, meta, ["advantages"], pad_to_seqlen=8, token_aligned_fields=named)
         assert read["advantages"].shape == (3, 8)
+
+
+def test_the_width_of_a_named_column_is_rounded_up_without_known_lengths(client):
+    client.put_samples(IDS, "train", {"mine": torch.ones(3, 5)})
+    meta = KVBatchMeta("train", None, IDS, fields=["mine"], extra_info={"pad_to_multiple": 8})
+    assert read_columns(client, meta, token_aligned_fields=["mine"])["mine"].shape == (3, 8)
 
 
 def test_a_named_column_of_one_value_per_sample_is_not_padded(client):

@@ -145,15 +145,17 @@ def pad_columns(
     """
     lengths = batch.get(INPUT_LENGTHS_FIELD) if meta.sequence_lengths is None else meta.sequence_lengths
     tokens = token_columns(batch, lengths, token_aligned_fields=token_aligned_fields, ragged_fields=ragged_fields)
-    width = _target_length(meta, batch, tokens, pad_to_seqlen)
+    known = PER_TOKEN_FIELDS if token_aligned_fields is None else token_aligned_fields
+    width = _target_length(meta, {name: batch[name] for name in tokens}, known, pad_to_seqlen)
     for name in tokens:
         batch[name] = materialize({name: batch[name]}, "padded", pad_value_dict, width)[name]
     return batch
 
 
 def _target_length(
-    meta: KVBatchMeta, columns: Mapping[str, Any], tokens: Collection[str], pad_to_seqlen: int | None
+    meta: KVBatchMeta, tokens: Mapping[str, Any], known: Collection[str], pad_to_seqlen: int | None
 ) -> int:
+    """The width that token columns are padded to. Those whose names are ``known`` surely have tokens on dim 1."""
     if pad_to_seqlen is None:
         pad_to_seqlen = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0)
     multiple = int(meta.extra_info.get(PAD_TO_MULTIPLE) or 1)
@@ -167,16 +169,15 @@ def _target_length(
     if meta.sequence_lengths is not None:
         longest = max(meta.sequence_lengths, default=0)
     else:
-        longest = max((_longest(name, columns[name]) for name in tokens), default=0)
+        sure = [column for name, column in tokens.items() if is_jagged(column) or name in known]
+        longest = max((_longest(column) for column in sure), default=0)
     return padded_length(max(pad_to_seqlen, longest), multiple)
 
 
-def _longest(name: str, column: Any) -> int:
-    """The longest row of a known token column. 0 for other dense columns, whose dim 1 may be a feature dim."""
+def _longest(column: Any) -> int:
+    """The longest row. 0 without rows, or without dim 1."""
     found = row_lengths(column)
-    if found is None or not (is_jagged(column) or name in PER_TOKEN_FIELDS):
-        return 0
-    return int(found.max()) if len(found) else 0
+    return 0 if found is None or not len(found) else int(found.max())
 
 
 def write_columns(

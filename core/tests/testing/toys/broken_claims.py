@@ -9,7 +9,7 @@ from broken import Broken
 
 from dataplane_core.errors import UnknownPartitionError
 from dataplane_core.ledger import commands
-from dataplane_core.spec import Claim, ConsumptionReply
+from dataplane_core.spec import Claim, ConsumptionReply, FieldsRequest, SettleReply
 from dataplane_noop import NoopBackend
 
 BROKEN = Broken()
@@ -271,3 +271,17 @@ class KnowsBatchesByIds(NoopBackend):
         for batches in self._service._ledger._partitions[request.partition_id].batches.values():
             batches.kept = {index: replace(batch, last_seq=1 << 62) for index, batch in batches.kept.items()}
         return reply
+
+
+@breaks("test_reset_consumption_before_the_fields_are_produced")
+class ForgetsCursorsOfTags(NoopBackend):
+    """A task has not consumed samples that have only tags."""
+
+    def set_cursor(self, request):
+        asked = FieldsRequest(
+            partition_id=request.partition_id, sample_ids=request.sample_ids, deadline=request.deadline
+        )
+        listed = self.list_fields(asked)
+        produced = [each for each, at in zip(request.sample_ids, listed.index, strict=True) if listed.patterns[at]]
+        super().set_cursor(replace(request, sample_ids=produced))
+        return SettleReply(num_samples=len(request.sample_ids))

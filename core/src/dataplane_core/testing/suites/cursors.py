@@ -72,6 +72,23 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
             with store.refusal(KeyError):
                 store.client.reset_consumption(*unknown)
 
+    def test_reset_consumption_before_the_fields_are_produced(self, store: Store) -> None:
+        """Contract: "afterwards the task has consumed these samples, and nothing else."
+
+        Check first: put_samples must not offer rows to a task that consumed them when they had only tags. A load with
+        open_partitions relies on it.
+        """
+        sizes = (None, 2) if store.declares(Capability.GROUPS) else (None,)
+        for group_size in sizes:
+            partition = store.register("x", group_size=group_size, tasks=[])
+            names = ["k_g0", "k_g1", "l_g0", "l_g1"]
+            store.put(partition, names, [{"n": row} for row in range(4)])
+            assert store.client._set_cursor("test", partition, "train", names[2:], create=True) == 2
+            store.put(partition, names, x=torch.arange(4))
+            assert store.client.list_consumed(partition, "train") == names[2:]
+            assert store.claim(partition, 4).sample_ids == names[:2]
+            assert store.claim(partition, 4).size == 0
+
     @proves(Capability.CURSORS, Capability.GROUPS)
     def test_reset_consumption_of_groups(self, store: Store) -> None:
         """Contract: "afterwards the task has consumed these samples, and nothing else."

@@ -81,6 +81,10 @@ def test_all_processes_on_one_page(config):
                 within_s=STARTS_S,
                 what="the end of a killed process",
             )
+            client.close()
+            assert read(url) == {"dataplane_store_up": 0}
+            with connect(config):
+                assert read(url)["dataplane_store_up"] == 1
             page.send_signal(signal.SIGINT)
             assert page.wait(60) == 0
         finally:
@@ -118,7 +122,7 @@ def test_clients_of_one_process_are_one_line_each_metric():
             calls = [CallInfo(operation="claim_meta", partition_id="p", running_s=running_s)]
             told = ClientInfo(client_id=name, host="h", pid=1, role="r", open_s=0.0, calls=calls)
             client._backend.announce(AnnounceRequest(client=told, ttl_s=60.0, deadline=float("inf")))
-        for metric in Federation(client).collect():
+        for metric in Federation(client, lambda: client).collect():
             assert len({tuple(each.labels.items()) for each in metric.samples}) == len(metric.samples), metric.name
             if metric.name == "dataplane_client_longest_call_seconds":
                 assert [int(each.value) for each in metric.samples] == [7]
@@ -147,7 +151,7 @@ def test_an_endpoint_that_answers_nonsense_is_left_out(answer):
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         told = ClientInfo(client_id="c", host="h", pid=1, role="r", open_s=0.0, metrics_address=address)
         client._backend.announce(AnnounceRequest(client=told, ttl_s=60.0, deadline=float("inf")))
-        found = {metric.name: metric for metric in Federation(client).collect()}
+        found = {metric.name: metric for metric in Federation(client, lambda: client).collect()}
         (up,) = found["dataplane_process_up"].samples
         assert (up.labels["pid"], up.value) == ("1", 0.0)
         assert "dataplane_x" not in found

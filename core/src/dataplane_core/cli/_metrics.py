@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Final
 
 from dataplane_core.cli._inspect import attach
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import InvalidRequestError, UnsupportedOperationError
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, UnsupportedOperationError
 from dataplane_core.spec import Capability, ClientInfo
 
 try:
@@ -48,11 +50,12 @@ def run(config_path: str, *, host: str, port: int) -> int:
         InvalidRequestError: The address cannot be listened on.
         UnsupportedOperationError: The clients of this backend do not announce themselves.
     """
-    with attach(config_path) as client:
+    client = attach(config_path)
+    with contextlib.closing(Federation(client, lambda: attach(config_path))) as federation:
         if Capability.CLIENTS not in client.capabilities:
             raise UnsupportedOperationError(f"backend '{client.backend_name}' does not declare 'clients'.")
         registry = CollectorRegistry()
-        registry.register(Federation(client))
+        registry.register(federation)
         try:
             server, thread = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
@@ -71,10 +74,21 @@ class Federation(Collector):
     Besides, it says of each process how long a client was not heard of, and how long the longest operation has been
     under way.
     ``dataplane_process_up`` is 0 for a process whose endpoint does not answer; its other metrics are left out.
+    ``dataplane_store_up`` is 0 while the store does not answer; then there is nothing else.
+
+    Args:
+        client: Asks the store. It is closed with this.
+        attach: Opens another client where that one fails, since the store may have been started again.
     """
 
-    def __init__(self, client: DataPlaneClient) -> None:
+    def __init__(self, client: DataPlaneClient, attach: Callable[[], DataPlaneClient]) -> None:
         self._client = client
+        self._attach = attach
+        self._lock = threading.Lock()  # the server has a thread for each request
+
+    def close(self) -> None:
+        """Closes the client."""
+        self._client.close()
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: what there is changes with the clients."""
@@ -82,7 +96,12 @@ class Federation(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Asks the store for its clients, and all their endpoints at the same time."""
-        clients = self._client.list_clients()
+        clients = self._ask()
+        up = GaugeMetricFamily("dataplane_store_up", "Whether the store answers.")
+        up.add_metric((), float(clients is not None))
+        yield up
+        if clients is None:
+            return
         heard = GaugeMetricFamily("dataplane_client_heard_seconds", "Since a client was heard of.", labels=_LABELS)
         longest = GaugeMetricFamily(
             "dataplane_client_longest_call_seconds", "Of the operation that began first.", labels=_LABELS
@@ -105,6 +124,19 @@ class Federation(Collector):
                 up.add_metric(_labels(each), float(page is not None))
                 _merge(found, page or (), dict(zip(_LABELS, _labels(each), strict=True)))
         yield from (heard, longest, up, *found.values())
+
+    def _ask(self) -> list[ClientInfo] | None:
+        """The store's clients. None if it does not answer."""
+        with self._lock:
+            with contextlib.suppress(DataPlaneError):
+                return self._client.list_clients()
+            try:
+                self._client.close()
+                self._client = self._attach()
+                return self._client.list_clients()
+            except DataPlaneError as error:
+                print(f"dataplane: {error}", file=sys.stderr, flush=True)
+                return None
 
 
 def _labels(client: ClientInfo) -> tuple[str, ...]:

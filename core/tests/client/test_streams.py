@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import gc
+import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -302,6 +304,36 @@ def test_the_rest_of_a_batch_is_held_while_parts_of_it_are_settled(client):
     assert not held.renew()
 
 
+def test_a_held_meta_stays_apart_from_those_that_come_after_it(client):
+    """They are kept by their ids, and a new object may get the id of one that is gone."""
+    held = HeldMetas(client, 60.0)
+    meta = client.claim_meta("p", "t", ["x"], 5, lease_s=30.0)
+    held.add(meta)
+    client.ack(meta.subset([1]))
+    held.renew()
+    kept = weakref.ref(meta)
+    del meta
+    gc.collect()
+    assert kept() is not None
+    held.give_back()
+    assert kept() is None
+
+
+def test_a_stream_is_refused_in_a_fork(client):
+    batches = stream(client, "p", "t", ["x"], 2)
+    next(batches)
+    batches.ack()
+    child = os.fork()
+    if child == 0:
+        try:
+            next(batches)
+        except ClientClosedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert next(batches).meta.sample_ids == ["s2", "s3"]
+
+
 def test_a_thread_that_cannot_be_started_ends_the_stream(client, monkeypatch):
     def fail(thread):
         raise RuntimeError("can't start new thread")
@@ -484,5 +516,43 @@ def test_collate_does_not_stop_the_event_loop(prefetch):
             stream(client, "p", "t", ["x"], 1, collate=name_thread, prefetch=prefetch) as batches,
         ):
             assert (await anext(batches)).startswith("dataplane-async")
+
+    asyncio.run(main())
+
+
+class Counting:
+    """Middleware that counts renewals."""
+
+    def __init__(self):
+        self.num_renewed = 0
+
+    @hookimpl(wrapper=True)
+    def renew(self, request):
+        self.num_renewed += 1
+        return (yield)
+
+
+def test_leases_are_renewed_while_other_calls_take_all_threads():
+    opened, counting = threading.Event(), Counting()
+
+    async def main():
+        async with await connect_async({"backend": "noop", "middleware": [counting]}, threads=2) as client:
+            await client.register_partition("p", ["x"], None, ["t", "u"])
+            await client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
+            batches = stream(client, "p", "t", ["x"], 1, lease_s=0.3, prefetch=0)
+            await anext(batches)
+            slow = [
+                stream(client, "p", "u", ["x"], 1, prefetch=0, collate=lambda *_: opened.wait(60)) for _ in range(2)
+            ]
+            taken = [asyncio.create_task(anext(each)) for each in slow]
+            try:
+                async with asyncio.timeout(30):
+                    while counting.num_renewed < 3:
+                        await asyncio.sleep(0.01)
+            finally:
+                opened.set()
+                await asyncio.gather(*taken)
+                for each in (batches, *slow):
+                    await each.close()
 
     asyncio.run(main())

@@ -354,3 +354,16 @@ def test_who_passes_is_within_the_bound_of_all_that_wait(client):
     # 10 fit beside the first; beside both they do not, and the first may be passed no more
     reply = backend._session.run("test", deadline, "room", b"n" * 16, 10 * _UNIT, 100 * _UNIT, 5.0)
     assert reply[0] == b"full"
+
+
+def test_a_row_that_no_value_can_hold_is_refused_before_it_is_sent(plain, connect, monkeypatch):
+    monkeypatch.setattr(_puts, "_LARGE_ROW_BYTES", 1 << 20)
+    client = connect(url=plain.url)
+    client.register_partition("p", ["x"], None, ["train"])
+    most = 2 << 20
+    words = (b"CONFIG", b"SET", b"proto-max-bulk-len", b"%d" % most)
+    assert client._backend._session.command("test", time.monotonic() + 60, *words)
+    with pytest.raises(CapacityExceededError, match=f"less than the server's proto-max-bulk-len, {most}") as told:
+        put(client, "s", 3000)
+    assert not told.value.retryable
+    put(client, "s", 1500)

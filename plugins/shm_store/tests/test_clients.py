@@ -14,6 +14,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -282,6 +283,16 @@ def test_a_fork_opens_a_client_of_its_own_and_does_not_hold_its_parents_session(
         os.waitpid(child, 0)
         os.close(go_on)
         os.close(tell)
+
+
+def test_numbers_and_strings_of_numpy_are_taken_as_pythons(owner):
+    put(owner)
+    name, seconds = np.str_("p"), np.float64(30)
+    assert owner.get_samples(np.array(IDS), name, np.array(["y"]))["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    meta = owner.claim_meta(name, np.str_("train"), ["y"], 1, timeout_s=seconds, lease_s=seconds)
+    owner.renew(meta, np.float64(60))
+    owner.ack(meta)
+    owner.clear_samples(np.array(IDS), name)
 
 
 def test_an_interrupted_request_is_not_answered_to_the_next(owner, monkeypatch):

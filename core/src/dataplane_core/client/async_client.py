@@ -177,6 +177,7 @@ class AsyncDataPlaneClient:
         self._threads = threads
         self._writers = CallThreads("dataplane-async-put", threads)
         self._others = CallThreads("dataplane-async", threads)
+        self._renewers = CallThreads("dataplane-async-renew", 1)  # leases end while other calls take all threads
         self._deadlines: dict[asyncio.AbstractEventLoop, _Deadlines] = {}
 
     @classmethod
@@ -254,6 +255,7 @@ class AsyncDataPlaneClient:
         finally:
             self._writers.close()
             self._others.close()
+            self._renewers.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -304,6 +306,7 @@ class AsyncDataPlaneClient:
         function: Callable[[], _R],
         *,
         writes: bool = False,
+        renews: bool = False,
         several: bool = False,
         until: float = math.inf,
         if_cancelled: Callable[[_R], tuple[Outcome, Any]] = lambda result: ("done", result),
@@ -314,6 +317,7 @@ class AsyncDataPlaneClient:
             what: The operation, for messages.
             function: The function.
             writes: Whether it is a put.
+            renews: Whether it renews the leases of a stream, or gives them back.
             several: Whether it makes several operations, each with an ``op_timeout_s`` of its own.
             until: When to give up, on `time.monotonic`'s clock, if that is before ``op_timeout_s`` is over.
             if_cancelled: Called in a thread with the result of a cancelled call. Returns what is left of it.
@@ -330,7 +334,8 @@ class AsyncDataPlaneClient:
             return function()
 
         with self._client._operation():
-            call = (self._writers if writes else self._others).submit(in_time)
+            threads = self._renewers if renews else self._writers if writes else self._others
+            call = threads.submit(in_time)
             deadlines = self._deadlines.get(asyncio.get_running_loop()) or self._new_deadlines()
             deadlines.add(call, until, what)
             try:

@@ -28,15 +28,15 @@ def check_list(what: str, names: Any) -> list[Any]:
 
 
 def check_names(what: str, names: Any) -> list[str]:
-    """Accepts a list of names; returns it without repeats."""
+    """Accepts a list of names; returns it without repeats, and without subclasses of str."""
     checked = check_list(what, names)
     for name in checked:
         check_name(f"a name in {what}", name)
-    return list(dict.fromkeys(checked))
+    return list(dict.fromkeys(map(str.__str__, checked)))
 
 
 def check_ids(sample_ids: Any) -> list[str]:
-    """Accepts a list of non-empty strings; returns it with its repeats."""
+    """Accepts a list of non-empty strings; returns it with its repeats, and without subclasses of str."""
     ids = check_list("sample_ids", sample_ids)
     if set(map(type, ids)) != {str} or not all(ids):
         for index, sample_id in enumerate(ids):
@@ -44,16 +44,19 @@ def check_ids(sample_ids: Any) -> list[str]:
                 raise InvalidTypeError(f"sample_ids[{index}] must be a str, got {type(sample_id).__name__}.")
             if not sample_id:
                 raise InvalidRequestError(f"sample_ids[{index}] must not be empty.")
+        ids = [str.__str__(each) for each in ids]
     check_text("sample_ids", "".join(ids))
     return ids
 
 
 def check_count(what: str, count: Any) -> None:
-    """Accepts an int of at least 1."""
+    """Accepts an int of at least 1, of 64 bits."""
     if isinstance(count, bool) or not isinstance(count, int):
         raise InvalidTypeError(f"{what} must be an int, got {type(count).__name__}.")
     if count < 1:
         raise InvalidRequestError(f"{what} must be at least 1, got {count}.")
+    if count >= 1 << 63:
+        raise InvalidRequestError(f"{what} must be below 2**63, got {count}.")
 
 
 def check_sampler(sampler: Any, dp_rank: Any, dp_size: Any, batch_index: Any) -> None:

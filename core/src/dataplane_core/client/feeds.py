@@ -127,6 +127,12 @@ class _AnyFeed:
         ):
             yield terms.request(client)
 
+    def _check_process(self) -> None:
+        """Refuses a forked process, which has neither the threads nor the leases of its parent."""
+        if self._sync._pid != os.getpid():
+            with self._sync._operation():  # raises
+                pass
+
     def _since(self) -> float:
         """When the wait began that `Terms.timeout_s` limits: that of `next`, not that of a claim that is ahead."""
         return self._asked_at
@@ -174,6 +180,7 @@ class Feed(_AnyFeed):
 
     def next(self) -> Item | None:
         """The next batch. None: there are no more."""
+        self._check_process()
         if self._ended or self._waiters.closed:
             return None
         if not self._threads:
@@ -292,6 +299,7 @@ class AsyncFeed(_AnyFeed):
 
     async def next(self) -> Item | None:
         """The next batch. None: there are no more."""
+        self._check_process()
         if self._ended or self._waiters.closed:
             return None
         if self._task is None:
@@ -366,8 +374,8 @@ class AsyncFeed(_AnyFeed):
         while True:
             await asyncio.sleep(self._terms.renewed_after_s)
             with contextlib.suppress(DataPlaneError):
-                await self._client._run("renew", self._held.renew, several=True)
+                await self._client._run("renew", self._held.renew, renews=True, several=True)
 
     async def _give_back(self, meta: KVBatchMeta | None = None) -> None:
         with contextlib.suppress(DataPlaneError):  # the client has ended, or its threads are busy
-            await self._client._run("nack", partial(self._held.give_back, meta), several=True)
+            await self._client._run("nack", partial(self._held.give_back, meta), renews=True, several=True)

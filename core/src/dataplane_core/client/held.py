@@ -28,14 +28,15 @@ class HeldMetas:
         self._client = client
         self._lease_s = lease_s
         self._most_held_s = most_held_s
-        # by the `id` of the claim's meta: its samples whose leases are held, and until when
-        self._held: dict[int, tuple[KVBatchMeta, float]] = {}
+        # by the `id` of the claim's meta: that meta, so that no other one gets its id; its samples whose leases are
+        # held; and until when
+        self._held: dict[int, tuple[KVBatchMeta, KVBatchMeta, float]] = {}
         self._lock = threading.Lock()
 
     def add(self, meta: KVBatchMeta) -> None:
         """Holds what was claimed."""
         with self._lock:
-            self._held[id(meta)] = meta, time.monotonic() + self._most_held_s
+            self._held[id(meta)] = meta, meta, time.monotonic() + self._most_held_s
 
     def discard(self, meta: KVBatchMeta) -> None:
         """Lets go of a meta that was acked."""
@@ -46,7 +47,7 @@ class HeldMetas:
         """Renews the leases, and lets go of those that have ended. Returns whether any are left. Blocks."""
         with self._lock:
             held = list(self._held.items())
-        for key, (meta, until) in held:
+        for key, (claimed, meta, until) in held:
             try:
                 if time.monotonic() <= until:
                     left = _of_held(lambda some: self._client.renew(some, self._lease_s), meta)
@@ -61,14 +62,14 @@ class HeldMetas:
                 if left is None:
                     self._held.pop(key, None)
                 elif key in self._held:
-                    self._held[key] = left, until
+                    self._held[key] = claimed, left, until
         return bool(self._held)
 
     def give_back(self, meta: KVBatchMeta | None = None) -> None:
         """Gives back one meta, or all. Blocks."""
         with self._lock:
             keys = list(self._held) if meta is None else [id(meta)]
-            metas = [self._held.pop(key)[0] for key in keys if key in self._held]
+            metas = [self._held.pop(key)[1] for key in keys if key in self._held]
         for each in metas:
             with contextlib.suppress(DataPlaneError):  # the client or its store has ended
                 _of_held(self._client.nack, each)

@@ -19,7 +19,12 @@ from redis.exceptions import NoScriptError
 
 from dataplane_core.backends import Bundle, bundles_of, framed_columns
 from dataplane_core.codec import join_rows
-from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    CapacityExceededError,
+    DataPlaneError,
+    OperationTimeoutError,
+)
 from dataplane_core.spec import PutReply, PutRequest
 from dataplane_redis import _refusals
 from dataplane_redis._acknowledged import Acknowledged
@@ -46,6 +51,11 @@ _PAUSE_SHARE: Final = 0.05
 _PAUSE_S: Final = 0.1
 #: Seconds until a put begins again after a node was lost.
 _LOST_PAUSE_S: Final = 0.05
+#: Rows from this size on may be too large for one value. By default, a server takes values of less than 512 MiB.
+_LARGE_ROW_BYTES: Final = 256 << 20
+_DEFAULT_MOST_BYTES: Final = 512 << 20
+#: What a stored row has besides its cells, at most.
+_ROW_OVERHEAD_BYTES: Final = 64 << 10
 #: Seconds before its deadline at which a put that waits for room gives up.
 _LAST_ASK_S: Final = 0.02
 
@@ -132,6 +142,7 @@ class Puts:
             capacity_bytes=instance.capacity_bytes or 0,
             waits=instance.on_full == "block",
         )
+        self._check_rows(put)
         size_bytes = put.size_bytes + 32 * num_samples * len(request.columns)
         small = num_samples <= INLINE_ROWS and size_bytes <= INLINE_BYTES
         placing = self._session.placing
@@ -142,6 +153,24 @@ class Puts:
         else:
             link.retry_while_refused(request.deadline, lambda: self._put_rows(put))
         return PutReply(num_samples=num_samples)
+
+    def _check_rows(self, put: _Put) -> None:
+        """Refuses a row that is too large for one value: the server closes the connection of who sends it."""
+        largest = max((max(bundle.row_bytes, default=0) for bundle in put.bundles), default=0)
+        if largest < _LARGE_ROW_BYTES:
+            return
+        try:
+            said = self._session.command(put.what, put.request.deadline, b"CONFIG", b"GET", b"proto-max-bulk-len")
+            most = int(said[1])
+        except (DataPlaneError, LookupError, ValueError):  # such as an ACL that forbids it
+            most = _DEFAULT_MOST_BYTES
+        if largest + _ROW_OVERHEAD_BYTES >= most:
+            raise CapacityExceededError(
+                f"{put.what} refused: a row has {largest} bytes. Expected less than the server's proto-max-bulk-len, "
+                f"{most} bytes. Nothing was written.",
+                retryable=False,
+                hint="Raise proto-max-bulk-len, or split what a row holds.",
+            )
 
     def _put_inline(self, put: _Put) -> None:
         """Does all of it in one script."""

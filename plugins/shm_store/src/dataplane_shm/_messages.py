@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar, get_args, get_origin
 
 import msgspec
+import numpy as np
 
 from dataplane_core import errors
 from dataplane_core.errors import BackendError, DataPlaneError
@@ -217,6 +218,17 @@ class Status(Request[Statistics]):
     """Asks for the statistics."""
 
 
+def _plain(value: Any) -> object:
+    """A value of numpy, or of a subclass, as Python's own."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    raise NotImplementedError(f"a value of {type(value).__name__} cannot be sent")
+
+
 class _Failure(msgspec.Struct, array_like=True):
     """An error on its way to the client: its class in `dataplane_core.errors`, its message and its attributes."""
 
@@ -265,7 +277,7 @@ _failure_decoder: Final = msgspec.msgpack.Decoder(_Failure)
 _welcome_decoder: Final = msgspec.msgpack.Decoder(Welcome)
 #: What reading a damaged message may raise.
 _UNREADABLE: Final = (msgspec.MsgspecError, ValueError, IndexError, RecursionError)
-_encoder: Final = msgspec.msgpack.Encoder()
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def encode(message: Any, first: bytes = b"") -> bytes:

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from dataplane_core import connect
 from dataplane_core.errors import DataPlaneError
 from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin, mesh_coords, mesh_data_parallel_group, mesh_replica_group
 
@@ -51,6 +52,22 @@ def test_ranks_that_share_rows_form_one_group_with_the_leader_first(ranks: Any, 
         assert group == list(range(rank // size * size, rank // size * size + size))
         assert leads == (rank == group[0])
         assert across == list(range(rank % size, world, size))
+
+
+def test_a_rank_that_cannot_attach_keeps_no_other_waiting(ranks: Any) -> None:
+    def attach(rank: int) -> str:
+        class Worker(FSDP2DataPlaneMixin):
+            def __init__(self) -> None:
+                self.device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+        missing = {"backend": "shm_store", "attach_wait_s": 0, "options": {"namespace": f"nowhere-{rank}"}}
+        try:
+            Worker().setup_data_plane(missing if rank == 0 else connect({"backend": "noop"}))
+        except DataPlaneError as error:
+            return type(error).__name__
+        return "attached"
+
+    assert ranks(4, attach) == ["BackendUnavailableError", "attached", "attached", "attached"]
 
 
 def test_one_rank_alone_has_no_group(ranks: Any) -> None:

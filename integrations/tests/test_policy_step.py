@@ -11,7 +11,13 @@ import torch
 
 from dataplane_core import KVBatchMeta, kv_first_write
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import ConfigError, InvalidRequestError, LostSamplesError, MissingDataError
+from dataplane_core.errors import (
+    ConfigError,
+    InvalidRequestError,
+    InvalidTypeError,
+    LostSamplesError,
+    MissingDataError,
+)
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.batching import Batching, DynamicBatching
@@ -454,6 +460,8 @@ def test_partitions_are_opened_afresh_and_emptied(
 def test_ids_without_a_partition_are_refused(policy: DataPlanePolicy) -> None:
     with pytest.raises(InvalidRequestError, match="no step is open"):
         policy.discard_samples(["a"])
+    with pytest.raises(InvalidTypeError, match="sample_ids must be a list"):
+        policy.discard_samples("a", "train")
 
 
 def test_workers_in_other_processes_need_a_backend_that_reaches_them(workers: list[Any]) -> None:

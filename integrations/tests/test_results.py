@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,12 @@ from dataplane_core import KVBatchMeta
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations import DataPlanePolicy
+from dataplane_integrations.errors import (
+    ReplayTimeoutError,
+    ReplicaLeaderError,
+    WorkerFailedError,
+    WorkerTimeoutError,
+)
 from dataplane_integrations.groups import InProcessWorkerGroup, check_dp_ranks
 from dataplane_integrations.results import aggregate_training_results, theoretical_tflops
 
@@ -91,3 +98,9 @@ def test_a_flops_tracker_sees_the_lengths_of_every_shard(
     assert result["num_ranks"] == 4
     assert result["theoretical_tflops"] is None
     assert result["all_mb_metrics"]["rows"] == [2, 2]
+
+
+def test_errors_survive_pickling() -> None:
+    for cls in (WorkerFailedError, WorkerTimeoutError, ReplicaLeaderError, ReplayTimeoutError):
+        read = pickle.loads(pickle.dumps(cls("a sentence.")))
+        assert (type(read), str(read)) == (cls, "a sentence.")

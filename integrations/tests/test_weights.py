@@ -75,10 +75,17 @@ def test_a_reader_may_be_first_and_outlives_a_trainer_that_begins_again():
         open_weights(client)
         publish_weights(client, 0, weights_of(0))
         assert_is_version(waiting.result(STARTS_S), 0)
-        waiting = Background(lambda: reader.wait(timeout_s=60.0))
-        open_weights(client)
-        publish_weights(client, 1, weights_of(1))
-        assert_is_version(waiting.result(STARTS_S), 1)
+        for version in (3, 1, 1):  # also at an older version, or at the same
+            waiting = Background(lambda: reader.wait(timeout_s=60.0))
+            open_weights(client)
+            publish_weights(client, version, weights_of(version))
+            assert_is_version(waiting.result(STARTS_S), version)
+
+
+def test_a_reader_that_is_started_again_takes_what_is_there(client):
+    publish_weights(client, 0, weights_of(0))
+    WeightReader(client, "r").wait(timeout_s=60.0)
+    assert_is_version(WeightReader(client, "r").wait(timeout_s=60.0), 0)
 
 
 def test_a_dropped_partition_ends_the_wait(client):
@@ -121,6 +128,21 @@ def test_what_is_refused(version, weights, keep):
         with pytest.raises(InvalidRequestError, match="refused"):
             publish_weights(client, version, weights, keep=keep)
         assert client.list_sample_ids(WEIGHTS) == []
+
+
+def test_versions_that_do_not_follow_are_refused():
+    with connect({"backend": "noop"}) as client:
+        open_weights(client)
+        publish_weights(client, 5, weights_of(5))
+        with pytest.raises(InvalidRequestError, match="version 5 is published"):
+            publish_weights(client, 4, weights_of(4))
+        with pytest.raises(InvalidRequestError, match="is named 'weight_version'"):
+            publish_weights(client, 6, {"weight_version": torch.ones(1)})
+        fewer = weights_of(6)
+        fewer["other"] = fewer.pop("head/bias")
+        with pytest.raises(SchemaMismatchError, match="the weights lack 'head/bias' and add 'other'"):
+            publish_weights(client, 6, fewer)
+        assert client.list_sample_ids(WEIGHTS) == ["v5"]
 
 
 def test_another_shape_is_refused_and_the_versions_stay():

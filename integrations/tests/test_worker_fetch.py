@@ -137,6 +137,15 @@ def test_without_the_drivers_plan_one_is_made_and_the_meta_follows_the_rows(work
     assert logprob_data.micro_batch_indices == [[[0, 4], [4, 5]]]
 
 
+def test_a_plan_that_is_made_here_has_the_global_batches(worker: Any, write_rows: Write) -> None:
+    worker.cfg = {"sequence_packing": {"enabled": True, "train_mb_tokens": 8}}
+    meta = write_rows([1, 4, 3, 1, 2, 4, 1, 3])
+    data, _ = worker._attach_or_repack_pack_metadata(worker._fetch(meta), meta, "train", 4)
+    assert len(data.micro_batch_indices) == 2
+    data, _ = worker._attach_or_repack_pack_metadata(worker._fetch(meta), meta, "train", 8)
+    assert len(data.micro_batch_indices) == 1
+
+
 def test_logprobs_of_sorted_rows_go_to_their_own_ids(worker: Any, write_rows: Write, client: DataPlaneClient) -> None:
     worker.cfg = DYNAMIC
     meta = write_rows([4, 1, 3, 2, 2])

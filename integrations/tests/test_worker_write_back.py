@@ -35,6 +35,13 @@ def test_sequence_parallel_padding_is_trimmed(worker: Any, write_rows: Write, cl
     assert _rows(client, meta, "prev_logprobs") == [[0.0, 1.0, 2.0], [8.0]]
 
 
+def test_a_row_that_repeats_is_written_once(worker: Any, write_rows: Write, client: DataPlaneClient) -> None:
+    meta = write_rows([3, 1])
+    again = meta.subset([1, 0, 1])
+    worker._write_back(again, {"prev_logprobs": torch.tensor([[5.0, 0, 0], [1, 2, 3], [5, 0, 0]])})
+    assert _rows(client, meta, "prev_logprobs") == [[1.0, 2.0, 3.0], [5.0]]
+
+
 def test_an_embedding_is_not_cut(worker: Any, write_rows: Write, client: DataPlaneClient) -> None:
     meta = write_rows([3, 1])
     embedding = torch.arange(8.0).reshape(2, 4)

@@ -128,7 +128,10 @@ def rebuild_error(
     cls: type[DataPlaneError], message: str, state: dict[str, Any], cause: BaseException | None
 ) -> DataPlaneError:
     """An error with the attributes ``state``, without a call of its constructor."""
-    error = cls.__new__(cls)
+    builtin: Any = cls
+    while builtin.__module__ != "builtins":
+        builtin = builtin.__base__  # the one whose memory the class extends: only its __new__ can make an object
+    error: DataPlaneError = builtin.__new__(cls)
     Exception.__init__(error, message)
     error.__dict__.update(state)
     error.__cause__ = cause

@@ -68,11 +68,11 @@ class FSDP2DataPlaneMixin(DataPlaneWorkerMixin):
     """`DataPlaneWorkerMixin` for a worker whose attribute ``device_mesh`` or ``mesh`` holds its `DeviceMesh`."""
 
     def setup_data_plane(self, cfg: DataPlaneSource) -> None:
-        """Attaches. If the mesh exists, also makes the groups; it is then collective over the mesh."""
-        super().setup_data_plane(cfg)
+        """Attaches. If the mesh exists, first makes the groups; it is then collective over the mesh."""
         if self._find_mesh() is not None:
             self._get_replica_group()
             self._get_data_parallel_group()
+        super().setup_data_plane(cfg)  # may fail on one rank: no other rank waits for it by now
 
     def _find_mesh(self) -> DeviceMesh | None:
         mesh = getattr(self, "device_mesh", None)

@@ -124,10 +124,10 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
     routing_replay: RoutingReplay | None = None
 
     def setup_data_plane(self, cfg: DataPlaneSource) -> None:
-        """Attaches. If Megatron is initialized, also makes the replica group; it is then collective over all ranks."""
-        super().setup_data_plane(cfg)
+        """Attaches. If Megatron is initialized, first makes the replica group; it is then collective over all ranks."""
         if _initialized_parallel_state() is not None:
             megatron_replica_group()
+        super().setup_data_plane(cfg)  # may fail on one rank: no other rank waits for it by now
 
     def _local_coords(self) -> dict[str, int]:
         return megatron_coords()
@@ -169,9 +169,9 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
         return padded_length(longest, self._pad_multiple(), meta.extra_info.get(PAD_TO_MULTIPLE) or 1)
 
     def _attach_or_repack_pack_metadata(
-        self, data: BatchedDataDict, meta: KVBatchMeta, stage: Stage = "train"
+        self, data: BatchedDataDict, meta: KVBatchMeta, stage: Stage = "train", gbs: int | None = None
     ) -> tuple[BatchedDataDict, KVBatchMeta]:
-        data, meta = super()._attach_or_repack_pack_metadata(data, meta, stage)
+        data, meta = super()._attach_or_repack_pack_metadata(data, meta, stage, gbs)
         multiple = self._pad_multiple()
         for length, taken in _lengths_and_taken(data, meta.sequence_lengths or [], multiple):
             if length % multiple or length < taken:

@@ -208,7 +208,7 @@ class DataPlanePolicy:
                 "discard_samples refused: ids without a partition, and no step is open. Expected partition_id=..., a "
                 "meta, or prepare_step() first."
             )
-        self._client.clear_samples(None if sample_ids is None else list(sample_ids), partition)
+        self._client.clear_samples(sample_ids, partition)
 
     def finish_step(self, meta: KVBatchMeta | None = None) -> None:
         """Clears the rows of ``meta``; without a meta, everything in the step's partition."""

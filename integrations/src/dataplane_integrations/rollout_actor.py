@@ -257,7 +257,8 @@ def _masked(turn: Mapping[str, Any], sample: int) -> dict[str, Any]:
         raise InvalidRequestError(f"flatten_message_logs refused: a turn of sample {sample} lacks '{_TOKENS}'.")
     tokens = torch.as_tensor(turn[_TOKENS])
     generated = turn["role"] == "assistant" and _LOGPROBS in turn
-    return {**turn, _TOKENS: tokens, "token_mask": torch.full_like(tokens, int(generated))}
+    lists = {_LOGPROBS: torch.as_tensor(turn[_LOGPROBS])} if turn.get(_LOGPROBS) is not None else {}
+    return {**turn, **lists, _TOKENS: tokens, "token_mask": torch.full_like(tokens, int(generated))}
 
 
 def _part(turn: Mapping[str, Any], name: str, empty: Tensor, fill: int, sample: int, *, ragged: bool) -> Tensor:

@@ -23,8 +23,9 @@ from dataplane_core.errors import (
     InvalidRequestError,
     LostSamplesError,
     MissingDataError,
-    UnknownPartitionError,
+    SchemaMismatchError,
     UnknownTaskError,
+    preview,
 )
 
 __all__ = ["WEIGHTS", "WeightReader", "open_weights", "publish_weights"]
@@ -56,14 +57,16 @@ def publish_weights(
     Args:
         client: The trainer's client.
         version: From 0, higher with each update.
-        weights: Name -> tensor of any shape, such as a ``state_dict``. Names, dtypes and shapes are those of the first
-            version. The caller may change the tensors as soon as this returns.
+        weights: Name -> tensor of any shape, such as a ``state_dict``, with the names of the first version. The caller
+            may change the tensors as soon as this returns.
         partition_id: The partition, opened by `open_weights`.
         keep: How many versions the store holds. A reader may still read an older one than the newest, so at least 2.
 
     Raises:
-        InvalidRequestError: A negative version, ``keep`` below 2, or no weights.
-        SchemaMismatchError: A tensor has another dtype or shape than in the first version.
+        InvalidRequestError: A negative version, or one below the newest; ``keep`` below 2; no weights, or one named
+            ``weight_version``.
+        SchemaMismatchError: The names are not those of the first version, or a tensor has another dtype, number of
+            dims, or size of a dim but the first.
         UnknownPartitionError: The partition is not open.
 
     Examples:
@@ -78,10 +81,25 @@ def publish_weights(
             f"publish_weights(version={version}, keep={keep}, {len(weights)} tensors) refused. Expected a version of "
             "at least 0, to keep at least 2, and weights."
         )
+    if _VERSION in weights:
+        raise InvalidRequestError(f"publish_weights refused: a weight is named '{_VERSION}', which holds the version.")
+    known = client.describe(partition_id).specs.keys() - {_VERSION}
+    if known and known != weights.keys():
+        raise SchemaMismatchError(
+            f"publish_weights(version={version}) refused: the weights lack {preview(sorted(known - weights.keys()))} "
+            f"and add {preview(sorted(weights.keys() - known))}. Expected the names of the first version. Nothing was "
+            "written."
+        )
     columns = {name: value.detach().unsqueeze(0) for name, value in weights.items()}
     columns[_VERSION] = torch.tensor([version])
     client.put_samples([_row(version)], partition_id, columns, tags=[{_VERSION: version}])
     held = _versions(client, partition_id)
+    if version < held[-1]:
+        client.clear_samples([_row(version)], partition_id)
+        raise InvalidRequestError(
+            f"publish_weights(version={version}) refused: version {held[-1]} is published. Expected a higher one.",
+            hint="A trainer that begins again opens the partition anew: open_weights.",
+        )
     client.clear_samples([_row(each) for each in held[:-keep]], partition_id)
 
 
@@ -127,32 +145,18 @@ class WeightReader:
     def wait(self, timeout_s: float) -> dict[str, Tensor]:
         """Waits for a version that is newer than `version`, and takes the newest. The trainer may start later.
 
+        If the trainer opens the partition again meanwhile, any version of that run is newer.
+
         Raises:
             ClaimTimeoutError: There was none within ``timeout_s`` seconds.
             OperationTimeoutError: The store did not answer.
             UnknownPartitionError: The run is over: its partition was dropped.
-            UnsupportedOperationError: The backend does not declare ``claims`` and ``tag_filters``.
+            UnsupportedOperationError: The backend does not declare ``claims``.
         """
         give_up = time.monotonic() + timeout_s
+        if not self._joined:
+            self._join()  # the trainer may open the partition later
         while True:
-            try:
-                # the claim waits without asking again and again; what it gives is not used
-                self._client.claim_meta(
-                    self._partition_id,
-                    self._name,
-                    [_VERSION],
-                    1,
-                    tag_filter={_VERSION: (">", -1 if self.version is None else self.version)},
-                    timeout_s=max(0.0, give_up - time.monotonic()),
-                )
-            except UnknownPartitionError:
-                if self._joined:
-                    raise
-                self._join()  # the trainer opens it later
-                continue
-            except UnknownTaskError:  # the trainer has opened it
-                self._join()
-                continue
             found = self.newest()
             if found is not None:
                 return found
@@ -160,6 +164,13 @@ class WeightReader:
                 raise ClaimTimeoutError(
                     f"no weights newer than version {self.version} were published within {timeout_s} s."
                 )
+            try:
+                # the claim waits without asking again and again; what it gives is not used
+                left_s = max(0.0, give_up - time.monotonic())
+                self._client.claim_meta(self._partition_id, self._name, [_VERSION], 1, timeout_s=left_s)
+            except UnknownTaskError:  # the trainer has opened the partition anew
+                self.version = None
+                self._join()
 
     def _join(self) -> None:
         """Adds a task of its own name to the partition."""

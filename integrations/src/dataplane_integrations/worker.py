@@ -260,7 +260,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     # --- the microbatch plan ------------------------------------------------------------------------------------------
 
     def _attach_or_repack_pack_metadata(
-        self, data: BatchedDataDict, meta: KVBatchMeta, stage: Stage = "train"
+        self, data: BatchedDataDict, meta: KVBatchMeta, stage: Stage = "train", gbs: int | None = None
     ) -> tuple[BatchedDataDict, KVBatchMeta]:
         """Attaches a microbatch plan to fetched rows: the driver's if ``meta`` has one, else a plan made here.
 
@@ -268,19 +268,20 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             data: The rows of ``meta``, in its order.
             meta: The rows' meta.
             stage: What the rows are for.
+            gbs: Global batch size in rows; None: all rows are one batch.
 
         Returns:
             The rows with their plan, and the meta in the same order. A plan made here changes the order.
         """
         plan = {key: meta.extra_info[key] for key in PLAN_KEYS if meta.extra_info.get(key) is not None}
         if not plan:
-            return self._apply_packing_prep(data, meta, stage)
+            return self._apply_packing_prep(data, meta, stage, gbs)
         for key, value in plan.items():
             setattr(data, key, value)
         return data, meta
 
     def _apply_packing_prep(
-        self, data: BatchedDataDict, meta: KVBatchMeta, stage: Stage = "train"
+        self, data: BatchedDataDict, meta: KVBatchMeta, stage: Stage = "train", gbs: int | None = None
     ) -> tuple[BatchedDataDict, KVBatchMeta]:
         """Plans microbatches from ``self.cfg`` (see `Batching.from_config`). Without such settings, changes nothing.
 
@@ -295,7 +296,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         if not batching.plans:
             return data, meta
         try:
-            planned_shards = data.shard_by_batch_size(1, **batching.shard_args(stage))
+            batch_size = self._rows_of_a_batch(gbs, data.size)
+            planned_shards = data.shard_by_batch_size(1, batch_size, **batching.shard_args(stage))
         except Exception:
             self._extreme_microbatch_counts(_NO_PLAN)  # the other ranks wait for this rank's number
             raise
@@ -303,6 +305,28 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         planned = shards[0]
         self._check_equal_microbatches(planned)
         return planned, meta.subset(order)
+
+    def _rows_of_a_batch(self, gbs: int | None, num_rows: int) -> int | None:
+        """How many of this rank's rows are of one global batch. None: all.
+
+        Raises:
+            InvalidRequestError: It is not known over how many ranks a global batch is spread.
+        """
+        if gbs is None:
+            return None
+        group = self._get_data_parallel_group()
+        if group is not None:
+            return gbs // dist.get_world_size(group)
+        if gbs >= num_rows:
+            return None
+        replica = self._get_replica_group()
+        ranks = 1 if replica is None else dist.get_world_size(replica)
+        if dist.is_initialized() and dist.get_world_size() > ranks:
+            raise InvalidRequestError(
+                f"microbatch plan refused: gbs is {gbs}, this rank has {num_rows} rows, and its data-parallel group is "
+                "not known. Let the driver plan (DataPlanePolicy with batching=...)."
+            )
+        return gbs
 
     def _get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """This rank and those that train on other rows; None: unknown, or there is no other."""
@@ -340,7 +364,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         """Writes columns for the rows of ``meta``. Only the replica leader writes; other ranks do nothing.
 
         Args:
-            meta: The rows. Token-aligned fields need its ``sequence_lengths``.
+            meta: The rows. Token-aligned fields need its ``sequence_lengths``. A row that repeats is written once.
             fields: Columns of N rows: tensors, or object columns. Token-aligned columns may be padded beyond the
                 longest row, as by sequence parallelism.
             token_aligned_fields: Which of ``fields`` to cut to the rows' lengths; None: those in the attribute
@@ -352,6 +376,9 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         """
         if not self._is_replica_leader():
             return
+        firsts = list({sample_id: row for row, sample_id in reversed(list(enumerate(meta.sample_ids)))}.values())
+        if len(firsts) < meta.size:  # rows that repeat have the same values
+            meta, fields = meta.subset(firsts), BatchedDataDict(fields).select_indices(firsts)
         declared = self.token_aligned_fields if token_aligned_fields is None else token_aligned_fields
         write_columns(self._require_dp_client(), meta, fields, token_aligned_fields=declared)
 
@@ -446,7 +473,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "train_presharded refused: a split step is open. Expected finish_train_step_presharded() or "
                 "abort_train_step_presharded() first."
             )
-        data, _ = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "train")
+        data, _ = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "train", gbs)
         worker = cast(PolicyWorker, self)
         return self._tag_result(self._run(lambda: worker.train(data, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)))
 

@@ -194,6 +194,10 @@ def test_numbers_that_make_no_sense_and_a_second_start_are_refused(
         Collector(buffer, answers, num_threads=0)
     with Collector(buffer, answers, client=client) as collector, pytest.raises(InvalidRequestError, match="already"):
         collector.start()
+    stopped = Collector(buffer, answers, client=client)
+    stopped.stop()
+    with pytest.raises(InvalidRequestError, match="stopped already"):
+        stopped.start()
 
 
 def test_a_rollout_that_hangs_is_not_waited_for_without_end(make_buffer: Make, client: DataPlaneClient) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pickle
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from dataplane_integrations.transfer_queue._indexes import Numbers, index_of
 
@@ -38,6 +39,29 @@ def test_rows_of_several_partitions_in_one_batch(tq: ModuleType) -> None:
     client.clear_samples(rows.select_samples([0, 1]))
     with pytest.raises(tq.StorageKeyNotFoundError):
         client.get_data(rows)
+
+
+def test_objects_of_several_partitions_stay_objects(tq: ModuleType) -> None:
+    client = tq.get_client()
+    images = [torch.zeros(3, 4, 5), torch.ones(3, 6, 7)]
+    parts = []
+    for number, image in enumerate(images):
+        data = TensorDict({"image": NonTensorStack(image)}, batch_size=[1])
+        parts.append(client.put(data, partition_id=f"p{number}"))
+    rows = tq.BatchMeta.concat(parts)
+    for _ in range(2):
+        read = client.get_data(rows)
+        assert all(torch.equal(*pair) for pair in zip(read["image"], images, strict=True))
+        client.put(TensorDict({"image": NonTensorStack(*images)}, batch_size=[2]), metadata=rows)
+
+
+def test_a_parser_may_give_images_of_any_size(tq: ModuleType) -> None:
+    def load(columns: dict[str, Any]) -> None:
+        columns["image"] = [torch.full((3, len(url), 2), 1.0) for url in columns["image"]]
+
+    data = TensorDict({"image": NonTensorStack("a", "bcd")}, batch_size=[2])
+    rows = tq.get_client().put(data, partition_id="p", data_parser=load)
+    assert [image.shape for image in tq.get_client().get_data(rows)["image"]] == [(3, 1, 2), (3, 3, 2)]
 
 
 def test_a_key_has_one_index_in_all_processes(tq: ModuleType) -> None:

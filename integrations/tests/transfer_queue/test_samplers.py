@@ -52,6 +52,19 @@ def ask(one: TransferQueueClient, size: int, **config: Any) -> list[int]:
     return one.get_meta(["x"], size, "p", task_name=task, sampling_config=config or None).global_indexes
 
 
+def test_rows_with_keys_come_in_the_order_of_writing_and_in_groups(tq: ModuleType) -> None:
+    keys = [f"{number}" for number in (5, 3, 9, 1, 7, 0)]
+    tq.kv_batch_put(keys, "p", TensorDict({"x": torch.arange(6)}, batch_size=[6]))
+    written = tq.get_client().kv_retrieve_meta(keys, "p").global_indexes
+    newest = client(tq, LastFirst())
+    assert ask(newest, 2, task_name="u") == written[:-3:-1]
+    groups = client(tq, GRPOGroupNSampler(2))
+    assert ask(groups, 4) == written[:4]
+    tq.kv_clear(keys[:1], "p")  # a group that is not whole any more
+    tq.get_client().reset_consumption("p", "t")
+    assert ask(client(tq, SeqlenBalancedSampler(1)), 2, dp_rank=0, batch_index=0) == written[1:3]
+
+
 def test_a_sampler_of_a_user(tq: ModuleType) -> None:
     rows = fill(tq, 4)
     one = client(tq, LastFirst())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from tensordict import TensorDict
 
 import dataplane_integrations.transfer_queue as tq
 from dataplane_core.errors import ConfigError
+from dataplane_core.spec import hookimpl
+from dataplane_integrations.transfer_queue.client import TransferQueueClient
 
 ATTACH = """
 import sys
@@ -100,3 +105,66 @@ def test_a_checkpoint_brings_back_rows_tags_and_what_was_consumed(closing: pytes
     assert client.get_meta(["x"], 1, "p", task_name="t").custom_meta == [{"n": 2}]
     new = client.put(fields, partition_id="q").global_indexes
     assert not set(new) & set(numbered)
+
+
+def test_a_checkpoint_that_is_loaded_in_a_running_job_gives_no_number_twice(
+    closing: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tq.init({"backend": "noop", "controller": {"polling_mode": True}})
+    one = tq.get_client()
+    other = TransferQueueClient("other", one.store)
+
+    def put(client: TransferQueueClient) -> list[int]:
+        fields = TensorDict({"x": torch.arange(2)}, batch_size=[2])
+        indexes: list[int] = client.put(fields, partition_id="p").global_indexes
+        return indexes
+
+    put(one)
+    tq.save_checkpoint(tmp_path)
+    put(other)  # it takes a block of numbers after the save
+    tq.load_checkpoint(tmp_path)
+    put(other)
+    put(one)
+    put(TransferQueueClient("third", one.store))
+    assert len(one.store.list_sample_ids("p")) == 8
+
+
+def test_a_load_keeps_the_settings_of_the_run(closing: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tq.init({"backend": "noop", "controller": {"polling_mode": False}})
+    tq.save_checkpoint(tmp_path)
+    tq.close()
+    tq.init({"backend": "noop", "controller": {"polling_mode": True}})
+    tq.load_checkpoint(tmp_path)
+    assert TransferQueueClient("later", tq.get_client().store)._claims.polling_mode
+
+
+def test_a_cancelled_get_meta_loses_no_rows(closing: pytest.MonkeyPatch) -> None:
+    claiming, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        @hookimpl(wrapper=True)
+        def claim(self, request: Any) -> Any:
+            reply = yield
+            claiming.set()
+            go_on.wait(60)
+            return reply
+
+    tq.init({"backend": "noop", "middleware": [Slow()], "controller": {"polling_mode": True}})
+    client = tq.get_client()
+    rows = client.put(TensorDict({"x": torch.arange(2)}, batch_size=[2]), partition_id="p").global_indexes
+
+    async def main() -> list[int]:
+        task = asyncio.create_task(client.async_get_meta(["x"], 2, "p", task_name="t"))
+        while not claiming.is_set():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+        async with asyncio.timeout(60):
+            while not (found := await client.async_get_meta(["x"], 2, "p", task_name="t")).size:
+                await asyncio.sleep(0.01)
+        indexes: list[int] = found.global_indexes
+        return indexes
+
+    assert asyncio.run(main()) == rows

@@ -133,9 +133,11 @@ def unframe_ragged(frames: Sequence[BytesLike]) -> tuple[int, Ragged | torch.Ten
     Scalars are returned as a dense (N,) tensor, objects as their encoded bytes.
 
     Raises:
-        FrameError: A frame is malformed, or the frames do not fit one column.
+        FrameError: There is no frame, one is malformed, or the frames do not fit one column.
     """
     views: list[BytesLike] = [_flat(frame) for frame in frames]
+    if not views:
+        raise FrameError("a column has no frames. Expected one per row.")
     try:
         header = parse_header(views[0])
     except FrameError as error:

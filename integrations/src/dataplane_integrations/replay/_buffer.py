@@ -71,7 +71,11 @@ class ReplayBuffer(BufferState):
                 if each.meta is None and each.reservation.collector == collector
             ]
             self._give_up(left, requeue=True)
-        self.sweep()
+        try:
+            self.sweep()
+        except BaseException:
+            self.withdraw(collector=collector, incarnation=number)
+            raise
         return number
 
     def reserve(

@@ -137,10 +137,11 @@ class Collector:
         """Enlists with the buffer, which clears what an earlier start left behind. Starts the threads.
 
         Raises:
-            InvalidRequestError: The collector was already started.
+            InvalidRequestError: The collector was already started, or stopped.
         """
-        if self._threads:
-            raise InvalidRequestError(f"Collector('{self._name}').start refused: it was started already.")
+        if self._threads or self._stop.is_set():
+            done = "started" if self._threads else "stopped"
+            raise InvalidRequestError(f"Collector('{self._name}').start refused: it was {done} already.")
         incarnation = self._buffer.enlist(self._name)
         self._num_running = self._num_threads
         self._threads = [

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
+from dataplane_core.codec import decode_item, encode_item
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.replay._ids import Reservation
 from dataplane_integrations.replay._policies import GroupView
@@ -46,10 +51,16 @@ class Group:
     meta: KVBatchMeta | None = None
 
     def state(self, meta: KVBatchMeta) -> dict[str, Any]:
-        """A committed group as plain values; it is ready after a restore. ``meta`` is its meta, not None."""
+        """A committed group as values of JSON; it is ready after a restore. ``meta`` is its meta, not None.
+
+        Raises:
+            InvalidTypeError: The meta's ``extra_info`` holds what cannot be saved.
+        """
         reservation = dataclasses.asdict(self.reservation)
         del reservation["sample_ids"]  # the meta has them
-        return {"reservation": reservation, "committed": self.view.committed, "meta": dataclasses.asdict(meta)}
+        values = {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta)}
+        values["extra_info"] = b64encode(encode_item(_plain(meta.extra_info), "extra_info")).decode()
+        return {"reservation": reservation, "committed": self.view.committed, "meta": values}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Group:
@@ -62,4 +73,16 @@ class Group:
             committed=state["committed"],
             target_step=reservation.target_step,
         )
-        return cls(reservation, view, KVBatchMeta(**state["meta"]))
+        values = {**state["meta"], "extra_info": decode_item(b64decode(state["meta"]["extra_info"]))}
+        return cls(reservation, view, KVBatchMeta(**values))
+
+
+def _plain(value: Any) -> Any:
+    """A value of numpy or torch that is a number, as Python's own; also inside of dicts, lists and tuples."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(each) for each in value) if type(value) in (list, tuple) else value
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.dim() == 0):
+        return value.item()
+    return value

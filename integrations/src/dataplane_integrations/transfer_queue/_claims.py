@@ -14,7 +14,7 @@ from dataplane_core.errors import ClaimTimeoutError, ConfigError, UnknownPartiti
 from dataplane_core.spec import Capability
 from dataplane_integrations.transfer_queue import sampler as samplers
 from dataplane_integrations.transfer_queue._columns import tags_to_show
-from dataplane_integrations.transfer_queue._indexes import HIDDEN_PARTITION, index_of
+from dataplane_integrations.transfer_queue._indexes import FIRST_OF_KEYS, HIDDEN_PARTITION, number_of
 from dataplane_integrations.transfer_queue._rows import Row, find_rows
 from dataplane_integrations.transfer_queue.sampler import BaseSampler, RankAwareSampler, SequentialSampler
 
@@ -133,7 +133,7 @@ class Claims:
         given: list[int] = []
         try:
             held = self._without_planned(held, partition_id, task_name)
-            rows = {index_of(partition_id, row.sample_id): row for row in _rows(held, fields)}
+            rows = self._by_index(partition_id, _rows(held, fields))
             sampled: Sequence[int] = []
             ranks: dict[Any, Sequence[int]] = {}
             used: set[int] = set()
@@ -154,6 +154,22 @@ class Claims:
             rest = held.drop(given)
             if rest is not None:
                 self._client.nack(rest)
+
+    def _by_index(self, partition_id: str, rows: Sequence[Row]) -> dict[int, Row]:
+        """Rows by the index that a sampler sees, in which neighbours were written one after the other.
+
+        That of a row with a key is its place among the rows that the partition holds: TransferQueue numbers such rows
+        too, but the store does not.
+        """
+        numbers = [number_of(row.sample_id) for row in rows]
+        places: dict[str, int] = {}
+        if None in numbers:
+            held = self._client.list_sample_ids(partition_id)
+            known = dict.fromkeys([*held, *(row.sample_id for row in rows)])  # also those that were cleared just now
+            places = {sample_id: FIRST_OF_KEYS + place for place, sample_id in enumerate(known)}
+        return {
+            places[row.sample_id] if number is None else number: row for row, number in zip(rows, numbers, strict=True)
+        }
 
     def _without_planned(self, held: KVBatchMeta, partition_id: str, task_name: str) -> KVBatchMeta:
         """Acks rows that a plan names, as a process was killed between its plan and its ack. Returns the others."""
@@ -220,12 +236,21 @@ class Claims:
     def _publish(self, sampler: BaseSampler) -> None:
         settings: dict[str, Any] = {"polling_mode": bool(self._polling), "sampler": type(sampler).__name__}
         settings.update({name: getattr(sampler, name) for name in _ARGUMENTS if hasattr(sampler, name)})
-        self._client.put_samples(["controller"], _SETTINGS, tags=[{"settings": json.dumps(settings)}])
+        self.keep_settings(json.dumps(settings))
+
+    def settings(self) -> str | None:
+        """The settings in the store, as JSON. None: it has none."""
+        found = find_rows(self._client, _SETTINGS, ["controller"])
+        return str(found[0].tags["settings"]) if found else None
+
+    def keep_settings(self, settings: str | None) -> None:
+        """Writes back what `settings` returned, after a load brought those of another run."""
+        if settings is not None:
+            self._client.put_samples(["controller"], _SETTINGS, tags=[{"settings": settings}])
 
     def _read_settings(self) -> BaseSampler:
         if self._sampler is None:
-            found = find_rows(self._client, _SETTINGS, ["controller"])
-            settings = json.loads(found[0].tags["settings"]) if found else {}
+            settings = json.loads(self.settings() or "{}")
             self._polling = bool(settings.pop("polling_mode", False))
             name = settings.pop("sampler", "SequentialSampler")
             self._sampler = _sampler_of(name, **settings)

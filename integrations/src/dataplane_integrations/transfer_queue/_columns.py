@@ -131,7 +131,14 @@ def parsed(columns: Mapping[str, Any], data_parser: Callable[[Any], Any]) -> dic
         raise ValueError(
             f"data_parser changed the columns or their number of rows: {sizes} before. Expected the same after."
         )
-    return {name: column_of_rows(values) for name, values in changed.items()}
+    return {name: column_of_rows(values, objects=not _fit(values)) for name, values in changed.items()}
+
+
+def _fit(rows: Any) -> bool:
+    """Whether rows, if they are tensors, fit one column."""
+    if isinstance(rows, torch.Tensor) or not all(isinstance(row, torch.Tensor) for row in rows):
+        return True
+    return len({(row.dtype, row.dim(), row.shape[1:]) for row in rows}) <= 1
 
 
 def rows_of(column: Any) -> list[Any]:
@@ -139,15 +146,17 @@ def rows_of(column: Any) -> list[Any]:
     return list(column.unbind() if isinstance(column, torch.Tensor) else column.tolist())
 
 
-def column_of_rows(values: Any) -> Any:
-    """Rows as one column: jagged or scalar tensors, else objects. A tensor is a column already."""
+def column_of_rows(values: Any, *, objects: bool = False) -> Any:
+    """Rows as one column: jagged or scalar tensors, else ``objects``. A tensor is a column already."""
     if isinstance(values, torch.Tensor):
         return values
+    if objects:
+        return NonTensorStack(*[NonTensorData(data=_plain(value)) for value in values])
     if values and all(isinstance(value, torch.Tensor) and value.dim() for value in values):
         return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
     if values and all(isinstance(value, torch.Tensor) for value in values):
         return torch.stack(list(values))
-    return NonTensorStack(*[NonTensorData(data=_plain(value)) for value in values])
+    return column_of_rows(values, objects=True)
 
 
 def tags_to_put(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, TagValue]]:

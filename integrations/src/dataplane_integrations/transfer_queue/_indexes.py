@@ -18,16 +18,28 @@ from typing import Final
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, UnknownPartitionError, preview
 
-__all__ = ["HIDDEN_PARTITION", "Numbers", "check_keys", "id_of_number", "index_of", "is_number", "number_of"]
+__all__ = [
+    "FIRST_OF_KEYS",
+    "HIDDEN_PARTITION",
+    "Numbers",
+    "check_keys",
+    "id_of_number",
+    "index_of",
+    "is_number",
+    "number_of",
+]
 
 #: Partitions whose names begin with it are ours and are not listed.
 HIDDEN_PARTITION: Final = "~tq:"
 _NUMBERED: Final = "~index:"
-_HASHED: Final = 1 << 62
+#: Indexes of rows with keys begin here.
+FIRST_OF_KEYS: Final = 1 << 62
 _BLOCKS: Final = f"{HIDDEN_PARTITION}blocks"
 _TASK: Final = "take"
 #: Numbers per block.
 _BLOCK: Final = 1024
+#: More blocks than there are.
+_ALL: Final = 2**31 - 1
 #: Blocks that are added when none is left.
 _MORE: Final = 64
 
@@ -54,7 +66,7 @@ def check_keys(keys: Iterable[str]) -> None:
 
 def is_number(index: int) -> bool:
     """Whether an index is that of a row without a key."""
-    return index < _HASHED
+    return index < FIRST_OF_KEYS
 
 
 def index_of(partition_id: str, sample_id: str) -> int:
@@ -63,7 +75,7 @@ def index_of(partition_id: str, sample_id: str) -> int:
     if number is not None:
         return number
     text = f"{len(partition_id)}:{partition_id}{sample_id}".encode("utf-8", "surrogatepass")
-    return _HASHED | int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
+    return FIRST_OF_KEYS | int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
 
 
 class Numbers:
@@ -82,10 +94,25 @@ class Numbers:
             taken, self._left = self._left[:count], self._left[count:]
         return list(taken)
 
-    def forget(self) -> None:
-        """Drops the numbers that are left of the last block, as is needed after the store was loaded."""
+    def num_blocks(self) -> int:
+        """How many blocks the store has, taken or not."""
+        try:
+            return len(self._client.list_sample_ids(_BLOCKS))
+        except UnknownPartitionError:
+            return 0
+
+    def skip(self, num_blocks: int) -> None:
+        """Gives out no number of the first blocks any more, nor of those that are left of the last one.
+
+        A load brings back blocks that were taken after the save; other processes may still use their numbers.
+        """
         with self._lock:
             self._left = range(0)
+            while self.num_blocks() < num_blocks:
+                self._add_blocks()
+            if num_blocks:
+                free = self._client.claim_meta(_BLOCKS, _TASK, [], _ALL, blocking=False).sample_ids
+                self._left = self._joined(block for block in map(int, free) if block >= num_blocks)
 
     def _joined(self, blocks: Iterable[int]) -> range:
         """What is left, followed by the blocks; from the last gap on if there are gaps."""
@@ -110,9 +137,6 @@ class Numbers:
 
     def _add_blocks(self) -> None:
         self._client.register_partition(_BLOCKS, [], None, [_TASK], if_exists="keep")
-        try:
-            known = len(self._client.list_sample_ids(_BLOCKS))
-        except UnknownPartitionError:
-            known = 0
+        known = self.num_blocks()
         more = [str(block) for block in range(known, known + _MORE)]
         self._client.put_samples(more, _BLOCKS, tags=[{}] * _MORE)  # a block that another process added stays taken

@@ -6,8 +6,11 @@ Each method has an ``async_`` form, which runs it in a thread of a bounded pool.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -64,6 +67,7 @@ class TransferQueueClient:
         self.store = store
         self._numbers = Numbers(store)
         self._claims = Claims(store, controller)
+        self._kept: list[tuple[tuple[Any, ...], BatchMeta]] = []  # what calls were given that were cancelled
 
     # --- rows and their metadata --------------------------------------------------------------------------------------
 
@@ -113,15 +117,30 @@ class TransferQueueClient:
         task_name: str | None = None,
         sampling_config: dict[str, Any] | None = None,
     ) -> BatchMeta:
-        """`get_meta` for asyncio. It holds no thread while it waits."""
+        """`get_meta` for asyncio. It holds no thread while it waits.
+
+        If it is cancelled while it is given rows, the next call with the same arguments in this process gets them.
+        """
+        wanted = (data_fields, batch_size, partition_id, mode, task_name, sampling_config)
         look = in_threads(self._look)
         deadline = time.monotonic() + _WAIT_S
         while True:
-            meta = await look(data_fields, batch_size, partition_id, mode, task_name, sampling_config)
+            asked = asyncio.ensure_future(look(*wanted))
+            try:
+                meta = await asyncio.shield(asked)
+            except asyncio.CancelledError:
+                asked.add_done_callback(partial(self._keep, wanted))
+                raise
             if meta is not None:
                 return meta
             self._check_wait(deadline, batch_size, partition_id, task_name)
             await asyncio.sleep(_LOOK_S)
+
+    def _keep(self, wanted: tuple[Any, ...], asked: asyncio.Future[BatchMeta | None]) -> None:
+        """Keeps what a cancelled call was given, if it was given rows."""
+        given = None if asked.cancelled() or asked.exception() is not None else asked.result()
+        if given is not None and given.size:
+            self._kept.append((wanted, given))
 
     def _check_wait(self, deadline: float, batch_size: int, partition_id: str, task_name: str | None) -> None:
         if time.monotonic() > deadline:
@@ -150,6 +169,12 @@ class TransferQueueClient:
             raise ValueError(f"Invalid mode: {mode}")
         if task_name is None:
             raise ValueError("get_meta in mode 'fetch' needs a task_name.")
+        wanted = (data_fields, batch_size, partition_id, mode, task_name, sampling_config)
+        for kept in list(self._kept):
+            with contextlib.suppress(ValueError):  # another thread takes it
+                if kept[0] == wanted:
+                    self._kept.remove(kept)
+                    return kept[1]
         rows = self._claims.claim(partition_id, task_name, data_fields, batch_size, sampling_config or {})
         if rows:
             return meta_of(self.store, partition_id, rows, data_fields)
@@ -221,18 +246,21 @@ class TransferQueueClient:
         if len(parts) == 1:
             return to_batch(self.store.get_samples(ids, metadata.partition_ids[0], fields))
         rows: dict[str, list[Any]] = {name: [None] * metadata.size for name in fields}
+        objects: set[str] = set()
         for part_id, places in parts.items():
             found = self.store.get_samples([ids[place] for place in places], part_id, fields)
             for name in fields:
-                for place, row in zip(places, rows_of(found[name]), strict=True):
+                column = found.get(name)
+                objects.update([] if isinstance(column, torch.Tensor) else [name])
+                for place, row in zip(places, rows_of(column), strict=True):
                     rows[name][place] = row
-        return to_batch(
-            TensorDict({name: column_of_rows(each) for name, each in rows.items()}, batch_size=[metadata.size])
-        )
+        columns = {name: column_of_rows(each, objects=name in objects) for name, each in rows.items()}
+        return to_batch(TensorDict(columns, batch_size=[metadata.size]))
 
     def clear_partition(self, partition_id: str) -> None:
         """Removes a partition with all of its rows."""
         self._claims.forget(partition_id)
+        self._kept = [kept for kept in self._kept if kept[0][2] != partition_id]
         self.store.clear_samples(None, partition_id)
 
     def clear_samples(self, metadata: BatchMeta) -> None:
@@ -358,9 +386,12 @@ class TransferQueueClient:
         """Closes the client."""
         self.store.close()
 
-    def forget(self) -> None:
-        """Drops what this process knows of the store, as is needed after the store was loaded."""
-        self._numbers.forget()
+    def load(self, folder: str | Path) -> None:
+        """Loads a save into the store, which keeps its own settings, and gives no number of a row twice."""
+        num_blocks, settings = self._numbers.num_blocks(), self._claims.settings()
+        self.store.load(folder)
+        self._numbers.skip(num_blocks)
+        self._claims.keep_settings(settings)
         self._claims.forget(None)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
@@ -422,7 +453,7 @@ def _select(column: Any, places: Sequence[int]) -> Any:
     if isinstance(column, torch.Tensor) and not column.is_nested:
         return column[list(places)]
     rows = rows_of(column)
-    return column_of_rows([rows[place] for place in places])
+    return column_of_rows([rows[place] for place in places], objects=not isinstance(column, torch.Tensor))
 
 
 def _by_index(partition_id: str, ids: Sequence[str], status: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -264,10 +264,9 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
     """
     client = _saving_client()
     try:
-        client.store.load(checkpoint_dir)
+        client.load(checkpoint_dir)
     except MissingDataError as error:
         raise FileNotFoundError(f"Checkpoint directory not found, or not complete: {error}") from error
-    client.forget()
 
 
 def _saving_client() -> TransferQueueClient:

@@ -374,6 +374,25 @@ def test_a_buffer_of_another_shape_refuses_the_save(
         restore_replay(tmp_path, client, buffer=make_buffer(group_size=3))
 
 
+def test_extra_info_of_any_values_is_saved(
+    client: DataPlaneClient, make_buffer: Any, write: Any, tmp_path: Path
+) -> None:
+    buffer = make_buffer()
+    for each in buffer.reserve(2):
+        meta = write(client, [each])
+        metrics = {"mean": np.float32(0.5), "loss": torch.tensor(2), "raw": b"x", "all": (1, None)}
+        meta.extra_info["rollout_metrics"] = metrics
+        buffer.commit([each], meta)
+    save_replay(tmp_path, client, buffer=buffer)
+    again = make_buffer()
+    restore_replay(tmp_path, client, buffer=again)
+    found = again.select(1).extra_info["rollout_metrics"]
+    assert found == {"mean": 0.5, "loss": 2, "raw": b"x", "all": [1, None]}
+    meta.extra_info["rollout_metrics"] = {1: 2}
+    with pytest.raises(InvalidTypeError, match="'extra_info'"):
+        save_replay(tmp_path, client, buffer=buffer)
+
+
 def test_a_save_without_rows_of_a_group_is_refused_and_the_former_save_stays(
     client: DataPlaneClient, make_buffer: Any, write: Any, tmp_path: Path
 ) -> None:

@@ -54,7 +54,7 @@ class Group:
         """A committed group as values of JSON; it is ready after a restore. ``meta`` is its meta, not None.
 
         Raises:
-            InvalidTypeError: The meta's ``extra_info`` holds what cannot be saved.
+            InvalidTypeError: As for an object column: the meta's ``extra_info`` holds what cannot be saved.
         """
         reservation = dataclasses.asdict(self.reservation)
         del reservation["sample_ids"]  # the meta has them
@@ -78,11 +78,11 @@ class Group:
 
 
 def _plain(value: Any) -> Any:
-    """A value of numpy or torch that is a number, as Python's own; also inside of dicts, lists and tuples."""
+    """A number of numpy or torch as Python's own, and tuples as lists; also inside of dicts and lists."""
     if isinstance(value, dict):
-        return {_plain(key): _plain(each) for key, each in value.items()}
+        return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_plain(each) for each in value) if type(value) in (list, tuple) else value
+        return [_plain(each) for each in value]
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.dim() == 0):
         return value.item()
     return value

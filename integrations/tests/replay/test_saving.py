@@ -388,7 +388,10 @@ def test_extra_info_of_any_values_is_saved(
     restore_replay(tmp_path, client, buffer=again)
     found = again.select(1).extra_info["rollout_metrics"]
     assert found == {"mean": 0.5, "loss": 2, "raw": b"x", "all": [1, None]}
+    [each] = buffer.reserve(1)
+    meta = write(client, [each])
     meta.extra_info["rollout_metrics"] = {1: 2}
+    buffer.commit([each], meta)
     with pytest.raises(InvalidTypeError, match="'extra_info'"):
         save_replay(tmp_path, client, buffer=buffer)
 

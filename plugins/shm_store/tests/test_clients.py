@@ -285,6 +285,20 @@ def test_a_fork_opens_a_client_of_its_own_and_does_not_hold_its_parents_session(
         os.close(tell)
 
 
+def test_a_closed_client_has_no_session_though_its_errors_are_kept(owner, config):
+    put(owner)
+    errors = []
+    for _ in range(3):
+        with connect(config, bootstrap=False) as client:
+            views = client.get_samples(IDS, "p", ["y"])
+            with pytest.raises(KeyError) as caught:
+                client.get_samples(["absent"], "p", ["y"])
+            errors.append(caught.value)
+    eventually(lambda: statistics(owner).num_sessions == 1)
+    assert views["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert len(errors) == 3
+
+
 def test_numbers_and_strings_of_numpy_are_taken_as_pythons(owner):
     put(owner)
     name, seconds = np.str_("p"), np.float64(30)

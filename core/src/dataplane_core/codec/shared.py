@@ -9,6 +9,7 @@ Shape legend: ``N`` rows, ``U`` rows that differ.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -67,29 +68,24 @@ def same_memory(rows: Sequence[Any]) -> Repeats | None:
 
 def _of_one_address(rows: Sequence[Any]) -> Repeats | None:
     """Different objects that are tensors of the same memory."""
-    addresses = [(_has_memory(row) and row.data_ptr()) or -id(row) for row in rows]
-    found = Repeats.by_key(addresses)
-    if found is None or all(_is_same(rows[found.firsts[at]], row) for at, row in zip(found.index, rows, strict=True)):
-        return found
+    if set(map(type, rows)) == {torch.Tensor}:
+        with suppress(RuntimeError):  # a sparse tensor has no address
+            found = Repeats.by_key([row.data_ptr() or -id(row) for row in rows])  # an empty one has the address 0
+            if found is None:
+                return None
+            firsts = [rows[row] for row in found.firsts]
+            if all(_is_plain_alias(firsts[at], row) for at, row in zip(found.index, rows, strict=True)):
+                return found
     return Repeats.by_key([_memory_of(row) for row in rows])
 
 
-def _has_memory(row: Any) -> bool:
-    return type(row) is torch.Tensor and row.layout == torch.strided and row.numel() > 0
-
-
-def _is_same(first: Any, row: Any) -> bool:
-    """Whether two rows that begin at the same address are the same."""
-    return first is row or (
-        first.is_set_to(row)
-        and first.dtype == row.dtype
-        and first.is_conj() == row.is_conj()
-        and first.is_neg() == row.is_neg()
-    )
+def _is_plain_alias(first: torch.Tensor, row: torch.Tensor) -> bool:
+    """Whether two rows that begin at the same address are the same, and neither conjugated nor negated lazily."""
+    return first.is_set_to(row) and first.dtype == row.dtype and not row.is_neg() and not row.is_conj()
 
 
 def _memory_of(row: Any) -> Hashable:
-    if not _has_memory(row):
+    if type(row) is not torch.Tensor or row.layout != torch.strided or not row.numel():
         return id(row)
     return row.data_ptr(), row.shape, row.stride(), row.dtype, row.device, row.is_conj(), row.is_neg()
 

@@ -114,6 +114,8 @@ class ShmBackend(LedgerBackend):
 
     def stop(self) -> None:
         """Disconnects. The bootstrapping client also ends the store. Views stay valid."""
+        if self._connection is not None and not self._begun:  # else a thread may still write: its session ends with it
+            self._connection.finish()
         self._connection = self._read_only = None
         if self._process is not None:
             self._process.end()
@@ -161,7 +163,11 @@ class ShmBackend(LedgerBackend):
         connection = self._connected()
         if isinstance(command, commands.Locate):
             pin = connection.new_pin()
-            found = connection.call(command.op, deadline, Find(command, pin.number))
+            try:
+                found = connection.call(command.op, deadline, Find(command, pin.number))
+            except BaseException:
+                pin.release()  # the traceback refers to it
+                raise
             parts, specs = found.located.parts, found.located.specs
             return cast("Reply", _PlacedCells(parts, specs, found.places, found.gone, pin))
         if isinstance(command, commands.AbortPut):

@@ -55,9 +55,9 @@ class Pin:
 class Connection:
     """A session with the ledger's process of one store.
 
-    The session lasts as long as this object: its first socket closes with it. On it, a thread receives which of the
-    claims and puts that wait are to ask again. Requests use further sockets, one for each that is under way, so threads
-    do not wait for each other. A socket whose request was interrupted is closed.
+    The session lasts as long as this object, or until `finish`: its first socket closes then. On it, a thread receives
+    which of the claims and puts that wait are to ask again. Requests use further sockets, one for each that is under
+    way, so threads do not wait for each other. A socket whose request was interrupted is closed.
 
     Args:
         path: The path of the socket.
@@ -77,13 +77,15 @@ class Connection:
         self._idle: deque[socket.socket] = deque()
         self._unreleased: set[int] = set()  # pins that ended, until the ledger's process was told
         self._pins = itertools.count(1)
+        self._live_pins: set[int] = set()
+        self._finished = False
         self._waiting: dict[str, Callable[[], object]] = {}  # token of what waits -> how to wake it
         self._listener: threading.Thread | None = None
         self._listener_lock = threading.Lock()
         self._first = self._open("connect", deadline, Hello(VERSION))
         _open_connections.add(self)
-        finalizer = weakref.finalize(self, _end_session, self._first, self._idle)
-        finalizer.atexit = False  # threads may still write into the arena; the kernel closes the sockets after them
+        self._end = weakref.finalize(self, _end_session, self._first, self._idle)
+        self._end.atexit = False  # threads may still write into the arena; the kernel closes the sockets after them
         try:
             self._first.settimeout(_left_s(deadline))
             data, descriptors, _, _ = socket.recv_fds(self._first, _RECEIVE_BYTES, 1)
@@ -162,12 +164,25 @@ class Connection:
 
     def new_pin(self) -> Pin:
         """A new pin, to be sent with a request that locates payload."""
-        return Pin(self, next(self._pins))
+        pin = Pin(self, next(self._pins))
+        self._live_pins.add(pin.number)
+        return pin
+
+    def finish(self) -> None:
+        """Ends the session as soon as no pin is left, even if something refers to this object, such as a traceback."""
+        self._finished = True
+        self._end_if_finished()
+
+    def _end_if_finished(self) -> None:
+        if self._finished and not self._live_pins:
+            self._end()
 
     def release(self, number: int) -> None:
         """Ends a pin. Does not wait for a reply. If it cannot be sent now, the next request sends it too."""
         self._unreleased.add(number)
         self._send_releases()
+        self._live_pins.discard(number)
+        self._end_if_finished()
 
     def _send_releases(self) -> None:
         try:

@@ -82,6 +82,17 @@ def test_a_reader_may_be_first_and_outlives_a_trainer_that_begins_again():
             assert_is_version(waiting.result(STARTS_S), version)
 
 
+def test_a_version_of_a_run_that_begins_again_is_given_once(client):
+    reader = WeightReader(client, "r")
+    publish_weights(client, 1, weights_of(1))
+    reader.wait(timeout_s=60.0)
+    open_weights(client)
+    publish_weights(client, 2, weights_of(2))
+    assert_is_version(reader.wait(timeout_s=60.0), 2)
+    with pytest.raises(OperationTimeoutError):
+        reader.wait(timeout_s=0.1)
+
+
 def test_a_reader_that_is_started_again_takes_what_is_there(client):
     publish_weights(client, 0, weights_of(0))
     WeightReader(client, "r").wait(timeout_s=60.0)
@@ -134,8 +145,11 @@ def test_versions_that_do_not_follow_are_refused():
     with connect({"backend": "noop"}) as client:
         open_weights(client)
         publish_weights(client, 5, weights_of(5))
-        with pytest.raises(InvalidRequestError, match="version 5 is published"):
-            publish_weights(client, 4, weights_of(4))
+        publish_weights(client, 6, weights_of(6))
+        with pytest.raises(InvalidRequestError, match="version 6 is published"):
+            publish_weights(client, 5, weights_of(9))
+        assert client.get_samples(["v5"], WEIGHTS, None)["norm.num_batches_tracked"].tolist() == [5]
+        client.clear_samples(["v6"], WEIGHTS)
         with pytest.raises(InvalidRequestError, match="is named 'weight_version'"):
             publish_weights(client, 6, {"weight_version": torch.ones(1)})
         fewer = weights_of(6)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core import KVBatchMeta
 from dataplane_core.client import DataPlaneClient
@@ -40,6 +41,10 @@ def test_a_row_that_repeats_is_written_once(worker: Any, write_rows: Write, clie
     again = meta.subset([1, 0, 1])
     worker._write_back(again, {"prev_logprobs": torch.tensor([[5.0, 0, 0], [1, 2, 3], [5, 0, 0]])})
     assert _rows(client, meta, "prev_logprobs") == [[1.0, 2.0, 3.0], [5.0]]
+    worker._write_back(again, TensorDict({"text": NonTensorStack("b", "a", "b")}, batch_size=[3]))
+    assert client.get_samples(meta.sample_ids, "train", ["text"])["text"] == ["a", "b"]
+    with pytest.raises(InvalidRequestError, match="'values': 4"):
+        worker._write_back(again, {"values": torch.zeros(4)})
 
 
 def test_an_embedding_is_not_cut(worker: Any, write_rows: Write, client: DataPlaneClient) -> None:

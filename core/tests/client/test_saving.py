@@ -239,6 +239,20 @@ def test_a_save_removes_what_crashes_left_before_it_writes(client, tmp_path):
     assert client.load(tmp_path) == {}
 
 
+def test_a_damaged_manifest_costs_no_rows_before_the_next_save_is_whole(client, tmp_path):
+    client.register_partition("p", ["x"], None, ["t"])
+    put(client, "a")
+    client.save(tmp_path)
+    manifest, (rows,) = tmp_path / "manifest.json", tmp_path.glob("rows-*.bin")
+    whole = manifest.read_text()
+    manifest.write_text(whole.replace(rows.name, f"rows-{'0' * 32}.bin"))
+    with pytest.raises(UnknownPartitionError):
+        client.save(tmp_path, None, ["nowhere"])
+    manifest.write_text(whole)
+    client.load(tmp_path)
+    assert client.list_sample_ids("p") == ["a"]
+
+
 def test_partitions_to_load_are_a_list(client, tmp_path):
     client.register_partition("pp", ["x"], None, [])
     client.save(tmp_path)

@@ -56,7 +56,7 @@ def publish_weights(
 
     Args:
         client: The trainer's client.
-        version: From 0, higher with each update.
+        version: From 0, higher with each update. The newest one again replaces it.
         weights: Name -> tensor of any shape, such as a ``state_dict``, with the names of the first version. The caller
             may change the tensors as soon as this returns.
         partition_id: The partition, opened by `open_weights`.
@@ -83,6 +83,12 @@ def publish_weights(
         )
     if _VERSION in weights:
         raise InvalidRequestError(f"publish_weights refused: a weight is named '{_VERSION}', which holds the version.")
+    held = _versions(client, partition_id)
+    if held and version < held[-1]:
+        raise InvalidRequestError(
+            f"publish_weights(version={version}) refused: version {held[-1]} is published. Expected none below it.",
+            hint="A trainer that begins again opens the partition anew: open_weights.",
+        )
     known = client.describe(partition_id).specs.keys() - {_VERSION}
     if known and known != weights.keys():
         raise SchemaMismatchError(
@@ -93,13 +99,7 @@ def publish_weights(
     columns = {name: value.detach().unsqueeze(0) for name, value in weights.items()}
     columns[_VERSION] = torch.tensor([version])
     client.put_samples([_row(version)], partition_id, columns, tags=[{_VERSION: version}])
-    held = _versions(client, partition_id)
-    if version < held[-1]:
-        client.clear_samples([_row(version)], partition_id)
-        raise InvalidRequestError(
-            f"publish_weights(version={version}) refused: version {held[-1]} is published. Expected a higher one.",
-            hint="A trainer that begins again opens the partition anew: open_weights.",
-        )
+    held = sorted({*held, version})
     client.clear_samples([_row(each) for each in held[:-keep]], partition_id)
 
 
@@ -121,6 +121,7 @@ class WeightReader:
         self._name = name
         self._partition_id = partition_id
         self._joined = False
+        self._epoch: str | None = None  # the registration that `version` is of
 
     def newest(self) -> dict[str, Tensor] | None:
         """Takes the newest version. None if that is `version`, or if there is none yet. Does not wait for another.
@@ -134,12 +135,13 @@ class WeightReader:
             if not held or held[-1] == self.version:
                 return None
             try:
+                epoch = self._client.describe(self._partition_id).info.epoch
                 columns = self._client.get_samples([_row(held[-1])], self._partition_id, None)
             except LostSamplesError:
                 raise
             except MissingDataError:  # newer versions have come meanwhile
                 continue
-            self.version = held[-1]
+            self.version, self._epoch = held[-1], epoch
             return {str(name): columns[name][0] for name in columns.keys() if name != _VERSION}
 
     def wait(self, timeout_s: float) -> dict[str, Tensor]:
@@ -169,7 +171,8 @@ class WeightReader:
                 left_s = max(0.0, give_up - time.monotonic())
                 self._client.claim_meta(self._partition_id, self._name, [_VERSION], 1, timeout_s=left_s)
             except UnknownTaskError:  # the trainer has opened the partition anew
-                self.version = None
+                if self._epoch != self._client.describe(self._partition_id).info.epoch:
+                    self.version = None  # that of the run before
                 self._join()
 
     def _join(self) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dataplane_core.batch import BatchedDataDict, SlicedDataDict, pad_columns, read_columns, write_columns
+from dataplane_core.codec import as_columns, num_rows, take_rows
 from dataplane_core.errors import (
     InvalidRequestError,
     InvalidTypeError,
@@ -310,13 +311,18 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         """How many of this rank's rows are of one global batch. None: all.
 
         Raises:
-            InvalidRequestError: It is not known over how many ranks a global batch is spread.
+            InvalidRequestError: It is not known over how many ranks a global batch is spread, or they cannot share it.
         """
         if gbs is None:
             return None
         group = self._get_data_parallel_group()
         if group is not None:
-            return gbs // dist.get_world_size(group)
+            ranks = dist.get_world_size(group)
+            if gbs % ranks:
+                raise InvalidRequestError(
+                    f"microbatch plan refused: gbs is {gbs}, for {ranks} data-parallel ranks. Expected a multiple."
+                )
+            return gbs // ranks if gbs // ranks < num_rows else None
         if gbs >= num_rows:
             return None
         replica = self._get_replica_group()
@@ -376,9 +382,19 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         """
         if not self._is_replica_leader():
             return
-        firsts = list({sample_id: row for row, sample_id in reversed(list(enumerate(meta.sample_ids)))}.values())
-        if len(firsts) < meta.size:  # rows that repeat have the same values
-            meta, fields = meta.subset(firsts), BatchedDataDict(fields).select_indices(firsts)
+        rows = {sample_id: row for row, sample_id in enumerate(meta.sample_ids)}
+        if len(rows) < meta.size:  # those that repeat have the same values
+            given = as_columns("write-back", fields, meta.size)
+            columns = {name: given.get(name) for name in given.keys()}
+            lengths = {name: num_rows(column) for name, column in columns.items()}
+            if set(lengths.values()) - {meta.size}:
+                raise InvalidRequestError(f"write-back refused: columns have {lengths} rows. Expected {meta.size}.")
+            own = list(rows.values())
+            fields = {
+                name: [column[row] for row in own] if isinstance(column, list) else take_rows(column, own)
+                for name, column in columns.items()
+            }
+            meta = meta.subset(own)
         declared = self.token_aligned_fields if token_aligned_fields is None else token_aligned_fields
         write_columns(self._require_dp_client(), meta, fields, token_aligned_fields=declared)
 

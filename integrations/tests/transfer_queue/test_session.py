@@ -18,6 +18,7 @@ from tensordict import TensorDict
 import dataplane_integrations.transfer_queue as tq
 from dataplane_core.errors import ConfigError
 from dataplane_core.spec import hookimpl
+from dataplane_core.testing._timing import STARTS_S, eventually
 from dataplane_integrations.transfer_queue.client import TransferQueueClient
 
 ATTACH = """
@@ -161,6 +162,7 @@ def test_a_cancelled_get_meta_loses_no_rows(closing: pytest.MonkeyPatch) -> None
         with pytest.raises(asyncio.CancelledError):
             await task
         go_on.set()
+        await client.async_reset_consumption("p", "t")  # what was kept for the cancelled call is dropped
         async with asyncio.timeout(60):
             while not (found := await client.async_get_meta(["x"], 2, "p", task_name="t")).size:
                 await asyncio.sleep(0.01)
@@ -168,3 +170,33 @@ def test_a_cancelled_get_meta_loses_no_rows(closing: pytest.MonkeyPatch) -> None
         return indexes
 
     assert asyncio.run(main()) == rows
+    assert client.get_meta(["x"], 2, "p", task_name="t").size == 0
+
+
+def test_what_a_cancelled_get_meta_was_given_is_given_to_the_next(closing: pytest.MonkeyPatch) -> None:
+    claiming, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        @hookimpl(wrapper=True)
+        def claim(self, request: Any) -> Any:
+            reply = yield
+            claiming.set()
+            go_on.wait(60)
+            return reply
+
+    tq.init({"backend": "noop", "middleware": [Slow()], "controller": {"polling_mode": True}})
+    client = tq.get_client()
+    rows = client.put(TensorDict({"x": torch.arange(2)}, batch_size=[2]), partition_id="p").global_indexes
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(client.async_get_meta(["x"], 2, "p", task_name="t"))
+        while not claiming.is_set():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        threading.Timer(0.2, go_on.set).start()  # the loop ends before
+
+    asyncio.run(cancelled())
+    eventually(lambda: client.get_meta(["x"], 2, "p", task_name="t").global_indexes == rows, within_s=STARTS_S)
+    assert client.get_meta(["x"], 2, "p", task_name="t").size == 0

@@ -35,8 +35,8 @@ def token_columns(
         columns: Columns of N rows, dense or jagged. One that is not a tensor, or lacks the dim, is no token column.
         lengths: The tokens of each row. Default: the row lengths of ``input_ids`` in ``columns``, padding included.
             Without either, every column that has the dim counts, except ``ragged_fields``.
-        token_aligned_fields: Names of the token columns, instead of the rule above, but for columns of
-            `schema.PER_TOKEN_FIELDS` that have one value per sample.
+        token_aligned_fields: Names of the token columns, instead of the rule above. A column of
+            `schema.PER_TOKEN_FIELDS` with one value per sample is left out even so.
         ragged_fields: Names of columns whose rows may have as many elements as tokens by chance.
         dim: The dim of the tokens.
 

@@ -159,7 +159,7 @@ def _check_name(name: str) -> None:
         near = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_0123456789")
         raise ConfigError(
             f"new-plugin refused: '{name}' cannot name a backend. Expected lower-case words of letters and digits, "
-            "joined by single underscores, such as acme_store.",
+            "joined by single underscores, such as acme_store; not a word that Python or YAML reads as something else.",
             hint=f"Did you mean '{near}'?" if _is_name(near) else None,
         )
 

@@ -378,9 +378,9 @@ class DataPlaneClient(Claims):
         """Loads partitions that `save` has saved, of this backend or another one. Leased samples are ready again.
 
         The save is checked before anything is changed. A partition of the same name is replaced. Its tasks are added
-        at the end, so that nobody can claim from it before; with ``open_partitions`` they are added before the columns,
-        and samples can be claimed as soon as theirs are there. Claims and puts that wait on the old partition end as if
-        it had been registered again.
+        at the end, so that nobody can claim from it before. If this client has ``open_partitions``, they are added
+        before the columns: samples can be claimed as soon as theirs are there, and must not be cleared before the load
+        has ended. Claims and puts that wait on the old partition end as if it had been registered again.
 
         Args:
             folder: The folder.

@@ -1,8 +1,8 @@
 """A save on disk: a file of blocks, and a manifest that names it. The newest complete save is always readable.
 
 A rename replaces the manifest, after the file that it names is on the disk. So a crash at any point leaves the former
-save unchanged; the next save first removes the files that a crash left. A reader has the file open, so it reads its
-save to the end, even if the next one replaces it meanwhile. No pickle.
+save unchanged. The next save removes the files that a crash left: at its start, if there is a former save, else at its
+end. A reader has the file open, so it reads its save to the end, even if the next one replaces it meanwhile. No pickle.
 
 ``manifest.json``: the first line ``{"format": ..., "version": 2, "sha256": ...}`` describes the second, which is the
 body. ``rows-*.bin``: the blocks end to end. The body has size and XXH3-128 of each block.
@@ -86,7 +86,7 @@ def write_save(
 
 
 def _named_rows(path: Path, kind: str) -> str | None:
-    """The file of rows that the folder's manifest names. None if it is damaged, or not there.
+    """The file of rows that the folder's manifest names. None if it is damaged, not there, or of another version.
 
     Raises:
         InvalidRequestError: The manifest is not that of a save of this kind.
@@ -95,8 +95,7 @@ def _named_rows(path: Path, kind: str) -> str | None:
         data = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
         return None
-    first, _, body = data.partition(b"\n")
-    for text in (first, data):  # another program's may have several lines
+    for text in (data.partition(b"\n")[0], data):  # another program's may have several lines
         try:
             head = json.loads(text)
         except (ValueError, RecursionError):
@@ -110,8 +109,8 @@ def _named_rows(path: Path, kind: str) -> str | None:
             )
         break
     try:
-        return str(_checked(json.loads(body))["rows_file"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return str(_read_manifest(path, kind)["rows_file"])
+    except DataPlaneError:
         return None
 
 

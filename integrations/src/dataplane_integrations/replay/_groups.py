@@ -73,7 +73,9 @@ class Group:
             committed=state["committed"],
             target_step=reservation.target_step,
         )
-        values = {**state["meta"], "extra_info": decode_item(b64decode(state["meta"]["extra_info"]))}
+        values = dict(state["meta"])
+        if not isinstance(values["extra_info"], Mapping):  # a save of an earlier version has it as it is
+            values["extra_info"] = decode_item(b64decode(values["extra_info"]))
         return cls(reservation, view, KVBatchMeta(**values))
 
 

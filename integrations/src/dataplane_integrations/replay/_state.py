@@ -133,6 +133,7 @@ class BufferState(DataPlaneClientMixin):
                 raise InvalidRequestError(
                     f"load_state refused: {name} is {state[name]!r} in the state and {own!r} in the buffer."
                 )
+        groups = [Group.from_state(each) for each in state["groups"]]
         with self._lock:
             self._check_open()
             self._weight_version = state["weight_version"]
@@ -143,7 +144,6 @@ class BufferState(DataPlaneClientMixin):
             self._again = deque((prompt, attempt) for prompt, attempt in state["again"])
             self._incarnations = dict(state["incarnations"])
             self._counts = BufferCounts(**state["counts"])
-            groups = [Group.from_state(each) for each in state["groups"]]
             self._groups = {each.reservation.group: each for each in groups}
             self._left_out, self._to_clear = {}, {}
             self._changed.notify_all()

@@ -6,10 +6,9 @@ Each method has an ``async_`` form, which runs it in a thread of a bounded pool.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,6 +51,34 @@ _WAIT_S: Final = 3600.0
 _LOOK_S: Final = 0.1
 
 
+class _Asked:
+    """One look of `async_get_meta`. If that is cancelled meanwhile, the rows are kept for the next call."""
+
+    def __init__(self, client: TransferQueueClient, wanted: tuple[Any, ...]) -> None:
+        self._client = client
+        self._wanted = wanted
+        self._given: BatchMeta | None = None
+        self._given_up = False
+
+    def look(self) -> BatchMeta | None:
+        """Runs in a thread."""
+        given = self._client._look(*self._wanted)
+        with self._client._keeping:
+            self._given = given
+            self._keep()
+        return given
+
+    def give_up(self) -> None:
+        """Nobody waits for it any longer."""
+        with self._client._keeping:
+            self._given_up = True
+            self._keep()
+
+    def _keep(self) -> None:
+        if self._given_up and self._given is not None and self._given.size and self._wanted[3] == "fetch":
+            self._client._kept.append((self._wanted, self._given))
+
+
 class TransferQueueClient:
     """TransferQueue's client over a dataplane store. `init` makes it, `get_client` returns it."""
 
@@ -67,7 +94,8 @@ class TransferQueueClient:
         self.store = store
         self._numbers = Numbers(store)
         self._claims = Claims(store, controller)
-        self._kept: list[tuple[tuple[Any, ...], BatchMeta]] = []  # what calls were given that were cancelled
+        self._kept: list[tuple[tuple[Any, ...], BatchMeta]] = []  # what cancelled calls were given; guarded by _keeping
+        self._keeping = threading.Lock()
 
     # --- rows and their metadata --------------------------------------------------------------------------------------
 
@@ -122,25 +150,18 @@ class TransferQueueClient:
         If it is cancelled while it is given rows, the next call with the same arguments in this process gets them.
         """
         wanted = (data_fields, batch_size, partition_id, mode, task_name, sampling_config)
-        look = in_threads(self._look)
         deadline = time.monotonic() + _WAIT_S
         while True:
-            asked = asyncio.ensure_future(look(*wanted))
+            asked = _Asked(self, wanted)
             try:
-                meta = await asyncio.shield(asked)
+                meta = await in_threads(asked.look)()
             except asyncio.CancelledError:
-                asked.add_done_callback(partial(self._keep, wanted))
+                asked.give_up()
                 raise
             if meta is not None:
                 return meta
             self._check_wait(deadline, batch_size, partition_id, task_name)
             await asyncio.sleep(_LOOK_S)
-
-    def _keep(self, wanted: tuple[Any, ...], asked: asyncio.Future[BatchMeta | None]) -> None:
-        """Keeps what a cancelled call was given, if it was given rows."""
-        given = None if asked.cancelled() or asked.exception() is not None else asked.result()
-        if given is not None and given.size:
-            self._kept.append((wanted, given))
 
     def _check_wait(self, deadline: float, batch_size: int, partition_id: str, task_name: str | None) -> None:
         if time.monotonic() > deadline:
@@ -170,11 +191,11 @@ class TransferQueueClient:
         if task_name is None:
             raise ValueError("get_meta in mode 'fetch' needs a task_name.")
         wanted = (data_fields, batch_size, partition_id, mode, task_name, sampling_config)
-        for kept in list(self._kept):
-            with contextlib.suppress(ValueError):  # another thread takes it
-                if kept[0] == wanted:
-                    self._kept.remove(kept)
-                    return kept[1]
+        with self._keeping:
+            for number, (asked, kept) in enumerate(self._kept):
+                if asked == wanted:
+                    del self._kept[number]
+                    return kept
         rows = self._claims.claim(partition_id, task_name, data_fields, batch_size, sampling_config or {})
         if rows:
             return meta_of(self.store, partition_id, rows, data_fields)
@@ -260,13 +281,20 @@ class TransferQueueClient:
     def clear_partition(self, partition_id: str) -> None:
         """Removes a partition with all of its rows."""
         self._claims.forget(partition_id)
-        self._kept = [kept for kept in self._kept if kept[0][2] != partition_id]
+        self._drop_kept(lambda wanted, _: wanted[2] == partition_id)
         self.store.clear_samples(None, partition_id)
 
     def clear_samples(self, metadata: BatchMeta) -> None:
         """Removes rows. Those that are not there are passed over."""
+        gone = {*zip(metadata.partition_ids, metadata.global_indexes, strict=True)}
+        self._drop_kept(lambda _, kept: not gone.isdisjoint(zip(kept.partition_ids, kept.global_indexes, strict=True)))
         for part in metadata.chunk_by_partition():
             self.store.clear_samples(self._ids(part), part.partition_ids[0])
+
+    def _drop_kept(self, gone: Callable[[tuple[Any, ...], BatchMeta], bool]) -> None:
+        """Drops what cancelled calls were given, where that holds no longer."""
+        with self._keeping:
+            self._kept = [kept for kept in self._kept if not gone(*kept)]
 
     # --- what was produced and consumed -------------------------------------------------------------------------------
 
@@ -312,6 +340,7 @@ class TransferQueueClient:
                 self.store.reset_consumption(partition_id, task)
         except (UnknownPartitionError, UnknownTaskError):
             pass
+        self._drop_kept(lambda wanted, _: wanted[2] == partition_id and task_name in (None, wanted[4]))
         self._claims.forget(partition_id, task_name)
         return True
 
@@ -390,6 +419,7 @@ class TransferQueueClient:
         """Loads a save into the store, which keeps its own settings, and gives no number of a row twice."""
         num_blocks, settings = self._numbers.num_blocks(), self._claims.settings()
         self.store.load(folder)
+        self._drop_kept(lambda *_: True)
         self._numbers.skip(num_blocks)
         self._claims.keep_settings(settings)
         self._claims.forget(None)

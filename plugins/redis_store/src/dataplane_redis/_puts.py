@@ -53,7 +53,6 @@ _PAUSE_S: Final = 0.1
 _LOST_PAUSE_S: Final = 0.05
 #: Rows from this size on may be too large for one value. By default, a server takes values of less than 512 MiB.
 _LARGE_ROW_BYTES: Final = 256 << 20
-_DEFAULT_MOST_BYTES: Final = 512 << 20
 #: What a stored row has besides its cells, at most.
 _ROW_OVERHEAD_BYTES: Final = 64 << 10
 #: Seconds before its deadline at which a put that waits for room gives up.
@@ -162,8 +161,8 @@ class Puts:
         try:
             said = self._session.command(put.what, put.request.deadline, b"CONFIG", b"GET", b"proto-max-bulk-len")
             most = int(said[1])
-        except (DataPlaneError, LookupError, ValueError):  # such as an ACL that forbids it
-            most = _DEFAULT_MOST_BYTES
+        except (DataPlaneError, LookupError, ValueError):
+            return  # such as an ACL that forbids to ask
         if largest + _ROW_OVERHEAD_BYTES >= most:
             raise CapacityExceededError(
                 f"{put.what} refused: a row has {largest} bytes. Expected less than the server's proto-max-bulk-len, "

@@ -114,9 +114,9 @@ class ShmBackend(LedgerBackend):
 
     def stop(self) -> None:
         """Disconnects. The bootstrapping client also ends the store. Views stay valid."""
-        if self._connection is not None and not self._begun:  # else a thread may still write: its session ends with it
-            self._connection.finish()
-        self._connection = self._read_only = None
+        connection, self._connection, self._read_only = self._connection, None, None
+        if connection is not None and not self._begun:  # else a thread may still write: the session ends after it
+            connection.finish()
         if self._process is not None:
             self._process.end()
             self._process = None

@@ -348,7 +348,8 @@ def main() -> None:
         if counts:
             print(f"  {worked} of {len(counts)} processes made {sum(counts)} cycles", flush=True)
         flat = bool(verdicts) and all(each.flat for each in verdicts)
-        rising += [] if flat and 2 * worked >= len(counts) else [name]
+        if not flat or 2 * worked < len(counts):
+            rising.append(name)
     if rising:
         sys.exit(f"not flat, or processes did not work: {', '.join(rising)}")
 

@@ -56,7 +56,7 @@ def publish_weights(
 
     Args:
         client: The trainer's client.
-        version: From 0, higher with each update. The newest one again replaces it.
+        version: From 0, higher with each update. To publish the newest one again replaces it.
         weights: Name -> tensor of any shape, such as a ``state_dict``, with the names of the first version. The caller
             may change the tensors as soon as this returns.
         partition_id: The partition, opened by `open_weights`.

@@ -326,8 +326,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         if gbs >= num_rows:
             return None
         replica = self._get_replica_group()
-        ranks = 1 if replica is None else dist.get_world_size(replica)
-        if dist.is_initialized() and dist.get_world_size() > ranks:
+        twins = 1 if replica is None else dist.get_world_size(replica)  # ranks with the same rows
+        if dist.is_initialized() and dist.get_world_size() > twins:
             raise InvalidRequestError(
                 f"microbatch plan refused: gbs is {gbs}, this rank has {num_rows} rows, and its data-parallel group is "
                 "not known. Let the driver plan (DataPlanePolicy with batching=...)."
@@ -382,19 +382,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         """
         if not self._is_replica_leader():
             return
-        rows = {sample_id: row for row, sample_id in enumerate(meta.sample_ids)}
-        if len(rows) < meta.size:  # those that repeat have the same values
-            given = as_columns("write-back", fields, meta.size)
-            columns = {name: given.get(name) for name in given.keys()}
-            lengths = {name: num_rows(column) for name, column in columns.items()}
-            if set(lengths.values()) - {meta.size}:
-                raise InvalidRequestError(f"write-back refused: columns have {lengths} rows. Expected {meta.size}.")
-            own = list(rows.values())
-            fields = {
-                name: [column[row] for row in own] if isinstance(column, list) else take_rows(column, own)
-                for name, column in columns.items()
-            }
-            meta = meta.subset(own)
+        meta, fields = _without_repeats(meta, fields)
         declared = self.token_aligned_fields if token_aligned_fields is None else token_aligned_fields
         write_columns(self._require_dp_client(), meta, fields, token_aligned_fields=declared)
 
@@ -628,3 +616,20 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
 def _padded(batch: BatchedDataDict, meta: KVBatchMeta) -> BatchedDataDict:
     padding = vars(batch).pop(_PADDING, None)
     return batch if padding is None else pad_columns(batch, meta, **padding)
+
+
+def _without_repeats(meta: KVBatchMeta, fields: Mapping[str, Any]) -> tuple[KVBatchMeta, Mapping[str, Any]]:
+    """Each row once, with its columns. Rows that repeat have the same values."""
+    rows = list({sample_id: row for row, sample_id in enumerate(meta.sample_ids)}.values())
+    if len(rows) == meta.size:
+        return meta, fields
+    given = as_columns("write-back", fields, meta.size)
+    columns = {name: given.get(name) for name in given.keys()}
+    lengths = {name: num_rows(column) for name, column in columns.items()}
+    if set(lengths.values()) - {meta.size}:
+        raise InvalidRequestError(f"write-back refused: columns have {lengths} rows. Expected {meta.size}.")
+    kept = {
+        name: [column[row] for row in rows] if isinstance(column, list) else take_rows(column, rows)
+        for name, column in columns.items()
+    }
+    return meta.subset(rows), kept

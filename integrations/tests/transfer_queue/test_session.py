@@ -139,64 +139,49 @@ def test_a_load_keeps_the_settings_of_the_run(closing: pytest.MonkeyPatch, tmp_p
     assert TransferQueueClient("later", tq.get_client().store)._claims.polling_mode
 
 
-def test_a_cancelled_get_meta_loses_no_rows(closing: pytest.MonkeyPatch) -> None:
-    claiming, go_on = threading.Event(), threading.Event()
+class SlowClaims:
+    """Middleware whose claims end when they are told to."""
 
-    class Slow:
-        @hookimpl(wrapper=True)
-        def claim(self, request: Any) -> Any:
-            reply = yield
-            claiming.set()
-            go_on.wait(60)
-            return reply
+    def __init__(self) -> None:
+        self.claiming, self.go_on = threading.Event(), threading.Event()
 
-    tq.init({"backend": "noop", "middleware": [Slow()], "controller": {"polling_mode": True}})
+    @hookimpl(wrapper=True)
+    def claim(self, request: Any) -> Any:
+        reply = yield
+        if request.partition_id == "p":  # not those of numbers for rows
+            self.claiming.set()
+            self.go_on.wait(60)
+        return reply
+
+
+def cancelled_while_it_claims(slow: SlowClaims) -> tuple[TransferQueueClient, list[int]]:
+    """A client with two rows, whose `async_get_meta` of them was cancelled, in a loop that has ended."""
+    tq.init({"backend": "noop", "middleware": [slow], "controller": {"polling_mode": True}})
     client = tq.get_client()
-    rows = client.put(TensorDict({"x": torch.arange(2)}, batch_size=[2]), partition_id="p").global_indexes
+    rows: list[int] = client.put(TensorDict({"x": torch.arange(2)}, batch_size=[2]), partition_id="p").global_indexes
 
-    async def main() -> list[int]:
+    async def main() -> None:
         task = asyncio.create_task(client.async_get_meta(["x"], 2, "p", task_name="t"))
-        while not claiming.is_set():
+        while not slow.claiming.is_set():
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        go_on.set()
-        await client.async_reset_consumption("p", "t")  # what was kept for the cancelled call is dropped
-        async with asyncio.timeout(60):
-            while not (found := await client.async_get_meta(["x"], 2, "p", task_name="t")).size:
-                await asyncio.sleep(0.01)
-        indexes: list[int] = found.global_indexes
-        return indexes
+        threading.Timer(0.2, slow.go_on.set).start()  # the loop ends before
 
-    assert asyncio.run(main()) == rows
-    assert client.get_meta(["x"], 2, "p", task_name="t").size == 0
+    asyncio.run(main())
+    return client, rows
 
 
 def test_what_a_cancelled_get_meta_was_given_is_given_to_the_next(closing: pytest.MonkeyPatch) -> None:
-    claiming, go_on = threading.Event(), threading.Event()
-
-    class Slow:
-        @hookimpl(wrapper=True)
-        def claim(self, request: Any) -> Any:
-            reply = yield
-            claiming.set()
-            go_on.wait(60)
-            return reply
-
-    tq.init({"backend": "noop", "middleware": [Slow()], "controller": {"polling_mode": True}})
-    client = tq.get_client()
-    rows = client.put(TensorDict({"x": torch.arange(2)}, batch_size=[2]), partition_id="p").global_indexes
-
-    async def cancelled() -> None:
-        task = asyncio.create_task(client.async_get_meta(["x"], 2, "p", task_name="t"))
-        while not claiming.is_set():
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        threading.Timer(0.2, go_on.set).start()  # the loop ends before
-
-    asyncio.run(cancelled())
+    client, rows = cancelled_while_it_claims(SlowClaims())
     eventually(lambda: client.get_meta(["x"], 2, "p", task_name="t").global_indexes == rows, within_s=STARTS_S)
+    assert client.get_meta(["x"], 2, "p", task_name="t").size == 0
+
+
+def test_what_a_cancelled_get_meta_was_given_is_dropped_by_a_reset(closing: pytest.MonkeyPatch) -> None:
+    client, rows = cancelled_while_it_claims(SlowClaims())
+    eventually(lambda: client._kept, within_s=STARTS_S)
+    client.reset_consumption("p", "t")
+    assert client.get_meta(["x"], 2, "p", task_name="t").global_indexes == rows
     assert client.get_meta(["x"], 2, "p", task_name="t").size == 0

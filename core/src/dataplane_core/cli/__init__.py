@@ -18,7 +18,7 @@ from dataplane_core.errors import DataPlaneError
 
 __all__ = ["main"]
 
-#: Exit status, as shells have it, of a command that a signal ended, less the signal's number.
+#: The exit status of a command that a signal ended is this plus the number of the signal, as in shells.
 _ENDED_BY_SIGNAL: Final = 128
 
 
@@ -54,11 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inspect.add_argument("config", metavar="CONFIG", help="the config file that its processes use")
     inspect.add_argument("partition", nargs="?", help="show this partition with its fields; default: all")
     inspect.add_argument(
-        "--interval",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="measure rates over S seconds; 0: no rates; default: 1",
+        "--interval", type=float, default=1.0, metavar="S", help="measure rates over S seconds; 0: no rates; default: 1"
     )
     inspect.add_argument("--stacks", action="store_true", help="also show what the clients on this host do, by py-spy")
     inspect.add_argument("--json", action="store_true", help="print JSON")

@@ -33,7 +33,7 @@ def ask(target: str, **arguments: Any) -> Any:
     try:
         asked = json.dumps({"target": target, "arguments": arguments})
     except (TypeError, ValueError) as error:
-        raise DataPlaneError(f"what it is asked must be plain values: {error}.") from error
+        raise DataPlaneError(f"the arguments must be plain values: {error}.") from error
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CODE], input=asked, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False

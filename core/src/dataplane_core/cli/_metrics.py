@@ -97,9 +97,9 @@ class Federation(Collector):
     def collect(self) -> Iterator[Metric]:
         """Asks the store for its clients, and all their endpoints at the same time."""
         clients = self._ask()
-        up = GaugeMetricFamily("dataplane_store_up", "Whether the store answers.")
-        up.add_metric((), float(clients is not None))
-        yield up
+        store_up = GaugeMetricFamily("dataplane_store_up", "Whether the store answers.")
+        store_up.add_metric((), float(clients is not None))
+        yield store_up
         if clients is None:
             return
         heard = GaugeMetricFamily("dataplane_client_heard_seconds", "Since a client was heard of.", labels=_LABELS)

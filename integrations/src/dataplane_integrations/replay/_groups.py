@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-
 from dataplane_core.codec import decode_item, encode_item
 from dataplane_core.meta import KVBatchMeta
+from dataplane_integrations._values import plain
 from dataplane_integrations.replay._ids import Reservation
 from dataplane_integrations.replay._policies import GroupView
 
@@ -59,7 +57,7 @@ class Group:
         reservation = dataclasses.asdict(self.reservation)
         del reservation["sample_ids"]  # the meta has them
         values = {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta)}
-        values["extra_info"] = b64encode(encode_item(_plain(meta.extra_info), "extra_info")).decode()
+        values["extra_info"] = b64encode(encode_item(plain(meta.extra_info), "extra_info")).decode()
         return {"reservation": reservation, "committed": self.view.committed, "meta": values}
 
     @classmethod
@@ -77,14 +75,3 @@ class Group:
         if not isinstance(values["extra_info"], Mapping):  # a save of an earlier version has it as it is
             values["extra_info"] = decode_item(b64decode(values["extra_info"]))
         return cls(reservation, view, KVBatchMeta(**values))
-
-
-def _plain(value: Any) -> Any:
-    """A number of numpy or torch as Python's own, and tuples as lists; also inside of dicts and lists."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.dim() == 0):
-        return value.item()
-    return value

@@ -158,8 +158,8 @@ class Claims:
     def _by_index(self, partition_id: str, rows: Sequence[Row]) -> dict[int, Row]:
         """Rows by the index that a sampler sees, in which neighbours were written one after the other.
 
-        That of a row with a key is its place among the rows that the partition holds: TransferQueue numbers such rows
-        too, but the store does not.
+        The index of a row with a key is its place among the rows that the partition holds: TransferQueue numbers such
+        rows too, but the store does not.
         """
         numbers = [number_of(row.sample_id) for row in rows]
         places: dict[str, int] = {}
@@ -244,7 +244,7 @@ class Claims:
         return str(found[0].tags["settings"]) if found else None
 
     def keep_settings(self, settings: str | None) -> None:
-        """Writes back what `settings` returned, after a load brought those of another run."""
+        """Writes settings into the store. None: leaves those that are there."""
         if settings is not None:
             self._client.put_samples(["controller"], _SETTINGS, tags=[{"settings": settings}])
 

@@ -14,6 +14,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core.spec import TagValue
+from dataplane_integrations._values import plain
 
 __all__ = [
     "column_of_rows",
@@ -54,21 +55,7 @@ def _column_to_put(name: str, column: Any, num_rows: int) -> Any:
         items = [item.data if isinstance(item, NonTensorData) else item for item in data]
     else:
         return column  # the client names what it is
-    return NonTensorStack(*[NonTensorData(data=_plain(item)) for item in items])
-
-
-def _plain(item: Any) -> Any:
-    """An item with Python numbers for numpy's, and lists for tuples."""
-    kind = type(item)
-    if kind in (str, int, float, bool, bytes, type(None)) or isinstance(item, torch.Tensor):
-        return item
-    if isinstance(item, np.generic):
-        return item.item()
-    if kind is dict:
-        return {key: _plain(value) for key, value in item.items()}
-    if kind in (list, tuple):
-        return [_plain(value) for value in item]
-    return item
+    return NonTensorStack(*[NonTensorData(data=plain(item)) for item in items])
 
 
 def one_row(fields: TensorDictBase | Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +71,7 @@ def one_row(fields: TensorDictBase | Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError("Please use (async)kv_batch_put for batch operation: a nested tensor is many rows.")
             row[name] = _column_to_put(name, value.unsqueeze(0), 1)
         else:
-            row[name] = NonTensorStack(NonTensorData(data=_plain(value)))
+            row[name] = NonTensorStack(NonTensorData(data=plain(value)))
     return row
 
 
@@ -151,7 +138,7 @@ def column_of_rows(values: Any, *, objects: bool = False) -> Any:
     if isinstance(values, torch.Tensor):
         return values
     if objects:
-        return NonTensorStack(*[NonTensorData(data=_plain(value)) for value in values])
+        return NonTensorStack(*[NonTensorData(data=plain(value)) for value in values])
     if values and all(isinstance(value, torch.Tensor) and value.dim() for value in values):
         return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
     if values and all(isinstance(value, torch.Tensor) for value in values):
@@ -167,13 +154,13 @@ def tags_to_put(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, TagValue]]:
 def _tag(name: str, value: Any) -> TagValue:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    plain: TagValue = _plain(value)
-    if plain is None or type(plain) in (bool, int, float):
-        return plain
-    if type(plain) is str and not plain.startswith(_JSON):  # one that does is written as JSON, since it is read so
-        return plain
+    own: TagValue = plain(value)
+    if own is None or type(own) in (bool, int, float):
+        return own
+    if type(own) is str and not own.startswith(_JSON):  # one that does is written as JSON, since it is read so
+        return own
     try:
-        return _JSON + json.dumps(plain)
+        return _JSON + json.dumps(own)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"tag '{name}' is a {type(value).__name__}. Expected None, a bool, int, float or str, or a list or dict of "

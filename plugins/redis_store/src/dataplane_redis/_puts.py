@@ -53,7 +53,7 @@ _PAUSE_S: Final = 0.1
 _LOST_PAUSE_S: Final = 0.05
 #: Rows from this size on may be too large for one value. By default, a server takes values of less than 512 MiB.
 _LARGE_ROW_BYTES: Final = 256 << 20
-#: What a stored row has besides its cells, at most.
+#: Room for what a stored row has besides its cells: a short header for each field.
 _ROW_OVERHEAD_BYTES: Final = 64 << 10
 #: Seconds before its deadline at which a put that waits for room gives up.
 _LAST_ASK_S: Final = 0.02
@@ -155,7 +155,9 @@ class Puts:
 
     def _check_rows(self, put: _Put) -> None:
         """Refuses a row that is too large for one value: the server closes the connection of who sends it."""
-        largest = max((max(bundle.row_bytes, default=0) for bundle in put.bundles), default=0)
+        if put.size_bytes < _LARGE_ROW_BYTES:
+            return
+        largest = max(max(bundle.row_bytes) for bundle in put.bundles)
         if largest < _LARGE_ROW_BYTES:
             return
         try:

@@ -219,7 +219,11 @@ class Status(Request[Statistics]):
 
 
 def _plain(value: Any) -> object:
-    """A value of numpy, or of a subclass, as Python's own."""
+    """A value of numpy, or of a subclass, as Python's own.
+
+    Raises:
+        NotImplementedError: Neither. That is how msgspec wants to be told.
+    """
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Links between the pages lead somewhere: to a file, and to a heading in it."""
+"""Links between the pages lead to a file, and to a heading in it. Tables are whole."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ PAGES = [
 ]
 
 
+def _prose(page: Path) -> str:
+    """Its text without blocks of code."""
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
 def _anchors(page: Path) -> set[str]:
     """Of its headings, as code hosts make them."""
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -27,6 +31,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         found = (page.parent / target).resolve() if target else page
         assert found.exists(), f"{page.name} links {target}"
         assert not anchor or anchor in _anchors(found), f"{page.name} links {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_rows_of_tables_follow_a_head(page: Path) -> None:
+    """A blank line within a table turns the rows after it into text."""
+    for table in re.findall(r"(?:^\|.*\n)+", _prose(page), re.MULTILINE):
+        assert re.match(r".*\n[|: -]+\n", table), f"{page.name}: no head above {table[:60]}"
 
 
 def test_what_the_readme_installs_is_there() -> None:

@@ -10,7 +10,10 @@ STAMP    := $(VENV)/.installed
 PACKAGES := core plugins/noop plugins/redis_store plugins/shm_store plugins/tq_simple plugins/tq_mooncake integrations
 SOURCES  := $(addsuffix /src,$(PACKAGES))
 REQUIRED := requirements-dev.txt requirements-docs.txt
-PROJECTS := pyproject.toml $(REQUIRED) $(addsuffix /pyproject.toml,$(PACKAGES))
+# The exact versions of all that the environment holds, so that a new release of another project changes nothing here.
+LOCK     := requirements-lock.txt
+PROJECTS := pyproject.toml $(REQUIRED) $(LOCK) $(addsuffix /pyproject.toml,$(PACKAGES))
+PINNED   := -c $(LOCK)
 
 # One thread per process: two cores are shared by several workers, and results repeat bit for bit.
 export OMP_NUM_THREADS ?= 1
@@ -29,7 +32,7 @@ REQUIRED_verl := tests/verl/requirements.txt
 TESTS_trl     := examples/trl/tests
 TESTS_verl    := -c tests/verl/pytest.ini --rootdir tests/verl tests/verl
 
-.PHONY: help setup demo test test-long $(addprefix test-,$(TRAINERS)) check format fuzz soak backends-page docs wheels clean
+.PHONY: help setup lock demo test test-long $(addprefix test-,$(TRAINERS)) check format fuzz soak backends-page docs wheels clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,8 +44,14 @@ $(STAMP): $(PROJECTS) scripts/system_packages.sh
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet $(foreach r,$(REQUIRED),-r $(r)) $(foreach p,$(PACKAGES),-e ./$(p))
+	$(BIN)/python -m pip install --quiet $(PINNED) $(foreach r,$(REQUIRED),-r $(r)) $(foreach p,$(PACKAGES),-e ./$(p))
 	@touch $@
+
+lock:  ## Pin the newest versions that the requirements accept, in requirements-lock.txt
+	rm -rf .venv-lock
+	$(MAKE) setup VENV=.venv-lock PINNED=
+	.venv-lock/bin/python -m pip freeze --exclude-editable | grep -v '^torch==' > $(LOCK)
+	rm -rf .venv-lock
 
 demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a picture under out/
 	$(BIN)/python examples/grpo/train.py --config examples/grpo/config.yaml

@@ -40,6 +40,11 @@ def config(**options):
     return {"backend": "noop", "middleware": [{"prometheus": options}]}
 
 
+def operations(operation, status="ok", error=""):
+    labels = f'backend="noop",error="{error}",operation="{operation}",status="{status}"'
+    return f"dataplane_operations_total{{{labels}}}"
+
+
 def test_a_scrape_says_what_the_clients_of_the_process_did():
     with connect(config()) as one, connect(config()) as two:
         address = one.middleware[0].metrics_address
@@ -54,8 +59,8 @@ def test_a_scrape_says_what_the_clients_of_the_process_did():
         found = scrape(address)
         put = '{backend="noop",operation="put_samples"'
         get = '{backend="noop",operation="get_samples"'
-        assert found[f'dataplane_operations_total{put},status="ok"}}'] == 2
-        assert found[f'dataplane_operations_total{get},status="MissingDataError"}}'] == 1
+        assert found[operations("put_samples")] == 2
+        assert found[operations("get_samples", "error", "MissingDataError")] == 1
         assert found[f"dataplane_samples_total{put}}}"] == 4
         assert found[f"dataplane_bytes_total{put}}}"] == 64
         assert found[f"dataplane_bytes_total{get}}}"] == 16
@@ -80,7 +85,7 @@ def test_a_claim_that_waits_is_one_operation():
         waiting.join()
         found = scrape(address)
         assert found["dataplane_waiting_claims"] == 0
-        assert found['dataplane_operations_total{backend="noop",operation="claim",status="ok"}'] == 1
+        assert found[operations("claim")] == 1
 
 
 def test_claims_that_never_ended_are_forgotten(monkeypatch):
@@ -98,10 +103,10 @@ def test_claims_that_end_without_samples_are_counted_and_wait_no_longer():
         client.register_partition("p", ["x"], None, ["t"])
         address = client.middleware[0].metrics_address
 
-        def num_claims(status="ok"):
+        def num_claims(status="ok", error=""):
             found = scrape(address)
             assert found["dataplane_waiting_claims"] == 0
-            return found[f'dataplane_operations_total{{backend="noop",operation="claim",status="{status}"}}']
+            return found[operations("claim", status, error)]
 
         client.claim_meta("p", "t", ["x"], 1, blocking=False)
         assert num_claims() == 1
@@ -114,7 +119,7 @@ def test_claims_that_end_without_samples_are_counted_and_wait_no_longer():
             time.sleep(0.01)
         client.clear_samples(None, "p")
         waiting.join()
-        assert num_claims("UnknownPartitionError") == 1
+        assert num_claims("error", "UnknownPartitionError") == 1
         client.register_partition("p", ["x"], 1, ["t"])
         client.put_samples(["a"], "p", {"y": torch.zeros(1)})
         client.clear_samples(["a"], "p")

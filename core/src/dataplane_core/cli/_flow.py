@@ -127,7 +127,7 @@ class _Operation:
     rows: int
     n_bytes: int
     seconds: float
-    status: str
+    error: str
     partition: str
     ids: tuple[str, ...]
     drops_all: bool
@@ -135,7 +135,7 @@ class _Operation:
     @property
     def counts(self) -> bool:
         """Whether it is shown. A registration only ends the stay of the samples that it drops."""
-        return self.rows > 0 or self.status != "ok"
+        return self.rows > 0 or bool(self.error)
 
 
 @dataclass
@@ -209,7 +209,7 @@ def _take(values: dict[str, Any], run: _Run) -> int:
             rows=int(values["rows"]),
             n_bytes=int(values["bytes"]),
             seconds=float(values["seconds"]),
-            status=str(values.get("status", "ok")),
+            error=str(values.get("error", "")),
             partition=str(values["partition"]),
             ids=tuple(values.get("ids", ())),
             drops_all=bool(values.get("drops_all")),
@@ -292,13 +292,13 @@ def _page_of_run(run: _Run, name: str) -> tuple[str, str, str]:
     shifted = [each for each in everything if each.counts]
     steps = sorted((at - zero, number, stale) for at, number, stale in run.steps)
     end = max([each.end for each in shifted] + [at for at, _, _ in steps])
-    flow = [each for each in shifted if each.kind in _FLOW and each.status == "ok"]
+    flow = [each for each in shifted if each.kind in _FLOW and not each.error]
     stages = list(dict.fromkeys(each.stage for each in flow))
     by_rows = Counter[str]()
     for each in flow:
         by_rows[each.stage] += each.rows
     shown = [stage for stage in stages if stage in dict(by_rows.most_common(COLORS))]
-    stays = _stays((each for each in everything if each.status == "ok" and (each.kind in _FLOW or each.drops_all)), end)
+    stays = _stays((each for each in everything if not each.error and (each.kind in _FLOW or each.drops_all)), end)
 
     panels: list[Panel | Bars] = [_rows_panel("Rows through the stages", flow, shown, 0.0, end, by_rows)]
     close = steps[-_CLOSE_STEPS - 1][0] if len(steps) > _CLOSE_STEPS else end * (1 - _CLOSE_SHARE)
@@ -393,7 +393,7 @@ def _bytes_panel(operations: Sequence[_Operation], end: float) -> Panel:
     for color, kind in enumerate(("put", "get")):
         sums = Counter[int]()
         for each in operations:
-            if each.kind == kind and each.status == "ok":
+            if each.kind == kind and not each.error:
                 sums[min(int(each.end / width), num_parts - 1)] += each.n_bytes
         if sums:
             points = [(part * width, sums[part] / width) for part in range(num_parts)]
@@ -405,9 +405,9 @@ def _totals(operations: Sequence[_Operation]) -> str:
     rows: list[list[str]] = []
     for stage in dict.fromkeys(each.stage for each in operations):
         mine = [each for each in operations if each.stage == stage]
-        done = [each for each in mine if each.status == "ok"]
+        done = [each for each in mine if not each.error]
         times = [each.seconds for each in mine]
-        failed = Counter(each.status for each in mine if each.status != "ok")
+        failed = Counter(each.error for each in mine if each.error)
         rows.append(
             [
                 stage,
@@ -417,7 +417,7 @@ def _totals(operations: Sequence[_Operation]) -> str:
                 show_seconds(sum(times)),
                 show_seconds(statistics.median(times)),
                 show_seconds(_p90(times)),
-                ", ".join(f"{count} {status}" for status, count in failed.items()) or "0",
+                ", ".join(f"{count} {error}" for error, count in failed.items()) or "0",
             ]
         )
     return _table(["stage", "calls", "rows", "bytes", "time in calls", "median", "p90", "failed"], rows)

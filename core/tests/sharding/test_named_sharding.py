@@ -22,6 +22,7 @@ def test_shape_and_sizes(grid):
     assert grid.shape == dict.fromkeys(AXES, 2)
     assert list(grid.shape) == grid.names == AXES
     assert (grid.ndim, grid.size, grid.get_axis_size("data_parallel")) == (4, 16, 2)
+    assert [grid.get_axis_index(name) for name in AXES] == [0, 1, 2, 3]
     assert NamedSharding([[0, 1, 2], [3, 4, 5]], ["dp", "tp"]).shape == {"dp": 2, "tp": 3}
 
 
@@ -76,6 +77,12 @@ def test_grids_are_values(grid):
 def test_ranks_need_not_be_consecutive():
     grid = NamedSharding([[8, 9], [4, 2]], ["dp", "tp"])
     assert grid.get_worker_coords(2) == {"dp": 1, "tp": 1}
+    assert grid.get_ranks_by_coord(tp=0) == [4, 8]
+    assert grid.get_ranks_by_coord() == [2, 4, 8, 9]
+
+
+def test_no_rank_is_at_a_coordinate_out_of_range(grid):
+    assert grid.get_ranks_by_coord(data_parallel=2) == grid.get_ranks_by_coord(data_parallel=-1) == []
 
 
 @pytest.mark.parametrize(
@@ -101,7 +108,8 @@ def test_questions_about_what_is_not_there_are_refused(grid):
         lambda: grid.get_worker_coords(16),
         lambda: grid.get_ranks(expert=0),
         lambda: grid.get_ranks(data_parallel=2),
-        lambda: grid.get_ranks_by_coord(data_parallel=-1),
+        lambda: grid.get_ranks_by_coord(expert=0),
+        lambda: grid.get_axis_index("expert"),
     ):
         with pytest.raises(InvalidRequestError, match=r"refused: .*Expected"):
             ask()

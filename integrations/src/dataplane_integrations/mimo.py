@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dataplane_core.batch import BatchedDataDict, SlicedDataDict
-from dataplane_core.errors import ConfigError, InvalidRequestError, InvalidTypeError
+from dataplane_core.errors import ConfigError, InvalidRequestError
 
 __all__ = [
     "LANGUAGE_MODULE",
@@ -188,13 +188,12 @@ def slice_batch_for_megatron_mimo(
 ) -> _Batch | dict[str, Any]:
     """Cuts a global micro-batch to the contiguous part that this rank's module works on.
 
-    - Tensors, dense or jagged, and object arrays are cut along dim 0. ``position_ids`` of shape (3, N, S), as for
-      M-RoPE, are cut along dim 1.
-    - Lists are cut in the same way if their length can be divided. Other lists are not changed.
-    - Nested dicts are cut in the same way. A dict with ``hidden_states`` (T, ...), the patches of all images end to
-      end, and ``grid_thw`` (n, 3) is cut by whole images. Its other tensors are cut if they have a row per image or
-      per patch; all its other values are not changed.
-    - Other values (scalars, strings, None, tensors without dims) are not changed.
+    - Tensors, dense or jagged, are cut along dim 0. ``position_ids`` of shape (3, N, ...), as for M-RoPE, are cut
+      along dim 1.
+    - Lists, and the arrays in which object columns are read, are cut in the same way if their length can be divided.
+    - Nested dicts are cut in the same way. In a dict with ``hidden_states`` (T, ...), the patches of all images end to
+      end, and ``grid_thw`` (n, 3), these two are cut by whole images. All its other values are not changed.
+    - Other values (other lists, numpy arrays of numbers, scalars, strings, None, tensors without dims) are not changed.
 
     Args:
         batch: The global micro-batch. Not changed.
@@ -265,8 +264,9 @@ def _share_of(key: str, module_name: str, shares: Mapping[str, _Share]) -> _Shar
 def _slice_dict(batch: Mapping[str, Any], share: _Share, path: str) -> dict[str, Any]:
     if share.size == 1:
         return dict(batch)
-    if isinstance(batch.get(_PATCHES), Tensor) and isinstance(batch.get(_GRIDS), Tensor):
-        return _slice_images(batch, share, path)
+    patches, grids = batch.get(_PATCHES), batch.get(_GRIDS)
+    if isinstance(patches, Tensor) and patches.dim() and isinstance(grids, Tensor) and grids.shape[1:] == (3,):
+        return {**batch, **_slice_images(patches, grids, share, path)}
     return {key: _slice_value(path + key, key, value, share) for key, value in batch.items()}
 
 
@@ -277,43 +277,25 @@ def _slice_value(path: str, key: str, value: Any, share: _Share) -> Any:
     if isinstance(value, Mapping):
         return _like(value, _slice_dict(value, share, f"{path}."))
     if isinstance(value, Tensor) and value.dim():
-        if key == _POSITION_IDS and value.dim() == 3 and value.shape[0] == 3:
+        if key == _POSITION_IDS and value.dim() >= 3 and value.shape[0] == 3:
             start, end = share.bounds(path, value.shape[1], "rows on dim 1")
             return value[:, start:end]
-    elif isinstance(value, list):
+    elif isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object and value.ndim):
         if len(value) % share.size:  # not a value per row
             return value
-    elif not (isinstance(value, np.ndarray) and value.ndim):
+    else:
         return value
     column = BatchedDataDict({key: value})  # knows how to cut each kind of column
     return column.slice(*share.bounds(path, column.size, "rows"))[key]
 
 
-def _slice_images(inputs: Mapping[str, Any], share: _Share, path: str) -> dict[str, Any]:
-    grids = inputs[_GRIDS]
-    if grids.dim() != 2 or grids.shape[1] != 3:
-        raise InvalidTypeError(
-            f"slice_batch_for_megatron_mimo refused: '{path}{_GRIDS}' has shape {tuple(grids.shape)}. Expected (n, 3): "
-            "time, height and width in patches of each image."
+def _slice_images(patches: Tensor, grids: Tensor, share: _Share, path: str) -> dict[str, Tensor]:
+    counts = grids.to(torch.int64).prod(dim=1).tolist()
+    if len(patches) != sum(counts):
+        raise InvalidRequestError(
+            f"slice_batch_for_megatron_mimo refused: '{path}{_PATCHES}' has {len(patches)} rows. Expected "
+            f"{sum(counts)}, one per patch of '{_GRIDS}'."
         )
-    images = len(grids)
-    patches = grids.to(torch.int64).prod(dim=1).cumsum(0).tolist()
-    total = patches[-1] if patches else 0
-    start, end = share.bounds(f"{path}{_GRIDS}", images, "images")
-    first, last = ([0, *patches])[start], ([0, *patches])[end]
-    cut: dict[str, Any] = {}
-    for key, value in inputs.items():
-        if not isinstance(value, Tensor) or not value.dim():
-            cut[key] = value
-        elif key == _GRIDS or (key != _PATCHES and len(value) == images):
-            cut[key] = value[start:end]
-        elif len(value) == total:
-            cut[key] = value[first:last]
-        elif key != _PATCHES:
-            cut[key] = value
-        else:
-            raise InvalidRequestError(
-                f"slice_batch_for_megatron_mimo refused: '{path}{key}' has {len(value)} rows. Expected {total}, one "
-                f"per patch of '{_GRIDS}'."
-            )
-    return cut
+    start, end = share.bounds(f"{path}{_GRIDS}", len(grids), "images")
+    first, last = sum(counts[:start]), sum(counts[:end])
+    return {_PATCHES: patches[first:last], _GRIDS: grids[start:end]}

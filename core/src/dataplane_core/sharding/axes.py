@@ -98,7 +98,19 @@ class NamedSharding:
         Raises:
             InvalidRequestError: There is no such axis.
         """
-        return int(self._ranks.shape[self._axis(name)])
+        return int(self._ranks.shape[self.get_axis_index(name)])
+
+    def get_axis_index(self, name: str) -> int:
+        """The place of an axis in the layout.
+
+        Raises:
+            InvalidRequestError: There is no such axis.
+        """
+        if name not in self._names:
+            raise InvalidRequestError(
+                f"NamedSharding refused: there is no axis '{name}'. Expected one of {', '.join(self._names)}."
+            )
+        return self._names.index(name)
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
         """The coordinates of a rank: axis -> coordinate.
@@ -124,12 +136,15 @@ class NamedSharding:
         return NamedSharding(part, rest) if rest else int(part)
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """The ranks at some coordinates, in the layout's order. All ranks if none are given.
+        """The ranks at some coordinates, ascending. All ranks if none are given, and none if a coordinate is out of
+        range.
 
         Raises:
-            InvalidRequestError: No such axis, or a coordinate out of range.
+            InvalidRequestError: There is no such axis.
         """
-        ranks: list[int] = np.ravel(self._ranks[self._index(coords)]).tolist()
+        if not all(0 <= coord < self.get_axis_size(name) for name, coord in coords.items()):
+            return []
+        ranks: list[int] = np.sort(self._ranks[self._index(coords)], axis=None).tolist()
         return ranks
 
     @staticmethod
@@ -140,13 +155,6 @@ class NamedSharding:
         """
         return all(coords.get(axis, 0) == 0 for axis in axes)
 
-    def _axis(self, name: str) -> int:
-        if name not in self._names:
-            raise InvalidRequestError(
-                f"NamedSharding refused: there is no axis '{name}'. Expected one of {', '.join(self._names)}."
-            )
-        return self._names.index(name)
-
     def _index(self, coords: Mapping[str, int]) -> tuple[int | slice, ...]:
         index: list[int | slice] = [slice(None)] * self.ndim
         for name, coord in coords.items():
@@ -156,7 +164,7 @@ class NamedSharding:
                     f"NamedSharding refused: coordinate {coord} is out of range on axis '{name}'. Expected 0 to "
                     f"{size - 1}."
                 )
-            index[self._axis(name)] = coord
+            index[self.get_axis_index(name)] = coord
         return tuple(index)
 
     def __eq__(self, other: object) -> bool:

@@ -1,14 +1,17 @@
 """Weights through the data plane: versions, readers that wait, and trainers that begin again."""
 
+import io
 import multiprocessing
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from dataplane_core import connect
 from dataplane_core.errors import (
     InvalidRequestError,
+    InvalidTypeError,
     OperationTimeoutError,
     SchemaMismatchError,
     UnknownPartitionError,
@@ -50,6 +53,20 @@ def test_a_reader_takes_the_newest_and_each_only_once(client):
     assert reader.newest() is None
     assert_is_version(other.wait(timeout_s=60.0), 5)
     assert client.list_sample_ids(WEIGHTS) == ["v1", "v5"]
+
+
+def test_small_values_that_are_no_tensors_are_carried_and_others_refused_by_name(client):
+    others = {"layer._extra_state": None, "scale": 1.5, "steps": [1, 2], "state": {"amax": torch.ones(2)}, "raw": b"x"}
+    arrays = {"array": np.full((2, 3), 0.5, np.float16)}
+    publish_weights(client, 0, {**weights_of(0), **others, **arrays})
+    found = WeightReader(client, "a").newest()
+    assert torch.equal(found["state"].pop("amax"), torch.ones(2))
+    assert {name: found.pop(name) for name in others} == {**others, "state": {}}
+    assert torch.equal(found.pop("array"), torch.full((2, 3), 0.5, dtype=torch.float16))
+    assert_is_version(found, 0)
+    open_weights(client)
+    with pytest.raises(InvalidTypeError, match="'layer._extra_state'.*BytesIO"):
+        publish_weights(client, 0, {**weights_of(0), "layer._extra_state": io.BytesIO()})
 
 
 def test_readers_wait_for_a_newer_version_each_for_its_own(client):

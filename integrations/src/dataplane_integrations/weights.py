@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +48,7 @@ def open_weights(client: DataPlaneClient, partition_id: str = WEIGHTS) -> None:
 def publish_weights(
     client: DataPlaneClient,
     version: int,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Any],
     *,
     partition_id: str = WEIGHTS,
     keep: int = 2,
@@ -57,8 +58,10 @@ def publish_weights(
     Args:
         client: The trainer's client.
         version: From 0, higher with each update. To publish the newest one again replaces it.
-        weights: Name -> tensor of any shape, such as a ``state_dict``, with the names of the first version. The caller
-            may change the tensors as soon as this returns.
+        weights: Name -> tensor or numpy array of any shape, such as a ``state_dict``, with the names of the first
+            version. Small values of other kinds, such as the ``_extra_state`` of a layer, go as `put_samples` takes
+            objects: None, numbers, strings, bytes, and lists and dicts of these and of tensors. The caller may change
+            the tensors as soon as this returns.
         partition_id: The partition, opened by `open_weights`.
         keep: How many versions the store holds. A reader may still read an older one than the newest, so at least 2.
 
@@ -66,7 +69,8 @@ def publish_weights(
         InvalidRequestError: A negative version, or one below the newest; ``keep`` below 2; no weights, or one named
             ``weight_version``.
         SchemaMismatchError: The names are not those of the first version, or a tensor has another dtype, number of
-            dims, or size of a dim but the first.
+            dims, or size of a dim but the first, or has become an object.
+        InvalidTypeError: A value that the store does not take. The error names the weight.
         UnknownPartitionError: The partition is not open.
 
     Examples:
@@ -91,12 +95,13 @@ def publish_weights(
         )
     known = client.describe(partition_id).specs.keys() - {_VERSION}
     if known and known != weights.keys():
+        differs = {"lack": known - weights.keys(), "add": weights.keys() - known}
         raise SchemaMismatchError(
-            f"publish_weights(version={version}) refused: the weights lack {preview(sorted(known - weights.keys()))} "
-            f"and add {preview(sorted(weights.keys() - known))}. Expected the names of the first version. Nothing was "
-            "written."
+            f"publish_weights(version={version}) refused: the weights "
+            f"{' and '.join(f'{verb} {preview(sorted(names))}' for verb, names in differs.items() if names)}. Expected "
+            "the names of the first version. Nothing was written."
         )
-    columns = {name: value.detach().unsqueeze(0) for name, value in weights.items()}
+    columns = {name: _column(value) for name, value in weights.items()}
     columns[_VERSION] = torch.tensor([version])
     client.put_samples([_row(version)], partition_id, columns, tags=[{_VERSION: version}])
     held = sorted({*held, version})
@@ -123,8 +128,8 @@ class WeightReader:
         self._joined = False
         self._epoch: str | None = None  # the registration that `version` is of
 
-    def newest(self) -> dict[str, Tensor] | None:
-        """Takes the newest version. None if that is `version`, or if there is none yet. Does not wait for another.
+    def newest(self) -> dict[str, Any] | None:
+        """Takes the newest version: name -> tensor, or object as it was published. None if that is `version`, or if there is none yet. Does not wait for another.
 
         Raises:
             UnknownPartitionError: The partition is not open, or the run is over.
@@ -144,7 +149,7 @@ class WeightReader:
             self.version, self._epoch = held[-1], epoch
             return {str(name): columns[name][0] for name in columns.keys() if name != _VERSION}
 
-    def wait(self, timeout_s: float) -> dict[str, Tensor]:
+    def wait(self, timeout_s: float) -> dict[str, Any]:
         """Waits for a version that is newer than `version`, and takes the newest. The trainer may start later.
 
         If the trainer opens the partition again meanwhile, any version of that run is newer.
@@ -183,6 +188,17 @@ class WeightReader:
 
 def _row(version: int) -> str:
     return f"v{version}"
+
+
+def _column(value: Any) -> Any:
+    """A weight as a column of one row."""
+    if isinstance(value, Tensor):
+        return value.detach().unsqueeze(0)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value[None]
+    column = np.empty(1, dtype=object)
+    column[0] = value
+    return column
 
 
 def _versions(client: DataPlaneClient, partition_id: str) -> list[int]:

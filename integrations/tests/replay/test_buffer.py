@@ -401,6 +401,25 @@ def test_what_has_become_too_stale_is_evicted_and_cleared_but_not_what_is_in_tra
         buffer.set_weight_version(1)
 
 
+def test_groups_that_come_too_late_are_said_once_per_version_with_the_reason(
+    make_buffer: Make, client: DataPlaneClient, write: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer = make_buffer(TargetStepPolicy(max_staleness=1, groups_per_version=3))
+    late = buffer.reserve(1, timeout_s=0)
+    fill(buffer, client, write, 2)
+    buffer.set_weight_version(1)
+    buffer.commit(late, write(client, late))
+    fill(buffer, client, write, 3)
+    assert len(caplog.messages) == 1
+    assert "'replay': 2 groups were dropped" in caplog.text
+    assert "At weight version 1 they are too old for TargetStepPolicy(max_staleness=1" in caplog.text
+    assert "not generated again" in caplog.text
+    buffer.set_weight_version(2)
+    assert "'replay': 4 groups were dropped" in caplog.messages[1]
+    buffer.set_weight_version(2)
+    assert len(caplog.messages) == 2
+
+
 def test_evicted_prompts_may_be_generated_again(make_buffer: Make, client: DataPlaneClient, write: Any) -> None:
     buffer = make_buffer(requeue_evicted=True)
     fill(buffer, client, write, 2)

@@ -212,6 +212,7 @@ class ReplayBuffer(BufferState):
         """
         with self._lock:
             in_vain = self.to_abort(reservations)
+            self._num_late += len(in_vain)
             self._give_up(in_vain, requeue=self._requeue_evicted)
             self._give_up([each for each in reservations if each not in in_vain], requeue=True)
         self._clear_rows()
@@ -481,7 +482,8 @@ class ReplayBuffer(BufferState):
                 )
 
     def set_weight_version(self, weight_version: int) -> list[str]:
-        """Reports that the trainer and the rollout side have new weights. Evicts groups that are too stale for them.
+        """Reports that the trainer and the rollout side have new weights. Evicts groups that are too stale for them,
+        and logs a warning if any were dropped since the last version.
 
         Returns:
             The names of the evicted groups.
@@ -500,6 +502,7 @@ class ReplayBuffer(BufferState):
                 self._weight_version = weight_version
                 self._trained_since = 0
             evicted = self._evict()
+            self._log_late()
             self._changed.notify_all()
         self._clear_rows()
         return evicted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from dataplane_integrations.rollout import mint_sample_ids
 
 __all__ = ["BufferState"]
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -57,6 +59,7 @@ class BufferState(DataPlaneClientMixin):
         # all below: guarded by _lock
         self._weight_version = weight_version
         self._trained_since = 0
+        self._num_late = 0  # groups dropped since the last version because they came too late
         self._groups: dict[str, Group] = {}
         self._left_out: dict[str, set[str]] = {}  # a group that left a selection -> those that are still in it
         self._next_prompt = 0
@@ -255,7 +258,22 @@ class BufferState(DataPlaneClientMixin):
             self._generate_again(self._groups[name].reservation for name in names)
         self._drop(names)
         self._counts.evicted += len(names)
+        self._num_late += len(names)
         return names
+
+    def _log_late(self) -> None:
+        """Says once per version how many groups came too late."""
+        if self._num_late:
+            _log.warning(
+                "'%s': %d groups were dropped without being trained on. At weight version %d they are too old for %r. "
+                "Their prompts are %s.",
+                self.partition_id,
+                self._num_late,
+                self._weight_version,
+                self._policy,
+                "generated again" if self._requeue_evicted else "not generated again (requeue_evicted=False)",
+            )
+        self._num_late = 0
 
     def _checked(self, names: Sequence[str], wanted: int) -> list[str]:
         wrong = [name for name in names if name not in self._groups or not self._groups[name].view.ready]

@@ -8,7 +8,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, TensorDictBase
+
+from dataplane_core.errors import SchemaMismatchError
 
 KEYS = ["a", "b", "c"]
 
@@ -151,6 +153,23 @@ def test_a_column_of_another_dtype_is_converted_if_no_value_changes(tq: ModuleTy
     for wrong in (torch.tensor([2**24 + 1]), torch.tensor(1.0)):
         with pytest.raises(ValueError, match="as fixed by its first write"):
             tq.kv_put("c", "p", fields={"x": wrong})
+
+
+def test_a_lazy_stack_may_have_rows_of_any_length_and_is_refused_as_it_is(tq: ModuleType) -> None:
+    def stack(*widths: int, dtype: torch.dtype = torch.int64) -> TensorDictBase:
+        rows = [{"x": torch.ones(n, dtype=dtype), "position_ids": torch.ones(4, n), "info": f"n{n}"} for n in widths]
+        rows[-1]["x"] = rows[-1]["x"].long()
+        return LazyStackedTensorDict(*[TensorDict(row) for row in rows])
+
+    with pytest.raises(SchemaMismatchError, match="'x' has rows that do not fit one column"):
+        tq.kv_batch_put(["a", "b"], "p", stack(2, 3, dtype=torch.float32))
+    tq.kv_batch_put(["a", "b"], "p", stack(2, 3))
+    got = tq.kv_batch_get(["a", "b"], "p")
+    assert [row.shape for row in got["position_ids"].unbind()] == [(4, 2), (4, 3)]
+    assert [len(row) for row in got["x"].unbind()] == [2, 3]
+    assert got.get("info").tolist() == ["n2", "n3"]
+    empty = TensorDict({"position_ids": torch.zeros(0, 4, 3)}, batch_size=[0])
+    assert tq.kv_batch_put([], "p", empty).size == 0
 
 
 def test_wrong_arguments(tq: ModuleType) -> None:

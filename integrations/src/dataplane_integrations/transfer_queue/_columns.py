@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from dataplane_core.codec import as_columns
 from dataplane_core.spec import TagValue
 from dataplane_integrations._values import plain
 
@@ -36,13 +37,16 @@ _JSON: Final = "~tq.json:"
 
 def columns_to_put(fields: TensorDictBase | Mapping[str, Any], num_rows: int) -> dict[str, Any]:
     """The columns of a put. One value for all rows becomes an object per row; numpy scalars become numbers."""
+    if isinstance(fields, LazyStackedTensorDict):  # its `get` refuses rows that differ in shape
+        rows = [{name: _cell_to_put(name, row.get(name)) for name in row.keys()} for row in fields.tensordicts]
+        return dict(as_columns("kv_batch_put", rows, num_rows))
     names = list(fields.keys())  # a TensorDict iterates over rows; its `get`, unlike its index, keeps non-tensor data
     return {name: _column_to_put(name, fields.get(name), num_rows) for name in names}
 
 
 def _column_to_put(name: str, column: Any, num_rows: int) -> Any:
     if isinstance(column, torch.Tensor):
-        if name in _TOKENS_LAST and column.dim() == 3:
+        if name in _TOKENS_LAST and column.dim() == 3 and len(column):
             return torch.nested.as_nested_tensor([row.t() for row in column.unbind()], layout=torch.jagged)
         return column
     data = column.data if isinstance(column, NonTensorData) else column
@@ -56,6 +60,12 @@ def _column_to_put(name: str, column: Any, num_rows: int) -> Any:
     else:
         return column  # the client names what it is
     return NonTensorStack(*[NonTensorData(data=plain(item)) for item in items])
+
+
+def _cell_to_put(name: str, cell: Any) -> Any:
+    if isinstance(cell, torch.Tensor):
+        return cell.t() if name in _TOKENS_LAST and cell.dim() == 2 else cell
+    return plain(cell)
 
 
 def one_row(fields: TensorDictBase | Mapping[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def publish_weights(
             "written."
         )
     columns = {name: value.detach().unsqueeze(0) for name, value in weights.items()}
-    columns[_VERSION] = torch.tensor([version])
+    columns[_VERSION] = torch.tensor([version], device="cpu")
     client.put_samples([_row(version)], partition_id, columns, tags=[{_VERSION: version}])
     held = sorted({*held, version})
     client.clear_samples([_row(each) for each in held[:-keep]], partition_id)

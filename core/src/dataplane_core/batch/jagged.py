@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from dataplane_core._compiler_marks import not_compiled
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.rows import check_pad_value, objects_of
 from dataplane_core.batch.tokens import as_lengths, is_per_sample
@@ -83,6 +84,7 @@ def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor | Sequence[
     return _Cut("pack_per_token_field", lengths).pack_or_pass(column)
 
 
+@not_compiled
 def pack_jagged_fields(
     fields: Mapping[str, Any] | TensorDictBase,
     *,
@@ -230,7 +232,7 @@ class _Cut:
             )
         plain = host_tensor(padded, f"{self.caller}: the column")
         step = plain.element_size() * math.prod(plain.shape[2:])
-        starts = torch.arange(len(counts)) * width
+        starts = torch.arange(len(counts), device="cpu") * width
         if (width, step) not in self._slices:
             self._slices[width, step] = byte_slices(starts, counts, step)
         rows = gather_rows(plain.flatten(0, 1), starts, self.offsets, self._slices[width, step])
@@ -263,6 +265,7 @@ def _rows(column: torch.Tensor, what: str) -> Ragged:
 # --- unpack -----------------------------------------------------------------------------------------------------------
 
 
+@not_compiled
 def materialize(
     td: TensorDictBase | Mapping[str, Any],
     layout: Literal["padded", "jagged"] = "padded",

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from dataplane_core._compiler_marks import not_compiled
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.jagged import materialize, pack_jagged_fields, to_tensordict
 from dataplane_core.batch.message_log import rebuild_message_logs
@@ -53,6 +54,7 @@ _PARTS: Final = {
 }
 
 
+@not_compiled
 def read_columns(
     client: DataPlaneClient,
     meta: KVBatchMeta,
@@ -120,6 +122,7 @@ def read_columns(
     return columns
 
 
+@not_compiled
 def pad_columns(
     batch: BatchedDataDict,
     meta: KVBatchMeta,
@@ -180,6 +183,7 @@ def _longest(column: Any) -> int:
     return 0 if found is None or not len(found) else int(found.max())
 
 
+@not_compiled
 def write_columns(
     client: DataPlaneClient,
     meta: KVBatchMeta,
@@ -228,6 +232,7 @@ def write_columns(
     return meta.with_fields(columns)
 
 
+@not_compiled
 def kv_first_write(
     batch: Mapping[str, Any] | Sequence[Mapping[str, Any]] | Any,
     *,

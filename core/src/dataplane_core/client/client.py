@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
+from dataplane_core._compiler_marks import with_methods_not_compiled
 from dataplane_core.client.checks import (
     check_count,
     check_counts,
@@ -57,6 +58,7 @@ __all__ = ["DataPlaneClient"]
 _MOST_INFOS: Final = 1024
 
 
+@with_methods_not_compiled
 class DataPlaneClient(Claims):
     """A process's connection to a store. `dataplane_core.connect` makes it; `close`, or leaving its ``with``, ends it.
 

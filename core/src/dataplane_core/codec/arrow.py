@@ -60,7 +60,7 @@ def column_of_arrow(what: str, column: Any) -> Any:
     trailing = [kind.list_size for kind in kinds[1:-1]]
     if pa.types.is_fixed_size_list(column.type):
         return values.view(len(column), column.type.list_size, *trailing)
-    offsets = offsets_of(torch.tensor(pc.list_value_length(column).to_numpy(), dtype=torch.int64))
+    offsets = offsets_of(torch.tensor(pc.list_value_length(column).to_numpy(), dtype=torch.int64, device="cpu"))
     return dense_or_jagged(Ragged(values.view(int(offsets[-1]), *trailing), offsets))
 
 

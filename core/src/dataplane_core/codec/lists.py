@@ -75,7 +75,7 @@ def column_of_list(
             inner = set(map(type, chain.from_iterable(items)))
         if inner and inner <= _NUMBERS:
             values = torch.from_numpy(_numbers(what, list(chain.from_iterable(items)), inner))
-            return dense_or_jagged(Ragged(values, offsets_of(torch.tensor(list(map(len, items))))))
+            return dense_or_jagged(Ragged(values, offsets_of(torch.tensor(list(map(len, items)), device="cpu"))))
     if kinds and all(issubclass(kind, _TENSORS) for kind in kinds):
         return _column_of_tensors(what, items, keep_rows)
     _refuse_near_numbers(what, items)

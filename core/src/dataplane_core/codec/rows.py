@@ -88,11 +88,11 @@ def take_rows(column: Any, positions: Sequence[int], jagged: JaggedColumns | Non
 
 def take_ragged(rows: Ragged, positions: Sequence[int]) -> Ragged:
     """The rows at ``positions``, in that order, in new memory."""
-    picks = torch.as_tensor(positions, dtype=torch.int64)
+    picks = torch.as_tensor(positions, dtype=torch.int64, device="cpu")
     lengths = rows.offsets.diff().index_select(0, picks)
     return gather_rows(rows.values, rows.offsets.index_select(0, picks), offsets_of(lengths))
 
 
 def take_dense(rows: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
     """As `take_ragged`, for rows of one shape."""
-    return carrier(rows).index_select(0, torch.as_tensor(positions, dtype=torch.int64)).view(rows.dtype)
+    return carrier(rows).index_select(0, torch.as_tensor(positions, dtype=torch.int64, device="cpu")).view(rows.dtype)

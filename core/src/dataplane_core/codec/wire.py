@@ -227,7 +227,7 @@ def _encode_tensor(column: Ragged | torch.Tensor, spec: FieldSpec, wire: WireFor
     if values.dtype != dtype or tuple(values.shape[1:]) != trailing:
         width = math.prod(spec.trailing)
         if width == 0:
-            values = torch.zeros((len(values), *trailing), dtype=dtype)
+            values = torch.zeros((len(values), *trailing), dtype=dtype, device="cpu")
         else:
             values = values.view(len(values), width).view(torch.uint8)
     if isinstance(column, Ragged):

@@ -54,6 +54,19 @@ class FillsMissingCells(NoopBackend):
             )
 
 
+@breaks("test_smoke_torchs_defaults_change_nothing[device]")
+class CopiesToTheDefaultDevice(NoopBackend):
+    """Numbers are copied to torch's default device."""
+
+    def get_samples(self, request):
+        reply = super().get_samples(request)
+        columns = dict(reply.columns)
+        for name, column in columns.items():
+            if isinstance(column, torch.Tensor) and not column.is_nested:
+                columns[name] = torch.as_tensor(column.numpy())
+        return replace(reply, columns=columns)
+
+
 @breaks("test_get_keeps_the_order_asked_for")
 class ReordersRows(NoopBackend):
     """Rows come back in the engine's own order."""

@@ -118,7 +118,7 @@ class SmokeSuite(Suite, chapter="smoke"):
     @pytest.mark.parametrize("state", [*_STATES, "inference", "compile"])
     def test_smoke_torchs_defaults_change_nothing(self, store: Store, state: str) -> None:
         """Contract: "A put and a read do the same whatever torch's defaults are in the process: device, dtype, grad and
-        inference mode, deterministic algorithms, number of threads, `torch.compile` around the caller."
+        inference mode, deterministic algorithms, number of threads, torch.compile around the caller."
 
         Check first: give a device and a dtype to every `torch.empty`, `torch.zeros`, `torch.tensor` and `torch.arange`.
         """

@@ -29,7 +29,8 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | di
       which gives no columns whose rows differ in shape, is read as a list of rows.
     - A list of N dicts with the same keys, one per row: each key is a column, the list of its values.
     - A pyarrow ``Table`` or ``RecordBatch``, or a pandas ``DataFrame``: its columns.
-    - A ``datasets.Dataset``: its columns as Arrow, whatever its format; with a transform, what that returns.
+    - A ``datasets.Dataset``: its columns as Arrow, whatever its format. Features that decode what is stored give their
+      values, as in ``dataset[:]``. With a transform, what that returns.
 
     Args:
         where: The call. Messages begin with it.
@@ -56,11 +57,9 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | di
     elif isinstance(fields, (list, tuple)):
         columns = _columns_of_rows(where, fields, num_samples)
     elif _is_a(fields, "pyarrow.lib", "Table", "RecordBatch"):
-        columns = list(zip(fields.schema.names, fields.columns, strict=True))
+        return _columns_of_table(where, fields)
     elif _is_a(fields, "datasets.arrow_dataset", "Dataset"):
-        form = fields.format
-        shown = fields if form["type"] == "custom" else fields.with_format("arrow", columns=form["columns"])
-        return as_columns(where, shown[:], num_samples)
+        return as_columns(where, _columns_of_dataset(fields), num_samples)
     elif _is_a(fields, "pandas", "DataFrame"):
         columns = list(fields.items())
     else:
@@ -69,10 +68,7 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | di
             "of dicts, a datasets.Dataset, an Arrow table or a DataFrame.",
             hint="Write {'name': column} for one column, and list(data.take(n)) for the next rows of a stream.",
         )
-    names = [name for name, _ in columns]
-    if len(set(names)) != len(names):
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        raise InvalidRequestError(f"{where} refused: fields have several columns named {preview(repeated)}.")
+    _check_names(where, [name for name, _ in columns])
     return {name: as_column(f"{where} refused: field '{name}'", column, keep_rows=True) for name, column in columns}
 
 
@@ -94,6 +90,8 @@ def as_column(what: str, column: Any, *, keep_rows: bool = False) -> Any:
     if _is_a(column, "datasets.arrow_dataset", "Column"):
         return as_column(what, column[:])
     if _is_a(column, "pandas", "Series"):
+        if _is_a(column.dtype, "pandas", "ArrowDtype"):
+            return column_of_arrow(what, column.array.__arrow_array__())
         if _is_a(column.dtype, "pandas", "CategoricalDtype") and not column.hasnans:
             column = column.astype(column.dtype.categories.dtype)
         # strings and objects, where pandas writes NaN if one is missing; numbers of which some are missing
@@ -103,6 +101,48 @@ def as_column(what: str, column: Any, *, keep_rows: bool = False) -> Any:
     if _is_a(column, "datasets.arrow_dataset", "Dataset"):
         raise InvalidTypeError(f"{what} is a datasets.Dataset.", hint="Write one split, such as splits['train'].")
     return column
+
+
+def _check_names(where: str, names: Sequence[Any]) -> None:
+    if len(set(names)) != len(names):
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise InvalidRequestError(f"{where} refused: fields have several columns named {preview(repeated)}.")
+
+
+def _columns_of_table(where: str, table: Any) -> dict[str, Any]:
+    _check_names(where, table.schema.names)
+    return {
+        field.name: column_of_arrow(f"{where} refused: field '{field.name}'", column, field.metadata)
+        for field, column in zip(table.schema, table.columns, strict=True)
+    }
+
+
+def _columns_of_dataset(dataset: Any) -> Any:
+    """The columns of a ``datasets.Dataset``: as Arrow, or, where its features decode what is stored, what they give.
+
+    So a column is the same whatever the format is. Only images, audio and the like are what the format makes of them.
+    """
+    form = dataset.format
+    if form["type"] in ("custom", "arrow"):
+        return dataset[:]
+    table = dataset.with_format("arrow", columns=form["columns"])[:]
+    decoded = {name: kinds for name in table.schema.names if (kinds := _decoders(dataset.features[name]))}
+    columns = dict(zip(table.schema.names, table.columns, strict=True))
+    for name, kinds in decoded.items():
+        shown = dataset.select_columns([name])
+        columns[name] = (shown.with_format(None) if kinds == {"Json"} else shown)[:][name]
+    return columns
+
+
+def _decoders(feature: Any) -> set[str]:
+    """The names of the features, inside this one too, whose values are not what is stored."""
+    if isinstance(feature, Mapping):
+        return set().union(*map(_decoders, feature.values()))
+    if isinstance(feature, (list, tuple)):
+        return set().union(*map(_decoders, feature))
+    if hasattr(feature, "decode_example"):
+        return {type(feature).__name__}
+    return _decoders(feature.feature) if hasattr(feature, "feature") else set()
 
 
 def _columns_of_rows(where: str, rows: Sequence[Any], num_samples: int) -> list[tuple[str, list[Any]]]:

@@ -8,7 +8,7 @@ imported here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,10 +19,24 @@ from dataplane_core.codec.lists import column_of_array, column_of_list
 from dataplane_core.codec.rows import TensorRows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 
-__all__ = ["as_column", "as_columns"]
+__all__ = ["Columns", "as_column", "as_columns"]
+
+_LISTS: Final = (list, tuple)
 
 
-def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | dict[str, Any]:
+class Columns(dict[str, Any]):
+    """Columns that the codec takes.
+
+    Attributes:
+        lists: The columns that were lists, as they were: a field may be known to hold another type than they became.
+    """
+
+    def __init__(self, columns: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -> None:
+        super().__init__(columns)
+        self.lists = {name: items for name, items in lists.items() if name in columns}
+
+
+def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | Columns:
     """Columns that `encode_columns` takes, of whatever a caller has.
 
     - A dict (or another mapping) of columns: each by `as_column`. A TensorDict stays as it is; a lazy stack of rows,
@@ -38,8 +52,8 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | di
         num_samples: N.
 
     Returns:
-        Columns, which alias ``fields`` where they can. A list of large tensors becomes `TensorRows`. The numbers of
-        rows are not checked.
+        Columns, which alias ``fields`` where they can. A list of large tensors becomes `TensorRows`, and one of empty
+        lists `EmptyLists`. The numbers of rows are not checked.
 
     Raises:
         InvalidTypeError: None of these, or a column that cannot be converted.
@@ -50,7 +64,7 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | di
         rows = _columns_of_rows(where, fields.tensordicts, num_samples)
         tensors = {name for name, cells in rows if all(isinstance(cell, torch.Tensor) for cell in cells)}
         columns = [(name, cells if name in tensors else fields.get(name)) for name, cells in rows]
-    elif isinstance(fields, TensorDictBase):
+    elif isinstance(fields, (TensorDictBase, Columns)):
         return fields
     elif isinstance(fields, Mapping):
         columns = list(fields.items())
@@ -69,7 +83,9 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | di
             hint="Write {'name': column} for one column, and list(data.take(n)) for the next rows of a stream.",
         )
     _check_names(where, [name for name, _ in columns])
-    return {name: as_column(f"{where} refused: field '{name}'", column, keep_rows=True) for name, column in columns}
+    lists = {name: column for name, column in columns if isinstance(column, _LISTS)}
+    found = {name: as_column(f"{where} refused: field '{name}'", column, keep_rows=True) for name, column in columns}
+    return Columns(found, lists)
 
 
 def as_column(what: str, column: Any, *, keep_rows: bool = False) -> Any:
@@ -77,7 +93,7 @@ def as_column(what: str, column: Any, *, keep_rows: bool = False) -> Any:
 
     Lists by `column_of_list`, arrays by `column_of_array`, Arrow columns by `column_of_arrow`. A pandas ``Series`` is
     an array, or, if it has strings or objects, a list. A column of a ``datasets.Dataset`` is what ``column[:]`` gives.
-    With ``keep_rows``, a list of large tensors is returned as `TensorRows`.
+    With ``keep_rows``, a list of large tensors is returned as `TensorRows`, one of empty lists as `EmptyLists`.
     """
     if isinstance(column, (torch.Tensor, TensorDictBase)) or (keep_rows and isinstance(column, TensorRows)):
         return column
@@ -109,12 +125,14 @@ def _check_names(where: str, names: Sequence[Any]) -> None:
         raise InvalidRequestError(f"{where} refused: fields have several columns named {preview(repeated)}.")
 
 
-def _columns_of_table(where: str, table: Any) -> dict[str, Any]:
+def _columns_of_table(where: str, table: Any) -> Columns:
     _check_names(where, table.schema.names)
-    return {
+    fields = zip(table.schema, table.columns, strict=True)
+    found = {
         field.name: column_of_arrow(f"{where} refused: field '{field.name}'", column, field.metadata)
-        for field, column in zip(table.schema, table.columns, strict=True)
+        for field, column in fields
     }
+    return Columns(found, {})
 
 
 def _columns_of_dataset(dataset: Any) -> Any:

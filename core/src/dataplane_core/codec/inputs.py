@@ -183,7 +183,7 @@ def _columns_of_rows(where: str, rows: Sequence[Any], num_samples: int) -> list[
             found = f"lacks {preview(lacks)}, which row 0 has" if lacks else f"has {preview(has)}, which row 0 lacks"
             raise InvalidRequestError(
                 f"{where} refused: row {number} {found}. Expected the same keys in every row.",
-                hint="Write None where a row has no object, and [] where it has no numbers.",
+                hint="Write None where a row has no object, and a list or tensor of length 0 where it has no numbers.",
             )
     return [(name, [row[name] for row in rows]) for name in names]
 

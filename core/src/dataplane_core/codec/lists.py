@@ -33,8 +33,9 @@ _LISTS: Final = frozenset({list, tuple})
 _TENSORS: Final = (torch.Tensor, np.ndarray)
 #: The kinds of numpy's dtypes that hold strings, bytes and objects.
 _OBJECTS: Final = "SUTO"
-#: float32 holds integers up to this exactly.
+#: float32 and float64 hold integers up to this exactly.
 _EXACT_IN_FLOAT32: Final = 2**24
+_EXACT_IN_FLOAT64: Final = 2**53
 _HINT: Final = (
     "Write a tensor (of rows of their own length: torch.nested.as_nested_tensor(rows, layout=torch.jagged)), or "
     "NonTensorStack(*items) for one object per sample."
@@ -119,12 +120,10 @@ def _tensor_as(numbers: Sequence[Any], spec: FieldSpec) -> torch.Tensor | None:
     is_float = dtype.is_floating_point or dtype.is_complex
     if not kinds <= ({int, float} if is_float else {bool} if dtype == torch.bool else {int}):
         return None
-    try:
-        given = torch.tensor(numbers, dtype=torch.float64 if float in kinds else torch.int64, device="cpu")
-    except (OverflowError, RuntimeError):
+    most = _EXACT_IN_FLOAT64 if float in kinds else (1 << 63) - 1
+    if any(type(each) is int and abs(each) > most for each in numbers):
         return None
-    if not kinds:
-        return given.to(dtype)
+    given = torch.tensor(numbers, dtype=torch.float64 if float in kinds else torch.int64, device="cpu")
     held = given.to(dtype)
     back = (held.real if dtype.is_complex else held).to(given.dtype)
     whole = torch.tensor([type(each) is int for each in numbers], dtype=torch.bool, device="cpu")

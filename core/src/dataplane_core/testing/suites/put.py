@@ -91,7 +91,8 @@ class PutSuite(Suite, chapter="put"):
 
     def test_empty_lists_leave_a_field_open(self, store: Store) -> None:
         """Contract: "Empty lists alone leave the type of a field open until a put says it. They fit any field but one
-        of scalars. Their rows are empty lists while the field is open or if it holds objects, and else rows of length 0."
+        of scalars. Their rows are empty lists while the field is open or if it holds objects, and else rows of
+        length 0."
 
         Check first: FieldSpec.after says what fits, and get_samples must raise OpenCellsError for such cells.
         """

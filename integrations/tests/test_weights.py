@@ -65,7 +65,7 @@ def test_small_values_that_are_no_tensors_are_carried_and_others_refused_by_name
     assert torch.equal(found.pop("array"), torch.full((2, 3), 0.5, dtype=torch.float16))
     assert_is_version(found, 0)
     open_weights(client)
-    with pytest.raises(InvalidTypeError, match="'layer._extra_state'.*BytesIO"):
+    with pytest.raises(InvalidTypeError, match=r"'layer\._extra_state'.*BytesIO"):
         publish_weights(client, 0, {**weights_of(0), "layer._extra_state": io.BytesIO()})
 
 

@@ -1,4 +1,4 @@
-"""Imports tensordict without torch's compiler.
+"""Imports tensordict without torch's compiler, and keeps the compiler out of the data plane's own code.
 
 tensordict marks a few of its functions for ``torch.compile`` while it is imported. That imports ``torch._dynamo``,
 which takes 1.5 s and 70 MB, also in processes that never compile: controllers, storage units, commands. This module
@@ -9,20 +9,50 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
 import wrapt
 from torch import compiler
 
-__all__ = ["load_compiler"]
+__all__ = ["load_compiler", "not_compiled", "with_methods_not_compiled"]
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+_Class = TypeVar("_Class", bound=type)
 
 
 def load_compiler() -> None:
     """Imports ``torch._dynamo``. torch does so with a process's first jagged tensor, which takes 1 to 2 s."""
     importlib.import_module("torch._dynamo")
+
+
+def not_compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """A function that runs as it is, also where its caller is compiled with ``torch.compile``.
+
+    It sends bytes and waits, which the compiler cannot follow. `torch.compiler.disable` does the same, but imports the
+    compiler.
+    """
+    runs = [function]
+    wrapt.register_post_import_hook(lambda _: runs.insert(0, compiler.disable(function)), "torch._dynamo")
+
+    @functools.wraps(function)
+    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        return runs[0](*args, **kwargs)
+
+    return call
+
+
+def with_methods_not_compiled(kind: _Class) -> _Class:
+    """A class whose public methods, also inherited ones, are `not_compiled`."""
+    for name in dir(kind):
+        method = inspect.getattr_static(kind, name)
+        if not name.startswith("_") and inspect.isfunction(method):
+            setattr(kind, name, not_compiled(method))
+    return kind
 
 
 def _deferred(mark: Callable[[Any], Any]) -> Callable[[Any], Any]:

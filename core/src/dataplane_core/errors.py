@@ -31,6 +31,7 @@ __all__ = [
     "LostReplyError",
     "LostSamplesError",
     "MissingDataError",
+    "OpenCellsError",
     "OperationTimeoutError",
     "Outcome",
     "PluginError",
@@ -181,7 +182,61 @@ class InvalidTypeError(DataPlaneError, TypeError):
 
 
 class SchemaMismatchError(InvalidRequestError):
-    """A column differs in kind, dtype, rank or trailing shape from the field's first write."""
+    """A column differs in kind, dtype, rank or trailing shape from the field's first write.
+
+    Attributes:
+        expected: Field -> the text of the spec that it has (`FieldSpec.from_text`), for the fields that differ. The
+            client writes their lists as this says, if they fit.
+    """
+
+    def __init__(self, message: str, *, expected: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.expected = dict(expected or {})
+
+    @classmethod
+    def for_fields(cls, what: str, fields: Iterable[tuple[str, str, str, str]]) -> SchemaMismatchError:
+        """The error for columns that do not fit their fields.
+
+        Args:
+            what: The put, as ``put_samples('train', 512 samples)``.
+            fields: Name, what the column holds, what is expected, and the text of the spec of each. At least one.
+        """
+        found = list(fields)
+        name, held, expected, _ = found[0]
+        more = f" {len(found) - 1} more fields differ." if len(found) > 1 else ""
+        return cls(
+            f"{what} refused: field '{name}' holds {held}. Expected {expected}, as fixed by its first write.{more} "
+            "Nothing was written.",
+            expected={name: text for name, _, _, text in found},
+        )
+
+
+class OpenCellsError(DataPlaneError, LookupError):
+    """A read names cells that were written as empty lists before the type of their field was known.
+
+    A store raises it, and the client then reads the other cells and fills these in. So callers never get it.
+
+    Attributes:
+        cells: Field -> all samples of the read whose cell is such an empty list.
+        specs: The text of the spec that each of these fields has by now (`FieldSpec.from_text`).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        cells: Mapping[str, Sequence[str]] | None = None,
+        specs: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(message, **kwargs)
+        self.cells = {name: tuple(ids) for name, ids in (cells or {}).items()}
+        self.specs = dict(specs or {})
+
+    @classmethod
+    def of_cells(cls, what: str, cells: Mapping[str, Sequence[str]], specs: Mapping[str, str]) -> OpenCellsError:
+        """The error for a read ``what``."""
+        return cls(f"{what}: {preview(cells)} of some samples are lists without a type.", cells=cells, specs=specs)
 
 
 class UnsupportedOperationError(DataPlaneError, NotImplementedError):

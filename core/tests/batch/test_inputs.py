@@ -9,6 +9,7 @@ import warnings
 import datasets
 import numpy as np
 import pandas as pd
+import PIL.Image
 import pyarrow as pa
 import pytest
 import torch
@@ -163,6 +164,58 @@ def test_a_dataset_with_a_transform_is_written_as_that_returns_it(client, writer
 def test_of_a_dataset_with_a_format_its_columns_are_written(client, writer):
     writer(client, data_set().with_format("torch", columns=["tokens"]))
     assert list(client.get_samples(IDS, "train", None).keys()) == ["tokens"]
+
+
+FEATURES = {
+    "json": (datasets.Json(), [{"a": 1}, None, [1, "b"]]),
+    "tool calls": (
+        [{"name": datasets.Value("string"), "arguments": datasets.Json()}],
+        3 * [[{"name": "f", "arguments": {"x": [1]}}]],
+    ),
+    "json as text": (datasets.Json(decode=False), ["{}", "[1]", "2"]),
+    "numbers": (datasets.Value("int32"), [1, 2, 3]),
+    "labels": (datasets.ClassLabel(names=["no", "yes"]), [0, 1, 1]),
+    "lists": (datasets.List(datasets.Value("float32")), [[0.5], [], [1.5, 2.0]]),
+    "translations": (datasets.Translation(["en", "fr"]), 3 * [{"en": "yes", "fr": "oui"}]),
+    "matrices": (datasets.Array2D((1, 2), "float32"), 3 * [[[0.5, 1.5]]]),
+    "matrices of any length": (datasets.Array2D((None, 2), "int32"), [[[1, 2]], [[1, 2], [3, 4]], [[5, 6]]]),
+    "stored images": (datasets.Image(decode=False), 3 * [{"bytes": b"image", "path": None}]),
+}
+#: What a slice of this format gives is another value: tensors in JSON, nested lists, text for JSON.
+OWN_VALUES = {
+    *(
+        ("torch", "json"),
+        ("torch", "tool calls"),
+        ("numpy", "json"),
+        ("numpy", "tool calls"),
+        ("arrow", "json as text"),
+    ),
+    *((None, "matrices"), (None, "matrices of any length")),
+}
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_a_dataset_its_slices_and_its_formats_give_one_value(kind):
+    feature, expected = FEATURES[kind]
+    data = datasets.Dataset.from_dict({"x": expected}, features=datasets.Features({"x": feature}))
+    forms = {"dataset": data, "chosen": data.select([2, 1, 0]).select([2, 1, 0])}
+    for name in (None, "torch", "numpy", "arrow", "pandas"):
+        if (name, kind) != ("arrow", "json as text"):
+            forms[f"dataset, {name}"] = data.with_format(name)
+        if (name, kind) not in OWN_VALUES:
+            forms[f"slice, {name}"] = data.with_format(name)[:]
+            if name not in ("arrow", "pandas"):  # whose rows are tables
+                forms[f"rows, {name}"] = list(data.with_format(name))
+    for form, fields in forms.items():
+        assert values(as_columns("put", fields, 3)["x"]) == expected, form
+
+
+def test_a_dataset_of_decoded_images_is_what_its_format_makes_of_them():
+    image = PIL.Image.fromarray(np.arange(18, dtype=np.uint8).reshape(2, 3, 3))
+    data = datasets.Dataset.from_dict({"x": [image] * 3}, features=datasets.Features({"x": datasets.Image()}))
+    for name in ("torch", "numpy"):
+        shown = data.with_format(name)
+        assert torch.equal(as_column("test", shown[:]["x"]), as_columns("put", shown, 3)["x"])
 
 
 def test_categories_of_pandas_keep_their_dtype():
@@ -507,10 +560,10 @@ def test_what_is_refused_says_what_to_write_instead(client, writer, kind):
     assert client.list_samples("train").size == 0
 
 
-def test_a_field_keeps_its_dtype_whatever_it_is_given_in(client):
-    client.put_samples(IDS, "train", data_set())  # float64, as Arrow has it
-    with pytest.raises(SchemaMismatchError, match="'reward'"):
-        client.put_samples(["c"], "train", data_set()[:1])  # lists: float32
+def test_a_list_fits_the_dtype_that_a_table_has_fixed(client, writer):
+    client.put_samples(["c", "d", "e"], "train", data_set())  # float64, as Arrow has it
+    writer(client, data_set()[:])  # lists: float32, if nothing were known
+    assert client.get_samples(IDS, "train", ["reward"])["reward"].tolist() == REWARDS
 
 
 def test_a_tensordict_is_taken_as_it_is():

@@ -3,7 +3,7 @@
 import msgpack
 import pytest
 
-from dataplane_core.errors import LeaseExpiredError, StalePartitionError
+from dataplane_core.errors import LeaseExpiredError, OpenCellsError, StalePartitionError
 from dataplane_core.ledger import Ledger, StateReader, commands, to_state
 from dataplane_core.spec import FieldSpec
 
@@ -130,3 +130,13 @@ def test_a_ledger_that_is_not_self_expiring_keeps_what_is_due_until_it_is_told()
     made.apply(commands.Ack("p", "t", ["b"], ["one"]), 6.0)
     made.apply(commands.Expire([("gone", "t", "one", ["a"]), ("p", "gone", "one", ["a"])], [LARGE + 9]), 0.0)
     assert made.apply(commands.Consumed("p", ["t"]), 0.0)
+
+
+def test_open_cells_stay_open_after_loading(made):
+    for write_id, sample_id, spec in ((LARGE, "a", FieldSpec.of_empty_lists()), (LARGE + 1, "b", INT)):
+        put = commands.BeginPut("p", [sample_id], {"x": spec}, [0], None, None, write_id=write_id, ttl_s=10.0)
+        made.apply(put, 0.0)
+        made.apply(commands.CommitPut(write_id), 0.0)
+    with pytest.raises(OpenCellsError) as raised:
+        saved_and_loaded(made).apply(commands.Locate("p", ["a", "b"], ["x"]), 0.0)
+    assert (raised.value.cells, raised.value.specs) == ({"x": ("a",)}, {"x": INT.to_text()})

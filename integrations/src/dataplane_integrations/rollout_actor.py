@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dataplane_core.batch import BatchedDataDict, split_message_logs, stack_or_nest
+from dataplane_core.codec import as_column
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
@@ -154,7 +155,7 @@ class SyncRolloutActor(DataPlaneRolloutMixin):
         )
         columns["sample_mask"] = made["loss_multiplier"]
         carry = {
-            **{name: torch.as_tensor(made[name]) for name in _PER_ROW},
+            **{name: as_column(f"rollout_to_tq refused: '{name}'", made[name]) for name in _PER_ROW},
             **{name: columns[name] for name in (INPUT_LENGTHS_FIELD, RESPONSE_TOKEN_LENGTHS_FIELD)},
             "prompt_ids_for_adv": prompts,
             **{name: column for name, column in made.items() if name.startswith("reward/")},
@@ -231,7 +232,10 @@ def flatten_message_logs(
         raise InvalidRequestError("flatten_message_logs refused: 0 message logs. Expected at least one sample.")
     columns = BatchedDataDict(split_message_logs(message_logs))
     logs = [[_masked(turn, sample) for turn in log] for sample, log in enumerate(message_logs)]
-    known: dict[str, Tensor] = {_TOKENS: torch.zeros(0, dtype=torch.int64), _LOGPROBS: torch.zeros(0)}
+    known: dict[str, Tensor] = {
+        _TOKENS: torch.zeros(0, dtype=torch.int64, device="cpu"),
+        _LOGPROBS: torch.zeros(0, dtype=torch.float32, device="cpu"),
+    }
     for turn in (turn for log in logs for turn in log):
         known.update({name: value[:0] for name, value in turn.items() if isinstance(value, Tensor)})
     for name, empty in known.items():
@@ -246,7 +250,7 @@ def flatten_message_logs(
         else:
             padding = pad_token_id if name == _TOKENS else fill
             columns[INPUT_IDS_FIELD if name == _TOKENS else name] = pad_sequence(rows, True, padding)
-    columns[INPUT_LENGTHS_FIELD] = torch.tensor([sum(len(turn[_TOKENS]) for turn in log) for log in logs])
+    columns[INPUT_LENGTHS_FIELD] = torch.tensor([sum(len(turn[_TOKENS]) for turn in log) for log in logs], device="cpu")
     prompts = [_prompt(log, int(length)) for log, length in zip(logs, prompt_lengths, strict=True)]
     return columns, pad_sequence(prompts, True, pad_token_id)
 
@@ -255,10 +259,15 @@ def _masked(turn: Mapping[str, Any], sample: int) -> dict[str, Any]:
     """A copy of a turn, with its tokens as a tensor and their mask. Only generated turns have logprobs."""
     if _TOKENS not in turn:
         raise InvalidRequestError(f"flatten_message_logs refused: a turn of sample {sample} lacks '{_TOKENS}'.")
-    tokens = torch.as_tensor(turn[_TOKENS])
+    tokens = _tensor(turn[_TOKENS], torch.int64)
     generated = turn["role"] == "assistant" and _LOGPROBS in turn
-    lists = {_LOGPROBS: torch.as_tensor(turn[_LOGPROBS])} if turn.get(_LOGPROBS) is not None else {}
+    lists = {_LOGPROBS: _tensor(turn[_LOGPROBS], torch.float32)} if turn.get(_LOGPROBS) is not None else {}
     return {**turn, **lists, _TOKENS: tokens, "token_mask": torch.full_like(tokens, int(generated))}
+
+
+def _tensor(values: Any, dtype: torch.dtype) -> Tensor:
+    """A tensor on the host. Lists get the dtype, whatever torch's default is; arrays and tensors keep theirs."""
+    return torch.as_tensor(values, dtype=None if hasattr(values, "dtype") else dtype, device="cpu")
 
 
 def _part(turn: Mapping[str, Any], name: str, empty: Tensor, fill: int, sample: int, *, ragged: bool) -> Tensor:
@@ -277,7 +286,7 @@ def _part(turn: Mapping[str, Any], name: str, empty: Tensor, fill: int, sample: 
 
 def _prompt(log: Sequence[Mapping[str, Any]], length: int) -> Tensor:
     """The turns that make up the first ``length`` tokens."""
-    parts: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
+    parts: list[Tensor] = [torch.zeros(0, dtype=torch.int64, device="cpu")]
     for turn in log:
         if sum(map(len, parts)) >= length:
             break

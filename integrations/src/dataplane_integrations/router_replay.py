@@ -100,10 +100,14 @@ def lay_out_routed_experts(
     Raises:
         InvalidRequestError: Sizes do not fit, or context parallelism does not divide a row's room.
     """
-    counts = torch.as_tensor(lengths).tolist()
+    counts = torch.as_tensor(lengths, device="cpu").tolist()
     num_rows, width = routed_experts.shape[:2]
     packed = cu_seqlens_padded is not None
-    starts = torch.as_tensor(cu_seqlens_padded).tolist() if packed else [row * width for row in range(num_rows + 1)]
+    starts = (
+        torch.as_tensor(cu_seqlens_padded, device="cpu").tolist()
+        if packed
+        else [row * width for row in range(num_rows + 1)]
+    )
     if not len(counts) == num_rows == len(starts) - 1:
         raise InvalidRequestError(
             f"routed_experts refused: {num_rows} rows, {len(counts)} lengths and {len(starts)} bounds. Expected one "
@@ -147,8 +151,8 @@ def context_parallel_tokens(bounds: Sequence[int], rank: int, size: int) -> Tens
                 f"{2 * size}, two parts for each of the {size} ranks."
             )
         front, back = start + rank * part, end - (rank + 1) * part
-        places += [torch.arange(front, front + part), torch.arange(back, back + part)]
-    return torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)
+        places += [torch.arange(front, front + part, device="cpu"), torch.arange(back, back + part, device="cpu")]
+    return torch.cat(places) if places else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 class RoutingReplay:
@@ -245,14 +249,20 @@ class RoutingReplay:
             (~known & (ordered[..., -1] >= 0), "some experts and lacks others"),
         ]
         if self._refuse_missing:
-            counts = rows if lengths is None else torch.as_tensor(lengths).tolist()
-            places = torch.cat([torch.arange(each) for each in rows]) if rows else torch.zeros(0, dtype=torch.int64)
-            before_last = places < torch.tensor(counts).repeat_interleave(torch.tensor(rows)) - 1
+            counts = rows if lengths is None else torch.as_tensor(lengths, device="cpu").tolist()
+            places = (
+                torch.cat([torch.arange(each, device="cpu") for each in rows])
+                if rows
+                else torch.zeros(0, dtype=torch.int64, device="cpu")
+            )
+            before_last = (
+                places < torch.tensor(counts, device="cpu").repeat_interleave(torch.tensor(rows, device="cpu")) - 1
+            )
             refusals.append((~known & before_last.to(known.device).unsqueeze(-1), "no expert"))
         for wrong, what in refusals:
             if wrong.any():
                 at, layer = (int(place) for place in wrong.nonzero()[0])
-                bounds = torch.tensor(rows).cumsum(0)
+                bounds = torch.tensor(rows, device="cpu").cumsum(0)
                 row = int(torch.bucketize(at, bounds, right=True))
                 token = at - int(bounds[row]) + rows[row]
                 raise InvalidRequestError(

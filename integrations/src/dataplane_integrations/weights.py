@@ -102,7 +102,7 @@ def publish_weights(
             "the names of the first version. Nothing was written."
         )
     columns = {name: _column(value) for name, value in weights.items()}
-    columns[_VERSION] = torch.tensor([version])
+    columns[_VERSION] = torch.tensor([version], device="cpu")
     client.put_samples([_row(version)], partition_id, columns, tags=[{_VERSION: version}])
     held = sorted({*held, version})
     client.clear_samples([_row(each) for each in held[:-keep]], partition_id)
@@ -129,7 +129,9 @@ class WeightReader:
         self._epoch: str | None = None  # the registration that `version` is of
 
     def newest(self) -> dict[str, Any] | None:
-        """Takes the newest version: name -> tensor, or object as it was published. None if that is `version`, or if there is none yet. Does not wait for another.
+        """Takes the newest version: name -> tensor, or object as it was published. Does not wait for another.
+
+        None if the newest is `version`, or if there is none yet.
 
         Raises:
             UnknownPartitionError: The partition is not open, or the run is over.

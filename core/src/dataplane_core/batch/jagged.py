@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from dataplane_core._compiler_marks import not_compiled
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.rows import check_pad_value, objects_of
 from dataplane_core.batch.tokens import as_lengths, is_per_sample
@@ -83,11 +84,13 @@ def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor | Sequence[
     return _Cut("pack_per_token_field", lengths).pack_or_pass(column)
 
 
+@not_compiled
 def pack_jagged_fields(
     fields: Mapping[str, Any] | TensorDictBase,
     *,
     lengths: torch.Tensor | Sequence[int] | None,
     token_aligned_fields: Collection[str] = (),
+    starts: torch.Tensor | None = None,
 ) -> TensorDict:
     """Makes the token-aligned columns of a batch jagged. The others stay as they are.
 
@@ -99,6 +102,7 @@ def pack_jagged_fields(
         lengths: N token counts; None: no column is made jagged.
         token_aligned_fields: Names of columns with one element per token on dim 1. Names that ``fields`` lacks are
             ignored, so that a declaration may cover more than one write.
+        starts: (N,) int64, the place of each row's first token in dense columns. None: 0, as in right-padded ones.
 
     Returns:
         A TensorDict of batch size [N]. The jagged columns share their offsets, so that torch can combine them.
@@ -109,7 +113,7 @@ def pack_jagged_fields(
     """
     if lengths is None:
         return to_tensordict({name: fields.get(name) for name in fields.keys()}, None)
-    cut = _Cut("pack_jagged_fields", lengths)
+    cut = _Cut("pack_jagged_fields", lengths, starts)
     columns: dict[str, Any] = {}
     for name in fields.keys():
         column = as_column(f"field '{name}'", fields.get(name))
@@ -204,9 +208,12 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
 class _Cut:
     """Cuts columns to given row lengths. Columns share their offsets and slices."""
 
-    def __init__(self, caller: str, lengths: torch.Tensor | Sequence[int]) -> None:
+    def __init__(
+        self, caller: str, lengths: torch.Tensor | Sequence[int], starts: torch.Tensor | None = None
+    ) -> None:
         self.caller = caller
         self.counts = as_lengths(caller, lengths)
+        self.firsts: torch.Tensor | int = 0 if starts is None else starts
         self.offsets = offsets_of(self.counts)
         self.bounds = bounds_of(self.counts.numpy())
         self._slices: dict[tuple[int, int], list[slice]] = {}
@@ -222,15 +229,16 @@ class _Cut:
                 f"{self.caller}: {len(counts)} lengths for {len(padded)} rows. Expected one per row."
             )
         width = padded.shape[1]
-        if self.bounds[0] < 0 or self.bounds[1] > width:
-            row = int(torch.nonzero((counts < 0) | (counts > width))[0])
+        ends = counts + self.firsts
+        if len(counts) and (self.bounds[0] < 0 or int(ends.max()) > width):
+            row = int(torch.nonzero((counts < 0) | (ends > width))[0])
             raise InvalidRequestError(
                 f"{self.caller}: row {row} has length {int(counts[row])}, but the column is padded to {width}. "
                 f"Expected lengths of 0 to {width}."
             )
         plain = host_tensor(padded, f"{self.caller}: the column")
         step = plain.element_size() * math.prod(plain.shape[2:])
-        starts = torch.arange(len(counts)) * width
+        starts = torch.arange(len(counts), device="cpu") * width + self.firsts
         if (width, step) not in self._slices:
             self._slices[width, step] = byte_slices(starts, counts, step)
         rows = gather_rows(plain.flatten(0, 1), starts, self.offsets, self._slices[width, step])
@@ -263,6 +271,7 @@ def _rows(column: torch.Tensor, what: str) -> Ragged:
 # --- unpack -----------------------------------------------------------------------------------------------------------
 
 
+@not_compiled
 def materialize(
     td: TensorDictBase | Mapping[str, Any],
     layout: Literal["padded", "jagged"] = "padded",

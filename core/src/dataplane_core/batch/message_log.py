@@ -67,7 +67,7 @@ def split_message_logs(
         TURN_LENGTHS_FIELD: lengths,
         TURN_ROLES_FIELD: roles,
         TURN_CONTENTS_FIELD: object_array(contents),  # as objects, also where all contents are numbers
-        RESPONSE_TOKEN_LENGTHS_FIELD: torch.tensor(responses, dtype=torch.int64),
+        RESPONSE_TOKEN_LENGTHS_FIELD: torch.tensor(responses, dtype=torch.int64, device="cpu"),
     }
 
 

@@ -216,7 +216,7 @@ def check_pad_value(what: str, value: Any, dtype: torch.dtype) -> None:
     """
     message = f"{what} of {dtype} cannot be padded with {value!r}."
     try:
-        stored = torch.full((), value, dtype=dtype)
+        stored = torch.full((), value, dtype=dtype, device="cpu")
         if dtype.is_floating_point or dtype.is_complex:
             fits = cmath.isfinite(stored.item()) or not cmath.isfinite(value)
         else:

@@ -70,7 +70,7 @@ def row_lengths(column: Any, dim: int = 1) -> torch.Tensor | None:
         return None
     if is_jagged(column) and dim == 1:
         return jagged_parts(column)[1].diff().to("cpu", torch.int64)
-    return None if column.is_nested else torch.full((column.shape[0],), column.shape[dim])
+    return None if column.is_nested else torch.full((column.shape[0],), column.shape[dim], device="cpu")
 
 
 def as_lengths(caller: str, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
@@ -79,7 +79,7 @@ def as_lengths(caller: str, lengths: torch.Tensor | Sequence[int]) -> torch.Tens
     Raises:
         InvalidRequestError: There is not one integer per row.
     """
-    counts = torch.as_tensor(lengths).detach().cpu()
+    counts = torch.as_tensor(lengths, device="cpu").detach().cpu()
     if counts.dim() == 2 and counts.shape[1] == 1:
         counts = counts[:, 0]
     integers = not (counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool)

@@ -13,13 +13,23 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
+from dataplane_core._compiler_marks import not_compiled
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.jagged import materialize, pack_jagged_fields, to_tensordict
 from dataplane_core.batch.message_log import rebuild_message_logs
 from dataplane_core.batch.tokens import as_lengths, is_per_sample, row_lengths, token_columns
-from dataplane_core.codec import TensorRows, as_columns, byte_array, host_tensor, is_jagged, num_rows
+from dataplane_core.codec import (
+    Columns,
+    EmptyLists,
+    TensorRows,
+    as_columns,
+    byte_array,
+    host_tensor,
+    is_jagged,
+    num_rows,
+)
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
@@ -53,6 +63,7 @@ _PARTS: Final = {
 }
 
 
+@not_compiled
 def read_columns(
     client: DataPlaneClient,
     meta: KVBatchMeta,
@@ -120,6 +131,7 @@ def read_columns(
     return columns
 
 
+@not_compiled
 def pad_columns(
     batch: BatchedDataDict,
     meta: KVBatchMeta,
@@ -180,6 +192,7 @@ def _longest(column: Any) -> int:
     return 0 if found is None or not len(found) else int(found.max())
 
 
+@not_compiled
 def write_columns(
     client: DataPlaneClient,
     meta: KVBatchMeta,
@@ -223,11 +236,12 @@ def write_columns(
             f"{where} refused: {', '.join(aligned)} is declared token-aligned, but the meta has no sequence_lengths to "
             "cut it by."
         )
-    packed = _packed(where, columns, meta.size, lengths, aligned)
+    packed = _packed(where, given, columns, meta.size, lengths, aligned)
     client.put_samples(meta.sample_ids, meta.partition_id, fields=packed)
     return meta.with_fields(columns)
 
 
+@not_compiled
 def kv_first_write(
     batch: Mapping[str, Any] | Sequence[Mapping[str, Any]] | Any,
     *,
@@ -277,8 +291,8 @@ def kv_first_write(
     """
     ids = list(sample_ids)
     where = f"kv_first_write('{partition_id}', {len(ids)} samples)"
-    columns = as_columns(where, batch, len(ids))
-    batch = {name: columns.get(name) for name in columns.keys()}
+    given = as_columns(where, batch, len(ids))
+    batch = {name: given.get(name) for name in given.keys()}
     if pad_to_multiple < 1:
         raise InvalidRequestError(f"{where} refused: pad_to_multiple must be at least 1, got {pad_to_multiple}.")
     lacking = [name for name in required_fields if name not in batch]
@@ -311,7 +325,7 @@ def kv_first_write(
                 f"{where} refused: token_aligned_fields were given, but the batch has no '{INPUT_LENGTHS_FIELD}' to "
                 "cut them by."
             )
-    packed = _packed(where, batch, len(ids), lengths, aligned if ids else ())
+    packed = _packed(where, given, batch, len(ids), lengths, aligned if ids else ())
     if ids:
         dp_client.put_samples(ids, partition_id, fields=packed, tags=rows)
     return KVBatchMeta(
@@ -365,17 +379,30 @@ def _is_zero_beyond(column: torch.Tensor, lengths: Sequence[int]) -> bool:
 
 
 def _packed(
-    where: str, columns: Mapping[str, Any], num_rows: int, lengths: Sequence[int] | None, aligned: Collection[str]
-) -> TensorDict | dict[str, Any]:
-    """Columns as they are written. Adds the call to the message of a refusal."""
-    kept = {name: rows for name, rows in columns.items() if isinstance(rows, TensorRows) and name not in aligned}
+    where: str,
+    given: TensorDictBase | Columns,
+    columns: Mapping[str, Any],
+    num_rows: int,
+    lengths: Sequence[int] | None,
+    aligned: Collection[str],
+) -> Columns:
+    """The columns of what was given as they are written. Adds the call to the message of a refusal."""
+    kept = {
+        name: rows
+        for name, rows in columns.items()
+        if isinstance(rows, EmptyLists) or (isinstance(rows, TensorRows) and name not in aligned)
+    }
+    cut = [name for name in aligned if name not in kept]
     others = {name: column for name, column in columns.items() if name not in kept}
     try:
-        if aligned:
-            packed = pack_jagged_fields(others, lengths=lengths, token_aligned_fields=aligned)
+        if cut:
+            packed = pack_jagged_fields(others, lengths=lengths, token_aligned_fields=cut)
         else:
             packed = to_tensordict(others, num_rows)
-        return packed if not kept else {name: kept.get(name, packed.get(name, None)) for name in columns}
+        return Columns(
+            {name: kept[name] if name in kept else packed.get(name) for name in columns},
+            {name: items for name, items in getattr(given, "lists", {}).items() if name not in cut},
+        )
     except (InvalidRequestError, InvalidTypeError) as error:
         error.message = f"{where} refused: {error.message}"
         raise

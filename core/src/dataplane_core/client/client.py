@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
+from dataplane_core._compiler_marks import with_methods_not_compiled
 from dataplane_core.client.checks import (
     check_count,
     check_counts,
@@ -26,10 +27,21 @@ from dataplane_core.client.checks import (
 from dataplane_core.client.claims import Claims
 from dataplane_core.client.overview import common_fields
 from dataplane_core.client.saving import load, save
-from dataplane_core.codec import JaggedColumns, as_columns, decode_columns, encode_columns, spread
+from dataplane_core.codec import (
+    Columns,
+    JaggedColumns,
+    as_columns,
+    decode_columns,
+    encode_columns,
+    list_as,
+    spread,
+    with_empty_rows,
+)
 from dataplane_core.errors import (
     BackendError,
     InvalidRequestError,
+    OpenCellsError,
+    SchemaMismatchError,
     StalePartitionError,
     UnknownPartitionError,
     preview,
@@ -39,6 +51,7 @@ from dataplane_core.spec import (
     Capability,
     ClearReply,
     ClearRequest,
+    FieldSpec,
     GetRequest,
     IfExists,
     PartitionInfo,
@@ -57,6 +70,7 @@ __all__ = ["DataPlaneClient"]
 _MOST_INFOS: Final = 1024
 
 
+@with_methods_not_compiled
 class DataPlaneClient(Claims):
     """A process's connection to a store. `dataplane_core.connect` makes it; `close`, or leaving its ``with``, ends it.
 
@@ -212,12 +226,12 @@ class DataPlaneClient(Claims):
                 deadline=self._deadline(),
             )
             try:
-                self._put(where, request, given)
+                self._put_fitting(where, request, given)
             except UnknownPartitionError:
                 if not self._config.open_partitions:
                     raise
                 self._open_partition(partition_id, list(columns), [], request.deadline)
-                self._put(where, request, given)
+                self._put_fitting(where, request, given)
             return KVBatchMeta(
                 partition_id,
                 None,
@@ -281,16 +295,7 @@ class DataPlaneClient(Claims):
                 names = common_fields(self._list_fields(what, partition_id, unique))
                 if not names:
                     return TensorDict({}, batch_size=[len(ids)])
-            request = GetRequest(partition_id=partition_id, sample_ids=unique, fields=names, deadline=self._deadline())
-            batch = self._call("get_samples", request, WireBatch)
-            for name in names:
-                if name not in batch.columns or name not in batch.specs:
-                    raise BackendError(
-                        f"get_samples('{partition_id}', {len(unique)} samples): the backend's reply lacks column "
-                        f"'{name}'.",
-                        backend=self.backend_name,
-                    )
-            columns = self._decode_columns(batch, names, len(unique), share_rows)
+            columns = self._read(unique, partition_id, names, share_rows, self._deadline())
             if len(unique) != len(ids):
                 at = {sample_id: position for position, sample_id in enumerate(unique)}
                 positions, jagged = [at[sample_id] for sample_id in ids], JaggedColumns()
@@ -413,6 +418,31 @@ class DataPlaneClient(Claims):
                 raise InvalidRequestError(f"{where} refused: field name '{name}' is reserved ('~' is middleware's).")
         return encode_columns(fields, num_samples, self._wire, allow_pickle=self._config.allow_pickle)
 
+    def _read(
+        self, ids: list[str], partition_id: str, names: list[str], share_rows: bool, deadline: float
+    ) -> dict[str, Any]:
+        """The columns of different samples."""
+        request = GetRequest(partition_id=partition_id, sample_ids=ids, fields=names, deadline=deadline)
+        try:
+            batch = self._call("get_samples", request, WireBatch)
+        except OpenCellsError as error:
+            columns = {}
+            others = [name for name in names if name not in error.cells]
+            if others:
+                columns = self._read(ids, partition_id, others, share_rows, deadline)
+            for name, empty in error.cells.items():
+                spec, of_type = FieldSpec.from_text(error.specs[name]), [each for each in ids if each not in set(empty)]
+                rest = self._read(of_type, partition_id, [name], share_rows, deadline)[name] if of_type else None
+                columns[name] = with_empty_rows(rest, [ids.index(each) for each in empty], len(ids), spec)
+            return {name: columns[name] for name in names}
+        for name in names:
+            if name not in batch.columns or name not in batch.specs:
+                raise BackendError(
+                    f"get_samples('{partition_id}', {len(ids)} samples): the backend's reply lacks column '{name}'.",
+                    backend=self.backend_name,
+                )
+        return self._decode_columns(batch, names, len(ids), share_rows)
+
     def _decode_columns(self, batch: WireBatch, names: list[str], num_samples: int, share_rows: bool) -> dict[str, Any]:
         return decode_columns(
             {name: batch.columns[name] for name in names},
@@ -422,6 +452,33 @@ class DataPlaneClient(Claims):
             allow_pickle=self._config.allow_pickle,
             share_rows=share_rows,
         )
+
+    def _put_fitting(self, where: str, request: PutRequest, given: Any) -> None:
+        """Puts. A list is written as its field's known spec says, if the store refuses what it became."""
+        tried: set[str] = set()
+        while True:
+            try:
+                self._put(where, request, given)
+                return
+            except SchemaMismatchError as error:
+                lists = given.lists if isinstance(given, Columns) else {}
+                fitting: dict[str, Any] = {}
+                for name, text in error.expected.items():
+                    column = list_as(lists[name], FieldSpec.from_text(text)) if name in lists else None
+                    if column is None or name in tried:
+                        if name in lists and error.hint is None:
+                            error.hint = (
+                                "A list becomes what its field holds, if it fits: write 1.0, not 1, in the first one."
+                            )
+                        raise
+                    fitting[name] = column
+                if not fitting:
+                    raise
+                tried |= fitting.keys()
+                given.update(fitting)
+                columns, specs = self._encode_columns(where, fitting, len(request.sample_ids))
+                request.columns = {**request.columns, **columns}
+                request.specs = {**request.specs, **specs}
 
     def _put(self, where: str, request: PutRequest, fields: Any) -> None:
         words = {

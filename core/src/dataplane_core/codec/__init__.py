@@ -5,11 +5,12 @@ The client encodes every put and decodes every read here. Backends that store by
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
 from dataplane_core.codec.frames import join_row, join_rows, split_rows
-from dataplane_core.codec.inputs import as_column, as_columns
+from dataplane_core.codec.inputs import Columns, as_column, as_columns
+from dataplane_core.codec.lists import list_as
 from dataplane_core.codec.objects import copy_item, decode_item, encode_item
 from dataplane_core.codec.packed import unpack_msgpack, unpack_msgpack_stream
 from dataplane_core.codec.pieces import Piece, StoredColumn, merge_pieces, rows_in_order
-from dataplane_core.codec.rows import TensorRows, num_rows, object_column, take_rows
+from dataplane_core.codec.rows import EmptyLists, TensorRows, num_rows, object_column, take_rows, with_empty_rows
 from dataplane_core.codec.shared import spread
 from dataplane_core.codec.sizes import cell_nbytes, row_nbytes
 from dataplane_core.codec.tensors import (
@@ -40,6 +41,8 @@ from dataplane_core.codec.wire import decode_columns, encode_columns
 __all__ = [
     "ALL_DTYPES",
     "BytesLike",
+    "Columns",
+    "EmptyLists",
     "JaggedColumns",
     "Piece",
     "Ragged",
@@ -66,6 +69,7 @@ __all__ = [
     "jagged_parts",
     "join_row",
     "join_rows",
+    "list_as",
     "merge_pieces",
     "num_rows",
     "object_column",
@@ -82,4 +86,5 @@ __all__ = [
     "to_nested",
     "unpack_msgpack",
     "unpack_msgpack_stream",
+    "with_empty_rows",
 ]

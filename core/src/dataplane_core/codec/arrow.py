@@ -5,29 +5,82 @@ Shape legend: ``N`` rows, ``T`` elements of all rows together, ``L`` a row's own
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 
 from dataplane_core.codec.lists import column_of_array, column_of_list
 from dataplane_core.codec.tensors import Ragged, dense_or_jagged, offsets_of
-from dataplane_core.errors import InvalidTypeError
+from dataplane_core.errors import DataPlaneError, InvalidTypeError
 
 __all__ = ["column_of_arrow"]
 
+#: Under these names, a column's schema keeps an extension type that this process does not know.
+_NAME: Final = b"ARROW:extension:name"
+_PARAMETERS: Final = b"ARROW:extension:metadata"
 
-def column_of_arrow(what: str, column: Any) -> Any:
+
+def column_of_arrow(what: str, column: Any, metadata: Any = None) -> Any:
     """The column that an Arrow array (or chunked array) of N rows stands for.
 
     - Numbers: a tensor (N,) of their dtype. Lists of numbers: a tensor (N, L) if all rows are equally long, else one
-      jagged nested tensor. Lists may hold lists of a fixed size, which are trailing dims. Values of one chunk are not
-      copied; chunks are joined first. Bools have one bit in Arrow, so they are copied.
-    - Dictionaries and run-end encoded arrays: what their values are. Extension types: what they are stored as.
+      jagged nested tensor. Lists may hold lists of a fixed size, or tensors of one shape, which are trailing dims.
+      Values of one chunk are not copied; chunks are joined first. Bools have one bit in Arrow, so they are copied.
+    - Tensors (Arrow's own of a fixed or variable shape, those of Ray and of ``datasets``): a tensor (N, ...) if all
+      rows have one shape, else the rows as a list of tensors.
+    - ``bool8``: bools. ``json``: what the text says, an object per row. ``uuid``: its string.
+    - Dictionaries and run-end encoded arrays: what their values are.
     - Anything else (strings, binary, structs, lists of them): an object per row, by `column_of_list`.
 
+    Args:
+        what: The call and the field. Messages begin with it.
+        column: The array.
+        metadata: That of the field in its table's schema. It names an extension type that this process does not know.
+
     Raises:
-        InvalidTypeError: A column of numbers has nulls, or holds times or decimals.
+        InvalidTypeError: A column of numbers or tensors has nulls, or holds times or decimals, or a column has another
+            extension type.
     """
+    import pyarrow as pa
+
+    column = _joined(column)
+    if (metadata and _NAME in metadata) or isinstance(column.type, pa.BaseExtensionType):
+        found = _values_of_extension(what, column, metadata or {})
+        return column_of_list(what, found) if isinstance(found, list) else found
+    has_extensions = _holds_extensions(what, column.type)
+    kinds = [column.type]  # of the column, and of what its lists hold
+    while _is_list(kinds[-1]) and (len(kinds) == 1 or pa.types.is_fixed_size_list(kinds[-1])):
+        kinds.append(kinds[-1].value_type)
+    if not _is_number(kinds[-1]) and not _is_of_one_shape(kinds[-1]):
+        if pa.types.is_temporal(kinds[-1]) or pa.types.is_decimal(kinds[-1]):
+            raise InvalidTypeError(
+                f"{what} is an Arrow column of {column.type}, which torch lacks.",
+                hint="Cast it: column.cast(pyarrow.int64()), or to pyarrow.float64() or pyarrow.string().",
+            )
+        return column_of_list(what, _items(what, column) if has_extensions else column.to_pylist())
+    cells = column
+    for _ in kinds[1:]:
+        _refuse_nulls(what, cells)
+        cells = cells.flatten()
+    if _is_number(kinds[-1]):
+        _refuse_nulls(what, cells)
+        values = column_of_array(what, cells.to_numpy(zero_copy_only=False))
+    else:
+        values = column_of_arrow(what, cells)
+    if len(kinds) == 1:
+        return values
+    trailing = [*(kind.list_size for kind in kinds[1:-1]), *values.shape[1:]]
+    if pa.types.is_fixed_size_list(column.type):
+        return values.reshape(len(column), column.type.list_size, *trailing)
+    offsets = offsets_of(_lengths(column))
+    return dense_or_jagged(Ragged(values.reshape(int(offsets[-1]), *trailing).contiguous(), offsets))
+
+
+def _joined(column: Any) -> Any:
+    """One array of plain values: chunks joined, dictionaries and runs decoded."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -35,33 +88,184 @@ def column_of_arrow(what: str, column: Any) -> Any:
         column = pc.run_end_decode(column)
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-    if isinstance(column, pa.ExtensionArray):
-        return column_of_arrow(what, column.storage)
-    if pa.types.is_dictionary(column.type):
-        return column_of_arrow(what, column.dictionary_decode())
-    kinds = [column.type]  # of the column, and of what its lists hold
-    while _is_list(kinds[-1]) and (len(kinds) == 1 or pa.types.is_fixed_size_list(kinds[-1])):
-        kinds.append(kinds[-1].value_type)
-    if not (pa.types.is_integer(kinds[-1]) or pa.types.is_floating(kinds[-1]) or pa.types.is_boolean(kinds[-1])):
-        if pa.types.is_temporal(kinds[-1]) or pa.types.is_decimal(kinds[-1]):
+    return _joined(column.dictionary_decode()) if pa.types.is_dictionary(column.type) else column
+
+
+def _items(what: str, column: Any) -> list[Any]:
+    """An object per row. Those of extension types, also inside lists and structs, are what these stand for."""
+    import pyarrow as pa
+
+    column = _joined(column)
+    if not _holds_extensions(what, column.type):
+        return column.to_pylist()  # type: ignore[no-any-return]
+    if column.null_count:
+        known = iter(_items(what, column.drop_null()))
+        return [next(known) if valid else None for valid in column.is_valid().to_pylist()]
+    if isinstance(column.type, pa.BaseExtensionType):
+        found = _values_of_extension(what, column, {})
+        if not isinstance(found, torch.Tensor):
+            return found  # type: ignore[no-any-return]
+        return found.tolist() if found.dim() == 1 else list(found.unbind())
+    if _is_list(column.type):
+        values = iter(_items(what, column.flatten()))
+        return [[next(values) for _ in range(length)] for length in _lengths(column).tolist()]
+    if pa.types.is_struct(column.type):
+        names = [field.name for field in column.type]
+        columns = [_items(what, each) for each in column.flatten()]
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    raise InvalidTypeError(
+        f"{what} is an Arrow column of {column.type}. Expected extension types only in lists and structs."
+    )
+
+
+def _lengths(lists: Any) -> torch.Tensor:
+    import pyarrow.compute as pc
+
+    return torch.tensor(pc.list_value_length(lists).to_numpy(), dtype=torch.int64, device="cpu")
+
+
+# --- extension types --------------------------------------------------------------------------------------------------
+
+
+def _values_of_extension(what: str, column: Any, metadata: Mapping[bytes, bytes]) -> Any:
+    """What an array of an extension type stands for: a tensor of N rows, or a list of N items.
+
+    Args:
+        what: As for `column_of_arrow`.
+        column: An array of the type; or what its values are stored as, with ``metadata``.
+        metadata: As for `column_of_arrow`.
+    """
+    import pyarrow as pa
+
+    source, storage = metadata.get(_PARAMETERS, b""), column
+    name = metadata.get(_NAME, b"").decode(errors="replace")
+    if isinstance(column.type, pa.BaseExtensionType):
+        name, source, storage = column.type.extension_name, column.type, column.storage
+    read = _EXTENSIONS.get(name)
+    if read is None:
+        raise InvalidTypeError(
+            f"{what} is an Arrow column of the extension type '{name}', which is not known. Expected "
+            f"{', '.join(_EXTENSIONS)}.",
+            hint="Write what its values mean, as a tensor, an array or a list. Write column.storage if they are what "
+            "they are stored as.",
+        )
+    try:
+        return read(what, storage, _parameters(source))
+    except DataPlaneError:
+        raise
+    except (ValueError, LookupError, RuntimeError) as error:
+        raise InvalidTypeError(
+            f"{what} is an Arrow column of the extension type '{name}', and cannot be read: {error}.",
+            hint="Write its values as a tensor, an array or a list.",
+        ) from error
+
+
+def _parameters(source: Any) -> Mapping[str, Any]:
+    """The parameters of an extension type: ``shape`` and ``permutation``, where it has them."""
+    if hasattr(source, "shape"):
+        return {"shape": source.shape, "permutation": getattr(source, "permutation", None)}
+    if not isinstance(source, bytes):
+        source = source.__arrow_ext_serialize__() if hasattr(source, "__arrow_ext_serialize__") else b""
+    found = json.loads(source or b"{}")
+    if isinstance(found, list):  # Ray's have the shape, those of `datasets` the shape and the dtype
+        return {"shape": found[0] if isinstance(found[0], list) else found}
+    return found if isinstance(found, dict) else {}
+
+
+def _tensors_of_one_shape(what: str, storage: Any, parameters: Mapping[str, Any]) -> Any:
+    """(N, ...). If the first dim of the shape is None, rows may differ in it."""
+    lengths = _lengths(storage) if parameters["shape"][0] is None else None
+    num_rows, shape = len(storage), parameters["shape"]
+    while _is_list(storage.type):
+        _refuse_nulls(what, storage)
+        storage = storage.flatten()
+    if not _is_number(storage.type):
+        raise ValueError(f"its tensors hold {storage.type}, which are no numbers")
+    values = column_of_arrow(what, storage)
+    if lengths is not None:
+        return dense_or_jagged(Ragged(values.reshape(int(lengths.sum()), *shape[1:]), offsets_of(lengths)))
+    return _permuted(values.reshape(num_rows, *shape), parameters, num_batch=1)
+
+
+def _tensors_of_any_shape(what: str, storage: Any, parameters: Mapping[str, Any]) -> Any:
+    """Rows of a shape of their own, stored as their values and their shapes."""
+    import pyarrow as pa
+
+    _refuse_nulls(what, storage)
+    names = [storage.type.field(number).name for number in range(storage.type.num_fields)]
+    columns = dict(zip(names, storage.flatten(), strict=True))
+    lengths = _lengths(columns["data"]).tolist()
+    values = column_of_arrow(what, columns["data"].flatten()).split_with_sizes(lengths)
+    shapes = columns["shape"].cast(pa.list_(pa.int64())).to_pylist()
+    return [_permuted(each.reshape(shape), parameters) for each, shape in zip(values, shapes, strict=True)]
+
+
+def _permuted(values: torch.Tensor, parameters: Mapping[str, Any], num_batch: int = 0) -> torch.Tensor:
+    """The tensor whose dims are stored in another order."""
+    order = parameters.get("permutation")
+    return values.permute(*range(num_batch), *(num_batch + dim for dim in order)) if order else values
+
+
+def _bools(what: str, storage: Any, parameters: Mapping[str, Any]) -> Any:
+    return column_of_arrow(what, storage) != 0
+
+
+def _from_json(what: str, storage: Any, parameters: Mapping[str, Any]) -> Any:
+    return [None if text is None else json.loads(text) for text in storage.to_pylist()]
+
+
+def _uuids(what: str, storage: Any, parameters: Mapping[str, Any]) -> Any:
+    return [None if each is None else str(uuid.UUID(bytes=each)) for each in storage.to_pylist()]
+
+
+#: Name -> what reads its values: what, their storage, and the parameters of the type.
+_EXTENSIONS: Final[Mapping[str, Callable[[str, Any, Mapping[str, Any]], Any]]] = {
+    "arrow.fixed_shape_tensor": _tensors_of_one_shape,
+    "arrow.variable_shape_tensor": _tensors_of_any_shape,
+    "arrow.bool8": _bools,
+    "arrow.json": _from_json,
+    "arrow.uuid": _uuids,
+    "ray.data.arrow_tensor": _tensors_of_one_shape,
+    "ray.data.arrow_tensor_v2": _tensors_of_one_shape,
+    "ray.data.arrow_variable_shaped_tensor": _tensors_of_any_shape,
+    **{f"datasets.features.features.Array{rank}DExtensionType": _tensors_of_one_shape for rank in range(2, 6)},
+}
+
+
+def _is_of_one_shape(kind: Any) -> bool:
+    """Whether values of a type are numbers, or tensors of one shape, so that lists of them can be joined."""
+    import pyarrow as pa
+
+    if not isinstance(kind, pa.BaseExtensionType):
+        return False
+    read = _EXTENSIONS.get(kind.extension_name)
+    return read is _bools or (read is _tensors_of_one_shape and _parameters(kind)["shape"][0] is not None)
+
+
+def _holds_extensions(what: str, kind: Any) -> bool:
+    """Whether a type is an extension type, or has one inside. Refuses one that this process does not know."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        return True
+    fields = [kind.field(number) for number in range(kind.num_fields)]
+    for field in fields:
+        if field.metadata and _NAME in field.metadata:
             raise InvalidTypeError(
-                f"{what} is an Arrow column of {column.type}, which torch lacks.",
-                hint="Cast it: column.cast(pyarrow.int64()), or to pyarrow.float64() or pyarrow.string().",
+                f"{what} is an Arrow column of {kind}, in which '{field.name}' has the extension type "
+                f"'{field.metadata[_NAME].decode()}', which this process does not know.",
+                hint="Import the package that defines it before the column is read.",
             )
-        return column_of_list(what, column.to_pylist())
-    cells = column
-    for _ in kinds[1:]:
-        _refuse_nulls(what, cells)
-        cells = cells.flatten()
-    _refuse_nulls(what, cells)
-    values = column_of_array(what, cells.to_numpy(zero_copy_only=False))
-    if len(kinds) == 1:
-        return values
-    trailing = [kind.list_size for kind in kinds[1:-1]]
-    if pa.types.is_fixed_size_list(column.type):
-        return values.view(len(column), column.type.list_size, *trailing)
-    offsets = offsets_of(torch.tensor(pc.list_value_length(column).to_numpy(), dtype=torch.int64))
-    return dense_or_jagged(Ragged(values.view(int(offsets[-1]), *trailing), offsets))
+    return any(_holds_extensions(what, field.type) for field in fields)
+
+
+# --- plain types ------------------------------------------------------------------------------------------------------
+
+
+def _is_number(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
 
 
 def _is_list(kind: Any) -> bool:

@@ -123,7 +123,7 @@ def ragged_of_items(items: Sequence[Any], name: str, *, allow_pickle: bool = Fal
     """
     encoded = encode_items(items, name, allow_pickle=allow_pickle)
     data = bytearray().join(encoded)
-    lengths = torch.tensor([len(each) for each in encoded], dtype=torch.int64)
+    lengths = torch.tensor([len(each) for each in encoded], dtype=torch.int64, device="cpu")
     return Ragged(from_bytes(data, torch.uint8, (len(data),)), offsets_of(lengths))
 
 

@@ -8,7 +8,7 @@ imported here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,17 +19,32 @@ from dataplane_core.codec.lists import column_of_array, column_of_list
 from dataplane_core.codec.rows import TensorRows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 
-__all__ = ["as_column", "as_columns"]
+__all__ = ["Columns", "as_column", "as_columns"]
+
+_LISTS: Final = (list, tuple)
 
 
-def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | dict[str, Any]:
+class Columns(dict[str, Any]):
+    """Columns that the codec takes.
+
+    Attributes:
+        lists: The columns that were lists, as they were: a field may be known to hold another type than they became.
+    """
+
+    def __init__(self, columns: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -> None:
+        super().__init__(columns)
+        self.lists = {name: items for name, items in lists.items() if name in columns}
+
+
+def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | Columns:
     """Columns that `encode_columns` takes, of whatever a caller has.
 
     - A dict (or another mapping) of columns: each by `as_column`. A TensorDict stays as it is; a lazy stack of rows,
       which gives no columns whose rows differ in shape, is read as a list of rows.
     - A list of N dicts with the same keys, one per row: each key is a column, the list of its values.
     - A pyarrow ``Table`` or ``RecordBatch``, or a pandas ``DataFrame``: its columns.
-    - A ``datasets.Dataset``: its columns as Arrow, whatever its format; with a transform, what that returns.
+    - A ``datasets.Dataset``: its columns as Arrow, whatever its format. Features that decode what is stored give their
+      values, as in ``dataset[:]``. With a transform, what that returns.
 
     Args:
         where: The call. Messages begin with it.
@@ -37,8 +52,8 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | di
         num_samples: N.
 
     Returns:
-        Columns, which alias ``fields`` where they can. A list of large tensors becomes `TensorRows`. The numbers of
-        rows are not checked.
+        Columns, which alias ``fields`` where they can. A list of large tensors becomes `TensorRows`, and one of empty
+        lists `EmptyLists`. The numbers of rows are not checked.
 
     Raises:
         InvalidTypeError: None of these, or a column that cannot be converted.
@@ -49,18 +64,16 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | di
         rows = _columns_of_rows(where, fields.tensordicts, num_samples)
         tensors = {name for name, cells in rows if all(isinstance(cell, torch.Tensor) for cell in cells)}
         columns = [(name, cells if name in tensors else fields.get(name)) for name, cells in rows]
-    elif isinstance(fields, TensorDictBase):
+    elif isinstance(fields, (TensorDictBase, Columns)):
         return fields
     elif isinstance(fields, Mapping):
         columns = list(fields.items())
     elif isinstance(fields, (list, tuple)):
         columns = _columns_of_rows(where, fields, num_samples)
     elif _is_a(fields, "pyarrow.lib", "Table", "RecordBatch"):
-        columns = list(zip(fields.schema.names, fields.columns, strict=True))
+        return _columns_of_table(where, fields)
     elif _is_a(fields, "datasets.arrow_dataset", "Dataset"):
-        form = fields.format
-        shown = fields if form["type"] == "custom" else fields.with_format("arrow", columns=form["columns"])
-        return as_columns(where, shown[:], num_samples)
+        return as_columns(where, _columns_of_dataset(fields), num_samples)
     elif _is_a(fields, "pandas", "DataFrame"):
         columns = list(fields.items())
     else:
@@ -69,11 +82,10 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | di
             "of dicts, a datasets.Dataset, an Arrow table or a DataFrame.",
             hint="Write {'name': column} for one column, and list(data.take(n)) for the next rows of a stream.",
         )
-    names = [name for name, _ in columns]
-    if len(set(names)) != len(names):
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        raise InvalidRequestError(f"{where} refused: fields have several columns named {preview(repeated)}.")
-    return {name: as_column(f"{where} refused: field '{name}'", column, keep_rows=True) for name, column in columns}
+    _check_names(where, [name for name, _ in columns])
+    lists = {name: column for name, column in columns if isinstance(column, _LISTS)}
+    found = {name: as_column(f"{where} refused: field '{name}'", column, keep_rows=True) for name, column in columns}
+    return Columns(found, lists)
 
 
 def as_column(what: str, column: Any, *, keep_rows: bool = False) -> Any:
@@ -81,7 +93,7 @@ def as_column(what: str, column: Any, *, keep_rows: bool = False) -> Any:
 
     Lists by `column_of_list`, arrays by `column_of_array`, Arrow columns by `column_of_arrow`. A pandas ``Series`` is
     an array, or, if it has strings or objects, a list. A column of a ``datasets.Dataset`` is what ``column[:]`` gives.
-    With ``keep_rows``, a list of large tensors is returned as `TensorRows`.
+    With ``keep_rows``, a list of large tensors is returned as `TensorRows`, one of empty lists as `EmptyLists`.
     """
     if isinstance(column, (torch.Tensor, TensorDictBase)) or (keep_rows and isinstance(column, TensorRows)):
         return column
@@ -94,6 +106,8 @@ def as_column(what: str, column: Any, *, keep_rows: bool = False) -> Any:
     if _is_a(column, "datasets.arrow_dataset", "Column"):
         return as_column(what, column[:])
     if _is_a(column, "pandas", "Series"):
+        if _is_a(column.dtype, "pandas", "ArrowDtype"):
+            return column_of_arrow(what, column.array.__arrow_array__())
         if _is_a(column.dtype, "pandas", "CategoricalDtype") and not column.hasnans:
             column = column.astype(column.dtype.categories.dtype)
         # strings and objects, where pandas writes NaN if one is missing; numbers of which some are missing
@@ -103,6 +117,50 @@ def as_column(what: str, column: Any, *, keep_rows: bool = False) -> Any:
     if _is_a(column, "datasets.arrow_dataset", "Dataset"):
         raise InvalidTypeError(f"{what} is a datasets.Dataset.", hint="Write one split, such as splits['train'].")
     return column
+
+
+def _check_names(where: str, names: Sequence[Any]) -> None:
+    if len(set(names)) != len(names):
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise InvalidRequestError(f"{where} refused: fields have several columns named {preview(repeated)}.")
+
+
+def _columns_of_table(where: str, table: Any) -> Columns:
+    _check_names(where, table.schema.names)
+    fields = zip(table.schema, table.columns, strict=True)
+    found = {
+        field.name: column_of_arrow(f"{where} refused: field '{field.name}'", column, field.metadata)
+        for field, column in fields
+    }
+    return Columns(found, {})
+
+
+def _columns_of_dataset(dataset: Any) -> Any:
+    """The columns of a ``datasets.Dataset``: as Arrow, or, where its features decode what is stored, what they give.
+
+    So a column is the same whatever the format is. Only images, audio and the like are what the format makes of them.
+    """
+    form = dataset.format
+    if form["type"] in ("custom", "arrow"):
+        return dataset[:]
+    table = dataset.with_format("arrow", columns=form["columns"])[:]
+    decoded = {name: kinds for name in table.schema.names if (kinds := _decoders(dataset.features[name]))}
+    columns = dict(zip(table.schema.names, table.columns, strict=True))
+    for name, kinds in decoded.items():
+        shown = dataset.select_columns([name])
+        columns[name] = (shown.with_format(None) if kinds == {"Json"} else shown)[:][name]
+    return columns
+
+
+def _decoders(feature: Any) -> set[str]:
+    """The names of the features, inside this one too, whose values are not what is stored."""
+    if isinstance(feature, Mapping):
+        return set().union(*map(_decoders, feature.values()))
+    if isinstance(feature, (list, tuple)):
+        return set().union(*map(_decoders, feature))
+    if hasattr(feature, "decode_example"):
+        return {type(feature).__name__}
+    return _decoders(feature.feature) if hasattr(feature, "feature") else set()
 
 
 def _columns_of_rows(where: str, rows: Sequence[Any], num_samples: int) -> list[tuple[str, list[Any]]]:
@@ -125,7 +183,7 @@ def _columns_of_rows(where: str, rows: Sequence[Any], num_samples: int) -> list[
             found = f"lacks {preview(lacks)}, which row 0 has" if lacks else f"has {preview(has)}, which row 0 lacks"
             raise InvalidRequestError(
                 f"{where} refused: row {number} {found}. Expected the same keys in every row.",
-                hint="Write None where a row has no object, and [] where it has no numbers.",
+                hint="Write None where a row has no object, and a list or tensor of length 0 where it has no numbers.",
             )
     return [(name, [row[name] for row in rows]) for name in names]
 

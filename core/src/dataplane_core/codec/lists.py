@@ -2,7 +2,8 @@
 
 A list of numbers, or of lists of numbers of any lengths, becomes a tensor column, and so does a list of tensors or
 arrays, or an array of numbers. Any other list becomes one object per row. A list that mixes numbers with None, or
-numbers with lists, is refused, since it is not clear what is meant.
+numbers with lists, is refused, since it is not clear what is meant. Empty lists alone leave open what they are, and a
+list that fits what its field is known to hold becomes that (`list_as`).
 
 Shape legend: ``N`` rows, ``L`` a row's own length.
 """
@@ -19,20 +20,22 @@ import torch
 from tensordict import NonTensorStack
 
 from dataplane_core.codec.objects import MAX_DEPTH
-from dataplane_core.codec.rows import TensorRows, object_column
+from dataplane_core.codec.rows import EmptyLists, TensorRows, object_column
 from dataplane_core.codec.shared import LARGE_CELL_BYTES
 from dataplane_core.codec.tensors import Ragged, dense_or_jagged, offsets_of
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
+from dataplane_core.spec import FieldSpec
 
-__all__ = ["column_of_array", "column_of_list"]
+__all__ = ["column_of_array", "column_of_list", "list_as"]
 
 _NUMBERS: Final = frozenset({bool, int, float})
 _LISTS: Final = frozenset({list, tuple})
 _TENSORS: Final = (torch.Tensor, np.ndarray)
 #: The kinds of numpy's dtypes that hold strings, bytes and objects.
 _OBJECTS: Final = "SUTO"
-#: float32 holds integers up to this exactly.
+#: float32 and float64 hold integers up to this exactly.
 _EXACT_IN_FLOAT32: Final = 2**24
+_EXACT_IN_FLOAT64: Final = 2**53
 _HINT: Final = (
     "Write a tensor (of rows of their own length: torch.nested.as_nested_tensor(rows, layout=torch.jagged)), or "
     "NonTensorStack(*items) for one object per sample."
@@ -41,7 +44,7 @@ _HINT: Final = (
 
 def column_of_list(
     what: str, items: Sequence[Any], *, keep_rows: bool = False
-) -> torch.Tensor | TensorRows | NonTensorStack:
+) -> torch.Tensor | TensorRows | EmptyLists | NonTensorStack:
     """The column that a list (or tuple) of N items stands for.
 
     - Numbers: a tensor (N,). Lists of numbers: a tensor (N, L) if all rows are equally long, else one jagged nested
@@ -49,12 +52,14 @@ def column_of_list(
     - All int: int64. Float, or int and float: float32, as in torch. All bool: bool. numpy's numbers are as Python's.
     - Tensors or arrays of one dtype and rank, which may differ in their first dim: a tensor (N, ...), or one jagged
       nested tensor, in new memory. They keep their dtype.
-    - Anything else (strings, dicts, bytes, None, lists of tensors, only empty lists): an object per row.
+    - Anything else (strings, dicts, bytes, None, lists of tensors, only empty lists): an object per row. Written to a
+      field of another type, empty lists are its rows of length 0.
 
     Args:
         what: The call and the field. Messages begin with it.
         items: One per row.
-        keep_rows: Return tensors that are large as `TensorRows`, in their own memory, for the codec to find equal ones.
+        keep_rows: Return what only the codec takes: tensors that are large as `TensorRows`, in their own memory, to
+            find equal ones; and only empty lists as `EmptyLists`.
 
     Raises:
         InvalidTypeError: None, bools or lists are mixed with numbers, or tensors with anything of these, or lists of
@@ -75,11 +80,59 @@ def column_of_list(
             inner = set(map(type, chain.from_iterable(items)))
         if inner and inner <= _NUMBERS:
             values = torch.from_numpy(_numbers(what, list(chain.from_iterable(items)), inner))
-            return dense_or_jagged(Ragged(values, offsets_of(torch.tensor(list(map(len, items))))))
+            return dense_or_jagged(Ragged(values, _offsets(items)))
+        if keep_rows and not inner:
+            return EmptyLists(items)
     if kinds and all(issubclass(kind, _TENSORS) for kind in kinds):
         return _column_of_tensors(what, items, keep_rows)
     _refuse_near_numbers(what, items)
     return object_column(items)
+
+
+def list_as(items: Sequence[Any], spec: FieldSpec) -> torch.Tensor | NonTensorStack | None:
+    """A list as the column of a field of which more is known than the list itself says.
+
+    Ints are written to a field of floats, or of smaller ints, if it holds them exactly; floats to one of other floats;
+    any list but one of tensors to a field of objects.
+
+    Args:
+        items: One per row.
+        spec: What the field holds.
+
+    Returns:
+        The column, or None if the list does not fit.
+    """
+    items = _plain(items)
+    kinds = set(map(type, items))
+    if spec.kind == "object":
+        return None if any(issubclass(kind, _TENSORS) for kind in kinds) else object_column(items)
+    if spec.rank == 0:
+        return _tensor_as(items, spec) if kinds <= _NUMBERS else None
+    if not kinds <= _LISTS or spec.rank > 1:
+        return None
+    values = _tensor_as(_plain(chain.from_iterable(items)), spec)
+    return None if values is None else dense_or_jagged(Ragged(values, _offsets(items)))
+
+
+def _tensor_as(numbers: Sequence[Any], spec: FieldSpec) -> torch.Tensor | None:
+    """Numbers, one after the other, in the dtype of a field. None: it does not hold them."""
+    dtype, kinds = spec.torch_dtype, set(map(type, numbers))
+    is_float = dtype.is_floating_point or dtype.is_complex
+    if not kinds <= ({int, float} if is_float else {bool} if dtype == torch.bool else {int}):
+        return None
+    most = _EXACT_IN_FLOAT64 if float in kinds else (1 << 63) - 1
+    if any(type(each) is int and abs(each) > most for each in numbers):
+        return None
+    given = torch.tensor(numbers, dtype=torch.float64 if float in kinds else torch.int64, device="cpu")
+    held = given.to(dtype)
+    back = (held.real if dtype.is_complex else held).to(given.dtype)
+    whole = torch.tensor([type(each) is int for each in numbers], dtype=torch.bool, device="cpu")
+    lost = (back != given) & (whole | given.isfinite() & ~back.isfinite())
+    return None if lost.any() else held
+
+
+def _offsets(lists: Sequence[Any]) -> torch.Tensor:
+    return offsets_of(torch.tensor(list(map(len, lists)), dtype=torch.int64, device="cpu"))
 
 
 def column_of_array(what: str, array: np.ndarray[Any, Any]) -> Any:

@@ -127,7 +127,8 @@ def _refusal(field: str, row: int | None, error: _OutsideError) -> InvalidTypeEr
     return InvalidTypeError(
         f"put_samples refused: object field '{field}'{'' if row is None else f', row {row}'}{place}: the item is "
         f"{error.reason}. Expected {_SET}.",
-        hint="Turn numpy values and tuples into Python numbers and lists, or set allow_pickle: true in the config.",
+        hint="Turn numpy values and tuples into Python numbers and lists, images into tensors, or set allow_pickle: "
+        "true in the config.",
     )
 
 

@@ -100,8 +100,8 @@ def _merge_dense(like: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
         assert isinstance(column, torch.Tensor)
         runs = _runs(rows, positions)
         if step * len(rows) < _LEAST_RUN_BYTES * len(runs) and len(runs) > 1:
-            picked = carrier(column).index_select(0, torch.as_tensor(rows))
-            carrier(merged).index_copy_(0, torch.as_tensor(positions), picked)
+            picked = carrier(column).index_select(0, torch.as_tensor(rows, device="cpu"))
+            carrier(merged).index_copy_(0, torch.as_tensor(positions, device="cpu"), picked)
             continue
         source = byte_array(column)
         for row, position, count in runs:
@@ -111,7 +111,7 @@ def _merge_dense(like: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
 
 def _merge_ragged(pieces: Sequence[Piece], jagged: JaggedColumns) -> torch.Tensor:
     ragged = [(_as_ragged(column), rows, positions) for column, rows, positions in pieces]
-    lengths = torch.empty(sum(len(rows) for _, rows, _ in ragged), dtype=torch.int64)
+    lengths = torch.empty(sum(len(rows) for _, rows, _ in ragged), dtype=torch.int64, device="cpu")
     for column, rows, positions in ragged:
         lengths.numpy()[np.asarray(positions)] = column.lengths[np.asarray(rows)]
     offsets = offsets_of(lengths)

@@ -19,13 +19,27 @@ from dataplane_core.codec.tensors import (
     is_jagged,
     jagged_parts,
     offsets_of,
+    ragged_of_dense,
     ragged_of_nested,
     ragged_of_rows,
 )
 from dataplane_core.errors import SchemaMismatchError
-from dataplane_core.spec import SharedRows
+from dataplane_core.spec import FieldSpec, SharedRows
 
-__all__ = ["TensorRows", "num_rows", "object_column", "take_dense", "take_ragged", "take_rows"]
+__all__ = [
+    "EmptyLists",
+    "TensorRows",
+    "num_rows",
+    "object_column",
+    "take_dense",
+    "take_ragged",
+    "take_rows",
+    "with_empty_rows",
+]
+
+
+class EmptyLists(list[list[Any]]):
+    """A column of empty lists, which say nothing about their type: it leaves its field open."""
 
 
 class TensorRows(list[torch.Tensor]):
@@ -86,13 +100,52 @@ def take_rows(column: Any, positions: Sequence[int], jagged: JaggedColumns | Non
     return object_column(taken_items)
 
 
+def with_empty_rows(column: Any, places: Sequence[int], num_samples: int, spec: FieldSpec) -> Any:
+    """A column of a read, with the rows that were written as empty lists before the field's type was known.
+
+    Args:
+        column: The other rows. None: there are none.
+        places: Where the empty rows stand in the read, ascending.
+        num_samples: N, of all rows.
+        spec: What the field has by now.
+
+    Returns:
+        A tensor column, with rows of length 0; or objects, with empty lists, if these are objects or still open.
+    """
+    is_tensor = spec.kind == "tensor" and not spec.is_open
+    if is_tensor and (column is None or isinstance(column, torch.Tensor)):
+        rows = Ragged(torch.empty((0, *spec.trailing), dtype=spec.torch_dtype, device="cpu"), offsets_of(_zeros(0)))
+        if column is not None:
+            some = ragged_of_nested(column, "a column") if column.is_nested else ragged_of_dense(column)
+            assert isinstance(some, Ragged)
+            rows = some
+        lengths = _zeros(num_samples)
+        lengths[_others(places, num_samples)] = rows.offsets.diff()
+        return dense_or_jagged(Ragged(rows.values, offsets_of(lengths)))
+    items: list[Any] = [None] * num_samples
+    for place, item in zip(_others(places, num_samples), [] if column is None else column.tolist(), strict=True):
+        items[place] = item
+    for place in places:
+        items[place] = torch.empty((0, *spec.trailing), dtype=spec.torch_dtype, device="cpu") if is_tensor else []
+    return object_column(items)
+
+
+def _zeros(count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int64, device="cpu")
+
+
+def _others(places: Sequence[int], count: int) -> list[int]:
+    empty = set(places)
+    return [place for place in range(count) if place not in empty]
+
+
 def take_ragged(rows: Ragged, positions: Sequence[int]) -> Ragged:
     """The rows at ``positions``, in that order, in new memory."""
-    picks = torch.as_tensor(positions, dtype=torch.int64)
+    picks = torch.as_tensor(positions, dtype=torch.int64, device="cpu")
     lengths = rows.offsets.diff().index_select(0, picks)
     return gather_rows(rows.values, rows.offsets.index_select(0, picks), offsets_of(lengths))
 
 
 def take_dense(rows: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
     """As `take_ragged`, for rows of one shape."""
-    return carrier(rows).index_select(0, torch.as_tensor(positions, dtype=torch.int64)).view(rows.dtype)
+    return carrier(rows).index_select(0, torch.as_tensor(positions, dtype=torch.int64, device="cpu")).view(rows.dtype)

@@ -249,7 +249,7 @@ def ragged_of_rows(rows: Sequence[torch.Tensor], what: str) -> Ragged | torch.Te
     with torch.no_grad():
         if first.dim() == 0:
             return host_tensor(torch.stack(list(plain)), what)
-        lengths = torch.tensor([row.shape[0] for row in plain], dtype=torch.int64)
+        lengths = torch.tensor([row.shape[0] for row in plain], dtype=torch.int64, device="cpu")
         joined = empty_tensor((int(lengths.sum()), *first.shape[1:]), first.dtype)
         torch.cat(list(plain), out=joined)
     return Ragged(joined, offsets_of(lengths))
@@ -267,14 +267,14 @@ def _describe(tensor: torch.Tensor) -> str:
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
     """The (N + 1,) int64 offsets of rows of these lengths."""
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
 
 
 def ragged_of_dense(dense: torch.Tensor) -> Ragged:
     """The rows of a tensor (N, L, *trailing) end to end. Aliases it if it is contiguous."""
-    return Ragged(dense.flatten(0, 1), torch.arange(len(dense) + 1) * dense.shape[1])
+    return Ragged(dense.flatten(0, 1), torch.arange(len(dense) + 1, device="cpu") * dense.shape[1])
 
 
 def byte_slices(starts: torch.Tensor, lengths: torch.Tensor, step: int) -> list[slice]:
@@ -303,7 +303,7 @@ def gather_rows(
 
 def pad_front(rows: Ragged) -> Ragged:
     """Adds one zero element in front of every row. New memory."""
-    offsets = rows.offsets + torch.arange(len(rows.offsets))
+    offsets = rows.offsets + torch.arange(len(rows.offsets), device="cpu")
     shape = (int(offsets[-1]), *rows.values.shape[1:])
     source, zeros = byte_view(rows.values), bytes(rows.itemsize)
     cuts = (rows.offsets * rows.itemsize).tolist()
@@ -319,7 +319,7 @@ def pad_rows(rows: Ragged, width: int, value: float | bool | complex = 0) -> tor
     if value == 0:
         filler = memoryview(bytes(gap))
     else:
-        filler = byte_view(torch.full((gap // dtype.itemsize,), value, dtype=dtype))
+        filler = byte_view(torch.full((gap // dtype.itemsize,), value, dtype=dtype, device="cpu"))
     source = byte_view(rows.values)
     parts = []
     for begin, end in pairwise(cuts):
@@ -420,7 +420,7 @@ def _length_kept(nested: Any, name: str) -> int | None:
 
 def _kept_length(length: int) -> torch.Tensor:
     """A length as a nested tensor caches it: the size of an empty tensor."""
-    return torch.empty(length, 0)
+    return torch.empty(length, 0, dtype=torch.float32, device="cpu")
 
 
 def carrier(tensor: torch.Tensor) -> torch.Tensor:
@@ -433,7 +433,7 @@ def empty_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory of `recycled_bytes`, with undefined content."""
     size = math.prod(shape) * dtype.itemsize
     if not size:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.from_numpy(recycled_bytes(size)).view(dtype).view(tuple(shape))
 
 
@@ -465,7 +465,7 @@ def join_bytes(parts: Sequence[BytesLike], dtype: torch.dtype, shape: Sequence[i
 def from_byte_tensor(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A contiguous uint8 tensor read as ``dtype`` and ``shape``. A view if the alignment allows it, else a copy."""
     if math.prod(shape) == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     flat = data.reshape(-1)
     if flat.data_ptr() % dtype.itemsize or flat.storage_offset() % dtype.itemsize:
         flat = flat.clone()
@@ -475,5 +475,5 @@ def from_byte_tensor(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int
 def from_bytes(data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A tensor that aliases a bytearray and keeps it alive. The sizes must fit."""
     if not data:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(tuple(shape))

@@ -33,7 +33,7 @@ from tensordict import (
 from dataplane_core.codec.frames import frame_ragged, ragged_of_items, unframe_ragged
 from dataplane_core.codec.header import KIND_OBJECT, KIND_TENSOR
 from dataplane_core.codec.objects import check_items, decode_items
-from dataplane_core.codec.rows import TensorRows, num_rows, object_column, take_dense, take_ragged
+from dataplane_core.codec.rows import EmptyLists, TensorRows, num_rows, object_column, take_dense, take_ragged
 from dataplane_core.codec.shared import LARGE_CELL_BYTES, Repeats, equal_rows, same_memory, spread
 from dataplane_core.codec.sizes import cell_nbytes
 from dataplane_core.codec.tensors import (
@@ -66,6 +66,7 @@ from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
 __all__ = ["decode_columns", "encode_columns"]
 
 _OBJECTS: Final = FieldSpec.of_objects()
+_OPEN: Final = FieldSpec.of_empty_lists()
 
 
 # --- encoding ---------------------------------------------------------------------------------------------------------
@@ -82,8 +83,8 @@ def encode_columns(
 
     Args:
         fields: Columns of ``num_samples`` rows: tensors of any device but meta, dense or nested, contiguous or not;
-            object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``; in a mapping also `TensorRows`.
-            `codec.inputs.as_columns` makes these of what callers have.
+            object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``; in a mapping also `TensorRows` and
+            `EmptyLists`. `codec.inputs.as_columns` makes these of what callers have.
         num_samples: N, at least 1.
         wire: The backend's wire format.
         allow_pickle: Accept object items outside the closed set.
@@ -107,6 +108,10 @@ def encode_columns(
             column, repeats = _ingest(name, leaf, num_samples, wire)
             specs[name] = _spec_of(column)
             encoded = _encode_tensor(column, specs[name], wire)
+        elif isinstance(leaf, EmptyLists):
+            _check_rows(name, len(leaf), num_samples)
+            empty = torch.empty((num_samples, 0), dtype=torch.uint8, device="cpu")
+            specs[name], encoded, repeats = _OPEN, _encode_tensor(empty, _spec_of(empty), wire), None
         else:
             items = _object_items(name, leaf, num_samples)
             specs[name] = _OBJECTS
@@ -136,8 +141,7 @@ def _ingest(
         found = len(jagged_parts(leaf)[1]) - 1
     else:
         found = leaf.size(0)
-    if found != num_samples:
-        raise InvalidRequestError(f"{what} has {found} rows. Expected {num_samples}, one row per sample id.")
+    _check_rows(name, found, num_samples)
     same = None
     if isinstance(leaf, TensorRows):  # large rows
         same = same_memory(leaf) if wire.shared_rows else None
@@ -185,9 +189,15 @@ def _object_items(name: str, leaf: Any, num_samples: int) -> list[Any]:
             f"np.ndarray(dtype=object) of {num_samples} items.",
             hint="Write a list of one item per sample, torch.as_tensor(x) for numbers.",
         )
-    if len(items) != num_samples:
-        raise InvalidRequestError(f"{what} has {len(items)} rows. Expected {num_samples}, one row per sample id.")
+    _check_rows(name, len(items), num_samples)
     return items
+
+
+def _check_rows(name: str, found: int, num_samples: int) -> None:
+    if found != num_samples:
+        raise InvalidRequestError(
+            f"put_samples refused: field '{name}' has {found} rows. Expected {num_samples}, one row per sample id."
+        )
 
 
 def _encode_objects(
@@ -227,7 +237,7 @@ def _encode_tensor(column: Ragged | torch.Tensor, spec: FieldSpec, wire: WireFor
     if values.dtype != dtype or tuple(values.shape[1:]) != trailing:
         width = math.prod(spec.trailing)
         if width == 0:
-            values = torch.zeros((len(values), *trailing), dtype=dtype)
+            values = torch.zeros((len(values), *trailing), dtype=dtype, device="cpu")
         else:
             values = values.view(len(values), width).view(torch.uint8)
     if isinstance(column, Ragged):
@@ -314,8 +324,10 @@ def decode_columns(
         index = _index_of(name, column, num_samples)
         rows, count = (column.rows, num_rows(column.rows)) if isinstance(column, SharedRows) else (column, num_samples)
         try:
-            if spec.kind == "object":
-                found: Any = _decode_objects(name, rows, count, wire, allow_pickle)
+            if spec.is_open:
+                found: Any = object_column([[] for _ in range(count)])
+            elif spec.kind == "object":
+                found = _decode_objects(name, rows, count, wire, allow_pickle)
             else:
                 found = _decode_tensor(name, rows, spec, count, wire, jagged)
             decoded[name] = found if index is None else spread(found, index, jagged, share=share_rows)

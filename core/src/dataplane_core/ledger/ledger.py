@@ -36,6 +36,7 @@ from dataplane_core.errors import (
     CapacityExceededError,
     InvalidRequestError,
     MissingDataError,
+    OpenCellsError,
     SchemaMismatchError,
     StalePartitionError,
     UnknownPartitionError,
@@ -81,12 +82,14 @@ class Write:
         row_bytes: Payload bytes per row.
         num_live: How many rows are referred to.
         num_sharers: Row -> how many samples refer to it, if more than one.
+        open: The fields whose cells are empty lists of no known type. Their payload is not read.
     """
 
     slots: dict[str, int]
     row_bytes: list[int]
     num_live: int
     num_sharers: dict[int, int] = field(default_factory=dict)
+    open: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -282,13 +285,13 @@ class Ledger:
 
     def _check_put(self, partition: Partition, put: commands.BeginPut, rows: Sequence[Row | None]) -> None:
         partition_id, sample_ids, specs = put.partition_id, put.sample_ids, put.specs
-        for name, spec in specs.items():
-            kept = partition.specs.get(name)
-            if kept is not None and kept != spec:
-                raise SchemaMismatchError(
-                    f"put_samples('{partition_id}', {len(sample_ids)} samples) refused: field '{name}' holds "
-                    f"{spec.describe()}. Expected {kept.describe()}, as fixed by its first write. Nothing was written."
-                )
+        wrong = [
+            (name, spec.describe(), kept.describe(), kept.to_text())
+            for name, spec in specs.items()
+            if (kept := partition.specs.get(name, spec)) is not spec and kept.after(spec) is None
+        ]
+        if wrong:
+            raise SchemaMismatchError.for_fields(f"put_samples('{partition_id}', {len(sample_ids)} samples)", wrong)
         group_size = partition.info.grpo_group_size
         if group_size is not None:
             joining: dict[str, int] = {}
@@ -341,7 +344,8 @@ class Ledger:
 
     def _apply_put(self, partition: Partition, write_id: int, put: commands.BeginPut, now: float) -> list[Ref]:
         for name, spec in put.specs.items():
-            partition.specs.setdefault(name, spec)
+            partition.specs[name] = partition.specs.get(name, spec).after(spec) or spec
+        opened = frozenset(name for name, spec in put.specs.items() if spec.is_open)
         partition.held_bytes += put.size_bytes
         writes = put.writes(write_id)
         for write in writes:
@@ -349,7 +353,11 @@ class Ledger:
             if write.positions is not None:
                 num_sharers = {pos: count for pos, count in Counter(write.positions).items() if count > 1}
             self._writes[write.write_id] = Write(
-                slots_of(tuple(write.fields)), list(write.row_bytes), len(write.row_bytes), num_sharers
+                slots_of(tuple(write.fields)),
+                list(write.row_bytes),
+                len(write.row_bytes),
+                num_sharers,
+                opened.intersection(write.fields) if opened else opened,
             )
         freed = partition.write_rows(PutWrites(writes, len(put.sample_ids)), put, self._next_seq, now)
         self._next_seq += len(put.sample_ids)
@@ -396,11 +404,17 @@ class Ledger:
         except KeyError:
             self._refuse_missing(partition_id, partition, sample_ids, fields)
         parts: list[Part] = []
+        opened: dict[str, list[str]] = {}
         for pattern, each in located.items():
             write_ids = list(dict.fromkeys(pattern))
             for place, write_id in enumerate(write_ids):
                 names = tuple([name for name, owner in zip(fields, pattern, strict=True) if owner == write_id])
+                for name in self._writes[write_id].open.intersection(names):
+                    opened.setdefault(name, []).extend(sample_ids[row] for row in each.rows)
                 parts.append(self._part(write_id, names, each.rows, each.positions[place :: len(write_ids)]))
+        if opened:
+            what = f"get_samples('{partition_id}', {len(sample_ids)} samples)"
+            raise OpenCellsError.of_cells(what, opened, {name: partition.specs[name].to_text() for name in opened})
         return Located(parts, {name: partition.specs[name] for name in fields})
 
     def _part(self, write_id: int, fields: tuple[str, ...], rows: list[int], positions: list[int]) -> Part:

@@ -52,6 +52,7 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "row_bytes": Sequence[Sequence[int]],
         "num_live": Sequence[int],
         "num_sharers": Sequence[Sequence[tuple[int, int]]],
+        "open": Sequence[Sequence[str]],
     },
     "partition": {
         "partition_id": str,
@@ -103,7 +104,7 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
     "done": {"kept": int, "first": int, "request_ids": Sequence[str], "left_s": float},
 }
 #: What earlier versions of the format lack.
-_ABSENT: Final = {("writes", "num_sharers"), ("partition", "num_cleared")} | {
+_ABSENT: Final = {("writes", "num_sharers"), ("writes", "open"), ("partition", "num_cleared")} | {
     *(("rows", "ages_s"), ("pending", "splits"), ("pending", "ttl_s"), ("pending", "request_id"), ("garbage", "put")),
     *(("batches", "last_seqs"), ("batches", "gone")),
 }
@@ -145,6 +146,7 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
             "row_bytes": [write.row_bytes for _, write in some],
             "num_live": [write.num_live for _, write in some],
             "num_sharers": [list(write.num_sharers.items()) for _, write in some],
+            "open": [sorted(write.open) for _, write in some],
         }
     for partition in ledger._partitions.values():
         yield from _partition_state(partition, places, now)
@@ -207,12 +209,14 @@ class StateReader:
             ledger.held_bytes = section["held_bytes"]
         elif part == "writes":
             shared = section.get("num_sharers") or [[]] * len(section["write_ids"])  # none in version 3 of the format
+            opened = section.get("open") or [[]] * len(section["write_ids"])  # none in version 7 of the format
             names = ("write_ids", "fields", "row_bytes", "num_live")
-            for (each, fields, row_bytes, num_live), num_sharers in zip(_columns(section, *names), shared, strict=True):
+            columns = zip(_columns(section, *names), shared, opened, strict=True)
+            for (each, fields, row_bytes, num_live), num_sharers, some in columns:
                 write_id = unpack_write_id(each)
                 self._write_ids.append(write_id)
                 slots = slots_of(tuple(fields))
-                ledger._writes[write_id] = Write(slots, row_bytes, num_live, dict(num_sharers))
+                ledger._writes[write_id] = Write(slots, row_bytes, num_live, dict(num_sharers), frozenset(some))
         elif part == "partition":
             self._partition = _restore_partition(section, self._self_expiring)
             ledger._partitions[self._partition.partition_id] = self._partition

@@ -284,7 +284,9 @@ def _crc32(
     ids = [sample_id.encode(errors="surrogatepass") + b"\0" for sample_id in request.sample_ids]
     rows = _row_bytes(column, spec, wire)
     return torch.tensor(
-        [zlib.crc32(row, zlib.crc32(own, place)) for own, row in zip(ids, rows, strict=True)], dtype=torch.int64
+        [zlib.crc32(row, zlib.crc32(own, place)) for own, row in zip(ids, rows, strict=True)],
+        dtype=torch.int64,
+        device="cpu",
     )
 
 

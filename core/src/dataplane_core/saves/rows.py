@@ -12,9 +12,10 @@ from itertools import accumulate, pairwise
 from typing import Any, Final, cast
 
 import msgpack
+import torch
 from tensordict import NonTensorStack
 
-from dataplane_core.codec import BytesLike, TensorRows, decode_columns, encode_columns, unpack_msgpack
+from dataplane_core.codec import BytesLike, EmptyLists, TensorRows, decode_columns, encode_columns, unpack_msgpack
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat, holds
 
@@ -91,10 +92,17 @@ def unpack_rows(block: bytes, *, allow_pickle: bool = False) -> tuple[dict[str, 
 
 
 def tensor_rows(columns: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> dict[str, Any]:
-    """The columns of a read with ``share_rows``, in a form in which a put takes shared rows of tensors as tensors."""
-    return {
-        name: TensorRows(column.tolist())
-        if specs[name].kind == "tensor" and isinstance(column, NonTensorStack)
-        else column
-        for name, column in columns.items()
-    }
+    """The columns of a read with ``share_rows``, in a form in which a put takes shared rows of tensors as tensors, and
+    leaves open fields open."""
+    return {name: _tensor_rows(column, specs[name]) for name, column in columns.items()}
+
+
+def _tensor_rows(column: Any, spec: FieldSpec) -> Any:
+    if spec.kind != "tensor" or not isinstance(column, NonTensorStack):
+        return column
+    items = column.tolist()
+    if not spec.is_open:
+        return TensorRows(items)
+    return (
+        EmptyLists(items) if not any(isinstance(item, torch.Tensor) or item for item in items) else column
+    )  # the field was closed meanwhile

@@ -1,4 +1,4 @@
-"""`FieldSpec`: what a field keeps for the lifetime of a registration, fixed by its first write."""
+"""`FieldSpec`: what a field keeps for the lifetime of a registration, fixed by the first write that says it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["FieldSpec"]
 
 _OBJECTS: Final = "object::0:"
+#: The dtype of a field of which only empty lists are known.
+_OPEN: Final = "unknown"
 _TENSORS: Final = re.compile(r"tensor:([a-z][a-z0-9_]*):([0-9]{1,2}):((?:[0-9]{1,15}(?:,[0-9]{1,15})*)?)", re.ASCII)
 
 
@@ -23,9 +25,12 @@ class FieldSpec:
 
     A cell has rank 0 (one scalar per sample) or the shape ``(L, *trailing)``, where ``L`` may differ from row to row.
 
+    Empty lists say nothing about their type. A field that was given only these is **open** (`of_empty_lists`): the
+    first write of another type closes it (`after`).
+
     Attributes:
         kind: ``tensor`` or ``object``.
-        dtype: Name of the torch dtype without its prefix, such as ``bfloat16``; empty for objects.
+        dtype: Name of the torch dtype without its prefix, such as ``bfloat16``; empty for objects; ``unknown`` if open.
         rank: Number of dims of a cell; 0 for objects.
         trailing: The cell's shape after its first dim.
     """
@@ -44,6 +49,22 @@ class FieldSpec:
     def of_objects(cls) -> FieldSpec:
         """The spec of an object column."""
         return cls("object")
+
+    @classmethod
+    def of_empty_lists(cls) -> FieldSpec:
+        """The spec of rows that are empty lists. On the wire they are uint8 cells of shape (0,), which nobody reads."""
+        return cls("tensor", _OPEN, 1)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether only empty lists are known of the field."""
+        return self.dtype == _OPEN
+
+    def after(self, written: FieldSpec) -> FieldSpec | None:
+        """The spec of a field after a write. None: the write does not fit."""
+        if self == written or (written.is_open and (self.rank or self.kind == "object")):
+            return self
+        return written if self.is_open and (written.rank or written.kind == "object") else None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -87,6 +108,8 @@ class FieldSpec:
         """For error messages: ``float32 cells of shape (L, 16)``."""
         if self.kind == "object":
             return "objects"
+        if self.is_open:
+            return "empty lists"
         if self.rank == 0:
             return f"{self.dtype} scalars"
         dims = ", ".join(["L", *map(str, self.trailing)])

@@ -93,7 +93,8 @@ class DataPlaneSpec:
 
         Raises:
             UnknownPartitionError: Not registered.
-            SchemaMismatchError: A spec differs from the field's first write. Nothing is written.
+            SchemaMismatchError: A spec differs from the field's first write (`FieldSpec.after`). Its ``expected`` has
+                the specs of these fields. Nothing is written.
             InvalidRequestError: An id has no ``_g``, or a group would have too many members. Nothing is written.
             StalePartitionError: ``epoch`` is not the current registration. Nothing is written.
             CapacityExceededError: The store is full and configured to raise.
@@ -110,6 +111,8 @@ class DataPlaneSpec:
             UnknownPartitionError: Not registered.
             MissingDataError: Names the first missing samples or cells, and counts the rest.
             LostSamplesError: The payload of produced cells is gone from the store.
+            OpenCellsError: Cells were put with an open spec (`FieldSpec.is_open`). It names all of them, and the specs
+                that their fields have by now. The client then reads the others.
         """
 
     @hookspec(firstresult=True)

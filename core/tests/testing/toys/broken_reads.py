@@ -13,6 +13,7 @@ from dataplane_core.errors import (
     DataPlaneError,
     LostSamplesError,
     MissingDataError,
+    OpenCellsError,
     OperationTimeoutError,
 )
 from dataplane_core.ledger import commands
@@ -52,6 +53,31 @@ class FillsMissingCells(NoopBackend):
                 columns={name: torch.zeros(count) for name in request.fields},
                 specs=dict.fromkeys(request.fields, spec),
             )
+
+
+@breaks("test_smoke_torchs_defaults_change_nothing[device]")
+class CopiesToTheDefaultDevice(NoopBackend):
+    """Numbers are copied to torch's default device."""
+
+    def get_samples(self, request):
+        reply = super().get_samples(request)
+        columns = dict(reply.columns)
+        for name, column in columns.items():
+            if isinstance(column, torch.Tensor) and not column.is_nested:
+                columns[name] = torch.as_tensor(column.numpy())
+        return replace(reply, columns=columns)
+
+
+@breaks("test_empty_lists_leave_a_field_open")
+class LosesEmptyLists(NoopBackend):
+    """Cells that were put while their field was open do not exist."""
+
+    def get_samples(self, request):
+        try:
+            return super().get_samples(request)
+        except OpenCellsError as error:
+            cells = [(sample_id, [name]) for name, ids in error.cells.items() for sample_id in ids]
+            raise MissingDataError.for_cells("get_samples", request.partition_id, cells) from error
 
 
 @breaks("test_get_keeps_the_order_asked_for")

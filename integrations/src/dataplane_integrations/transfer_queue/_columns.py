@@ -96,7 +96,7 @@ def to_batch(columns: TensorDictBase) -> TensorDict:
         if isinstance(column, torch.Tensor) and not column.is_nested and column.dim() > 1:
             rows, length = column.shape[:2]  # N, L
             if length not in offsets:
-                offsets[length] = torch.arange(rows + 1) * length
+                offsets[length] = torch.arange(rows + 1, device=column.device) * length
             values = column.reshape(rows * length, *column.shape[2:])
             column = torch.nested.nested_tensor_from_jagged(
                 values, offsets[length], min_seqlen=length, max_seqlen=length

@@ -487,6 +487,6 @@ def _select(column: Any, places: Sequence[int]) -> Any:
 
 
 def _by_index(partition_id: str, ids: Sequence[str], status: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    indexes = torch.tensor([index_of(partition_id, sample_id) for sample_id in ids], dtype=torch.int64)
+    indexes = torch.tensor([index_of(partition_id, sample_id) for sample_id in ids], dtype=torch.int64, device="cpu")
     order = indexes.argsort()
-    return indexes[order], torch.tensor(status, dtype=torch.int8)[order]
+    return indexes[order], torch.tensor(status, dtype=torch.int8, device="cpu")[order]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from dataplane_core.codec import split_rows
-from dataplane_core.errors import CorruptDataError, MissingDataError, OperationTimeoutError
+from dataplane_core.errors import CorruptDataError, MissingDataError, OpenCellsError, OperationTimeoutError
 from dataplane_core.spec import (
     FieldList,
     FieldSpec,
@@ -75,7 +75,10 @@ class Reads:
             picks = [plans.of(each) for each in refs]
             if None in picks:
                 _refusals.raise_missing(what, request, rows, layouts)
-            specs = {name: spec for layout in layouts for name, spec in layout.items() if name in request.fields}
+            specs = _specs_of(layouts, request.fields)
+            opened = _open_cells(request, layouts, refs, picks)
+            if opened:
+                raise OpenCellsError.of_cells(what, opened, {name: specs[name].to_text() for name in opened})
             columns, empty = self._fetch(what, request, refs, picks, [len(each) for each in layouts], sent)
             if not empty:
                 return WireBatch(columns=columns, specs=specs)
@@ -216,6 +219,30 @@ class Reads:
             ids += map(text_of, some_ids)
             tags += map(unpack_tags, some_tags)
         return SampleList(sample_ids=ids, tags=tags)
+
+
+def _specs_of(layouts: Sequence[Mapping[str, FieldSpec]], fields: Sequence[str]) -> dict[str, FieldSpec]:
+    """The spec of each field. Where some layouts have it open, that of the others."""
+    specs: dict[str, FieldSpec] = {}
+    for layout in layouts:
+        specs.update(
+            {name: spec for name, spec in layout.items() if name in fields and not (spec.is_open and name in specs)}
+        )
+    return specs
+
+
+def _open_cells(
+    request: GetRequest, layouts: Sequence[Mapping[str, FieldSpec]], refs: Sequence[Refs], picks: Sequence[Any]
+) -> dict[str, list[str]]:
+    """Field -> the samples whose cell was written as an empty list of no known type."""
+    opened: dict[str, list[str]] = {}
+    if any(spec.is_open for layout in layouts for name, spec in layout.items() if name in request.fields):
+        for sample_id, each, plan in zip(request.sample_ids, refs, picks, strict=True):
+            for index, pairs in plan:
+                for name in (request.fields[column] for column, _ in pairs):
+                    if layouts[each[index][2]][name].is_open:
+                        opened.setdefault(name, []).append(sample_id)
+    return opened
 
 
 def _shared_rows(frames: Sequence[Any]) -> SharedRows:

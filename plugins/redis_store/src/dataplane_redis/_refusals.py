@@ -29,7 +29,7 @@ from dataplane_core.spec import (
     RenewRequest,
 )
 from dataplane_redis._sentinel import Service
-from dataplane_redis._wire import text_of, unpack_rows
+from dataplane_redis._wire import text_of, tuples_of, unpack_rows
 
 __all__ = [
     "label_of",
@@ -93,11 +93,13 @@ def raise_put(what: str, request: PutRequest, reply: Sequence[Any]) -> NoReturn:
             retryable=True,
         )
     if kind == b"schema":
-        name = text_of(reply[1])
-        kept = FieldSpec.from_text(reply[2].decode())
-        raise SchemaMismatchError(
-            f"{what} refused: field '{name}' holds {request.specs[name].describe()}. Expected {kept.describe()}, as "
-            "fixed by its first write. Nothing was written."
+        wrong = [(text_of(name), kept.decode()) for name, kept in tuples_of(reply[1:], 2)]
+        raise SchemaMismatchError.for_fields(
+            what,
+            [
+                (name, request.specs[name].describe(), FieldSpec.from_text(kept).describe(), kept)
+                for name, kept in wrong
+            ],
         )
     if kind == b"no_group":
         group_of(text_of(reply[1]))  # raises the error of an id without "_g"

@@ -127,5 +127,5 @@ def _tensor(
     rank = 1 if is_object else spec.rank
     shape = (num_rows, *spec.trailing) if length is None or rank == 0 else (num_rows, length, *spec.trailing)
     if math.prod(shape) == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_numpy(extent[start : start + num_rows * step]).view(dtype).view(shape)

@@ -89,7 +89,7 @@ class ErrorSuite(Suite, chapter="errors"):
 
     @pytest.mark.parametrize("case", list(_HOOKS))
     def test_hooks_raise_their_own_errors(self, store: Store, case: str) -> None:
-        """Hook spec: "SchemaMismatchError: A spec differs from the field's first write. Nothing is written." and
+        """Hook spec: "SchemaMismatchError: A spec differs from the field's first write (FieldSpec.after)." and
         "InvalidRequestError: An id has no _g, or a group would have too many members. Nothing is written." and
         "MissingDataError: Names the first missing samples or cells, and counts the rest." and "UnknownPartitionError,
         UnknownTaskError: Not registered." and "LeaseExpiredError: Names the ids whose token is no longer valid."

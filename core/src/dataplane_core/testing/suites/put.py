@@ -60,6 +60,59 @@ class PutSuite(Suite, chapter="put"):
         assert store.get(partition, ["s0"], "z", "x")["z"] == [{"late": True}]
         assert not store.has(partition, "s3", "y")
 
+    def test_a_list_becomes_the_type_that_its_field_has(self, store: Store) -> None:
+        """Contract: "A list that fits the type that its field has becomes that type: ints in a field of floats or of
+        smaller ints, if it holds them exactly; floats in a field of other floats; any list but one of tensors in a
+        field of objects."
+
+        Check first: the expected specs of SchemaMismatchError. It must name every field that differs.
+        """
+        partition = store.register("f", "d", "i", "o", "y")
+        narrow = torch.tensor([7], dtype=torch.int32)
+        store.put(
+            partition,
+            ["a"],
+            f=jagged([torch.tensor([0.5])]),
+            d=torch.tensor([0.1]).double(),
+            i=narrow,
+            o=as_objects({}),
+        )
+        columns = {"f": [[1, 2], []], "d": [0.1, 1], "i": [8, 9], "o": [[3], [4]]}
+        store.client.put_samples(["b", "c"], partition, columns)
+        found = store.get(partition, ["b", "c"], *columns)
+        check_column(found["f"], [torch.tensor([1.0, 2.0]), torch.tensor([])])
+        assert found["d"].tolist() == [0.1, 1.0]
+        assert found["i"].equal(torch.tensor([8, 9], dtype=torch.int32))
+        assert items_of(found["o"]) == [[3], [4]]
+        for name, strange in {"f": [["text"]], "d": [[1]], "i": [1 << 40]}.items():
+            with store.refusal(ValueError, name):
+                store.client.put_samples(["d"], partition, {name: strange, "y": [1]})
+            assert not store.has(partition, "d", "y")
+
+    def test_empty_lists_leave_a_field_open(self, store: Store) -> None:
+        """Contract: "Empty lists alone leave the type of a field open until a put says it. They fit any field but one
+        of scalars. Their rows are empty lists while the field is open or if it holds objects, and else rows of
+        length 0."
+
+        Check first: FieldSpec.after says what fits, and get_samples must raise OpenCellsError for such cells.
+        """
+        partition = store.register("x", "m", "o", "s")
+        put = store.client.put_samples
+        put(["a", "b"], partition, {"x": [[], []], "m": [[], []], "o": [[], []]})
+        assert items_of(store.get(partition, ["b"], "x")["x"]) == [[]]
+        put(["c", "d"], partition, {"x": [[5, 6], []], "m": torch.ones(2, 1, 3), "o": [["text"], []], "s": [1, 2]})
+        put(["e"], partition, {"x": [[]], "m": [[]], "o": [[]]})
+        found = store.get(partition, ["d", "a", "c", "e", "b"], "x", "m", "o")
+        check_column(found["x"], [torch.tensor(row, dtype=torch.int64) for row in ([], [], [5, 6], [], [])])
+        check_column(found["m"], [torch.ones(length, 3) for length in (1, 0, 1, 0, 0)])
+        assert items_of(found["o"]) == [[], [], ["text"], [], []]
+        check_column(store.get(partition, ["a", "b"], "x")["x"], [torch.empty(0, dtype=torch.int64)] * 2)
+        with store.refusal(ValueError, "s"):
+            put(["e"], partition, {"s": [[]]})
+        if store.declares(Capability.OVERWRITE):
+            put(["a"], partition, {"x": [[7]]})
+            assert store.get(partition, ["a"], "x")["x"].tolist() == [[7]]
+
     def test_one_put_may_mix_known_and_new_samples(self, store: Store) -> None:
         """Contract: "A put may add fields to known samples".
 

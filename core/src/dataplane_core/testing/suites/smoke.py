@@ -5,15 +5,18 @@ These tests run first, so that a basic fault is reported at once and not after m
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
 
+import pytest
 import torch
 
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.spec import Capability, Scope
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._blobs import new_keys, of_all
-from dataplane_core.testing._columns import check_column, ids, jagged
+from dataplane_core.testing._columns import as_objects, check_column, ids, items_of, jagged
 from dataplane_core.testing._marks import proves
 from dataplane_core.testing._store import Store
 from dataplane_core.testing._timing import PROMPT_S
@@ -24,6 +27,31 @@ __all__ = ["SmokeSuite"]
 _ROWS: Final = 400
 #: Rows of one put.
 _STEP: Final = 100
+
+
+#: A global state of torch -> how it is read, how it is set, and another value than the usual one.
+_STATES: Final[Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]]] = {
+    "device": (torch.get_default_device, torch.set_default_device, "meta"),
+    "dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "grad": (torch.is_grad_enabled, torch.set_grad_enabled, False),
+    "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    "threads": (torch.get_num_threads, torch.set_num_threads, 3),
+}
+
+
+@contextmanager
+def _state_of_torch(name: str) -> Iterator[None]:
+    if name == "inference":
+        with torch.inference_mode():
+            yield
+        return
+    read, write, value = _STATES[name]
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(None if name == "device" else before)
 
 
 def _column(values: list[int]) -> torch.Tensor:
@@ -86,6 +114,37 @@ class SmokeSuite(Suite, chapter="smoke"):
         found = store.get(partition, [f"s{value}" for value in order], "x", "y")
         assert found["x"].tolist() == order
         check_column(found["y"], list(_column(order).unbind()))
+
+    @pytest.mark.parametrize("state", [*_STATES, "inference", "compile"])
+    def test_smoke_torchs_defaults_change_nothing(self, store: Store, state: str) -> None:
+        """Contract: "A put and a read do the same whatever torch's defaults are in the process: device, dtype, grad and
+        inference mode, deterministic algorithms, number of threads, torch.compile around the caller."
+
+        Check first: give a device and a dtype to every `torch.empty`, `torch.zeros`, `torch.tensor` and `torch.arange`.
+        """
+        partition = store.register("x", "y", "f", "o")
+        columns = {
+            "x": torch.arange(3),
+            "y": _column([7, 8, 9]),
+            "f": [[0.5], [1.5, 2.5], []],
+            "o": as_objects(1, "a", {}),
+        }
+
+        def run() -> Any:
+            store.client.put_samples(ids(3), partition, columns, tags=[{"n": 0}, {"n": 1}, {"n": 2}])
+            return store.client.get_samples(["s2", "s0", "s1"], partition, list(columns))
+
+        if state == "compile":
+            found = torch.compile(run, backend="eager")()
+        else:
+            with _state_of_torch(state):
+                found = run()
+        for read in (found, store.get(partition, ["s2", "s0", "s1"], *columns)):
+            assert read["x"].tolist() == [2, 0, 1]
+            check_column(read["y"], list(_column([9, 7, 8]).unbind()))
+            floats = [torch.tensor(row, dtype=torch.float32) for row in ([], [0.5], [1.5, 2.5])]
+            check_column(read.get("f"), floats)
+            assert items_of(read.get("o")) == [{}, 1, "a"]
 
     @proves(Capability.CLAIMS)
     def test_smoke_hundreds_of_rows_are_claimed_once(self, store: Store) -> None:

@@ -253,6 +253,15 @@ local function strings_of(packed)
   return strings
 end
 
+-- The spec of a field after a write, or nothing if the write does not fit. "unknown": only empty lists were written,
+-- which fit all but scalars.
+local function spec_after(kept, written)
+  if not kept or kept == written then return written end
+  local open, scalar = 'tensor:unknown:1:', '^tensor:[^:]+:0:'
+  if written == open and not string.match(kept, scalar) then return kept end
+  if kept == open and not string.match(written, scalar) then return written end
+end
+
 local function layout_names(P, index)
   if not P.layouts then
     P.layouts = call('LRANGE', P.at .. 'l', 0, -1)

@@ -48,24 +48,27 @@ if mode == 'commit' then
     end
   end
 end
-local layouts, new_specs = {}, {}
+local layouts, new_specs, wrong = {}, {}, {'schema'}
 for i, part in ipairs(parts) do layouts[i] = part[1] end
 for i, index in ipairs(hmget(P.at .. 'li', layouts)) do
   parts[i].layout = tonumber(index or nil)
-  if not index then  -- else its specs are those that are kept
-    -- define here: strings_of
+  if not index then  -- else its specs fit those that are kept
+    -- define here: strings_of, spec_after
     local strings, fields = strings_of(layouts[i]), {}
     for k = 1, #strings, 2 do fields[#fields + 1] = strings[k] end
     for k, kept in ipairs(hmget(P.at .. 's', fields)) do
-      if not kept then
+      local after = spec_after(kept, strings[2 * k])
+      if not after then
+        wrong[#wrong + 1] = fields[k]
+        wrong[#wrong + 1] = kept
+      elseif after ~= kept then
         new_specs[#new_specs + 1] = fields[k]
-        new_specs[#new_specs + 1] = strings[2 * k]
-      elseif kept ~= strings[2 * k] then
-        return refuse('schema', fields[k], kept)
+        new_specs[#new_specs + 1] = after
       end
     end
   end
 end
+if #wrong > 1 then return refuse(unpack(wrong)) end
 local groups, group_names, joining = {}, {}, {}
 if P.group then
   -- define here: group_of, load_heads

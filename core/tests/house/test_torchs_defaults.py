@@ -1,0 +1,79 @@
+"""Nothing depends on torch's defaults: a trainer may have set them for its own model."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataplane_core import connect, kv_first_write, read_columns, write_columns
+
+_ROOT = Path(__file__).parents[3]
+#: What makes a tensor on the default device, if no device is named.
+_MAKERS = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace"),
+    *("logspace", "nested_tensor", "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor"),
+    *("sparse_coo_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
+}
+#: Those of the default dtype, whatever they are given.
+_OF_DEFAULT_DTYPE = {
+    "empty",
+    "empty_permuted",
+    "empty_strided",
+    "eye",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randn",
+    "zeros",
+}
+
+
+def _lacking(call):
+    """What a call that makes a tensor leaves to torch's defaults."""
+    function = call.func
+    if not isinstance(function, ast.Attribute) or not ast.unparse(function.value).startswith("torch"):
+        return set()
+    needed = {"device"} if function.attr in _MAKERS else set()
+    return (needed | ({"dtype"} if function.attr in _OF_DEFAULT_DTYPE else set())) - {
+        each.arg for each in call.keywords
+    }
+
+
+def test_every_new_tensor_names_its_device():
+    files = [
+        file
+        for folder in ("core", "plugins", "integrations")
+        for file in (_ROOT / folder).rglob("src/**/*.py")
+        if "dataplane_core/testing" not in str(file)  # tests, whose tensors are a trainer's
+    ]
+    assert len(files) > 100
+    found = [
+        f"{file.relative_to(_ROOT)}:{node.lineno}: {ast.unparse(node)} lacks {sorted(_lacking(node))}"
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and _lacking(node)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("around", ["device", "compile"])
+def test_a_trainers_helpers_work_under_a_default_device_and_in_compiled_code(around):
+    lengths, ids = torch.tensor([2, 3]), ["a", "b"]
+    batch = {"input_ids": torch.tensor([[1, 2, 0], [1, 2, 3]]), "input_lengths": lengths, "logprobs": [[0.5], [1, 2.0]]}
+    with connect({"backend": "noop"}) as client:
+        client.register_partition("p", [], None, [])
+
+        def step():
+            meta = kv_first_write(batch, sample_ids=ids, dp_client=client, partition_id="p")
+            meta = write_columns(client, meta, {"prev_logprobs": batch["input_ids"] * 0.5})
+            return read_columns(client, meta)
+
+        if around == "compile":
+            found = torch.compile(step, backend="eager")()
+        else:
+            with torch.device("meta"):
+                found = step()
+    assert found["input_ids"].equal(batch["input_ids"]), "the padding differs"
+    assert found["prev_logprobs"].equal(batch["input_ids"] * 0.5)

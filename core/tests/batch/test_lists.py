@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -166,6 +168,7 @@ def test_token_lists_that_are_padded_are_cut_as_tensors_are(client):
 def test_turns_of_message_logs_whose_contents_are_numbers_stay_as_they_are(client):
     logs = [[{"role": "user", "content": number, "token_ids": [number, 8]}] for number in range(3)]
     columns = {**split_message_logs(logs), "input_ids": torch.tensor([[0, 8], [1, 8], [2, 8]])}
-    write_columns(client, META, columns)
-    rebuilt = rebuild_message_logs(read_columns(client, META, list(columns)))
+    meta = replace(META, sequence_lengths=[2, 2, 2])
+    write_columns(client, meta, columns)
+    rebuilt = rebuild_message_logs(read_columns(client, meta, list(columns)))
     assert [[turn["content"] for turn in log] for log in rebuilt] == [[0], [1], [2]]

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from dataplane_core.batch import kv_first_write, read_columns, write_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PAD_TO_MULTIPLE
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, MULTIMODAL_FIELDS, PAD_TO_MULTIPLE
 
 IDS = ["a", "b", "c"]
 LENGTHS = [3, 5, 2]
@@ -91,6 +91,24 @@ def test_only_token_columns_are_padded(client, meta):
     assert named["input_ids"].offsets().diff().tolist() == LENGTHS
 
 
+@pytest.mark.parametrize("lengths", [[3, 6], [6, 6], [1, 2]])
+def test_token_columns_of_any_name_have_one_width_whatever_the_lengths_are(client, lengths):
+    mask = torch.arange(6) < torch.tensor(lengths)[:, None]
+    batch = {
+        "input_ids": torch.ones(2, 6, dtype=torch.int64) * mask,
+        "input_lengths": torch.tensor(lengths),
+        "position_ids": torch.arange(6).expand(2, 6),  # written whole, since what is beyond the tokens is not zero
+        "features": torch.ones(2, 7),
+        "embedding": torch.ones(2, 40),
+    }
+    meta = kv_first_write(batch, sample_ids=["x", "y"], dp_client=client, partition_id="train")
+    ragged = {*MULTIMODAL_FIELDS, "features"}
+    read = shapes(read_columns(client, meta, pad_to_seqlen=8, ragged_fields=ragged))
+    assert read == {
+        "input_ids": (2, 8), "input_lengths": (2,), "position_ids": (2, 8), "features": (2, 7), "embedding": (2, 40)
+    }  # fmt: skip
+
+
 def test_the_jagged_layout_keeps_rows_at_their_length(client, meta):
     meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 12
     read = read_columns(client, meta, ["input_ids", "features"], layout="jagged")
@@ -144,6 +162,7 @@ def test_declared_columns_are_cut_by_the_lengths_of_the_meta(client, meta):
 
 def test_by_default_token_columns_are_cut_as_the_first_write_cuts_them(client, meta):
     logprobs = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))  # wider than the longest row
+    logprobs *= torch.arange(8) < torch.tensor(LENGTHS)[:, None]
     embedding = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
     write_columns(client, meta, {"prev_logprobs": logprobs, "embedding": embedding})
     td = client.get_samples(IDS, "train", ["prev_logprobs", "embedding"])
@@ -182,7 +201,9 @@ def test_a_tensordict_is_written_as_well(client, meta):
 
 
 def test_a_meta_without_lengths_cannot_cut(client):
-    with pytest.raises(InvalidRequestError, match="x is declared token-aligned, but the meta has no sequence_lengths"):
+    with pytest.raises(
+        InvalidRequestError, match="token_aligned_fields name 'x', but the meta has no sequence_lengths"
+    ):
         write_columns(client, KVBatchMeta("train", None, IDS), {"x": torch.ones(3, 5)}, token_aligned_fields=["x"])
 
 

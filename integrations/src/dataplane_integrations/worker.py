@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dataplane_core.batch import BatchedDataDict, SlicedDataDict, pad_columns, read_columns, write_columns
+from dataplane_core.batch import (
+    BatchedDataDict,
+    SlicedDataDict,
+    pad_columns,
+    read_columns,
+    token_columns,
+    write_columns,
+)
 from dataplane_core.codec import as_columns, num_rows, take_rows
 from dataplane_core.errors import (
     InvalidRequestError,
@@ -31,6 +38,7 @@ from dataplane_core.errors import (
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
     GLOBAL_FORWARD_PAD_SEQLEN,
+    INPUT_LENGTHS_FIELD,
     MULTIMODAL_FIELDS,
     PER_TOKEN_FIELDS,
     PLAN_KEYS,
@@ -105,10 +113,11 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     both from a `DeviceMesh`, `MegatronDataPlaneMixin` from `megatron.core.parallel_state`.
 
     Attributes:
-        token_aligned_fields: Fields whose dim 1 runs along the row's tokens; written back cut to the row's length. Any
-            other field is written as it is, whatever its shape.
+        token_aligned_fields: Fields whose dim 1 runs along the row's tokens. They are read padded, and written back cut
+            to the row's length. Any other field is written as it is, whatever its shape, and read as `read_columns`
+            says.
         ragged_fields: Fields that are never padded: the worker gets them as they were written, jagged if their rows
-            differ, even if their rows have as many elements as the sample has tokens (see `read_columns`).
+            differ, even if their rows have as many elements as the sample has tokens.
     """
 
     token_aligned_fields: ClassVar[frozenset[str]] = PER_TOKEN_FIELDS
@@ -242,7 +251,6 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             # 0 is the number of an expert
             "pad_value_dict": {ROUTED_EXPERTS_FIELD: -1, **self._pad_value_dict()},
             "pad_to_seqlen": self._forward_pad_seqlen(meta) if dp_aligned else 0,
-            "ragged_fields": self.ragged_fields,
         }
         try:
             client = self._require_dp_client()
@@ -255,8 +263,17 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 )
             raise
         if layout == "padded":
+            padding["token_aligned_fields"] = self._token_columns(batch, meta)
             vars(batch)[_PADDING] = padding
         return batch
+
+    def _token_columns(self, batch: BatchedDataDict, meta: KVBatchMeta) -> list[str]:
+        """The columns of rows just read that are padded to the token length."""
+        lengths = batch.get(INPUT_LENGTHS_FIELD) if meta.sequence_lengths is None else meta.sequence_lengths
+        found = token_columns(batch, lengths, ragged_fields=self.ragged_fields, padded=True)
+        not_declared = PER_TOKEN_FIELDS - self.token_aligned_fields
+        declared = [name for name in batch if name in self.token_aligned_fields and isinstance(batch[name], Tensor)]
+        return list(dict.fromkeys(name for name in [*found, *declared] if name not in not_declared))
 
     # --- the microbatch plan ------------------------------------------------------------------------------------------
 

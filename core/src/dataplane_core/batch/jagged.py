@@ -208,9 +208,7 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
 class _Cut:
     """Cuts columns to given row lengths. Columns share their offsets and slices."""
 
-    def __init__(
-        self, caller: str, lengths: torch.Tensor | Sequence[int], starts: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, caller: str, lengths: torch.Tensor | Sequence[int], starts: torch.Tensor | None = None) -> None:
         self.caller = caller
         self.counts = as_lengths(caller, lengths)
         self.firsts: torch.Tensor | int = 0 if starts is None else starts

@@ -24,12 +24,14 @@ def token_columns(
     token_aligned_fields: Collection[str] | None = None,
     ragged_fields: Collection[str] = MULTIMODAL_FIELDS,
     dim: int = 1,
+    padded: bool = False,
 ) -> list[str]:
     """The columns with one value per token.
 
     A token column is a tensor whose name is in `schema.PER_TOKEN_FIELDS`, or whose rows all have exactly as many
-    elements as the sample has tokens. A column of ``ragged_fields`` is never one, and one of shape (N, 1) only if every
-    sample has one token.
+    elements as the sample has tokens. With ``padded``, it is also a dense one at least as wide as the longest sample:
+    it was written with its padding. A column of ``ragged_fields`` is never one, and one of shape (N, 1) only if no
+    sample has more than one token.
 
     Args:
         columns: Columns of N rows, dense or jagged. One that is not a tensor, or lacks the dim, is no token column.
@@ -39,18 +41,21 @@ def token_columns(
             `schema.PER_TOKEN_FIELDS` with one value per sample is left out even so.
         ragged_fields: Names of columns whose rows may have as many elements as tokens by chance.
         dim: The dim of the tokens.
+        padded: Whether dense columns may have padding.
 
     Returns:
         Names, in the order of ``columns``.
     """
     named = token_aligned_fields
     tokens = row_lengths(columns.get(INPUT_IDS_FIELD), dim) if lengths is None else as_lengths("tokens", lengths)
+    longest = 0 if tokens is None or not padded or not len(tokens) else int(tokens.max())
     found: list[str] = []
     for name, column in columns.items():
         if name in (ragged_fields if named is None else ()) or (named is not None and name not in named):
             continue
         rows = row_lengths(column, dim)
         as_long = rows is not None and tokens is not None and torch.equal(rows, tokens)
+        as_long |= rows is not None and longest > 0 and not column.is_nested and column.shape[dim] >= longest
         known = named is not None or (rows is not None and (tokens is None or name in PER_TOKEN_FIELDS))
         if as_long or (known and not is_per_sample(name, column)):
             found.append(name)

@@ -9,24 +9,21 @@ Shape legend: ``N`` samples, ``S`` padded sequence length.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import torch
 from tensordict import TensorDictBase
 
 from dataplane_core._compiler_marks import not_compiled
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.jagged import materialize, pack_jagged_fields, to_tensordict
 from dataplane_core.batch.message_log import rebuild_message_logs
-from dataplane_core.batch.tokens import as_lengths, is_per_sample, row_lengths, token_columns
+from dataplane_core.batch.padding import find_cut
+from dataplane_core.batch.tokens import as_lengths, row_lengths, token_columns
 from dataplane_core.codec import (
     Columns,
     EmptyLists,
     TensorRows,
     as_columns,
-    byte_array,
-    host_tensor,
     is_jagged,
     num_rows,
 )
@@ -52,16 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = ["kv_first_write", "pad_columns", "read_columns", "write_columns"]
 
-#: The dtypes whose first bit is a sign, so that it does not tell zero from other values.
-_SIGNED_ZERO: Final = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
-)
-_PARTS: Final = {
-    torch.complex32: torch.float16,
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-}
-
 
 @not_compiled
 def read_columns(
@@ -78,8 +65,10 @@ def read_columns(
 ) -> BatchedDataDict:
     """Reads the rows of a meta as the batch that trainers compute on. Blocks until they are read.
 
-    Only token columns are padded. Every other column comes back as it was written: jagged if its rows differ in length,
-    such as the patches of a sample's images, else dense.
+    Only token columns are padded, all to one width. Every other column comes back as it was written: jagged if its rows
+    differ in length, such as the patches of a sample's images, else dense. A dense column that is at least as wide as
+    the longest sample counts as a token column, such as ``position_ids`` that were written with their padding. If it is
+    something else, name it in ``ragged_fields``.
 
     Args:
         client: An open client.
@@ -92,7 +81,7 @@ def read_columns(
             ``extra_info[PAD_TO_MULTIPLE]``.
         token_aligned_fields: Names of the token columns. Default: `token_columns`, with ``meta.sequence_lengths``, else
             the column ``input_lengths`` or ``input_ids``, as the lengths.
-        ragged_fields: Names of columns that the default never treats as token columns.
+        ragged_fields: Names of columns that the default never treats as token columns, so that they keep their width.
         message_logs: Also read the columns of `split_message_logs` and ``input_ids``, and return the turns that
             `rebuild_message_logs` makes of them as the column ``message_log``. If ``generation_logprobs`` are read, the
             turns have views of them too.
@@ -156,7 +145,9 @@ def pad_columns(
         InvalidRequestError: A pad value does not fit a column's dtype.
     """
     lengths = batch.get(INPUT_LENGTHS_FIELD) if meta.sequence_lengths is None else meta.sequence_lengths
-    tokens = token_columns(batch, lengths, token_aligned_fields=token_aligned_fields, ragged_fields=ragged_fields)
+    tokens = token_columns(
+        batch, lengths, token_aligned_fields=token_aligned_fields, ragged_fields=ragged_fields, padded=True
+    )
     known = PER_TOKEN_FIELDS if token_aligned_fields is None else token_aligned_fields
     width = _target_length(meta, {name: batch[name] for name in tokens}, known, pad_to_seqlen)
     for name in tokens:
@@ -226,17 +217,9 @@ def write_columns(
         return meta.with_fields(())
     _check_rows(where, columns, meta.size)
     lengths = meta.sequence_lengths
-    if token_aligned_fields is None:
-        cut = [] if lengths is None else _padded_columns(columns, lengths)
-        aligned = [name for name in cut if columns[name].shape[1] >= max(lengths or [0])]
-    else:
-        aligned = [name for name in columns if name in token_aligned_fields and not is_per_sample(name, columns[name])]
-    if aligned and lengths is None:
-        raise InvalidRequestError(
-            f"{where} refused: {', '.join(aligned)} is declared token-aligned, but the meta has no sequence_lengths to "
-            "cut it by."
-        )
-    packed = _packed(where, given, columns, meta.size, lengths, aligned)
+    packed = _packed(
+        where, given, columns, meta.size, lengths, token_aligned_fields, "the meta has no sequence_lengths"
+    )
     client.put_samples(meta.sample_ids, meta.partition_id, fields=packed)
     return meta.with_fields(columns)
 
@@ -316,16 +299,8 @@ def kv_first_write(
         rows = [{INPUT_LENGTHS_TAG: length} for length in lengths] if rows is None else rows
         for row, length in zip(rows, lengths, strict=True):
             row.setdefault(INPUT_LENGTHS_TAG, length)
-    if token_aligned_fields is None:
-        aligned = [] if lengths is None else _padded_columns(batch, lengths)
-    else:
-        aligned = [name for name in token_aligned_fields if name in batch]
-        if aligned and lengths is None:
-            raise InvalidRequestError(
-                f"{where} refused: token_aligned_fields were given, but the batch has no '{INPUT_LENGTHS_FIELD}' to "
-                "cut them by."
-            )
-    packed = _packed(where, given, batch, len(ids), lengths, aligned if ids else ())
+    lacks = f"the batch has no '{INPUT_LENGTHS_FIELD}'"
+    packed = _packed(where, given, batch, len(ids), lengths, token_aligned_fields, lacks)
     if ids:
         dp_client.put_samples(ids, partition_id, fields=packed, tags=rows)
     return KVBatchMeta(
@@ -349,44 +324,31 @@ def _check_rows(where: str, columns: Mapping[str, Any], num_ids: int) -> None:
             )
 
 
-def _padded_columns(batch: Mapping[str, Any], lengths: Sequence[int]) -> list[str]:
-    """The columns that `kv_first_write` and `write_columns` cut by default."""
-    dense = {
-        name: column for name, column in batch.items() if isinstance(column, torch.Tensor) and not column.is_nested
-    }
-    tokens = row_lengths(dense.get(INPUT_IDS_FIELD))
-    longest = max(lengths, default=0)
-    return [
-        name
-        for name in token_columns(dense, lengths if tokens is None else tokens)
-        if (name == INPUT_IDS_FIELD or dense[name].shape[1] >= longest)
-        and (name in PER_TOKEN_FIELDS or _is_zero_beyond(dense[name], lengths))
-    ]
-
-
-def _is_zero_beyond(column: torch.Tensor, lengths: Sequence[int]) -> bool:
-    """Whether all elements (N, S) beyond the row lengths are zero, or -0.0, which products with a mask give."""
-    plain = host_tensor(column, "the column")
-    if plain.numel() == 0:
-        return True
-    if plain.is_complex():
-        plain = plain.unsqueeze(-1).view(_PARTS[plain.dtype])
-    signed = plain.dtype in _SIGNED_ZERO
-    size = plain.element_size()
-    beyond = np.arange(plain.shape[1]) >= np.asarray(lengths)[:, None]
-    cells = byte_array(plain).view(f"u{size}").reshape(*plain.shape[:2], -1)[beyond]
-    return not (cells & ((1 << (8 * size - 1)) - 1) if signed else cells).any()
-
-
 def _packed(
     where: str,
     given: TensorDictBase | Columns,
     columns: Mapping[str, Any],
     num_rows: int,
     lengths: Sequence[int] | None,
-    aligned: Collection[str],
+    declared: Collection[str] | None,
+    lacks: str,
 ) -> Columns:
-    """The columns of what was given as they are written. Adds the call to the message of a refusal."""
+    """The columns of what was given as they are written. Adds the call to the message of a refusal.
+
+    Args:
+        where: The call.
+        given: What the caller gave.
+        columns: Its columns.
+        num_rows: Their number of rows.
+        lengths: The tokens of each row, if they are known.
+        declared: Names of the columns to cut, if the caller named them.
+        lacks: What says the lengths, and was not there, if they are not known.
+    """
+    aligned, starts = find_cut(where, columns, lengths if num_rows else [], declared)
+    if aligned and lengths is None:
+        raise InvalidRequestError(
+            f"{where} refused: token_aligned_fields name {preview(aligned)}, but {lacks} to cut them by."
+        )
     kept = {
         name: rows
         for name, rows in columns.items()
@@ -396,7 +358,7 @@ def _packed(
     others = {name: column for name, column in columns.items() if name not in kept}
     try:
         if cut:
-            packed = pack_jagged_fields(others, lengths=lengths, token_aligned_fields=cut)
+            packed = pack_jagged_fields(others, lengths=lengths, token_aligned_fields=cut, starts=starts)
         else:
             packed = to_tensordict(others, num_rows)
         return Columns(

@@ -1,0 +1,193 @@
+"""Finds the padding of a batch that is written: which columns are cut to the tokens of their rows, and where these are.
+
+Lengths alone do not tell on which side a row is padded, and most generation code pads on the left. An attention mask in
+the batch does. Without one, what would be cut off must look like padding; else tokens would be lost without a word.
+
+Shape legend: ``N`` rows, ``S`` padded sequence length, ``K`` elements of a cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dataplane_core.batch.tokens import is_per_sample, row_lengths, token_columns
+from dataplane_core.codec import byte_array, host_tensor
+from dataplane_core.errors import InvalidRequestError
+from dataplane_core.schema import ATTENTION_MASK_FIELD, INPUT_IDS_FIELD, PER_TOKEN_FIELDS
+
+__all__ = ["find_cut"]
+
+#: The dtypes whose first bit is a sign, so that it does not tell zero from other values.
+_SIGNED_ZERO: Final = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
+)
+_PARTS: Final = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+#: How many places of all rows are compared together; what is compared then stays in the processor's cache.
+_BLOCK: Final = 256
+
+
+def find_cut(
+    where: str, columns: Mapping[str, Any], lengths: Sequence[int] | None, declared: Collection[str] | None
+) -> tuple[list[str], torch.Tensor | None]:
+    """The columns to cut to the tokens of their rows, and where these begin.
+
+    Args:
+        where: The call. Messages begin with it.
+        columns: Columns of N rows. Only dense tensors are cut.
+        lengths: The tokens of each row. None: not known, so nothing is cut that is not declared.
+        declared: Names of the columns to cut. What is cut off them is not looked at. None: dense columns as wide as
+            ``input_ids`` (`token_columns`) that are named in `schema.PER_TOKEN_FIELDS`, or hold only padding outside
+            the rows' tokens.
+
+    Returns:
+        Names, and the place of each row's first token, (N,) int64. None: all begin at 0.
+
+    Raises:
+        InvalidRequestError: The attention mask and the lengths contradict each other; or without a mask, what would be
+            cut off a row does not look like padding. Names the row.
+    """
+    named = [name for name in columns if name in (declared or ()) and not is_per_sample(name, columns[name])]
+    if not lengths:
+        return named if lengths is None else [], None
+    counts = np.asarray(lengths, dtype=np.int64)
+    starts = _starts(where, columns.get(ATTENTION_MASK_FIELD), counts)
+    shifted = starts is not None and bool(starts.any())
+    names = named
+    if declared is None:
+        names = _padded_columns(where, columns, counts, starts if shifted else None)
+        if starts is None:
+            known = [name for name in names if name in PER_TOKEN_FIELDS]
+            # the ids tell where the padding is; beyond a row's tokens, a model's outputs may hold anything
+            for name in [INPUT_IDS_FIELD] if INPUT_IDS_FIELD in known else known:
+                _check_right_padded(where, name, columns[name], counts)
+    return names, torch.from_numpy(starts) if shifted else None
+
+
+def _starts(where: str, mask: Any, counts: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """The place of each row's first token by an attention mask (N, S). None: there is no such mask.
+
+    A mask may leave out tokens of a right-padded row.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.is_nested or mask.dim() != 2 or len(mask) != len(counts):
+        return None
+    host = host_tensor(mask, ATTENTION_MASK_FIELD)
+    if not mask.numel() or (host.is_floating_point() and bool((host < 0).any())):
+        return None  # one that is added to scores has 0 for what counts
+    counted = (host != 0).numpy()
+    has_any = counted.any(axis=1)
+    firsts = np.where(has_any, counted.argmax(axis=1), 0)
+    ends = np.where(has_any, counted.shape[1] - counted[:, ::-1].argmax(axis=1), 0)
+    is_right_padded = ends <= counts
+    wrong = np.flatnonzero(~is_right_padded & (ends - firsts != counts))
+    if len(wrong):
+        row = int(wrong[0])
+        raise InvalidRequestError(
+            f"{where} refused: the '{ATTENTION_MASK_FIELD}' of row {row} counts the places {firsts[row]} to "
+            f"{ends[row] - 1}, but its length is {counts[row]}. Expected {ends[row] - firsts[row]}."
+        )
+    return np.where(is_right_padded, 0, firsts)
+
+
+def _padded_columns(
+    where: str, columns: Mapping[str, Any], counts: NDArray[np.int64], starts: NDArray[np.int64] | None
+) -> list[str]:
+    """The columns that are cut if none are declared."""
+    dense = {
+        name: column for name, column in columns.items() if isinstance(column, torch.Tensor) and not column.is_nested
+    }
+    like = dense.get(INPUT_IDS_FIELD, dense.get(ATTENTION_MASK_FIELD) if starts is not None else None)
+    tokens = row_lengths(like)
+    longest = counts.max(initial=0)
+    found = []
+    for name in token_columns(dense, counts.tolist() if tokens is None else tokens):
+        column = dense[name]
+        if name in PER_TOKEN_FIELDS:
+            if name == INPUT_IDS_FIELD or column.shape[1] >= longest:
+                found.append(name)
+        elif column.shape[1] >= longest and _is_padded(where, name, column, counts, starts):
+            found.append(name)
+    return found
+
+
+def _is_padded(
+    where: str, name: str, column: torch.Tensor, counts: NDArray[np.int64], starts: NDArray[np.int64] | None
+) -> bool:
+    """Whether a column that is as wide as the tokens holds only padding outside of them.
+
+    Padding is zeros. If tokens begin at other places than 0, it may also be one value for each row; and a column with
+    anything else is refused, since its cells would no longer be beside their tokens.
+    """
+    cells = _cells(column)
+    places = np.arange(cells.shape[1])
+    firsts = np.zeros_like(counts) if starts is None else starts
+    outside = (places < firsts[:, None]) | (places >= (firsts + counts)[:, None])
+    if not cells[outside].any():
+        return True
+    if starts is None:
+        return False
+    padding = np.where((firsts > 0)[:, None], cells[:, 0], cells[:, -1])
+    wrong = np.flatnonzero(((cells != padding[:, None]).any(axis=2) & outside).any(axis=1))
+    if len(wrong):
+        raise InvalidRequestError(
+            f"{where} refused: field '{name}' is as wide as '{INPUT_IDS_FIELD}', but in row {wrong[0]} it holds other "
+            f"values than padding where '{ATTENTION_MASK_FIELD}' counts no token. Expected one value there.",
+            hint="Name the columns that have an element per token in token_aligned_fields; all others stay whole.",
+        )
+    return True
+
+
+def _check_right_padded(where: str, name: str, column: torch.Tensor, counts: NDArray[np.int64]) -> None:
+    """Checks that one value follows each row's tokens, and that the zeros of a row are not all before them.
+
+    Raises:
+        InvalidRequestError: It is not. Names the row.
+    """
+    cells = _cells(column)
+    width = cells.shape[1]
+    if not cells.size or width < counts.max(initial=0):
+        return  # too narrow: the cut says so
+    last = cells[:, -1]
+    for begin in range(0, width, _BLOCK):
+        end = min(begin + _BLOCK, width)
+        rows = np.flatnonzero(counts < end)
+        differs = (cells[rows, begin:end] != last[rows, None]).any(axis=2)
+        differs &= np.arange(begin, end) >= counts[rows, None]
+        if differs.any():
+            _refuse(where, name, int(rows[differs.any(axis=1).argmax()]), counts, "several values follow them")
+    zeros_first = ~cells[:, 0].any(axis=1) & last.any(axis=1)
+    for row in np.flatnonzero(zeros_first & (counts < width) & (counts > 0)).tolist():
+        if not cells[row, : min(width - counts[row], counts[row])].any():
+            _refuse(where, name, row, counts, "it begins with zeros and does not end with them")
+
+
+def _refuse(where: str, name: str, row: int, counts: NDArray[np.int64], why: str) -> None:
+    raise InvalidRequestError(
+        f"{where} refused: by its length, row {row} of field '{name}' has {counts[row]} tokens, but {why}. Expected "
+        "rows that are padded on the right.",
+        hint=f"If rows are padded on the left, put their '{ATTENTION_MASK_FIELD}' into the batch. If what follows the "
+        "tokens is padding all the same, name the columns to cut in token_aligned_fields.",
+    )
+
+
+def _cells(column: torch.Tensor) -> NDArray[Any]:
+    """The bits of a column as unsigned integers (N, S, K). -0.0, which products with a mask give, becomes zero."""
+    plain = host_tensor(column, "the column")
+    if plain.is_complex():
+        plain = plain.unsqueeze(-1).view(_PARTS[plain.dtype])
+    size = plain.element_size()
+    shape = (*plain.shape[:2], -1) if plain.numel() else (*plain.shape[:2], 0)
+    cells: NDArray[Any] = byte_array(plain).view(f"u{size}").reshape(shape)
+    if plain.dtype in _SIGNED_ZERO:
+        negative = cells == 1 << (8 * size - 1)
+        if negative.any():
+            cells = np.where(negative, 0, cells)
+    return cells

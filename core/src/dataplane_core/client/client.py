@@ -149,7 +149,8 @@ class DataPlaneClient(Claims):
         """Writes cells, tags, or both; returns when the write is committed and visible to every other client.
 
         Args:
-            sample_ids: N unique ids. An empty list: nothing is sent, and the meta is empty.
+            sample_ids: N unique ids. An empty list, with columns and tags of no rows: nothing is sent, and the meta is
+                empty.
             partition_id: A registered partition.
             fields: Columns of batch size ``[N]``: tensors (dense, jagged or strided nested), or row-aligned object
                 columns; in a dict also numpy arrays, lists and Arrow arrays. Or N dicts, one per row, a
@@ -190,8 +191,6 @@ class DataPlaneClient(Claims):
                     f"put_samples('{partition_id}', {len(ids)} samples) refused: sample ids repeat: "
                     f"{preview(repeated)}. Expected each id once."
                 )
-            if not ids:
-                return KVBatchMeta(partition_id, None, [])
             where = f"put_samples('{partition_id}', {len(ids)} samples)"
             rows = None if tags is None else check_tags(tags, len(ids))
             if fields is not None and isinstance(fields, TensorDictBase) and tuple(fields.batch_size) != (len(ids),):
@@ -201,6 +200,8 @@ class DataPlaneClient(Claims):
                 )
             given = {} if fields is None else as_columns(where, fields, len(ids))
             columns, specs = self._encode_columns(where, given, len(ids))
+            if not ids:
+                return KVBatchMeta(partition_id, None, [])
             if not columns and rows is None:
                 raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
             request = PutRequest(

@@ -322,12 +322,14 @@ def _unpacked(
 
 
 def _clear_again(client: _Client, partition_id: str, entry: Mapping[str, Any]) -> None:
-    """Writes and clears what had been cleared: so it counts for ``num_samples``, and its groups count as broken."""
+    """Writes and clears what had been cleared: so it counts for ``num_samples``, and its groups count as broken. A group
+    that has neither rows nor known ids needs this only if ids of it may still be written."""
     grouped = entry["registration"]["grpo_group_size"] is not None
+    open_ended = entry["registration"]["num_samples"] is None
     members: dict[str, list[str]] = {f"{group}_g": [] for group in entry["broken_groups"]}
     for sample_id in entry["cleared_ids"]:
         members.setdefault(f"{group_of(sample_id)}_g" if grouped else sample_id, []).append(sample_id)
-    of_each = [ids or [f"{group}0"] for group, ids in members.items()]
+    of_each = [ids or ([f"{group}0"] if open_ended else []) for group, ids in members.items()]
     # one member of a group at a time: of a member that was written again, more may be cleared than a group may have
     for place in range(max(map(len, of_each), default=0)):
         ids = [ids[place] for ids in of_each if place < len(ids)]

@@ -453,10 +453,11 @@ def test_ids_of_the_writes_of_a_put_are_not_given_again():
 def test_of_two_puts_that_together_are_too_many_one_is_refused():
     made = ledger(num_samples=3)
     first, second = (
-        made.apply(commands.BeginPut("p", ids, {"x": INT}, [1] * 2, ttl_s=10.0), 0.0) for ids in (["a", "b"], ["c", "d"])
+        made.apply(commands.BeginPut("p", ids, {"x": INT}, [1] * 2, ttl_s=10.0), 0.0)
+        for ids in (["a", "b"], ["c", "d"])
     )
     made.apply(commands.CommitPut(first), 0.0)
-    with pytest.raises(InvalidRequestError, match="4 distinct samples .* at most 3"):
+    with pytest.raises(InvalidRequestError, match=r"4 distinct samples .* at most 3"):
         made.apply(commands.CommitPut(second), 0.0)
     put(made, ["b", "c"], "x")
     assert made.apply(commands.ListSamples("p"), 0.0).sample_ids == ["a", "b", "c"]

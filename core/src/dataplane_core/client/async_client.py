@@ -200,6 +200,7 @@ class AsyncDataPlaneClient:
     # --- operations ---------------------------------------------------------------------------------------------------
 
     register_partition = _in_thread(DataPlaneClient.register_partition)
+    finish_partition = _in_thread(DataPlaneClient.finish_partition)
     put_samples = _in_thread(DataPlaneClient.put_samples, writes=True)
     get_samples = _in_thread(DataPlaneClient.get_samples)
     get_data = _in_thread(DataPlaneClient.get_data)
@@ -207,6 +208,7 @@ class AsyncDataPlaneClient:
     nack = _in_thread(DataPlaneClient.nack)
     renew = _in_thread(DataPlaneClient.renew)
     check_consumption_status = _in_thread(DataPlaneClient.check_consumption_status)
+    is_finished = _in_thread(DataPlaneClient.is_finished)
     clear_samples = _in_thread(DataPlaneClient.clear_samples)
     ping = _in_thread(DataPlaneClient.ping)
     list_units = _in_thread(DataPlaneClient.list_units)

@@ -16,7 +16,7 @@ from dataplane_core.client.checks import (
 )
 from dataplane_core.client.overview import Overview
 from dataplane_core.client.waiting import ClaimWait, Waiters, wait_for_claim
-from dataplane_core.errors import InvalidRequestError, UnknownPartitionError
+from dataplane_core.errors import InvalidRequestError, UnknownPartitionError, UnknownTaskError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
     AckRequest,
@@ -155,7 +155,9 @@ class Claims(Overview):
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """Whether every task has consumed every sample that the partition holds: was given it, or acked its lease.
 
-        False while the partition holds no sample, and for an unknown partition or task.
+        If ``num_samples`` was registered, it is false until that many were written; those that were cleared since need
+        not be consumed. Otherwise it says nothing of samples to come, and is false while the partition holds none: a
+        loop asks `is_finished`. False for an unknown partition or task.
 
         Examples:
             >>> client.check_consumption_status("step-1", ["trainer"])
@@ -167,6 +169,31 @@ class Claims(Overview):
             tasks = check_names("task_names", task_names)
             request = ConsumptionRequest(partition_id=partition_id, task_names=tasks, deadline=self._deadline())
             return self._call("check_consumption", request, ConsumptionReply).consumed
+
+    def is_finished(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """Whether the tasks get no more samples: all are written, and each task has consumed those that are held.
+
+        Unlike `check_consumption_status`, it is never true before the end is known: by ``num_samples`` of the
+        registration, or by `DataPlaneClient.finish_partition`.
+
+        Raises:
+            UnknownPartitionError, UnknownTaskError: Not registered.
+
+        Examples:
+            >>> client.is_finished("step-1", ["trainer"])
+            True
+        """
+        with self._operation("is_finished", partition_id):
+            self._require(Capability.CLAIMS, "is_finished")
+            check_name("partition_id", partition_id)
+            info = self._describe(partition_id, self._deadline())
+            unknown = [name for name in check_names("task_names", task_names) if name not in info.consumer_tasks]
+            if unknown:
+                raise UnknownTaskError(
+                    f"partition '{partition_id}' has no consumer task {preview(unknown)}.",
+                    hint=f"Registered: {preview(info.consumer_tasks, limit=5) or 'none'}.",
+                )
+            return info.num_samples is not None and self.check_consumption_status(partition_id, task_names)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ from dataplane_core.spec import (
     WireBatch,
     check_tags,
     lengths_of,
+    new_id,
 )
 
 __all__ = ["DataPlaneClient"]
@@ -90,15 +91,15 @@ class DataPlaneClient(Claims):
         Args:
             partition_id: The name of the partition, not empty.
             fields: Fields that producers are expected to write. They may write others as well.
-            num_samples: How many distinct ids will be written. With it a claim knows when the last, smaller batch has
-                come. None: not known.
+            num_samples: How many distinct ids will be written, also those that are cleared meanwhile. More are refused.
+                With it, claims, streams and `is_finished` know the end. None: not known until `finish_partition`.
             consumer_tasks: The tasks that will claim.
             grpo_group_size: Claims hand out whole groups of this many samples (capability ``groups``).
             enums: Field -> the strings that it may hold, for object columns.
             if_exists: ``replace``: drops an earlier registration of the same name with all that it held. ``keep``:
                 leaves it as it is, with its rows, tags, cursors, schema and ``num_samples``, and adds the fields, tasks
-                and strings of enums that it lacks. Of several processes that register with ``keep`` at the same time,
-                one opens the partition and the others keep it.
+                and strings of enums that it lacks, and ``num_samples`` if it has none. Of several processes that
+                register with ``keep`` at the same time, one opens the partition and the others keep it.
 
         Raises:
             InvalidRequestError: A size below 1, empty names, or ``keep`` with another group size than the partition
@@ -127,17 +128,37 @@ class DataPlaneClient(Claims):
                         f"register_partition('{partition_id}') refused: num_samples {num_samples} is not a multiple of "
                         f"grpo_group_size {grpo_group_size}."
                     )
-            request = RegisterRequest(
-                partition_id=partition_id,
-                fields=field_names,
-                num_samples=num_samples,
-                consumer_tasks=tasks,
-                grpo_group_size=grpo_group_size,
-                enums={name: check_names(f"enums['{name}']", words) for name, words in (enums or {}).items()},
-                if_exists=if_exists,
-                deadline=self._deadline(),
-            )
-            self._remember(partition_id, self._call("register_partition", request, PartitionInfo))
+            words = {name: check_names(f"enums['{name}']", each) for name, each in (enums or {}).items()}
+            self._register(partition_id, field_names, num_samples, tasks, grpo_group_size, words, if_exists=if_exists)
+
+    def finish_partition(self, partition_id: str) -> None:
+        """Says that no more samples will be written to a partition that was registered without ``num_samples``.
+
+        Its ``num_samples`` is now the number of samples that it holds: claims return the rest, streams end, and
+        `is_finished` becomes true once all are consumed. Puts of new ids are refused; those of further fields or tags
+        are not. If it has ``num_samples``, this changes nothing.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+
+        Examples:
+            >>> client.register_partition("open", ["reward"], None, ["trainer"])
+            >>> meta = client.put_samples(["a", "b", "c"], "open", {"reward": [0.0, 1.0, 0.5]})
+            >>> client.finish_partition("open")
+            >>> client.claim_meta("open", "trainer", ["reward"], batch_size=8).sample_ids
+            ['a', 'b', 'c']
+            >>> client.is_finished("open", ["trainer"])
+            True
+            >>> client.clear_samples(None, "open")
+        """
+        with self._operation("finish_partition", partition_id):
+            check_name("partition_id", partition_id)
+            group_size = self._describe(partition_id, self._deadline()).grpo_group_size
+            epoch = new_id()
+            info = self._register(partition_id, [], 0, [], group_size, {}, if_exists="keep", epoch=epoch)
+            if info.epoch == epoch:  # it was cleared after it was described
+                self.clear_samples(None, partition_id)
+                raise UnknownPartitionError(f"finish_partition('{partition_id}') refused: it was cleared meanwhile.")
 
     def put_samples(
         self,
@@ -164,7 +185,7 @@ class DataPlaneClient(Claims):
 
         Raises:
             InvalidRequestError: Nothing to write, repeated ids, sizes or keys of rows that differ, a string outside its
-                enum.
+                enum, more samples than ``num_samples``.
             SchemaMismatchError: A field changes kind, dtype, rank or trailing shape; nothing is written.
             InvalidTypeError: A non-tensor leaf, a meta-device tensor, an object item outside the closed set, None or a
                 null among numbers.
@@ -406,6 +427,32 @@ class DataPlaneClient(Claims):
             return load(self, folder, partitions)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
+
+    def _register(
+        self,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int | None,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None,
+        enums: Mapping[str, Sequence[str]],
+        *,
+        if_exists: IfExists = "replace",
+        epoch: str | None = None,
+    ) -> PartitionInfo:
+        """`register_partition` without its checks: a finished partition may have any number of samples."""
+        request = RegisterRequest(
+            partition_id=partition_id,
+            fields=list(fields),
+            num_samples=num_samples,
+            consumer_tasks=list(consumer_tasks),
+            grpo_group_size=grpo_group_size,
+            enums={name: list(words) for name, words in enums.items()},
+            if_exists=if_exists,
+            epoch=epoch or new_id(),
+            deadline=self._deadline(),
+        )
+        return self._remember(partition_id, self._call("register_partition", request, PartitionInfo))
 
     def _encode_columns(self, where: str, fields: Any, num_samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
         for name in fields.keys():

@@ -68,7 +68,7 @@ class _Client(Protocol):
 
     @property
     def config(self) -> DataPlaneConfig: ...
-    def register_partition(self, partition_id: str, *args: Any, **kwargs: Any) -> None: ...
+    def _register(self, partition_id: str, *args: Any, **kwargs: Any) -> Any: ...
     def put_samples(self, sample_ids: Sequence[str], partition_id: str, *args: Any, **kwargs: Any) -> Any: ...
     def get_samples(self, sample_ids: Sequence[str], partition_id: str, *args: Any, **kwargs: Any) -> TensorDict: ...
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None: ...
@@ -285,7 +285,7 @@ def _load_partition(
     """
     partition_id = entry["partition_id"]
     registration = {name: entry["registration"][name] for name in _REGISTRATION} | {"consumer_tasks": []}
-    client.register_partition(partition_id, **registration)
+    client._register(partition_id, **registration)
     _clear_again(client, partition_id, entry)
     consumed: dict[str, list[str]] = {task: [] for task in entry["registration"]["consumer_tasks"]}
     num_loaded = 0
@@ -322,8 +322,10 @@ def _unpacked(
 
 
 def _clear_again(client: _Client, partition_id: str, entry: Mapping[str, Any]) -> None:
-    """Writes and clears what had been cleared: so it counts for ``num_samples``, and its groups count as broken. A group
-    that has neither rows nor known ids needs this only if ids of it may still be written."""
+    """Writes and clears what had been cleared: so it counts for ``num_samples``, and its groups count as broken.
+
+    A group that has neither rows nor known ids needs this only if ids of it may still be written.
+    """
     grouped = entry["registration"]["grpo_group_size"] is not None
     open_ended = entry["registration"]["num_samples"] is None
     members: dict[str, list[str]] = {f"{group}_g": [] for group in entry["broken_groups"]}

@@ -391,8 +391,8 @@ class AsyncDataPlaneClient:
     ) -> KVBatchMeta:
         """`Claims._claim_until` on the event loop."""
         client = self._client
-        if client.config.open_partitions:
-            await self._run("claim_meta", partial(client._open_for_claim, request))
+        if client._must_prepare(request):
+            await self._run("claim_meta", partial(client._prepare_claim, request))
         if timeout_s is None:
             return client._claimed(request, await self._ask(request))
         wait = client._wait_of(request, timeout_s, since)

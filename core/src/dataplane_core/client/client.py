@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
@@ -53,9 +53,6 @@ from dataplane_core.spec import (
 )
 
 __all__ = ["DataPlaneClient"]
-
-#: How many registrations a client remembers.
-_MOST_INFOS: Final = 1024
 
 
 class DataPlaneClient(Claims):
@@ -477,10 +474,11 @@ class DataPlaneClient(Claims):
             for name, spec in request.specs.items()
             if spec.kind == "object" and (strings := strings_of(fields[name]))
         }
-        if not words:
+        if not words and not self._field_names.strict:
+            self._check_fields("put", where, request.partition_id, request.specs, request.deadline)
             self._commit(where, request)
             return
-        # only strings can break an enum; the vocabulary belongs to one registration, so the put is tied to it
+        # enums and fields belong to one registration, so the put is tied to it
         for attempt in (0, 1):
             info = self._infos.get(request.partition_id)
             if info is None or attempt:
@@ -489,6 +487,7 @@ class DataPlaneClient(Claims):
             try:
                 for name, strings in words.items():
                     check_enum(where, name, strings, info)
+                self._field_names.tell("put", where, self._field_names.unknown("put", request.specs, info), info, ())
                 self._commit(where, request)
                 return
             except (StalePartitionError, InvalidRequestError) as error:
@@ -498,12 +497,6 @@ class DataPlaneClient(Claims):
                     and self._describe(request.partition_id, request.deadline) == info
                 ):
                     raise
-
-    def _remember(self, partition_id: str, info: PartitionInfo) -> PartitionInfo:
-        if len(self._infos) >= _MOST_INFOS:
-            self._infos.clear()
-        self._infos[partition_id] = info
-        return info
 
     def _commit(self, where: str, request: PutRequest) -> None:
         """Calls the hook with a copy, since middleware changes the requests that it is given."""

@@ -227,9 +227,8 @@ class PutSuite(Suite, chapter="put"):
         store.put(partition, ids(3), y=torch.arange(3))
         store.client.clear_samples(["s0"], partition)
         store.put(partition, ["s0", "s3"], x=torch.arange(2))
-        for rows in ([], [{"n": 1}]):
-            with store.refusal(ValueError, "5", "4"):
-                store.put(partition, ["s4"], rows or None, **({} if rows else {"x": torch.arange(1)}))
+        with store.refusal(ValueError, "5", "4"):
+            store.put(partition, ["s4"], [{"n": 1}])
         with store.refusal(ValueError, "5", "4"):
             store.put(partition, ["s1", "s5"], x=torch.arange(8, 10))
         assert store.get(partition, ids(4))["x"].tolist() == [0, 1, 2, 1]

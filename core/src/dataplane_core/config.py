@@ -33,6 +33,9 @@ class DataPlaneConfig(BaseModel):
             that has not started yet. 0: it does not wait.
         open_partitions: Whether a put or a claim may name a partition or a task that is not registered. The first one
             then registers it, as ``if_exists="keep"`` does: a put its fields, a claim its task.
+        strict_fields: Whether a put of a field that is not registered, and a claim of one that is neither registered
+            nor written, is an error. If not, each such name is logged once, with the nearest one. A partition that was
+            registered without fields takes all.
         allow_pickle: Lets object columns hold items outside the closed set. These are pickled.
         role: What this process does, for `DataPlaneClient.list_clients`. None: the name of its program.
         announce_s: Seconds between two announcements of a client (capability ``clients``). None: it does not announce
@@ -48,6 +51,7 @@ class DataPlaneConfig(BaseModel):
     op_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     attach_wait_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     open_partitions: bool = False
+    strict_fields: bool = False
     allow_pickle: bool = False
     role: str | None = Field(default=None, min_length=1)
     announce_s: float | None = Field(default=5.0, gt=0, allow_inf_nan=False)

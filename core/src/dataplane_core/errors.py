@@ -305,7 +305,8 @@ class MissingDataError(DataPlaneError, KeyError):
             f"{what}: cells not yet produced: {shown}.",
             partition_id=partition_id,
             missing_cells=cells,
-            hint="Claim samples by their required fields, or wait for the producer of those fields.",
+            hint="Claim samples by their required fields, wait for the producer of those fields, or read only what "
+            "list_sample_ids(partition_id, fields=[...]) lists.",
         )
 
 

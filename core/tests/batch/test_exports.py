@@ -146,6 +146,18 @@ def test_a_batch_with_lists_is_converted_as_it_would_be_written():
     assert batch.to_arrow().to_pydict() == {"tokens": [[1, 2], [3]], "text": ["a", "b"], "lengths": [2, 1]}
 
 
+def test_a_table_has_ids_and_tags():
+    batch = BatchedDataDict({"tokens": [[1, 2], [3]]})
+    rows = batch.to_arrow(ids=["a", "b"], tags=[{"split": "train"}, {"version": 7}]).to_pylist()
+    assert rows == [
+        {"sample_id": "a", "tokens": [1, 2], "split": "train", "version": None},
+        {"sample_id": "b", "tokens": [3], "split": None, "version": 7},
+    ]
+    for more in ({"ids": ["a"]}, {"tags": [{}] * 3}, {"tags": [{"tokens": 1}, {}]}):
+        with pytest.raises(ValueError, match=r"one per row|'tokens' would be two columns"):
+            batch.to_arrow(**more)
+
+
 def test_without_pyarrow_it_says_what_to_install():
     code = """
 import sys
@@ -161,5 +173,5 @@ to_arrow({"x": [1]})
 
 def test_the_examples_run():
     result = doctest.testmod(exports)
-    assert result.attempted == 4
+    assert result.attempted == 5
     assert result.failed == 0

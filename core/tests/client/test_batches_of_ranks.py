@@ -39,7 +39,7 @@ def test_a_new_registration_is_counted_from_its_first_batch(client):
 
 def test_a_client_remembers_the_partitions_that_it_used_last(client, monkeypatch):
     monkeypatch.setattr("dataplane_core.client.claims._MOST_COUNTED", 2)
-    monkeypatch.setattr("dataplane_core.client.client._MOST_INFOS", 2)
+    monkeypatch.setattr("dataplane_core.client.claims._MOST_INFOS", 2)
     for step in range(6):
         client.register_partition(f"step-{step}", ["x", "text"], 1, ["t"])
         client.put_samples(["a"], f"step-{step}", {"x": torch.zeros(1), "text": ["b"]})

@@ -87,6 +87,9 @@ class NaiveLedger:
             if self.parts[name]["group"] != group:
                 raise Refused("InvalidRequestError")
             self.parts[name]["tasks"] = list(dict.fromkeys([*self.parts[name]["tasks"], *tasks]))
+            if self.parts[name]["total"] is None and total is not None:
+                held = [row["id"] for row in self.parts[name]["rows"]]
+                self.parts[name] |= {"total": max(total, len(held)), "seen": held}
             return
         self.parts[name] = {"rows": [], "tasks": list(tasks), "total": total, "group": group, "seen": [], "broken": []}
         self.parts[name] |= {"specs": {}, "cleared": 0}
@@ -99,6 +102,8 @@ class NaiveLedger:
             there = [group_of(row["id"]) for row in part["rows"]] + [group_of(each) for each in new]
             if any(there.count(group_of(each)) > part["group"] for each in new):
                 raise Refused("InvalidRequestError")
+        if part["total"] is not None and len({*part["seen"], *ids}) > part["total"]:
+            raise Refused("InvalidRequestError")
         rows = [row for each in ids if (row := self.row(part, each))]
         if not self.overwrite and any(field in row["cells"] for row in rows for field in specs):
             raise Refused("UnsupportedOperationError")
@@ -210,7 +215,9 @@ class NaiveLedger:
 
     def consumed(self, name: str, task: str) -> bool:
         part = self.parts.get(name)
-        if part is None or task not in part["tasks"] or not part["rows"]:
+        if part is None or task not in part["tasks"]:
+            return False
+        if len(set(part["seen"])) < part["total"] if part["total"] is not None else not part["rows"]:
             return False
         return all(row["holds"].get(task, ("", 0.0, False))[2] for row in part["rows"])
 

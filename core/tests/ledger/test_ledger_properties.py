@@ -47,14 +47,14 @@ class LedgerMachine(RuleBasedStateMachine):
     )
     def put(self, ids, fields, tag, tagged):
         specs = dict.fromkeys(sorted(fields), SPEC)
-        surplus = False
+        surplus = self.total is not None and len(self.seen.union(ids)) > self.total
         if self.group:
             members = list(dict.fromkeys([*self.rows, *ids]))
             counts = {}
             for each in members:
                 counts.setdefault(each.rpartition("_g")[0], []).append(each)
             new = {each.rpartition("_g")[0] for each in ids if each not in self.rows}
-            surplus = any(len(counts[key]) > self.group for key in new)
+            surplus = surplus or any(len(counts[key]) > self.group for key in new)
         try:
             sizes = [8 if specs else 0] * len(ids)
             tags = [tag] * len(ids) if tagged or not specs else None
@@ -239,7 +239,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.expire()
         for task in "tu":
             done = [self.holds.get((task, each), ("", 0, False))[2] for each in self.rows]
-            assert self.made.apply(commands.Consumed("p", [task]), self.now) == (bool(done) and all(done))
+            all_there = bool(done) if self.total is None else len(self.seen) == self.total
+            assert self.made.apply(commands.Consumed("p", [task]), self.now) == (all_there and all(done))
 
 
 TestLedgerMachine = LedgerMachine.TestCase

@@ -448,3 +448,26 @@ def test_ids_of_the_writes_of_a_put_are_not_given_again():
     first = put_shared(made, ["a", "b"], [0, 1], [5, 5])
     second = put_shared(made, ["c"], None, [5])
     assert second >= first + 4
+
+
+def test_of_two_puts_that_together_are_too_many_one_is_refused():
+    made = ledger(num_samples=3)
+    first, second = (
+        made.apply(commands.BeginPut("p", ids, {"x": INT}, [1] * 2, ttl_s=10.0), 0.0)
+        for ids in (["a", "b"], ["c", "d"])
+    )
+    made.apply(commands.CommitPut(first), 0.0)
+    with pytest.raises(InvalidRequestError, match=r"4 distinct samples .* at most 3"):
+        made.apply(commands.CommitPut(second), 0.0)
+    put(made, ["b", "c"], "x")
+    assert made.apply(commands.ListSamples("p"), 0.0).sample_ids == ["a", "b", "c"]
+
+
+def test_a_put_under_way_is_refused_once_the_partition_is_finished():
+    made = ledger()
+    put(made, ["a"], "x")
+    write_id = made.apply(commands.BeginPut("p", ["b"], {"x": INT}, [1], ttl_s=10.0), 0.0)
+    info, _ = made.apply(commands.Register("p", [], 0, [], None, {}, new_id(), "keep"), 0.0)
+    assert info.num_samples == 1
+    with pytest.raises(InvalidRequestError, match="at most 1"):
+        made.apply(commands.CommitPut(write_id), 0.0)

@@ -24,7 +24,7 @@ def metrics(events):
 @pytest.fixture
 def client(metrics):
     with connect({"backend": "noop", "middleware": [metrics]}) as client:
-        client.register_partition("p", ["x"], None, ["t"])
+        client.register_partition("p", ["x", "y"], None, ["t"])
         yield client
 
 
@@ -100,7 +100,7 @@ def test_of_very_many_partitions_those_that_hold_nothing_are_forgotten(client, m
 
 
 def test_totals_are_over_all_partitions(client, metrics):
-    client.register_partition("q", ["x"], None, ["t"])
+    client.register_partition("q", ["r"], None, ["t"])
     client.put_samples(["a", "b"], "p", columns())
     client.put_samples(["a"], "q", {"r": torch.zeros(1, 10)})
     client.get_samples(["a"], "q", ["r"])
@@ -118,7 +118,7 @@ def test_totals_are_over_all_partitions(client, metrics):
         "max_bytes_per_key_seen": 40,
         "last_put_bytes_per_key": 40,
     }
-    client.register_partition("q", ["x"], None, ["t"])
+    client.register_partition("q", ["r"], None, ["t"])
     client.clear_samples(None, "p")
     assert metrics.snapshot()["bytes_outstanding"] == 0
     assert metrics.snapshot()["n_keys_outstanding"] == 0

@@ -25,6 +25,7 @@ from dataplane_core.sharding import (
     plan_packed_batches,
     plan_uneven_shards,
 )
+from dataplane_core.spec import TagValue
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -446,9 +447,11 @@ class BatchedDataDict(UserDict[str, Any]):
         """The columns as numpy arrays, jagged ones as lists of arrays: `dataplane_core.to_numpy`."""
         return to_numpy(self.data)
 
-    def to_arrow(self) -> pa.Table:
-        """The columns as a pyarrow ``Table``: `dataplane_core.to_arrow`."""
-        return to_arrow(self.data)
+    def to_arrow(
+        self, *, ids: Sequence[str] | None = None, tags: Sequence[Mapping[str, TagValue]] | None = None
+    ) -> pa.Table:
+        """The columns as a pyarrow ``Table``, with the ids and tags of the rows: `dataplane_core.to_arrow`."""
+        return to_arrow(self.data, ids=ids, tags=tags)
 
     # --- microbatches -------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ Shape legend: ``N`` rows, ``L`` a row's own length, ``T`` elements of all rows t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +15,8 @@ from tensordict import TensorDictBase
 
 from dataplane_core.batch.rows import objects_of
 from dataplane_core.codec import Ragged, as_column, host_tensor, ragged_of_dense, ragged_of_nested
-from dataplane_core.errors import InvalidTypeError
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
+from dataplane_core.spec import TagValue
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -71,7 +72,12 @@ def to_numpy(columns: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
     return converted
 
 
-def to_arrow(columns: Mapping[str, Any] | TensorDictBase) -> pa.Table:
+def to_arrow(
+    columns: Mapping[str, Any] | TensorDictBase,
+    *,
+    ids: Sequence[str] | None = None,
+    tags: Sequence[Mapping[str, TagValue]] | None = None,
+) -> pa.Table:
     """Columns as a pyarrow ``Table``. Needs pyarrow, which ``dataplane-core[arrow]`` installs.
 
     The type of a field depends on its dtype and rank only, so the tables of all batches fit one file. It aliases the
@@ -80,6 +86,8 @@ def to_arrow(columns: Mapping[str, Any] | TensorDictBase) -> pa.Table:
 
     Args:
         columns: What `get_samples`, `get_data`, `read_columns` or `materialize` returned.
+        ids: N sample ids: they become the first column, ``sample_id``.
+        tags: N dicts: each tag becomes a column of its name, at the end; null where a row lacks it.
 
     Returns:
         A table of N rows. Rows of rank 1 and more, jagged or not, are of the type ``large_list``; further dims are
@@ -89,17 +97,33 @@ def to_arrow(columns: Mapping[str, Any] | TensorDictBase) -> pa.Table:
     Raises:
         ImportError: pyarrow is not installed.
         InvalidTypeError: A complex column, or one of objects that Arrow has no type for.
+        InvalidRequestError: Ids or tags are not one per row, or a field or tag has the name of another column.
 
     Examples:
         >>> table = to_arrow({"input_ids": [[5, 6, 7], [8]], "reward": [0.5, 1.0]})
         >>> table["input_ids"].to_pylist()
         [[5, 6, 7], [8]]
+        >>> to_arrow({"reward": [0.5, 1.0]}, ids=["a", "b"], tags=[{"version": 7}, {}]).to_pylist()
+        [{'sample_id': 'a', 'reward': 0.5, 'version': 7}, {'sample_id': 'b', 'reward': 1.0, 'version': None}]
     """
     try:
         import pyarrow as pa
     except ImportError as error:
         raise ImportError("to_arrow needs pyarrow: pip install 'dataplane-core[arrow]'") from error
-    return pa.table({name: _arrow(name, _plain(name, columns.get(name))) for name in columns.keys()})
+    table = {name: _arrow(name, _plain(name, columns.get(name))) for name in columns.keys()}
+    num_rows = len(next(iter(table.values()))) if table else len(ids if ids is not None else tags or ())
+    for what, rows in (("ids", ids), ("tags", tags)):
+        if rows is not None and len(rows) != num_rows:
+            raise InvalidRequestError(f"to_arrow: {what} must be one per row, got {len(rows)} for {num_rows} rows.")
+    names = dict.fromkeys(name for row in tags or () for name in row)
+    twice = [name for name in (*names, *([] if ids is None else ["sample_id"])) if name in table]
+    if twice or (ids is not None and "sample_id" in names):
+        raise InvalidRequestError(
+            f"to_arrow: {preview(twice or ['sample_id'])} would be two columns. Give one of them another name."
+        )
+    first = {} if ids is None else {"sample_id": _arrow("sample_id", objects_of(list(ids)))}
+    last = {name: _arrow(name, objects_of([row.get(name) for row in tags or ()])) for name in names}
+    return pa.table({**first, **table, **last})
 
 
 def _plain(name: str, column: Any) -> Ragged | torch.Tensor | np.ndarray[Any, Any]:

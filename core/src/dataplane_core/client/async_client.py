@@ -200,6 +200,7 @@ class AsyncDataPlaneClient:
     # --- operations ---------------------------------------------------------------------------------------------------
 
     register_partition = _in_thread(DataPlaneClient.register_partition)
+    finish_partition = _in_thread(DataPlaneClient.finish_partition)
     put_samples = _in_thread(DataPlaneClient.put_samples, writes=True)
     get_samples = _in_thread(DataPlaneClient.get_samples)
     get_data = _in_thread(DataPlaneClient.get_data)
@@ -207,6 +208,7 @@ class AsyncDataPlaneClient:
     nack = _in_thread(DataPlaneClient.nack)
     renew = _in_thread(DataPlaneClient.renew)
     check_consumption_status = _in_thread(DataPlaneClient.check_consumption_status)
+    is_finished = _in_thread(DataPlaneClient.is_finished)
     clear_samples = _in_thread(DataPlaneClient.clear_samples)
     ping = _in_thread(DataPlaneClient.ping)
     list_units = _in_thread(DataPlaneClient.list_units)
@@ -389,8 +391,8 @@ class AsyncDataPlaneClient:
     ) -> KVBatchMeta:
         """`Claims._claim_until` on the event loop."""
         client = self._client
-        if client.config.open_partitions:
-            await self._run("claim_meta", partial(client._open_for_claim, request))
+        if client._must_prepare(request):
+            await self._run("claim_meta", partial(client._prepare_claim, request))
         if timeout_s is None:
             return client._claimed(request, await self._ask(request))
         wait = client._wait_of(request, timeout_s, since)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from dataplane_core.client.checks import (
 )
 from dataplane_core.client.overview import Overview
 from dataplane_core.client.waiting import ClaimWait, Waiters, wait_for_claim
-from dataplane_core.errors import InvalidRequestError, UnknownPartitionError
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, UnknownPartitionError, UnknownTaskError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
     AckRequest,
@@ -26,7 +27,9 @@ from dataplane_core.spec import (
     ConsumptionReply,
     ConsumptionRequest,
     DescribeRequest,
+    InspectRequest,
     NackRequest,
+    PartitionDescription,
     PartitionInfo,
     RegisterRequest,
     RenewRequest,
@@ -39,6 +42,10 @@ from dataplane_core.spec import (
 
 __all__ = ["Claims"]
 
+#: How many registrations a client remembers.
+_MOST_INFOS: Final = 1024
+#: Seconds that a look at the registered fields may take. It is advice, which must not hold up a put or a claim.
+_ADVICE_S: Final = 1.0
 #: Of how many ranks of tasks a client counts the batches. Beyond, it forgets those that it was given longest ago.
 _MOST_COUNTED: Final = 4096
 
@@ -155,7 +162,9 @@ class Claims(Overview):
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """Whether every task has consumed every sample that the partition holds: was given it, or acked its lease.
 
-        False while the partition holds no sample, and for an unknown partition or task.
+        If ``num_samples`` was registered, it is false until that many were written; those that were cleared since need
+        not be consumed. Otherwise it says nothing of samples to come, and is false while the partition holds none: a
+        loop asks `is_finished`. False for an unknown partition or task.
 
         Examples:
             >>> client.check_consumption_status("step-1", ["trainer"])
@@ -167,6 +176,31 @@ class Claims(Overview):
             tasks = check_names("task_names", task_names)
             request = ConsumptionRequest(partition_id=partition_id, task_names=tasks, deadline=self._deadline())
             return self._call("check_consumption", request, ConsumptionReply).consumed
+
+    def is_finished(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """Whether the tasks get no more samples: all are written, and each task has consumed those that are held.
+
+        Unlike `check_consumption_status`, it is never true before the end is known: by ``num_samples`` of the
+        registration, or by `DataPlaneClient.finish_partition`.
+
+        Raises:
+            UnknownPartitionError, UnknownTaskError: Not registered.
+
+        Examples:
+            >>> client.is_finished("step-1", ["trainer"])
+            True
+        """
+        with self._operation("is_finished", partition_id):
+            self._require(Capability.CLAIMS, "is_finished")
+            check_name("partition_id", partition_id)
+            info = self._describe(partition_id, self._deadline())
+            unknown = [name for name in check_names("task_names", task_names) if name not in info.consumer_tasks]
+            if unknown:
+                raise UnknownTaskError(
+                    f"partition '{partition_id}' has no consumer task {preview(unknown)}.",
+                    hint=f"Registered: {preview(info.consumer_tasks, limit=5) or 'none'}.",
+                )
+            return info.num_samples is not None and self.check_consumption_status(partition_id, task_names)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
@@ -228,7 +262,8 @@ class Claims(Overview):
         since: Callable[[], float] | None = None,
     ) -> KVBatchMeta:
         """Claims, and waits up to ``timeout_s`` unless that is None, or until ``waiters`` are closed."""
-        self._open_for_claim(request)
+        if self._must_prepare(request):
+            self._prepare_claim(request)
         if timeout_s is None:
             return self._claimed(request, self._claim(request))
         return self._claimed(request, wait_for_claim(self._wait_of(request, timeout_s, since), self._claim, waiters))
@@ -236,9 +271,43 @@ class Claims(Overview):
     def _wait_of(self, request: ClaimRequest, timeout_s: float, since: Callable[[], float] | None) -> ClaimWait:
         return ClaimWait(request, timeout_s, self._pacer, wakes=Capability.WAKES in self._capabilities, since=since)
 
-    def _open_for_claim(self, request: ClaimRequest) -> None:
+    def _must_prepare(self, request: ClaimRequest) -> bool:
+        """Whether `_prepare_claim` has anything to do, which may take calls."""
+        info = self._infos.get(request.partition_id)
+        unknown = self._field_names.unknown("claim", request.required_fields, info)
+        return self._config.open_partitions or bool(unknown)
+
+    def _prepare_claim(self, request: ClaimRequest) -> None:
         if self._config.open_partitions:
             self._open_partition(request.partition_id, request.required_fields, [request.task_name], self._deadline())
+        where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
+        self._check_fields("claim", where, request.partition_id, request.required_fields, self._deadline())
+
+    def _check_fields(self, use: str, where: str, partition_id: str, names: Iterable[str], deadline: float) -> None:
+        """Tells of names that are not registered; see `FieldNames`. Asks the store only if it does not know them."""
+        found = self._field_names
+        if not found.unknown(use, names, self._infos.get(partition_id)):
+            return
+        until = deadline if found.strict else min(deadline, time.monotonic() + _ADVICE_S)
+        try:
+            info = self._remember(partition_id, self._describe(partition_id, until))
+            unknown = found.unknown(use, names, info)
+            written: Iterable[str] = ()
+            if unknown and use == "claim":
+                self._require(Capability.LISTING, "claim_meta with strict_fields")
+                request = InspectRequest(partition_id=partition_id, deadline=until)
+                written = self._call("inspect_partition", request, PartitionDescription).specs
+        except DataPlaneError:
+            if found.strict:
+                raise
+            return  # the put or the claim says it, if it matters
+        found.tell(use, where, unknown, info, written)
+
+    def _remember(self, partition_id: str, info: PartitionInfo) -> PartitionInfo:
+        if len(self._infos) >= _MOST_INFOS:
+            self._infos.clear()
+        self._infos[partition_id] = info
+        return info
 
     def _claimed(self, request: ClaimRequest, claim: Claim) -> KVBatchMeta:
         """The meta of a claim. Counts the batches of a rank."""

@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
@@ -62,12 +62,10 @@ from dataplane_core.spec import (
     WireBatch,
     check_tags,
     lengths_of,
+    new_id,
 )
 
 __all__ = ["DataPlaneClient"]
-
-#: How many registrations a client remembers.
-_MOST_INFOS: Final = 1024
 
 
 @with_methods_not_compiled
@@ -104,15 +102,15 @@ class DataPlaneClient(Claims):
         Args:
             partition_id: The name of the partition, not empty.
             fields: Fields that producers are expected to write. They may write others as well.
-            num_samples: How many distinct ids will be written. With it a claim knows when the last, smaller batch has
-                come. None: not known.
+            num_samples: How many distinct ids will be written, also those that are cleared meanwhile. More are refused.
+                With it, claims, streams and `is_finished` know the end. None: not known until `finish_partition`.
             consumer_tasks: The tasks that will claim.
             grpo_group_size: Claims hand out whole groups of this many samples (capability ``groups``).
             enums: Field -> the strings that it may hold, for object columns.
             if_exists: ``replace``: drops an earlier registration of the same name with all that it held. ``keep``:
                 leaves it as it is, with its rows, tags, cursors, schema and ``num_samples``, and adds the fields, tasks
-                and strings of enums that it lacks. Of several processes that register with ``keep`` at the same time,
-                one opens the partition and the others keep it.
+                and strings of enums that it lacks, and ``num_samples`` if it has none. Of several processes that
+                register with ``keep`` at the same time, one opens the partition and the others keep it.
 
         Raises:
             InvalidRequestError: A size below 1, empty names, or ``keep`` with another group size than the partition
@@ -141,17 +139,37 @@ class DataPlaneClient(Claims):
                         f"register_partition('{partition_id}') refused: num_samples {num_samples} is not a multiple of "
                         f"grpo_group_size {grpo_group_size}."
                     )
-            request = RegisterRequest(
-                partition_id=partition_id,
-                fields=field_names,
-                num_samples=num_samples,
-                consumer_tasks=tasks,
-                grpo_group_size=grpo_group_size,
-                enums={name: check_names(f"enums['{name}']", words) for name, words in (enums or {}).items()},
-                if_exists=if_exists,
-                deadline=self._deadline(),
-            )
-            self._remember(partition_id, self._call("register_partition", request, PartitionInfo))
+            words = {name: check_names(f"enums['{name}']", each) for name, each in (enums or {}).items()}
+            self._register(partition_id, field_names, num_samples, tasks, grpo_group_size, words, if_exists=if_exists)
+
+    def finish_partition(self, partition_id: str) -> None:
+        """Says that no more samples will be written to a partition that was registered without ``num_samples``.
+
+        Its ``num_samples`` is now the number of samples that it holds: claims return the rest, streams end, and
+        `is_finished` becomes true once all are consumed. Puts of new ids are refused; those of further fields or tags
+        are not. If it has ``num_samples``, this changes nothing.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+
+        Examples:
+            >>> client.register_partition("open", ["reward"], None, ["trainer"])
+            >>> meta = client.put_samples(["a", "b", "c"], "open", {"reward": [0.0, 1.0, 0.5]})
+            >>> client.finish_partition("open")
+            >>> client.claim_meta("open", "trainer", ["reward"], batch_size=8).sample_ids
+            ['a', 'b', 'c']
+            >>> client.is_finished("open", ["trainer"])
+            True
+            >>> client.clear_samples(None, "open")
+        """
+        with self._operation("finish_partition", partition_id):
+            check_name("partition_id", partition_id)
+            group_size = self._describe(partition_id, self._deadline()).grpo_group_size
+            epoch = new_id()
+            info = self._register(partition_id, [], 0, [], group_size, {}, if_exists="keep", epoch=epoch)
+            if info.epoch == epoch:  # it was cleared after it was described
+                self.clear_samples(None, partition_id)
+                raise UnknownPartitionError(f"finish_partition('{partition_id}') refused: it was cleared meanwhile.")
 
     def put_samples(
         self,
@@ -163,7 +181,8 @@ class DataPlaneClient(Claims):
         """Writes cells, tags, or both; returns when the write is committed and visible to every other client.
 
         Args:
-            sample_ids: N unique ids. An empty list: nothing is sent, and the meta is empty.
+            sample_ids: N unique ids. An empty list, with columns and tags of no rows: nothing is sent, and the meta is
+                empty.
             partition_id: A registered partition.
             fields: Columns of batch size ``[N]``: tensors (dense, jagged or strided nested), or row-aligned object
                 columns; in a dict also numpy arrays, lists and Arrow arrays. Or N dicts, one per row, a
@@ -177,7 +196,7 @@ class DataPlaneClient(Claims):
 
         Raises:
             InvalidRequestError: Nothing to write, repeated ids, sizes or keys of rows that differ, a string outside its
-                enum.
+                enum, more samples than ``num_samples``.
             SchemaMismatchError: A field changes kind, dtype, rank or trailing shape; nothing is written.
             InvalidTypeError: A non-tensor leaf, a meta-device tensor, an object item outside the closed set, None or a
                 null among numbers.
@@ -204,8 +223,6 @@ class DataPlaneClient(Claims):
                     f"put_samples('{partition_id}', {len(ids)} samples) refused: sample ids repeat: "
                     f"{preview(repeated)}. Expected each id once."
                 )
-            if not ids:
-                return KVBatchMeta(partition_id, None, [])
             where = f"put_samples('{partition_id}', {len(ids)} samples)"
             rows = None if tags is None else check_tags(tags, len(ids))
             if fields is not None and isinstance(fields, TensorDictBase) and tuple(fields.batch_size) != (len(ids),):
@@ -215,6 +232,8 @@ class DataPlaneClient(Claims):
                 )
             given = {} if fields is None else as_columns(where, fields, len(ids))
             columns, specs = self._encode_columns(where, given, len(ids))
+            if not ids:
+                return KVBatchMeta(partition_id, None, [])
             if not columns and rows is None:
                 raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
             request = PutRequest(
@@ -411,6 +430,32 @@ class DataPlaneClient(Claims):
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
+    def _register(
+        self,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int | None,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None,
+        enums: Mapping[str, Sequence[str]],
+        *,
+        if_exists: IfExists = "replace",
+        epoch: str | None = None,
+    ) -> PartitionInfo:
+        """`register_partition` without its checks: a finished partition may have any number of samples."""
+        request = RegisterRequest(
+            partition_id=partition_id,
+            fields=list(fields),
+            num_samples=num_samples,
+            consumer_tasks=list(consumer_tasks),
+            grpo_group_size=grpo_group_size,
+            enums={name: list(words) for name, words in enums.items()},
+            if_exists=if_exists,
+            epoch=epoch or new_id(),
+            deadline=self._deadline(),
+        )
+        return self._remember(partition_id, self._call("register_partition", request, PartitionInfo))
+
     def _encode_columns(self, where: str, fields: Any, num_samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
         for name in fields.keys():
             check_name("field name", name)
@@ -486,10 +531,11 @@ class DataPlaneClient(Claims):
             for name, spec in request.specs.items()
             if spec.kind == "object" and (strings := strings_of(fields[name]))
         }
-        if not words:
+        if not words and not self._field_names.strict:
+            self._check_fields("put", where, request.partition_id, request.specs, request.deadline)
             self._commit(where, request)
             return
-        # only strings can break an enum; the vocabulary belongs to one registration, so the put is tied to it
+        # enums and fields belong to one registration, so the put is tied to it
         for attempt in (0, 1):
             info = self._infos.get(request.partition_id)
             if info is None or attempt:
@@ -498,6 +544,7 @@ class DataPlaneClient(Claims):
             try:
                 for name, strings in words.items():
                     check_enum(where, name, strings, info)
+                self._field_names.tell("put", where, self._field_names.unknown("put", request.specs, info), info, ())
                 self._commit(where, request)
                 return
             except (StalePartitionError, InvalidRequestError) as error:
@@ -507,12 +554,6 @@ class DataPlaneClient(Claims):
                     and self._describe(request.partition_id, request.deadline) == info
                 ):
                     raise
-
-    def _remember(self, partition_id: str, info: PartitionInfo) -> PartitionInfo:
-        if len(self._infos) >= _MOST_INFOS:
-            self._infos.clear()
-        self._infos[partition_id] = info
-        return info
 
     def _commit(self, where: str, request: PutRequest) -> None:
         """Calls the hook with a copy, since middleware changes the requests that it is given."""

@@ -14,6 +14,7 @@ import pluggy
 
 from dataplane_core.backends import Backend
 from dataplane_core.client.announcing import Announcer, RunningCall
+from dataplane_core.client.field_names import FieldNames
 from dataplane_core.client.forks import fork_hint, open_clients
 from dataplane_core.client.repeating import carry_out_once
 from dataplane_core.client.waiting import Waiters
@@ -93,6 +94,7 @@ class Connection:
         self._capabilities = type(backend).capabilities
         self._middleware: list[Any] = []
         self._infos: dict[str, PartitionInfo] = {}  # partition -> its registration, as last read
+        self._field_names = FieldNames(strict=config.strict_fields, open_partitions=config.open_partitions)
         # rank -> epoch, batches given; guarded by _state
         self._batches: dict[tuple[str, str, int | None], tuple[str | None, int]] = {}
         self._closed = False  # guarded by _state

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from dataplane_core.client.checks import check_count, check_counts, check_ids, check_name
+from dataplane_core.client.checks import check_count, check_counts, check_ids, check_name, check_names
 from dataplane_core.client.connection import Connection
-from dataplane_core.errors import UnknownTaskError, preview
+from dataplane_core.errors import MissingDataError, UnknownPartitionError, UnknownTaskError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
     Capability,
@@ -130,14 +130,37 @@ class Overview(Connection):
             check_counts(f"list_samples('{partition_id}')", len(ids), tags=len(tags))
             return KVBatchMeta(partition_id, None, ids, sequence_lengths=lengths_of(tags), tags=tags)
 
-    def list_sample_ids(self, partition_id: str, tag_filter: TagFilter | None = None) -> list[str]:
+    def list_sample_ids(
+        self, partition_id: str, tag_filter: TagFilter | None = None, *, fields: Sequence[str] = ()
+    ) -> list[str]:
         """As `list_samples`, the ids alone.
+
+        Args:
+            partition_id: A registered partition.
+            tag_filter: A condition on tags, as for `claim_meta`.
+            fields: Only samples that have all of these fields, so that a read of them does not fail.
+
+        Raises:
+            UnknownPartitionError: Not registered.
 
         Examples:
             >>> client.list_sample_ids("step-1")
             ['p0_g1', 'p1_g0', 'p1_g1']
+            >>> client.list_sample_ids("step-1", fields=["reward", "advantages"])
+            []
         """
-        return self.list_samples(partition_id, tag_filter).sample_ids
+        wanted = check_names("fields", fields)
+        ids = self.list_samples(partition_id, tag_filter).sample_ids
+        while wanted and ids:
+            what = f"list_sample_ids('{partition_id}', fields={wanted})"
+            try:
+                has = self._list_fields(what, partition_id, ids)
+                return [each for each, names in zip(ids, has, strict=True) if set(wanted) <= set(names)]
+            except UnknownPartitionError:
+                raise
+            except MissingDataError:  # samples were cleared meanwhile
+                ids = self.list_samples(partition_id, tag_filter, ids).sample_ids
+        return ids
 
     def list_fields(self, sample_ids: Sequence[str], partition_id: str) -> list[list[str]]:
         """For each sample, the fields that it has. No cells are read.

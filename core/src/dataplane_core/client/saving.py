@@ -68,7 +68,7 @@ class _Client(Protocol):
 
     @property
     def config(self) -> DataPlaneConfig: ...
-    def register_partition(self, partition_id: str, *args: Any, **kwargs: Any) -> None: ...
+    def _register(self, partition_id: str, *args: Any, **kwargs: Any) -> Any: ...
     def put_samples(self, sample_ids: Sequence[str], partition_id: str, *args: Any, **kwargs: Any) -> Any: ...
     def get_samples(self, sample_ids: Sequence[str], partition_id: str, *args: Any, **kwargs: Any) -> TensorDict: ...
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None: ...
@@ -285,7 +285,7 @@ def _load_partition(
     """
     partition_id = entry["partition_id"]
     registration = {name: entry["registration"][name] for name in _REGISTRATION} | {"consumer_tasks": []}
-    client.register_partition(partition_id, **registration)
+    client._register(partition_id, **registration)
     _clear_again(client, partition_id, entry)
     consumed: dict[str, list[str]] = {task: [] for task in entry["registration"]["consumer_tasks"]}
     num_loaded = 0
@@ -322,12 +322,16 @@ def _unpacked(
 
 
 def _clear_again(client: _Client, partition_id: str, entry: Mapping[str, Any]) -> None:
-    """Writes and clears what had been cleared: so it counts for ``num_samples``, and its groups count as broken."""
+    """Writes and clears what had been cleared: so it counts for ``num_samples``, and its groups count as broken.
+
+    A group that has neither rows nor known ids needs this only if ids of it may still be written.
+    """
     grouped = entry["registration"]["grpo_group_size"] is not None
+    open_ended = entry["registration"]["num_samples"] is None
     members: dict[str, list[str]] = {f"{group}_g": [] for group in entry["broken_groups"]}
     for sample_id in entry["cleared_ids"]:
         members.setdefault(f"{group_of(sample_id)}_g" if grouped else sample_id, []).append(sample_id)
-    of_each = [ids or [f"{group}0"] for group, ids in members.items()]
+    of_each = [ids or ([f"{group}0"] if open_ended else []) for group, ids in members.items()]
     # one member of a group at a time: of a member that was written again, more may be cleared than a group may have
     for place in range(max(map(len, of_each), default=0)):
         ids = [ids[place] for ids in of_each if place < len(ids)]

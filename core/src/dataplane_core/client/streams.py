@@ -82,8 +82,8 @@ def stream(
     when the stream ends (a ``break``, an error, the end of the program) is given back at once. Batches of a killed
     process are handed out again when their leases end. So each sample is worked on at least once, and acked once.
 
-    The stream ends only if ``num_samples`` was given when the partition was registered. Otherwise it waits for further
-    samples, up to ``timeout_s``.
+    The stream ends only if ``num_samples`` was given when the partition was registered, or once somebody calls
+    `DataPlaneClient.finish_partition`. Until then it waits for further samples, up to ``timeout_s``.
 
     Args:
         client: With an `AsyncDataPlaneClient`, the stream is for ``async for``.

@@ -85,7 +85,7 @@ def encode_columns(
         fields: Columns of ``num_samples`` rows: tensors of any device but meta, dense or nested, contiguous or not;
             object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``; in a mapping also `TensorRows` and
             `EmptyLists`. `codec.inputs.as_columns` makes these of what callers have.
-        num_samples: N, at least 1.
+        num_samples: N.
         wire: The backend's wire format.
         allow_pickle: Accept object items outside the closed set.
 

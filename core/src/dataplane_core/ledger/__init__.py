@@ -9,7 +9,7 @@ from dataplane_core.ledger.checks import check_command
 from dataplane_core.ledger.commands import Command, Located, Reply
 from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, Pacer, backoff_s
-from dataplane_core.ledger.rows import Ref, group_of
+from dataplane_core.ledger.rows import Ref, group_of, too_many_samples
 from dataplane_core.ledger.service import LedgerService
 from dataplane_core.ledger.state import (
     StateReader,
@@ -41,6 +41,7 @@ __all__ = [
     "pack_splits",
     "pack_write_id",
     "to_state",
+    "too_many_samples",
     "unpack_refs",
     "unpack_splits",
     "unpack_write_id",

@@ -307,6 +307,7 @@ class Ledger:
                         f"put_samples('{partition_id}') refused: group '{key}' would have {present + count} members. "
                         f"Expected at most {group_size}, the partition's group size. Nothing was written."
                     )
+        partition.check_num_samples(sample_ids)
         if not self._overwrite:
             for row in rows:
                 clash = None if row is None else next((name for name in specs if name in row.cells.fields), None)

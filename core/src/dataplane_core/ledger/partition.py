@@ -29,6 +29,7 @@ from dataplane_core.ledger.rows import (
     Ref,
     Row,
     group_of,
+    too_many_samples,
 )
 from dataplane_core.ledger.samplers import SAMPLERS, ranks_of
 from dataplane_core.ledger.shortfall import find_shortfall
@@ -80,7 +81,7 @@ class Partition:
         tasks: Task name -> what it was given.
         rows: Sample id -> row, in order of first write.
         specs: Field -> what it keeps, fixed by its first write.
-        seen: The first ``num_samples`` ids ever written, including cleared ones. Empty if ``num_samples`` is None.
+        seen: The ids ever written, including cleared ones. Empty while ``num_samples`` is None.
         groups: Group name -> group, if it has any members.
         broken_groups: Names of the groups that lost a member. They are never removed from this set.
         leases: The times at which leases may end.
@@ -121,6 +122,22 @@ class Partition:
         for task_name in command.consumer_tasks:
             self.tasks.setdefault(task_name, Task())
         self.info = info.extended(command.fields, command.consumer_tasks, command.enums)
+        if info.num_samples is None and command.num_samples is not None:
+            self.seen.update(self.rows)
+            self.info = replace(self.info, num_samples=max(command.num_samples, len(self.rows)))
+            self.version += 1  # so that the commit of a put under way is checked again
+
+    def check_num_samples(self, sample_ids: Sequence[str]) -> None:
+        """Refuses a put that would write more samples than were registered.
+
+        Raises:
+            InvalidRequestError: It would.
+        """
+        num_samples = self.info.num_samples
+        if num_samples is not None and len(self.seen) + len(sample_ids) > num_samples:
+            count = len(self.seen) + len(set(sample_ids).difference(self.seen))
+            if count > num_samples:
+                raise too_many_samples(f"put_samples('{self.partition_id}')", count, num_samples)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -256,7 +273,7 @@ class Partition:
         group_size = self.info.grpo_group_size
         row = Row(sample_id, seq, None if group_size is None else group_of(sample_id), now, cells, positions, tags)
         self.rows[sample_id] = row
-        if self.info.num_samples is not None and len(self.seen) < self.info.num_samples:
+        if self.info.num_samples is not None:
             self.seen.add(sample_id)
         if row.group is not None:
             group = self.groups.get(row.group)
@@ -514,8 +531,10 @@ class Partition:
         self.leases.tidy(self._lease, sum(task.num_held - task.num_done for task in self.tasks.values()))
 
     def consumed(self, task_names: Sequence[str]) -> bool:
-        """Whether every task was given every row, and has acked the leased ones. False if there are no rows."""
-        if not self.rows or not task_names:
+        """Whether every task was given every row, and has acked the leased ones. False before all are written; if it is
+        not known how many that are, while there are none."""
+        num_samples = self.info.num_samples
+        if not task_names or (not self.rows if num_samples is None else len(self.seen) < num_samples):
             return False
         tasks = [self.tasks.get(name) for name in task_names]
         return all(task is not None and task.num_done == len(self.rows) for task in tasks)

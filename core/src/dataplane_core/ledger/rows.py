@@ -45,6 +45,21 @@ def group_of(sample_id: str) -> str:
     return group
 
 
+def too_many_samples(what: str, count: int, num_samples: int) -> InvalidRequestError:
+    """The error of a put that would write more samples than were registered.
+
+    Args:
+        what: The put, as ``put_samples('train')``.
+        count: The distinct ids that would have been written then, cleared ones included.
+        num_samples: Of the registration.
+    """
+    return InvalidRequestError(
+        f"{what} refused: {count} distinct samples would have been written. Expected at most {num_samples}, the "
+        "partition's num_samples; cleared ones count. Nothing was written.",
+        hint="Register the partition with as many as will come; or with None, and call finish_partition at the end.",
+    )
+
+
 class Join(NamedTuple):
     """How the cells of a row follow from those before a put and those of the put. The same for all rows of a put.
 

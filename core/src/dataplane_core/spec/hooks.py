@@ -75,6 +75,8 @@ class DataPlaneSpec:
     def register_partition(self, request: RegisterRequest) -> PartitionInfo:  # type: ignore[empty-body]
         """Opens the partition. On return, an earlier registration is dropped or extended, as ``if_exists`` says.
 
+        To finish a partition, the client sends ``keep`` with ``num_samples`` 0.
+
         Raises:
             InvalidRequestError: ``if_exists`` is ``keep``, and the partition has another group size. Nothing changed.
         """
@@ -96,6 +98,7 @@ class DataPlaneSpec:
             SchemaMismatchError: A spec differs from the field's first write (`FieldSpec.after`). Its ``expected`` has
                 the specs of these fields. Nothing is written.
             InvalidRequestError: An id has no ``_g``, or a group would have too many members. Nothing is written.
+            InvalidRequestError: More distinct ids than ``num_samples`` would have been written. Nothing is written.
             StalePartitionError: ``epoch`` is not the current registration. Nothing is written.
             CapacityExceededError: The store is full and configured to raise.
             LostReplyError: The put was sent and its reply is lost. The client calls the hook again with the same
@@ -151,7 +154,9 @@ class DataPlaneSpec:
 
     @hookspec(firstresult=True)
     def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:  # type: ignore[empty-body]
-        """Answers from the store's own state. False for an unknown partition or task, and while no sample is held."""
+        """Answers from the store's own state. False for an unknown partition or task, and before ``num_samples``
+        distinct ids were written; without ``num_samples``, while no sample is held.
+        """
 
     @hookspec(firstresult=True)
     def clear_samples(self, request: ClearRequest) -> ClearReply:  # type: ignore[empty-body]

@@ -45,7 +45,7 @@ class PartitionInfo:
     Attributes:
         epoch: The id of the registration, from `RegisterRequest.epoch`. No other registration has it.
         fields: As registered.
-        num_samples: As registered.
+        num_samples: As registered, or as it was when the partition was finished.
         consumer_tasks: As registered.
         grpo_group_size: As registered.
         enums: As registered.

@@ -128,13 +128,14 @@ class RegisterRequest(PartitionRequest):
 
     Attributes:
         fields: Fields that producers are expected to write.
-        num_samples: Number of distinct ids that will be written, or None if unknown.
+        num_samples: Number of distinct ids that will be written, or None if unknown. With ``keep`` it may be 0.
         consumer_tasks: The tasks that get a cursor.
         grpo_group_size: Samples per group, or None.
         enums: Field -> the strings that it may hold.
         if_exists: What becomes of an earlier registration of the same name. ``replace``: it is dropped, with its rows.
             ``keep``: it stays, with rows, tags, cursors, schema, epoch and ``num_samples``. Only the new ``fields``,
-            ``consumer_tasks`` and ``enums`` are added to it.
+            ``consumer_tasks`` and ``enums`` are added to it. If it has no ``num_samples``, it gets those of the
+            request, but at least as many as it holds samples.
         epoch: The id of the registration, if it is a new one: random bits drawn by the client (`new_id`).
     """
 

@@ -138,6 +138,45 @@ class ConsumesNothing(NoopBackend):
         return super().check_consumption(request)
 
 
+@breaks("test_num_samples_must_be_written_and_consumed")
+class ConsumesBeforeTheEnd(NoopBackend):
+    """Compares what was consumed with what is there, not with what will come."""
+
+    def check_consumption(self, request):
+        partition = self._service._ledger._partitions.get(request.partition_id)
+        tasks = [] if partition is None else [partition.tasks.get(name) for name in request.task_names]
+        done = bool(tasks and partition.rows) and all(task and task.num_done == len(partition.rows) for task in tasks)
+        return ConsumptionReply(consumed=done)
+
+
+@breaks("test_cleared_samples_count_as_written_and_consumed")
+class ConsumesWhatIsThereOnly(NoopBackend):
+    """A partition without samples is never consumed."""
+
+    def check_consumption(self, request):
+        partition = self._service._ledger._partitions.get(request.partition_id)
+        consumed = super().check_consumption(request).consumed
+        return ConsumptionReply(consumed=consumed and partition is not None and bool(partition.rows))
+
+
+@breaks("test_a_finished_partition_has_an_end")
+class NeverFinishes(NoopBackend):
+    """A registration that keeps takes num_samples only if it is not 0."""
+
+    def register_partition(self, request):
+        return super().register_partition(replace(request, num_samples=request.num_samples or None))
+
+
+@breaks("test_keep_adds_num_samples")
+class KeepsTheEndOpen(NoopBackend):
+    """A registration that keeps ignores num_samples."""
+
+    def register_partition(self, request):
+        known = request.partition_id in self._service._ledger._partitions
+        keeps = known and request.if_exists == "keep" and request.num_samples
+        return super().register_partition(replace(request, num_samples=None) if keeps else request)
+
+
 def _without(**kept):
     def change(self, request):
         claim = NoopBackend.claim(self, request)

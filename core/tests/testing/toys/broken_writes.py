@@ -53,6 +53,22 @@ class ReportsSuccessTooEarly(NoopBackend):
         return PutReply(num_samples=len(request.sample_ids))
 
 
+@breaks("test_no_more_samples_are_written_than_were_registered")
+class TakesMoreThanWereRegistered(NoopBackend):
+    """Counts the rows of a put, not those that are there already."""
+
+    def put_samples(self, request):
+        partition = self._service._ledger._partitions.get(request.partition_id)
+        total = None if partition is None else partition.info.num_samples
+        if partition is not None and total is not None and len(request.sample_ids) <= total:
+            partition.info = replace(partition.info, num_samples=1 << 40)
+        try:
+            return super().put_samples(request)
+        finally:
+            if partition is not None:
+                partition.info = replace(partition.info, num_samples=total)
+
+
 @breaks("test_put_hook_counts_its_rows")
 class ForgetsToWriteTags(NoopBackend):
     """Tags alone are not written, and not counted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from dataplane_core.errors import CorruptDataError, InvalidRequestError, LeaseHolder
@@ -95,13 +95,15 @@ class Overview:
                     f"{info.grpo_group_size}. Nothing was changed."
                 )
             extended = info.extended(request.fields, request.consumer_tasks, request.enums)
-            if extended == info:
+            num = request.num_samples if info.num_samples is None and request.num_samples is not None else -1
+            if extended == info and num < 0:
                 return info, 0
             tasks = [name for name in extended.consumer_tasks if name not in info.consumer_tasks]
-            names = (request.partition_id, epoch, text, _text_of(extended), tasks)
+            names = (request.partition_id, epoch, text, _text_of(extended), tasks, num)
             call = Acknowledged("register_partition", request.partition_id)
-            if self._session.run(what, request.deadline, "extend", *names, confirms=call)[0] == b"ok":
-                return extended, 0
+            reply = self._session.run(what, request.deadline, "extend", *names, confirms=call)
+            if reply[0] == b"ok":
+                return (extended if num < 0 else replace(extended, num_samples=reply[1])), 0
 
     def _open(self, what: str, request: RegisterRequest) -> tuple[PartitionInfo, int] | None:
         """Opens a partition. None if it is there and must be kept."""

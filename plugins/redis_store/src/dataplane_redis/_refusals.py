@@ -18,7 +18,7 @@ from dataplane_core.errors import (
     UnknownTaskError,
     preview,
 )
-from dataplane_core.ledger import group_of
+from dataplane_core.ledger import group_of, too_many_samples
 from dataplane_core.spec import (
     AckRequest,
     ClaimRequest,
@@ -108,6 +108,8 @@ def raise_put(what: str, request: PutRequest, reply: Sequence[Any]) -> NoReturn:
             f"{what} refused: group '{text_of(reply[1])}' would have {reply[2]} members. Expected at most {reply[3]}, "
             "the partition's group size. Nothing was written."
         )
+    if kind == b"too_many":
+        raise too_many_samples(what, reply[1], reply[2])
     raise_partition(request.partition_id, reply)
 
 

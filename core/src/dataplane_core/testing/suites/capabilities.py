@@ -30,6 +30,7 @@ _ASK: dict[Capability, list[Callable[[DataPlaneClient, str], Any]]] = {
         lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False),
         lambda c, p: c.claim_meta(p, "train", ["x"], 1, timeout_s=0.1),
         lambda c, p: c.check_consumption_status(p, ["train"]),
+        lambda c, p: c.is_finished(p, ["train"]),
     ],
     Capability.GROUPS: [lambda c, p: c.register_partition(p + "-groups", ["x"], None, ["train"], grpo_group_size=2)],
     Capability.LEASES: [

@@ -93,6 +93,43 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
         store.put(partition, ["s0"], x=torch.arange(1))
         assert not _consumed(store, partition)
 
+    def test_num_samples_must_be_written_and_consumed(self, store: Store) -> None:
+        """Contract: "With num_samples, it is false until that many distinct ids were written, whatever was consumed
+        before."
+
+        Check first: the check_consumption hook must compare the ids ever written with the num_samples of the
+        registration. Else a consumer that is faster than its producer ends early.
+        """
+        partition = store.register("x", num_samples=4)
+        assert not _consumed(store, partition)
+        store.put(partition, ids(2), x=torch.arange(2))
+        store.claim(partition, 2)
+        assert not _consumed(store, partition), "two of four samples are not written"
+        assert not store.client.is_finished(partition, ["train"])
+        store.put(partition, ["s2", "s3"], x=torch.arange(2))
+        assert not _consumed(store, partition)
+        store.claim(partition, 2)
+        assert _consumed(store, partition)
+        assert store.client.is_finished(partition, ["train"])
+
+    def test_cleared_samples_count_as_written_and_consumed(self, store: Store) -> None:
+        """Contract: "Samples that were cleared then count as written and consumed, so that it is also true when all
+        were cleared."
+
+        Check first: with num_samples, a partition that holds no sample can be consumed. Compare the ids ever written
+        with num_samples, and what each task has consumed with what is held.
+        """
+        partition = store.register("x", num_samples=4)
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.client.clear_samples(ids(3), partition)
+        assert not _consumed(store, partition)
+        store.put(partition, ["s3"], x=torch.arange(1))
+        assert not _consumed(store, partition)
+        store.claim(partition, 1)
+        assert _consumed(store, partition)
+        store.client.clear_samples(["s3"], partition)
+        assert _consumed(store, partition)
+
     @proves(Capability.LEASES, Capability.CLAIMS)
     def test_leased_samples_count_when_acked(self, store: Store) -> None:
         """Contract: "A sample given under a lease counts once it is acked."

@@ -46,6 +46,43 @@ class KeepingSuite(Suite, chapter="keep"):
         assert rest.tags == [{"n": 1}, {"n": 2}]
 
     @proves(Capability.CLAIMS)
+    def test_a_finished_partition_has_an_end(self, store: Store) -> None:
+        """Contract: "If the partition has no num_samples, it gets as many as it holds samples: a put of further ids is
+        refused, a put to known ids is not, and claims that wait for more return what is left."
+
+        Check first: to finish a partition, the client registers it with if_exists "keep" and num_samples 0. If the
+        partition has no num_samples, the store sets it, in one step, to the number of rows, and replies it.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ids(4), x=torch.arange(4))
+        store.client.clear_samples(["s0"], partition)
+        waits = store.waiting_claim(partition, 8)
+        assert not store.client.is_finished(partition, ["train"])
+        store.client.finish_partition(partition)
+        assert waits.result(what="the claim of the rest").sample_ids == ["s1", "s2", "s3"]
+        assert store.hooks.describe(partition).num_samples == 3
+        assert store.client.is_finished(partition, ["train"])
+        with store.refusal(ValueError, "3"):
+            store.put(partition, ["s4"], x=torch.arange(1))
+        store.put(partition, ["s1"], y=torch.arange(1))
+
+    @proves(Capability.CLAIMS)
+    def test_keep_adds_num_samples(self, store: Store) -> None:
+        """Contract: "If it has no num_samples, it gets those of the call, but at least as many as it holds samples"
+
+        Check first: register_partition with if_exists "keep" must set num_samples if the partition has none.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(2))
+        store.register("x", num_samples=3, partition_id=partition, if_exists="keep")
+        assert store.claim(partition, 2).size == 2
+        assert not store.client.check_consumption_status(partition, ["train"])
+        store.put(partition, ["s2"], x=torch.arange(1))
+        assert store.claim(partition, 2, blocking=True, timeout_s=10.0).sample_ids == ["s2"]
+        with store.refusal(ValueError, "3"):
+            store.put(partition, ["s3"], x=torch.arange(1))
+
+    @proves(Capability.CLAIMS)
     def test_keep_adds_tasks_fields_and_enums(self, store: Store) -> None:
         """Contract: "Fields, tasks and strings of enums that it lacks are added."
 

@@ -50,6 +50,7 @@ _ACTIONS: dict[str, int] = {
     "clear": 2,
     "put_tags": 1,
     "start_afresh": 1,
+    "finish": 1,
 }
 _NEEDS = {
     "claim": Capability.CLAIMS,
@@ -118,6 +119,13 @@ class StoreMachine(RuleBasedStateMachine):
             self.client.clear_samples(None, self.partition)
             self.call_model(commands.Clear(self.partition, None))
         self.register(data.draw(_rarely, "grouped"), data.draw(_sizes, "num_samples"))
+
+    def finish(self, data: st.DataObject) -> None:
+        """Says that no more samples come."""
+        if not data.draw(_rarely, "now"):
+            return
+        self.client.finish_partition(self.partition)
+        self.call_model(commands.Register(self.partition, [], 0, [], self.group_size, {}, new_id(), "keep"))
 
     # --- writes -------------------------------------------------------------------------------------------------------
 

@@ -265,6 +265,27 @@ class PutSuite(Suite, chapter="put"):
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
+    def test_no_more_samples_are_written_than_were_registered(self, store: Store) -> None:
+        """Contract: "A put after which there would be more raises ValueError, and nothing is written."
+
+        Check first: where a put is committed, count the distinct ids ever written, with those of the put. Ids that are
+        written again, or were cleared before, count once.
+        """
+        partition = store.register("x", num_samples=4)
+        with store.refusal(ValueError, "11", "4"):
+            store.put(partition, ids(11), x=torch.arange(11))
+        with store.refusal(KeyError):
+            store.get(partition, ["s0"])
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.put(partition, ids(3), y=torch.arange(3))
+        store.client.clear_samples(["s0"], partition)
+        store.put(partition, ["s0", "s3"], x=torch.arange(2))
+        with store.refusal(ValueError, "5", "4"):
+            store.put(partition, ["s4"], [{"n": 1}])
+        with store.refusal(ValueError, "5", "4"):
+            store.put(partition, ["s1", "s5"], x=torch.arange(8, 10))
+        assert store.get(partition, ids(4))["x"].tolist() == [0, 1, 2, 1]
+
     def test_a_thousand_rows(self, store: Store) -> None:
         """Contract: "Writes cells; fields is a TensorDict of batch size [len(sample_ids)]."
 

@@ -91,7 +91,8 @@ class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
     def test_a_claim_is_woken_when_it_need_not_wait(self, store: Store) -> None:
         """Contract: "With wakes, the store wakes a waiting claim when it can be answered"
 
-        Check first: a claim can be answered, too, when the partition is cleared, or can give the task no more.
+        Check first: a claim can be answered, too, when the partition is cleared, is finished (a registration with keep
+        and num_samples), or can give the task no more.
         """
         with _no_polls(store):
             partition = store.register("x", num_samples=3)
@@ -105,6 +106,11 @@ class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
             assert store.claim(partition, 1).sample_ids == ["a"]
             store.put(partition, ["b"], x=torch.zeros(1))
             assert none_left.result(what="the claim of what is left").sample_ids == ["b"]
+            partition = store.register("x")
+            store.put(partition, ["a"], x=torch.zeros(1))
+            finished = store.waiting_claim(partition, 2)
+            store.client.finish_partition(partition)
+            assert finished.result(what="the claim on a finished partition").sample_ids == ["a"]
             partition = store.register("x")
             refused = store.waiting_claim(partition, 1)
             store.client.clear_samples(None, partition)

@@ -3,7 +3,8 @@ local name, tasks = unpack(cmsgpack.unpack(ARGV[1]))
 local P = open_partition(name)
 if not P or #tasks == 0 then return {'ok', 0} end
 local count = call('ZCARD', P.at .. 'o')
-if count == 0 then return {'ok', 0} end
+if P.num and tonumber(call('HGET', P.meta, 'seen') or 0) < P.num then return {'ok', 0} end
+if not P.num and count == 0 then return {'ok', 0} end
 for _, task in ipairs(tasks) do
   local index = call('HGET', P.meta, 't:' .. task)
   if not index then return {'ok', 0} end

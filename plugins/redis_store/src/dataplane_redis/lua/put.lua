@@ -85,6 +85,20 @@ if P.group then
     if count > P.group then return refuse('surplus', key, count, P.group) end
   end
 end
+local num_fresh = 0  -- ids that count for num
+if P.num then
+  local new_ids = {}
+  for i, id in ipairs(ids) do
+    if not rows[i] then new_ids[#new_ids + 1] = id end
+  end
+  num_fresh = #new_ids
+  if num_fresh > 0 and call('EXISTS', P.at .. 'x') == 1 then
+    -- define here: ask_many
+    for _, was in ipairs(ask_many('SMISMEMBER', P.at .. 'x', new_ids)) do num_fresh = num_fresh - was end
+  end
+  local count = num_fresh + tonumber(call('HGET', P.meta, 'seen') or 0)
+  if num_fresh > 0 and count > P.num then return refuse('too_many', count, P.num) end
+end
 if mode ~= 'commit' and total > 0 then
   if capacity > 0 then
     -- define here: take_room
@@ -252,14 +266,7 @@ if P.group then
   join_groups(P, group_names, groups, joining, group_seqs)
   units = distinct_groups(ids)
 end
-if P.num and #new_ids > 0 then
-  local fresh = #new_ids
-  if call('EXISTS', P.at .. 'x') == 1 then
-    -- define here: ask_many
-    for _, was in ipairs(ask_many('SMISMEMBER', P.at .. 'x', new_ids)) do fresh = fresh - was end
-  end
-  if fresh > 0 then call('HINCRBY', P.meta, 'seen', fresh) end
-end
+if num_fresh > 0 then call('HINCRBY', P.meta, 'seen', num_fresh) end
 if #freed > 0 then
   -- define here: free_refs
   free_refs(P, freed)

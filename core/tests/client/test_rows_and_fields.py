@@ -1,0 +1,120 @@
+"""Rows without ids, fields that nobody declared, rows that lack a field."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pyarrow as pa
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from dataplane_core import connect, connect_async
+from dataplane_core.testing.faults import Faults
+
+
+@pytest.fixture
+def client():
+    with connect({"backend": "noop"}) as opened:
+        opened.register_partition("p", ["x", "reward"], None, ["t"])
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("fields", "tags"),
+    [
+        ([{"x": 1}], None),
+        ({"x": [1]}, None),
+        ({"x": torch.zeros(1)}, None),
+        ({"x": NonTensorStack("a")}, None),
+        (TensorDict({"x": torch.zeros(1)}, batch_size=[1]), None),
+        (pa.table({"x": [1]}), None),
+        (None, [{"n": 1}]),
+    ],
+)
+def test_rows_without_ids_are_refused(client, fields, tags):
+    with pytest.raises(ValueError, match=r"Expected (\[)?0|1:1"):
+        client.put_samples([], "p", fields, tags)
+
+
+@pytest.mark.parametrize("fields", [None, {}, [], {"x": []}, {"x": torch.zeros(0, 3)}, pa.table({"x": pa.array([])})])
+def test_no_rows_without_ids_are_an_empty_put(client, fields):
+    assert client.put_samples([], "p", fields, []).sample_ids == []
+
+
+def test_a_field_that_is_not_registered_is_told_once_with_the_nearest_name(client, caplog):
+    for sample_id in ("a", "b"):
+        client.put_samples([sample_id], "p", {"x": [1], "rewrad": [0.5], "text": ["object"]})
+    client.put_samples(["a"], "p", {"pixel_values": torch.zeros(1, 3)})
+    assert [record.message for record in caplog.records] == [
+        "put_samples('p', 1 samples): field 'rewrad', 'text' is not registered. Did you mean 'reward'? If it is right, "
+        "register it."
+    ]
+
+
+def test_a_claim_of_a_field_that_nobody_writes_says_so_before_it_waits(client, caplog):
+    client.put_samples(["a"], "p", {"x": [1], "written": [2]})
+    caplog.clear()
+    assert client.claim_meta("p", "t", ["written"], 1).size == 1
+    assert not caplog.records
+    for _ in range(2):
+        assert client.claim_meta("p", "t", ["aa"], 1, blocking=False).size == 0
+    assert client.claim_meta("p", "t", ["rewards"], 1, blocking=False).size == 0
+    assert [record.message for record in caplog.records] == [
+        "claim_meta('p', 't'): field 'aa' is neither registered nor written. Registered: 'x', 'reward'. If it is "
+        "right, register it.",
+        "claim_meta('p', 't'): field 'rewards' is neither registered nor written. Did you mean 'reward'? If it is "
+        "right, register it.",
+    ]
+
+
+def test_a_client_that_did_not_register_looks_at_the_registration_once():
+    faults = Faults()
+    with connect({"backend": "noop", "middleware": [faults]}) as opened, faults.counting() as calls:
+        opened.register_partition("p", ["x"], None, ["t"])
+        opened._infos.clear()  # as another client has it
+        for number in range(3):
+            opened.put_samples([f"s{number}"], "p", {"x": [1]})
+            opened.claim_meta("p", "t", ["x"], 1)
+    assert calls.count("describe_partition") == 1
+
+
+def test_strict_fields_refuse_unknown_ones():
+    async def steps():
+        async with await connect_async({"backend": "noop", "strict_fields": True}) as opened:
+            await opened.register_partition("p", ["x", "reward"], None, ["t"])
+            refused = r"'rewrad' is not registered\. Did you mean 'reward'\? Nothing was written"
+            with pytest.raises(ValueError, match=refused):
+                await opened.put_samples(["a"], "p", {"x": [1], "rewrad": [0.5]})
+            with pytest.raises(ValueError, match="'aa' is neither registered nor written"):
+                await opened.claim_meta("p", "t", ["aa"], 1)
+            assert await opened.list_sample_ids("p") == []
+            await opened.register_partition("p", ["later"], None, [], if_exists="keep")
+            await opened.put_samples(["a"], "p", {"later": [1]})
+            await opened.register_partition("any", [], None, ["t"])
+            await opened.put_samples(["a"], "any", {"whatever": [1]})
+
+    asyncio.run(steps())
+
+
+def test_ids_are_listed_by_the_fields_that_they_have(client):
+    client.put_samples(["a", "b", "c"], "p", {"x": torch.arange(3)}, [{"n": 1}, {"n": 2}, {"n": 2}])
+    client.put_samples(["a", "c"], "p", {"reward": torch.zeros(2)})
+    with pytest.raises(KeyError, match="'b' lacks 'reward'"):
+        client.get_samples(client.list_sample_ids("p"), "p", ["reward"])
+    assert client.list_sample_ids("p", fields=["reward"]) == ["a", "c"]
+    assert client.list_sample_ids("p", {"n": 2}, fields=["x", "reward"]) == ["c"]
+    assert client.list_sample_ids("p", fields=["nothing"]) == []
+
+
+def test_ids_are_listed_while_samples_are_cleared(client, monkeypatch):
+    client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
+    listed = client.list_samples
+
+    def cleared_after(*args):
+        found = listed(*args)
+        client.clear_samples(["a"], "p")
+        return found
+
+    monkeypatch.setattr(client, "list_samples", cleared_after)
+    assert client.list_sample_ids("p", fields=["x"]) == ["b"]

@@ -14,7 +14,7 @@ from dataplane_core.errors import (
     BackendUnavailableError,
     CapacityExceededError,
     DataPlaneError,
-    OperationTimeoutError,
+    RoomTimeoutError,
 )
 from dataplane_redis import _puts
 from dataplane_redis._scripts import SCRIPTS
@@ -143,7 +143,7 @@ def test_a_put_that_gave_up_keeps_nobody_waiting(client, plain, connect):
     namespace = client.config.options["namespace"]
     impatient = connect(bootstrap=False, url=plain.url, namespace=namespace, op_timeout_s=0.5)
     put(client, "old", 60)
-    with pytest.raises(OperationTimeoutError, match="timed out waiting for room"):
+    with pytest.raises(RoomTimeoutError, match="No room became free before the deadline"):
         put(impatient, "large", 90)
     put(client, "small", 40)
 

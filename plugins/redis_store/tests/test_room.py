@@ -211,7 +211,7 @@ def test_a_put_is_woken_when_the_one_before_it_gives_up(client, plain, connect, 
     def give_up():
         try:
             put(impatient, "large", 90)
-        except OperationTimeoutError:
+        except RoomTimeoutError:
             refused.append("large")
 
     first = threading.Thread(target=give_up)

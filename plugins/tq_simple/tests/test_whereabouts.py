@@ -52,7 +52,7 @@ def start(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**others, "TMPDIR": str(tmp_path), **env},
+            env={**others, "TMPDIR": str(tmp_path), "RAY_TMPDIR": tempfile.gettempdir(), **env},
         )
         started.append(process)
         return process

@@ -167,7 +167,8 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         Check first: the claim hook must pass `dp_size` to the ledger with every sampler, and return `Claim.num_ranks`.
         """
         partition = store.register("x", "tokens", num_samples=5)
-        store.put(partition, ids(5), x=torch.arange(5.0), tokens=[[1] * each for each in range(1, 6)])
+        columns = {"x": torch.arange(5.0), "tokens": [[1] * each for each in range(1, 6)]}
+        store.client.put_samples(ids(5), partition, columns)
         sizes: list[list[int]] = []
         for rank in (1, 0):  # one after the other: the ranks need not ask at the same time
             batches = stream(

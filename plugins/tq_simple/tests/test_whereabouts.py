@@ -43,7 +43,7 @@ with connect({"backend": "tq_simple", "attach_wait_s": 240, "op_timeout_s": 240}
 def start(tmp_path):
     """Starts programs in a temporary folder of their own, which no other test sees."""
     started = []
-    others = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    others = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_MODE")}
 
     def run(source, *args, **env):
         process = subprocess.Popen(

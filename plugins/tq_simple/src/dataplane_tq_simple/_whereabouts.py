@@ -1,7 +1,7 @@
 """Where the instances of this user run on this host, so that a process attaches by their name alone.
 
-The process that bootstrapped an instance holds a `PrivateFolder` whose name is that of the instance and the address of
-its Ray. If it ends, however it ends, the folder is no longer owned.
+The process that bootstrapped an instance holds a `PrivateFolder` whose name is that of the instance, the address of
+its Ray, and whether that asks for a token. If it ends, however it ends, the folder is no longer owned.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from typing import Final
 
 import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
 from dataplane_core.backends import PrivateFolder
 from dataplane_core.errors import BackendUnavailableError, ConfigError, DataPlaneError
@@ -38,7 +39,8 @@ def claim_name(name: str, deadline: float) -> PrivateFolder:
 
 def leave(name: str, address: str, deadline: float) -> PrivateFolder | None:
     """Says where an instance runs, until the folder is released. None: this host has no place to say it."""
-    folder = _folder(f"{name}{_MARK}{address}")
+    secured = f"{_MARK}token" if os.environ.get("RAY_AUTH_MODE", "").lower() == "token" else ""  # Ray itself sets it
+    folder = _folder(f"{name}{_MARK}{address}{secured}")
     try:
         folder.claim(deadline)
     except (DataPlaneError, OSError) as error:
@@ -61,7 +63,7 @@ def find(config: QueueConfig, name: str) -> str:
         for each in home.path.parent.glob(f"{name}{_MARK}*"):
             folder = _folder(each.name)
             if folder.is_owned:
-                found.append(each.name.partition(_MARK)[2])
+                found.append(each.name.partition(_MARK)[2].partition(_MARK))
             else:
                 with contextlib.suppress(DataPlaneError, OSError):  # its owner was killed
                     folder.claim(time.monotonic())
@@ -76,10 +78,14 @@ def find(config: QueueConfig, name: str) -> str:
     if len(found) > 1:
         raise ConfigError(
             f"cannot attach to instance {config.instance!r}: {len(found)} of that name run on this host, on the Rays "
-            f"at {', '.join(sorted(found))}.",
+            f"at {', '.join(sorted(address for address, *_ in found))}.",
             hint="Set ray_address to one of them, or give each an `instance` of its own.",
         )
-    return found[0]
+    address, _, secured = found[0]
+    if secured:
+        # else Ray, which is given an address, would not use the user's token, though the owner's Ray asks for it
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    return address
 
 
 def _folder(name: str) -> PrivateFolder:

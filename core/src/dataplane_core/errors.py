@@ -37,6 +37,7 @@ __all__ = [
     "PluginError",
     "PluginImportError",
     "PluginSignatureError",
+    "RoomTimeoutError",
     "SaveError",
     "SchemaMismatchError",
     "Shortfall",
@@ -455,7 +456,7 @@ class ClaimTimeoutError(OperationTimeoutError):
 
 
 class CapacityExceededError(DataPlaneError, RuntimeError):
-    """The store is full and configured to raise, or the batch can never fit.
+    """The store is full, or the batch can never fit. With ``on_full: block``, a put waits first: `RoomTimeoutError`.
 
     Attributes:
         ask_again_s: Seconds until a waiting put should ask again. 0: the store does not say.
@@ -466,6 +467,25 @@ class CapacityExceededError(DataPlaneError, RuntimeError):
     def __init__(self, message: str, *, ask_again_s: float = 0.0, **kwargs: Any) -> None:
         super().__init__(message, **kwargs)
         self.ask_again_s = ask_again_s
+
+
+class RoomTimeoutError(CapacityExceededError, OperationTimeoutError):
+    """A put waited for room until its deadline, and the store was still full. Nothing was written."""
+
+    @classmethod
+    def after(cls, refusal: CapacityExceededError, *, asked_in_vain: bool = False) -> RoomTimeoutError:
+        """The error of a put that was refused for the last time.
+
+        Args:
+            refusal: What the store said.
+            asked_in_vain: Whether the put asked again after that, and got no answer in time.
+        """
+        last = " The store did not answer the last question." if asked_in_vain else ""
+        return cls(
+            f"{refusal.message} No room became free before the deadline. Nothing was written.{last}",
+            hint=refusal.hint,
+            outcome="not_done",
+        )
 
 
 class ClientClosedError(DataPlaneError, RuntimeError):

@@ -16,6 +16,7 @@ from dataplane_core.errors import (
     ClientClosedError,
     LostSamplesError,
     OperationTimeoutError,
+    RoomTimeoutError,
 )
 from dataplane_core.ledger import commands
 from dataplane_core.plugins import connect_backend
@@ -206,6 +207,58 @@ def test_a_put_that_finds_the_engine_full_queues_again():
     with open_client(EngineIsFull, capacity_bytes=100) as client:
         put(client, ["a"], size=50)
     assert len(asked) == 4
+
+
+@pytest.mark.parametrize("cut", [commands.BeginPut, commands.WaitForRoom])
+def test_a_put_whose_last_question_got_no_answer_says_that_the_store_was_full(cut):
+    class AnswersOnce(NoopBackend):
+        num_asked = 0
+
+        def _ledger(self, deadline, command):
+            if isinstance(command, cut) and not getattr(command, "wait_s", 1) <= 0:
+                self.num_asked += 1
+                if self.num_asked > 2:
+                    raise OperationTimeoutError("no answer. It may have been executed or not.")
+            return super()._ledger(deadline, command)
+
+        def _waking_ledger(self, deadline, command, wake):
+            return self._ledger(deadline, command)
+
+    with open_client(AnswersOnce, capacity_bytes=100) as client:
+        put(client, ["a"], size=60)
+        client._backend.num_asked = 1 if cut is commands.BeginPut else 2
+        with pytest.raises(RoomTimeoutError) as caught:
+            put(client, ["b"], size=60)
+        assert isinstance(caught.value, CapacityExceededError)
+        assert caught.value.outcome == "not_done"
+        assert str(caught.value).count("60 of 100 bytes are held") == 1
+        assert "did not answer the last question" in str(caught.value)
+        assert client.list_sample_ids("p") == ["a"]
+
+
+def test_a_put_whose_commit_got_no_answer_may_be_done_though_it_waited_for_room():
+    class LosesTheCommit(NoopBackend):
+        def _ledger(self, deadline, command):
+            reply = super()._ledger(deadline, command)
+            if isinstance(command, commands.WaitForRoom) and command.wait_s:
+                super()._ledger(deadline, commands.Clear("p", ["a"]))
+            if isinstance(command, commands.CommitPut) and "a" not in self.list_all():
+                raise OperationTimeoutError("no answer.")
+            return reply
+
+        def list_all(self):
+            return self._service.call(commands.ListSamples("p", None)).sample_ids
+
+        def _waking_ledger(self, deadline, command, wake):
+            return self._ledger(deadline, command)
+
+    with open_client(LosesTheCommit, capacity_bytes=100) as client:
+        put(client, ["a"], size=60)
+        with pytest.raises(OperationTimeoutError) as caught:
+            put(client, ["b"], size=60)
+        assert not isinstance(caught.value, CapacityExceededError)
+        assert caught.value.outcome == "unknown"
+        assert client.list_sample_ids("p") == ["b"]
 
 
 def test_a_large_put_gets_its_room_among_many_small_ones():

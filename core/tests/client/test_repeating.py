@@ -12,6 +12,7 @@ from dataplane_core.errors import (
     LeaseExpiredError,
     LostReplyError,
     OperationTimeoutError,
+    RoomTimeoutError,
 )
 from dataplane_core.plugins import connect_backend
 from dataplane_core.spec import Capability
@@ -115,11 +116,10 @@ def test_the_error_at_the_end_says_what_is_known(errors, raised, outcome, words)
 
 
 def test_a_put_that_waited_for_room_after_a_lost_reply_is_not_done():
-    late = OperationTimeoutError("waited for room. Nothing was written.", outcome="not_done")
-    late.__cause__ = CapacityExceededError("full")
+    late = RoomTimeoutError.after(CapacityExceededError("full."))
     with opened() as client:
         client._backend.errors = [LostReplyError("gone."), late]
-        with pytest.raises(OperationTimeoutError) as caught:
+        with pytest.raises(RoomTimeoutError) as caught:
             put(client)
         assert caught.value is late
         assert caught.value.outcome == "not_done"

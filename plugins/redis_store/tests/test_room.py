@@ -14,7 +14,7 @@ from dataplane_core.errors import (
     BackendUnavailableError,
     CapacityExceededError,
     DataPlaneError,
-    OperationTimeoutError,
+    RoomTimeoutError,
 )
 from dataplane_redis import _puts
 from dataplane_redis._scripts import SCRIPTS
@@ -143,7 +143,7 @@ def test_a_put_that_gave_up_keeps_nobody_waiting(client, plain, connect):
     namespace = client.config.options["namespace"]
     impatient = connect(bootstrap=False, url=plain.url, namespace=namespace, op_timeout_s=0.5)
     put(client, "old", 60)
-    with pytest.raises(OperationTimeoutError, match="timed out waiting for room"):
+    with pytest.raises(RoomTimeoutError, match="No room became free before the deadline"):
         put(impatient, "large", 90)
     put(client, "small", 40)
 
@@ -211,7 +211,7 @@ def test_a_put_is_woken_when_the_one_before_it_gives_up(client, plain, connect, 
     def give_up():
         try:
             put(impatient, "large", 90)
-        except OperationTimeoutError:
+        except RoomTimeoutError:
             refused.append("large")
 
     first = threading.Thread(target=give_up)

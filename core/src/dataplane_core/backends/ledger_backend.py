@@ -30,6 +30,7 @@ from dataplane_core.errors import (
     InvalidRequestError,
     LostSamplesError,
     OperationTimeoutError,
+    RoomTimeoutError,
     StalePartitionError,
     UnknownPartitionError,
     UnsupportedOperationError,
@@ -141,11 +142,13 @@ class _Ticket:
         id: Random bits.
         queued_at: When the put last said that it waits, on `time.monotonic`'s clock. None: it is not in the queue.
         waited: Whether it ever was in the queue.
+        refusal: What the store said when it had no room, until the put begins to commit: before that it wrote nothing.
     """
 
     id: str = field(default_factory=new_id)
     queued_at: float | None = None
     waited: bool = False
+    refusal: CapacityExceededError | None = None
 
 
 class LedgerBackend(Backend, ABC):
@@ -414,6 +417,10 @@ class LedgerBackend(Backend, ABC):
         ticket = _Ticket() if self.config.on_full == "block" else None
         try:
             return self._put_in_turn(request, bundles, ticket)
+        except OperationTimeoutError as late:
+            if ticket is None or ticket.refusal is None:
+                raise
+            raise RoomTimeoutError.after(ticket.refusal, asked_in_vain=True) from late
         finally:
             if ticket is not None and ticket.waited:
                 self._stop_waiting(ticket.id)
@@ -440,12 +447,9 @@ class LedgerBackend(Backend, ABC):
                 now = time.monotonic()
                 left_s = request.deadline - now
                 if left_s <= LEAST_ROOM_PAUSE_S:
-                    raise OperationTimeoutError(
-                        f"put_samples('{request.partition_id}', {len(request.sample_ids)} samples) timed out waiting "
-                        f"for room. Nothing was written. {error.message}",
-                        hint=error.hint,
-                        outcome="not_done",
-                    ) from error
+                    ticket.refusal = None
+                    raise RoomTimeoutError.after(error) from error
+                ticket.refusal = error
                 if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
                     ticket.queued_at, ticket.waited = now, True
                     wait = commands.WaitForRoom(ticket.id, _size_bytes(bundles), wait_s=left_s)
@@ -488,6 +492,8 @@ class LedgerBackend(Backend, ABC):
             stored = [each for each in bundles if each.columns]
             by_id = {write.write_id: bundle for write, bundle in zip(writes, stored, strict=True)}
             self._store_all(write_id, by_id, request.deadline)
+            if ticket is not None:
+                ticket.refusal = None
             return self._ledger(request.deadline, commands.CommitPut(write_id))
         except BaseException:
             self._undo(write_id, request.deadline)

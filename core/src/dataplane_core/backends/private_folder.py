@@ -37,17 +37,17 @@ class PrivateFolder:
     Args:
         service: What runs there, such as ``redis``. Part of the path.
         namespace: The name of the instance. Part of the path.
-        socket: The file name of the Unix socket in the folder. Its path must be short.
+        socket: The file name of the Unix socket in the folder. Its path must be short. Default: there is none.
 
     Attributes:
         path: The folder.
         socket: The path of the socket.
     """
 
-    def __init__(self, service: str, namespace: str, socket: str) -> None:
+    def __init__(self, service: str, namespace: str, socket: str = "") -> None:
         name = f"dataplane-{service}-{os.getuid()}"
         path = Path(tempfile.gettempdir()) / name / namespace
-        if len(str(path / socket)) >= _MAX_PATH:
+        if socket and len(str(path / socket)) >= _MAX_PATH:
             path = Path("/tmp") / name / namespace
         self.path = path
         self.socket = path / socket
@@ -96,6 +96,20 @@ class PrivateFolder:
         """The path of the lock file. Its name is never that of a folder, since no namespace begins with a dot."""
         return self.path.with_name(f".{self.path.name}.lock")
 
+    def check_home(self) -> None:
+        """Refuses a folder above this one that others can access: they could have put anything there.
+
+        Raises:
+            BackendUnavailableError: They can.
+        """
+        home = self.path.parent
+        status = home.lstat()
+        if not home.is_dir() or home.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise BackendUnavailableError(
+                f"connect refused: other users can access the folder {home}. Expected this user's folder, mode 700.",
+                retryable=False,
+            )
+
     def claim(self, deadline: float) -> None:
         """Locks the folder and makes it new and empty.
 
@@ -103,14 +117,8 @@ class PrivateFolder:
             BackendUnavailableError: Other users can access the folder above it.
             AlreadyRunningError: Another process owns the folder. Retryable.
         """
-        home = self.path.parent
-        home.mkdir(mode=0o700, exist_ok=True)
-        status = home.lstat()
-        if not home.is_dir() or home.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise BackendUnavailableError(
-                f"connect refused: other users can access the folder {home}. Expected this user's folder, mode 700.",
-                retryable=False,
-            )
+        self.path.parent.mkdir(mode=0o700, exist_ok=True)
+        self.check_home()
         give_up = min(deadline, time.monotonic() + _CLEANUP_S)
         while True:
             lock = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

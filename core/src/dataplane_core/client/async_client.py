@@ -233,7 +233,8 @@ class AsyncDataPlaneClient:
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
         with client._operation("claim_meta", given["partition_id"]):
             request = client._claim_request(**given)
-            return await self._claim_until(request, given["timeout_s"] if given["blocking"] else None, client._waiters)
+            timeout_s = given["timeout_s"] if given["blocking"] else None
+            return client._claimed(request, await self._claim_until(request, timeout_s, client._waiters))
 
     # --- its end ------------------------------------------------------------------------------------------------------
 
@@ -388,13 +389,13 @@ class AsyncDataPlaneClient:
         timeout_s: float | None,
         waiters: Waiters,
         since: Callable[[], float] | None = None,
-    ) -> KVBatchMeta:
+    ) -> Claim:
         """`Claims._claim_until` on the event loop."""
         client = self._client
         if client._must_prepare(request):
             await self._run("claim_meta", partial(client._prepare_claim, request))
         if timeout_s is None:
-            return client._claimed(request, await self._ask(request))
+            return await self._ask(request)
         wait = client._wait_of(request, timeout_s, since)
         waiter = _LoopWaiter()
         with wait.woken_by(waiter.wake), waiters.waiting(waiter.wake):
@@ -402,7 +403,7 @@ class AsyncDataPlaneClient:
                 claim = await self._ask(wait.prepare())
                 pause_s = wait.pause_s(claim)
                 if pause_s is None:
-                    return client._claimed(request, claim)
+                    return claim
                 waiters.check()
                 await waiter.wait(pause_s)
                 waiters.check()

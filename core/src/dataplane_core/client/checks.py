@@ -68,6 +68,8 @@ def check_sampler(sampler: Any, dp_rank: Any, dp_size: Any, batch_index: Any) ->
     for what, number in (("dp_rank", dp_rank), ("batch_index", batch_index)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
             raise InvalidRequestError(f"{what} must be an int of at least 0, got {number!r}.")
+    if dp_rank is None and dp_size is not None:
+        raise InvalidRequestError("dp_size needs a dp_rank: a claim gets the part of one rank.")
     if dp_rank is None and batch_index is not None:
         raise InvalidRequestError("batch_index needs a dp_rank: it counts the batches of a rank.")
     if dp_rank is not None and dp_size is not None and dp_rank >= dp_size:

@@ -90,10 +90,12 @@ class Claims(Overview):
                 is no lease, and each sample is given to the task at most once.
             tag_filter: A condition on tags, such as ``{"weight_version": (">=", 7)}``.
             sampler: Which ready samples it gives (capability ``samplers``). ``first_write``: in order of first write.
-                ``freshest``: the last written first. ``balanced``: the first claim of a batch takes ``batch_size``
-                samples for each of the ``dp_size`` ranks, and divides them so that all ranks get about the same number
+                ``freshest``: the last written first. ``balanced``: in order of first write, and the ``dp_size`` ranks
+                get about the same number
                 of tokens (tag ``input_lengths``).
-            dp_size: The number of ranks, which ``balanced`` requires.
+            dp_size: The number of ranks; ``balanced`` requires it. The first claim of a batch then chooses
+                ``batch_size`` samples for each rank, or what is left, and all ranks get about as many, perhaps none.
+                That there is no further batch is also said to all ranks. `stream` tells the two apart.
             batch_index: Which batch of ``dp_rank``, from 0. None: the first that this client was not given yet.
 
         Returns:
@@ -125,7 +127,7 @@ class Claims(Overview):
                 dp_size,
                 batch_index,
             )
-            return self._claim_until(request, timeout_s if blocking else None, self._waiters)
+            return self._claimed(request, self._claim_until(request, timeout_s if blocking else None, self._waiters))
 
     def ack(self, meta: KVBatchMeta) -> None:
         """Says that the samples of a claim, or of a part of it, are consumed. Acks all of them, or none.
@@ -260,13 +262,13 @@ class Claims(Overview):
         timeout_s: float | None,
         waiters: Waiters,
         since: Callable[[], float] | None = None,
-    ) -> KVBatchMeta:
+    ) -> Claim:
         """Claims, and waits up to ``timeout_s`` unless that is None, or until ``waiters`` are closed."""
         if self._must_prepare(request):
             self._prepare_claim(request)
         if timeout_s is None:
-            return self._claimed(request, self._claim(request))
-        return self._claimed(request, wait_for_claim(self._wait_of(request, timeout_s, since), self._claim, waiters))
+            return self._claim(request)
+        return wait_for_claim(self._wait_of(request, timeout_s, since), self._claim, waiters)
 
     def _wait_of(self, request: ClaimRequest, timeout_s: float, since: Callable[[], float] | None) -> ClaimWait:
         return ClaimWait(request, timeout_s, self._pacer, wakes=Capability.WAKES in self._capabilities, since=since)
@@ -311,7 +313,7 @@ class Claims(Overview):
 
     def _claimed(self, request: ClaimRequest, claim: Claim) -> KVBatchMeta:
         """The meta of a claim. Counts the batches of a rank."""
-        if request.dp_rank is not None and claim.sample_ids:
+        if request.dp_rank is not None and (claim.sample_ids or claim.num_ranks is not None):
             given = request.batch_index if request.batch_epoch in (None, claim.epoch) else 0
             key = (request.partition_id, request.task_name, request.dp_rank)
             with self._state:

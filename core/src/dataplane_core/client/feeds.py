@@ -10,11 +10,12 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from itertools import repeat
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from tensordict import TensorDict
 
@@ -23,11 +24,15 @@ from dataplane_core.client.checks import check_count, check_seconds
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.held import HeldMetas
 from dataplane_core.client.waiting import Waiters
+from dataplane_core.codec import empty_columns
 from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import ClaimRequest
+from dataplane_core.spec import Claim, ClaimRequest
 
-__all__ = ["RENEWED_AFTER", "AsyncFeed", "Collate", "Feed", "Item", "Terms", "terms_of"]
+__all__ = ["RENEWED_AFTER", "AsyncFeed", "Collate", "Feed", "Item", "Terms", "Uneven", "terms_of"]
+
+#: The batches of a rank in turn: those that the client was not given yet.
+_IN_TURN: Final = repeat(None)
 
 #: A lease is renewed after this share of it.
 RENEWED_AFTER: Final = 1 / 3
@@ -36,6 +41,8 @@ RENEWED_AFTER: Final = 1 / 3
 _COLLECTED_WITHIN_S: Final = 1.0
 
 Collate = Callable[[KVBatchMeta, TensorDict], Any]
+#: What a stream does with samples at the end that are too few for every rank to get one.
+Uneven: TypeAlias = Literal["equal", "drop", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,7 @@ class Terms:
     prefetch: int
     timeout_s: float
     collate: Collate
+    uneven: Uneven
 
     @property
     def lease_s(self) -> float:
@@ -56,13 +64,30 @@ class Terms:
     def renewed_after_s(self) -> float:
         return min(self.lease_s * RENEWED_AFTER, threading.TIMEOUT_MAX)
 
-    def request(self, client: DataPlaneClient) -> ClaimRequest:
+    def request(self, client: DataPlaneClient, batch_index: int | None = None) -> ClaimRequest:
         """The request of the next claim.
 
         Raises:
             DataPlaneError: The arguments are refused.
         """
-        return client._claim_request(**self.claim, blocking=True, timeout_s=self.timeout_s, batch_index=None)
+        return client._claim_request(**self.claim, blocking=True, timeout_s=self.timeout_s, batch_index=batch_index)
+
+    def is_given(self, claim: Claim) -> bool:
+        """Whether the loop gets a batch. All ranks decide the same.
+
+        Raises:
+            InvalidRequestError: Some ranks get no samples, and ``uneven`` is "error".
+        """
+        dp_size = self.claim["dp_size"]
+        if self.uneven == "equal" or claim.num_ranks in (None, dp_size):
+            return True
+        if self.uneven == "error":
+            raise InvalidRequestError(
+                f"stream('{self.claim['partition_id']}', '{self.claim['task_name']}') ended: the samples that are left "
+                f"give a batch to {claim.num_ranks} of {dp_size} ranks. They were given back.",
+                hint="With uneven='equal' the other ranks get an empty batch; with 'drop' none gets these samples.",
+            )
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +108,7 @@ def terms_of(
     prefetch: int,
     collate: Collate,
     timeout_s: float,
+    uneven: Uneven | None,
     claim: Mapping[str, Any],
 ) -> Terms:
     """Checks the arguments of `stream`, as far as that needs no client."""
@@ -93,6 +119,10 @@ def terms_of(
     defaults = {"dp_rank": None, "tag_filter": None, "sampler": "first_write", "dp_size": None}
     if not claim.keys() <= defaults.keys():
         raise InvalidRequestError(f"of claim_meta only {sorted(defaults)} can be given here, got {sorted(claim)}.")
+    if uneven is not None and uneven not in get_args(Uneven):
+        raise InvalidRequestError(f"uneven must be one of {', '.join(get_args(Uneven))}, got {uneven!r}.")
+    if uneven is not None and claim.get("dp_size") is None:
+        raise InvalidRequestError("uneven needs a dp_rank and a dp_size: it says what ranks do that get no samples.")
     names = list(fields)
     arguments = {
         "partition_id": partition_id,
@@ -103,19 +133,26 @@ def terms_of(
         **defaults,
         **claim,
     }
-    return Terms(arguments, names, prefetch, timeout_s, collate)
+    return Terms(arguments, names, prefetch, timeout_s, collate, uneven or "equal")
 
 
 class _AnyFeed:
     """What `Feed` and `AsyncFeed` share. Feeds do not refer to their streams, so that these can be collected."""
 
-    def __init__(self, client: DataPlaneClient, terms: Terms, most_held_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        client: DataPlaneClient,
+        terms: Terms,
+        most_held_s: float = math.inf,
+        batch_indexes: Iterable[int | None] = _IN_TURN,
+    ) -> None:
         self._sync = client
         self._terms = terms
         self._held = HeldMetas(client, terms.lease_s, most_held_s)
         self._waiters = Waiters("the stream or its client was closed while the next batch was waited for.")
         self._asked_at = math.inf  # since when `next` waits; infinity: it does not
         self._ended = False
+        self._batch_indexes = iter(batch_indexes)
 
     @contextmanager
     def _claiming(self) -> Iterator[ClaimRequest]:
@@ -125,7 +162,7 @@ class _AnyFeed:
             client._operation("claim_meta", terms.claim["partition_id"]),
             client._waiters.waiting(self._waiters.close),
         ):
-            yield terms.request(client)
+            yield terms.request(client, next(self._batch_indexes))
 
     def _check_process(self) -> None:
         """Refuses a forked process, which has neither the threads nor the leases of its parent."""
@@ -144,7 +181,11 @@ class _AnyFeed:
             ClientClosedError: The stream was closed meanwhile.
         """
         self._waiters.check()
-        batch = self._terms.collate(meta, self._sync.get_data(meta, self._terms.fields))
+        if meta.sample_ids:
+            columns = self._sync.get_data(meta, self._terms.fields)
+        else:
+            columns = empty_columns(self._sync.describe(meta.partition_id).specs, self._terms.fields)
+        batch = self._terms.collate(meta, columns)
         self._waiters.check()
         return Item(meta, batch)
 
@@ -165,13 +206,20 @@ class Feed(_AnyFeed):
         client: Claims and reads.
         terms: What it claims and reads.
         most_held_s: Seconds after which a batch that is not acked is given back.
+        batch_indexes: Which batches of a rank it claims. Default: those that the client was not given yet.
         closes: Whether the client ends with the feed.
     """
 
     def __init__(
-        self, client: DataPlaneClient, terms: Terms, *, most_held_s: float = math.inf, closes: bool = False
+        self,
+        client: DataPlaneClient,
+        terms: Terms,
+        *,
+        most_held_s: float = math.inf,
+        batch_indexes: Iterable[int | None] = _IN_TURN,
+        closes: bool = False,
     ) -> None:
-        super().__init__(client, terms, most_held_s)
+        super().__init__(client, terms, most_held_s, batch_indexes)
         self._closes = closes
         self._told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whether to end now
         self._ready: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
@@ -244,16 +292,21 @@ class Feed(_AnyFeed):
         self._threads.append(thread)
 
     def _fetch(self) -> Item | None:
-        with self._claiming() as request:
-            meta = self._sync._claim_until(request, self._terms.timeout_s, self._waiters, self._since)
-        if not meta.sample_ids:
-            return None
-        self._held.add(meta)
-        try:
-            return self._read(meta)
-        except BaseException:
-            self._held.give_back(meta)
-            raise
+        while True:
+            with self._claiming() as request:
+                claim = self._sync._claim_until(request, self._terms.timeout_s, self._waiters, self._since)
+                meta = self._sync._claimed(request, claim)
+            if not meta.sample_ids and not claim.num_ranks:
+                return None
+            self._held.add(meta)
+            try:
+                if self._terms.is_given(claim):
+                    return self._read(meta)
+                self._sync.ack(meta)
+            except BaseException:
+                self._held.give_back(meta)
+                raise
+            self._held.discard(meta)
 
     def _read_ahead(self) -> None:
         found: Item | BaseException | None
@@ -335,16 +388,21 @@ class AsyncFeed(_AnyFeed):
                 self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
     async def _fetch(self) -> Item | None:
-        with self._claiming() as request:
-            meta = await self._client._claim_until(request, self._terms.timeout_s, self._waiters, self._since)
-        if not meta.sample_ids:
-            return None
-        self._held.add(meta)
-        try:
-            return await self._client._run("get_data", partial(self._read, meta))
-        except (Exception, asyncio.CancelledError):
-            await self._give_back(meta)
-            raise
+        while True:
+            with self._claiming() as request:
+                claim = await self._client._claim_until(request, self._terms.timeout_s, self._waiters, self._since)
+                meta = self._sync._claimed(request, claim)
+            if not meta.sample_ids and not claim.num_ranks:
+                return None
+            self._held.add(meta)
+            try:
+                if self._terms.is_given(claim):
+                    return await self._client._run("get_data", partial(self._read, meta))
+                await self._client.ack(meta)
+            except (Exception, asyncio.CancelledError):
+                await self._give_back(meta)
+                raise
+            self._held.discard(meta)
 
     async def _work(self) -> None:
         renewing = asyncio.create_task(self._renew())

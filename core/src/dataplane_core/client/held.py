@@ -34,9 +34,10 @@ class HeldMetas:
         self._lock = threading.Lock()
 
     def add(self, meta: KVBatchMeta) -> None:
-        """Holds what was claimed."""
-        with self._lock:
-            self._held[id(meta)] = meta, meta, time.monotonic() + self._most_held_s
+        """Holds what was claimed. An empty batch has no leases."""
+        if meta.sample_ids:
+            with self._lock:
+                self._held[id(meta)] = meta, meta, time.monotonic() + self._most_held_s
 
     def discard(self, meta: KVBatchMeta) -> None:
         """Lets go of a meta that was acked."""

@@ -46,6 +46,8 @@ def carry_out_once(call: Callable[[], _R], deadline: float, repeatable: bool) ->
     while True:
         try:
             return call()
+        except CapacityExceededError:  # an answer: a request that was done before would not wait for room
+            raise
         except (BackendUnavailableError, OperationTimeoutError) as error:
             last = error
         if isinstance(last, LostReplyError):
@@ -59,8 +61,7 @@ def carry_out_once(call: Callable[[], _R], deadline: float, repeatable: bool) ->
 
 def _raise_at_end(last: BackendUnavailableError | OperationTimeoutError, lost: LostReplyError | None) -> NoReturn:
     """Raises the last error, or the first lost reply if the store did not answer after it."""
-    answered = last.outcome == "done" or isinstance(last.__cause__, CapacityExceededError)  # it waited for room
-    if lost is None or lost is last or answered:
+    if lost is None or lost is last or last.outcome == "done":
         _say(last)
         raise last
     _say(lost)

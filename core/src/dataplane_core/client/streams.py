@@ -10,7 +10,7 @@ from typing import Any, Self, overload
 
 from dataplane_core.client.async_client import AsyncDataPlaneClient
 from dataplane_core.client.client import DataPlaneClient
-from dataplane_core.client.feeds import AsyncFeed, Collate, Feed, Item, Terms, terms_of
+from dataplane_core.client.feeds import AsyncFeed, Collate, Feed, Item, Terms, Uneven, terms_of
 from dataplane_core.meta import KVBatchMeta
 
 __all__ = ["AsyncStream", "Stream", "StreamBatch", "stream"]
@@ -42,6 +42,7 @@ def stream(
     prefetch: int = ...,
     collate: Collate | None = ...,
     timeout_s: float = ...,
+    uneven: Uneven | None = ...,
     **claim: Any,
 ) -> Stream: ...
 
@@ -58,6 +59,7 @@ def stream(
     prefetch: int = ...,
     collate: Collate | None = ...,
     timeout_s: float = ...,
+    uneven: Uneven | None = ...,
     **claim: Any,
 ) -> AsyncStream: ...
 
@@ -73,6 +75,7 @@ def stream(
     prefetch: int = 1,
     collate: Collate | None = None,
     timeout_s: float = 60.0,
+    uneven: Uneven | None = None,
     **claim: Any,
 ) -> Stream | AsyncStream:
     """The batches of a task, until the partition can give it no more.
@@ -97,6 +100,10 @@ def stream(
         collate: Called with the meta and the columns of each batch, where it is read; its result is what the stream
             gives. Default: a `StreamBatch`.
         timeout_s: How long the loop waits for a batch, in seconds.
+        uneven: With ``dp_rank`` and ``dp_size``, all ranks get the same number of batches. This is what becomes of
+            samples at the end that are fewer than the ranks. ``equal`` (the default): each of them goes to another
+            rank, and the others get an empty batch, whose columns have no rows. ``drop``: they are acked, and no rank
+            gets them. ``error``: they are given back, and all ranks raise.
         claim: Further arguments of `DataPlaneClient.claim_meta`: ``dp_rank``, ``tag_filter``, ``sampler``, ``dp_size``.
 
     Returns:
@@ -106,7 +113,8 @@ def stream(
         LeaseExpiredError: At the next batch: the lease of the one before had ended, because this process was suspended
             for longer than the lease. Others may have been given its samples.
         ClaimTimeoutError: No batch was ready within ``timeout_s``. The stream has ended then, as after any error.
-        UnsupportedOperationError: The backend does not declare leases.
+        InvalidRequestError: ``uneven`` is "error", and the samples at the end were fewer than the ranks.
+        UnsupportedOperationError: The backend does not declare leases; or ``dp_rank`` is given, and not samplers.
 
     Examples:
         >>> import torch
@@ -131,6 +139,7 @@ def stream(
         prefetch=prefetch,
         collate=collate or StreamBatch,
         timeout_s=timeout_s,
+        uneven=uneven,
         claim=claim,
     )
     kind = AsyncStream if isinstance(client, AsyncDataPlaneClient) else Stream

@@ -10,7 +10,15 @@ from dataplane_core.codec.lists import list_as
 from dataplane_core.codec.objects import copy_item, decode_item, encode_item
 from dataplane_core.codec.packed import unpack_msgpack, unpack_msgpack_stream
 from dataplane_core.codec.pieces import Piece, StoredColumn, merge_pieces, rows_in_order
-from dataplane_core.codec.rows import EmptyLists, TensorRows, num_rows, object_column, take_rows, with_empty_rows
+from dataplane_core.codec.rows import (
+    EmptyLists,
+    TensorRows,
+    empty_columns,
+    num_rows,
+    object_column,
+    take_rows,
+    with_empty_rows,
+)
 from dataplane_core.codec.shared import spread
 from dataplane_core.codec.sizes import cell_nbytes, row_nbytes
 from dataplane_core.codec.tensors import (
@@ -60,6 +68,7 @@ __all__ = [
     "decode_columns",
     "decode_item",
     "dense_or_jagged",
+    "empty_columns",
     "empty_tensor",
     "encode_columns",
     "encode_item",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, is_tensor_collection
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
 
 from dataplane_core.codec.objects import copy_item
 from dataplane_core.codec.tensors import (
@@ -14,6 +14,7 @@ from dataplane_core.codec.tensors import (
     Ragged,
     carrier,
     dense_or_jagged,
+    empty_tensor,
     gather_rows,
     host_tensor,
     is_jagged,
@@ -29,6 +30,7 @@ from dataplane_core.spec import FieldSpec, SharedRows
 __all__ = [
     "EmptyLists",
     "TensorRows",
+    "empty_columns",
     "num_rows",
     "object_column",
     "take_dense",
@@ -71,6 +73,22 @@ def num_rows(column: Any) -> int:
 def object_column(items: Sequence[Any]) -> NonTensorStack:
     """Items, one per row, as an object column for a TensorDict. Keeps references to them."""
     return NonTensorStack(*[NonTensorData(data=item) if is_tensor_collection(item) else item for item in items])
+
+
+def empty_columns(specs: Mapping[str, FieldSpec], names: Iterable[str]) -> TensorDict:
+    """Columns of no rows, of the dtypes that fields have.
+
+    Returns:
+        Per field a tensor of shape ``(0,)``, or ``(0, 0, *trailing)``; objects as a ``NonTensorStack``.
+    """
+    columns: dict[str, Any] = {}
+    for name in names:
+        spec = specs[name]
+        if spec.kind == "object":
+            columns[name] = object_column(())
+        else:
+            columns[name] = empty_tensor((0, 0, *spec.trailing) if spec.rank else (0,), spec.torch_dtype)
+    return TensorDict(columns, batch_size=[0])
 
 
 def take_rows(column: Any, positions: Sequence[int], jagged: JaggedColumns | None = None) -> Any:

@@ -25,12 +25,14 @@ class Batch:
         token: The lease token, or None without a lease.
         exhausted: Whether the partition could give the task no more.
         last_seq: The greatest number of its rows. A row with a greater one was written anew after a clear.
+        num_ranks: How many ranks have samples in it, if one claim chose for all ranks.
     """
 
     sample_ids: Sequence[str]
     token: str | None
     exhausted: bool
     last_seq: int
+    num_ranks: int | None = None
 
     def present(self, rows: Mapping[str, Row]) -> Iterator[Row]:
         """Its rows that were not cleared, among those of the partition."""
@@ -46,14 +48,20 @@ class RankBatches:
         kept: Index -> batch.
         gone: The indexes of batches that were forgotten, since their rows are all cleared: the first index of a range
             of them, the index after its last, the same of the next range, and so on.
+        ended: The indexes of batches of which one claim found for all ranks that there are none. As ``gone``.
     """
 
     kept: dict[int, Batch] = field(default_factory=dict)
     gone: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
 
     def is_gone(self, index: int) -> bool:
         """Whether the batch was given and is forgotten."""
-        return bisect_right(self.gone, index) % 2 == 1
+        return _is_in(self.gone, index)
+
+    def is_end(self, index: int) -> bool:
+        """Whether it was found that there is no such batch, for any rank."""
+        return _is_in(self.ended, index)
 
     def give(self, index: int, batch: Batch, rows: Mapping[str, Row]) -> None:
         """Keeps a new batch, and looks at a few of the others in turn: forgets those whose rows are all cleared."""
@@ -67,11 +75,23 @@ class RankBatches:
 
     def forget(self, index: int) -> None:
         """Notes only that a batch was given."""
-        if self.is_gone(index):
-            return
-        for bound in (index, index + 1):  # a bound that is there already joins two ranges
-            at = bisect_left(self.gone, bound)
-            if self.gone[at : at + 1] == [bound]:
-                del self.gone[at]
-            else:
-                self.gone.insert(at, bound)
+        _include(self.gone, index)
+
+    def end(self, index: int) -> None:
+        """Notes that there is no such batch, for any rank."""
+        _include(self.ended, index)
+
+
+def _is_in(ranges: list[int], index: int) -> bool:
+    return bisect_right(ranges, index) % 2 == 1
+
+
+def _include(ranges: list[int], index: int) -> None:
+    if _is_in(ranges, index):
+        return
+    for bound in (index, index + 1):  # a bound that is there already joins two ranges
+        at = bisect_left(ranges, bound)
+        if ranges[at : at + 1] == [bound]:
+            del ranges[at]
+        else:
+            ranges.insert(at, bound)

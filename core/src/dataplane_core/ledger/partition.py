@@ -63,12 +63,14 @@ class _Found:
         num_claimables: How many of them the claim can hand out.
         hands_out: Whether it hands them out.
         exhausted: Whether the partition can give the task no more.
+        ends_ranks: Whether this says to all ranks that there is no such batch.
     """
 
     ready: ReadySet
     num_claimables: int
     hands_out: bool
     exhausted: bool
+    ends_ranks: bool
 
 
 @dataclass(slots=True)
@@ -300,8 +302,8 @@ class Partition:
         self._hold(command, claimables, now)
         for claimable in claimables:
             found.ready.discard(claimable.seq)
-        if command.dp_rank is not None and claimables:
-            self._keep_batches(command, sampler.share(claimables, command.dp_size or 1), found.exhausted)
+        if command.dp_rank is not None and (claimables or found.ends_ranks):
+            self._keep_batches(command, sampler.share(claimables, ranks_of(command)), found.exhausted)
             given = self._given(command)
             assert given is not None
             return given
@@ -320,8 +322,11 @@ class Partition:
         """Whether `claim` would change anything, that is, hand out samples or end leases. Raises as `claim`."""
         if self._given(command) is not None:
             return False
-        return self._find(command, now).hands_out or (
-            self.self_expiring and self.leases.next_due(self._lease, now) is not None
+        found = self._find(command, now)
+        return (
+            found.hands_out
+            or found.ends_ranks
+            or (self.self_expiring and self.leases.next_due(self._lease, now) is not None)
         )
 
     def num_ready(self, command: commands.ClaimSamples, now: float) -> float:
@@ -348,7 +353,8 @@ class Partition:
         exhausted = num_claimables < wanted and self._num_left(command, task, now) == num_claimables
         enough = wanted if command.all_or_nothing else least
         hands_out = num_claimables > 0 and (num_claimables >= enough or exhausted)
-        return _Found(ready, num_claimables, hands_out, exhausted)
+        ends_ranks = exhausted and not num_claimables and command.dp_rank is not None and command.dp_size is not None
+        return _Found(ready, num_claimables, hands_out, exhausted, ends_ranks)
 
     def _given(self, command: commands.ClaimSamples) -> Claim | None:
         """The batch that was given to a rank, if it was.
@@ -360,6 +366,10 @@ class Partition:
             return None
         index = self._batch_index(command)
         batches = self.batches.get((command.task_name, command.dp_rank)) or RankBatches()
+        if batches.is_end(index):
+            return Claim(
+                exhausted=True, lease_tokens=None if command.lease_s is None else [], epoch=self.info.epoch, num_ranks=0
+            )
         batch = batches.kept.get(index)
         if batch is None and not batches.is_gone(index):
             return None
@@ -377,6 +387,7 @@ class Partition:
             exhausted=batch.exhausted or not rows,
             num_ready=len(rows),
             epoch=self.info.epoch,
+            num_ranks=batch.num_ranks,
         )
 
     def _batch_index(self, command: commands.ClaimSamples) -> int:
@@ -385,15 +396,19 @@ class Partition:
     def _keep_batches(
         self, command: commands.ClaimSamples, parts: Sequence[Sequence[Claimable]], exhausted: bool
     ) -> None:
-        """Keeps what the ranks were given."""
+        """Keeps what the ranks were given, or that there is no such batch."""
         assert command.dp_rank is not None
         token = None if command.lease_s is None else command.token
-        ranks = range(len(parts)) if SAMPLERS[command.sampler].for_all_ranks else (command.dp_rank,)
+        num_ranks = None if command.dp_size is None else sum(map(bool, parts))
+        ranks = (command.dp_rank,) if command.dp_size is None else range(command.dp_size)
         for rank, part in zip(ranks, parts, strict=True):
+            batches = self.batches.setdefault((command.task_name, rank), RankBatches())
+            if num_ranks == 0:
+                batches.end(self._batch_index(command))
+                continue
             rows = [row for claimable in part for row in claimable.rows]
             last_seq = max((row.seq for row in rows), default=0)
-            batch = Batch([row.sample_id for row in rows], token, exhausted, last_seq)
-            batches = self.batches.setdefault((command.task_name, rank), RankBatches())
+            batch = Batch([row.sample_id for row in rows], token, exhausted, last_seq, num_ranks)
             batches.give(self._batch_index(command), batch, self.rows)
 
     def _num_left(self, command: commands.ClaimSamples, task: Task, now: float) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final, Protocol
 
 from dataplane_core.ledger import commands
@@ -19,26 +20,23 @@ __all__ = ["SAMPLERS", "Draw", "ranks_of"]
 class Draw(Protocol):
     """How a sampler chooses."""
 
-    #: Whether one claim chooses for all ranks.
-    for_all_ranks: bool
-
     def choose(self, ready: ReadySet, count: int) -> list[Claimable]:
         """Chooses ``count`` of the ready claimables; there are so many."""
 
     def share(self, claimables: Sequence[Claimable], dp_size: int) -> list[list[Claimable]]:
-        """Divides claimables among the ranks."""
+        """Divides claimables among the ranks, so that their numbers differ by at most one."""
 
 
 class _FirstWrite:
-    """In order of first write. O(k log n) for k of n."""
-
-    for_all_ranks = False
+    """In order of first write, divided into ranges. O(k log n) for k of n."""
 
     def choose(self, ready: ReadySet, count: int) -> list[Claimable]:
         return ready.first(count)
 
     def share(self, claimables: Sequence[Claimable], dp_size: int) -> list[list[Claimable]]:
-        return [list(claimables)]
+        least, more = divmod(len(claimables), dp_size)
+        ends = [least * rank + min(rank, more) for rank in range(dp_size + 1)]  # the first ranks get one more
+        return [list(claimables[start:end]) for start, end in pairwise(ends)]
 
 
 class _Freshest(_FirstWrite):
@@ -49,13 +47,11 @@ class _Freshest(_FirstWrite):
 
 
 class _Balanced(_FirstWrite):
-    """In order of first write, divided so that all ranks get as many claimables, and about as many tokens.
+    """In order of first write, divided so that all ranks get about as many tokens.
 
     The longest first, each to the rank with the fewest tokens so far among those that still need one (Graham's longest
     processing time rule, with equal counts). Within a rank, the order of first write stays.
     """
-
-    for_all_ranks = True
 
     def share(self, claimables: Sequence[Claimable], dp_size: int) -> list[list[Claimable]]:
         least, more = divmod(len(claimables), dp_size)
@@ -87,4 +83,4 @@ SAMPLERS: Final[dict[Sampler, Draw]] = {
 
 def ranks_of(claim: commands.ClaimSamples) -> int:
     """For how many ranks a claim chooses its batch."""
-    return (claim.dp_size or 1) if SAMPLERS[claim.sampler].for_all_ranks else 1
+    return 1 if claim.dp_rank is None else claim.dp_size or 1

@@ -192,7 +192,7 @@ class LedgerService:
         if not waits or wake is None:
             waited = self._waiting.drop(command.token) is not None
             # others may have to wait no longer, since less is left, or end for the same reason
-            if self._waiting and (claim.sample_ids or (waited and claim.answered)):
+            if self._waiting and (claim.sample_ids or claim.num_ranks or (waited and claim.answered)):
                 self._wake_claims(command.partition_id)
             return claim
         lease_ends_at, now = self._ledger.next_lease_check(command.partition_id), self._clock()

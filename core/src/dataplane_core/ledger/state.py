@@ -73,7 +73,9 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "indexes": Sequence[int],
         "batches": Sequence[tuple[Sequence[str], str | None, bool] | None],
         "last_seqs": Sequence[int],
+        "num_ranks": Sequence[int | None],
         "gone": Sequence[int],
+        "ended": Sequence[int],
     },
     "seen": {"sample_ids": Sequence[str]},
     "rows": {
@@ -106,7 +108,7 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
 #: What earlier versions of the format lack.
 _ABSENT: Final = {("writes", "num_sharers"), ("writes", "open"), ("partition", "num_cleared")} | {
     *(("rows", "ages_s"), ("pending", "splits"), ("pending", "ttl_s"), ("pending", "request_id"), ("garbage", "put")),
-    *(("batches", "last_seqs"), ("batches", "gone")),
+    *(("batches", "last_seqs"), ("batches", "gone"), ("batches", "num_ranks"), ("batches", "ended")),
 }
 _HOLD: Final[Mapping[str, Any]] = {
     "task_name": str,
@@ -302,7 +304,9 @@ def _partition_state(partition: Partition, places: Mapping[int, int], now: float
             "indexes": list(batches.kept),
             "batches": [[list(each.sample_ids), each.token, each.exhausted] for each in batches.kept.values()],
             "last_seqs": [each.last_seq for each in batches.kept.values()],
+            "num_ranks": [each.num_ranks for each in batches.kept.values()],
             "gone": batches.gone,
+            "ended": batches.ended,
         }
     for some in _portions(sorted(partition.seen)):
         yield {"part": "seen", "sample_ids": some}
@@ -359,14 +363,16 @@ def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Parti
 
 def _restore_batches(section: Mapping[str, Any], last_seq: int) -> RankBatches:
     """Reads what a rank was given. Before version 7 of the format, no batch had its last number."""
-    restored = RankBatches(gone=list(section.get("gone", ())))
-    last_seqs = section.get("last_seqs") or [last_seq] * len(section["batches"])
-    for index, batch, last in zip(section["indexes"], section["batches"], last_seqs, strict=True):
+    restored = RankBatches(gone=list(section.get("gone", ())), ended=list(section.get("ended", ())))
+    batches = section["batches"]
+    last_seqs = section.get("last_seqs") or [last_seq] * len(batches)
+    num_ranks = section.get("num_ranks") or [None] * len(batches)
+    for index, batch, last, num in zip(section["indexes"], batches, last_seqs, num_ranks, strict=True):
         if batch is None:  # as before version 7
             restored.forget(index)
         else:
             sample_ids, token, exhausted = batch
-            restored.kept[index] = Batch(sample_ids, token, exhausted, last)
+            restored.kept[index] = Batch(sample_ids, token, exhausted, last, num)
     return restored
 
 

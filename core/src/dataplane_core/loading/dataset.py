@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from dataplane_core.client import Collate, DataPlaneClient, Feed, StreamBatch, check_seconds, terms_of
+from dataplane_core.client import Collate, DataPlaneClient, Feed, StreamBatch, Uneven, check_seconds, terms_of
 from dataplane_core.config import load_config
 from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
@@ -41,7 +42,9 @@ class StreamingDataset(IterableDataset[StreamBatch]):
         most_held_s: Seconds for which a worker renews the lease of a batch that is not acked.
         collate: Called in the worker with the meta and the columns of each batch. Its result takes the columns' place.
         timeout_s: How long to wait for a batch, in seconds.
-        claim: Further arguments of `DataPlaneClient.claim_meta`, as for `stream`.
+        uneven: As for `stream`.
+        claim: Further arguments of `DataPlaneClient.claim_meta`, as for `stream`. With ``dp_rank``, all ranks need as
+            many workers, which claim the batches of the rank in turn, from the first one on: iterate once.
 
     Examples:
         >>> import torch
@@ -67,6 +70,7 @@ class StreamingDataset(IterableDataset[StreamBatch]):
         most_held_s: float = 3600.0,
         collate: Collate | None = None,
         timeout_s: float = 60.0,
+        uneven: Uneven | None = None,
         **claim: Any,
     ) -> None:
         super().__init__()
@@ -84,6 +88,7 @@ class StreamingDataset(IterableDataset[StreamBatch]):
             prefetch=0,
             collate=collate,
             timeout_s=timeout_s,
+            uneven=uneven,
             claim=claim,
         )
         self._feed: Feed | None = None
@@ -91,7 +96,11 @@ class StreamingDataset(IterableDataset[StreamBatch]):
     def __iter__(self) -> Iterator[StreamBatch]:
         self.close()  # an iteration that was left
         client = self._client or connect(self._config, bootstrap=False)
-        self._feed = Feed(client, self._terms, most_held_s=self._most_held_s, closes=self._client is None)
+        worker = get_worker_info()
+        options: dict[str, Any] = {}
+        if worker is not None and self._terms.claim["dp_rank"] is not None:
+            options["batch_indexes"] = itertools.count(worker.id, worker.num_workers)
+        self._feed = Feed(client, self._terms, most_held_s=self._most_held_s, closes=self._client is None, **options)
         yield from self._feed.batches()
 
     def loader(self, client: DataPlaneClient, num_workers: int = 0, **options: Any) -> StreamingLoader:

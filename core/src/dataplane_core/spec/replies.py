@@ -136,6 +136,8 @@ class Claim:
         num_ready: How many samples were ready (if ``explain`` was set).
         shortfall: Why the other samples are not handed out (if ``explain`` was set and this claim hands out none).
         epoch: The registration, if the claim has a ``dp_rank``.
+        num_ranks: If the claim has a ``dp_size`` and its batch is decided: how many ranks have samples in it. 0: there
+            is no such batch, for any rank.
         version: A claim that waits sends it back as `ClaimRequest.since`. Opaque to the client.
         ask_again_s: The least number of seconds until a waiting client asks again. A store with many waiting clients
             limits its load in this way.
@@ -148,6 +150,7 @@ class Claim:
     num_ready: int = 0
     shortfall: Shortfall | None = None
     epoch: str | None = None
+    num_ranks: int | None = None
     version: str | None = None
     ask_again_s: float = 0.0
 

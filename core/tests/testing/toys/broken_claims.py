@@ -301,6 +301,25 @@ class WakesAFew(NoopBackend):
         return super()._waking_ledger(deadline, command, wake if command.token in kept else lambda: True)
 
 
+@breaks("test_ranks_get_equal_numbers_of_batches[first_write]")
+class RanksTakeWhatIsLeft(NoopBackend):
+    """With the default sampler, each rank takes its batch for itself."""
+
+    def claim(self, request):
+        return super().claim(replace(request, dp_size=None if request.sampler == "first_write" else request.dp_size))
+
+
+@breaks("test_the_end_is_the_same_for_all_ranks")
+class TellsTheEndToOne(NoopBackend):
+    """Does not keep that there is no further batch."""
+
+    def claim(self, request):
+        claim = super().claim(request)
+        for batches in self._service._ledger._partitions[request.partition_id].batches.values():
+            batches.ended.clear()
+        return claim
+
+
 @breaks("test_a_cleared_batch_is_refused_though_its_samples_are_written_anew")
 class KnowsBatchesByIds(NoopBackend):
     """A sample that was cleared and written anew is of its batch again."""

@@ -370,8 +370,8 @@ class Collector:
 def _found_no_room(error: BaseException | None) -> bool:
     """Whether a write failed because the store was full, here or in the rollout actor.
 
-    A put that timed out waiting for room has the store's refusal as its cause. A timeout without that cause means that
-    the store does not answer.
+    A put that timed out waiting for room raises `RoomTimeoutError`. Another timeout means that the store does not
+    answer.
     """
     while error is not None and not isinstance(error, CapacityExceededError):
         error = error.__cause__

@@ -24,6 +24,7 @@ from dataplane_core.errors import (
     CapacityExceededError,
     DataPlaneError,
     OperationTimeoutError,
+    RoomTimeoutError,
 )
 from dataplane_core.spec import PutReply, PutRequest
 from dataplane_redis import _refusals
@@ -259,7 +260,7 @@ class Puts:
 
         Raises:
             CapacityExceededError: The put is larger than the capacity, or ``on_full`` is ``raise``.
-            OperationTimeoutError: There was no room before the deadline.
+            RoomTimeoutError: There was no room before the deadline.
         """
         _, instance = self._session.connected()
         deadline = put.request.deadline
@@ -271,20 +272,19 @@ class Puts:
                 _, held, num_before, pause_s = reply
                 now = time.monotonic()
                 left_s = deadline - now - _LAST_ASK_S
+                full = instance.full_error(put.what, put.size_bytes, held, num_before)
                 if left_s <= 0:
-                    error = instance.full_error(put.what, put.size_bytes, held, num_before)
-                    raise OperationTimeoutError(
-                        f"{put.what} timed out waiting for room. Nothing was written. {error.message}",
-                        hint=error.hint,
-                        outcome="not_done",
-                    ) from error
+                    raise RoomTimeoutError.after(full) from full
                 listener = self._wakes.listener(deadline)
                 if listener == told:
                     woken.wait(min(left_s, max(float(pause_s), min(_PAUSE_SHARE * (now - start), _PAUSE_S))))
                 woken.clear()
                 told = listener
                 asked = (write, put.size_bytes, put.capacity_bytes, max(0.0, deadline - time.monotonic()), listener)
-                reply = self._session.run(put.what, deadline, "room", *asked)
+                try:
+                    reply = self._session.run(put.what, deadline, "room", *asked)
+                except OperationTimeoutError as late:
+                    raise RoomTimeoutError.after(full, asked_in_vain=True) from late
 
     def _write(self, put: _Put, write: bytes, commit: bytes) -> None:
         """Sends the rows and the commit. Raises unless the server confirms the commit."""

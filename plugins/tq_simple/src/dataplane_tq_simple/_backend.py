@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, RowStoreBackend
+from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, PrivateFolder, RowStoreBackend
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger import Command, LedgerService, Ref, Reply, commands
 from dataplane_core.spec import Capability, ChangeUnitsRequest, ListUnitsRequest, PutRequest, Scope, UnitList, new_id
@@ -48,6 +48,7 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
         super().__init__(config)
         self._engine: _Engine | None = None
         self._journal: Path | None = None  # of the instance that this client started
+        self._folders: list[PrivateFolder] = []  # by which others of this host find that instance
 
     @classmethod
     @abstractmethod
@@ -84,24 +85,37 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Starts the instance on Ray, or attaches to it."""
         engine_class = self._engine_class()
-        if bootstrap:
-            service = self._make_service()
-            try:
-                self._engine = engine_class.bootstrap(self.config, service, timeout_s=left_s(deadline))
-            except BaseException:
-                self._delete_journal()
-                raise
-        else:
+        from dataplane_tq_simple import _whereabouts
+
+        name = engine_class.instance_class.controller_name(self.config)
+        known = _whereabouts.cluster_is_known(self.config)
+        if not bootstrap:
+            config = self.config
+            if not known:
+                config = config.model_copy(update={"ray_address": _whereabouts.find(config, name)})
             # the engine waits itself: each new try would connect this process to Ray again
-            wait_s = self.attach_wait_s
-            self._engine = engine_class.attach(self.config, timeout_s=left_s(deadline), wait_s=wait_s)
+            self._engine = engine_class.attach(config, timeout_s=left_s(deadline), wait_s=self.attach_wait_s)
+            return
+        try:
+            if self.exclusive and not known:
+                self._folders.append(_whereabouts.claim_name(name, deadline))
+            self._engine = engine_class.bootstrap(self.config, self._make_service(), timeout_s=left_s(deadline))
+            left = _whereabouts.leave(name, self._engine.ray_address, deadline)
+            self._folders += [left] if left is not None else []
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """Ends the connection; also ends the instance if this client started it."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        engine, self._engine = self._engine, None
+        try:
+            if engine is not None:
+                engine.close()
+        finally:
             self._delete_journal()
+            while self._folders:
+                self._folders.pop().release()
 
     def _make_service(self) -> Callable[..., object]:
         config = self.config

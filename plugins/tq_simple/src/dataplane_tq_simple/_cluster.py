@@ -146,7 +146,7 @@ class Instance(ABC):
         handles: dict[str, Any] = {}
         try:
             sampler = LedgerSampler(service_factory)
-            name = cls._controller_name(config)
+            name = cls.controller_name(config)
             journal = config.journal is not None
             controller = ray.remote(Controller).options(
                 name=name, num_cpus=config.controller_num_cpus, max_restarts=-1 if journal else 0, **common
@@ -185,7 +185,7 @@ class Instance(ABC):
     @classmethod
     def unit_prefix(cls, config: QueueConfig) -> str:
         """What the actor names of its units start with."""
-        return f"{cls._controller_name(config)}/"
+        return f"{cls.controller_name(config)}/"
 
     @classmethod
     def create_unit(cls, config: Any, name: str, node: str, *, added: bool = False) -> Any:
@@ -201,7 +201,7 @@ class Instance(ABC):
         arguments = dict(cls._unit_arguments(config))
         detached = added and config.journal is not None
         if detached:
-            arguments["follows"] = (cls._controller_name(config), ray.get_runtime_context().get_actor_id())
+            arguments["follows"] = (cls.controller_name(config), ray.get_runtime_context().get_actor_id())
         unit = ray.remote(cls._unit_class()).options(
             name=name,
             namespace=NAMESPACE,
@@ -221,7 +221,7 @@ class Instance(ABC):
 
         When the owner has died, Ray ends the units within seconds. So this waits a little for them.
         """
-        name = cls._controller_name(config)
+        name = cls.controller_name(config)
         controller = lookup(name)
         if controller is not None and not _is_dead(controller, deadline):
             raise _already_running(config)
@@ -339,7 +339,7 @@ class Instance(ABC):
             BackendUnavailableError: There is no such instance, or its storage units are gone for good.
             OperationTimeoutError: Its controller does not answer, or never became ready.
         """
-        name = cls._controller_name(config)
+        name = cls.controller_name(config)
         give_up = wait_until = min(deadline, time.monotonic() + wait_s)
         while True:
             controller = lookup(name)
@@ -394,7 +394,8 @@ class Instance(ABC):
         )
 
     @classmethod
-    def _controller_name(cls, config: QueueConfig) -> str:
+    def controller_name(cls, config: QueueConfig) -> str:
+        """The name of the controller's actor, which no other instance of the cluster has."""
         return f"{cls.prefix}{config.instance}"
 
     def watch(self, peers: Sequence[Peer]) -> ActorWatch | ControllerWatch:

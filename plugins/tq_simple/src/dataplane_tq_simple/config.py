@@ -27,7 +27,8 @@ class QueueConfig(CapacityOptions):
 
     ray_address: str | None = None
     """``host:port`` of the Ray cluster, or ``auto``. Default: the cluster that this process is connected to; else the
-    environment variable ``RAY_ADDRESS``; else a bootstrapping client starts a local Ray and ends it on close."""
+    environment variable ``RAY_ADDRESS``; else that of the instance's owner, if it is this user's on this host; a
+    bootstrapping client instead starts a local Ray and ends it on close."""
 
     ray_num_cpus: int | None = Field(default=None, ge=0)
     """Logical CPUs of a local Ray started by this client. Default: what Ray counts on the machine."""

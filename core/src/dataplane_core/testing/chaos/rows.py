@@ -18,7 +18,7 @@ _SHOWS: Final = ("get", "claim", "list", "saved")
 
 #: Operation -> the errors with which it may end besides those of `_ANY`. All others are faults.
 _ALLOWED: Final = {
-    "put": {"CapacityExceededError"},
+    "put": {"CapacityExceededError", "RoomTimeoutError"},
     "get": {"MissingDataError", "LostSamplesError"},
     "claim": {"ClaimTimeoutError", "UnknownTaskError"},
     "ack": {"LeaseExpiredError", "UnknownTaskError"},

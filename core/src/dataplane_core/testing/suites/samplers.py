@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
+from dataplane_core.client import stream
+from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability
 from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import ids
@@ -117,8 +120,8 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
             store.claim(partition, 2, dp_rank=0, batch_index=0)
 
     def test_balanced_ranks(self, store: Store) -> None:
-        """Contract: "the ranks' numbers of samples (or groups) differ by at most one, and all get about the same number
-        of tokens, by the tag input_lengths."
+        """Contract: "the ranks' numbers of samples (or groups) differ by at most one" and "All ranks get about the same
+        number of tokens, by the tag input_lengths."
 
         Check first: the claim hook must pass `dp_rank` and `dp_size` to the ledger.
         """
@@ -156,6 +159,58 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         ]
         assert [part.sample_ids for part in parts] == [names[:2] + names[4:6], names[2:4] + names[6:]]
 
+    @proves(Capability.SAMPLERS, Capability.LEASES, Capability.LISTING)
+    @pytest.mark.parametrize("sampler", ["first_write", "freshest", "balanced"])
+    def test_ranks_get_equal_numbers_of_batches(self, store: Store, sampler: str) -> None:
+        """Contract: "So all ranks get the same number of batches."
+
+        Check first: the claim hook must pass `dp_size` to the ledger with every sampler, and return `Claim.num_ranks`.
+        """
+        partition = store.register("x", "tokens", num_samples=5)
+        columns = {"x": torch.arange(5.0), "tokens": [[1] * each for each in range(1, 6)]}
+        store.client.put_samples(ids(5), partition, columns)
+        sizes: list[list[int]] = []
+        for rank in (1, 0):  # one after the other: the ranks need not ask at the same time
+            batches = stream(
+                store.same_store_client(),
+                partition,
+                "train",
+                ["x", "tokens"],
+                2,
+                dp_rank=rank,
+                dp_size=2,
+                sampler=sampler,
+            )
+            sizes.append([])
+            for batch in batches:
+                assert len(batch.columns["x"]) == batch.meta.size
+                assert (batch.columns["x"].dtype, batch.columns["tokens"].dtype) == (torch.float32, torch.int64)
+                sizes[-1].append(batch.meta.size)
+        assert sizes == [[2, 0], [2, 1]]
+        assert store.client.check_consumption_status(partition, ["train"])
+
+    @proves(Capability.SAMPLERS, Capability.LEASES)
+    def test_the_end_is_the_same_for_all_ranks(self, store: Store) -> None:
+        """Contract: "once a rank was told that batch i does not exist, no rank gets one, even if samples come back."
+
+        Check first: a claim that finds no samples left for any rank must record that in the store. A journal must keep
+        it too.
+        """
+        partition = store.register("x", num_samples=2)
+        store.put(partition, ids(2), x=torch.arange(2))
+
+        def claim(rank: int, batch_index: int) -> KVBatchMeta:
+            return store.client.claim_meta(
+                partition, "train", ["x"], 1, rank, lease_s=600.0, dp_size=2, batch_index=batch_index, timeout_s=30.0
+            )
+
+        first = [claim(rank, 0) for rank in (0, 1)]
+        assert [meta.sample_ids for meta in first] == [["s0"], ["s1"]]
+        assert claim(0, 1).size == 0
+        store.client.nack(first[0])
+        assert claim(1, 1).size == claim(0, 1).size == 0
+        assert [claim(rank, 2).sample_ids for rank in (1, 0)] == [[], ["s0"]]
+
     def test_odd_arguments_are_refused(self, store: Store) -> None:
         """Contract: "sampler='balanced' needs dp_rank and dp_size."
 
@@ -169,6 +224,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
             {"dp_rank": 2, "dp_size": 2},
             {"dp_rank": -1},
             {"dp_rank": True},
+            {"dp_size": 2},
             {"batch_index": 0},
             {"dp_rank": 0, "batch_index": -1},
         )

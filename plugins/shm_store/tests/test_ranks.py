@@ -1,0 +1,114 @@
+"""Data-parallel ranks with real collectives: all get the same number of batches, whatever is left at the end."""
+
+import json
+import subprocess
+import sys
+import uuid
+
+import pytest
+import torch
+
+from dataplane_core import connect
+
+_RANK = """
+import asyncio, json, sys
+import torch
+import torch.distributed as dist
+from dataplane_core import StreamingDataset, connect, connect_async, stream
+
+CONFIG, KIND, RANK, SIZE, ADDRESS, TERMS = json.loads(sys.argv[1])
+CLAIM = ("p", "t", ["x", "text"], 2)
+TERMS = dict(TERMS, dp_rank=RANK, dp_size=SIZE, timeout_s=60)
+
+
+def step(batch):
+    assert batch.columns["x"].dtype == torch.float64 and len(batch.columns["x"]) == batch.meta.size
+    assert len(batch.columns["text"]) == batch.meta.size
+    total = batch.columns["x"].sum()
+    dist.all_reduce(total)
+    return batch.meta.size, total.item()
+
+
+async def run_async():
+    async with await connect_async(CONFIG, bootstrap=False) as client:
+        return [step(batch) async for batch in stream(client, *CLAIM, **TERMS)]
+
+
+def run():
+    if KIND == "async":
+        return asyncio.run(run_async())
+    with connect(CONFIG, bootstrap=False) as client:
+        if KIND == "stream":
+            return [step(batch) for batch in stream(client, *CLAIM, **TERMS)]
+        return [step(batch) for batch in StreamingDataset(CONFIG, *CLAIM, **TERMS).loader(client, 2)]
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", init_method=ADDRESS, rank=RANK, world_size=SIZE)
+    try:
+        print(json.dumps(run()))
+    except ValueError as error:
+        print(json.dumps(str(error)))
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """Runs the ranks of a task over some rows: ``ranks(kind, size, rows, **terms)`` gives what each of them did."""
+    script = tmp_path / "rank.py"
+    script.write_text(_RANK)
+    config = {"backend": "shm_store", "options": {"namespace": f"ranks-{uuid.uuid4().hex[:8]}"}}
+
+    def run(kind, size, num_rows, **terms):
+        address = f"file://{tmp_path}/{uuid.uuid4().hex}"
+        with connect(config) as client:
+            client.register_partition("p", ["x", "text"], num_rows, ["t"])
+            x = torch.arange(num_rows, dtype=torch.float64)[:, None].expand(-1, 3)
+            rows = {"x": x, "text": ["a"] * num_rows}
+            client.put_samples([f"s{each}" for each in range(num_rows)], "p", rows)
+            started = [
+                subprocess.Popen(
+                    [sys.executable, str(script), json.dumps([config, kind, rank, size, address, terms])],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for rank in range(size)
+            ]
+            try:
+                said = [each.communicate(timeout=100)[0] for each in started]
+            finally:
+                for each in started:
+                    each.kill()
+                    each.wait()
+            assert [each.returncode for each in started] == [0] * size
+            consumed = client.check_consumption_status("p", ["t"])
+        return [json.loads(each) for each in said], consumed
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "num_rows", "sampler"),
+    [("stream", 2, 5, "balanced"), ("async", 3, 7, "first_write"), ("dataset", 2, 13, "freshest")],
+)
+def test_a_step_with_collectives_never_waits_for_a_rank_that_has_ended(ranks, kind, size, num_rows, sampler):
+    done, consumed = ranks(kind, size, num_rows, sampler=sampler)
+    assert len({len(each) for each in done}) == 1
+    assert consumed
+    sizes = [batch_size for each in done for batch_size, _ in each]
+    assert sum(sizes) == num_rows
+    assert 0 in sizes
+    # every row was summed once, over all ranks and steps
+    assert sum(total for _, total in done[0]) == 3 * sum(range(num_rows))
+
+
+@pytest.mark.parametrize("uneven", ["drop", "error"])
+def test_samples_that_are_fewer_than_the_ranks_are_dropped_or_refused_by_all(ranks, uneven):
+    done, consumed = ranks("stream", 2, 5, uneven=uneven)
+    if uneven == "drop":
+        assert [[batch_size for batch_size, _ in each] for each in done] == [[2], [2]]
+        assert consumed
+    else:
+        assert all("give a batch to 1 of 2 ranks" in each for each in done)
+        assert not consumed

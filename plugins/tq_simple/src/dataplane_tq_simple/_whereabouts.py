@@ -1,0 +1,92 @@
+"""Where the instances of this user run on this host, so that a process attaches by their name alone.
+
+The process that bootstrapped an instance holds a `PrivateFolder` whose name is that of the instance, the address of
+its Ray, and whether that asks for a token. If it ends, however it ends, the folder is no longer owned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from typing import Final
+
+import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+
+from dataplane_core.backends import PrivateFolder
+from dataplane_core.errors import BackendUnavailableError, ConfigError, DataPlaneError
+from dataplane_tq_simple.config import QueueConfig
+
+__all__ = ["claim_name", "cluster_is_known", "find", "leave"]
+
+_logger = logging.getLogger(__name__)
+_MARK: Final = "@"  # no instance's name holds it
+
+
+def cluster_is_known(config: QueueConfig) -> bool:
+    """Whether this process uses a Ray, or was told of one."""
+    return bool(ray.is_initialized() or config.ray_address or os.environ.get("RAY_ADDRESS"))
+
+
+def claim_name(name: str, deadline: float) -> PrivateFolder:
+    """Held by the one process that may start a Ray for this name. Raises `AlreadyRunningError` if it is another one."""
+    folder = _folder(name)
+    folder.claim(deadline)
+    return folder
+
+
+def leave(name: str, address: str, deadline: float) -> PrivateFolder | None:
+    """Says where an instance runs, until the folder is released. None: this host has no place to say it."""
+    secured = f"{_MARK}token" if os.environ.get("RAY_AUTH_MODE", "").lower() == "token" else ""  # Ray itself sets it
+    folder = _folder(f"{name}{_MARK}{address}{secured}")
+    try:
+        folder.claim(deadline)
+    except (DataPlaneError, OSError) as error:
+        _logger.warning("other processes need ray_address=%r to attach: %s", address, error)
+        return None
+    return folder
+
+
+def find(config: QueueConfig, name: str) -> str:
+    """The address of the Ray on which an instance of this user runs.
+
+    Raises:
+        BackendUnavailableError: None runs on this host; retryable. Or other users can access the folder: not retryable.
+        ConfigError: Several of this name run, each on a Ray of its own.
+    """
+    home = _folder(name)
+    found = []
+    if home.path.parent.exists():
+        home.check_home()
+        for each in home.path.parent.glob(f"{name}{_MARK}*"):
+            folder = _folder(each.name)
+            if folder.is_owned:
+                found.append(each.name.partition(_MARK)[2].partition(_MARK))
+            else:
+                with contextlib.suppress(DataPlaneError, OSError):  # its owner was killed
+                    folder.claim(time.monotonic())
+                    folder.release()
+    if not found:
+        raise BackendUnavailableError(
+            f"cannot attach to instance {config.instance!r}: no process of this user runs one on this host, and no "
+            "address of a Ray cluster is configured.",
+            hint="Bootstrap it first (bootstrap=True, in a process that stays). If it runs on another host, or is "
+            "another user's, set ray_address (host:port) or RAY_ADDRESS, or call ray.init first.",
+        )
+    if len(found) > 1:
+        raise ConfigError(
+            f"cannot attach to instance {config.instance!r}: {len(found)} of that name run on this host, on the Rays "
+            f"at {', '.join(sorted(address for address, *_ in found))}.",
+            hint="Set ray_address to one of them, or give each an `instance` of its own.",
+        )
+    address, _, secured = found[0]
+    if secured:
+        # else Ray, which is given an address, would not use the user's token, though the owner's Ray asks for it
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    return address
+
+
+def _folder(name: str) -> PrivateFolder:
+    return PrivateFolder("ray", name)

@@ -1,0 +1,105 @@
+"""Processes of one user on one host find an instance by its name."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+
+from dataplane_core.errors import BackendUnavailableError, ConfigError
+from dataplane_tq_simple import TQSimpleConfig, _whereabouts
+
+_OWNER = """
+import sys, time
+from dataplane_tq_simple import _whereabouts
+kept = _whereabouts.leave("tq-default", sys.argv[1], time.monotonic() + 30)
+print("left", flush=True)
+sys.stdin.read()
+"""
+
+_AUTO = """
+import sys, torch
+from dataplane_core import connect
+config = {"backend": "tq_simple", "options": {"ray_num_cpus": 1}, "attach_wait_s": 240, "op_timeout_s": 240}
+with connect(config, bootstrap="auto") as client:
+    if client.bootstrapped:
+        client.register_partition("p", ["x"], 1, ["t"])
+        client.put_samples(["a"], "p", {"x": torch.ones(1)})
+    print(client.bootstrapped, flush=True)
+    sys.stdin.read()
+"""
+
+_ATTACHES = """
+from dataplane_core import connect
+with connect({"backend": "tq_simple", "attach_wait_s": 240, "op_timeout_s": 240}, bootstrap=False) as client:
+    print(client.get_samples(["a"], "p", ["x"])["x"].tolist())
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts programs in a temporary folder of their own, which no other test sees."""
+    started = []
+    others = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_MODE")}
+
+    def run(source, *args, **env):
+        process = subprocess.Popen(
+            [sys.executable, "-c", source, *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**others, "TMPDIR": str(tmp_path), "RAY_TMPDIR": tempfile.gettempdir(), **env},
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.communicate(timeout=60)  # ends its standard input, and so the process
+
+
+@pytest.fixture
+def find(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return lambda: _whereabouts.find(TQSimpleConfig(), "tq-default")
+
+
+def test_the_owner_that_runs_is_found_and_no_other(start, find, tmp_path):
+    with pytest.raises(BackendUnavailableError, match="Bootstrap it first") as nothing:
+        find()
+    assert nothing.value.retryable
+    killed, owner = start(_OWNER, "127.0.0.1:1"), start(_OWNER, "127.0.0.1:2")
+    assert killed.stdout.readline() == owner.stdout.readline() == "left\n"
+    with pytest.raises(
+        ConfigError, match=r"2 of that name run on this host, on the Rays at 127\.0\.0\.1:1, 127\.0\.0\.1:2"
+    ):
+        find()
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert find() == "127.0.0.1:2"
+    (home,) = tmp_path.iterdir()
+    assert [each.name for each in home.iterdir() if not each.name.startswith(".")] == ["tq-default@127.0.0.1:2"]
+    home.chmod(0o755)
+    with pytest.raises(BackendUnavailableError, match="other users can access") as refused:
+        find()
+    assert not refused.value.retryable
+
+
+def test_a_name_is_not_the_beginning_of_another(find):
+    left = _whereabouts.leave("tq-default.2", "127.0.0.1:1", time.monotonic() + 30)
+    with pytest.raises(BackendUnavailableError, match="no process of this user runs one"):
+        find()
+    left.release()
+
+
+def test_processes_with_the_name_alone_share_an_instance(start):
+    attaches = start(_ATTACHES)  # before there is an owner
+    autos = [start(_AUTO), start(_AUTO)]
+    assert sorted(each.stdout.readline() for each in autos) == ["False\n", "True\n"]
+    assert attaches.communicate(timeout=240)[0] == "[1.0]\n"
+    elsewhere = start(_ATTACHES.replace('"attach_wait_s": 240', '"attach_wait_s": 0.1'), RAY_ADDRESS="127.0.0.1:1")
+    assert "cannot connect to Ray at '127.0.0.1:1'" in elsewhere.communicate(timeout=240)[0]

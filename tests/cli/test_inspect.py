@@ -20,7 +20,7 @@ from dataplane_core.testing._timing import STARTS_S, eventually
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, announce_s: 1, options: {capacity_bytes: 50000000}, middleware: [metrics]}")
+    path.write_text("{backend: shm_store, announce_s: null, options: {capacity_bytes: 50MB}, middleware: [metrics]}")
     return str(path)
 
 
@@ -156,7 +156,7 @@ def worker(config, client):
     """A process that waits for samples that nobody writes, and has announced so."""
     program = (
         "import sys; from dataplane_core import connect; from dataplane_core.config import load_config\n"
-        "config = load_config(sys.argv[1]).model_copy(update={'role': 'rollout 3'})\n"
+        "config = load_config(sys.argv[1]).model_copy(update={'role': 'rollout 3', 'announce_s': 1.0})\n"
         "def wait_for_samples(client):\n"
         "    client.claim_meta('step-1', 'score', ['later'], 2, timeout_s=600)\n"
         "wait_for_samples(connect(config, bootstrap=False))\n"

@@ -16,7 +16,7 @@ from typing import Any, Final
 from dataplane_core.backends import Finding, Level, missing_library
 from dataplane_core.cli._isolated import ask
 from dataplane_core.config import DataPlaneConfig, load_config, validate_model
-from dataplane_core.errors import ConfigError, DataPlaneError, PluginImportError
+from dataplane_core.errors import ConfigError, DataPlaneError, PluginImportError, printable
 from dataplane_core.plugins import MIDDLEWARE_GROUP, find_plugins, load_backend
 from dataplane_core.spec import Capability
 
@@ -147,7 +147,7 @@ def _print(reports: list[dict[str, Any]]) -> None:
 def _wrap(lead: str, text: str) -> str:
     # words stay whole, so that commands and paths can be copied
     return textwrap.fill(
-        text,
+        printable(text),
         _WIDTH,
         initial_indent=lead,
         subsequent_indent=" " * len(lead),

@@ -20,6 +20,7 @@ from dataplane_core.errors import (
     MissingDataError,
     UnknownPartitionError,
     UnsupportedOperationError,
+    printable,
 )
 from dataplane_core.plugins import connect
 from dataplane_core.spec import Capability, ClientInfo, FieldSpec, PartitionDescription
@@ -85,7 +86,8 @@ def run(config_path: str, partition_id: str | None, *, interval_s: float, as_jso
     if stacks:
         pids = sorted({each.pid for each in clients or () if each.host == socket.gethostname()})
         report["stacks"] = {str(pid): _stacks_of(pid) for pid in pids}
-    print(json.dumps(report, indent=2) if as_json else "\n".join(_lines(report, fields=partition_id is not None)))
+    fields = partition_id is not None
+    print(json.dumps(report, indent=2) if as_json else "\n".join(map(printable, _lines(report, fields=fields))))
     return 0
 
 
@@ -320,6 +322,7 @@ def call_text(client: Mapping[str, Any]) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Lines of a table. ``right``: the columns that are aligned to the right."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     return [
         "  "

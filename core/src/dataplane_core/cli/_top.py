@@ -17,7 +17,7 @@ from dataplane_core.cli._inspect import (
     size_text,
 )
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import UnknownPartitionError, UnsupportedOperationError
+from dataplane_core.errors import UnknownPartitionError, UnsupportedOperationError, printable
 from dataplane_core.spec import Capability, PartitionDescription
 
 try:
@@ -167,7 +167,7 @@ def _flow(report: dict[str, Any]) -> RenderableType:
     """A partition as a line per stage, from the one that is ahead to the one that is behind."""
     stages = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
     stages.add_column(
-        Text(report["partition_id"]), no_wrap=True, header_style="bold", overflow="ellipsis", max_width=32
+        Text(printable(report["partition_id"])), no_wrap=True, header_style="bold", overflow="ellipsis", max_width=32
     )
     for name in ("done", "per s", "ready", "leased"):
         stages.add_column(name, justify="right")
@@ -182,13 +182,13 @@ def _flow(report: dict[str, Any]) -> RenderableType:
         done = counts["consumed"] + report["cleared"]  # a sample is cleared after its last stage
         lease = counts["oldest_lease"]
         stages.add_row(
-            Text(f"→ {name}", "bold red" if name == lagging else ""),
+            Text(printable(f"→ {name}"), "bold red" if name == lagging else ""),
             _of(done, report["num_samples"]),
             f"{counts['consumed_per_s']:.1f}" if "consumed_per_s" in counts else "",
             str(counts["ready"]),
             str(counts["leased"]),
             Text.assemble(_bar(done / expected if expected else 0.0), (" lags", "bold red") if name == lagging else ""),
-            Text("" if lease is None else f"{lease['holder']}, {_seconds(lease['held_s'])}"),
+            Text("" if lease is None else printable(f"{lease['holder']}, {_seconds(lease['held_s'])}")),
         )
     return stages
 
@@ -217,6 +217,7 @@ def _clients(clients: list[dict[str, Any]]) -> RenderableType:
         table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=40)
     waiting = sorted(clients, key=lambda each: -each["calls"][0]["running_s"] if each["calls"] else 0.0)
     for each in waiting[:_MOST_CLIENTS]:
-        table.add_row(*map(Text, (each["host"], str(each["pid"]), each["role"], call_text(each))))
+        cells = each["host"], str(each["pid"]), each["role"], call_text(each)
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     rest = len(waiting) - _MOST_CLIENTS
     return Group(table, Text(f"and {rest} clients", "dim")) if rest > 0 else table

@@ -16,6 +16,7 @@ from typing import Any, Final
 from dataplane_core.backends import Finding, Level, missing_library
 from dataplane_core.cli._isolated import ask
 from dataplane_core.config import DataPlaneConfig, load_config, validate_model
+from dataplane_core.entry_points import unknown_plugin
 from dataplane_core.errors import ConfigError, DataPlaneError, PluginImportError, printable
 from dataplane_core.plugins import MIDDLEWARE_GROUP, find_plugins, load_backend
 from dataplane_core.spec import Capability
@@ -116,15 +117,13 @@ def _middleware(config: DataPlaneConfig) -> list[Finding]:
                 "Leave it out, unless every process that writes is yours.",
             )
         )
-    installed = {record.name for record in find_plugins(MIDDLEWARE_GROUP)}
     for entry in config.middleware:
         names = list(entry) if isinstance(entry, Mapping) else [entry]
         if len(names) != 1 or not isinstance(names[0], str):
             findings.append(Finding.error(f"A middleware entry must be a name or {{name: options}}, got {entry!r}."))
-        elif names[0] not in installed:
-            findings.append(
-                Finding.error(f"Middleware '{names[0]}' is not installed. Found: {', '.join(sorted(installed))}.")
-            )
+        elif not any(record.name == names[0] for record in find_plugins(MIDDLEWARE_GROUP)):
+            refused = unknown_plugin(MIDDLEWARE_GROUP, names[0], "middleware")
+            findings.append(Finding.error(refused.message, refused.hint))
     return findings
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.config import load_config
+from dataplane_core.config import load_config, size_bytes
 from dataplane_core.errors import (
     InvalidRequestError,
     LeaseHolder,
@@ -100,7 +100,7 @@ def attach(config_path: str) -> DataPlaneClient:
 def capacity_of(client: DataPlaneClient) -> int | None:
     """How many bytes of payload the store may hold, by the config. None: it sets no limit."""
     capacity_bytes = client.config.options.get("capacity_bytes")
-    return None if capacity_bytes is None else int(capacity_bytes) * client.config.num_ledgers
+    return None if capacity_bytes is None else int(size_bytes(capacity_bytes)) * client.config.num_ledgers
 
 
 def look(client: DataPlaneClient, partition_id: str | None = None) -> dict[str, PartitionDescription]:
@@ -217,19 +217,19 @@ def lag_of(report: Mapping[str, Any]) -> str | None:
 
 
 def client_report(client: ClientInfo) -> dict[str, Any]:
-    """What a client announced, as JSON values, with times as of now."""
+    """What a client announced, as JSON values. Its times are as of then: it may be stopped or dead since."""
     return {
         "host": client.host,
         "pid": client.pid,
         "role": client.role,
-        "open_s": round(client.open_s + client.heard_s, 1),
+        "open_s": round(client.open_s, 1),
         "heard_s": round(client.heard_s, 1),
         "num_calls": client.num_calls,
         "calls": [
             {
                 "operation": call.operation,
                 "partition_id": call.partition_id,
-                "running_s": round(call.running_s + client.heard_s, 1),
+                "running_s": round(call.running_s, 1),
             }
             for call in client.calls
         ],

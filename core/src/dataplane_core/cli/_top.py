@@ -17,7 +17,7 @@ from dataplane_core.cli._inspect import (
     size_text,
 )
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import UnknownPartitionError, UnsupportedOperationError, printable
+from dataplane_core.errors import DataPlaneError, UnknownPartitionError, UnsupportedOperationError, printable
 from dataplane_core.spec import Capability, PartitionDescription
 
 try:
@@ -49,21 +49,35 @@ def run(config_path: str, partition_id: str | None) -> int:
         partition_id: The partition to show. None: the few that were written last.
 
     Raises:
-        BackendUnavailableError: No store runs, or it ended.
+        BackendUnavailableError: No store runs at the start. Once one ends, it is waited for the next.
         UnsupportedOperationError: The output is no terminal.
     """
     if not sys.stdout.isatty():
         raise UnsupportedOperationError("dataplane top needs a terminal.", hint="In a pipe, use dataplane inspect.")
-    with attach(config_path) as client:
-        looks = Looks(client, partition_id)
-        try:
-            with Live(Text("connected"), console=Console(), screen=True, auto_refresh=False) as live:
-                while True:
-                    pause_s = looks.ask()
-                    live.update(screen(looks), refresh=True)
-                    time.sleep(pause_s)
-        except KeyboardInterrupt:
-            return 0
+    looks: Looks | None = Looks(attach(config_path), partition_id)
+    seen = False
+    try:
+        with Live(Text("connected"), console=Console(), screen=True, auto_refresh=False) as live:
+            while True:
+                shown: RenderableType
+                try:
+                    looks = looks or Looks(attach(config_path), partition_id)
+                    pause_s, seen = looks.ask(), True
+                    shown = screen(looks)
+                except DataPlaneError as error:
+                    if not seen:
+                        raise
+                    if looks is not None:
+                        looks.client.close()
+                        looks = None
+                    shown, pause_s = Text(f"waiting for the store: {error}"), _PAUSE_S
+                live.update(shown, refresh=True)
+                time.sleep(pause_s)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        if looks is not None:
+            looks.client.close()
 
 
 class Looks:

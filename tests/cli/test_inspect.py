@@ -179,6 +179,9 @@ def test_it_names_the_process_that_waits_until_it_is_gone(client, worker, config
     assert line[:4] == [socket.gethostname(), str(worker.pid), "rollout", "3"]
     assert " ".join(line[6:]).startswith("claim_meta step-1 for ")
     assert "wait_for_samples" in stacks or "Permission denied" in stacks  # a host may forbid ptrace
+    monkeypatch.setattr("dataplane_core.cli._inspect.shutil.which", lambda *args, **kwargs: None)
+    assert main(["inspect", config, "--interval", "0", "--stacks"]) == 1
+    assert "pip install 'dataplane-core[inspect]'" in capsys.readouterr().err
     worker.kill()
     worker.wait()
     eventually(
@@ -186,6 +189,3 @@ def test_it_names_the_process_that_waits_until_it_is_gone(client, worker, config
         within_s=STARTS_S,
         what="the end of a killed client",
     )
-    monkeypatch.setattr("dataplane_core.cli._inspect.shutil.which", lambda *args, **kwargs: None)
-    assert main(["inspect", config, "--interval", "0", "--stacks"]) == 1
-    assert "pip install 'dataplane-core[inspect]'" in capsys.readouterr().err

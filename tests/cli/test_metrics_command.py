@@ -28,6 +28,9 @@ with connect(config, bootstrap=False) as client:
     time.sleep(600)
 """
 
+#: A client that does not announce itself while a test counts clients.
+QUIET = {"backend": "noop", "announce_s": None}
+
 
 @pytest.fixture
 def config(tmp_path):
@@ -118,7 +121,7 @@ def test_a_port_that_cannot_be_had_is_an_error(tmp_path, capsys):
 
 def test_clients_of_one_process_are_one_line_each_metric():
     """Prometheus refuses a page with two values of one label set."""
-    with connect({"backend": "noop"}) as client:
+    with connect(QUIET) as client:
         for name, running_s in (("one", 5.0), ("two", 7.0), ("three", 6.0)):
             calls = [CallInfo(operation="claim_meta", partition_id="p", running_s=running_s)]
             told = ClientInfo(client_id=name, host="h", pid=1, role="r", open_s=0.0, calls=calls)
@@ -131,7 +134,7 @@ def test_clients_of_one_process_are_one_line_each_metric():
 
 def endpoint_of(answer, **told):
     """What the federation says of an endpoint that gives this answer."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, connect({"backend": "noop"}) as client:
+    with socket.create_server(("127.0.0.1", 0)) as listener, connect(QUIET) as client:
         told = {"host": "h", "role": "r", "metrics_address": f"127.0.0.1:{listener.getsockname()[1]}", **told}
 
         def serve():

@@ -20,7 +20,7 @@ from dataplane_core.testing._timing import STARTS_S, eventually
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, announce_s: 1, options: {capacity_bytes: 50000000}, middleware: [metrics]}")
+    path.write_text("{backend: shm_store, announce_s: null, options: {capacity_bytes: 50MB}, middleware: [metrics]}")
     return str(path)
 
 
@@ -156,7 +156,7 @@ def worker(config, client):
     """A process that waits for samples that nobody writes, and has announced so."""
     program = (
         "import sys; from dataplane_core import connect; from dataplane_core.config import load_config\n"
-        "config = load_config(sys.argv[1]).model_copy(update={'role': 'rollout 3'})\n"
+        "config = load_config(sys.argv[1]).model_copy(update={'role': 'rollout 3', 'announce_s': 1.0})\n"
         "def wait_for_samples(client):\n"
         "    client.claim_meta('step-1', 'score', ['later'], 2, timeout_s=600)\n"
         "wait_for_samples(connect(config, bootstrap=False))\n"
@@ -179,6 +179,9 @@ def test_it_names_the_process_that_waits_until_it_is_gone(client, worker, config
     assert line[:4] == [socket.gethostname(), str(worker.pid), "rollout", "3"]
     assert " ".join(line[6:]).startswith("claim_meta step-1 for ")
     assert "wait_for_samples" in stacks or "Permission denied" in stacks  # a host may forbid ptrace
+    monkeypatch.setattr("dataplane_core.cli._inspect.shutil.which", lambda *args, **kwargs: None)
+    assert main(["inspect", config, "--interval", "0", "--stacks"]) == 1
+    assert "pip install 'dataplane-core[inspect]'" in capsys.readouterr().err
     worker.kill()
     worker.wait()
     eventually(
@@ -186,6 +189,3 @@ def test_it_names_the_process_that_waits_until_it_is_gone(client, worker, config
         within_s=STARTS_S,
         what="the end of a killed client",
     )
-    monkeypatch.setattr("dataplane_core.cli._inspect.shutil.which", lambda *args, **kwargs: None)
-    assert main(["inspect", config, "--interval", "0", "--stacks"]) == 1
-    assert "pip install 'dataplane-core[inspect]'" in capsys.readouterr().err

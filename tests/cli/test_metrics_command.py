@@ -1,5 +1,6 @@
 """`dataplane metrics`: the metrics of several processes on one page, also while one is stopped or killed."""
 
+import contextlib
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import pytest
 
 from dataplane_core import connect
 from dataplane_core.cli import main
-from dataplane_core.cli._metrics import Federation
+from dataplane_core.cli._metrics import Federation, _url_of
 from dataplane_core.spec import AnnounceRequest, CallInfo, ClientInfo
 from dataplane_core.testing._timing import STARTS_S, eventually
 
@@ -26,6 +27,9 @@ with connect(config, bootstrap=False) as client:
     client.put_samples([sys.argv[2]], "step-1", {"x": torch.zeros(1, 25)})
     time.sleep(600)
 """
+
+#: A client that does not announce itself while a test counts clients.
+QUIET = {"backend": "noop", "announce_s": None}
 
 
 @pytest.fixture
@@ -117,7 +121,7 @@ def test_a_port_that_cannot_be_had_is_an_error(tmp_path, capsys):
 
 def test_clients_of_one_process_are_one_line_each_metric():
     """Prometheus refuses a page with two values of one label set."""
-    with connect({"backend": "noop"}) as client:
+    with connect(QUIET) as client:
         for name, running_s in (("one", 5.0), ("two", 7.0), ("three", 6.0)):
             calls = [CallInfo(operation="claim_meta", partition_id="p", running_s=running_s)]
             told = ClientInfo(client_id=name, host="h", pid=1, role="r", open_s=0.0, calls=calls)
@@ -128,30 +132,75 @@ def test_clients_of_one_process_are_one_line_each_metric():
                 assert [int(each.value) for each in metric.samples] == [7]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"what is this\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\ndataplane_x 1",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{not metrics",
-        b"",
-    ],
-    ids=["no HTTP", "cut short", "other text", "nothing"],
-)
-def test_an_endpoint_that_answers_nonsense_is_left_out(answer):
-    with socket.create_server(("127.0.0.1", 0)) as listener, connect({"backend": "noop"}) as client:
+def endpoint_of(answer, **told):
+    """What the federation says of an endpoint that gives this answer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, connect(QUIET) as client:
+        told = {"host": "h", "role": "r", "metrics_address": f"127.0.0.1:{listener.getsockname()[1]}", **told}
 
         def serve():
             channel, _ = listener.accept()
-            with channel:
+            with channel, contextlib.suppress(OSError):
                 channel.recv(65536)
-                channel.sendall(answer)
+                for part in answer:
+                    channel.sendall(part)
 
         threading.Thread(target=serve, daemon=True).start()
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        told = ClientInfo(client_id="c", host="h", pid=1, role="r", open_s=0.0, metrics_address=address)
-        client._backend.announce(AnnounceRequest(client=told, ttl_s=60.0, deadline=float("inf")))
-        found = {metric.name: metric for metric in Federation(client, lambda: client).collect()}
-        (up,) = found["dataplane_process_up"].samples
-        assert (up.labels["pid"], up.value) == ("1", 0.0)
-        assert "dataplane_x" not in found
+        info = ClientInfo(client_id="c", pid=1, open_s=0.0, **told)
+        client._backend.announce(AnnounceRequest(client=info, ttl_s=60.0, deadline=float("inf")))
+        return {metric.name: metric for metric in Federation(client, lambda: client).collect()}
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [b"what is this\r\n\r\n"],
+        [OK, b"Content-Length: 999\r\n\r\ndataplane_x 1"],
+        [OK, b"Content-Length: 11\r\n\r\n{not metrics"],
+        [],
+        [b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\ndataplane_x 1\n"],
+        [OK, b"\r\n", *[b"dataplane_x 1\n" * 100_000] * 12],
+        [
+            b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/metrics\r\n",
+            OK.partition(b"\n")[2],
+            b"\r\ndataplane_x 1\n",
+        ],
+    ],
+    ids=["no HTTP", "cut short", "other text", "nothing", "HTML", "more than 16 MB", "another address"],
+)
+def test_an_endpoint_that_answers_nonsense_is_left_out(answer):
+    found = endpoint_of(answer)
+    (up,) = found["dataplane_process_up"].samples
+    assert (up.labels["pid"], up.value) == ("1", 0.0)
+    assert "dataplane_x" not in found
+
+
+def test_names_with_control_characters_are_labels_with_their_escapes():
+    found = endpoint_of([OK, b"\r\ndataplane_x 1\n"], host="h\n\x1b[1m", role="\u202er")
+    (up,) = found["dataplane_process_up"].samples
+    assert (up.labels, up.value) == ({"host": "h\\n\\x1b[1m", "pid": "1", "role": "\\u202er"}, 1.0)
+    (sample,) = found["dataplane_x"].samples
+    assert sample.labels == up.labels
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "is_asked"),
+    [
+        ("127.0.0.1:80", "elsewhere.invalid", True),
+        ("[::1]:80", "elsewhere.invalid", True),
+        ("192.0.2.7:80", "192.0.2.7", True),
+        ("192.0.2.7:80", "192.0.2.8", False),
+        ("169.254.169.254:80", "127.0.0.1", False),
+        ("127.0.0.1:80@192.0.2.7:80", "127.0.0.1", False),
+        ("127.0.0.1:80/x?", "127.0.0.1", False),
+        ("127.0.0.1", "127.0.0.1", False),
+    ],
+)
+def test_only_the_hosts_of_clients_are_asked(address, host, is_asked):
+    if is_asked:
+        assert _url_of(address, host) == f"http://{address}/metrics"
+    else:
+        with pytest.raises(ValueError, match=r"host|port"):
+            _url_of(address, host)

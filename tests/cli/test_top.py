@@ -49,7 +49,7 @@ def shown(looks):
 
 @pytest.mark.parametrize("name", ["exp[/1]", "pool[train]", "a[bold red]b"])
 def test_names_with_brackets_are_shown_as_they_are(name):
-    with connect({"backend": "noop", "role": name}) as client:
+    with connect({"backend": "noop", "role": name, "announce_s": None}) as client:
         client.register_partition(name, ["x"], 16, [name])
         client.put_samples(["a"], name, {"x": torch.zeros(1)})
         client.claim_meta(name, name, ["x"], 1, lease_s=60.0)

@@ -57,3 +57,19 @@ def test_every_link_between_pages_is_one_of_the_site(site: Path) -> None:
             continue
         for target in re.findall(r"<(?:a|img)\b[^>]*(?:href|src)=\"([^\"#:]+)[\"#]", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.relative_to(site)} links {target}"
+
+
+def test_the_reference_of_the_clients_has_their_methods_with_their_arguments(site: Path) -> None:
+    page = (site / "reference" / "dataplane_core.client.html").read_text(encoding="utf-8")
+    for client in ("DataPlaneClient", "AsyncDataPlaneClient"):
+        for method in ("put_samples", "claim_meta", "ack", "describe", "close"):
+            assert f'id="dataplane_core.client.{client}.{method}"' in page
+    assert "_in_thread" not in page
+    assert "sample_ids" in page.partition('id="dataplane_core.client.AsyncDataPlaneClient.put_samples"')[2][:6000]
+
+
+def test_every_diagram_is_text_or_a_picture() -> None:
+    """Mermaid would be loaded from another host, so a page would show its source."""
+    pages = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")]
+    assert len(pages) > 50
+    assert [str(page) for page in pages if "```mermaid" in page.read_text(encoding="utf-8")] == []

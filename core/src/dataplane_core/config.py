@@ -5,18 +5,41 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from dataplane_core.entry_points import find_plugins, nearest
 from dataplane_core.errors import ConfigError
 
-__all__ = ["DataPlaneConfig", "load_config", "validate_model", "yaml_problem"]
+__all__ = ["DataPlaneConfig", "SizeBytes", "load_config", "size_bytes", "validate_model", "yaml_problem"]
 
 M = TypeVar("M", bound=BaseModel)
+
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*(?:([kmgtp])(i?))?b?\s*", re.IGNORECASE | re.ASCII)
+
+
+def size_bytes(value: Any) -> Any:
+    """A size with a unit, such as ``1.5GB`` (1000 each) or ``512 MiB`` (1024 each), in bytes. No text: as it is.
+
+    Raises:
+        ValueError: The text is not a size.
+    """
+    if not isinstance(value, str):
+        return value
+    found = _SIZE.fullmatch(value)
+    if found is None:
+        raise ValueError("expected a number of bytes, or a size with a unit such as '1.5GB' or '512MiB'")
+    number, unit, binary = found.groups()
+    power = 0 if unit is None else "kmgtp".index(unit.lower()) + 1
+    return int(Decimal(number) * (1024 if binary else 1000) ** power)
+
+
+#: The type of every option that is a size: a number of bytes, or a text with a unit, see `size_bytes`.
+SizeBytes: TypeAlias = Annotated[int, BeforeValidator(size_bytes)]
 
 
 class DataPlaneConfig(BaseModel):
@@ -143,7 +166,7 @@ def validate_model(model: type[M], values: Mapping[str, Any], label: str) -> M:
                 problems.append(f"key '{where}' is missing")
             else:
                 # no input value here: it may be a secret
-                problems.append(f"key '{where}': {item['msg']}")
+                problems.append(f"key '{where}': {item['msg'].removeprefix('Value error, ')}")
         said = "; ".join(problems)
         end = "" if said[-1] in ".?" else "."
         raise ConfigError(f"{label} {'are' if 'options' in label else 'is'} refused: {said}{end}") from None

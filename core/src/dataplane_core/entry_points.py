@@ -18,6 +18,7 @@ __all__ = [
     "find_plugins",
     "load_plugin",
     "nearest",
+    "unknown_plugin",
 ]
 
 BACKEND_GROUP: Final = "dataplane.backends"
@@ -85,7 +86,7 @@ def load_plugin(group: str, name: str, kind: str) -> Any:
     """
     points = {(_record(point).distribution, point.value): point for point in entry_points(group=group, name=name)}
     if not points:
-        raise _unknown(group, name, kind)
+        raise unknown_plugin(group, name, kind)
     if len(points) > 1:
         owners = ", ".join(f"{_record(point).distribution} ({point.value})" for point in points.values())
         raise DuplicatePluginError(
@@ -105,7 +106,8 @@ def load_plugin(group: str, name: str, kind: str) -> Any:
         ) from error
 
 
-def _unknown(group: str, name: str, kind: str) -> UnknownBackendError:
+def unknown_plugin(group: str, name: str, kind: str) -> UnknownBackendError:
+    """The error for a name that is not installed. Arguments as for `load_plugin`."""
     found = [record.name for record in find_plugins(group)]
     near = nearest(name, [*found, *(KNOWN_BACKENDS if kind == "backend" else ())])
     parts = []

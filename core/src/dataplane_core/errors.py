@@ -47,6 +47,7 @@ __all__ = [
     "UnknownTaskError",
     "UnsupportedOperationError",
     "preview",
+    "printable",
     "rebuild_error",
 ]
 
@@ -76,10 +77,22 @@ def preview(names: Iterable[object], total: int | None = None, limit: int = _NUM
     return f"{text} and {rest} more" if rest > 0 else text
 
 
+def printable(text: str) -> str:
+    """The text, with escapes such as ``\\x1b`` and ``\\n`` for all that a terminal or a page would not show as it is.
+
+    Whatever shows names that come from a store passes them through this: they may hold control characters, marks that
+    change the direction of writing, and lone surrogates.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 class DataPlaneError(Exception):
     """Base of all data-plane errors.
 
     Keeps its attributes and its cause when pickled. A cause that cannot be pickled is replaced by its description.
+    Its text is one `printable` line, whatever the names in it hold.
 
     Attributes:
         backend: Entry-point name of the backend at fault, or None where none was involved.
@@ -107,7 +120,7 @@ class DataPlaneError(Exception):
     def __str__(self) -> str:
         # KeyError's own __str__ would print a repr of the message
         text = self.message if self.hint is None else f"{self.message} {self.hint}"
-        return text if self.backend is None else f"[{self.backend}] {text}"
+        return printable(text if self.backend is None else f"[{self.backend}] {text}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = dict(self.__dict__)

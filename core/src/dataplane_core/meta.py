@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final, TypeVar
 
-from dataplane_core.errors import InvalidRequestError, preview
+from dataplane_core.errors import InvalidRequestError, preview, printable
 
 __all__ = ["KVBatchMeta", "values_at"]
 
@@ -100,7 +100,7 @@ class KVBatchMeta:
         if self.extra_info:
             facts.append(f"extra_info: {_names(self.extra_info)}")
         return [
-            f"{type(self).__name__}('{self.partition_id}'{task}): {rows}{ids}",
+            f"{type(self).__name__}('{printable(self.partition_id)}'{printable(task)}): {rows}{ids}",
             f"fields: {'not known' if self.fields is None else _names(self.fields)}",
             *(["; ".join(facts)] if facts else []),
         ]

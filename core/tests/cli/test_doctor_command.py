@@ -51,6 +51,7 @@ def test_a_config_is_examined_as_a_whole(here, capsys, config):
     assert "allow_pickle" in pickles["what"]
     assert middleware["level"] == "error"
     assert "'wire_gard' is not installed. Found: metrics, opentelemetry, prometheus, wire_guard" in middleware["what"]
+    assert middleware["hint"] == "Did you mean 'wire_guard'?"
 
 
 def test_values_that_are_none_of_a_config_are_findings(capsys, config):

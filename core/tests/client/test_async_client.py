@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -126,9 +127,10 @@ async def _cancelled(task):
 def test_a_claim_that_is_cancelled_while_it_waits_takes_nothing():
     async def main():
         async with await _open() as client:
-            with pytest.raises(TimeoutError):
+            with pytest.raises(TimeoutError) as caught:
                 async with asyncio.timeout(0.05):
                     await client.claim_meta("p", "t", ["x"], 1)
+            assert re.search(r"claim_meta(\('p', 't'\))? was cancelled", str(OperationCancelledError.of(caught.value)))
             await _put(client, "a")
             return await client.claim_meta("p", "t", ["x"], 1, timeout_s=5.0)
 

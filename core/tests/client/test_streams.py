@@ -24,7 +24,7 @@ from dataplane_core.errors import (
     UnknownPartitionError,
 )
 from dataplane_core.spec import hookimpl
-from dataplane_core.testing._timing import Background, eventually
+from dataplane_core.testing._timing import STARTS_S, Background, eventually
 
 NUM = 10
 
@@ -164,11 +164,18 @@ def test_a_batch_can_be_acked_by_hand(client):
     assert len(_consumed(client)) == 4
 
 
+def _oldest_held_s(client):
+    """Seconds since the oldest lease was given."""
+    lease = client.describe("p").tasks["t"].oldest_lease
+    return 0.0 if lease is None else lease.held_s
+
+
 def test_leases_are_renewed_while_a_batch_is_worked_on_and_while_it_is_read_ahead(client):
-    with stream(client, "p", "t", ["x"], 4, lease_s=3.0, prefetch=2) as batches:
+    with stream(client, "p", "t", ["x"], 4, lease_s=6.0, prefetch=2) as batches:
         seen = []
         for batch in batches:
-            time.sleep(1.8)
+            if not seen:
+                eventually(lambda: _oldest_held_s(client) > 7.0, within_s=STARTS_S, what="a lease without a renewal")
             seen += batch.meta.sample_ids
     assert seen == [f"s{i}" for i in range(NUM)]
     assert len(_consumed(client)) == NUM
@@ -409,7 +416,9 @@ def test_a_cancelled_async_loop_loses_nothing(prefetch):
                         await asyncio.sleep(0)
 
             task = asyncio.create_task(work())
-            await asyncio.sleep(0.5)  # both were worked on; it waits for a third
+            async with asyncio.timeout(STARTS_S):
+                while await client.list_consumed("p", "t") != ["a", "b"]:  # then it waits for a third
+                    await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -539,7 +548,7 @@ def test_leases_are_renewed_while_other_calls_take_all_threads():
         async with await connect_async({"backend": "noop", "middleware": [counting]}, threads=2) as client:
             await client.register_partition("p", ["x"], None, ["t", "u"])
             await client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
-            batches = stream(client, "p", "t", ["x"], 1, lease_s=0.3, prefetch=0)
+            batches = stream(client, "p", "t", ["x"], 1, lease_s=3.0, prefetch=0)
             await anext(batches)
             slow = [
                 stream(client, "p", "u", ["x"], 1, prefetch=0, collate=lambda *_: opened.wait(60)) for _ in range(2)

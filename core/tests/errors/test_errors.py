@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from dataplane_core import errors
-from dataplane_core.errors import DataPlaneError, MissingDataError, preview
+from dataplane_core.errors import DataPlaneError, MissingDataError, preview, printable
 
 CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, DataPlaneError)]
 
@@ -47,3 +47,22 @@ def test_a_preview_names_the_first_and_counts_the_rest():
     assert preview(["a"]) == "'a'"
     assert preview("abcde") == "'a', 'b', 'c' and 2 more"
     assert preview("abc", total=100) == "'a', 'b', 'c' and 97 more"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("\x1b[2J\x9b1m\x07", "\\x1b[2J\\x9b1m\\x07"),
+        ("a\nb\r\u2028c", "a\\nb\\r\\u2028c"),
+        ("a\0b", "a\\x00b"),
+        ("\u202edog\u2066", "\\u202edog\\u2066"),
+        ("\ud800", "\\ud800"),
+        ("\U000e0041", "\\U000e0041"),
+        ("Größe 大小 [bold]", "Größe 大小 [bold]"),
+    ],
+)
+def test_names_of_a_store_are_shown_with_escapes(name, shown):
+    assert printable(name) == shown
+    error = DataPlaneError(f"partition '{name}' is not registered.", hint=f"Register '{name}'.")
+    assert str(error) == f"partition '{shown}' is not registered. Register '{shown}'."
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)

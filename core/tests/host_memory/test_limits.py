@@ -2,7 +2,8 @@
 
 import pytest
 
-from dataplane_core.host_memory import MemoryLimit, memory_limit
+from dataplane_core.errors import ConfigError
+from dataplane_core.host_memory import MemoryLimit, check_capacity, memory_limit
 
 MIB = 1 << 20
 
@@ -12,7 +13,10 @@ def machine(tmp_path):
     """Writes files below a root, and returns what is found there. 1,000 MiB are available."""
 
     def make(cgroup, files):
-        for name, text in {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {1000 << 10} kB\n", **files}.items():
+        for name, text in {
+            "proc/meminfo": f"MemTotal: {2000 << 10} kB\nMemAvailable: {1000 << 10} kB\n",
+            **files,
+        }.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
         if cgroup is not None:
@@ -29,15 +33,17 @@ def limited(folder, limit, used, version=2):
 
 
 def test_a_machine_without_control_groups(machine):
-    assert machine(None, {}) == MemoryLimit(1000 * MIB, "this machine")
+    assert machine(None, {}) == MemoryLimit(1000 * MIB, "this machine", 2000 * MIB)
 
 
 def test_a_container(machine):
-    assert machine("0::/\n", limited("", 500 * MIB, 200 * MIB)) == MemoryLimit(300 * MIB, "the container's limit")
+    assert machine("0::/\n", limited("", 500 * MIB, 200 * MIB)) == MemoryLimit(
+        300 * MIB, "the container's limit", 500 * MIB
+    )
 
 
 def test_a_group_without_a_limit(machine):
-    assert machine("0::/a\n", limited("a/", "max", 5)) == MemoryLimit(1000 * MIB, "this machine")
+    assert machine("0::/a\n", limited("a/", "max", 5)) == MemoryLimit(1000 * MIB, "this machine", 2000 * MIB)
 
 
 def test_a_limit_of_a_group_above(machine):
@@ -61,3 +67,11 @@ def test_pages_of_files_that_the_kernel_can_drop_are_available(machine, version)
 
 def test_a_group_that_uses_more_than_its_limit(machine):
     assert machine("0::/\n", limited("", MIB, 2 * MIB)).available_bytes == 0
+
+
+def test_a_capacity_that_this_host_does_not_have_is_refused():
+    most_bytes = memory_limit().most_bytes
+    check_capacity(None)
+    check_capacity(most_bytes)
+    with pytest.raises(ConfigError, match=r"Expected at most the memory that this host, or its container, has in all"):
+        check_capacity(most_bytes + 1)

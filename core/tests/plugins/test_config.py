@@ -6,6 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from dataplane_core import DataPlaneConfig, connect
+from dataplane_core.backends import CapacityOptions
 from dataplane_core.config import load_config
 from dataplane_core.errors import BackendError, ConfigError, InvalidTypeError, PluginSignatureError, UnknownBackendError
 from dataplane_core.spec import hookimpl
@@ -25,6 +26,25 @@ def test_dict_yaml_and_omegaconf_give_the_same(tmp_path):
     values = {"backend": "noop", "options": {"capacity_bytes": 100}, "middleware": ["metrics"], "op_timeout_s": 5}
     assert from_yaml == load_config(values) == load_config(OmegaConf.create(values)) == load_config(str(path))
     assert load_config(from_yaml) is from_yaml
+
+
+@pytest.mark.parametrize(
+    ("size", "size_bytes"),
+    [
+        *((100, 100), ("100", 100), (" 64 b ", 64), ("1e9", 10**9), ("1GB", 10**9), ("1.5 gb", 1_500_000_000)),
+        *(("512MiB", 512 << 20), ("2Ki", 2048), ("3T", 3 * 10**12)),
+    ],
+)
+def test_a_size_is_a_number_of_bytes_or_has_a_unit(size, size_bytes):
+    assert CapacityOptions(capacity_bytes=size).capacity_bytes == size_bytes
+
+
+@pytest.mark.parametrize("size", ["1 QB", "GB", "-1GB", "1,5GB", "0.1", "inf"])
+def test_a_size_that_is_none_is_refused_with_an_example(size):
+    with pytest.raises(
+        ConfigError, match=r"key 'capacity_bytes': (expected a number of bytes.*'512MiB'|Input should be)"
+    ):
+        connect({"backend": "noop", "options": {"capacity_bytes": size}})
 
 
 @pytest.mark.parametrize(

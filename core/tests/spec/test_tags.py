@@ -2,7 +2,7 @@
 
 import pytest
 
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_core.spec import check_tag_filter, check_tags
 
 LONE = "\udc80"
@@ -12,6 +12,12 @@ LONE = "\udc80"
 def test_a_tag_is_valid_unicode(tags):
     with pytest.raises(InvalidRequestError, match=r"tags\[1\].*is not valid Unicode"):
         check_tags([{"wörd": "ü"}, tags], 2)
+
+
+@pytest.mark.parametrize("tags", [{"word": 1}, {"a": {"word": 1}}, "a", 5, iter([{}])])
+def test_tags_that_are_no_list_are_refused_with_what_to_write(tags):
+    with pytest.raises(InvalidTypeError, match=r"must be a list with one dict per sample, got .* write tags=\[\{"):
+        check_tags(tags, 1)
 
 
 @pytest.mark.parametrize(

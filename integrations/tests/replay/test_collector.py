@@ -295,9 +295,13 @@ def test_a_full_store_holds_rollouts_back_and_loses_nothing(
 def stalling_store() -> Iterator[tuple[DataPlaneClient, Callable[[], None]]]:
     """A Redis, and what makes it stop answering; it goes on with the end of the test."""
     with impatient_client("redis_store") as client:
-        client._config = client.config.model_copy(update={"op_timeout_s": 0.2})
         pid = client._backend._server.pid
-        yield client, lambda: os.kill(pid, signal.SIGSTOP)
+
+        def stall() -> None:
+            client._config = client.config.model_copy(update={"op_timeout_s": 0.2})
+            os.kill(pid, signal.SIGSTOP)
+
+        yield client, stall
         os.kill(pid, signal.SIGCONT)
 
 

@@ -108,7 +108,8 @@ def test_an_instance_of_another_version_is_an_error(plain, connect):
 
 
 def test_a_server_that_is_not_there_is_an_error(tmp_path):
-    ((what, _),) = findings(Level.ERROR, url=f"unix://{tmp_path}/none.sock")
+    ((what, hint),) = findings(Level.ERROR, url=f"unix://{tmp_path}/none.sock")
+    assert "Check that it runs" in hint
     assert f"the Redis server at {tmp_path}/none.sock cannot be reached" in what
 
 

@@ -128,7 +128,9 @@ def test_reserved_characters_in_a_password_are_percent_encoded(start_server, con
     round_trip(connect(url=f"unix://{server.socket}?password={quote(password, safe='')}"))
 
 
-@pytest.mark.parametrize("url", ["redis://h:port", f"redis://:{_SECRET}@h/0?no_such_parameter=1", "redis://h?db=x"])
+@pytest.mark.parametrize(
+    "url", ["redis://h:port", f"redis://:{_SECRET}@h/0?no_such_parameter=1", "redis://h?db=x", "redis://h/zero"]
+)
 def test_a_url_that_redis_does_not_read_is_refused(connect, url):
     with pytest.raises(ConfigError, match="redis://user:password@host:port/db") as caught:
         connect(url=url)

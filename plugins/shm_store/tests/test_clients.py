@@ -21,6 +21,7 @@ from tensordict import TensorDict
 
 from dataplane_core import connect
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClaimTimeoutError, OperationTimeoutError
+from dataplane_core.host_memory import memory_limit
 from dataplane_core.spec import GetRequest
 from dataplane_shm import _session
 
@@ -491,9 +492,10 @@ def test_threads_of_one_client_work_side_by_side(owner):
 
 
 def test_connecting_does_not_wait_for_the_memory(config):
-    config["options"].update(capacity_bytes=1 << 40, touch_ahead_bytes=1 << 20)
+    capacity_bytes = memory_limit().most_bytes
+    config["options"].update(capacity_bytes=capacity_bytes, touch_ahead_bytes=1 << 20)
     with connect(config) as client:
-        assert statistics(client).arena_bytes > 1 << 40
+        assert statistics(client).arena_bytes > capacity_bytes
         eventually(lambda: statistics(client).touched_bytes >= 1 << 20)
         assert statistics(client).touched_bytes < 1 << 24
 

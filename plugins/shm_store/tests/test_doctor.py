@@ -16,7 +16,7 @@ from dataplane_core import connect
 from dataplane_core.backends import Level
 from dataplane_core.cli import main
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_core.host_memory import MemoryLimit
+from dataplane_core.host_memory import MemoryLimit, memory_limit
 from dataplane_shm import ShmBackend
 from dataplane_shm._diagnosis import huge_pages
 from dataplane_shm.config import ShmConfig
@@ -64,10 +64,13 @@ def test_a_system_without_memfd_is_an_error_and_nothing_else_is_checked(monkeypa
 def test_a_capacity_that_fits_is_ok_and_one_beyond_the_memory_is_a_warning_with_both_numbers(namespace):
     *_, (what, _) = findings(Level.OK, namespace=namespace, capacity_bytes=CAPACITY)
     assert what.endswith("capacity_bytes is 64 MiB.")
-    ((what, hint),) = findings(Level.WARNING, namespace=namespace, capacity_bytes=1 << 50)
+    most_bytes = memory_limit().most_bytes
+    ((what, hint),) = findings(Level.WARNING, namespace=namespace, capacity_bytes=most_bytes)
     assert " MiB of memory are available, limited by th" in what
-    assert f"capacity_bytes is {1 << 30} MiB. The system kills processes" in what
+    assert f"capacity_bytes is {most_bytes >> 20} MiB. The system kills processes" in what
     assert hint == "Lower capacity_bytes."
+    ((what, hint),) = findings(Level.ERROR, namespace=namespace, capacity_bytes=1 << 50)
+    assert what.endswith(f"capacity_bytes is {1 << 30} MiB. connect refuses more than there is in all.")
 
 
 def test_a_machine_without_memory_is_an_error_and_no_store_is_started(namespace, monkeypatch):

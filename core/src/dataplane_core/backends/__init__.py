@@ -14,6 +14,7 @@ from dataplane_core.backends.private_folder import PrivateFolder
 from dataplane_core.backends.recorded_ledger import CallId, RecordedLedger, TakenError
 from dataplane_core.backends.row_store import RowStoreBackend, framed_columns
 from dataplane_core.backends.spread import ledger_of, spread_over
+from dataplane_core.config import SizeBytes
 
 __all__ = [
     "LEDGER_CAPABILITIES",
@@ -31,6 +32,7 @@ __all__ = [
     "RecordedLedger",
     "RefsGoneError",
     "RowStoreBackend",
+    "SizeBytes",
     "TakenError",
     "bundles_of",
     "check_announced_address",

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane_core.backends.base import Backend
 from dataplane_core.backends.bundles import APART_SHARE, Bundle, bundles_of
+from dataplane_core.config import SizeBytes
 from dataplane_core.errors import (
     AlreadyDoneError,
     BackendError,
@@ -110,13 +111,13 @@ class CapacityOptions(BaseModel):
     """Options of every backend that limits the payload that it holds.
 
     Attributes:
-        capacity_bytes: Limit for the payload bytes held, or None.
+        capacity_bytes: Limit for the payload bytes held, such as ``8GB``, or None.
         on_full: What a put does that does not fit: wait until its deadline (``block``), or raise at once (``raise``).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    capacity_bytes: int | None = Field(default=None, gt=0)
+    capacity_bytes: SizeBytes | None = Field(default=None, gt=0)
     on_full: Literal["block", "raise"] = "block"
 
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from dataplane_core.cli._isolated import ask
-from dataplane_core.errors import DataPlaneError
+from dataplane_core.errors import DataPlaneError, printable
 from dataplane_core.plugins import find_plugins, load_backend
 
 __all__ = ["describe", "run"]
@@ -72,10 +72,10 @@ def _print(rows: list[dict[str, Any]]) -> None:
         print(f"{row['name']:<{width}}  {row['distribution']} {row['version']}")
         for key in ("scope", "wire"):
             if key in row:
-                print(f"{'':<{width}}    {key}: {row[key]}")
+                print(printable(f"{'':<{width}}    {key}: {row[key]}"))
         if "capabilities" in row:
             print(f"{'':<{width}}    capabilities: {', '.join(row['capabilities']) or 'none'}")
             options = ", ".join(f"{name}={default}" for name, default in row["options"].items())
-            print(f"{'':<{width}}    options: {options or 'none'}")
+            print(printable(f"{'':<{width}}    options: {options or 'none'}"))
         if "error" in row:
-            print(f"{'':<{width}}    error: {row['error']}")
+            print(printable(f"{'':<{width}}    error: {row['error']}"))

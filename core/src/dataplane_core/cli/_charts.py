@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Final, TypeAlias
 
-__all__ = ["COLORS", "STYLE", "Bars", "Panel", "Points", "picture", "show_bytes", "show_count", "show_seconds"]
+from dataplane_core.errors import printable
+
+__all__ = [
+    "COLORS",
+    "STYLE",
+    "Bars",
+    "Panel",
+    "Points",
+    "escape",
+    "picture",
+    "show_bytes",
+    "show_count",
+    "show_seconds",
+]
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 
@@ -36,6 +49,11 @@ STYLE: Final = (
     + _rules("#1a1a1a", "#5f5f5f", "#dedede", "#ffffff", _LIGHT)
     + f"@media (prefers-color-scheme:dark){{{_rules('#ececec', '#a6a6a6', '#3a3a3a', '#161616', _DARK)}}}"
 )
+
+
+def escape(text: str) -> str:
+    """Text of a run as text of a page. What XML does not allow, such as control characters, is shown by its escape."""
+    return html.escape(printable(text))
 
 
 def show_count(value: float) -> str:

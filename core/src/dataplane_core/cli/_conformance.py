@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from dataplane_core.config import validate_model, yaml_problem
-from dataplane_core.errors import ConfigError, DataPlaneError
+from dataplane_core.errors import ConfigError, DataPlaneError, printable
 from dataplane_core.plugins import load_backend
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def run_chaos(
     if json_path is not None:
         Path(json_path).write_text(json.dumps(verdict.summary(), indent=2) + "\n", encoding="utf-8")
     for found in verdict.findings:
-        print(f"FAULT {found.rule}: {found.text}")
+        print(printable(f"FAULT {found.rule}: {found.text}"))
     print("no rule of the contract was broken" if verdict.page is None else f"see {verdict.page}")
     return 0 if verdict.passed else 1
 

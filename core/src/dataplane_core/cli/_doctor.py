@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import json
 import textwrap
-import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from dataplane_core.backends import Finding, Level, missing_library
+# nothing that imports torch: a process of its own examines the backends
 from dataplane_core.cli._isolated import ask
-from dataplane_core.config import DataPlaneConfig, load_config, validate_model
-from dataplane_core.errors import ConfigError, DataPlaneError, PluginImportError
-from dataplane_core.plugins import MIDDLEWARE_GROUP, find_plugins, load_backend
-from dataplane_core.spec import Capability
+from dataplane_core.config import DataPlaneConfig, load_config
+from dataplane_core.entry_points import MIDDLEWARE_GROUP, find_plugins, unknown_plugin
+from dataplane_core.errors import ConfigError, DataPlaneError, printable
 
-__all__ = ["diagnose", "run"]
+__all__ = ["run"]
 
-#: Seconds that the checks of one backend may wait for servers, not counting its imports.
-_DEADLINE_S: Final = 20.0
+_EXAMINATION: Final = "dataplane_core.cli._examination"
+_NOTHING: Final = {"level": "ok", "what": "It needs nothing from this machine.", "hint": None}
 _WIDTH: Final = 118
 
 
@@ -45,87 +42,58 @@ def run(name: str | None, *, config_path: str | None, as_json: bool) -> int:
     records = find_plugins()
     names = sorted({record.name for record in records}) if chosen is None else [chosen]
     reports: list[dict[str, Any]] = []
-    for each in names:
+    for each, found in zip(names, _examine(names, config), strict=True):
         owners = [f"{record.distribution} {record.version}" for record in records if record.name == each]
-        findings = [*_examine(each, config), *(() if config is None else _middleware(config))]
-        reports.append({"name": each, "distributions": owners, "findings": [asdict(finding) for finding in findings]})
+        findings = [*found, *(() if config is None else _middleware(config))]
+        reports.append({"name": each, "distributions": owners, "findings": findings})
     if as_json:
         print(json.dumps(reports, indent=2))
     else:
         _print(reports)
-    failed = any(finding["level"] == Level.ERROR for report in reports for finding in report["findings"])
+    failed = any(finding["level"] == "error" for report in reports for finding in report["findings"])
     return int(failed or not reports)
 
 
-def diagnose(name: str, options: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The findings about one backend, as plain values. Runs in this process.
-
-    Args:
-        name: Its entry-point name.
-        options: Its options. None: their defaults, if all have one.
-
-    Raises:
-        PluginError: It is not installed, or its hooks do not match the hook specs.
+def _examine(names: Sequence[str], config: DataPlaneConfig | None) -> list[list[dict[str, Any]]]:
+    """The findings about each backend: of all in one process, since most of the work is to import what they share. Only
+    if that process fails, each has one of its own.
     """
+    if len(names) > 1:
+        try:
+            found: list[list[dict[str, Any]]] = ask(f"{_EXAMINATION}:diagnose_all", names=names)
+            return found
+        except DataPlaneError:
+            return [each for name in names for each in _examine([name], config)]
+    options = None if config is None else config.options
     try:
-        cls = load_backend(name)
-    except PluginImportError as error:
-        library = missing_library(error)
-        hint = f"Install the package that brings {library}. On Debian and Ubuntu, apt-file search {library} names it."
-        return [asdict(Finding.error(error.message, error.hint if library is None else hint))]
-    findings = []
-    if Capability.NO_PICKLE not in cls.capabilities:
-        findings.append(
-            Finding.warning(
-                "Its transport unpickles what reaches its sockets: whoever can connect to them can run code here.",
-                "Keep its ports inside a network that you trust, or use a backend that declares no_pickle.",
-            )
-        )
-    try:
-        config = validate_model(cls.Config, options or {}, f"options of backend '{name}'")
-    except ConfigError as error:
-        if options is None:
-            findings.append(
-                Finding.warning(
-                    "It has options without a default, so nothing further was checked.",
-                    "Name a config file: dataplane doctor --config FILE",
-                )
-            )
-        else:
-            findings.append(Finding.error(error.message, error.hint))
-    else:
-        findings += cls.diagnose(config, deadline=time.monotonic() + _DEADLINE_S)
-    return [asdict(finding) for finding in findings]
-
-
-def _examine(name: str, config: DataPlaneConfig | None) -> list[Finding]:
-    try:
-        found = ask(f"{__name__}:diagnose", name=name, options=None if config is None else config.options)
+        return [ask(f"{_EXAMINATION}:diagnose", name=name, options=options) for name in names]
     except DataPlaneError as error:
-        return [Finding.error(error.message, error.hint)]
-    return [Finding(Level(each["level"]), each["what"], each["hint"]) for each in found]
+        return [[_error(error.message, error.hint)]]
 
 
-def _middleware(config: DataPlaneConfig) -> list[Finding]:
+def _middleware(config: DataPlaneConfig) -> list[dict[str, Any]]:
     """The findings about the config's middleware and ``allow_pickle``."""
     findings = []
     if config.allow_pickle:
         findings.append(
-            Finding.warning(
-                "allow_pickle is on: every reader unpickles what any writer wrote.",
-                "Leave it out, unless every process that writes is yours.",
-            )
+            {
+                "level": "warning",
+                "what": "allow_pickle is on: every reader unpickles what any writer wrote.",
+                "hint": "Leave it out, unless every process that writes is yours.",
+            }
         )
-    installed = {record.name for record in find_plugins(MIDDLEWARE_GROUP)}
     for entry in config.middleware:
         names = list(entry) if isinstance(entry, Mapping) else [entry]
         if len(names) != 1 or not isinstance(names[0], str):
-            findings.append(Finding.error(f"A middleware entry must be a name or {{name: options}}, got {entry!r}."))
-        elif names[0] not in installed:
-            findings.append(
-                Finding.error(f"Middleware '{names[0]}' is not installed. Found: {', '.join(sorted(installed))}.")
-            )
+            findings.append(_error(f"A middleware entry must be a name or {{name: options}}, got {entry!r}.", None))
+        elif not any(record.name == names[0] for record in find_plugins(MIDDLEWARE_GROUP)):
+            refused = unknown_plugin(MIDDLEWARE_GROUP, names[0], "middleware")
+            findings.append(_error(refused.message, refused.hint))
     return findings
+
+
+def _error(what: str, hint: str | None) -> dict[str, Any]:
+    return {"level": "error", "what": what, "hint": hint}
 
 
 def _print(reports: list[dict[str, Any]]) -> None:
@@ -135,19 +103,19 @@ def _print(reports: list[dict[str, Any]]) -> None:
     counts: Counter[str] = Counter()
     for report in reports:
         print(f"{report['name']}  ({', '.join(report['distributions']) or 'not installed'})")
-        for finding in report["findings"] or [asdict(Finding.ok("It needs nothing from this machine."))]:
+        for finding in report["findings"] or [_NOTHING]:
             counts[finding["level"]] += 1
             print(_wrap(f"  {finding['level']:8} ", finding["what"]))
             if finding["hint"]:
                 print(_wrap(f"{'':11}-> ", finding["hint"]))
-    errors, warnings = counts[Level.ERROR], counts[Level.WARNING]
+    errors, warnings = counts["error"], counts["warning"]
     print(f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}")
 
 
 def _wrap(lead: str, text: str) -> str:
     # words stay whole, so that commands and paths can be copied
     return textwrap.fill(
-        text,
+        printable(text),
         _WIDTH,
         initial_indent=lead,
         subsequent_indent=" " * len(lead),

@@ -15,7 +15,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,12 +23,13 @@ from dataplane_core.cli._charts import (
     STYLE,
     Bars,
     Panel,
+    escape,
     picture,
     show_bytes,
     show_count,
     show_seconds,
 )
-from dataplane_core.errors import DataPlaneError, InvalidRequestError
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, printable
 
 __all__ = ["draw_files", "draw_store"]
 
@@ -109,8 +109,8 @@ def _write(folder: Path, page: tuple[str, str, str], remarks: Sequence[str]) -> 
     except OSError as error:
         raise DataPlaneError(f"flow cannot write to '{folder}': {error}.") from error
     for remark in remarks:
-        print(f"dataplane: {remark}", file=sys.stderr)
-    print(f"{folder / 'flow.html'} and flow.svg: {said}")
+        print(printable(f"dataplane: {remark}"), file=sys.stderr)
+    print(printable(f"{folder / 'flow.html'} and flow.svg: {said}"))
     return 0
 
 

@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.config import load_config
+from dataplane_core.config import load_config, size_bytes
 from dataplane_core.errors import (
     InvalidRequestError,
     LeaseHolder,
     MissingDataError,
     UnknownPartitionError,
     UnsupportedOperationError,
+    printable,
 )
 from dataplane_core.plugins import connect
 from dataplane_core.spec import Capability, ClientInfo, FieldSpec, PartitionDescription
@@ -85,7 +86,8 @@ def run(config_path: str, partition_id: str | None, *, interval_s: float, as_jso
     if stacks:
         pids = sorted({each.pid for each in clients or () if each.host == socket.gethostname()})
         report["stacks"] = {str(pid): _stacks_of(pid) for pid in pids}
-    print(json.dumps(report, indent=2) if as_json else "\n".join(_lines(report, fields=partition_id is not None)))
+    fields = partition_id is not None
+    print(json.dumps(report, indent=2) if as_json else "\n".join(map(printable, _lines(report, fields=fields))))
     return 0
 
 
@@ -98,7 +100,7 @@ def attach(config_path: str) -> DataPlaneClient:
 def capacity_of(client: DataPlaneClient) -> int | None:
     """How many bytes of payload the store may hold, by the config. None: it sets no limit."""
     capacity_bytes = client.config.options.get("capacity_bytes")
-    return None if capacity_bytes is None else int(capacity_bytes) * client.config.num_ledgers
+    return None if capacity_bytes is None else int(size_bytes(capacity_bytes)) * client.config.num_ledgers
 
 
 def look(client: DataPlaneClient, partition_id: str | None = None) -> dict[str, PartitionDescription]:
@@ -215,19 +217,19 @@ def lag_of(report: Mapping[str, Any]) -> str | None:
 
 
 def client_report(client: ClientInfo) -> dict[str, Any]:
-    """What a client announced, as JSON values, with times as of now."""
+    """What a client announced, as JSON values. Its times are as of then: it may be stopped or dead since."""
     return {
         "host": client.host,
         "pid": client.pid,
         "role": client.role,
-        "open_s": round(client.open_s + client.heard_s, 1),
+        "open_s": round(client.open_s, 1),
         "heard_s": round(client.heard_s, 1),
         "num_calls": client.num_calls,
         "calls": [
             {
                 "operation": call.operation,
                 "partition_id": call.partition_id,
-                "running_s": round(call.running_s + client.heard_s, 1),
+                "running_s": round(call.running_s, 1),
             }
             for call in client.calls
         ],
@@ -320,6 +322,7 @@ def call_text(client: Mapping[str, Any]) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Lines of a table. ``right``: the columns that are aligned to the right."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     return [
         "  "

@@ -17,7 +17,7 @@ from dataplane_core.cli._inspect import (
     size_text,
 )
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import UnknownPartitionError, UnsupportedOperationError
+from dataplane_core.errors import DataPlaneError, UnknownPartitionError, UnsupportedOperationError, printable
 from dataplane_core.spec import Capability, PartitionDescription
 
 try:
@@ -49,21 +49,35 @@ def run(config_path: str, partition_id: str | None) -> int:
         partition_id: The partition to show. None: the few that were written last.
 
     Raises:
-        BackendUnavailableError: No store runs, or it ended.
+        BackendUnavailableError: No store runs at the start. Once one ends, it is waited for the next.
         UnsupportedOperationError: The output is no terminal.
     """
     if not sys.stdout.isatty():
         raise UnsupportedOperationError("dataplane top needs a terminal.", hint="In a pipe, use dataplane inspect.")
-    with attach(config_path) as client:
-        looks = Looks(client, partition_id)
-        try:
-            with Live(Text("connected"), console=Console(), screen=True, auto_refresh=False) as live:
-                while True:
-                    pause_s = looks.ask()
-                    live.update(screen(looks), refresh=True)
-                    time.sleep(pause_s)
-        except KeyboardInterrupt:
-            return 0
+    looks: Looks | None = Looks(attach(config_path), partition_id)
+    seen = False
+    try:
+        with Live(Text("connected"), console=Console(), screen=True, auto_refresh=False) as live:
+            while True:
+                shown: RenderableType
+                try:
+                    looks = looks or Looks(attach(config_path), partition_id)
+                    pause_s, seen = looks.ask(), True
+                    shown = screen(looks)
+                except DataPlaneError as error:
+                    if not seen:
+                        raise
+                    if looks is not None:
+                        looks.client.close()
+                        looks = None
+                    shown, pause_s = Text(f"waiting for the store: {error}"), _PAUSE_S
+                live.update(shown, refresh=True)
+                time.sleep(pause_s)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        if looks is not None:
+            looks.client.close()
 
 
 class Looks:
@@ -167,7 +181,7 @@ def _flow(report: dict[str, Any]) -> RenderableType:
     """A partition as a line per stage, from the one that is ahead to the one that is behind."""
     stages = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
     stages.add_column(
-        Text(report["partition_id"]), no_wrap=True, header_style="bold", overflow="ellipsis", max_width=32
+        Text(printable(report["partition_id"])), no_wrap=True, header_style="bold", overflow="ellipsis", max_width=32
     )
     for name in ("done", "per s", "ready", "leased"):
         stages.add_column(name, justify="right")
@@ -182,13 +196,13 @@ def _flow(report: dict[str, Any]) -> RenderableType:
         done = counts["consumed"] + report["cleared"]  # a sample is cleared after its last stage
         lease = counts["oldest_lease"]
         stages.add_row(
-            Text(f"→ {name}", "bold red" if name == lagging else ""),
+            Text(printable(f"→ {name}"), "bold red" if name == lagging else ""),
             _of(done, report["num_samples"]),
             f"{counts['consumed_per_s']:.1f}" if "consumed_per_s" in counts else "",
             str(counts["ready"]),
             str(counts["leased"]),
             Text.assemble(_bar(done / expected if expected else 0.0), (" lags", "bold red") if name == lagging else ""),
-            Text("" if lease is None else f"{lease['holder']}, {_seconds(lease['held_s'])}"),
+            Text("" if lease is None else printable(f"{lease['holder']}, {_seconds(lease['held_s'])}")),
         )
     return stages
 
@@ -217,6 +231,7 @@ def _clients(clients: list[dict[str, Any]]) -> RenderableType:
         table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=40)
     waiting = sorted(clients, key=lambda each: -each["calls"][0]["running_s"] if each["calls"] else 0.0)
     for each in waiting[:_MOST_CLIENTS]:
-        table.add_row(*map(Text, (each["host"], str(each["pid"]), each["role"], call_text(each))))
+        cells = each["host"], str(each["pid"]), each["role"], call_text(each)
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     rest = len(waiting) - _MOST_CLIENTS
     return Group(table, Text(f"and {rest} clients", "dim")) if rest > 0 else table

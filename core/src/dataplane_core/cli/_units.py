@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from dataplane_core.cli._inspect import attach, size_text, table
+from dataplane_core.errors import printable
 from dataplane_core.spec import UnitInfo
 
 __all__ = ["run"]
@@ -33,7 +34,8 @@ def run(config_path: str, *, add: int = 0, remove: str | None = None, now: bool 
         if remove is not None:
             client.remove_unit(remove, now=now)
         units = client.list_units()
-    print(json.dumps([asdict(each) for each in units], indent=2) if as_json else "\n".join(_lines(units)))
+    lines = [json.dumps([asdict(each) for each in units], indent=2)] if as_json else map(printable, _lines(units))
+    print("\n".join(lines))
     return 0
 
 

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial, wraps
-from typing import Any, Concatenate, Final, Literal, ParamSpec, Self, TypeAlias, TypeVar
+from typing import Any, Concatenate, Final, Literal, NoReturn, ParamSpec, Self, TypeAlias, TypeVar
 
 from dataplane_core.client.call_threads import Call, CallThreads
 from dataplane_core.client.client import DataPlaneClient
@@ -354,17 +354,21 @@ class AsyncDataPlaneClient:
                         await _end_of(left)
                         error = left.error
                     outcome, result = ("failed", None) if error is not None else left.result
-                told = OperationCancelledError(
-                    f"{what} was cancelled. {_TOLD[outcome]}", outcome=outcome, result=result, backend=self.backend_name
-                )
-                told.__cause__ = error
-                # not a subclass: `asyncio.timeout` and task groups of Python 3.11 know a cancellation by its exact type
-                raise asyncio.CancelledError(told.message) from told
+                self._raise_cancelled(f"{what} was cancelled. {_TOLD[outcome]}", outcome, result, error)
             finally:
                 deadlines.discard(call)
             if call.error is not None:
                 raise call.error
             return call.result
+
+    def _raise_cancelled(
+        self, message: str, outcome: Outcome, result: Any = None, error: BaseException | None = None
+    ) -> NoReturn:
+        """Raises the cancellation, with what became of the operation as its cause."""
+        told = OperationCancelledError(message, outcome=outcome, result=result, backend=self.backend_name)
+        told.__cause__ = error
+        # not a subclass: `asyncio.timeout` and task groups of Python 3.11 know a cancellation by its exact type
+        raise asyncio.CancelledError(told.message) from told
 
     def _new_deadlines(self) -> _Deadlines:
         for closed in [loop for loop in list(self._deadlines) if loop.is_closed()]:
@@ -405,7 +409,11 @@ class AsyncDataPlaneClient:
                 if pause_s is None:
                     return claim
                 waiters.check()
-                await waiter.wait(pause_s)
+                try:
+                    await waiter.wait(pause_s)
+                except asyncio.CancelledError:
+                    where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
+                    self._raise_cancelled(f"{where} was cancelled while it waited, and was handed nothing.", "not run")
                 waiters.check()
 
     async def _ask(self, request: ClaimRequest) -> Claim:

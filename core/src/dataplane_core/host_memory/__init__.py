@@ -6,7 +6,7 @@ Backends use it for payload, the codec for what reads return. Nothing here knows
 
 from dataplane_core.host_memory.arena import Arena
 from dataplane_core.host_memory.extents import Extent, Extents
-from dataplane_core.host_memory.limits import MemoryLimit, memory_limit
+from dataplane_core.host_memory.limits import MemoryLimit, check_capacity, memory_limit
 from dataplane_core.host_memory.recycled import recycled_bytes
 
-__all__ = ["Arena", "Extent", "Extents", "MemoryLimit", "memory_limit", "recycled_bytes"]
+__all__ = ["Arena", "Extent", "Extents", "MemoryLimit", "check_capacity", "memory_limit", "recycled_bytes"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-__all__ = ["MemoryLimit", "memory_limit"]
+from dataplane_core.errors import ConfigError
+
+__all__ = ["MemoryLimit", "check_capacity", "memory_limit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +17,12 @@ class MemoryLimit:
     Attributes:
         available_bytes: How much.
         source: What limits it, for messages: ``this machine`` or ``the container's limit``.
+        most_bytes: How much there would be if nothing else used memory. It is the least of all limits.
     """
 
     available_bytes: int
     source: str
+    most_bytes: int = 0
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit:
@@ -36,15 +40,33 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     """
     lines = (root / "proc/meminfo").read_text().splitlines()
     fields = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
-    limits = [MemoryLimit(fields["MemAvailable"], "this machine")]
+    limits = [MemoryLimit(fields["MemAvailable"], "this machine", fields["MemTotal"])]
     for limit_file, used_file in _control_groups(root):
         try:
             limit, used = int(limit_file.read_text()), int(used_file.read_text())
         except (OSError, ValueError):  # no such group, or its limit is "max"
             continue
         left = limit - used + _droppable_bytes(limit_file.parent)
-        limits.append(MemoryLimit(max(0, left), "the container's limit"))
-    return min(limits, key=lambda each: each.available_bytes)
+        limits.append(MemoryLimit(max(0, left), "the container's limit", limit))
+    least = min(limits, key=lambda each: each.available_bytes)
+    return replace(least, most_bytes=min(each.most_bytes for each in limits))
+
+
+def check_capacity(capacity_bytes: int | None) -> None:
+    """Refuses a capacity that this host cannot hold. Backends whose payload lies in its memory call it at their start.
+
+    Raises:
+        ConfigError: It is more than all memory that processes here may use.
+    """
+    if capacity_bytes is None or not Path("/proc/meminfo").exists():  # not Linux
+        return
+    most_bytes = memory_limit().most_bytes
+    if capacity_bytes > most_bytes:
+        raise ConfigError(
+            f"capacity_bytes is {capacity_bytes / 1e9:,.1f} GB. Expected at most the memory that this host, or its "
+            f"container, has in all: {most_bytes / 1e9:,.1f} GB.",
+            hint="Lower capacity_bytes. A store that holds more than there is would be killed by the system.",
+        )
 
 
 def _droppable_bytes(group: Path) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from dataplane_core.errors import LeaseHolder, Shortfall
+from dataplane_core.errors import LeaseHolder, Shortfall, printable
 from dataplane_core.spec.columns import SharedRows, WireColumn
 from dataplane_core.spec.field_spec import FieldSpec
 from dataplane_core.spec.tags import TagValue
@@ -358,7 +358,7 @@ class PartitionDescription:
 
 def _html_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = ["".join(f"<th>{name}</th>" for name in head)]
-    lines += ["".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows]
+    lines += ["".join(f"<td>{html.escape(printable(str(cell)))}</td>" for cell in row) for row in rows]
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if rows else ""
 
 

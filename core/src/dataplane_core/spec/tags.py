@@ -56,8 +56,14 @@ def check_tags(tags: Sequence[Mapping[str, TagValue]], num_samples: int) -> list
 
     Raises:
         InvalidRequestError: There is not one dict per sample, or a string is not valid Unicode.
-        InvalidTypeError: A name is not a string, or a value is not None, bool, int (64 bit), float or str.
+        InvalidTypeError: It is no list of dicts, a name is not a string, or a value is not None, bool, int (64 bit),
+            float or str.
     """
+    if isinstance(tags, Mapping | str) or not isinstance(tags, Sequence):
+        raise InvalidTypeError(
+            f"tags must be a list with one dict per sample, got {type(tags).__name__}.",
+            hint="To give all samples the same tags, write tags=[{...}] * len(sample_ids).",
+        )
     if len(tags) != num_samples:
         raise InvalidRequestError(
             f"tags must align 1:1 with sample_ids, got {len(tags)} entries for {num_samples} ids."

@@ -14,6 +14,7 @@ from typing import Any, Final
 import pytest
 
 from dataplane_core.backends import Backend
+from dataplane_core.errors import printable
 from dataplane_core.plugins import find_plugins
 from dataplane_core.spec import CONTRACT_VERSION, Capability, Scope
 from dataplane_core.testing._author import MOST_COPIES
@@ -228,7 +229,7 @@ class Report:
             lines += ["", f"{title}:"]
             for text, *details in listed:
                 lines += [f"  {text}", *(f"      {detail}" for detail in details)]
-        return "\n".join([*lines, "", self.badge()])
+        return "\n".join(map(printable, [*lines, "", self.badge()]))
 
     def to_markdown(self) -> str:
         """The report as Markdown."""
@@ -242,7 +243,7 @@ class Report:
             lines += ["", f"**{title[0].upper()}{title[1:]}**", ""]
             for text, *details in listed:
                 lines += [f"- {_escape(text)}", *(f"  - {_escape(detail)}" for detail in details)]
-        return "\n".join([*lines, "", f"`{self.badge()}`", ""])
+        return "\n".join(map(printable, [*lines, "", f"`{self.badge()}`", ""]))
 
     def _about(self) -> list[str]:
         return [

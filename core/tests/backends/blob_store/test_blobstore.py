@@ -124,10 +124,11 @@ def test_what_was_refused_for_want_of_room_shifts_nothing_in_a_process_with_more
 
 def test_a_put_that_waits_for_room_leaves_two_records_and_none_of_its_tries():
     cls = journaled()
-    with open_client(cls, capacity_bytes=20, op_timeout_s=0.3) as client:
+    with open_client(cls, capacity_bytes=20) as client:
         client.register_partition("p", ["x"], None, ["t"])
         client.put_samples(["a"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
         before = len(client._backend.journal)
+        client._config = client.config.model_copy(update={"op_timeout_s": 1.0})
         with pytest.raises(TimeoutError):
             client.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
         with pytest.raises(ValueError, match="field 'x'"):  # at once: it will never do
@@ -260,11 +261,12 @@ def test_threads_wait_for_a_store_that_does_not_answer_no_longer_than_they_may()
                 answered.wait(30)
             return super().append(seq, record)
 
-    with open_client(Stuck, op_timeout_s=0.2) as client:
+    with open_client(Stuck) as client:
         client.register_partition("p", ["x"], None, ["t"])
         stuck = threading.Thread(target=client.clear_samples, args=(["a"], "p"))
         stuck.start()
         assert asked.wait(30)
+        client._config = client.config.model_copy(update={"op_timeout_s": 0.2})
         with pytest.raises(TimeoutError, match=r"list_samples: other threads .* until the deadline"):
             client.list_samples("p")
         answered.set()

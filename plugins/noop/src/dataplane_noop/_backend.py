@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
 from dataplane_core.codec import JaggedColumns, Piece, merge_pieces
+from dataplane_core.host_memory import check_capacity
 from dataplane_core.ledger import Command, LedgerService, Located, Ref, Reply
 from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
 from dataplane_noop._segments import Segment
@@ -33,6 +34,10 @@ class NoopBackend(LedgerBackend):
         self._service = LedgerService(capacity_bytes=config.capacity_bytes)
         self._segments: dict[int, Segment] = {}
         self._lock = threading.Lock()
+
+    def start(self, *, bootstrap: bool, deadline: float) -> None:
+        """Refuses a capacity that this host does not have."""
+        check_capacity(self.config.capacity_bytes)
 
     def stop(self) -> None:
         """Frees the payload."""

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final
 
 from dataplane_core.backends import Backend, Finding
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
+from dataplane_core.host_memory import check_capacity
 from dataplane_core.spec import (
     AckRequest,
     AnnounceReply,
@@ -133,6 +134,7 @@ class RedisBackend(Backend):
         if config.url is None:
             url, label = private_url(config.namespace), f"the private redis-server of namespace '{config.namespace}'"
             if bootstrap:
+                check_capacity(config.capacity_bytes)
                 self._server = PrivateServer(config)
                 self._server.start(deadline)
         else:

@@ -107,5 +107,9 @@ def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
             outcome="not_done",
         )
     if isinstance(error, (redis.ConnectionError, OSError)):
-        return BackendUnavailableError(f"{what} failed: {label} cannot be reached: {text}")
+        return BackendUnavailableError(
+            f"{what} failed: {label} cannot be reached: {text.rstrip('.')}.",
+            hint="Check that it runs, and that the url names its host and port. A private server runs as long as its "
+            "owner, which connect(config, bootstrap=True) starts.",
+        )
     return BackendError(f"{what} failed on {label}: {type(error).__name__}: {text}")

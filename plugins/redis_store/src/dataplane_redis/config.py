@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -28,6 +29,8 @@ def _is_parsed_as_intended(url: str) -> bool:
         service = Service.of(url)
         pool = ConnectionPool.from_url(url if service is None else service.server_url)
         pool.connection_class(**pool.connection_kwargs)  # connects only when told to
+        if parts.scheme != "unix" and service is None and not re.fullmatch(r"/?\d*", parts.path, re.ASCII):
+            return False  # redis-py would use database 0
     except (RedisError, TypeError, ValueError):  # not chained: their messages quote the url
         return False
     at_sign_is_late = "@" in parts.path + parts.query and (parts.scheme != "unix" or parts.netloc != "")
@@ -88,8 +91,8 @@ class RedisConfig(CapacityOptions):
         if value is not None and not _is_parsed_as_intended(value.get_secret_value()):
             raise ValueError(
                 "expected redis://user:password@host:port/db, unix:///path or "
-                "redis+sentinel://user:password@host:port,host:port/service/db, with parameters that redis-py knows; "
-                "in user and password, write '#' as %23, '/' as %2F, '?' as %3F and '@' as %40"
+                "redis+sentinel://user:password@host:port,host:port/service/db, where db is a number, with parameters "
+                "that redis-py knows; in user and password, write '#' as %23, '/' as %2F, '?' as %3F and '@' as %40"
             )
         return value
 

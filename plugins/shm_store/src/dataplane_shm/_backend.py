@@ -23,7 +23,7 @@ from dataplane_core.backends import (
     last_words,
 )
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_core.host_memory import Arena, memory_limit
+from dataplane_core.host_memory import Arena, check_capacity, memory_limit
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
 from dataplane_shm import _payload
@@ -130,6 +130,7 @@ class ShmBackend(LedgerBackend):
         """Starts the ledger's process and waits until it listens."""
         config: ShmConfig = self.config
         capacity_bytes = config.capacity_bytes
+        check_capacity(capacity_bytes)
         if capacity_bytes is None:
             limit = memory_limit()
             capacity_bytes = limit.available_bytes // 2

@@ -73,6 +73,8 @@ def _new_store(config: ShmConfig) -> Iterator[Finding]:
     )
     if not capacity_bytes:
         yield Finding.error(f"{what} No store can be started.", "Free memory, raise the limit, or set capacity_bytes.")
+    elif capacity_bytes > limit.most_bytes:
+        yield Finding.error(f"{what} connect refuses more than there is in all.", "Lower capacity_bytes.")
     elif capacity_bytes > limit.available_bytes:
         yield Finding.warning(
             f"{what} The system kills processes if the store uses more than there is.", "Lower capacity_bytes."

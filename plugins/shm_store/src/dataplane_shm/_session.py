@@ -260,11 +260,16 @@ class Connection:
         if isinstance(error, TimeoutError):
             return OperationTimeoutError(f"{what} timed out: the ledger's process of {self._path} does not answer.")
         if what == "connect":
-            return BackendUnavailableError(f"connect failed: no store runs at {self._path}: {error}.")
+            return BackendUnavailableError(
+                f"connect failed: no store runs at {self._path}: {error}.",
+                hint="Start its owner, connect(config, bootstrap=True), as the same user on this host and with the "
+                "same namespace.",
+            )
         return BackendUnavailableError(
             f"{what} failed: the ledger's process of {self._path} has ended, and its data with it.",
             retryable=False,
-            hint="It ends with the client that bootstrapped the store. Connect again.",
+            hint="It ends with the client that bootstrapped the store. Close this client, start a new owner with "
+            "connect(config, bootstrap=True), then register the partitions and produce their samples again.",
         )
 
 

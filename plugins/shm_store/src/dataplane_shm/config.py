@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from dataplane_core.backends import CapacityOptions
+from dataplane_core.backends import CapacityOptions, SizeBytes
 
 __all__ = ["ShmConfig"]
 
@@ -25,6 +25,6 @@ class ShmConfig(CapacityOptions):
     take no copy and no memory. A write into such a tensor ends the process with SIGSEGV. As long as one of them lives,
     its put keeps its memory, even after a clear. Other reads return copies, as without this option."""
 
-    touch_ahead_bytes: int = Field(default=256 << 20, ge=0)
+    touch_ahead_bytes: SizeBytes = Field(default=256 << 20, ge=0)
     """Memory that is made ready in the background before it is used. The store starts with it, and makes as much more
     ready whenever less than half of it is left."""

@@ -6,6 +6,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from dataplane_core.backends import SizeBytes
 from dataplane_tq_simple.addresses import parse_announced
 from dataplane_tq_simple.config import QueueConfig
 
@@ -37,11 +38,11 @@ class TQMooncakeConfig(QueueConfig):
     """``host:port`` of a running ``mooncake_master``. Default: the bootstrapping client starts one on free ports of its
     node, and ends it on close."""
 
-    segment_size_bytes: int = Field(default=2048 * _MIB, ge=16 * _MIB)
+    segment_size_bytes: SizeBytes = Field(default=2048 * _MIB, ge=16 * _MIB)
     """Mooncake's ``global_segment_size``: memory in which one storage unit holds rows. Over TCP it takes
     physical memory as it fills; over RDMA all of it is pinned at the start."""
 
-    local_buffer_size_bytes: int = Field(default=64 * _MIB, ge=4 * _MIB)
+    local_buffer_size_bytes: SizeBytes = Field(default=64 * _MIB, ge=4 * _MIB)
     """Transfer buffer of each client process. It is registered (over RDMA also pinned) once, when the first client of
     the process connects. An operation uses a quarter of it; larger batches are sent in parts."""
 

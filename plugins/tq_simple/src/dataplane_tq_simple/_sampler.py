@@ -234,9 +234,9 @@ def _pickle_error(name: object, error: BaseException) -> bytes:
         except Exception:
             pass  # it does not pickle: described below
     lines = "".join(traceback.format_exception(error)).rstrip()
-    return pickle.dumps(
-        BackendError(f"call of {name!r} in the controller failed: {type(error).__name__}: {error}\n{lines}")
-    )
+    failed = BackendError(f"call of {name!r} in the controller failed: {type(error).__name__}: {error}")
+    failed.__cause__ = RuntimeError(lines)
+    return pickle.dumps(failed)
 
 
 def encode_call(name: str, args: tuple[Any, ...], expires_at: float | None, call_id: CallId | None = None) -> bytes:

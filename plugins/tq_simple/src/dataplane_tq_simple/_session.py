@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from dataplane_core.errors import BackendUnavailableError, ConfigError, OperationTimeoutError
+from dataplane_core.host_memory import check_capacity
 from dataplane_tq_simple._ray_calls import end_within, refuse_fork
 from dataplane_tq_simple.config import QueueConfig
 
@@ -48,7 +49,8 @@ class RaySession:
         Raises:
             BackendUnavailableError: There is no Ray to connect to, or this process is a fork of one that used Ray.
             OperationTimeoutError: Another client of this process is connecting to Ray all that time.
-            ConfigError: This process is connected to another cluster than the configured one.
+            ConfigError: This process is connected to another cluster than the configured one, or Ray would run on
+                this host alone and it has less memory than ``capacity_bytes``.
         """
         refuse_fork()
         if not cls._lock.acquire(timeout=max(0.0, timeout_s)):
@@ -67,6 +69,8 @@ class RaySession:
                         hint="Set ray_address (host:port, as the bootstrapping side logs it; or 'auto' for a cluster "
                         "on this machine) or RAY_ADDRESS, or call ray.init first.",
                     )
+                if address == "local":
+                    check_capacity(config.capacity_bytes)
                 cls._connect(address, config, timeout_s)
                 cls._ours, cls._local, cls._num_users = _connection(), address == "local", 0
             else:

@@ -6,7 +6,7 @@ import os
 
 from pydantic import Field, field_validator
 
-from dataplane_core.backends import CapacityOptions
+from dataplane_core.backends import CapacityOptions, SizeBytes
 
 __all__ = ["QueueConfig", "TQSimpleConfig"]
 
@@ -76,6 +76,6 @@ class TQSimpleConfig(QueueConfig):
     """Rows that one unit holds before it refuses puts. A row is what one put wrote for one sample. Nothing is
     allocated in advance: this is only a safety limit. ``capacity_bytes`` limits the bytes."""
 
-    chunk_size_bytes: int = Field(default=4 * 1024 * 1024, ge=64 * 1024)
+    chunk_size_bytes: SizeBytes = Field(default=4 * 1024 * 1024, ge=64 * 1024)
     """Rows are sent in messages of about this size, several in flight. So a large batch needs no buffer of its own
     size, and packing, sending and storing overlap."""

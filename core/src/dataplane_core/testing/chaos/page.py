@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from dataplane_core.errors import printable
 from dataplane_core.testing.chaos.history import OK, REFUSED, Call, Event, History
 from dataplane_core.testing.chaos.rules import RULES, Finding
 
@@ -36,7 +37,7 @@ def page(backend: str, command: str, findings: Sequence[tuple[Finding, History]]
         lines += [f'The contract: "{RULES[found.rule]}"', ""]
         lines += _table(found, history)
     lines += _LEGEND
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(printable, lines)) + "\n"
 
 
 _LEGEND: Final = [
@@ -64,7 +65,7 @@ def _table(found: Finding, history: History) -> list[str]:
 def _call_row(call: Call, bold: bool) -> str:
     end = "never" if math.isinf(call.end_s) else f"{call.end_s:.3f}"
     name = f"**{call.name}**" if bold else call.name
-    return f"| {call.begin_s:.3f} | {end} | {name} | {_what(call)} | {_outcome(call)} |"
+    return f"| {call.begin_s:.3f} | {end} | {name} | {_cell(_what(call))} | {_outcome(call)} |"
 
 
 def _event_row(event: Event) -> str:
@@ -121,4 +122,4 @@ def _outcome(call: Call) -> str:
 
 def _cell(text: str) -> str:
     short = text if len(text) <= 300 else f"{text[:300]}..."
-    return short.replace("|", "\\|").replace("\n", " ")
+    return short.replace("|", "\\|")

@@ -1,0 +1,51 @@
+"""Lets the reference show the coroutines of `AsyncDataPlaneClient` (`extensions` in mkdocs.yml).
+
+They are made from the methods of `DataPlaneClient`, so the source shows neither their arguments nor their docstrings.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+_MADE = re.compile(r"_in_thread\(DataPlaneClient\.(\w+)")
+_WRAPS = re.compile(r"wraps\(DataPlaneClient\.(\w+)\)")
+
+
+class AsyncReference(griffe.Extension):
+    """Gives each coroutine the signature and the docstring of the method that it is made from."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Called by griffe when a package is loaded."""
+        if pkg.name != "dataplane_core":
+            return
+        client: Any = pkg["client.client.DataPlaneClient"]
+        own: Any = pkg["client.async_client.AsyncDataPlaneClient"]
+        for name, member in list(own.members.items()):
+            said = (
+                str(member.value) if member.is_attribute else " ".join(str(each.value) for each in _decorators(member))
+            )
+            found = _MADE.match(said) or _WRAPS.match(said)
+            if found:
+                own.set_member(name, _coroutine(name, client.all_members[found[1]], member))
+
+
+def _decorators(member: Any) -> list[Any]:
+    return list(member.decorators) if member.is_function else []
+
+
+def _coroutine(name: str, method: Any, member: Any) -> griffe.Function:
+    method = method.final_target if method.is_alias else method
+    made = griffe.Function(
+        name,
+        lineno=member.lineno,
+        endlineno=member.endlineno,
+        parameters=method.parameters,
+        returns=method.returns,
+        docstring=method.docstring,
+        parent=member.parent,
+    )
+    made.labels |= {"async"}
+    return made

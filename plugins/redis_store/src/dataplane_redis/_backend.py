@@ -7,6 +7,7 @@ cursors in `_overview`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 import weakref
@@ -65,7 +66,7 @@ from dataplane_redis._payload import Payload
 from dataplane_redis._placing import NUM_BUCKETS, Placing, base_of
 from dataplane_redis._puts import Puts
 from dataplane_redis._reads import Reads
-from dataplane_redis._server import PrivateServer, private_url
+from dataplane_redis._server import PrivateServer, has_ended, private_url
 from dataplane_redis._session import Session
 from dataplane_redis._wakes import Wakes
 from dataplane_redis.config import RedisConfig
@@ -153,6 +154,8 @@ class RedisBackend(Backend):
         if session.placing.is_spread:
             session.nodes = Nodes(link)
             session.nodes.learn(slots or ())
+        if config.url is None:
+            link.has_ended = functools.partial(has_ended, config.namespace)
         self._bootstrapped = bootstrap
         _log.info("connected to %s: %s", label, durability.describe())
 

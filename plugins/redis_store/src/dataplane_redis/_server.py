@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import socket
 import time
 from pathlib import Path
 from typing import Final
@@ -21,7 +22,7 @@ from dataplane_core.errors import (
 from dataplane_redis._link import Link
 from dataplane_redis.config import RedisConfig
 
-__all__ = ["INSTALL_HINT", "PrivateServer", "private_url"]
+__all__ = ["INSTALL_HINT", "PrivateServer", "has_ended", "private_url"]
 
 #: The hint if redis-server is not installed.
 INSTALL_HINT: Final = (
@@ -41,6 +42,19 @@ def _folder(namespace: str) -> PrivateFolder:
 def private_url(namespace: str) -> str:
     """The URL of the private server of a namespace."""
     return f"unix://{quote(str(_folder(namespace).socket))}"
+
+
+def has_ended(namespace: str) -> bool:
+    """Whether no private server of this namespace runs. One that is busy or stopped still takes connections."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(_folder(namespace).socket))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except OSError:  # too many wait to be connected
+            return False
+    return False
 
 
 class PrivateServer:

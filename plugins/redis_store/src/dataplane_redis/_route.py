@@ -150,8 +150,9 @@ class Route:
             return BackendUnavailableError(
                 f"{what} failed: {self.label} has ended, and all that it held is gone.",
                 retryable=False,
-                hint="Connect again with bootstrap=True, register the partitions and produce their samples again. If it "
-                "was killed, memory may have run out. For data that must outlive it, name a server in the option url.",
+                hint="Connect again with bootstrap=True, register the partitions and produce their samples again. If "
+                "it was killed, memory may have run out. For data that must outlive it, run a server of your own and "
+                "name it in the option url.",
             )
         return to_error(what, self.label, error)
 

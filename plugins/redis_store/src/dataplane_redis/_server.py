@@ -6,6 +6,7 @@ If the owner is killed, its watcher process removes the folder and the lock.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import socket
 import time
@@ -114,10 +115,11 @@ class PrivateServer:
         self._process = OwnedProcess([binary, *words], end_s=_END_S, folder=folder.path, lock=folder.lock)
         self._wait(deadline)
 
-    def stop(self) -> None:
-        """Ends the server by its process id and removes the folder. May be called again."""
+    def stop(self, until: float = math.inf) -> None:
+        """Ends the server by its process id, which is killed then at the latest, and removes the folder. May be called
+        again."""
         if self._folder.is_claimed:
-            self._end_process()
+            self._end_process(until)
             self._folder.release()
 
     @property
@@ -144,7 +146,7 @@ class PrivateServer:
         finally:
             link.close()
 
-    def _end_process(self) -> None:
+    def _end_process(self, until: float = math.inf) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.end()
+            process.end(until)

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core.backends import Level
-from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.errors import BackendUnavailableError, CapacityExceededError
 from dataplane_redis import RedisBackend, RedisConfig
 
 _PASSWORD = "s3cret-of-the-test"
@@ -91,6 +91,49 @@ def test_the_documented_user_can_do_everything_and_nothing_else(start_server, co
     with pytest.raises(BackendUnavailableError, match="refused") as caught:
         connect(url=url, namespace="theirs")
     assert not caught.value.retryable
+
+
+@pytest.fixture
+def url_without(start_server):
+    """The url of a user of a new server who may do everything but one thing."""
+
+    def make(refused):
+        server = start_server()
+        server.admin("ACL", "SETUSER", "some", "on", f">{_PASSWORD}", "~*", "&*", "+@all", f"-{refused}")
+        return f"redis://some:{_PASSWORD}@127.0.0.1:{server.port}/1"
+
+    return make
+
+
+_NOT_NEEDED = ("config", "client", "cluster", "module", "hello", "command", "ping", "wait", "spublish", "ssubscribe")
+
+
+@pytest.mark.parametrize("refused", _NOT_NEEDED)
+def test_a_server_may_refuse_what_is_only_good_to_know(url_without, connect, every_operation, refused):
+    url = url_without(refused)
+    client = connect(url=url, namespace="mine")
+    every_operation(client)
+    client.close()
+    findings = RedisBackend.diagnose(RedisConfig(url=url, namespace="mine"), deadline=time.monotonic() + 20)
+    assert Level.ERROR not in [each.level for each in findings]
+
+
+@pytest.mark.parametrize("refused", ["info", "script", "evalsha", "exists", "select", "hmget", "time", "hget", "zadd"])
+def test_what_a_server_must_not_refuse_is_named(url_without, connect, refused):
+    with pytest.raises(BackendUnavailableError, match=r"refused by .* (no permissions|can't run this)") as caught:
+        connect(url=url_without(refused), namespace="mine").register_partition("p", ["x"], None, ["train"])
+    assert not caught.value.retryable
+    assert "what the ACL grants" in caught.value.hint
+
+
+def test_a_row_for_no_value_is_refused_where_the_server_does_not_tell_its_limit(url_without, connect):
+    client = connect(url=url_without("config"), namespace="mine")
+    client.register_partition("p", ["x"], None, ["train"])
+    large = TensorDict({"x": torch.zeros(1, 600_000_000, dtype=torch.uint8)}, batch_size=[1])
+    with pytest.raises(CapacityExceededError, match=rf"600000016 bytes\. .* {512 << 20} bytes") as caught:
+        client.put_samples(["a"], "p", large)
+    assert not caught.value.retryable
+    assert client.list_samples("p").size == 0
 
 
 @pytest.fixture(scope="module")

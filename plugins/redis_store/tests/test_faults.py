@@ -414,7 +414,7 @@ def test_undoing_a_put_keeps_its_deadline_and_the_next_put_has_its_room(start_se
     made.put_samples(["b"], "p", columns(1, 2_000_000))
     assert made.list_samples("p").sample_ids == ["b"]
     made.clear_samples(["b"], "p")
-    assert int(server.admin("GET", made._backend._session.base + b":held")) == 0
+    assert int(server.admin("HGET", made._backend._session.base + b":instance", "held")) == 0
 
 
 @pytest.mark.parametrize("size", [3, 100_000])
@@ -444,7 +444,7 @@ def test_payload_that_is_gone_is_told_at_once_and_can_be_produced_again(plain, c
     assert made.get_samples(ids, "p", ["z", "y"])["y"].sum() == total.sum()
     made.clear_samples(ids, "p")
     assert plain.admin("KEYS", made._backend._session.base + b":w:*") == []
-    assert int(plain.admin("GET", made._backend._session.base + b":held")) == 0
+    assert int(plain.admin("HGET", made._backend._session.base + b":instance", "held")) == 0
 
 
 def test_a_put_that_was_given_up_leaves_nothing(plain, connect):
@@ -480,7 +480,7 @@ def test_clearing_leaves_no_keys(plain, connect):
     assert all(plain.admin("PTTL", key) > 0 for key in done)  # of puts that may be repeated; they expire
     names = {key.decode().rpartition(":")[2] for key in keys if key not in done}
     assert names == {"instance", "held", "seq", "marks"}
-    assert int(plain.admin("GET", "dp:{tidy}:held")) == 0
+    assert int(plain.admin("HGET", "dp:{tidy}:instance", "held")) == 0
 
 
 @pytest.mark.parametrize("num_samples", [None, 4])

@@ -388,8 +388,8 @@ def test_a_client_that_takes_an_instance_over_keeps_what_it_is(plain, connect):
 def test_an_instance_of_another_version_is_refused(plain, connect):
     plain.admin("SET", "dp:{older}:instance", '{"version": 1}')
     for bootstrap in (True, False):
-        with pytest.raises(ValueError, match=r"of version 1\. Expected 6"):
+        with pytest.raises(ValueError, match=r"of version 1\. Expected 7"):
             connect(url=plain.url, namespace="older", bootstrap=bootstrap)
-    plain.admin("HSET", "dp:{newer}:instance", "version", "7")
-    with pytest.raises(ValueError, match=r"of version 7\. Expected 6"):
+    plain.admin("HSET", "dp:{newer}:instance", "version", "8")
+    with pytest.raises(ValueError, match=r"of version 8\. Expected 7"):
         connect(url=plain.url, namespace="newer")

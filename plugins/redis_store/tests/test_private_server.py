@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,33 @@ def test_a_stopped_server_is_ended_too(connect):
     os.kill(pid, signal.SIGSTOP)
     client.close()
     assert not runs(pid)
+
+
+@pytest.mark.parametrize("operation", ["put", "read", "claim", "wait"])
+def test_a_server_that_was_killed_is_gone_for_good(connect, operation):
+    owner = connect(server="private", namespace=f"killed-{operation}")
+    client = connect(bootstrap=False, server="private", namespace=f"killed-{operation}")
+    client.register_partition("p", ["x"], None, ["train"])
+    columns = TensorDict({"x": torch.ones(1)}, batch_size=[1])
+    client.put_samples(["a"], "p", columns)
+    pid = owner._backend._server.pid
+    acts = {
+        "put": lambda: client.put_samples(["b"], "p", columns),
+        "read": lambda: client.get_samples(["a"], "p", ["x"]),
+        "claim": lambda: client.claim_meta("p", "train", ["x"], 1),
+        "wait": lambda: client.claim_meta("p", "train", ["x"], 2, timeout_s=300.0),
+    }
+    with ThreadPoolExecutor(1) as pool:
+        if operation == "wait":
+            waits = pool.submit(acts[operation])
+            wait_until(lambda: any(each.promised for each in list(client._backend._wakes._waiting.values())))
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not runs(pid))
+        for act in (waits.result if operation == "wait" else acts[operation], acts[operation]):
+            with pytest.raises(BackendUnavailableError, match="has ended, and all that it held is gone") as caught:
+                act()
+            assert not caught.value.retryable
+            assert "produce their samples again" in caught.value.hint
 
 
 def test_a_second_owner_is_refused(connect):

@@ -128,7 +128,7 @@ def test_an_operation_of_which_any_reply_was_lost_is_carried_out_once(plain, cut
     kept = plain.admin("KEYS", "dp:{repeats}:done:*")
     assert kept
     assert all(plain.admin("PTTL", each) > 0 for each in kept)
-    assert int(plain.admin("GET", "dp:{repeats}:held")) == 0
+    assert int(plain.admin("HGET", "dp:{repeats}:instance", "held")) == 0
     assert not plain.admin("KEYS", "dp:{repeats}:w:*")
 
 

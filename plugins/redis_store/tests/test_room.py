@@ -328,7 +328,7 @@ def test_a_begin_whose_reply_is_lost_holds_no_room(client, monkeypatch):
         lost.setattr(client._backend._session.link, "script", lose_the_reply)
         with pytest.raises(BackendUnavailableError):
             put(client, "large", 90)
-    assert client._backend._session.command("test", time.monotonic() + 5, b"GET", base + b":held") == b"0"
+    assert client._backend._session.command("test", time.monotonic() + 5, b"HGET", base + b":instance", b"held") == b"0"
 
 
 def test_a_put_without_payload_can_be_given_up(client):
@@ -336,7 +336,7 @@ def test_a_put_without_payload_can_be_given_up(client):
     backend = client._backend
     deadline = time.monotonic() + 5
     backend._session.command("test", deadline, b"ZADD", backend._session.base + b":pending", b"9e15", write)
-    backend._session.command("test", deadline, b"HSET", backend._session.base + b":reserved", write, b"0")
+    backend._session.command("test", deadline, b"HSET", backend._session.base + b":instance", b"r:" + write, b"0")
     assert backend._session.run("test", deadline, "abort", write)[0] == b"ok"
 
 

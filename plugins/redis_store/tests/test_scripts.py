@@ -26,7 +26,7 @@ _KEYWORDS = {
 }
 _KEYWORDS |= {"or", "repeat", "return", "then", "true", "until", "while"}
 _GLOBALS = {"KEYS", "ARGV", "redis", "cmsgpack", "struct", "string", "table", "math", "ipairs", "pairs", "unpack"}
-_GLOBALS |= {"tonumber", "tostring", "type"}
+_GLOBALS |= {"tonumber", "tostring", "type", "error"}
 
 
 def undefined_names(text):

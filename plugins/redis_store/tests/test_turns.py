@@ -200,7 +200,7 @@ def test_part_of_a_group_is_refused_among_many_rows(client):
 
 def held_bytes(client):
     session = client._backend._session
-    return session.command("test", time.monotonic() + 5, b"GET", session.base + b":held")
+    return session.command("test", time.monotonic() + 5, b"HGET", session.base + b":instance", b"held")
 
 
 def test_many_rows_are_cleared_and_listed(client):

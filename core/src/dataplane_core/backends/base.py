@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
@@ -47,6 +48,8 @@ class Backend:
         attach_wait_s: Seconds that an attach may wait for an owner that has not started yet. Core sets it before
             `start`. Core itself waits: it starts new objects of this class until one attaches. Only a backend with a
             costly `start` needs this value.
+        stop_by: When `stop` should be over, on `time.monotonic`'s clock, whether the store answers or not. Core sets it
+            before `stop`.
     """
 
     wire: ClassVar[WireFormat] = WireFormat()
@@ -62,6 +65,7 @@ class Backend:
     allow_pickle: bool = False
     exclusive: bool = False
     attach_wait_s: float = 0.0
+    stop_by: float = math.inf
 
     def __init__(self, config: Any) -> None:
         """Keeps the validated options. Opens nothing.

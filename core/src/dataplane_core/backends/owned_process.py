@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import shutil
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,8 +127,13 @@ class OwnedProcess:
         """Whether it has ended."""
         return self._process.poll() is not None
 
-    def end(self) -> None:
-        """Ends the watcher, then the process. Blocks until both have ended. May be called again."""
+    def end(self, until: float = math.inf) -> None:
+        """Ends the watcher, then the process. Blocks until both have ended. May be called again.
+
+        Args:
+            until: When to kill a process that does not end by itself, on `time.monotonic`'s clock, if that is before
+                ``end_s`` is over.
+        """
         self._watcher.kill()
         self._watcher.wait()
         assert self._watcher.stdin is not None
@@ -134,7 +141,7 @@ class OwnedProcess:
         if self._end_s:
             self._process.terminate()
             try:
-                self._process.wait(self._end_s)
+                self._process.wait(min(self._end_s, max(0.0, until - time.monotonic())))
             except subprocess.TimeoutExpired:
                 pass  # killed below
             else:

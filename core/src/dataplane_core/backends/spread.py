@@ -119,6 +119,7 @@ class SpreadBackend(Backend):
         """Stops all stores, the first one last: while it runs, nobody else bootstraps."""
         errors: list[Exception] = []
         for store in reversed(self._stores):
+            store.stop_by = self.stop_by
             try:
                 store.stop()
             except Exception as error:  # raised below, once the others are stopped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import heapq
+import math
 import os
 import socket
 import sys
@@ -81,17 +82,17 @@ class Announcer:
             self._thread.start()
         _announcers.add(self)
 
-    def stop(self) -> None:
-        """The client closes."""
-        self.end()
+    def stop(self, until: float) -> None:
+        """The client closes. Blocks at most until then, on `time.monotonic`'s clock."""
+        self.end(until)
         if self._listed:
-            self._announce(ttl_s=0.0)
+            self._announce(ttl_s=0.0, until=until)
 
-    def end(self) -> None:
+    def end(self, until: float = math.inf) -> None:
         """Ends the thread. A fork has none."""
         if self._pid == os.getpid() and self._thread.ident is not None:
             self._stop.set()
-            self._thread.join(_TIMEOUT_S)
+            self._thread.join(min(_TIMEOUT_S, max(0.0, until - time.monotonic())))
 
     def _run(self) -> None:
         period_s = self._period_s
@@ -101,13 +102,13 @@ class Announcer:
             self._listed = num_clients is not None
             pause_s = period_s = max(self._period_s, (num_clients or 0) * _PER_CLIENT_S)
 
-    def _announce(self, ttl_s: float) -> int | None:
+    def _announce(self, ttl_s: float, until: float = math.inf) -> int | None:
         """Announces the client. Returns how many are listed, or None if it failed."""
         client = self._client()
         if client is None:
             self._stop.set()
             return None
-        deadline = time.monotonic() + _TIMEOUT_S
+        deadline = min(time.monotonic() + _TIMEOUT_S, until)
         request = AnnounceRequest(client=self._describe(client), ttl_s=ttl_s, deadline=deadline)
         try:
             return client._call("announce", request, AnnounceReply).num_clients

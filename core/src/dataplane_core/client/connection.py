@@ -36,6 +36,8 @@ _R = TypeVar("_R")
 
 #: When an operation must end that waited for a thread before it ran, on `time.monotonic`'s clock.
 LATEST_END: Final = ContextVar("LATEST_END", default=float("inf"))
+#: Seconds that `close` has left for the rest after operations took all of ``op_timeout_s``.
+_STOP_S: Final = 0.25
 
 
 class Connection:
@@ -144,7 +146,8 @@ class Connection:
     # --- its end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Waits for running operations (up to ``op_timeout_s``), then disconnects. Idempotent.
+        """Waits for running operations, then disconnects. Idempotent. Takes ``op_timeout_s`` at most, and a little more
+        if operations took all of it.
 
         A client that bootstrapped its backend ends what it started. A client that attached leaves it running.
         """
@@ -153,13 +156,15 @@ class Connection:
         with self._close_lock:
             if self._stopped:
                 return
+            until = time.monotonic() + self._config.op_timeout_s
             with self._state:
                 self._closed = True
                 self._waiters.close()
                 self._idle.wait_for(lambda: self._in_flight == 0, timeout=self._config.op_timeout_s)
             open_clients.discard(self)
+            self._backend.stop_by = until = max(until, time.monotonic() + _STOP_S)
             if self._announcer is not None:
-                self._announcer.stop()
+                self._announcer.stop(until)
             self._stopped = True  # only now: a close that was interrupted while it waited can be repeated
             self._stop_all(suppress=False)
 

@@ -7,6 +7,7 @@ cursors in `_overview`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 import weakref
@@ -66,7 +67,7 @@ from dataplane_redis._payload import Payload
 from dataplane_redis._placing import NUM_BUCKETS, Placing, base_of
 from dataplane_redis._puts import Puts
 from dataplane_redis._reads import Reads
-from dataplane_redis._server import PrivateServer, private_url
+from dataplane_redis._server import PrivateServer, has_ended, private_url
 from dataplane_redis._session import Session
 from dataplane_redis._wakes import Wakes
 from dataplane_redis.config import RedisConfig
@@ -77,7 +78,7 @@ _log = logging.getLogger("dataplane_redis")
 
 #: Rows that one script clears.
 _CLEAR_ROWS: Final = 1000
-#: Seconds that close may take to remove this client as the owner of the instance.
+#: Seconds that close may take at most to end what waits, and to remove this client as the owner of the instance.
 _CLOSE_S: Final = 2.0
 
 
@@ -109,7 +110,7 @@ class RedisBackend(Backend):
         payload = Payload(self._session)
         self._litter = Litter(self._session, payload)
         self._wakes = Wakes(self._session)
-        weakref.finalize(self, self._wakes.close, join=False)
+        weakref.finalize(self, self._wakes.close)
         self._puts = Puts(self._session, payload, self._litter, self._wakes)
         self._reads = Reads(self._session, payload)
         self._claims = Claims(self._session, self._wakes)
@@ -155,6 +156,8 @@ class RedisBackend(Backend):
         if session.placing.is_spread:
             session.nodes = Nodes(link)
             session.nodes.learn(slots or ())
+        if config.url is None:
+            link.has_ended = functools.partial(has_ended, config.namespace)
         self._bootstrapped = bootstrap
         _log.info("connected to %s: %s", label, durability.describe())
 
@@ -162,10 +165,10 @@ class RedisBackend(Backend):
         """Disconnects. The bootstrapping client also ends the instance: it ends its private server. On the server of a
         ``url`` it removes itself as the owner, and the data stays."""
         session = self._session
-        self._wakes.close()
+        deadline = min(self.stop_by, time.monotonic() + _CLOSE_S)
+        self._wakes.close(deadline)
         link, session.link = session.link, None
         if link is not None:
-            deadline = time.monotonic() + _CLOSE_S
             with contextlib.suppress(DataPlaneError), session.quietly():  # the server may be gone
                 if self._bootstrapped and self._server is None and session.instance is not None:
                     session.instance.end(link, session.base, self.config, deadline)
@@ -175,7 +178,7 @@ class RedisBackend(Backend):
             if session.nodes is not None:
                 session.nodes.close()
         if self._server is not None:
-            self._server.stop()
+            self._server.stop(self.stop_by)
 
     def durability(self, deadline: float) -> Durability:
         """How the server keeps data, by its current settings."""

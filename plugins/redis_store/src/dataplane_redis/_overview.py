@@ -35,7 +35,7 @@ from dataplane_redis import _refusals
 from dataplane_redis._acknowledged import Acknowledged
 from dataplane_redis._claims import Claims
 from dataplane_redis._session import Session
-from dataplane_redis._wire import pack_strings, text_of, tuples_of
+from dataplane_redis._wire import MARK, pack_strings, text_of, tuples_of
 
 __all__ = ["Overview"]
 
@@ -165,7 +165,7 @@ class Overview:
             )
         return PartitionDescription(
             info=info,
-            specs={text_of(name): FieldSpec.from_text(spec.decode()) for name, spec in tuples_of(specs, 2)},
+            specs={text_of(name): FieldSpec.from_text(spec.decode()) for name, spec in tuples_of(specs, 2) if spec},
             num_samples=int(num_samples),
             num_cleared=int(num_cleared),
             held_bytes=int(held_bytes),
@@ -209,9 +209,9 @@ class Overview:
                 given = consumed.setdefault(text_of(name), [])
                 given += [text_of(each) for each, mark in zip(ids, marks.decode(), strict=True) if mark == "1"]
         rows = b"%s:e:%s:" % (self._session.base, epoch)
-        cleared = [text_of(each) for each in self._scan(what, request.deadline, b"SSCAN", rows + b"x")]
+        cleared = [text_of(each) for each in self._scan(what, request.deadline, b"SSCAN", rows + b"x") if each != MARK]
         heads = self._scan(what, request.deadline, b"HSCAN", rows + b"g")
-        broken = [text_of(name) for name, head in tuples_of(heads, 2) if _GROUP_HEAD.unpack_from(head)[1]]
+        broken = [text_of(name) for name, head in tuples_of(heads, 2) if head and _GROUP_HEAD.unpack_from(head)[1]]
         return PartitionState(consumed=consumed, cleared_ids=sorted(set(cleared)), broken_groups=sorted(set(broken)))
 
     def _scan(self, what: str, deadline: float, command: bytes, key: bytes) -> Iterator[bytes]:

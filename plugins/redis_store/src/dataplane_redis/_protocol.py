@@ -25,12 +25,43 @@ from dataplane_core.errors import (
     CapacityExceededError,
     DataPlaneError,
     OperationTimeoutError,
+    StalePartitionError,
 )
 
 __all__ = ["Command", "is_moving", "is_temporary_refusal", "pack", "redirection_of", "to_error"]
 
 #: How the refusals of a server begin that takes no writes.
 _NO_WRITES: Final = ("MISCONF", "NOREPLICAS", "READONLY", "CLUSTERDOWN", "MASTERDOWN")
+#: How refusals begin of a user that may not do it. The last one is of a script, by Redis 7.0.
+_NO_RIGHT: Final = ("WRONGPASS", "NOAUTH", "NOPERM", "ACL failure in script", "The user executing the script")
+#: The keys that scripts look for, by the name in common.lua.
+_LOST_PARTS: Final = {
+    "p": "the registration of the partition",
+    "r": "the index of the partition's rows",
+    "t": "the tags of the partition",
+    "o": "the order of the partition's rows",
+    "w": "the times of the partition's writes",
+    "s": "the types of the partition's fields",
+    "l": "the layouts of the partition's rows",
+    "u": "the list of the partition's writes",
+    "n": "the list of rows that several samples of the partition share",
+    "x": "the list of the partition's cleared samples",
+    "g": "the groups of the partition",
+    "gm": "members of the partition's groups",
+    "h": "what a consumer task of the partition holds",
+    "k": "the leases of the partition",
+    "q": "the times when leases of the partition end",
+    "a": "the samples of a lease of the partition",
+    "v": "the queue of a consumer task of the partition",
+    "vw": "the list of the partition's queues",
+    "parts": "the list of the partitions",
+    "clients": "the list of the clients",
+}
+#: What to do if it is no partition's own.
+_MENDS: Final = {
+    "parts": "Then connect with another namespace, and produce all samples again.",
+    "clients": "The list is complete again when all clients have announced themselves.",
+}
 #: The words of a command.
 Command: TypeAlias = Sequence[bytes | bytearray | memoryview]
 
@@ -88,6 +119,14 @@ def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
             "command that makes a user with enough rights.",
         )
     text = str(error)
+    if text.startswith("LOST "):
+        part = text.split()[1]
+        return StalePartitionError(
+            f"{what} failed: {label} has lost {_LOST_PARTS.get(part, part)}. What is left is not used.",
+            retryable=False,
+            hint="A key was deleted, or evicted: set the server's maxmemory-policy to noeviction. "
+            + _MENDS.get(part, "Then register the partition again, and produce its samples again."),
+        )
     if is_temporary_refusal(error):
         does = "is busy with a script that takes long" if text.startswith("BUSY ") else "is still loading its data"
         return OperationTimeoutError(f"{what} timed out: {label} {does}.", outcome="not_done")
@@ -96,7 +135,7 @@ def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
             f"{what} refused: {label} has reached its maxmemory. Nothing was written.",
             hint="Clear samples that are consumed, or raise the server's maxmemory.",
         )
-    if text.startswith(("WRONGPASS", "NOAUTH", "NOPERM", "ACL failure in script")):
+    if text.startswith(_NO_RIGHT):
         return to_error(what, label, AuthenticationError(text))
     if isinstance(error, (ReadOnlyError, MasterDownError, ClusterDownError)) or text.startswith(_NO_WRITES):
         return BackendUnavailableError(f"{what} refused: {label} takes no writes: {text}", outcome="not_done")

@@ -29,6 +29,7 @@ from dataplane_core.errors import (
 from dataplane_core.spec import PutReply, PutRequest
 from dataplane_redis import _refusals
 from dataplane_redis._acknowledged import Acknowledged
+from dataplane_redis._instance import setting_of
 from dataplane_redis._litter import Litter
 from dataplane_redis._nodes import LostNodeError
 from dataplane_redis._payload import Payload
@@ -52,8 +53,10 @@ _PAUSE_SHARE: Final = 0.05
 _PAUSE_S: Final = 0.1
 #: Seconds until a put begins again after a node was lost.
 _LOST_PAUSE_S: Final = 0.05
-#: Rows from this size on may be too large for one value. By default, a server takes values of less than 512 MiB.
+#: Rows from this size on may be too large for one value.
 _LARGE_ROW_BYTES: Final = 256 << 20
+#: A server takes values of less than this many bytes, if it does not say (its ACL may forbid CONFIG): its default.
+_MOST_BYTES: Final = 512 << 20
 #: Room for what a stored row has besides its cells: a short header for each field.
 _ROW_OVERHEAD_BYTES: Final = 64 << 10
 #: Seconds before its deadline at which a put that waits for room gives up.
@@ -161,11 +164,8 @@ class Puts:
         largest = max(max(bundle.row_bytes) for bundle in put.bundles)
         if largest < _LARGE_ROW_BYTES:
             return
-        try:
-            said = self._session.command(put.what, put.request.deadline, b"CONFIG", b"GET", b"proto-max-bulk-len")
-            most = int(said[1])
-        except (DataPlaneError, LookupError, ValueError):
-            return  # such as an ACL that forbids to ask
+        link, _ = self._session.connected()
+        most = int(setting_of(link, put.what, put.request.deadline, "proto-max-bulk-len") or _MOST_BYTES)
         if largest + _ROW_OVERHEAD_BYTES >= most:
             raise CapacityExceededError(
                 f"{put.what} refused: a row has {largest} bytes. Expected less than the server's proto-max-bulk-len, "

@@ -61,10 +61,15 @@ class Route:
         url: The server, a service of Sentinel, or any node of a cluster. Only the connections keep it; no message
             shows it.
         label: The name of the server in messages.
+
+    Attributes:
+        has_ended: For a private server, which nobody starts again: whether it has ended. Asked when a connection
+            is lost.
     """
 
     def __init__(self, url: str, label: str) -> None:
         self.label = label
+        self.has_ended: Callable[[], bool] | None = None
         self._service = Service.of(url)
         self._pool = ConnectionPool.from_url(
             self._service.server_url if self._service is not None else url,
@@ -140,6 +145,15 @@ class Route:
         self._follow_redirection(error)
         if self._service is not None and isinstance(error, ReadOnlyError):
             self._switch_to({})
+        is_lost = isinstance(error, (LostConnectionError, OSError)) and not isinstance(error, TimeoutError)
+        if is_lost and self.has_ended is not None and self.has_ended():
+            return BackendUnavailableError(
+                f"{what} failed: {self.label} has ended, and all that it held is gone.",
+                retryable=False,
+                hint="Connect again with bootstrap=True, register the partitions and produce their samples again. If "
+                "it was killed, memory may have run out. For data that must outlive it, run a server of your own and "
+                "name it in the option url.",
+            )
         return to_error(what, self.label, error)
 
     # --- connections --------------------------------------------------------------------------------------------------

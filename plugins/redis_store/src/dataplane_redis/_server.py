@@ -6,7 +6,9 @@ If the owner is killed, its watcher process removes the folder and the lock.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
+import socket
 import time
 from pathlib import Path
 from typing import Final
@@ -21,7 +23,7 @@ from dataplane_core.errors import (
 from dataplane_redis._link import Link
 from dataplane_redis.config import RedisConfig
 
-__all__ = ["INSTALL_HINT", "PrivateServer", "private_url"]
+__all__ = ["INSTALL_HINT", "PrivateServer", "has_ended", "private_url"]
 
 #: The hint if redis-server is not installed.
 INSTALL_HINT: Final = (
@@ -41,6 +43,19 @@ def _folder(namespace: str) -> PrivateFolder:
 def private_url(namespace: str) -> str:
     """The URL of the private server of a namespace."""
     return f"unix://{quote(str(_folder(namespace).socket))}"
+
+
+def has_ended(namespace: str) -> bool:
+    """Whether no private server of this namespace runs. One that is busy or stopped still takes connections."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(_folder(namespace).socket))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except OSError:  # too many wait to be connected
+            return False
+    return False
 
 
 class PrivateServer:
@@ -100,10 +115,11 @@ class PrivateServer:
         self._process = OwnedProcess([binary, *words], end_s=_END_S, folder=folder.path, lock=folder.lock)
         self._wait(deadline)
 
-    def stop(self) -> None:
-        """Ends the server by its process id and removes the folder. May be called again."""
+    def stop(self, until: float = math.inf) -> None:
+        """Ends the server by its process id, which is killed then at the latest, and removes the folder. May be called
+        again."""
         if self._folder.is_claimed:
-            self._end_process()
+            self._end_process(until)
             self._folder.release()
 
     @property
@@ -130,7 +146,7 @@ class PrivateServer:
         finally:
             link.close()
 
-    def _end_process(self) -> None:
+    def _end_process(self, until: float = math.inf) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.end()
+            process.end(until)

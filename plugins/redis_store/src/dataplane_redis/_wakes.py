@@ -52,8 +52,6 @@ _ASK_S: Final = 0.25
 _ASK_MOST_S: Final = 10.0
 #: Claims that the thread says have ended before it looks for messages again.
 _LEAVE_AT_ONCE: Final = 20
-#: Seconds that `Wakes.close` waits for the thread.
-_JOIN_S: Final = 2.0
 
 _Selector: Any = getattr(selectors, "PollSelector", selectors.SelectSelector)
 
@@ -116,13 +114,13 @@ class Wakes:
         self._refused = False
         self._closed = False
 
-    def close(self, *, join: bool = True) -> None:
-        """Ends the thread and its connection. May be called again."""
+    def close(self, until: float = 0.0) -> None:
+        """Ends the thread and its connection, and waits for that, on `time.monotonic`'s clock. May be called again."""
         self._closed = True
         self._wake_puts()
         self._nudge()
-        if join and self._thread is not None:
-            self._thread.join(_JOIN_S)
+        if self._thread is not None and until:
+            self._thread.join(max(0.0, until - time.monotonic()))
 
     # --- claims -------------------------------------------------------------------------------------------------------
 

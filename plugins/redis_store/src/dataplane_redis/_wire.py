@@ -18,6 +18,7 @@ from dataplane_core.spec import FieldSpec, TagValue
 __all__ = [
     "INLINE_BYTES",
     "INLINE_ROWS",
+    "MARK",
     "Refs",
     "pack_filter",
     "pack_parts",
@@ -35,6 +36,8 @@ __all__ = [
 #: Puts and reads of at most so many bytes and rows are sent inside their script, in one round trip.
 INLINE_BYTES: Final = 32 * 1024
 INLINE_ROWS: Final = 512
+#: What no part of a partition is without, see common.lua.
+MARK: Final = b"\xff"
 #: Names may hold lone surrogates, which are legal in a str.
 _ERRORS: Final = "surrogatepass"
 _SIZE: Final = struct.Struct("<I")

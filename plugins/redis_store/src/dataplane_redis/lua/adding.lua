@@ -5,6 +5,7 @@ local function add_to_registration(P, epoch, info, new_info, tasks)
   for i, task in ipairs(tasks) do
     args[#args + 1] = 't:' .. task
     args[#args + 1] = P.ntasks + i - 1
+    call('HSET', P.at .. 'h:' .. P.ntasks + i - 1, MARK, '')
   end
   batched('HSET', P.meta, args)
   P.ntasks = P.ntasks + #tasks

@@ -2,11 +2,12 @@
 -- Drops a few clients whose time is over.
 local client, text, seconds = unpack(cmsgpack.unpack(ARGV[1]))
 local clients, ends = BASE .. ':clients', BASE .. ':announced'
+if call('HLEN', clients) ~= call('ZCARD', ends) then call('UNLINK', clients, ends) end  -- one was lost: all announce again
 if seconds > 0 then
   call('HSET', clients, client, string.format('%.6f', now()) .. ':' .. text)
   call('ZADD', ends, now() + seconds, client)
 else
-  call('ZADD', ends, '0', client)
+  call('ZADD', ends, 'XX', '0', client)
 end
 keep_time()
 for _, over in ipairs(call('ZRANGEBYSCORE', ends, '-inf', now(), 'LIMIT', 0, 3)) do

@@ -18,7 +18,7 @@ local name, task_name, batch_size, all_or_nothing, lease_s, token, holder, requi
 local FILL_S = 5
 -- Seconds for which a client is counted as one that waits.
 local COUNTED_S = 15
-local P, task = open_partition(name, task_name)
+local P, task = open_partition(name, task_name, {'r', 't', 'o', 'l', 'k', 'q', 'vw'})
 if not P then return unknown_partition() end
 if not task then return unknown_task(P) end
 local per_unit = P.group or 1

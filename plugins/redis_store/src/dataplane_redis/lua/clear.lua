@@ -3,7 +3,7 @@
 local name, epoch, ids, whole = unpack(cmsgpack.unpack(ARGV[1]))
 reap()
 leave_mark()
-local P = open_partition(name)
+local P = whole == 1 and find_partition(name) or open_partition(name, nil, ALL_PARTS)  -- a damaged one can be dropped
 if not P or (epoch ~= '' and epoch ~= P.epoch) then return {'ok', 0, has_trash(), ''} end
 if whole == 1 then
   -- define here: drop_partition
@@ -76,7 +76,7 @@ if #gone > 0 then
   batched('ZREM', P.at .. 'c', units)
   if P.num then batched('SADD', P.at .. 'x', gone) end
   call('HINCRBY', P.meta, 'cleared', #gone)
-  local oldest = call('ZRANGE', P.at .. 'o', 0, 0, 'WITHSCORES')[2]
+  local oldest = call('ZRANGE', P.at .. 'o', 1, 1, 'WITHSCORES')[2]
   local kept = oldest and call('ZREVRANGEBYSCORE', P.at .. 'w', oldest, '-inf', 'WITHSCORES', 'LIMIT', 0, 1)[2]
   call('ZREMRANGEBYSCORE', P.at .. 'w', '-inf', kept and '(' .. kept or '+inf')
   free_refs(P, refs)

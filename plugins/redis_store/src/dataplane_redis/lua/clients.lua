@@ -1,5 +1,6 @@
 -- Replies {"ok", announcement of a client, seconds since, ...} for the clients whose time is not over.
 local found = {'ok'}
+if call('HLEN', BASE .. ':clients') ~= call('ZCARD', BASE .. ':announced') then lost('clients') end
 for _, client in ipairs(call('ZRANGEBYSCORE', BASE .. ':announced', '(' .. string.format('%.6f', now()), '+inf')) do
   local at, text = string.match(call('HGET', BASE .. ':clients', client), '^([^:]*):(.*)$')
   found[#found + 1] = text

@@ -5,11 +5,11 @@
 -- the server restarts from an older state. In keys, ids are written in hex.
 --
 --   base:instance        hash: version, id, capacity_bytes, on_full; owner, while the client lives that bootstrapped
---                        it; clock: the time of the store in seconds, and the server's clock at that time
+--                        it; clock: the time of the store in seconds, and the server's clock at that time; held:
+--                        payload bytes; seq: the order of first writes; r:<write>: the payload bytes of a put that is
+--                        begun and not committed
 --   base:parts           set: the partitions
---   base:held, base:seq  payload bytes held; the order of first writes
 --   base:pending         zset: puts begun and not committed, by the time when they count as abandoned
---   base:reserved        hash: the payload bytes of each
 --   base:marks           hash: caller -> the number of its last call that acknowledged something, see below
 --   base:clients         hash: client -> "<time>:<its announcement>"
 --   base:announced       zset: these clients, by the time until when they are listed
@@ -46,15 +46,26 @@
 --                        v:<view>   zset  claimable units (ids or groups) by seq
 --                        c, fs, f:<digest>...  what filters that wait have seen, see waiting.lua
 --                        wq, wq:<question>, wk:<question>   claims that wait to be woken, see wakes.lua
+--
+-- Redis deletes a key that is empty, and may evict one, or somebody deletes it. So that a missing key always means that
+-- something was lost, base:parts, base:pending and the parts of a partition (parts_at) are never empty: each has a MARK
+-- from the start, as a field, or as a member with the score 0 (in q and pending: +inf). The keys that have none are
+-- looked at where they are read (w, a, gm), or can be made again (li, c, f:<digest>...).
 local BASE = KEYS[1]
 local CHUNK = 1000
 local REF = 32
 local MEMBERS = 64
+local MARK = '\255'  -- no name: it is not UTF-8
 local call = redis.call
 
 local ASKER = ARGV[#ARGV]
 local INSTANCE = call('HMGET', BASE .. ':instance', 'id', 'clock', 'buckets')
 if INSTANCE[1] ~= string.sub(ASKER, 1, 32) then return {'other_history'} end
+
+-- Ends the script: a key is missing. See LOST_PARTS in _refusals.py.
+local function lost(part)
+  error({err = 'LOST ' .. part})
+end
 
 -- A call that acknowledges something may also carry a mark: a caller, who makes one such call at a time, and a number
 -- that grows. A script leaves it with its changes. Both are replicated and stored together, so a server that has the mark
@@ -181,7 +192,7 @@ local function has_trash()
 end
 
 -- A partition, and the index of one of its tasks, if a task is named. Nil if there is no such partition or task.
-local function open_partition(name, task)
+local function find_partition(name, task)
   local meta = BASE .. ':p:' .. name
   local m = call('HMGET', meta, 'epoch', 'num', 'group', 'ntasks', 't:' .. (task or ''), 'early')
   if not m[1] then return nil end
@@ -189,6 +200,46 @@ local function open_partition(name, task)
     name = name, meta = meta, epoch = m[1], num = tonumber(m[2]), group = tonumber(m[3]),
     ntasks = tonumber(m[4]), early = m[6], at = BASE .. ':e:' .. m[1] .. ':', memo = {},
   }, m[5] or nil
+end
+
+local function name_lost_part(P, keys)
+  for _, key in ipairs(keys) do
+    if call('EXISTS', key) == 0 then lost(string.match(string.sub(key, #P.at + 1), '^%a+')) end
+  end
+end
+
+-- The partition is not there: ends the script if it should be.
+local function check_unknown(name)
+  local listed = call('SMISMEMBER', BASE .. ':parts', name, MARK)
+  if listed[1] == 1 then lost('p') end
+  if listed[2] == 0 then lost('parts') end
+end
+
+-- The parts that a partition has from its registration on; x only with num, g only with groups, and h for each task.
+local ALL_PARTS = {'r', 't', 'o', 's', 'l', 'u', 'n', 'k', 'q', 'vw'}
+
+-- As find_partition. Ends the script if one of these parts is missing, or what a task holds: the one that is named, or
+-- any.
+local function open_partition(name, task, parts)
+  local P, index = find_partition(name, task)
+  if not P then
+    -- define here: check_unknown
+    check_unknown(name)
+    return nil
+  end
+  local at, keys, n = P.at, {}, #parts
+  for i = 1, n do keys[i] = at .. parts[i] end
+  for i = index or 0, index or P.ntasks - 1 do
+    n = n + 1
+    keys[n] = at .. 'h:' .. i
+  end
+  if P.num then keys[#keys + 1] = at .. 'x' end
+  if P.group then keys[#keys + 1] = at .. 'g' end
+  if call('EXISTS', unpack(keys)) < #keys then
+    -- define here: name_lost_part
+    name_lost_part(P, keys)
+  end
+  return P, index
 end
 
 -- Marks a change after which a claim may get another answer. A claim that saw the same mark need not look again. The
@@ -208,7 +259,10 @@ local function changed(P, units)
 end
 
 local function unknown_partition()
-  local names = call('SRANDMEMBER', BASE .. ':parts', 6)
+  local names = {}
+  for _, name in ipairs(call('SRANDMEMBER', BASE .. ':parts', 7)) do
+    if name ~= MARK then names[#names + 1] = name end
+  end
   return {'unknown_partition', names}
 end
 
@@ -314,20 +368,22 @@ end
 local function wake_puts()
   local writes = call('ZRANGE', BASE .. ':line', 0, 15)
   if #writes == 0 then return end
-  local capacity, held = call('HGET', BASE .. ':instance', 'capacity_bytes'), call('GET', BASE .. ':held')
+  local capacity, held = unpack(call('HMGET', BASE .. ':instance', 'capacity_bytes', 'held'))
   local free = (tonumber(capacity) or math.huge) - tonumber(held or 0)
   for _, write in ipairs(writes) do
     local waiting = read_waiting(write)
-    free = free - waiting.bytes
-    if free < 0 then return end
-    if waiting.client ~= '' then tell(waiting.client, write) end
+    if waiting then
+      free = free - waiting.bytes
+      if free < 0 then return end
+      if waiting.client ~= '' then tell(waiting.client, write) end
+    end
   end
 end
 
 -- Subtracts payload bytes that are no longer held.
 local function free_room(bytes)
   if bytes == 0 then return end  -- the server does not accept '-0' as a number
-  call('INCRBY', BASE .. ':held', -bytes)
+  call('HINCRBY', BASE .. ':instance', 'held', -bytes)
   if call('EXISTS', BASE .. ':line') == 1 then
     -- define here: wake_puts
     call('SET', BASE .. ':freed', now())
@@ -335,13 +391,18 @@ local function free_room(bytes)
   end
 end
 
+-- Frees what a put took that will not be committed.
+local function free_put(write)
+  local size = call('HGET', BASE .. ':instance', 'r:' .. write)
+  call('HDEL', BASE .. ':instance', 'r:' .. write)
+  free_room(tonumber(size or 0))
+  delete_write(write)
+end
+
 -- Gives up a put that was begun and not committed, if there still is one.
 local function give_up(write)
   if call('ZREM', BASE .. ':pending', write) == 0 then return false end
-  local size = call('HGET', BASE .. ':reserved', write)
-  call('HDEL', BASE .. ':reserved', write)
-  free_room(tonumber(size or 0))
-  delete_write(write)
+  free_put(write)
   return true
 end
 
@@ -389,7 +450,7 @@ end
 -- Gives up payload: `refs` is a list of ref byte strings, one for each id that had it. Frees what no id has any longer.
 local function free_refs(P, refs)
   if #refs == 0 then return end
-  if call('EXISTS', P.at .. 'n') == 1 then
+  if call('HLEN', P.at .. 'n') > 1 then
     -- define here: unshared
     refs = unshared(P, refs)
   end
@@ -422,11 +483,24 @@ local function free_refs(P, refs)
   end
 end
 
+-- The list of pending puts was lost: gives up all of them. Their clients get to know it at the commit.
+local function give_up_all()
+  call('ZADD', BASE .. ':pending', '+inf', MARK)
+  for _, field in ipairs(call('HKEYS', BASE .. ':instance')) do
+    if string.sub(field, 1, 2) == 'r:' then free_put(string.sub(field, 3)) end
+  end
+end
+
 -- Aborts puts that were begun and not committed in time.
 local function reap()
   keep_time()
   local pending = BASE .. ':pending'
-  if call('EXISTS', pending) == 0 then return end
+  local count = call('ZCARD', pending)
+  if count == 0 then
+    -- define here: give_up_all
+    give_up_all()
+  end
+  if count <= 1 then return end
   -- define here: give_up
   for _, write in ipairs(call('ZRANGEBYSCORE', pending, '-inf', now(), 'LIMIT', 0, 100)) do give_up(write) end
 end
@@ -455,7 +529,9 @@ local function views_of(P, task)
   if not P.views then
     P.views = {}
     local flat = call('HGETALL', P.at .. 'vw')
-    for i = 1, #flat, 2 do P.views[#P.views + 1] = open_view(P, flat[i], flat[i + 1]) end
+    for i = 1, #flat, 2 do
+      if flat[i] ~= MARK then P.views[#P.views + 1] = open_view(P, flat[i], flat[i + 1]) end
+    end
   end
   if not task then return P.views end
   local mine = {}
@@ -515,7 +591,7 @@ local function load_groups(P, names)
   end
   local lists = hmget(P.at .. 'gm', parts)
   for i, members in ipairs(owners) do
-    for _, id in ipairs(cmsgpack.unpack(lists[i])) do members[#members + 1] = id end
+    for _, id in ipairs(cmsgpack.unpack(lists[i] or lost('gm'))) do members[#members + 1] = id end
   end
   return groups
 end
@@ -527,7 +603,7 @@ local function join_group(P, name, g, ids)
   local first, at = g.listed, P.at .. 'gm'
   local args, part, list = {}, math.floor(first / MEMBERS), {}
   if first % MEMBERS ~= 0 then
-    list = cmsgpack.unpack(part == 0 and g.first or call('HGET', at, name .. ':' .. part))
+    list = cmsgpack.unpack(part == 0 and g.first or call('HGET', at, name .. ':' .. part) or lost('gm'))
   end
   g.listed = first + #ids
   for i, id in ipairs(ids) do
@@ -624,6 +700,13 @@ local function claimable(P, view, ids, rows)
   return found
 end
 
+-- How many units a view has queued.
+local function num_queued(view)
+  local count = call('ZCARD', view.ready)
+  if count == 0 then lost('v') end
+  return count - 1
+end
+
 -- Queues claimable units: rows `ids` (with their `rows`), or their groups. Returns the number of group members that it
 -- looked at.
 local function offer(P, views, ids, rows)
@@ -658,6 +741,8 @@ local function offer(P, views, ids, rows)
       end
     end
   end
-  for i, view in ipairs(views) do batched('ZADD', view.ready, queued[i]) end
+  for i, view in ipairs(views) do
+    if #queued[i] > 0 and num_queued(view) >= 0 then batched('ZADD', view.ready, queued[i]) end
+  end
   return looked
 end

@@ -1,8 +1,8 @@
 -- Request: {partition, tasks}.
 local name, tasks = unpack(cmsgpack.unpack(ARGV[1]))
-local P = open_partition(name)
+local P = open_partition(name, nil, ALL_PARTS)
 if not P or #tasks == 0 then return {'ok', 0} end
-local count = call('ZCARD', P.at .. 'o')
+local count = call('ZCARD', P.at .. 'o') - 1
 if P.num and tonumber(call('HGET', P.meta, 'seen') or 0) < P.num then return {'ok', 0} end
 if not P.num and count == 0 then return {'ok', 0} end
 for _, task in ipairs(tasks) do

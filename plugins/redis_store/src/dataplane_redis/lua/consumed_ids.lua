@@ -2,7 +2,7 @@
 -- the seq after which to continue ("" at the end), and {task, for each id "1" if it was given for good, else "0", ...};
 -- or with {'changed'} if the partition was registered again.
 local name, epoch, seq, most = unpack(cmsgpack.unpack(ARGV[1]))
-local P = open_partition(name)
+local P = open_partition(name, nil, ALL_PARTS)
 if not P then return unknown_partition() end
 if epoch ~= '' and epoch ~= P.epoch then return {'changed'} end
 local ids, seqs = members_after(P.at .. 'o', seq, most)

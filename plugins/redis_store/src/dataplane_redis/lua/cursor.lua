@@ -1,10 +1,10 @@
 -- Request: {partition, task, ids, epoch, info, new info}. Gives these rows to a task for good, and takes back all others.
 -- With an epoch, adds the task to the registration first; replies {'changed'} if that is another one now.
 local name, task_name, ids, epoch, info, new_info = unpack(cmsgpack.unpack(ARGV[1]))
-if epoch ~= '' and not add_to_registration(open_partition(name), epoch, info, new_info, {task_name}) then
+if epoch ~= '' and not add_to_registration(open_partition(name, nil, ALL_PARTS), epoch, info, new_info, {task_name}) then
   return {'changed'}
 end
-local P, task = open_partition(name, task_name)
+local P, task = open_partition(name, task_name, ALL_PARTS)
 if not P then return unknown_partition() end
 if not task then return unknown_task(P) end
 local held_key = P.at .. 'h:' .. task
@@ -23,12 +23,12 @@ batched('HDEL', P.at .. 'vw', names)
 P.views = nil
 unlink(dropped)
 for _, number in ipairs(call('HKEYS', P.at .. 'k')) do
-  local lease = read_lease(P, number)
-  if lease.task == task then drop_lease(P, lease) end
+  local lease = number ~= MARK and read_lease(P, number)
+  if lease and lease.task == task then drop_lease(P, lease) end
 end
 call('HDEL', P.meta, 'd:' .. task, 'w:' .. task, 'r:' .. task)
 
-local holds, given, seen = {}, {}, {}
+local holds, given, seen = {MARK, ''}, {}, {}
 for i, row in ipairs(hmget(P.at .. 'r', ids)) do
   if row and not seen[ids[i]] then
     seen[ids[i]] = true

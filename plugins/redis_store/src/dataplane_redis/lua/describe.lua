@@ -1,5 +1,5 @@
 -- Request: {partition}.
 local name = unpack(cmsgpack.unpack(ARGV[1]))
-local m = call('HMGET', BASE .. ':p:' .. name, 'epoch', 'info')
-if not m[1] then return unknown_partition() end
-return {'ok', m[1], m[2]}
+local P = open_partition(name, nil, ALL_PARTS)
+if not P then return unknown_partition() end
+return {'ok', P.epoch, call('HGET', P.meta, 'info')}

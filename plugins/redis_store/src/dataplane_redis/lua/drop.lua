@@ -1,6 +1,6 @@
 -- Drops a registration at once. Its writes go to the trash, which `collect` empties in steps.
 local function drop_partition(P)
-  local count = call('ZCARD', P.at .. 'o')
+  local count = math.max(1, call('ZCARD', P.at .. 'o'), call('HLEN', P.at .. 'r')) - 1  -- one of them may be lost
   local bytes = tonumber(call('HGET', P.meta, 'bytes') or 0)
   local keys = {P.meta}
   for _, view in ipairs(views_of(P)) do keys[#keys + 1] = view.ready end
@@ -14,6 +14,7 @@ local function drop_partition(P)
   for _, key in ipairs(end_waiting(P)) do keys[#keys + 1] = key end
   unlink(keys)
   local writes = P.at .. 'u'
+  call('SREM', writes, MARK)
   if call('EXISTS', writes) == 1 then
     call('RENAME', writes, BASE .. ':trash:' .. P.epoch)
     call('SADD', BASE .. ':trash', P.epoch)

@@ -2,8 +2,8 @@
 -- another one now, else {'ok', num}. The new num is at least the number of rows.
 leave_mark()
 local name, epoch, info, new_info, tasks, num = unpack(cmsgpack.unpack(ARGV[1]))
-local P = open_partition(name)
-local count = P and call('ZCARD', P.at .. 'o')
+local P = open_partition(name, nil, ALL_PARTS)
+local count = P and call('ZCARD', P.at .. 'o') - 1
 if P and num >= 0 then
   num = math.max(num, count)
   new_info = string.gsub(new_info, '"num_samples": null', string.format('"num_samples": %.0f', num), 1)

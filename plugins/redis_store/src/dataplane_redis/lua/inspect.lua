@@ -3,7 +3,7 @@
 -- held}, ...} of the oldest lease of each task. Looks at the LEASES leases that end first.
 local LEASES = 1000
 local name = unpack(cmsgpack.unpack(ARGV[1]))
-local P = open_partition(name)
+local P = open_partition(name, nil, ALL_PARTS)
 if not P then return unknown_partition() end
 local m = call('HMGET', P.meta, 'info', 'cleared', 'bytes')
 local tasks, name_of, names, indices = {}, {}, tasks_of(P)
@@ -12,15 +12,16 @@ for i, task in ipairs(names) do
   tasks[#tasks + 1] = task
   tasks[#tasks + 1] = tonumber(call('HGET', P.meta, 'd:' .. indices[i]) or 0)
 end
-local age, oldest = '', call('ZRANGE', P.at .. 'o', 0, 0, 'WITHSCORES')
+local age, oldest = '', call('ZRANGE', P.at .. 'o', 1, 1, 'WITHSCORES')
 if oldest[2] then
   local written = call('ZREVRANGEBYSCORE', P.at .. 'w', oldest[2], '-inf', 'LIMIT', 0, 1)[1]
-  if written then age = string.format('%.6f', math.max(0, now() - tonumber(string.match(written, '^[^:]*')))) end
+  if not written then lost('w') end
+  age = string.format('%.6f', math.max(0, now() - tonumber(string.match(written, '^[^:]*'))))
 end
 local oldest_leases = {}
 local queue = call('ZRANGEBYSCORE', P.at .. 'q', string.format('(%.6f', now()), '+inf', 'WITHSCORES', 'LIMIT', 0, LEASES)
 for i = 1, #queue, 2 do
-  local lease = read_lease(P, queue[i])
+  local lease = queue[i] ~= MARK and read_lease(P, queue[i])
   local known = lease and oldest_leases[tostring(lease.task)]
   if lease and lease.kind == 'L' and lease.since and not (known and known.since <= tonumber(lease.since)) then
     oldest_leases[tostring(lease.task)] = {since = tonumber(lease.since), lease = lease, ends = tonumber(queue[i + 1])}
@@ -29,7 +30,7 @@ end
 -- A row that this lease still holds.
 local function row_of(lease)
   for part = 1, lease.parts do
-    local ids = cmsgpack.unpack(call('HGET', P.at .. 'a', lease.number .. ':' .. part))
+    local ids = cmsgpack.unpack(call('HGET', P.at .. 'a', lease.number .. ':' .. part) or lost('a'))
     for i, hold in ipairs(hmget(P.at .. 'h:' .. lease.task, ids)) do
       if hold == lease.number then return ids[i] end
     end
@@ -46,6 +47,6 @@ for task, found in pairs(oldest_leases) do
   end
 end
 return {
-  'ok', P.epoch, m[1], call('HGETALL', P.at .. 's'), call('ZCARD', P.at .. 'o'), tonumber(m[2] or 0),
+  'ok', P.epoch, m[1], call('HGETALL', P.at .. 's'), call('ZCARD', P.at .. 'o') - 1, tonumber(m[2] or 0),
   tonumber(m[3] or 0), age, tasks, leases,
 }

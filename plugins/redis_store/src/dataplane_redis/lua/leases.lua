@@ -137,7 +137,7 @@ local function end_due(P, budget)
     if lease.parts > 0 then
       -- define here: give_back
       local field, mine = number .. ':' .. lease.parts, {}
-      local ids = cmsgpack.unpack(call('HGET', P.at .. 'a', field))
+      local ids = cmsgpack.unpack(call('HGET', P.at .. 'a', field) or lost('a'))
       for i, hold in ipairs(hmget(P.at .. 'h:' .. lease.task, ids)) do
         if hold == number then mine[#mine + 1] = ids[i] end
       end
@@ -155,5 +155,5 @@ end
 -- Seconds until the next lease ends, as a string. '' if there is none.
 local function next_end(P)
   local first = call('ZRANGE', P.at .. 'q', 0, 0, 'WITHSCORES')
-  return first[2] and string.format('%.6f', math.max(0, tonumber(first[2]) - now())) or ''
+  return first[1] ~= MARK and string.format('%.6f', math.max(0, tonumber(first[2]) - now())) or ''
 end

@@ -37,7 +37,7 @@ local function may_enter(write, bytes, free, capacity, enters)
     for _, each in ipairs(writes) do
       if each == write then writes = {} break end
       local waiting = read_waiting(each)
-      if waiting.kept <= time then
+      if not waiting or waiting.kept <= time then
         leave_line(each)
       else
         seen = seen + 1
@@ -65,11 +65,11 @@ end
 -- does not wait), and this is the reply: {"full", bytes held, puts ahead of it, seconds until it asks again}. `client`
 -- is told when there is room; "": it does not listen.
 local function refuse_room(write, bytes, capacity, wait_s, client, enters)
-  local held = tonumber(call('GET', BASE .. ':held') or 0)
+  local held = tonumber(call('HGET', BASE .. ':instance', 'held') or 0)
   if held + bytes <= capacity and may_enter(write, bytes, capacity - held, capacity, enters) then return nil end
   if wait_s <= 0 or bytes > capacity then return {'full', held, call('ZCARD', LINE), '0'} end
   local time = now()
-  local waiting = read_waiting(write)
+  local waiting = call('ZSCORE', LINE, write) and read_waiting(write)
   if not waiting then
     local last = call('ZREVRANGE', LINE, 0, 0, 'WITHSCORES')
     call('ZADD', LINE, (tonumber(last[2]) or 0) + 1, write)
@@ -89,7 +89,7 @@ end
 local function take_room(write, bytes, capacity, wait_s, client)
   local refused = refuse_room(write, bytes, capacity, wait_s, client, true)
   if refused then return refused end
-  call('INCRBY', BASE .. ':held', bytes)
+  call('HINCRBY', BASE .. ':instance', 'held', bytes)
   if leave_line(write) then
     -- define here: wake_puts
     wake_puts()

@@ -2,7 +2,7 @@
 -- the epoch, and the seq after which to continue ("" at the end); or with {'changed'} if the partition was registered
 -- again. Many rows take several calls; each row is listed once. With a list of ids, it looks only at these.
 local name, epoch, conditions, seq, most, chosen = unpack(cmsgpack.unpack(ARGV[1]))
-local P = open_partition(name)
+local P = open_partition(name, nil, ALL_PARTS)
 if not P then return unknown_partition() end
 if epoch ~= '' and epoch ~= P.epoch then return {'changed'} end
 local ids, last, some, some_tags = {}, '', {}, {}

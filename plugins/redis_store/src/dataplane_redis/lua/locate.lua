@@ -2,7 +2,7 @@
 -- fields need is small, the rows have only the refs whose layout has any of the fields, and the payload of these refs
 -- follows, in order.
 local name, ids, fields, most = unpack(cmsgpack.unpack(ARGV[1]))
-local P = open_partition(name)
+local P = open_partition(name, nil, {'r', 'l'})
 if not P then return unknown_partition() end
 local rows = hmget(P.at .. 'r', ids)
 local layouts = call('LRANGE', P.at .. 'l', 0, -1)

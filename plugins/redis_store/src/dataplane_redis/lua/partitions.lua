@@ -1,2 +1,7 @@
 -- Replies {"ok", the names of the registered partitions}.
-return {'ok', call('SMEMBERS', BASE .. ':parts')}
+local names, listed = {}, call('SMEMBERS', BASE .. ':parts')
+for _, name in ipairs(listed) do
+  if name ~= MARK then names[#names + 1] = name end
+end
+if #names == #listed then lost('parts') end
+return {'ok', names}

@@ -33,7 +33,7 @@ end
 if mode == 'commit' then
   if not call('ZSCORE', BASE .. ':pending', write) then return {'abandoned'} end
 end
-local P = open_partition(name)
+local P = open_partition(name, nil, {'r', 't', 'o', 's', 'l', 'u', 'n', 'vw'})
 if not P then
   if mode == 'commit' then return refuse('stale', '') end
   return unknown_partition()
@@ -92,7 +92,7 @@ if P.num then
     if not rows[i] then new_ids[#new_ids + 1] = id end
   end
   num_fresh = #new_ids
-  if num_fresh > 0 and call('EXISTS', P.at .. 'x') == 1 then
+  if num_fresh > 0 and call('HGET', P.meta, 'cleared') then
     -- define here: ask_many
     for _, was in ipairs(ask_many('SMISMEMBER', P.at .. 'x', new_ids)) do num_fresh = num_fresh - was end
   end
@@ -105,12 +105,12 @@ if mode ~= 'commit' and total > 0 then
     local refused = take_room(write, total, capacity, wait_s, client)
     if refused then return refused end
   else
-    call('INCRBY', BASE .. ':held', total)
+    call('HINCRBY', BASE .. ':instance', 'held', total)
   end
 end
 if mode == 'begin' then
   call('ZADD', BASE .. ':pending', now() + ttl_s, write)
-  call('HSET', BASE .. ':reserved', write, total)
+  call('HSET', BASE .. ':instance', 'r:' .. write, total)
   local seqs = {}
   for i = 1, #ids do seqs[i] = rows[i] and string.sub(rows[i], 1, 8) or '\0\0\0\0\0\0\0\0' end
   return {'ok', P.epoch, table.concat(seqs)}
@@ -119,7 +119,7 @@ end
 if mode == 'commit' then
   if not elsewhere and call('HLEN', write_key) ~= num_rows then return refuse('incomplete') end
   call('ZREM', BASE .. ':pending', write)
-  call('HDEL', BASE .. ':reserved', write)
+  call('HDEL', BASE .. ':instance', 'r:' .. write)
   if elsewhere then call('HSET', P.at .. 'uc', write, num_rows) else call('PERSIST', write_key) end
 elseif num_rows > 0 then
   local args = {}
@@ -188,7 +188,7 @@ local function plan_of(sig)
   return plan
 end
 
-local first_seq = call('INCRBY', BASE .. ':seq', #ids) - #ids
+local first_seq = call('HINCRBY', BASE .. ':instance', 'seq', #ids) - #ids
 local row_args, order_args, tag_args, freed = {}, {}, {}, {}
 local new_ids, old_ids, old_rows, known_ids = {}, {}, {}, {}
 local is_new = none_held(rows)

@@ -6,6 +6,7 @@ local function open_question(P, view_name, filter, budget)
   local Q = {view = view_of(P, view_name) or open_view(P, view_name), budget = budget}
   Q.units = math.max(1, math.floor(CHUNK / (P.group or 1)))  -- units looked at per step
   Q.held = P.at .. 'h:' .. Q.view.task
+  if not Q.view.kept then call('ZADD', Q.view.ready, '0', MARK) else num_queued(Q.view) end
   if filter ~= '' then
     -- define here: open_filter
     Q.F = open_filter(P, Q.view, filter)
@@ -198,12 +199,13 @@ end
 local function gather(P, Q, least, most)
   local F = Q.F
   local source = F and F.matching or Q.view.ready
+  local function num_in_source() return F and call('ZCARD', source) or num_queued(Q.view) end
   while true do
-    local count = call('ZCARD', source)
+    local count = num_in_source()
     if count == 0 and not F and not P.group then
       local units = gather_new(P, Q, least, most)
       if units then return units, true end
-      count = call('ZCARD', source)
+      count = num_in_source()
     end
     while count < math.max(least, most) do
       if Q.budget <= 0 then return nil end
@@ -213,10 +215,10 @@ local function gather(P, Q, least, most)
         found = look(P, Q, most - count)
       end
       if not (found or scan(P, Q)) then break end
-      count = call('ZCARD', source)
+      count = num_in_source()
     end
     if count < least then return {} end
-    if not F then return call('ZRANGE', source, 0, most - 1) end
+    if not F then return call('ZRANGE', source, 1, most) end
     -- define here: ask_many, write_filter
     local flat, units, gone = call('ZRANGE', source, 0, most - 1, 'WITHSCORES'), {}, {}
     for i = 1, #flat, 2 do units[#units + 1] = flat[i] end
@@ -240,9 +242,9 @@ local function more_may_come(P, Q, unqueued)
     local m = call('HMGET', P.meta, 'whole', 'w:' .. Q.view.task)
     rest = tonumber(m[1] or 0) - tonumber(m[2] or 0)
   else
-    rest = call('ZCARD', P.at .. 'o') - call('HLEN', Q.held)
+    rest = call('ZCARD', P.at .. 'o') - call('HLEN', Q.held)  -- both have a mark
   end
-  rest = rest - call('ZCARD', Q.view.ready) - unqueued
+  rest = rest - num_queued(Q.view) - unqueued
   if rest == 0 or not Q.F then return rest ~= 0 end
   -- define here: one_is_coming
   return one_is_coming(P, Q)

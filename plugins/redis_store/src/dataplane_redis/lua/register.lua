@@ -1,6 +1,6 @@
 -- Request: {partition, epoch, info, num (-1: none), group (-1: none), tasks, whether to keep an earlier registration}.
 local name, epoch, info, num, group, tasks, keep = unpack(cmsgpack.unpack(ARGV[1]))
-local old = open_partition(name)
+local old = find_partition(name)  -- a damaged one is dropped
 if old and keep == 1 then return {'changed'} end
 leave_mark()
 if old then drop_partition(old) end
@@ -20,4 +20,13 @@ for i, task in ipairs(tasks) do
 end
 batched('HSET', meta, args)
 call('SADD', BASE .. ':parts', name)
+local P = find_partition(name)
+for _, part in ipairs({'r', 't', 's', 'n', 'k', 'vw'}) do call('HSET', P.at .. part, MARK, '') end
+for task = 0, P.ntasks - 1 do call('HSET', P.at .. 'h:' .. task, MARK, '') end
+call('ZADD', P.at .. 'o', '0', MARK)
+call('ZADD', P.at .. 'q', '+inf', MARK)
+call('RPUSH', P.at .. 'l', '')
+call('SADD', P.at .. 'u', MARK)
+if P.num then call('SADD', P.at .. 'x', MARK) end
+if P.group then call('HSET', P.at .. 'g', MARK, '') end
 return {'ok', has_trash()}

@@ -18,7 +18,7 @@ if is_done(request) then
   leave_mark()
   return {'ok', 0}
 end
-local P, task = open_partition(name, task_name)
+local P, task = open_partition(name, task_name, {'r', 'l', 'k', 'q', 'vw'})
 if not P then return unknown_partition() end
 if not task then return unknown_task(P) end
 local same = epoch == '' or epoch == P.epoch

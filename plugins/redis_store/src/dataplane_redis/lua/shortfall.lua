@@ -10,7 +10,7 @@ local name, task_name, required, filter, budget = unpack(cmsgpack.unpack(ARGV[1]
 -- many rows that it looked at.
 local KEEP_MS, ROWS_PER_MS = 2000, 20
 local NAMED = 3
-local P, task = open_partition(name, task_name)
+local P, task = open_partition(name, task_name, ALL_PARTS)
 if not P then return unknown_partition() end
 if not task then return unknown_task(P) end
 local fields, held_key = strings_of(required), P.at .. 'h:' .. task

@@ -2,10 +2,12 @@
 -- filters share it. It expires by itself.
 --
 --   f:<digest>     hash  at: seq up to which the view's ready units were seen; more: seq up to which the rows were
---                        searched for units that are not ready; seen: the note up to which changes were followed
+--                        searched for units that are not ready; seen: the note up to which changes were followed;
+--                        sets: how many of the next two there are. If these, or c, are others now, all begins anew
 --   f:<digest>:m   zset  ready units that match, by seq; some may be gone by now
 --   f:<digest>:n   set   units that match and are not ready; some may be ready or gone by now
---   c              zset  units that changed, in order of their notes; lives at least as long as every f
+--   c              zset  units that changed, in order of their notes; lives at least as long as every f. Its MARK
+--                        is at the note after which it begins
 --   fs             zset  digests by time, for dropping the partition
 local KEEP_S = 60
 
@@ -13,10 +15,11 @@ local function open_filter(P, view, packed)
   local digest = redis.sha1hex(view.name .. '|' .. packed)
   local key = P.at .. 'f:' .. digest
   local F = {key = key, matching = key .. ':m', coming = key .. ':n', conditions = cmsgpack.unpack(packed)}
-  local kept = call('HMGET', key, 'at', 'more', 'seen')
-  F.is_new = not kept[1]
+  local kept, from = call('HMGET', key, 'at', 'more', 'seen', 'sets'), call('ZSCORE', P.at .. 'c', MARK)
+  F.is_new = not kept[1] or not from or tonumber(from) > tonumber(kept[3]) or
+    call('EXISTS', F.matching, F.coming) ~= tonumber(kept[4])
   if F.is_new then
-    call('UNLINK', F.matching, F.coming)
+    call('UNLINK', key, F.matching, F.coming)
     kept = {'0', '0', call('HGET', P.meta, 'noted') or '0'}
   end
   F.at, F.more, F.seen = kept[1], kept[2], kept[3]
@@ -34,12 +37,13 @@ local function save_filter(P, F)
     left_ms = KEEP_S * 1000
     F.wrote = true
     call('PEXPIRE', F.key, left_ms)
-    call('ZADD', P.at .. 'c', '0', '')
+    call('ZADD', P.at .. 'c', 'NX', F.old[3], MARK)
     call('PEXPIRE', P.at .. 'c', left_ms)
     call('ZREMRANGEBYSCORE', P.at .. 'fs', '-inf', now() - 2 * KEEP_S)
     call('ZADD', P.at .. 'fs', now(), F.digest)
   end
   if F.wrote then
+    call('HSET', F.key, 'sets', call('EXISTS', F.matching, F.coming))
     call('PEXPIRE', F.matching, left_ms)
     call('PEXPIRE', F.coming, left_ms)
   end

@@ -45,7 +45,7 @@ local function start_waiting(P, view_name, filter, units, waiter)
     call('HDEL', known, waiter)
   else
     call('ZADD', line, next_turn(P), waiter)
-    if not call('HGET', known, '') then
+    if not (call('HGET', known, '') and call('ZSCORE', P.at .. 'wq', digest)) then
       call('HSET', known, '', cmsgpack.pack({view_name, filter, units}))
       call('ZADD', P.at .. 'wq', next_turn(P), digest)
     end

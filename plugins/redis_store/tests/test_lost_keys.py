@@ -1,0 +1,185 @@
+"""A key that was evicted or deleted: each operation answers as if it were there, or says that something was lost."""
+
+import pytest
+import redis
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.errors import LostSamplesError, StalePartitionError
+
+GROUP = 70  # so many members take two lists
+
+
+def columns(ids, **fields):
+    return TensorDict(
+        {name: torch.full((len(ids), 3), float(value)) for name, value in fields.items()}, batch_size=[len(ids)]
+    )
+
+
+def fill(client):
+    """Uses every kind of key. Returns a leased claim of each partition."""
+    client.register_partition("rows", ["x", "y"], 12, ["train", "other"])
+    client.put_samples(list("abcdef"), "rows", columns("abcdef", x=1), tags=[{"v": each} for each in range(6)])
+    shared = TensorDict({"y": torch.ones(1, 40_000).expand(2, -1)}, batch_size=[2])
+    client.put_samples(["a", "b"], "rows", shared)
+    client.put_samples(["c", "d"], "rows", columns("cd", y=2))
+    client.put_samples(["z"], "rows", columns("z", x=1))
+    client.clear_samples(["z"], "rows")
+    client.claim_meta("rows", "other", ["x"], 1)
+    client.claim_meta("rows", "train", ["x"], 1, tag_filter={"v": (">=", 3)}, lease_s=600)
+    with pytest.raises(TimeoutError):
+        client.claim_meta("rows", "train", ["x"], 3, tag_filter={"v": (">=", 4)}, timeout_s=0.05)
+    leased = client.claim_meta("rows", "train", ["x"], 2, lease_s=600)
+    nacked = client.claim_meta("rows", "train", ["x"], 1, lease_s=600)
+    client.nack(nacked)  # it is queued now
+    members = [f"q_g{each}" for each in range(GROUP)]
+    client.register_partition("groups", ["x"], None, ["train"], grpo_group_size=GROUP)
+    client.put_samples(members, "groups", columns(members, x=1))
+    grouped = client.claim_meta("groups", "train", ["x"], GROUP, lease_s=600)
+    more = [f"r_g{each}" for each in range(GROUP)]
+    client.put_samples(more, "groups", columns(more, x=1))
+    client.put_samples(["s_g0"], "groups", columns(["s_g0"], x=1))
+    return leased, grouped
+
+
+def told(description):
+    return [
+        description.num_samples,
+        description.num_cleared,
+        description.held_bytes,
+        description.oldest_s is None,
+        sorted(map(str, description.specs)),
+        {
+            name: (task.num_ready, task.num_leased, task.num_consumed, task.oldest_lease is None)
+            for name, task in description.tasks.items()
+        },
+    ]
+
+
+def ids_of(claim):
+    return list(claim.sample_ids), list(claim.tags)
+
+
+OPERATIONS = {
+    "list_partitions": lambda client, *_: sorted(client.list_partitions()),
+    "list_clients": lambda client, *_: len(client.list_clients()),
+    "list": lambda client, *_: ids_of(client.list_samples("rows")),
+    "list_filtered": lambda client, *_: ids_of(client.list_samples("rows", {"v": (">", 1)})),
+    "list_fields": lambda client, *_: client.list_fields(list("abcdef"), "rows"),
+    "get": lambda client, *_: client.get_samples(list("abcdef"), "rows", ["x"])["x"].tolist(),
+    "get_large": lambda client, *_: client.get_samples(["a", "b"], "rows", ["y"])["y"].shape,
+    "claim": lambda client, *_: ids_of(client.claim_meta("rows", "train", ["x"], 2, timeout_s=1)),
+    "claim_new_fields": lambda client, *_: ids_of(client.claim_meta("rows", "other", ["x", "y"], 3, timeout_s=1)),
+    "claim_filtered": lambda client, *_: ids_of(
+        client.claim_meta("rows", "train", ["x"], 2, tag_filter={"v": (">=", 4)}, timeout_s=1)
+    ),
+    "claim_group": lambda client, *_: ids_of(client.claim_meta("groups", "train", ["x"], GROUP, timeout_s=1)),
+    "ack": lambda client, leased, _: client.ack(leased),
+    "ack_group": lambda client, _, grouped: client.ack(grouped),
+    "nack": lambda client, leased, _: (
+        client.nack(leased),
+        ids_of(client.claim_meta("rows", "train", ["x"], 4, timeout_s=1)),
+    ),
+    "nack_group": lambda client, _, grouped: (
+        client.nack(grouped),
+        ids_of(client.claim_meta("groups", "train", ["x"], 2 * GROUP, timeout_s=1)),
+    ),
+    "renew": lambda client, leased, _: client.renew(leased, 600),
+    "consumed": lambda client, *_: client.check_consumption_status("rows", ["other"]),
+    "list_consumed": lambda client, *_: client.list_consumed("rows", "other"),
+    "describe": lambda client, *_: told(client.describe("rows")),
+    "describe_groups": lambda client, *_: told(client.describe("groups")),
+    "put": lambda client, *_: client.put_samples(["g"], "rows", columns("g", x=3), tags=[{"v": 9}]),
+    "put_more": lambda client, *_: client.put_samples(["e", "f"], "rows", columns("ef", y=3), tags=[{"v": 9}] * 2),
+    "put_group": lambda client, *_: client.put_samples(["s_g1"], "groups", columns(["s_g1"], x=3)),
+    "clear": lambda client, *_: client.clear_samples(["a", "f"], "rows"),
+    "clear_group": lambda client, *_: client.clear_samples(["q_g0"], "groups"),
+    "clear_all": lambda client, *_: client.clear_samples(None, "rows"),
+    "reset": lambda client, *_: client.reset_consumption("rows", "other", ["a", "b"]),
+    "register": lambda client, *_: client.register_partition("rows", ["x", "y"], 12, ["train", "other"]),
+    "register_task": lambda client, *_: client.register_partition("rows", ["x"], 12, ["new"], if_exists="keep"),
+}
+#: Runs after each of them: what it did, as later operations see it.
+LATER = {
+    "list": OPERATIONS["list"],
+    "get": lambda client, *_: client.get_samples(["c"], "rows", ["x", "y"])["y"].tolist(),
+    "claim": lambda client, *_: ids_of(client.claim_meta("rows", "other", ["x"], 1, timeout_s=0.05)),
+    "describe": OPERATIONS["describe"],
+}
+
+
+def outcome(act, *args):
+    """What an operation replied. Or "lost", if it said so and what to do."""
+    try:
+        return act(*args)
+    except (StalePartitionError, LostSamplesError) as error:
+        return "lost" if error.hint and not error.retryable else error
+    except (KeyError, TimeoutError, RuntimeError, ValueError) as error:
+        return type(error).__name__
+
+
+class Store:
+    """A filled store, which can be brought back."""
+
+    def __init__(self, server, connect):
+        self._admin = redis.Redis(unix_socket_path=str(server.socket))
+        self._url, self._connect = server.url, connect
+        client = self.connected(bootstrap=True)
+        self.leases = fill(client)
+        self._dumps = {key: self._admin.dump(key) for key in self._admin.keys()}
+        self._epochs = {name: self._admin.hget("dp:{lost}:p:" + name, "epoch") for name in ("rows", "groups")}
+
+    def connected(self, bootstrap=False):
+        return self._connect(url=self._url, namespace="lost", bootstrap=bootstrap)
+
+    def keys(self, operation):
+        """Those that an operation may need: without the other partition's."""
+        other = self._epochs["rows" if "group" in operation else "groups"]
+        return [key for key in sorted(self._dumps) if other not in key]
+
+    def run(self, operation, key):
+        """The outcome of an operation, and of what later operations see, without a key."""
+        with self._admin.pipeline() as pipe:
+            pipe.flushall()
+            for name, dump in self._dumps.items():
+                pipe.restore(name, 0, dump)
+            pipe.execute()
+        client = self.connected()
+        if key is not None:
+            self._admin.delete(key)
+        try:
+            first = outcome(OPERATIONS[operation], client, *self.leases)
+            return [first, *(outcome(act, client) for act in LATER.values())]
+        finally:
+            client.close()
+
+
+@pytest.fixture(scope="module")
+def store(start_servers):
+    """One for all operations."""
+
+    from dataplane_core.config import DataPlaneConfig
+    from dataplane_core.plugins import connect_backend
+    from dataplane_redis import RedisBackend
+
+    def connect(url, namespace, bootstrap):
+        options = {"url": url, "namespace": namespace}
+        config = DataPlaneConfig(backend="redis_store", options=options, op_timeout_s=20.0, announce_s=None)
+        return connect_backend(RedisBackend, config, bootstrap=bootstrap)
+
+    return Store(start_servers(), connect)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_without_any_one_key_nothing_is_wrong_in_silence(store, operation):
+    whole = store.run(operation, None)
+    assert "lost" not in whole
+    wrong = {}
+    for key in store.keys(operation):
+        found = store.run(operation, key)
+        for name, expected, got in zip([operation, *LATER], whole, found, strict=True):
+            if got == "lost":  # so what comes later may differ
+                break
+            if got != expected:
+                wrong[key, name] = (expected, got)
+    assert not wrong, "\n".join(f"{key}: {each}" for key, each in wrong.items())

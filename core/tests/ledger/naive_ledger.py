@@ -95,8 +95,11 @@ class NaiveLedger:
         self.parts[name] |= {"specs": {}, "cleared": 0}
 
     def check_put(self, part: dict[str, Any], ids: list[str], specs: dict[str, Any]) -> None:
-        if any(part["specs"].get(field, spec) != spec for field, spec in specs.items()):
-            raise Refused("SchemaMismatchError")
+        for field, spec in specs.items():
+            kept = part["specs"].get(field, spec)
+            of_lists = {each.rank > 0 or each.kind == "object" for each in (kept, spec)} == {True}
+            if kept != spec and not (of_lists and (kept.is_open or spec.is_open)):
+                raise Refused("SchemaMismatchError")
         if part["group"]:
             new = [each for each in ids if not self.row(part, each)]
             there = [group_of(row["id"]) for row in part["rows"]] + [group_of(each) for each in new]
@@ -131,16 +134,24 @@ class NaiveLedger:
             raise Refused("StalePartitionError")
         self.check_put(part, put["ids"], put["specs"])
         for field, spec in put["specs"].items():
+            if part["specs"].get(field, spec).is_open:
+                part["specs"][field] = spec
             part["specs"].setdefault(field, spec)
         for place, sample_id in enumerate(put["ids"]):
             row = self.row(part, sample_id)
             if row is None:
-                row = {"id": sample_id, "seq": self.seq, "cells": {}, "tags": {}, "holds": {}}
+                row = {"id": sample_id, "seq": self.seq, "cells": {}, "open": set()}
+                row |= {"tags": {}, "holds": {}}
                 part["rows"].append(row)
                 part["seen"].append(sample_id)
             self.seq += 1
             row["cells"] |= dict.fromkeys(put["specs"], (write, place))
+            row["open"] -= put["specs"].keys()
+            row["open"] |= {field for field, spec in put["specs"].items() if spec.is_open}
             row["tags"] |= put["tags"][place] if put["tags"] is not None else {}
+
+    def open_cells(self) -> None:
+        raise Refused("OpenCellsError")
 
     def abort(self, write: int) -> None:
         self.pending.pop(write, None)

@@ -32,6 +32,7 @@ TASKS = ["t", "u"]
 IDS = [f"k{group}_g{member}" for group in range(5) for member in range(3)]
 SPECS = {"x": FieldSpec("tensor", "int64", 1), "y": FieldSpec("tensor", "int64", 1)}
 OTHER = FieldSpec("tensor", "float32", 1)
+OPEN = FieldSpec.of_empty_lists()
 TAGS = [{"n": 0}, {"n": 1}, {"n": 2}, {"n": 2, "rare": "r"}, {}]
 FILTERS = [None, None, {"n": (">=", 1)}, {"n": ("in", [0, 2])}, {"n": (">=", 2), "rare": ("==", "r")}]
 #: Steps of a schedule, and how often all that is there is compared.
@@ -189,7 +190,8 @@ class _Run:
         self, name: str, ids: list[str], fields: list[str], size: int, tags: Any, other: bool, ttl_s: float
     ) -> None:
         write = self.count * 100
-        specs = {field: OTHER if other and field == "y" else SPECS[field] for field in fields}
+        strange = OPEN if self.count % 2 else OTHER
+        specs = {field: strange if other and field == "y" else SPECS[field] for field in fields}
         command = commands.BeginPut(name, ids, specs, [size] * len(ids), tags, None, write_id=write, ttl_s=ttl_s)
         end = self.now + ttl_s
         if self.both(command, lambda: self.model.begin(write, name, ids, specs, size, tags, end, self.now)) is not None:
@@ -276,11 +278,14 @@ class _Run:
             self.same("samples", list(listed.sample_ids), [row["id"] for row in part["rows"]])
             self.same("tags", list(listed.tags), [row["tags"] for row in part["rows"]])
             for row in part["rows"]:
-                fields = sorted(row["cells"])
+                fields = sorted(row["cells"].keys() - row["open"])
+                if row["open"]:
+                    self.both(commands.Locate(name, [row["id"]], sorted(row["open"])), self.model.open_cells)
                 if fields:
                     located = self.ledger.apply(commands.Locate(name, [row["id"]], fields), self.now)
                     found = {each: (one.write_id, one.positions[0]) for one in located.parts for each in one.fields}
-                    self.same(f"cells of {row['id']}", found, row["cells"])
+                    expected = {each: row["cells"][each] for each in fields}
+                    self.same(f"cells of {row['id']}", found, expected)
             told = self.ledger.apply(commands.Inspect(name), self.now)
             self.same("counts", (told.num_samples, told.num_cleared), (len(part["rows"]), part["cleared"]))
             for task in part["tasks"]:

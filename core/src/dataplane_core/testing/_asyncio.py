@@ -7,6 +7,7 @@ import os
 import threading
 from typing import Any, Final, Self
 
+from dataplane_core._compiler_marks import not_compiled
 from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient
 
 __all__ = ["ThroughAsyncio"]
@@ -56,5 +57,6 @@ class ThroughAsyncio:
             return getattr(self._sync, name)
         return lambda *args, **kwargs: self._run(operation, self._async, *args, **kwargs)
 
+    @not_compiled  # torch compiles no coroutines
     def _run(self, operation: Any, *args: Any, **kwargs: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(operation(*args, **kwargs), self._loop).result()

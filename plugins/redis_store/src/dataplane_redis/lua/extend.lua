@@ -12,6 +12,7 @@ if not add_to_registration(P, epoch, info, new_info, tasks) then return {'change
 if num >= 0 then
   P.num = num
   call('HSET', P.meta, 'num', string.format('%.0f', num), 'seen', count)
+  call('SADD', P.at .. 'x', MARK)
   changed(P)
   wake(P)
 end

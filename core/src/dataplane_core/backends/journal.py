@@ -44,8 +44,8 @@ _ANOTHER_HISTORY: Final = (
     "claim and read again, and write again what is missing."
 )
 _MISSED: Final = (
-    "`read` must return every record that was appended before, and not trimmed. If it finds that another process trimmed "
-    "one meanwhile, it must read again."
+    "`read` must return every record that was appended before and is not trimmed. If it finds that another process "
+    "trimmed one meanwhile, it must read again."
 )
 _BROKEN: Final = "Restore a whole copy of the store, or begin a new one."
 #: How often to try to append a plan that keeps others from writing a snapshot. It may fail.

@@ -27,6 +27,7 @@ from dataplane_core.errors import (
     BackendError,
     CapacityExceededError,
     DataPlaneError,
+    FrameError,
     InvalidRequestError,
     LostSamplesError,
     OperationTimeoutError,
@@ -402,7 +403,11 @@ class LedgerBackend(Backend, ABC):
         columns: dict[str, WireColumn | SharedRows] = {}
         for name in shared:
             some, index = _without_repeats(located, name, num_samples)
-            columns[name] = SharedRows(self._fetch(some, max(index) + 1, deadline)[name], index)
+            try:
+                columns[name] = SharedRows(self._fetch(some, max(index) + 1, deadline)[name], index)
+            except FrameError as error:
+                error.row = None if error.row is None else index.index(error.row)
+                raise
         rest = [name for name in located.specs if name not in shared]
         if rest:
             some = located if not shared else _only(located, rest)

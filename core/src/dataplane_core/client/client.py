@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ from dataplane_core.client.saving import load, save
 from dataplane_core.codec import JaggedColumns, as_columns, decode_columns, encode_columns, spread
 from dataplane_core.errors import (
     BackendError,
+    FrameError,
     InvalidRequestError,
     StalePartitionError,
     UnknownPartitionError,
@@ -55,6 +57,25 @@ __all__ = ["DataPlaneClient"]
 
 #: How many registrations a client remembers.
 _MOST_INFOS: Final = 1024
+_DAMAGED: Final = (
+    "They were damaged in the store or on the way. Clear these samples and produce them again. The middleware "
+    "wire_guard also finds damage that leaves the bytes readable."
+)
+
+
+@contextmanager
+def _naming_samples(partition_id: str, sample_ids: Sequence[str]) -> Iterator[None]:
+    """Names the sample in the error for bytes that cannot be read."""
+    try:
+        yield
+    except FrameError as error:
+        what = f"get_samples('{partition_id}', {len(sample_ids)} samples)"
+        if error.row is not None:
+            sample_id = sample_ids[error.row]
+            what, error.cells = f"{what}: the bytes of sample '{sample_id}' cannot be read", {sample_id: error.fields}
+        error.message = f"{what}: {error.message}"
+        error.hint = error.hint or _DAMAGED
+        raise
 
 
 class DataPlaneClient(Claims):
@@ -282,7 +303,8 @@ class DataPlaneClient(Claims):
                 if not names:
                     return TensorDict({}, batch_size=[len(ids)])
             request = GetRequest(partition_id=partition_id, sample_ids=unique, fields=names, deadline=self._deadline())
-            batch = self._call("get_samples", request, WireBatch)
+            with _naming_samples(partition_id, unique):
+                batch = self._call("get_samples", request, WireBatch)
             for name in names:
                 if name not in batch.columns or name not in batch.specs:
                     raise BackendError(
@@ -290,7 +312,8 @@ class DataPlaneClient(Claims):
                         f"'{name}'.",
                         backend=self.backend_name,
                     )
-            columns = self._decode_columns(batch, names, len(unique), share_rows)
+            with _naming_samples(partition_id, unique):
+                columns = self._decode_columns(batch, names, len(unique), share_rows)
             if len(unique) != len(ids):
                 at = {sample_id: position for position, sample_id in enumerate(unique)}
                 positions, jagged = [at[sample_id] for sample_id in ids], JaggedColumns()

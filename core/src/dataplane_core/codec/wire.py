@@ -56,8 +56,8 @@ from dataplane_core.codec.tensors import (
 )
 from dataplane_core.errors import (
     BackendError,
-    CorruptDataError,
     DataPlaneError,
+    FrameError,
     InvalidRequestError,
     InvalidTypeError,
 )
@@ -319,8 +319,9 @@ def decode_columns(
             else:
                 found = _decode_tensor(name, rows, spec, count, wire, jagged)
             decoded[name] = found if index is None else spread(found, index, jagged, share=share_rows)
-        except CorruptDataError as error:
-            error.message = f"get_samples: field '{name}': {error.message}"
+        except FrameError as error:
+            is_shared = index is not None and error.row is not None
+            error.add_place([name], list(index or ()).index(error.row) if is_shared else error.row)
             raise
     return decoded
 

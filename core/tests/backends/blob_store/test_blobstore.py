@@ -22,6 +22,25 @@ from dataplane_core.spec import Scope
 from dataplane_core.testing._timing import eventually
 
 
+@pytest.mark.parametrize("byte", [0, 4, 8, 12, -1], ids=["magic", "count", "length", "second_length", "cut"])
+def test_a_row_whose_index_is_damaged_is_named_with_its_sample_and_fields(byte):
+    with open_client(Plain) as client:
+        client.register_partition("p", ["x", "y", "z"], None, ["t"])
+        rows = torch.ones(1, 60_000).expand(4, -1)  # equal rows, which are stored once
+        ids = ["a", "b", "c", "d"]
+        client.put_samples(ids, "p", {"x": torch.arange(4.0), "y": torch.arange(4.0), "z": rows})
+        blobs = client._backend.blobs
+        for key, fields in zip([list(blobs)[2], list(blobs)[4]], [("x", "y"), ("z",)], strict=True):
+            kept, row = blobs[key], bytearray(blobs[key])
+            row[byte] ^= 0x40
+            blobs[key] = bytes(row[:-1] if byte < 0 else row)
+            sample_id = "a" if fields == ("z",) else "c"
+            with pytest.raises(CorruptDataError, match=f"sample '{sample_id}'.*{fields[0]}") as caught:
+                client.get_samples(ids, "p", ["x", "y", "z"])
+            assert (caught.value.cells, caught.value.hint is None) == ({sample_id: fields}, False)
+            blobs[key] = kept
+
+
 def test_without_a_journal_the_scope_is_process_and_attaching_is_refused():
     assert Plain.scope is Scope.PROCESS
     assert Capability.DURABLE not in Plain.capabilities

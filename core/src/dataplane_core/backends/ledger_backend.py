@@ -210,7 +210,7 @@ class LedgerBackend(Backend, ABC):
             request.if_exists,
         )
         info, freed = self._ledger(request.deadline, register)
-        self._collect(freed, request.deadline)
+        self._collect_if_possible(freed, request.deadline)
         return info
 
     def describe_partition(self, request: DescribeRequest) -> PartitionInfo:
@@ -245,7 +245,7 @@ class LedgerBackend(Backend, ABC):
         columns = {name: request.columns[name] for name in request.specs}  # in the ledger's order of slots
         bundles = bundles_of(columns, num_samples, self.row_cost_bytes, self.apart_share)
         freed = self._put_when_there_is_room(request, bundles)
-        self._collect(freed, request.deadline)
+        self._collect_if_possible(freed, request.deadline)
 
     def get_samples(self, request: GetRequest) -> WireBatch:
         """Locates the cells and fetches them. Repeats both if the cells were overwritten in between."""
@@ -523,6 +523,11 @@ class LedgerBackend(Backend, ABC):
         if refs:
             self._delete(refs, deadline)
             self._ledger(deadline, commands.Collected(refs))
+
+    def _collect_if_possible(self, refs: Sequence[Ref], deadline: float) -> None:
+        """Deletes payload after what is done, and so must not fail now. A later clear deletes what is left."""
+        with suppress(Exception):
+            self._collect(refs, deadline)
 
     def _settle(self, request: Any, kind: Callable[..., commands.Settle], *extra: float) -> SettleReply:
         leased = (request.partition_id, request.task_name, request.sample_ids, request.lease_tokens)

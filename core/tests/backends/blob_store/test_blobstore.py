@@ -1,5 +1,6 @@
 """`BlobStore`: one process without a journal, many with one; every process comes to the same state."""
 
+import os
 import threading
 
 import pytest
@@ -350,20 +351,24 @@ def test_why_a_put_failed_is_not_hidden_by_its_undoing():
 
     with open_client(Failing) as client:
         client.register_partition("p", ["x"], None, ["t"])
-        with pytest.raises(BackendError, match="No space left on device"):
+        with pytest.raises(BackendUnavailableError, match="No space left on device"):
             client.put_samples(["a"], "p", {"x": torch.zeros(1)})
 
 
-def test_a_store_that_fails_reaches_the_user_with_its_cause():
+@pytest.mark.parametrize(("number", "expected"), [(5, BackendError), (28, BackendUnavailableError)])
+def test_a_store_that_fails_reaches_the_user_with_its_cause(number, expected):
+    """A full disk may be tried again."""
+
     class Failing(Plain):
         def put(self, key, data):
-            raise OSError(28, "No space left on device")
+            raise OSError(number, os.strerror(number))
 
     with open_client(Failing) as client:
         client.register_partition("p", ["x"], None, ["t"])
-        with pytest.raises(BackendError, match="No space left on device") as failed:
+        with pytest.raises(expected, match=os.strerror(number)) as failed:
             client.put_samples(["a"], "p", {"x": torch.zeros(1)})
         assert isinstance(failed.value.__cause__, OSError)
+        assert failed.value.retryable == (number == 28)
         assert client.list_samples("p").sample_ids == []
 
 

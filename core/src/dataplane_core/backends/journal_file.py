@@ -327,7 +327,7 @@ class JournalFile:
             self._dirty = True
             self._torn = True
             if os.pwrite(self._fd, data, self._end) != len(data):
-                raise OSError("only a part was written")
+                raise OSError("only a part was written, as on a full disk")
             self._torn = False
             self._end += len(data)
         except OSError as error:

@@ -320,8 +320,8 @@ def decode_columns(
                 found = _decode_tensor(name, rows, spec, count, wire, jagged)
             decoded[name] = found if index is None else spread(found, index, jagged, share=share_rows)
         except FrameError as error:
-            is_shared = index is not None and error.row is not None
-            error.add_place([name], list(index or ()).index(error.row) if is_shared else error.row)
+            row = error.row
+            error.add_place([name], row if row is None or index is None else list(index).index(row))
             raise
     return decoded
 

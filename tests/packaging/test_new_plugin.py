@@ -19,9 +19,13 @@ with connect({"backend": "acme_store"}) as client:
 @pytest.fixture(scope="module")
 def project(clean):
     """The generated project, installed."""
-    done = clean.run("dataplane", "new-plugin", "acme_store")
+    return generated(clean, "acme_store")
+
+
+def generated(clean, name, *words):
+    done = clean.run("dataplane", "new-plugin", name, *words)
     assert done.returncode == 0, done.stderr
-    folder = clean.folder / "dataplane-acme-store"
+    folder = clean.folder / f"dataplane-{name.replace('_', '-')}"
     clean.install(folder)
     return folder
 
@@ -32,6 +36,7 @@ def run_kit(clean, project, tmp_path, *select):
     done = clean.run("python", "-m", "pytest", *words, "--dataplane-json", report, *select, timeout_s=590)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     (result,) = json.loads(report.read_text(encoding="utf-8"))
+    assert result["counts"]["fail"] == 0
     return result["counts"]
 
 
@@ -42,14 +47,9 @@ def test_it_connects_by_name_and_works(clean, project):
 
 def test_its_own_test_file_passes_a_taste_of_the_kit(clean, project, tmp_path):
     select = "order_asked_for or given_once or objects_come_back or overlap or full_store or two_holders"
-    counts = run_kit(clean, project, tmp_path, "-k", select)
-    assert counts["fail"] == 0
-    assert counts["pass"] >= 8
+    assert run_kit(clean, project, tmp_path, "-k", select)["pass"] >= 8
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
-def test_its_own_test_file_passes_the_whole_kit(clean, project, tmp_path):
-    counts = run_kit(clean, project, tmp_path)
-    assert counts["fail"] == 0
-    assert counts["pass"] > 700
+def test_with_a_journal_it_passes_the_whole_kit(clean, tmp_path, few_kills):
+    assert run_kit(clean, generated(clean, "acme_files", "--journal"), tmp_path)["pass"] > 950

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from dataplane_core.entry_points import find_plugins, nearest
 from dataplane_core.errors import ConfigError
+from dataplane_core.regular_files import read_regular
 
 __all__ = ["DataPlaneConfig", "SizeBytes", "load_config", "size_bytes", "validate_model", "yaml_problem"]
 
@@ -98,7 +99,7 @@ def load_config(source: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[
         path = Path(source)
         label = f"config file '{path}'"
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            values = yaml.safe_load(read_regular(path).decode())
         except OSError as error:
             message = f"{label} cannot be read: {error.strerror or error}."
             raise ConfigError(message, hint=_config_hint(str(source))) from error

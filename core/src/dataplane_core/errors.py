@@ -552,4 +552,19 @@ class SaveError(DataPlaneError, OSError):
 
 
 class FrameError(CorruptDataError):
-    """A framed cell is malformed: bad magic, an unknown version, lengths that do not add up."""
+    """A framed cell is malformed: bad magic, an unknown version, lengths that do not add up.
+
+    Attributes:
+        row: The row that it is in, if known.
+        fields: The fields of this row that cannot be read, if known.
+    """
+
+    def __init__(self, message: str, *, row: int | None = None, fields: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.row = row
+        self.fields = tuple(fields)
+
+    def add_place(self, fields: Sequence[str], row: int | None) -> None:
+        """Says that it is in these fields, and in this row of a read."""
+        self.fields, self.row = tuple(fields), row
+        self.message = f"{'field' if len(self.fields) == 1 else 'fields'} {preview(self.fields)}: {self.message}"

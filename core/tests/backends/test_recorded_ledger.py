@@ -385,8 +385,9 @@ def test_a_full_disk_refuses_the_command(client: Client, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(journal_file.os, "pwrite", full)
-        with pytest.raises(BackendUnavailableError, match="No space left"):
+        with pytest.raises(BackendUnavailableError, match="No space left") as caught:
             client.put("a")
+        assert (caught.value.outcome, caught.value.retryable) == ("not_done", True)
         assert client.state() == before, "a read does not meet the half frame"
         patch.setattr(journal_file.os, "ftruncate", refuse)
         with pytest.raises(BackendUnavailableError, match="Input/output"):

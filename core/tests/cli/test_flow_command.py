@@ -1,6 +1,7 @@
 """`dataplane flow`: from the operations of real clients to a page, and what it says about files that are none."""
 
 import json
+import os
 import re
 import threading
 import xml.etree.ElementTree as ET
@@ -272,3 +273,32 @@ def test_what_was_seen_of_a_store_that_ends_is_drawn(tmp_path, capsys, monkeypat
 )
 def test_numbers_have_a_unit_and_no_exponent(show, value, text):
     assert show(value) == text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        "[" * 200_000,
+        '{"a":' * 200_000,
+        '{"at": 1e999, "op": "put_samples", "partition": "p", "rows": 1, "bytes": 1, "seconds": 1}',
+        '{"at": 1, "op": "put_samples", "partition": "p", "rows": 1e999, "bytes": 1, "seconds": 1}',
+        f'{{"at": 1, "op": "put_samples", "partition": "p", "rows": 1{"0" * 400}, "bytes": 1, "seconds": 1}}',
+        f'{{"at": 1, "op": "put_samples", "partition": "p", "rows": 1{"0" * 5000}, "bytes": 1, "seconds": 1}}',
+        '{"at": 1, "op": "step", "step": 1, "staleness": NaN}',
+        '{"at": 1, "op": "step", "step": 1e999}',
+        '{"at": 1, "op": "put_samples", "partition": "p", "rows": 1, "bytes": 1, "seconds": 1, "ids": 1}',
+        "null",
+    ],
+    ids=["deep", "deep_maps", "late", "inf", "huge", "longer", "nan", "step", "ids", "null"],
+)
+def test_a_line_of_json_that_is_no_operation_is_left_out(events, tmp_path, capsys, values):
+    lines = events.read_text()
+    events.write_text(f"{values}\n{lines}")
+    assert main(["flow", str(events), "-o", str(tmp_path / "out")]) == 0
+    assert "1 line of" in capsys.readouterr().err
+
+
+def test_a_pipe_is_no_file_of_events(tmp_path, capsys):
+    os.mkfifo(tmp_path / "events.jsonl")
+    assert main(["flow", str(tmp_path / "events.jsonl")]) == 1
+    assert "is no regular file" in capsys.readouterr().err

@@ -31,6 +31,17 @@ def test_it_writes_a_project_and_says_what_to_do_next(here, capsys):
     assert "cd dataplane-acme-store\n  pip install -e '.[testing]'\n  pytest" in capsys.readouterr().out
 
 
+def test_with_a_journal_it_has_options_and_what_the_kit_asks_for(here):
+    assert main(["new-plugin", "acme_store", "--journal"]) == 0
+    root = here / "dataplane-acme-store"
+    source = (root / "src" / "dataplane_acme_store" / "__init__.py").read_text()
+    test = (root / "tests" / "test_conformance.py").read_text()
+    for text, names in ((source, ("Config = ", "start", "append", "read", "trim")), (test, ("options", "restart"))):
+        ast.parse(text)
+        assert all(name in text for name in names)
+    assert not [path for path in root.rglob("*") if path.is_file() and "$" in path.read_text()]
+
+
 def test_it_writes_where_it_is_told_to(here):
     assert main(["new-plugin", "acme", "--dir", "some/where"]) == 0
     assert (here / "some" / "where" / "pyproject.toml").is_file()

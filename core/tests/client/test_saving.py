@@ -1,6 +1,7 @@
 """What a save keeps of samples that were cleared, and what it says when files cannot be written or read."""
 
 import os
+import socket
 
 import pytest
 import torch
@@ -258,3 +259,44 @@ def test_partitions_to_load_are_a_list(client, tmp_path):
     client.save(tmp_path)
     with pytest.raises(InvalidTypeError, match="partitions"):
         client.load(tmp_path, "pp")
+
+
+@pytest.fixture(params=["pipe", "folder", "device", "socket", "loop"])
+def no_file(request):
+    """Puts something that is no file in the place of a file."""
+    sockets = []
+
+    def put(path):
+        path.unlink()
+        match request.param:
+            case "pipe":
+                os.mkfifo(path)
+            case "folder":
+                path.mkdir()
+            case "device":
+                path.symlink_to("/dev/zero")
+            case "socket":
+                sockets.append(socket.socket(socket.AF_UNIX))
+                folder = os.open(path.parent, os.O_RDONLY)  # the whole path may be too long for a socket
+                sockets[0].bind(f"/proc/self/fd/{folder}/{path.name}")
+                os.close(folder)
+            case "loop":
+                path.symlink_to(path)
+
+    yield put
+    for each in sockets:
+        each.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["manifest.json", "rows-*.bin"])
+def test_a_save_with_something_else_than_a_file_is_refused(tmp_path, no_file, name):
+    with connect({"backend": "noop"}) as client:
+        client.register_partition("p", ["x"], 1, ["t"])
+        client.put_samples(["a"], "p", {"x": torch.zeros(1)})
+        client.save(tmp_path / "save")
+        (path,) = (tmp_path / "save").glob(name)
+        no_file(path)
+        with pytest.raises(SaveError, match="cannot be read"):
+            client.load(tmp_path / "save")
+        assert client.list_sample_ids("p") == ["a"]

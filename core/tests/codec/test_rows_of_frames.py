@@ -80,11 +80,12 @@ MALFORMED = {
     "a negative size": (GOOD[:8] + b"\xff" * 8 + GOOD[16:], "no frame of -1 bytes"),
     "a huge size": (GOOD[:8] + b"\xff" * 7 + b"\x7f" + GOOD[16:], "no frame of 9223372036854775807 bytes"),
     "a short frame": (GOOD[:-1], "no frame of 2 bytes"),
-    "more bytes": (GOOD + b"z", "too long"),
+    "more bytes": (GOOD + b"z", "too many"),
 }
 
 
 @pytest.mark.parametrize(("data", "reason"), MALFORMED.values(), ids=MALFORMED.keys())
 def test_a_malformed_row_says_what_is_wrong_and_which_row_it_is(data, reason):
-    with pytest.raises(FrameError, match=f"row 1 .*{reason}"):
+    with pytest.raises(FrameError, match=reason) as caught:
         split_rows([GOOD, data])
+    assert caught.value.row == 1

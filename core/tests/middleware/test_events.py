@@ -116,3 +116,28 @@ def test_a_file_that_cannot_be_written_ends_no_operation(caplog):
         file(event())
     file.close()
     assert caplog.text.count("the events of the data plane cannot be written: ") == 1
+
+
+def test_after_a_full_disk_the_next_event_begins_on_a_line_of_its_own(tmp_path):
+    """Of two processes, one writes until its file may not grow, which cuts a line as a full disk does."""
+    path = tmp_path / "events.jsonl"
+    code = """
+import resource, signal, sys
+from dataplane_core.middleware import EventFile, OperationEvent
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (250, resource.RLIM_INFINITY))
+file = EventFile(sys.argv[1])
+for _ in range(3):
+    file(OperationEvent(op="put_samples", partition_id="cut", n_keys=2, n_bytes=8, wall_ms=1.5, status="ok"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120)
+    assert "No space left" in done.stderr or "File too large" in done.stderr, done.stderr
+    assert len(path.read_bytes()) == 250
+    file = EventFile(path)
+    file(event(partition_id="next"))
+    file.close()
+    *whole, cut, last = path.read_text().splitlines()
+    assert [json.loads(line)["partition"] for line in [*whole, last]] == ["cut", "cut", "next"]
+    with pytest.raises(ValueError):
+        json.loads(cut)

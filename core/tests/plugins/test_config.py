@@ -1,5 +1,6 @@
 """Configs from dict, YAML and OmegaConf; errors that name the key."""
 
+import os
 import traceback
 
 import pytest
@@ -212,3 +213,10 @@ def test_a_middleware_object_is_listed_once():
     one = Broken()
     with pytest.raises(ConfigError, match="lists the same Broken object twice"):
         connect({"backend": "noop", "middleware": [one, one]})
+
+
+@pytest.mark.timeout(60)
+def test_a_config_that_is_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match="no regular file"):
+        connect(str(tmp_path / "config.yaml"))

@@ -95,8 +95,9 @@ class BlobStore(RowStoreBackend):
     def read(self, from_seq: int) -> Iterable[bytes]:
         """The journal's records from ``from_seq`` on, in order. Empty if there are no more.
 
-        If the journal was trimmed beyond ``from_seq``, the records that are kept. Called before every operation, most
-        often for the newest record only.
+        If the journal was trimmed beyond ``from_seq``, the records that are kept. None may be missing that was appended
+        before the call, also if another process trims at the same time: a read that finds that a record has gone begins
+        again. Called before every operation, most often for the newest record only.
         """
         raise UnsupportedOperationError(f"{type(self).__name__} keeps no journal.")
 

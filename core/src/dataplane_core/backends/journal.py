@@ -28,6 +28,7 @@ from typing import Any, Final, NoReturn, Protocol, cast
 from dataplane_core.backends.journal_records import DIGEST_BYTES, READABLE, Begin, Plan, Record, Snapshot
 from dataplane_core.backends.snapshot import ChunkGoneError, SnapshotReader, head
 from dataplane_core.errors import (
+    BackendError,
     CorruptDataError,
     DataPlaneError,
     OperationTimeoutError,
@@ -41,6 +42,10 @@ __all__ = ["Journal", "JournalStore", "LedgerFailedError", "Snapshots"]
 _ANOTHER_HISTORY: Final = (
     "The store was cut or set back to an older copy. What this client wrote, claimed or acked since then may be lost: "
     "claim and read again, and write again what is missing."
+)
+_MISSED: Final = (
+    "`read` must return every record that was appended before and is not trimmed. If it finds that another process "
+    "trimmed one meanwhile, it must read again."
 )
 _BROKEN: Final = "Restore a whole copy of the store, or begin a new one."
 #: How often to try to append a plan that keeps others from writing a snapshot. It may fail.
@@ -177,26 +182,37 @@ class Journal:
             OperationTimeoutError: The deadline passed. Nothing was written.
         """
         with self.held(deadline, command.op):
+            refused = -1  # the number of the append that returned False last
             while True:
                 self.catch_up(deadline)
-                if command.reads:
+                seq, is_stuck = self._next_seq, refused == self._next_seq
+                # of what only reads, a description tells of leases, and those may have ended
+                due = None if command.reads and not isinstance(command, commands.Inspect) else self._ask(commands.Due())
+                if not seq:  # also before a read: `append` returns False if `read` missed the records that are there
+                    appended = self.append(Begin(new_id()))
+                elif due is not None:
+                    appended = self.append(due)
+                elif command.reads or not self._may_change(command):
                     return self._ask(command)
-                due = self._ask(commands.Due())
-                if due is not None:
-                    self.append(due)
-                elif not self._may_change(command):
-                    return self._ask(command)
-                elif not self._next_seq:
-                    self.append(Begin(new_id()))
                 else:
                     record = self._try_append(command)
                     if record is not None:
                         return self._apply(command, record)
+                    appended = False
+                refused = refused if appended else seq
                 if time.monotonic() >= deadline:
-                    raise OperationTimeoutError(
-                        f"{command.op}: other processes took every place in the journal until the deadline. Nothing "
-                        "was written."
-                    )
+                    self._refuse_late(command.op, seq, is_stuck)
+
+    def _refuse_late(self, op: str, seq: int, is_stuck: bool) -> NoReturn:
+        if is_stuck:
+            raise OperationTimeoutError(
+                f"{op}: append({seq}) returned False, so record {seq} is there, but read({max(0, seq - 1)}) did not "
+                "return it until the deadline. Nothing was written.",
+                hint=_MISSED,
+            )
+        raise OperationTimeoutError(
+            f"{op}: other processes took every place in the journal until the deadline. Nothing was written."
+        )
 
     def append(self, command: Command[Any]) -> bool:
         """Appends a record and runs its command. False if another process took the number. Call it when `held`."""
@@ -292,7 +308,7 @@ class Journal:
         if self._next_seq:
             data = next(records, None)
             if data is None:
-                self._refuse_history(f"journal record {self._next_seq - 1} is gone.")
+                self._refuse_gone(self._next_seq - 1)
             if data != self._last:
                 record = Record.from_bytes(data, self._next_seq - 1)
                 self._check_first(record)
@@ -456,6 +472,14 @@ class Journal:
                 seq, prev = seq + 1, data[:DIGEST_BYTES]
             if prev and self._store.append(seq, Record(seq, prev, Plan(new_id())).to_bytes()):
                 return
+
+    def _refuse_gone(self, seq: int) -> NoReturn:
+        """Refuses that ``read`` returned nothing from a record on that was there."""
+        if next(iter(self._store.read(seq)), None) is not None:
+            raise BackendError(
+                f"read({seq}) returned no records, and those that are there when it was called again.", hint=_MISSED
+            )
+        self._refuse_history(f"journal record {seq} is gone.")
 
     def _refuse_history(self, what: str) -> NoReturn:
         self._forget()

@@ -34,6 +34,7 @@ import msgpack
 from dataplane_core.backends.journal_records import DIGEST_BYTES, seal, unseal
 from dataplane_core.codec import unpack_msgpack
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
+from dataplane_core.regular_files import open_regular, read_regular
 
 __all__ = ["CallId", "Entry", "JournalFile", "TakenError"]
 
@@ -173,12 +174,12 @@ class JournalFile:
     def _copy(self, earlier: Path) -> bytes:
         """Copies the blobs of an earlier journal. Returns the journal."""
         while True:  # the process that had it may still be shortening it
-            with open(earlier / _NAME, "rb") as file:
+            with open_regular(earlier / _NAME) as file:
                 data = file.read()
                 for name in os.listdir(earlier):
                     if name != _NAME and not name.endswith(".new"):
                         with suppress(FileNotFoundError):
-                            self.put(name, (earlier / name).read_bytes())
+                            self.put(name, read_regular(earlier / name))
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(earlier / _NAME)):
                     return data
 
@@ -263,7 +264,7 @@ class JournalFile:
     def get(self, key: str) -> bytes | None:
         """Reads a blob. None if it does not exist."""
         try:
-            return (self._folder / key).read_bytes()
+            return read_regular(self._folder / key)
         except FileNotFoundError:
             return None
 
@@ -326,18 +327,19 @@ class JournalFile:
             self._dirty = True
             self._torn = True
             if os.pwrite(self._fd, data, self._end) != len(data):
-                raise OSError("only a part was written")
+                raise OSError("only a part was written, as on a full disk")
             self._torn = False
             self._end += len(data)
         except OSError as error:
             raise BackendUnavailableError(
-                f"the journal in {self._root} cannot be written: {error}. Nothing was done.",
+                f"the journal in {self._root} cannot be written: {error}. It was not done.",
+                outcome="not_done",
                 hint="Make room on the disk, or mend the mount.",
             ) from error
 
     def _read(self) -> bytes:
         """All whole frames."""
-        return self._path.read_bytes()[: self._end]
+        return read_regular(self._path)[: self._end]
 
     def _refuse_if_taken(self) -> None:
         with suppress(FileNotFoundError):

@@ -28,6 +28,7 @@ from dataplane_core.errors import (
     BackendError,
     CapacityExceededError,
     DataPlaneError,
+    FrameError,
     InvalidRequestError,
     LostSamplesError,
     OperationTimeoutError,
@@ -213,7 +214,7 @@ class LedgerBackend(Backend, ABC):
             request.if_exists,
         )
         info, freed = self._ledger(request.deadline, register)
-        self._collect(freed, request.deadline)
+        self._collect_if_possible(freed, request.deadline)
         return info
 
     def describe_partition(self, request: DescribeRequest) -> PartitionInfo:
@@ -248,7 +249,7 @@ class LedgerBackend(Backend, ABC):
         columns = {name: request.columns[name] for name in request.specs}  # in the ledger's order of slots
         bundles = bundles_of(columns, num_samples, self.row_cost_bytes, self.apart_share)
         freed = self._put_when_there_is_room(request, bundles)
-        self._collect(freed, request.deadline)
+        self._collect_if_possible(freed, request.deadline)
 
     def get_samples(self, request: GetRequest) -> WireBatch:
         """Locates the cells and fetches them. Repeats both if the cells were overwritten in between."""
@@ -406,7 +407,11 @@ class LedgerBackend(Backend, ABC):
         columns: dict[str, WireColumn | SharedRows] = {}
         for name in shared:
             some, index = _without_repeats(located, name, num_samples)
-            columns[name] = SharedRows(self._fetch(some, max(index) + 1, deadline)[name], index)
+            try:
+                columns[name] = SharedRows(self._fetch(some, max(index) + 1, deadline)[name], index)
+            except FrameError as error:
+                error.row = None if error.row is None else index.index(error.row)
+                raise
         rest = [name for name in located.specs if name not in shared]
         if rest:
             some = located if not shared else _only(located, rest)
@@ -525,6 +530,11 @@ class LedgerBackend(Backend, ABC):
         if refs:
             self._delete(refs, deadline)
             self._ledger(deadline, commands.Collected(refs))
+
+    def _collect_if_possible(self, refs: Sequence[Ref], deadline: float) -> None:
+        """Deletes payload after what is done, and so must not fail now. A later clear deletes what is left."""
+        with suppress(Exception):
+            self._collect(refs, deadline)
 
     def _settle(self, request: Any, kind: Callable[..., commands.Settle], *extra: float) -> SettleReply:
         leased = (request.partition_id, request.task_name, request.sample_ids, request.lease_tokens)

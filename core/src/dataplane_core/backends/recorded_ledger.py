@@ -203,14 +203,6 @@ class _HostJournal(Journal):
         number, self.next_number = self.next_number, self.next_number + count
         return number
 
-    def call(self, deadline: float, command: Command[Reply]) -> Reply:
-        if isinstance(command, commands.Inspect):  # it tells of leases, and those may have ended
-            with self.held(deadline, command.op):
-                due = self._ask(commands.Due())
-                if due is not None:
-                    self.append(due)
-        return super().call(deadline, command)
-
     def _try_append(self, command: Command[Any]) -> bytes | None:
         self._file.next_call = None if isinstance(command, _OWN) else self.calling
         return super()._try_append(command)

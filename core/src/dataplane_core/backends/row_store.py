@@ -13,7 +13,7 @@ from typing import Any
 from dataplane_core.backends.bundles import Bundle
 from dataplane_core.backends.ledger_backend import LedgerBackend, RefsGoneError
 from dataplane_core.codec import join_rows, split_rows
-from dataplane_core.errors import BackendError, CorruptDataError
+from dataplane_core.errors import BackendError, FrameError
 from dataplane_core.ledger import Located, Ref
 from dataplane_core.spec import WireColumn, WireFormat
 
@@ -64,7 +64,11 @@ class RowStoreBackend(LedgerBackend):
         except RefsGoneError as error:
             gone = set(error.handles)
             raise RefsGoneError(error.message, refs=[ref for ref in refs if sum(ref) in gone]) from error
-        rows = split_rows(found)
+        try:
+            rows = split_rows(found)
+        except FrameError as error:
+            _add_place(error, located)
+            raise
         columns: dict[str, list[Any]] = {name: [None] * num_samples for name in located.specs}
         start = 0
         for part in located.parts:
@@ -74,10 +78,9 @@ class RowStoreBackend(LedgerBackend):
                 column = columns[name]
                 for position, frames in zip(part.rows, mine, strict=True):
                     if slot >= len(frames):
-                        raise CorruptDataError(
-                            f"a row of write {part.write_id} holds {len(frames)} cells. Expected more than {slot}, "
-                            f"with field '{name}' among them."
-                        )
+                        short = FrameError(f"its row holds {len(frames)} cells. Expected more than {slot}.")
+                        short.add_place([name], position)
+                        raise short
                     column[position] = frames[slot]
         return dict(columns)
 
@@ -97,6 +100,12 @@ class RowStoreBackend(LedgerBackend):
 
     def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
         self._delete_rows([write_id + position for write_id, position in refs], deadline)
+
+
+def _add_place(error: FrameError, located: Located) -> None:
+    """Adds the fields, and the row of the request, to the error for one of the rows that were located."""
+    places = [(part.fields, row) for part in located.parts for row in part.rows]
+    error.add_place(*places[error.row or 0])
 
 
 def framed_columns(columns: Mapping[str, WireColumn]) -> list[list[Any]]:

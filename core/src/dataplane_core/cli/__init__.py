@@ -118,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     new_plugin = commands.add_parser("new-plugin", help="write a project with a backend that passes the kit")
     new_plugin.add_argument("name", help="entry-point name of the new backend, such as acme_store")
+    new_plugin.add_argument("--journal", action="store_true", help="one that several processes share, with a journal")
     new_plugin.add_argument("--dir", dest="folder", help="where to write it; default: dataplane-NAME, here")
 
     _offer_completion(parser, names=(doctor, conformance))
@@ -187,7 +188,7 @@ def _run(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
     if chosen.command == "new-plugin":
         from dataplane_core.cli._new_plugin import run as write_project
 
-        return write_project(chosen.name, folder=chosen.folder)
+        return write_project(chosen.name, folder=chosen.folder, journal=chosen.journal)
     given = [chosen.minutes, chosen.seed, chosen.folder]
     if chosen.chaos:
         if chosen.markdown_path or chosen.select or chosen.first_failure:

@@ -30,11 +30,14 @@ from dataplane_core.cli._charts import (
     show_seconds,
 )
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, printable
+from dataplane_core.regular_files import read_regular
 
 __all__ = ["draw_files", "draw_store"]
 
 #: Where a run keeps its events, beside its other files.
 _EVENTS_NAME: Final = "events.jsonl"
+#: No number of an operation is greater.
+_MOST: Final = 1e18
 #: Steps that the closer look shows; without marks of steps, this share of the run.
 _CLOSE_STEPS: Final = 4
 _CLOSE_SHARE: Final = 0.03
@@ -148,7 +151,7 @@ class _Run:
 
 def _read(path: Path, run: _Run, *, beside: bool = True) -> None:
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError as error:
         raise DataPlaneError(f"flow cannot read '{path}': {error.strerror}.") from error
     lines = data.split(b"\n")
@@ -161,7 +164,7 @@ def _read(path: Path, run: _Run, *, beside: bool = True) -> None:
             continue
         try:
             values = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if number == len(lines) - 1 and cut:
                 run.remarks.append(f"The last line of '{path}' is cut off, as a killed run leaves it. It was left out.")
             else:
@@ -169,7 +172,7 @@ def _read(path: Path, run: _Run, *, beside: bool = True) -> None:
             continue
         try:
             found += _take(values, run)
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
             other += 1
     if not found:
         sibling = path.with_name(_EVENTS_NAME)
@@ -191,8 +194,9 @@ def _read(path: Path, run: _Run, *, beside: bool = True) -> None:
 def _take(values: dict[str, Any], run: _Run) -> int:
     """Takes a line. Returns 1 for an operation that moved samples or failed, and 0 for the end of a step."""
     end, op = float(values["at"]), str(values["op"])
-    if not math.isfinite(end - float(values.get("seconds", 0.0))):
-        raise ValueError("no time")
+    numbers = (float(values.get(name) or 0.0) for name in ("at", "seconds", "rows", "bytes", "step", "staleness"))
+    if not all(abs(number) <= _MOST for number in numbers):
+        raise ValueError("a number that no operation has")
     if op == "step":
         stale = values.get("staleness")
         run.steps.append((end, int(values["step"]), None if stale is None else float(stale)))
@@ -211,7 +215,7 @@ def _take(values: dict[str, Any], run: _Run) -> int:
             seconds=float(values["seconds"]),
             error=str(values.get("error", "")),
             partition=str(values["partition"]),
-            ids=tuple(values.get("ids", ())),
+            ids=tuple(map(str, values.get("ids", ()))),
             drops_all=bool(values.get("drops_all")),
         )
     )

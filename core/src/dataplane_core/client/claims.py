@@ -17,7 +17,14 @@ from dataplane_core.client.checks import (
 )
 from dataplane_core.client.overview import Overview
 from dataplane_core.client.waiting import ClaimWait, Waiters, wait_for_claim
-from dataplane_core.errors import DataPlaneError, InvalidRequestError, UnknownPartitionError, UnknownTaskError, preview
+from dataplane_core.errors import (
+    BackendError,
+    DataPlaneError,
+    InvalidRequestError,
+    UnknownPartitionError,
+    UnknownTaskError,
+    preview,
+)
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
     AckRequest,
@@ -347,6 +354,11 @@ class Claims(Overview):
         if request.lease_s is not None or claim.lease_tokens is not None:
             counts["lease tokens"] = len(claim.lease_tokens or ())
         check_counts(where, len(claim.sample_ids), **counts)
+        if len(claim.sample_ids) > request.batch_size and request.dp_rank is None:  # a rank's batch has the size it got
+            raise BackendError(
+                f"{where}: the backend's reply holds {len(claim.sample_ids)} samples. Expected at most "
+                f"{request.batch_size}."
+            )
         return claim
 
     def _open_partition(self, partition_id: str, fields: Sequence[str], tasks: list[str], deadline: float) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
@@ -39,6 +40,7 @@ from dataplane_core.codec import (
 )
 from dataplane_core.errors import (
     BackendError,
+    FrameError,
     InvalidRequestError,
     OpenCellsError,
     SchemaMismatchError,
@@ -66,6 +68,26 @@ from dataplane_core.spec import (
 )
 
 __all__ = ["DataPlaneClient"]
+
+_DAMAGED: Final = (
+    "They were damaged in the store or on the way. Clear these samples and produce them again. The middleware "
+    "wire_guard also finds damage that leaves the bytes readable."
+)
+
+
+@contextmanager
+def _naming_samples(partition_id: str, sample_ids: Sequence[str]) -> Iterator[None]:
+    """Names the sample in the error for bytes that cannot be read."""
+    try:
+        yield
+    except FrameError as error:
+        what = f"get_samples('{partition_id}', {len(sample_ids)} samples)"
+        if error.row is not None:
+            sample_id = sample_ids[error.row]
+            what, error.cells = f"{what}: the bytes of sample '{sample_id}' cannot be read", {sample_id: error.fields}
+        error.message = f"{what}: {error.message}"
+        error.hint = error.hint or _DAMAGED
+        raise
 
 
 @with_methods_not_compiled
@@ -469,7 +491,8 @@ class DataPlaneClient(Claims):
         """The columns of different samples."""
         request = GetRequest(partition_id=partition_id, sample_ids=ids, fields=names, deadline=deadline)
         try:
-            batch = self._call("get_samples", request, WireBatch)
+            with _naming_samples(partition_id, ids):
+                batch = self._call("get_samples", request, WireBatch)
         except OpenCellsError as error:
             columns = {}
             others = [name for name in names if name not in error.cells]
@@ -486,17 +509,15 @@ class DataPlaneClient(Claims):
                     f"get_samples('{partition_id}', {len(ids)} samples): the backend's reply lacks column '{name}'.",
                     backend=self.backend_name,
                 )
-        return self._decode_columns(batch, names, len(ids), share_rows)
-
-    def _decode_columns(self, batch: WireBatch, names: list[str], num_samples: int, share_rows: bool) -> dict[str, Any]:
-        return decode_columns(
-            {name: batch.columns[name] for name in names},
-            {name: batch.specs[name] for name in names},
-            num_samples,
-            self._wire,
-            allow_pickle=self._config.allow_pickle,
-            share_rows=share_rows,
-        )
+        with _naming_samples(partition_id, ids):
+            return decode_columns(
+                {name: batch.columns[name] for name in names},
+                {name: batch.specs[name] for name in names},
+                len(ids),
+                self._wire,
+                allow_pickle=self._config.allow_pickle,
+                share_rows=share_rows,
+            )
 
     def _put_fitting(self, where: str, request: PutRequest, given: Any) -> None:
         """Puts. A list is written as its field's known spec says, if the store refuses what it became."""

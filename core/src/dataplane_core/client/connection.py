@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from dataplane_core.client.waiting import Waiters
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import (
     BackendError,
+    BackendUnavailableError,
     ClientClosedError,
     DataPlaneError,
     InvalidTypeError,
@@ -34,6 +36,9 @@ __all__ = ["LATEST_END", "Connection"]
 
 _R = TypeVar("_R")
 
+#: Errors of the system when a disk, or somebody's share of it, is full.
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_MAKE_ROOM: Final = "Make room on the disk, then call again."
 #: When an operation must end that waited for a thread before it ran, on `time.monotonic`'s clock.
 LATEST_END: Final = ContextVar("LATEST_END", default=float("inf"))
 #: Seconds that `close` has left for the rest after operations took all of ``op_timeout_s``.
@@ -267,6 +272,11 @@ class Connection:
         except DataPlaneError:
             raise
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise BackendUnavailableError(
+                    f"{operation}: the disk of the store is full ({error}). It may have been done or not.",
+                    hint=_MAKE_ROOM,
+                ) from error
             raise BackendError(
                 f"{operation} failed inside the backend or its middleware: {type(error).__name__}: {error}",
             ) from error

@@ -8,7 +8,7 @@ from typing import Final
 
 from dataplane_core.client.checks import check_count, check_counts, check_ids, check_name, check_names
 from dataplane_core.client.connection import Connection
-from dataplane_core.errors import MissingDataError, UnknownPartitionError, UnknownTaskError, preview
+from dataplane_core.errors import BackendError, MissingDataError, UnknownPartitionError, UnknownTaskError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
     Capability,
@@ -319,6 +319,11 @@ class Overview(Connection):
             request = FieldsRequest(partition_id=partition_id, sample_ids=sample_ids, deadline=self._deadline())
             found = self._call("list_fields", request, FieldList)
             check_counts(what, len(sample_ids), samples=len(found.index))
+            if found.index and not 0 <= min(found.index) <= max(found.index) < len(found.patterns):
+                raise BackendError(
+                    f"{what}: the backend's reply holds {len(found.patterns)} sets of fields, and names others. "
+                    "Expected a set for each sample."
+                )
         patterns = [[name for name in names if not name.startswith(_HIDDEN)] for names in found.patterns]
         return [patterns[place] for place in found.index]
 

@@ -189,7 +189,7 @@ def _flat(frame: BytesLike) -> BytesLike:
 
 
 def _in_row(error: FrameError, row: int) -> FrameError:
-    return FrameError(f"row {row}: {error.message}", hint=error.hint)
+    return FrameError(f"row {row}: {error.message}", row=row, hint=error.hint)
 
 
 def _first_misfit(views: Sequence[BytesLike], first: Header) -> FrameError:
@@ -203,7 +203,8 @@ def _first_misfit(views: Sequence[BytesLike], first: Header) -> FrameError:
         if told != (first.kind, first.dtype, len(first.shape), first.shape[1:]):
             return FrameError(
                 f"row {row}: a frame of kind {header.kind}, {header.dtype} and shape {header.shape} does not fit row 0 "
-                f"of kind {first.kind}, {first.dtype} and shape {first.shape}: only the first dim may differ."
+                f"of kind {first.kind}, {first.dtype} and shape {first.shape}: only the first dim may differ.",
+                row=row,
             )
     return FrameError(f"{len(views)} frames say that they hold more than {MAX_CELL_BYTES} elements together.")
 
@@ -260,30 +261,30 @@ def split_rows(rows: Sequence[BytesLike]) -> list[list[BytesLike]]:
         rows: What `join_row` returned, or slices of `join_rows`' buffer: bytes-like or uint8 arrays.
 
     Raises:
-        FrameError: A row has a wrong magic or version, is truncated, or its sizes do not add up.
+        FrameError: A row has a wrong magic or version, is truncated, or its sizes do not add up. With its number.
     """
     split = []
     for number, row in enumerate(rows):
         view = memoryview(_flat(row))
         size = len(view)
         if size < _ROW_FIXED.size:
-            raise FrameError(f"row {number} of {size} bytes is truncated: its index starts with {_ROW_FIXED.size}.")
+            raise FrameError(f"its {size} bytes are truncated: the index starts with {_ROW_FIXED.size}.", row=number)
         magic, version, count = _ROW_FIXED.unpack_from(view)
         if magic != _ROW_MAGIC or version != _ROW_VERSION:
             raise FrameError(
-                f"row {number} starts with {magic!r}, version {version}. Expected {_ROW_MAGIC!r}, {_ROW_VERSION}."
+                f"it starts with {magic!r}, version {version}. Expected {_ROW_MAGIC!r}, {_ROW_VERSION}.", row=number
             )
         end = _ROW_FIXED.size + 8 * count
         if end > size:
-            raise FrameError(f"row {number} of {size} bytes is truncated: its index of {count} frames takes {end}.")
+            raise FrameError(f"its {size} bytes are truncated: the index of {count} frames takes {end}.", row=number)
         frames: list[BytesLike] = []
         for length in struct.unpack_from(f"<{count}q", view, _ROW_FIXED.size):
             if not 0 <= length <= size - end:
-                raise FrameError(f"row {number} of {size} bytes holds no frame of {length} bytes at byte {end}.")
+                raise FrameError(f"its {size} bytes hold no frame of {length} bytes at byte {end}.", row=number)
             frame = view[end : end + length]
             frames.append(frame if length > _LARGE_CELL else bytes(frame))
             end += length
         if end != size:
-            raise FrameError(f"row {number} of {size} bytes is too long: its frames end at byte {end}.")
+            raise FrameError(f"its {size} bytes are too many: the frames end at byte {end}.", row=number)
         split.append(frames)
     return split

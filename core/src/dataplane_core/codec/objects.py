@@ -225,11 +225,11 @@ def decode_items(encoded: Sequence[BytesLike], *, allow_pickle: bool = False) ->
             if type(item) is not _Pickled:
                 _check(item)
         except FrameError as error:
-            error.message = f"object in row {row}: {error.message}"
+            error.message, error.row = f"object in row {row}: {error.message}", row
             raise
         except Exception as error:
             raise FrameError(
-                f"object in row {row}, {len(data)} bytes, is malformed: {str(error) or type(error).__name__}."
+                f"object in row {row}, {len(data)} bytes, is malformed: {str(error) or type(error).__name__}.", row=row
             ) from error
         items.append(item.item if type(item) is _Pickled else item)
     return items

@@ -56,8 +56,8 @@ from dataplane_core.codec.tensors import (
 )
 from dataplane_core.errors import (
     BackendError,
-    CorruptDataError,
     DataPlaneError,
+    FrameError,
     InvalidRequestError,
     InvalidTypeError,
 )
@@ -331,8 +331,9 @@ def decode_columns(
             else:
                 found = _decode_tensor(name, rows, spec, count, wire, jagged)
             decoded[name] = found if index is None else spread(found, index, jagged, share=share_rows)
-        except CorruptDataError as error:
-            error.message = f"get_samples: field '{name}': {error.message}"
+        except FrameError as error:
+            row = error.row
+            error.add_place([name], row if row is None or index is None else list(index).index(row))
             raise
     return decoded
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
+import os
 import socket
 import time
 import zlib
@@ -70,7 +72,10 @@ def log_event(event: OperationEvent) -> None:
 class EventFile:
     """Appends a JSON line per operation, and per step, to a file.
 
-    Processes of one host can share a file, because a line is written at once. A line has ``at`` (the end, in seconds
+    Processes of one host can share a file, because a line is written at once. A full disk may leave a part of a line.
+    The next event begins on a line of its own.
+
+    A line has ``at`` (the end, in seconds
     since 1970), ``op``, ``partition``, ``rows``, ``bytes`` and ``seconds``; where they apply ``task``, ``fields``,
     ``status`` and ``error`` of a failure, ``drops_all``, and ``ids``: the samples that are followed, one in 16.
 
@@ -83,7 +88,7 @@ class EventFile:
     def __init__(self, path: Path | str) -> None:
         place = Path(str(path).replace("{host}", socket.gethostname()))
         place.parent.mkdir(parents=True, exist_ok=True)
-        self._file = place.open("ab", buffering=0)
+        self._file = place.open("a+b", buffering=0)
         self._failed = False
 
     def __call__(self, event: OperationEvent) -> None:
@@ -127,7 +132,13 @@ class EventFile:
 
     def _write(self, **line: Any) -> None:
         try:
-            self._file.write((json.dumps({"at": round(time.time(), 6), **line}) + "\n").encode())
+            data = (json.dumps({"at": round(time.time(), 6), **line}) + "\n").encode()
+            descriptor = self._file.fileno()
+            end = os.fstat(descriptor).st_size  # 0 for a pipe
+            if end and os.pread(descriptor, 1, end - 1) != b"\n":  # perhaps of another process
+                data = b"\n" + data
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except (OSError, ValueError) as error:  # a full disk, or a closed file, must not end the run
             if not self._failed:
                 _log.warning("the events of the data plane cannot be written: %s", error)

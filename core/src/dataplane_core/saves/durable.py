@@ -19,7 +19,7 @@ def write_file(path: Path, parts: Iterable[bytes | bytearray]) -> None:
     Raises:
         OSError: The write failed. A part of the file may exist.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NONBLOCK", 0), 0o666)
     try:
         for part in parts:
             left = memoryview(part)

@@ -1,4 +1,4 @@
-"""Helpers for the tests of a `BlobStore`'s own methods: new keys, and the keys that a put used."""
+"""Helpers for the tests of a `BlobStore`'s own methods: new keys, the keys that a put used, what its journal holds."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from dataplane_core.backends import BlobStore
+from dataplane_core.backends import Backend, BlobStore
+from dataplane_core.backends.journal_records import Record
 from dataplane_core.errors import preview
 
-__all__ = ["new_keys", "of_all", "recorded_keys"]
+__all__ = ["journal_state", "new_keys", "of_all", "recorded_keys"]
 
 
 def new_keys(count: int) -> list[str]:
@@ -43,3 +44,20 @@ def recorded_keys(backend: BlobStore) -> Iterator[set[str]]:
         yield keys
     finally:
         del own["put"], own["put_many"]
+
+
+def journal_state(backend: Backend) -> str:
+    """A paragraph that says what ``read`` of a `BlobStore` returns now; empty for a backend without a journal."""
+    if not isinstance(backend, BlobStore) or type(backend).read is BlobStore.read:
+        return ""
+    try:
+        records = [Record.from_bytes(bytes(data), 0) for data in backend.read(0)]
+    except Exception as error:
+        return f"\n\nThe journal cannot be read: {type(error).__name__}: {error}"
+    if not records:
+        return "\n\nThe journal: read(0) returns no records."
+    first, last = (f"{each.seq} ({each.command.op})" for each in (records[0], records[-1]))
+    return (
+        f"\n\nThe journal: read(0) returns {len(records)} records now, from {first} to {last}. A client that found no "
+        "partition, or took the store for another one, got other records from read."
+    )

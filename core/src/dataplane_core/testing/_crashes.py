@@ -26,6 +26,7 @@ from tensordict import TensorDict
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, LeaseExpiredError
 from dataplane_core.spec import Capability
+from dataplane_core.testing._blobs import journal_state
 from dataplane_core.testing._columns import as_objects, batch, items_of, jagged, rows_of
 from dataplane_core.testing._profiles import is_long, new_seed
 from dataplane_core.testing._timing import PROMPT_S, eventually
@@ -232,14 +233,18 @@ def _kill_all(deployment: Deployment, found: Aftermath, partition: str, tasks: S
                     started += 1
             number, worker = waiting[0]
             worker.wait_ready()
-            _kill(worker, folder / str(number), tasks, moments)
+            try:
+                _kill(worker, folder / str(number), tasks, moments)
+            except AssertionError as error:
+                raise AssertionError(f"{error}{journal_state(deployment.client._backend)}") from None
             waiting.pop(0)
             worker.close()
             _record(found, folder / str(number), _first(number))
             try:
                 _serve(deployment.client, partition, victim)
             except Exception as error:
-                found.unusable = f"after kill {victim + 1}, another client got {type(error).__name__}: {error}"
+                state = journal_state(deployment.client._backend)
+                found.unusable = f"after kill {victim + 1}, another client got {type(error).__name__}: {error}{state}"
                 return
     finally:
         for _, worker in waiting:

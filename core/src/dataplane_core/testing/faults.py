@@ -14,7 +14,7 @@ from typing import Any
 
 from dataplane_core.middleware import Middleware
 from dataplane_core.plugins import OPERATION_NAMES
-from dataplane_core.spec import Claim, SampleList, SharedRows, WireBatch, hookimpl
+from dataplane_core.spec import Claim, FieldList, SampleList, SharedRows, WireBatch, hookimpl
 
 __all__ = ["Faults"]
 
@@ -115,7 +115,8 @@ class Faults(Middleware):
 
         Args:
             num_rows: How many rows to remove: from every column of a read, from the tags and tokens of a claim, from
-                the tags of a listing, or from the number that a put, ack, nack or renew confirms.
+                the tags of a listing, from the sets of fields that samples have, or from the number that a put, ack,
+                nack or renew confirms.
             field: If given, a read returns all rows but not this column.
             operation: The hook whose replies are truncated.
         """
@@ -131,6 +132,8 @@ class Faults(Middleware):
                 return replace(reply, tags=reply.tags[:-num_rows], lease_tokens=tokens and tokens[:-num_rows])
             if isinstance(reply, SampleList):
                 return replace(reply, tags=reply.tags[:-num_rows])
+            if isinstance(reply, FieldList):
+                return replace(reply, patterns=reply.patterns[:-num_rows])
             return replace(reply, num_samples=reply.num_samples - num_rows)
 
         with self.after(operation, act):

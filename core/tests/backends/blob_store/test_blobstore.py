@@ -1,5 +1,6 @@
 """`BlobStore`: one process without a journal, many with one; every process comes to the same state."""
 
+import os
 import threading
 
 import pytest
@@ -20,6 +21,25 @@ from dataplane_core.ledger import commands, room
 from dataplane_core.ledger.partition import Partition
 from dataplane_core.spec import Scope
 from dataplane_core.testing._timing import eventually
+
+
+@pytest.mark.parametrize("byte", [0, 4, 8, 12, -1], ids=["magic", "count", "length", "second_length", "cut"])
+def test_a_row_whose_index_is_damaged_is_named_with_its_sample_and_fields(byte):
+    with open_client(Plain) as client:
+        client.register_partition("p", ["x", "y", "z"], None, ["t"])
+        rows = torch.ones(1, 60_000).expand(4, -1)  # equal rows, which are stored once
+        ids = ["a", "b", "c", "d"]
+        client.put_samples(ids, "p", {"x": torch.arange(4.0), "y": torch.arange(4.0), "z": rows})
+        blobs = client._backend.blobs
+        for key, fields in zip([list(blobs)[2], list(blobs)[4]], [("x", "y"), ("z",)], strict=True):
+            kept, row = blobs[key], bytearray(blobs[key])
+            row[byte] ^= 0x40
+            blobs[key] = bytes(row[:-1] if byte < 0 else row)
+            sample_id = "a" if fields == ("z",) else "c"
+            with pytest.raises(CorruptDataError, match=f"sample '{sample_id}'.*{fields[0]}") as caught:
+                client.get_samples(ids, "p", ["x", "y", "z"])
+            assert (caught.value.cells, caught.value.hint is None) == ({sample_id: fields}, False)
+            blobs[key] = kept
 
 
 def test_without_a_journal_the_scope_is_process_and_attaching_is_refused():
@@ -333,20 +353,24 @@ def test_why_a_put_failed_is_not_hidden_by_its_undoing():
 
     with open_client(Failing) as client:
         client.register_partition("p", ["x"], None, ["t"])
-        with pytest.raises(BackendError, match="No space left on device"):
+        with pytest.raises(BackendUnavailableError, match="No space left on device"):
             client.put_samples(["a"], "p", {"x": torch.zeros(1)})
 
 
-def test_a_store_that_fails_reaches_the_user_with_its_cause():
+@pytest.mark.parametrize(("number", "expected"), [(5, BackendError), (28, BackendUnavailableError)])
+def test_a_store_that_fails_reaches_the_user_with_its_cause(number, expected):
+    """A full disk may be tried again."""
+
     class Failing(Plain):
         def put(self, key, data):
-            raise OSError(28, "No space left on device")
+            raise OSError(number, os.strerror(number))
 
     with open_client(Failing) as client:
         client.register_partition("p", ["x"], None, ["t"])
-        with pytest.raises(BackendError, match="No space left on device") as failed:
+        with pytest.raises(expected, match=os.strerror(number)) as failed:
             client.put_samples(["a"], "p", {"x": torch.zeros(1)})
         assert isinstance(failed.value.__cause__, OSError)
+        assert failed.value.retryable == (number == 28)
         assert client.list_samples("p").sample_ids == []
 
 

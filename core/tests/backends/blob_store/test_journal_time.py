@@ -42,6 +42,19 @@ def test_a_lease_ends_after_its_duration_in_a_process_that_saw_it_granted():
         assert one.check_consumption_status("p", ["t"])
 
 
+def test_a_description_ends_the_leases_whose_time_is_over_and_writes_no_other_record():
+    cls = journaled()
+    with open_client(cls) as client:
+        clock = Clock(client)
+        filled(client, "a", "b")
+        take(client)
+        before = len(cls.journal)
+        for passed_s, num_leased, num_records in [(9.9, 1, 0), (0.2, 0, 1), (9.9, 0, 1)]:
+            clock.now += passed_s
+            assert client.describe("p").tasks["t"].num_leased == num_leased
+            assert len(cls.journal) == before + num_records
+
+
 def test_a_process_whose_clock_is_far_ahead_ends_no_lease_and_stops_none_from_ending():
     """Its first call comes late, so that a shared time would leap with it, and then stand still."""
     cls = journaled()

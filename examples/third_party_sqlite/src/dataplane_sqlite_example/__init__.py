@@ -155,6 +155,9 @@ class SQLiteStore(BlobStore):
             if _is_busy(error):
                 busy = f"'{self.config.path}' was busy until the deadline. Nothing was written."
                 raise OperationTimeoutError(busy) from error
+            if _is_full(error):  # SQLite has rolled the statement back
+                full = f"the disk of '{self.config.path}' is full ({error}). It was not done."
+                raise BackendUnavailableError(full, outcome="not_done", hint="Make room on the disk.") from error
             raise
         finally:
             self._idle.append(database)
@@ -182,3 +185,9 @@ def _parts(rows: Sequence[_Row]) -> Iterator[Sequence[_Row]]:
 
 def _is_busy(error: Exception) -> bool:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether a write failed, as on a full disk or at a limit on the size of files."""
+    full = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
+    return getattr(error, "sqlite_errorcode", 0) in full

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from dataplane_core.codec import split_rows
-from dataplane_core.errors import CorruptDataError, MissingDataError, OpenCellsError, OperationTimeoutError
+from dataplane_core.errors import FrameError, MissingDataError, OpenCellsError, OperationTimeoutError
 from dataplane_core.spec import (
     FieldList,
     FieldSpec,
@@ -184,11 +184,19 @@ class Reads:
             return {}, [(*place, row, pairs) for place in empty for row, pairs in uses[place]]
         columns: list[list[Any]] = [[None] * len(refs) for _ in request.fields]
         shared: set[int] = set()
-        for place, frames in zip(places, split_rows(payload), strict=True):
+        try:
+            rows = split_rows(payload)
+        except FrameError as error:
+            row, pairs = uses[places[error.row or 0]][0]
+            error.add_place([request.fields[column] for column, _ in pairs], row)
+            raise
+        for place, frames in zip(places, rows, strict=True):
             for row, pairs in uses[place]:
                 for column, slot in pairs:
                     if slot >= len(frames):
-                        raise CorruptDataError(f"{what}: a row holds {len(frames)} cells. Expected more than {slot}.")
+                        short = FrameError(f"its row holds {len(frames)} cells. Expected more than {slot}.")
+                        short.add_place([request.fields[column]], row)
+                        raise short
                     columns[column][row] = frames[slot]
             if len(uses[place]) > 1:
                 shared.update(column for column, _ in uses[place][0][1])

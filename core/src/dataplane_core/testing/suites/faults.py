@@ -175,6 +175,10 @@ def _list(scene: _Scene) -> None:
     assert scene.store.client.list_samples(scene.partition).sample_ids == ids(3)
 
 
+def _list_fields(scene: _Scene) -> None:
+    assert scene.store.client.list_fields(ids(3), scene.partition) == [["x"]] * 3
+
+
 @dataclass(frozen=True)
 class _Case:
     """An operation and how to test it under a fault.
@@ -208,11 +212,12 @@ _CASES: dict[str, _Case] = {
     "clear_samples": _Case("clear_samples", _clear, _was_cleared),
     "clear_samples_of_all": _Case("clear_samples", _drop, _was_dropped),
     "list_samples": _Case("list_samples", _list, _list, Capability.LISTING),
+    "list_fields": _Case("list_fields", _list_fields, _list_fields, Capability.LISTING),
 }
 
 #: Operations whose replies hold a number of rows, or one entry per row.
 _COUNTED = ["put_samples", "put_samples_of_tags", "get_samples", "claim_meta", "claim_meta_on_a_lease", "ack", "nack"]
-_COUNTED += ["renew", "list_samples"]
+_COUNTED += ["renew", "list_samples", "list_fields"]
 
 
 def _scene(store: Store, case: _Case) -> _Scene:
@@ -341,8 +346,10 @@ class FaultSuite(Suite, chapter="faults"):
                     column[1] = column[1][:-1]
             return reply
 
-        with store.faults.after("get_samples", cut), store.refusal(CorruptDataError, "'x'"):
+        with store.faults.after("get_samples", cut), store.refusal(CorruptDataError, "'x'", "'s1'") as caught:
             store.get(partition, ids(2), "x")
+        assert caught.value.cells == {"s1": ("x",)}, f"the error's cells are {caught.value.cells}"
+        assert caught.value.hint is not None, "the error has no advice"
         with store.faults.after("get_samples", cut), store.refusal(CorruptDataError, "'o'"):
             store.get(partition, ids(2), "o")
         assert items_of(store.get(partition, ids(2), "o")["o"]) == [{"a": [1, 2]}, "text"]

@@ -24,6 +24,9 @@ _WRITERS: Final = 4
 #: A number of two digits, to find numbers that are sorted as text.
 _TRIMMED: Final = 12
 _PLACES: Final = 40
+#: How often a journal is trimmed beside reads, each time after so many appends.
+_TRIMS: Final = 50
+_BETWEEN: Final = 4
 
 
 def _end(backend: BlobStore) -> int:
@@ -52,11 +55,16 @@ def _journals(store: Store, tag: str = "journal") -> tuple[BlobStore, BlobStore]
     return mine, another
 
 
-def _trimmed(store: Store, tag: str) -> tuple[tuple[BlobStore, BlobStore], int, list[bytes]]:
-    """Two clients of a store whose first half of records was trimmed; the place of the first record; all records."""
+def _trimming(store: Store, tag: str) -> tuple[BlobStore, BlobStore]:
+    """Two clients of a store that can trim its journal."""
     if type(store.blobs()).trim is BlobStore.trim:
         not_run("the author's class does not override trim: its journal is never trimmed")
-    journals = _journals(store, tag)
+    return _journals(store, tag)
+
+
+def _trimmed(store: Store, tag: str) -> tuple[tuple[BlobStore, BlobStore], int, list[bytes]]:
+    """Two clients of a store whose first half of records was trimmed; the place of the first record; all records."""
+    journals = _trimming(store, tag)
     begin = _end(journals[0])
     records = [f"record {number}".encode() for number in range(2 * _TRIMMED)]
     for number, record in enumerate(records):
@@ -198,6 +206,46 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
                     f"read({start}) returned {len(found)} records, {preview(found[:1]) or 'none'} first, after "
                     f"trim({begin + _TRIMMED}). Expected {len(expected)}, {expected[0]!r} first"
                 )
+
+    def test_a_read_beside_a_trim_misses_no_record(self, store: Store) -> None:
+        """Blob store: "None may be missing that was appended before the call, also if another process trims at the same
+        time".
+
+        Check first: a read that first looks which records there are, and then reads them, may find one gone. It must
+        then begin again, and must not take that for the end of the journal. A process that misses records finds no
+        partition, or takes its own history for cut.
+        """
+        backend, another = _trimming(store, "beside")
+        begin = appended = _end(backend)
+        done = threading.Event()
+
+        def writer() -> None:
+            nonlocal appended
+            try:
+                for _ in range(_TRIMS):
+                    for place in range(appended, appended + _BETWEEN):
+                        taken = backend.append(place, str(place).encode())
+                        assert taken, f"append to free place {place} returned False"
+                        appended = place + 1
+                    backend.trim(appended - 1)
+            finally:
+                done.set()
+
+        def reader() -> None:
+            last = False
+            while not last:
+                last, before = done.is_set(), appended
+                found = [int(record) for record in _records(another, begin)]
+                got = f"records {found[0]} to {found[-1]}" if found else "no records"
+                assert found == [found[0] + index for index in range(len(found))], (
+                    f"read({begin}) returned {got}, but not in order, or with a gap"
+                )
+                assert before == begin or found[-1:] >= [before - 1], (
+                    f"read({begin}) returned {got}, although record {before - 1} was appended before, and is kept. "
+                    "Meanwhile another client trimmed the journal"
+                )
+
+        in_threads(writer, reader)
 
     def test_a_journal_is_trimmed_to_the_same_or_a_lower_number_without_a_change(self, store: Store) -> None:
         """Blob store: "A call for records that were already dropped changes nothing."

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.spec import AnnounceReply, AnnounceRequest, CallInfo, ClientInfo, new_id
+from dataplane_core.spec import AnnounceReply, AnnounceRequest, Bell, CallInfo, ClientInfo, new_id
 
 __all__ = ["Announcer", "RunningCall"]
 
@@ -34,21 +34,21 @@ _MOST_LETTERS: Final = 80
 
 
 class RunningCall:
-    """An operation that began now."""
+    """An operation that began now in this thread. Without a name, it is not listed."""
 
-    __slots__ = ("began_at", "operation", "partition_id")
+    __slots__ = ("began_at", "operation", "partition_id", "thread_id")
 
     def __init__(self, operation: str, partition_id: str) -> None:
         self.operation = operation
         self.partition_id = partition_id
         self.began_at = time.monotonic()
+        self.thread_id = threading.get_ident()
 
 
 class _Client(Protocol):
     """What is used of a client."""
 
-    _calls: dict[int, RunningCall]
-    _state: threading.Lock
+    _calls: set[RunningCall]
 
     @property
     def config(self) -> DataPlaneConfig:
@@ -75,7 +75,7 @@ class Announcer:
         self._client_id = new_id()
         self._opened_at = time.monotonic()
         self._listed = False
-        self._stop = threading.Event()
+        self._stop = Bell()
         self._thread = threading.Thread(target=self._run, name="dataplane-announce", daemon=True)
         with suppress(RuntimeError):  # no more threads are allowed
             self._thread.start()
@@ -90,7 +90,7 @@ class Announcer:
     def end(self) -> None:
         """Ends the thread. A fork has none."""
         if self._pid == os.getpid() and self._thread.ident is not None:
-            self._stop.set()
+            self._stop.ring()
             self._thread.join(_TIMEOUT_S)
 
     def _run(self) -> None:
@@ -105,7 +105,7 @@ class Announcer:
         """Announces the client. Returns how many are listed, or None if it failed."""
         client = self._client()
         if client is None:
-            self._stop.set()
+            self._stop.ring()
             return None
         deadline = time.monotonic() + _TIMEOUT_S
         request = AnnounceRequest(client=self._describe(client), ttl_s=ttl_s, deadline=deadline)
@@ -116,8 +116,7 @@ class Announcer:
 
     def _describe(self, client: _Client) -> ClientInfo:
         now = time.monotonic()
-        with client._state:
-            running = list(client._calls.values())
+        running = [call for call in list(client._calls) if call.operation]
         first = heapq.nsmallest(_MOST_CALLS, running, key=lambda call: call.began_at)
         return ClientInfo(
             client_id=self._client_id,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -16,7 +19,7 @@ from dataplane_core.client.checks import (
 )
 from dataplane_core.client.overview import Overview
 from dataplane_core.client.waiting import ClaimWait, Waiters, wait_for_claim
-from dataplane_core.errors import InvalidRequestError, UnknownPartitionError
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, UnknownPartitionError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
     AckRequest,
@@ -41,6 +44,8 @@ __all__ = ["Claims"]
 
 #: Of how many ranks of tasks a client counts the batches. Beyond, it forgets those that it was given longest ago.
 _MOST_COUNTED: Final = 4096
+#: Seconds that an interrupted claim may take to give back what it was handed.
+_GIVE_BACK_S: Final = 1.0
 
 
 class Claims(Overview):
@@ -229,9 +234,42 @@ class Claims(Overview):
     ) -> KVBatchMeta:
         """Claims, and waits up to ``timeout_s`` unless that is None, or until ``waiters`` are closed."""
         self._open_for_claim(request)
-        if timeout_s is None:
-            return self._claimed(request, self._claim(request))
-        return self._claimed(request, wait_for_claim(self._wait_of(request, timeout_s, since), self._claim, waiters))
+        try:
+            if timeout_s is None:
+                return self._claimed(request, self._claim_noted(request))
+            wait = self._wait_of(request, timeout_s, since)
+            return self._claimed(request, wait_for_claim(wait, self._claim_noted, waiters))
+        except BaseException:  # an interrupt, or the client was closed
+            self._give_back_claim(request.token)
+            raise
+        finally:
+            self._handed.pop(request.token, None)
+
+    def _claim_noted(self, request: ClaimRequest) -> Claim:
+        claim = self._claim(request)
+        if claim.lease_tokens and request.dp_rank is None:  # a batch of a rank is given to its next claim
+            self._handed[request.token] = threading.get_ident(), request, claim
+        return claim
+
+    def _give_back_claims(self) -> None:
+        this = threading.get_ident()
+        for token, (thread_id, _, _) in list(self._handed.items()):
+            if thread_id == this:
+                self._give_back_claim(token)
+
+    def _give_back_claim(self, token: str) -> None:
+        handed = self._handed.pop(token, None)
+        if handed is not None:
+            _, request, claim = handed
+            nack = NackRequest(
+                partition_id=request.partition_id,
+                task_name=request.task_name,
+                sample_ids=list(claim.sample_ids),
+                lease_tokens=list(claim.lease_tokens or ()),
+                deadline=time.monotonic() + _GIVE_BACK_S,
+            )
+            with suppress(DataPlaneError):  # the leases end by themselves
+                self._call("nack", nack, SettleReply)
 
     def _wait_of(self, request: ClaimRequest, timeout_s: float, since: Callable[[], float] | None) -> ClaimWait:
         return ClaimWait(request, timeout_s, self._pacer, wakes=Capability.WAKES in self._capabilities, since=since)

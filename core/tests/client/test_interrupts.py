@@ -8,7 +8,7 @@ import pytest
 
 from dataplane_core import connect
 from dataplane_core.client.waiting import Waiters
-from dataplane_core.errors import BackendError, ClientClosedError
+from dataplane_core.errors import BackendError, ClientClosedError, UnsupportedOperationError
 from dataplane_core.ledger import commands
 from dataplane_core.middleware import Metrics, WireGuard
 from dataplane_noop import NoopBackend
@@ -42,11 +42,12 @@ def test_an_interrupt_at_any_moment_leaves_no_call_under_way(handle):
     handle(interrupt)
     while len(interrupts) < 1000:
         try:
-            interrupt_after(moments.uniform(1e-6, 1e-4))
+            interrupt_after(moments.uniform(1e-6, 5e-4))
             while True:
                 client.check_consumption_status("train", ["trainer"])
         except KeyboardInterrupt:
-            assert not client._calls
+            pass
+        assert not client._calls
     client.close()  # waits for nothing
 
 
@@ -56,8 +57,8 @@ def test_a_signal_handler_may_use_the_client_in_the_middle_of_an_operation(handl
     for _ in range(100):
         client = connect({"backend": "noop", "op_timeout_s": 300, "announce_s": None})
         handled = []
-        handle(lambda client=client, handled=handled: handled.append(use_or_name(use, client)))
-        interrupt_after(moments.uniform(1e-6, 1e-4))
+        handle(lambda client=client, handled=handled: handled.append(used(use, client)))
+        interrupt_after(moments.uniform(1e-6, 5e-4))
         while not handled:
             try:
                 client.check_consumption_status("train", ["trainer"])
@@ -67,11 +68,11 @@ def test_a_signal_handler_may_use_the_client_in_the_middle_of_an_operation(handl
         client.close()
 
 
-def use_or_name(use, client):
+def used(use, client):
     """What a handler gets. In the middle of a change of the store, it is refused by name."""
     try:
         return use(client)
-    except BackendError as error:
+    except UnsupportedOperationError as error:
         return error.message
 
 
@@ -126,7 +127,7 @@ def test_a_close_that_was_interrupted_while_it_waited_can_be_repeated(monkeypatc
 def test_what_a_stop_raises_is_raised_when_all_else_is_stopped(error, monkeypatch):
     """Of a middleware, in `close`, at the end of a ``with`` and in a connect that fails."""
     stopped = []
-    monkeypatch.setattr(NoopBackend, "stop", stopped.append)
+    monkeypatch.setattr(NoopBackend, "stop", lambda self: stopped.append(self))
     expected = type(error) if not isinstance(error, Exception) else BackendError
     client = connect({"backend": "noop", "middleware": ["metrics", "wire_guard"]})
     for each in client.middleware:

@@ -15,6 +15,7 @@ import pluggy
 from dataplane_core.backends import Backend
 from dataplane_core.client.announcing import Announcer, RunningCall
 from dataplane_core.client.forks import fork_hint, open_clients
+from dataplane_core.client.limits import limit_hint
 from dataplane_core.client.repeating import carry_out_once
 from dataplane_core.client.waiting import Waiters
 from dataplane_core.config import DataPlaneConfig
@@ -80,6 +81,7 @@ class Connection:
                 raise BackendError(
                     f"connect failed while starting {starting}: {type(error).__name__}: {error}",
                     backend=config.backend,
+                    hint=limit_hint(error),
                 ) from error
             raise
         open_clients.add(client)
@@ -280,6 +282,7 @@ class Connection:
                 raise ClientClosedError(f"{operation}: the client was closed meanwhile.") from error
             raise BackendError(
                 f"{operation} failed inside the backend or its middleware: {type(error).__name__}: {error}",
+                hint=limit_hint(error),
             ) from error
         if not isinstance(reply, reply_type):
             raise BackendError(

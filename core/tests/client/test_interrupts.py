@@ -1,42 +1,118 @@
-"""Ctrl-C at any moment of an operation leaves a client that can be used."""
+"""Ctrl-C, other signals and `__del__` at any moment of an operation leave a client that can be used, and closed."""
 
+import random
+import signal
 import threading
 
 import pytest
 
 from dataplane_core import connect
 from dataplane_core.client.waiting import Waiters
-from dataplane_core.errors import ClientClosedError
+from dataplane_core.errors import BackendError, ClientClosedError, UnsupportedOperationError
+from dataplane_core.ledger import commands
+from dataplane_core.middleware import Metrics, WireGuard
+from dataplane_noop import NoopBackend
 
 
-def test_an_interrupt_while_a_lock_is_taken_does_not_block_the_next_operation(interrupted):
-    """`threading.Condition` takes its lock in Python code, which an interrupt can leave with the lock held."""
-    client = connect({"backend": "noop", "op_timeout_s": 2.0})
-    errors = []  # with the frames of all calls
+@pytest.fixture
+def handle():
+    """Sets the handler of SIGALRM, which `interrupt_after` sends."""
+    before = signal.getsignal(signal.SIGALRM)
+    yield lambda handler: signal.signal(signal.SIGALRM, lambda *_: handler())
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
-    def operate():
-        client.check_consumption_status("train", ["trainer"])
 
-    while (error := interrupted(operate, len(errors), threading)) is not None:
-        errors.append(error)
-        following = threading.Thread(target=operate, daemon=True)
-        following.start()
-        following.join(30)
-        assert not following.is_alive(), f"the operation after the interrupt before instruction {len(errors) - 1} hangs"
-    client.close()
-    assert errors
+def interrupt_after(seconds):
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def fail(error=KeyboardInterrupt):
+    raise error
+
+
+def test_an_interrupt_at_any_moment_leaves_no_call_under_way(handle):
+    client = connect({"backend": "noop", "op_timeout_s": 300})
+    moments, interrupts = random.Random(0), []
+
+    def interrupt():
+        interrupts.append(None)
+        raise KeyboardInterrupt
+
+    handle(interrupt)
+    while len(interrupts) < 1000:
+        try:
+            interrupt_after(moments.uniform(1e-6, 5e-4))
+            while True:
+                client.check_consumption_status("train", ["trainer"])
+        except KeyboardInterrupt:
+            pass
+        assert not client._calls
+    client.close()  # waits for nothing
+
+
+@pytest.mark.parametrize("use", [lambda client: client.list_partitions(), lambda client: client.close()])
+def test_a_signal_handler_may_use_the_client_in_the_middle_of_an_operation(handle, use):
+    moments = random.Random(0)
+    for _ in range(100):
+        client = connect({"backend": "noop", "op_timeout_s": 300, "announce_s": None})
+        handled = []
+        handle(lambda client=client, handled=handled: handled.append(used(use, client)))
+        interrupt_after(moments.uniform(1e-6, 5e-4))
+        while not handled:
+            try:
+                client.check_consumption_status("train", ["trainer"])
+            except ClientClosedError:
+                break
+        interrupt_after(0)
+        client.close()
+
+
+def used(use, client):
+    """What a handler gets. In the middle of a change of the store, it is refused by name."""
+    try:
+        return use(client)
+    except UnsupportedOperationError as error:
+        return error.message
+
+
+def test_a_close_in_a_handler_does_not_wait_for_the_call_below_and_gives_back_what_that_got(handle, monkeypatch):
+    client = connect({"backend": "noop", "op_timeout_s": 300})
+    client.register_partition("p", ["x"], None, ["t"])
+    client.put_samples(["a"], "p", {"x": [1.0]})
+    service = client._backend._service
+    monkeypatch.setattr(client, "_claimed", lambda *_: signal.raise_signal(signal.SIGALRM))
+    handle(lambda: (client.close(), fail(SystemExit)))
+    with pytest.raises(SystemExit):
+        client.claim_meta("p", "t", ["x"], 1, lease_s=600.0)
+    (task,) = service.call(commands.Inspect("p")).tasks.values()
+    assert (task.num_ready, task.num_leased) == (1, 0)
+
+    client = connect({"backend": "noop", "op_timeout_s": 300})
+    client.register_partition("p", ["x"], None, ["t"])
+    handle(client.close)
+    interrupt_after(0.01)
+    with pytest.raises(ClientClosedError):
+        client.claim_meta("p", "t", ["x"], 1, timeout_s=300)
+
+
+def test_a_claim_that_is_interrupted_with_its_samples_in_hand_gives_them_back(monkeypatch):
+    with connect({"backend": "noop"}) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a"], "p", {"x": [1.0]})
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "_claimed", lambda *_: fail())
+            with pytest.raises(KeyboardInterrupt):
+                client.claim_meta("p", "t", ["x"], 1, lease_s=600.0)
+        assert client.claim_meta("p", "t", ["x"], 1, lease_s=600.0, timeout_s=0).sample_ids == ["a"]
 
 
 def test_a_close_that_was_interrupted_while_it_waited_can_be_repeated(monkeypatch):
     client = connect({"backend": "noop"})
     stopped = []
     monkeypatch.setattr(client._backend, "stop", lambda: stopped.append(True))
-
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(client._idle, "wait_for", interrupt)
+        patch.setattr(client, "_others_run", fail)
         with pytest.raises(KeyboardInterrupt):
             client.close()
     assert stopped == []
@@ -47,7 +123,28 @@ def test_a_close_that_was_interrupted_while_it_waited_can_be_repeated(monkeypatc
     assert stopped == [True]
 
 
-def test_what_begins_to_wait_on_a_client_that_is_closed_is_woken():
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError("no")], ids=repr)
+def test_what_a_stop_raises_is_raised_when_all_else_is_stopped(error, monkeypatch):
+    """Of a middleware, in `close`, at the end of a ``with`` and in a connect that fails."""
+    stopped = []
+    monkeypatch.setattr(NoopBackend, "stop", lambda self: stopped.append(self))
+    expected = type(error) if not isinstance(error, Exception) else BackendError
+    client = connect({"backend": "noop", "middleware": ["metrics", "wire_guard"]})
+    for each in client.middleware:
+        each.stop = lambda: fail(error)
+    with pytest.raises(expected), client:
+        pass
+    client.close()
+    assert stopped == [client._backend]
+
+    monkeypatch.setattr(Metrics, "stop", lambda self: fail(error))
+    monkeypatch.setattr(WireGuard, "start", lambda self, context: fail(SystemExit(4)), raising=False)
+    with pytest.raises((SystemExit, expected)):
+        connect({"backend": "noop", "middleware": ["metrics", "wire_guard"]})
+    assert len(stopped) == 2
+
+
+def test_what_waits_on_a_client_that_is_closed_is_woken():
     waiters, woken = Waiters(), threading.Event()
     waiters.close()
     with waiters.waiting(woken.set):

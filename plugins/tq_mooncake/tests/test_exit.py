@@ -59,6 +59,16 @@ elif ending == "with_a_call_running":
     import threading, time
     threading.Thread(target=client.get_samples, args=(["s0"], "p", ["x"]), daemon=True).start()
     time.sleep(0.5)  # in the engine, most likely
+elif ending == "with_threads_that_put":
+    import threading
+    def put_on(sample_id, begun):
+        while True:
+            client.put_samples([sample_id], "p", {"x": torch.ones(1, 400_000)})
+            begun.set()
+    for number in range(8):
+        begun = threading.Event()
+        threading.Thread(target=put_on, args=(f"t{number}", begun), daemon=True).start()
+        begun.wait()
 """
 
 #: The exit status of a job by its ending; the first ones stand for the others.
@@ -131,3 +141,13 @@ def test_a_job_that_gave_up_a_call_ends_with_its_own_status(unit_pid, start_jobs
         assert handled == dict.fromkeys(endings, "handled"), errors()
         assert ended == {ending: str(status) for ending, status in endings.items()}, errors()
         os.kill(unit_pid, signal.SIGCONT)
+
+
+def test_a_job_whose_threads_are_in_puts_when_it_ends_ends_with_its_own_status(unit_pid, start_jobs, tmp_path):
+    ending = "with_threads_that_put"
+    jobs = start_jobs(ending, 6)
+    for _ in range(6):
+        assert jobs.stdout.readline() == "ready\n"
+        jobs.stdin.write("\n")
+        jobs.stdin.flush()
+        assert jobs.stdout.readline() == "0\n", (tmp_path / ending).read_text()[-2000:]

@@ -8,7 +8,6 @@ again. So a reader never gets half a row or another put's row, even after crashe
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -44,6 +43,7 @@ from dataplane_core.spec import (
     AckRequest,
     AnnounceReply,
     AnnounceRequest,
+    Bell,
     Capability,
     Claim,
     ClaimRequest,
@@ -438,10 +438,10 @@ class LedgerBackend(Backend, ABC):
     def _put_in_turn(self, request: PutRequest, bundles: Sequence[Bundle], ticket: _Ticket | None) -> Sequence[Ref]:
         """Tries a put until there is room for it. Returns the refs that it freed."""
         start = time.monotonic()
-        woken = threading.Event()
+        bell = Bell()
 
         def wake() -> bool:
-            woken.set()
+            bell.ring()
             return True
 
         while True:
@@ -462,8 +462,7 @@ class LedgerBackend(Backend, ABC):
                     self._waking_ledger(request.deadline, wait, wake)
                 # 0 if the engine itself is full: it does not say when to ask again
                 pause_s = error.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
-                woken.wait(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
-                woken.clear()
+                bell.wait(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
 
     def _put(self, request: PutRequest, bundles: Sequence[Bundle], ticket: _Ticket | None) -> Sequence[Ref]:
         """Tries a put once. Returns the refs that it freed."""

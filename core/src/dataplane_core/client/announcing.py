@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.spec import AnnounceReply, AnnounceRequest, CallInfo, ClientInfo, new_id
+from dataplane_core.spec import AnnounceReply, AnnounceRequest, Bell, CallInfo, ClientInfo, new_id
 
 __all__ = ["Announcer", "RunningCall"]
 
@@ -35,21 +35,21 @@ _MOST_LETTERS: Final = 80
 
 
 class RunningCall:
-    """An operation that began now."""
+    """An operation that began now in this thread. Without a name, it is not listed."""
 
-    __slots__ = ("began_at", "operation", "partition_id")
+    __slots__ = ("began_at", "operation", "partition_id", "thread_id")
 
     def __init__(self, operation: str, partition_id: str) -> None:
         self.operation = operation
         self.partition_id = partition_id
         self.began_at = time.monotonic()
+        self.thread_id = threading.get_ident()
 
 
 class _Client(Protocol):
     """What is used of a client."""
 
-    _calls: dict[int, RunningCall]
-    _state: threading.Lock
+    _calls: set[RunningCall]
 
     @property
     def config(self) -> DataPlaneConfig:
@@ -76,14 +76,16 @@ class Announcer:
         self._client_id = new_id()
         self._opened_at = time.monotonic()
         self._listed = False
-        self._stop = threading.Event()
+        self._stop = Bell()
         self._thread = threading.Thread(target=self._run, name="dataplane-announce", daemon=True)
         with suppress(RuntimeError):  # no more threads are allowed
             self._thread.start()
         _announcers.add(self)
 
-    def stop(self, until: float) -> None:
-        """The client closes. Blocks at most until then, on `time.monotonic`'s clock."""
+    def stop(self) -> None:
+        """The client closes. Blocks at most until its backend has to be stopped."""
+        client = self._client()
+        until = math.inf if client is None else client._backend.stop_by
         self.end(until)
         if self._listed:
             self._announce(ttl_s=0.0, until=until)
@@ -91,7 +93,7 @@ class Announcer:
     def end(self, until: float = math.inf) -> None:
         """Ends the thread. A fork has none."""
         if self._pid == os.getpid() and self._thread.ident is not None:
-            self._stop.set()
+            self._stop.ring()
             self._thread.join(min(_TIMEOUT_S, max(0.0, until - time.monotonic())))
 
     def _run(self) -> None:
@@ -106,7 +108,7 @@ class Announcer:
         """Announces the client. Returns how many are listed, or None if it failed."""
         client = self._client()
         if client is None:
-            self._stop.set()
+            self._stop.ring()
             return None
         deadline = min(time.monotonic() + _TIMEOUT_S, until)
         request = AnnounceRequest(client=self._describe(client), ttl_s=ttl_s, deadline=deadline)
@@ -117,8 +119,7 @@ class Announcer:
 
     def _describe(self, client: _Client) -> ClientInfo:
         now = time.monotonic()
-        with client._state:
-            running = list(client._calls.values())
+        running = [call for call in list(client._calls) if call.operation]
         first = heapq.nsmallest(_MOST_CALLS, running, key=lambda call: call.began_at)
         return ClientInfo(
             client_id=self._client_id,

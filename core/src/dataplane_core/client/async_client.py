@@ -234,7 +234,7 @@ class AsyncDataPlaneClient:
         with client._operation("claim_meta", given["partition_id"]):
             request = client._claim_request(**given)
             timeout_s = given["timeout_s"] if given["blocking"] else None
-            return client._claimed(request, await self._claim_until(request, timeout_s, client._waiters))
+            return (await self._claim_until(request, timeout_s, client._waiters))[0]
 
     # --- its end ------------------------------------------------------------------------------------------------------
 
@@ -393,13 +393,14 @@ class AsyncDataPlaneClient:
         timeout_s: float | None,
         waiters: Waiters,
         since: Callable[[], float] | None = None,
-    ) -> Claim:
+    ) -> tuple[KVBatchMeta, Claim]:
         """`Claims._claim_until` on the event loop."""
         client = self._client
         if client._must_prepare(request):
             await self._run("claim_meta", partial(client._prepare_claim, request))
         if timeout_s is None:
-            return await self._ask(request)
+            claim = await self._ask(request)
+            return client._claimed(request, claim), claim
         wait = client._wait_of(request, timeout_s, since)
         waiter = _LoopWaiter()
         with wait.woken_by(waiter.wake), waiters.waiting(waiter.wake):
@@ -407,7 +408,7 @@ class AsyncDataPlaneClient:
                 claim = await self._ask(wait.prepare())
                 pause_s = wait.pause_s(claim)
                 if pause_s is None:
-                    return claim
+                    return client._claimed(request, claim), claim
                 waiters.check()
                 try:
                     await waiter.wait(pause_s)

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from dataplane_core.client.limits import limit_hint
+from dataplane_core.errors import BackendError
+
 __all__ = ["Call", "CallThreads"]
 
 _R = TypeVar("_R")
@@ -92,8 +95,13 @@ class CallThreads:
         num_open = next(self._submitted) - self._num_ended
         if len(self._threads) < min(num_open, self._most):
             thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if not self._threads:
+                    raise BackendError(f"no thread runs this call: {error}.", hint=limit_hint(error)) from error
+            else:
+                self._threads.append(thread)  # else those that run do this call too
         self._calls.put(call)
         return call
 

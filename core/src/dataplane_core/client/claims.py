@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -55,6 +57,8 @@ _MOST_INFOS: Final = 1024
 _ADVICE_S: Final = 1.0
 #: Of how many ranks of tasks a client counts the batches. Beyond, it forgets those that it was given longest ago.
 _MOST_COUNTED: Final = 4096
+#: Seconds that an interrupted claim may take to give back what it was handed.
+_GIVE_BACK_S: Final = 1.0
 
 
 class Claims(Overview):
@@ -134,7 +138,7 @@ class Claims(Overview):
                 dp_size,
                 batch_index,
             )
-            return self._claimed(request, self._claim_until(request, timeout_s if blocking else None, self._waiters))
+            return self._claim_until(request, timeout_s if blocking else None, self._waiters)[0]
 
     def ack(self, meta: KVBatchMeta) -> None:
         """Says that the samples of a claim, or of a part of it, are consumed. Acks all of them, or none.
@@ -269,13 +273,47 @@ class Claims(Overview):
         timeout_s: float | None,
         waiters: Waiters,
         since: Callable[[], float] | None = None,
-    ) -> Claim:
+    ) -> tuple[KVBatchMeta, Claim]:
         """Claims, and waits up to ``timeout_s`` unless that is None, or until ``waiters`` are closed."""
         if self._must_prepare(request):
             self._prepare_claim(request)
-        if timeout_s is None:
-            return self._claim(request)
-        return wait_for_claim(self._wait_of(request, timeout_s, since), self._claim, waiters)
+        try:
+            if timeout_s is None:
+                claim = self._claim_noted(request)
+            else:
+                claim = wait_for_claim(self._wait_of(request, timeout_s, since), self._claim_noted, waiters)
+            return self._claimed(request, claim), claim
+        except BaseException:  # an interrupt, or the client was closed
+            self._give_back_claim(request.token)
+            raise
+        finally:
+            self._handed.pop(request.token, None)
+
+    def _claim_noted(self, request: ClaimRequest) -> Claim:
+        claim = self._claim(request)
+        if claim.lease_tokens and request.dp_rank is None:  # a batch of a rank is given to its next claim
+            self._handed[request.token] = threading.get_ident(), request, claim
+        return claim
+
+    def _give_back_claims(self) -> None:
+        this = threading.get_ident()
+        for token, (thread_id, _, _) in list(self._handed.items()):
+            if thread_id == this:
+                self._give_back_claim(token)
+
+    def _give_back_claim(self, token: str) -> None:
+        handed = self._handed.pop(token, None)
+        if handed is not None:
+            _, request, claim = handed
+            nack = NackRequest(
+                partition_id=request.partition_id,
+                task_name=request.task_name,
+                sample_ids=list(claim.sample_ids),
+                lease_tokens=list(claim.lease_tokens or ()),
+                deadline=time.monotonic() + _GIVE_BACK_S,
+            )
+            with suppress(DataPlaneError):  # the leases end by themselves
+                self._call("nack", nack, SettleReply)
 
     def _wait_of(self, request: ClaimRequest, timeout_s: float, since: Callable[[], float] | None) -> ClaimWait:
         return ClaimWait(request, timeout_s, self._pacer, wakes=Capability.WAKES in self._capabilities, since=since)

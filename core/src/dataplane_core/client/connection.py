@@ -17,6 +17,7 @@ from dataplane_core.backends import Backend
 from dataplane_core.client.announcing import Announcer, RunningCall
 from dataplane_core.client.field_names import FieldNames
 from dataplane_core.client.forks import fork_hint, open_clients
+from dataplane_core.client.limits import limit_hint
 from dataplane_core.client.repeating import carry_out_once
 from dataplane_core.client.waiting import Waiters
 from dataplane_core.config import DataPlaneConfig
@@ -30,7 +31,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import Pacer
 from dataplane_core.middleware import MiddlewareContext
-from dataplane_core.spec import Capability, PartitionInfo, Scope
+from dataplane_core.spec import Capability, Claim, ClaimRequest, PartitionInfo, Scope
 
 __all__ = ["LATEST_END", "Connection"]
 
@@ -43,6 +44,8 @@ _MAKE_ROOM: Final = "Make room on the disk, then call again."
 LATEST_END: Final = ContextVar("LATEST_END", default=float("inf"))
 #: Seconds that `close` has left for the rest after operations took all of ``op_timeout_s``.
 _STOP_S: Final = 0.25
+#: Seconds between two looks of a close whether operations run.
+_LOOK_S: Final = 0.002
 
 
 class Connection:
@@ -75,8 +78,9 @@ class Connection:
                 if hasattr(plugin, "start"):
                     plugin.start(context)
                 client._middleware.append(plugin)
+                client._to_stop.insert(-1, plugin)
         except BaseException as error:
-            client._closed = client._stopped = True
+            client._closed = True
             client._stop_all(suppress=True)
             if isinstance(error, DataPlaneError):
                 error.backend = error.backend or config.backend
@@ -85,11 +89,12 @@ class Connection:
                 raise BackendError(
                     f"connect failed while starting {starting}: {type(error).__name__}: {error}",
                     backend=config.backend,
+                    hint=limit_hint(error),
                 ) from error
             raise
         open_clients.add(client)
         if config.announce_s is not None and Capability.CLIENTS in client._capabilities:
-            client._announcer = Announcer(client, config.announce_s)
+            client._to_stop.insert(0, Announcer(client, config.announce_s))
         return client
 
     def _begin(self, config: DataPlaneConfig, backend: Backend, hooks: Any, bootstrapped: bool) -> None:
@@ -104,15 +109,16 @@ class Connection:
         self._field_names = FieldNames(strict=config.strict_fields, open_partitions=config.open_partitions)
         # rank -> epoch, batches given; guarded by _state
         self._batches: dict[tuple[str, str, int | None], tuple[str | None, int]] = {}
-        self._closed = False  # guarded by _state
-        self._stopped = False  # guarded by _close_lock
+        self._closed = False
+        self._to_stop: list[Any] = [backend]  # what `close` has not stopped yet
         self._pid = os.getpid()
-        self._in_flight = 0
-        self._calls: dict[int, RunningCall] = {}  # guarded by _state
-        self._announcer: Announcer | None = None
-        self._state = threading.Lock()
-        self._idle = threading.Condition(self._state)  # no operation is under way
-        self._close_lock = threading.Lock()
+        # A signal handler may use the client in the middle of any line of an operation of the same thread. So what all
+        # operations change is changed by single steps of C, and a lock that they take may be taken again.
+        self._calls: set[RunningCall] = set()
+        # token -> the thread, request and reply of a claim that was handed samples and has not returned them yet
+        self._handed: dict[str, tuple[int, ClaimRequest, Claim]] = {}
+        self._state = threading.RLock()
+        self._close_lock = threading.RLock()
         self._waiters = Waiters()
         self._pacer = Pacer()  # of all claims that wait on this client
 
@@ -155,32 +161,47 @@ class Connection:
         if operations took all of it.
 
         A client that bootstrapped its backend ends what it started. A client that attached leaves it running.
+
+        In a signal handler, it does not wait for the operation that the handler interrupted. That one raises
+        `ClientClosedError` if the handler returns; what it claimed under a lease is given back.
         """
         if self._pid != os.getpid():
             return  # a forked child must not end what its parent uses
         with self._close_lock:
-            if self._stopped:
-                return
+            self._closed = True  # if it is interrupted while it waits, it can be repeated
+            self._waiters.close()
+            self._give_back_claims()
             until = time.monotonic() + self._config.op_timeout_s
-            with self._state:
-                self._closed = True
-                self._waiters.close()
-                self._idle.wait_for(lambda: self._in_flight == 0, timeout=self._config.op_timeout_s)
+            while self._others_run() and time.monotonic() < until:
+                time.sleep(_LOOK_S)
             open_clients.discard(self)
-            self._backend.stop_by = until = max(until, time.monotonic() + _STOP_S)
-            if self._announcer is not None:
-                self._announcer.stop(until)
-            self._stopped = True  # only now: a close that was interrupted while it waited can be repeated
+            self._backend.stop_by = max(until, time.monotonic() + _STOP_S)
             self._stop_all(suppress=False)
 
+    def _others_run(self) -> bool:
+        """Whether operations of other threads run. One of this thread goes on only after the close."""
+        this = threading.get_ident()
+        return any(call.thread_id != this for call in list(self._calls))
+
+    def _give_back_claims(self) -> None:
+        """Gives back what claims were handed that this thread will not return."""
+
     def _stop_all(self, *, suppress: bool) -> None:
+        """Stops all that is not stopped yet. What one of them raises is raised when all are stopped."""
         errors: list[Exception] = []
-        for stoppable in [*self._middleware, self._backend]:
+        ending: BaseException | None = None  # such as SystemExit
+        while self._to_stop:
             try:
-                if hasattr(stoppable, "stop"):
-                    stoppable.stop()
-            except Exception as error:  # raised below, once the others are stopped
+                stop = getattr(self._to_stop[0], "stop", None)
+                del self._to_stop[0]
+                if stop is not None:
+                    stop()
+            except Exception as error:
                 errors.append(error)
+            except BaseException as error:
+                ending = ending or error
+        if ending is not None:
+            raise ending
         if errors and not suppress:
             raise BackendError(
                 f"close: {type(errors[0]).__name__}: {errors[0]}", backend=self.backend_name
@@ -208,30 +229,24 @@ class Connection:
 
     @contextmanager
     def _operation(self, operation: str = "", partition_id: str = "") -> Iterator[None]:
-        """While an operation runs. If it is named, `list_clients` shows it."""
+        """While an operation runs, whose errors name the backend. If it is named, `list_clients` shows it."""
         if self._pid != os.getpid():
             raise ClientClosedError(
                 f"this client was opened in process {self._pid} and is used in its fork {os.getpid()}.",
                 backend=self.backend_name,
                 hint=fork_hint(type(self._backend)),
             )
-        with self._state:
-            if self._closed:
-                raise ClientClosedError("the client is closed.", backend=self.backend_name)
-            self._in_flight += 1
-            if operation:
-                call = RunningCall(operation, partition_id)
-                self._calls[id(call)] = call
+        call = RunningCall(operation, partition_id)
         try:
-            with self._naming_errors():
-                yield
+            self._calls.add(call)
+            if self._closed:
+                raise ClientClosedError("the client is closed.")
+            yield
+        except DataPlaneError as error:
+            error.backend = error.backend or self.backend_name
+            raise
         finally:
-            with self._state:
-                self._in_flight -= 1
-                if operation:
-                    del self._calls[id(call)]
-                if self._in_flight == 0:
-                    self._idle.notify_all()
+            self._calls.discard(call)
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:
@@ -268,10 +283,14 @@ class Connection:
     def _call(self, operation: str, request: Any, reply_type: type[_R]) -> _R:
         hook: Callable[..., Any] = getattr(self._hooks, operation)
         try:
+            if not self._to_stop:
+                raise ClientClosedError(f"{operation}: the client was closed meanwhile.")
             reply = hook(request=request)
         except DataPlaneError:
             raise
         except Exception as error:
+            if not self._to_stop:
+                raise ClientClosedError(f"{operation}: the client was closed meanwhile.") from error
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise BackendUnavailableError(
                     f"{operation}: the disk of the store is full ({error}). It may have been done or not.",
@@ -279,6 +298,7 @@ class Connection:
                 ) from error
             raise BackendError(
                 f"{operation} failed inside the backend or its middleware: {type(error).__name__}: {error}",
+                hint=limit_hint(error),
             ) from error
         if not isinstance(reply, reply_type):
             raise BackendError(

@@ -294,8 +294,7 @@ class Feed(_AnyFeed):
     def _fetch(self) -> Item | None:
         while True:
             with self._claiming() as request:
-                claim = self._sync._claim_until(request, self._terms.timeout_s, self._waiters, self._since)
-                meta = self._sync._claimed(request, claim)
+                meta, claim = self._sync._claim_until(request, self._terms.timeout_s, self._waiters, self._since)
             if not meta.sample_ids and not claim.num_ranks:
                 return None
             self._held.add(meta)
@@ -390,8 +389,8 @@ class AsyncFeed(_AnyFeed):
     async def _fetch(self) -> Item | None:
         while True:
             with self._claiming() as request:
-                claim = await self._client._claim_until(request, self._terms.timeout_s, self._waiters, self._since)
-                meta = self._sync._claimed(request, claim)
+                timeout_s = self._terms.timeout_s
+                meta, claim = await self._client._claim_until(request, timeout_s, self._waiters, self._since)
             if not meta.sample_ids and not claim.num_ranks:
                 return None
             self._held.add(meta)

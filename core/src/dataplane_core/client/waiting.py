@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from typing import Final
 
 from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, Shortfall, preview
 from dataplane_core.ledger import LONGEST_PAUSE_S, Pacer, backoff_s
-from dataplane_core.spec import Claim, ClaimRequest, Wake
+from dataplane_core.spec import Bell, Claim, ClaimRequest, Wake
 
 __all__ = ["ClaimWait", "Waiters", "wait_for_claim"]
 
@@ -51,9 +50,9 @@ class ClaimWait:
     @contextmanager
     def woken_by(self, notify: Callable[[], None]) -> Iterator[None]:
         """While the ``with`` lasts, ``notify`` is called when the claim should ask again before its pause is over."""
-        if self._wakes:
-            self.request.wake = Wake(notify)
         try:
+            if self._wakes:
+                self.request.wake = Wake(notify)
             yield
         finally:
             self._pacer.leave(self.request.token)
@@ -109,20 +108,17 @@ class Waiters:
         self._told = told
         self._wakes: set[Callable[[], None]] = set()
         self.closed = False
-        self._lock = threading.Lock()
 
     @contextmanager
     def waiting(self, wake: Callable[[], None]) -> Iterator[None]:
         """While the ``with`` lasts, ``wake`` is called when this closes, or at once if it is closed."""
-        with self._lock:
+        try:
             self._wakes.add(wake)
             if self.closed:
                 wake()
-        try:
             yield
         finally:
-            with self._lock:
-                self._wakes.discard(wake)
+            self._wakes.discard(wake)
 
     def check(self) -> None:
         """Raises `ClientClosedError` if it was closed."""
@@ -131,9 +127,8 @@ class Waiters:
 
     def wake(self) -> None:
         """Wakes all, so that they ask again now."""
-        with self._lock:
-            for wake in self._wakes:
-                wake()
+        for wake in list(self._wakes):
+            wake()
 
     def close(self) -> None:
         """Wakes all, for the last time."""
@@ -153,16 +148,15 @@ def wait_for_claim(wait: ClaimWait, ask: Callable[[ClaimRequest], Claim], waiter
         ClaimTimeoutError: The timeout passed.
         ClientClosedError: The client was closed.
     """
-    woken = threading.Event()
-    with wait.woken_by(woken.set), waiters.waiting(woken.set):
+    bell = Bell()
+    with wait.woken_by(bell.ring), waiters.waiting(bell.ring):
         while True:
             claim = ask(wait.prepare())
             pause_s = wait.pause_s(claim)
             if pause_s is None:
                 return claim
             waiters.check()
-            woken.wait(pause_s)
-            woken.clear()
+            bell.wait(pause_s)
             waiters.check()
 
 

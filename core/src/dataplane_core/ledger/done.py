@@ -89,6 +89,13 @@ class DoneRequests:
             some.ends_at = now + kept_s
         return opens
 
+    def drop(self, request_id: str) -> None:
+        """The request that was added last was not carried out after all."""
+        self._ids.discard(request_id)
+        for some in self._classes.values():
+            if some.ids and some.ids[-1] == request_id:
+                some.ids.pop()
+
     def due(self, now: float, least: int = 1) -> list[tuple[int, int]]:
         """What may be forgotten, for `forget`. Classes of which fewer than ``least`` ids may be are left out."""
         found = [(number, some.due(now), some.num_forgotten) for number, some in self._classes.items()]

@@ -34,6 +34,7 @@ from typing import Any, Final, NoReturn
 from dataplane_core.errors import (
     AlreadyDoneError,
     CapacityExceededError,
+    DataPlaneError,
     InvalidRequestError,
     MissingDataError,
     OpenCellsError,
@@ -46,7 +47,7 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.commands import Command, Located, Part, Reply
 from dataplane_core.ledger.done import DoneRequests
-from dataplane_core.ledger.partition import Partition, Task
+from dataplane_core.ledger.partition import Partition, Task, UndoLog
 from dataplane_core.ledger.put_writes import PutWrites
 from dataplane_core.ledger.room import RoomQueue
 from dataplane_core.ledger.rows import Cells, Ref, Row, group_of, positions_in
@@ -154,11 +155,48 @@ class Ledger:
         self._done = DoneRequests()
         self._next_write = 1
         self._next_seq = 1
+        self._undo: UndoLog = []  # of the last command; its partitions share it
 
     def apply(self, command: Command[Reply], now: float) -> Reply:
-        """Runs a command at the time ``now`` in seconds. Reply and errors are those of the command."""
-        reply: Reply = _handler_of(type(command))(self, command, now)
+        """Runs a command at the time ``now`` in seconds. Reply and errors are those of the command.
+
+        After any exception but a `DataPlaneError`, such as an interrupt, call `take_back` before all else.
+        """
+        try:
+            reply: Reply = _handler_of(type(command))(self, command, now)
+        except DataPlaneError:
+            self._undo.clear()
+            raise
+        self._undo.clear()
         return reply
+
+    def take_back(self) -> None:
+        """Undoes the last command, which was cut off, as if it had never come. If it is cut off itself, call it again.
+
+        What the rows say is set back step by step; what can be derived from them is counted again.
+        """
+        for step, *args in reversed(self._undo):
+            step(*args)
+        self.held_bytes = sum(pending.put.size_bytes for pending in self._pending.values())
+        sharers: Counter[Ref] = Counter()
+        for partition in self._partitions.values():
+            partition.derive()
+            partition.held_bytes = 0
+            for ref in [ref for row in partition.rows.values() for ref in row.refs]:
+                sharers[ref] += 1
+                if sharers[ref] == 1:
+                    partition.held_bytes += self._writes[ref[0]].row_bytes[ref[1]]
+            self.held_bytes += partition.held_bytes
+        live = Counter(write_id for write_id, _ in sharers)
+        self._writes = {write_id: write for write_id, write in self._writes.items() if write_id in live}
+        for write_id, write in self._writes.items():
+            write.num_live, write.num_sharers = live[write_id], {}
+        for (write_id, pos), count in sharers.items():
+            if count > 1:
+                self._writes[write_id].num_sharers[pos] = count
+        begun = {write.write_id for first, each in self._pending.items() for write in each.put.writes(first)}
+        garbage = self._garbage.items()
+        self._garbage = {ref: put for ref, put in garbage if ref not in sharers and ref[0] not in begun}
 
     @singledispatchmethod
     def _apply(self, command: Command[Any], now: float) -> Any:
@@ -175,8 +213,14 @@ class Ledger:
         _, freed = self._drop(command.partition_id, None)
         info = PartitionInfo.requested(command)
         tasks = {name: Task() for name in command.consumer_tasks}
-        self._partitions[command.partition_id] = Partition(command.partition_id, info, tasks, self._self_expiring)
+        self._undo.append((self._set_partitions, dict(self._partitions)))
+        self._partitions[command.partition_id] = Partition(
+            command.partition_id, info, tasks, self._self_expiring, undo=self._undo
+        )
         return info, freed
+
+    def _set_partitions(self, partitions: dict[str, Partition]) -> None:
+        self._partitions = dict(partitions)
 
     @_apply.register
     def _describe(self, command: commands.Describe, now: float) -> PartitionInfo:
@@ -197,6 +241,7 @@ class Ledger:
             self._next_write += command.num_ids
         elif write_id in self._pending or write_id in self._writes:
             raise InvalidRequestError(f"put_samples('{command.partition_id}') refused: its write id is used already.")
+        self._undo.append((self._pending.pop, write_id, None))
         self.held_bytes += size_bytes
         put = replace(
             command,
@@ -229,7 +274,7 @@ class Ledger:
     @_apply.register
     def _commit_put(self, command: commands.CommitPut, now: float) -> list[Ref]:
         write_id = command.write_id
-        pending = self._pending.pop(write_id, None)
+        pending = self._take_pending(write_id)
         if pending is None:
             raise StalePartitionError(
                 "put_samples refused at commit: the put took too long and counts as abandoned. Nothing was written."
@@ -255,7 +300,7 @@ class Ledger:
 
     @_apply.register
     def _abort_put(self, command: commands.AbortPut, now: float) -> list[Ref]:
-        pending = self._pending.pop(command.write_id, None)
+        pending = self._take_pending(command.write_id)
         if pending is not None:
             return self._abandon(command.write_id, pending.put)
         return [ref for ref, put in self._garbage.items() if put == command.write_id]
@@ -345,7 +390,13 @@ class Ledger:
 
     def _apply_put(self, partition: Partition, write_id: int, put: commands.BeginPut, now: float) -> list[Ref]:
         for name, spec in put.specs.items():
-            partition.specs[name] = partition.specs.get(name, spec).after(spec) or spec
+            before = partition.specs.get(name)
+            after = spec if before is None else before.after(spec) or spec
+            if before is None:
+                self._undo.append((partition.specs.pop, name, None))
+            elif after is not before:
+                self._undo.append((partition.specs.__setitem__, name, before))
+            partition.specs[name] = after
         opened = frozenset(name for name, spec in put.specs.items() if spec.is_open)
         partition.held_bytes += put.size_bytes
         writes = put.writes(write_id)
@@ -371,6 +422,7 @@ class Ledger:
     def _note_done(self, request_id: str | None, left_s: float, now: float) -> None:
         """Keeps the id of a request that was carried out."""
         if request_id is not None:
+            self._undo.append((self._done.drop, request_id))
             looks = self._done.add(request_id, left_s, now)
             if looks and self._self_expiring:
                 self._done.forget(self._done.due(now))
@@ -548,11 +600,13 @@ class Ledger:
         if partition is None:
             return 0, []
         if sample_ids is None:
+            self._undo.append((self._set_partitions, dict(self._partitions)))
             del self._partitions[partition_id]
             refs = [ref for row in partition.rows.values() for ref in row.refs]
             return len(partition.rows), self._free(partition, refs)
         gone: list[Ref] = []
         count = 0
+        partition.note_rows(sample_ids)
         for sample_id in sample_ids:
             removed = partition.remove_row(sample_id)
             if removed is not None:
@@ -588,6 +642,7 @@ class Ledger:
             partition.held_bytes -= write.row_bytes[pos]
             write.num_live -= 1
             if not write.num_live:
+                self._undo.append((self._writes.__setitem__, write_id, write))
                 del self._writes[write_id]
             self._garbage[ref] = None
             freed.append(ref)
@@ -610,9 +665,16 @@ class Ledger:
 
     def _give_up(self, writes: Iterable[int]) -> None:
         for write_id in writes:
-            pending = self._pending.pop(write_id, None)
+            pending = self._take_pending(write_id)
             if pending is not None:
                 self._abandon(write_id, pending.put)
+
+    def _take_pending(self, write_id: int) -> Pending | None:
+        pending = self._pending.get(write_id)
+        if pending is not None:
+            self._undo.append((self._pending.__setitem__, write_id, pending))
+            del self._pending[write_id]
+        return pending
 
     # --- look-ups -----------------------------------------------------------------------------------------------------
 

@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
-from dataplane_core.errors import CapacityExceededError, DataPlaneError, Shortfall
+from dataplane_core.errors import CapacityExceededError, DataPlaneError, Shortfall, UnsupportedOperationError
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.clients import ClientRegister
 from dataplane_core.ledger.commands import Command, Reply
@@ -23,6 +24,8 @@ from dataplane_core.ledger.waiting import WaitingClaims
 from dataplane_core.spec import AnnounceReply, Claim, ClientList
 
 __all__ = ["LedgerService"]
+
+_R = TypeVar("_R")
 
 #: Seconds between two questions of the first put in the queue for room.
 _FIRST_IN_QUEUE_S: Final = 0.06
@@ -63,7 +66,9 @@ class LedgerService:
     ) -> None:
         self._ledger = Ledger(capacity_bytes=capacity_bytes) if ledger is None else ledger
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._runs = False  # a call runs, in the thread that has the lock
+        self._is_cut = False  # the last call was not completed
         self._pacer = Pacer()  # of all who wait, for samples or for room
         self._explained: dict[tuple[Any, ...], _Explained] = {}
         self._waiting = WaitingClaims()
@@ -83,31 +88,75 @@ class LedgerService:
             wake: For a claim that waits, or a put that says that it waits for room (`commands.WaitForRoom`): is called
                 when it may go on, until it has done so or `stop_waiting`. It must not block, nor call the service.
                 False: nobody waits any longer.
+
+        Raises:
+            UnsupportedOperationError: This thread is in the middle of another call, which a signal handler or a
+                ``__del__`` has interrupted.
         """
-        with self._lock:
-            changes = self._changed_by(command) if self._waiting else None
-            held_bytes = self._ledger.held_bytes
-            try:
-                return self._run(command, wake)
-            finally:
-                if changes is not None:
-                    self._wake_claims(changes)
-                if self._waiting and isinstance(command, (commands.ClaimSamples, commands.Renew)):
-                    self._tell_of_leases(command.partition_id)
-                if self._room_wakes and (
-                    self._ledger.held_bytes < held_bytes or isinstance(command, commands.WaitForRoom)
-                ):
-                    self._wake_for_room()
+        return self._whole(command.op, self._call, command, wake)
 
     def stop_waiting(self, token: str) -> None:
         """What waits with this token, or ticket, no longer waits. Others may be woken in its place."""
+        with suppress(UnsupportedOperationError):  # it is dropped when it does not ask again
+            self._whole("stop_waiting", self._stop_waiting, token)
+
+    def _whole(self, what: str, function: Callable[..., _R], *args: Any) -> _R:
+        """Calls a function while no other runs. If an exception cuts it off, such as an interrupt, the next call takes
+        back what it has done."""
         with self._lock:
-            self._room_wakes.pop(token, None)
-            partition_id = self._waiting.drop(token)
-            self._pacer.leave(token)
-            if partition_id is not None:
-                self._wake_claims(partition_id)
-                self._tell_of_leases(partition_id)
+            if self._runs:
+                raise UnsupportedOperationError(
+                    f"{what} refused: it was called in the middle of another call of the same thread, which a signal "
+                    "handler or a '__del__' has interrupted. Nothing was done.",
+                    hint="Let the handler note what it wants, and do it when the other call has ended.",
+                )
+            try:
+                self._runs = True
+                if self._is_cut:
+                    self._take_back()
+                self._is_cut = True
+                result = function(*args)
+                self._is_cut = False
+                return result
+            except DataPlaneError:  # a regular answer
+                self._is_cut = False
+                raise
+            finally:
+                self._runs = False
+
+    def _take_back(self) -> None:
+        self._ledger.take_back()
+        self._waiting.wake_all()
+        for wake in self._room_wakes.values():
+            wake()
+        self._room_wakes = {}
+
+    def _call(self, command: Command[Reply], wake: Callable[[], bool] | None) -> Reply:
+        changes = self._changed_by(command) if self._waiting else None
+        held_bytes = self._ledger.held_bytes
+        try:
+            reply = self._run(command, wake)
+        except DataPlaneError:
+            self._wake_others(command, changes, held_bytes)
+            raise
+        self._wake_others(command, changes, held_bytes)
+        return reply
+
+    def _wake_others(self, command: Command[Any], changes: str | None, held_bytes: int) -> None:
+        if changes is not None:
+            self._wake_claims(changes)
+        if self._waiting and isinstance(command, (commands.ClaimSamples, commands.Renew)):
+            self._tell_of_leases(command.partition_id)
+        if self._room_wakes and (self._ledger.held_bytes < held_bytes or isinstance(command, commands.WaitForRoom)):
+            self._wake_for_room()
+
+    def _stop_waiting(self, token: str) -> None:
+        self._room_wakes.pop(token, None)
+        partition_id = self._waiting.drop(token)
+        self._pacer.leave(token)
+        if partition_id is not None:
+            self._wake_claims(partition_id)
+            self._tell_of_leases(partition_id)
 
     def _run(self, command: Command[Reply], wake: Callable[[], bool] | None) -> Reply:
         match command:
@@ -161,8 +210,7 @@ class LedgerService:
 
     def garbage(self) -> list[Ref]:
         """`Ledger.garbage` now, while no command runs."""
-        with self._lock:
-            return self._ledger.garbage(self._clock())
+        return self._whole("garbage", lambda: self._ledger.garbage(self._clock()))
 
     def _put(self, command: Command[Reply], put: commands.BeginPut) -> Reply:
         """Tells a put that waits for room when to ask again: soon at the queue's head, else at the pacer's rate."""
@@ -184,7 +232,7 @@ class LedgerService:
     def _claim(self, command: commands.ClaimSamples, wake: Callable[[], bool] | None) -> Claim:
         try:
             claim = self._answer(command)
-        except BaseException:
+        except DataPlaneError:
             if self._waiting.drop(command.token) is not None:  # others may end for the same reason
                 self._wake_claims(command.partition_id)
             raise

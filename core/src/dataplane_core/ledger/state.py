@@ -221,6 +221,7 @@ class StateReader:
                 ledger._writes[write_id] = Write(slots, row_bytes, num_live, dict(num_sharers), frozenset(some))
         elif part == "partition":
             self._partition = _restore_partition(section, self._self_expiring)
+            self._partition.undo = ledger._undo
             ledger._partitions[self._partition.partition_id] = self._partition
         elif part == "seen" and partition is not None:
             partition.seen.update(section["sample_ids"])

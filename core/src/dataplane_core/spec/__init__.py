@@ -32,6 +32,7 @@ from dataplane_core.spec.replies import (
 from dataplane_core.spec.requests import (
     AckRequest,
     AnnounceRequest,
+    Bell,
     ChangeUnitsRequest,
     ClaimRequest,
     ClearRequest,
@@ -78,6 +79,7 @@ __all__ = [
     "AckRequest",
     "AnnounceReply",
     "AnnounceRequest",
+    "Bell",
     "CallInfo",
     "Capability",
     "ChangeUnitsRequest",

@@ -7,7 +7,9 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeAlias
 
 from dataplane_core.spec.columns import SharedRows, WireColumn
@@ -18,6 +20,7 @@ from dataplane_core.spec.tags import TagValue
 __all__ = [
     "AckRequest",
     "AnnounceRequest",
+    "Bell",
     "ChangeUnitsRequest",
     "ClaimRequest",
     "ClearRequest",
@@ -51,6 +54,32 @@ __all__ = [
 Sampler: TypeAlias = Literal["first_write", "freshest", "balanced"]
 #: What a registration does with a partition of the same name: drops it, or keeps it.
 IfExists: TypeAlias = Literal["replace", "keep"]
+
+
+class Bell:
+    """Lets a thread wait until it is woken.
+
+    Any thread, and any signal handler or ``__del__`` in the middle of another call, may ring it: it takes no lock that
+    these could find taken, as `threading.Event` does.
+    """
+
+    __slots__ = ("_rung",)
+
+    def __init__(self) -> None:
+        self._rung: SimpleQueue[None] = SimpleQueue()
+
+    def ring(self) -> None:
+        """Ends the wait, or the next one."""
+        self._rung.put(None)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits at most ``timeout_s``. Returns whether it was rung. What rang so far does not end a further wait."""
+        with suppress(Empty):
+            self._rung.get(timeout=max(0.0, timeout_s))
+            while not self._rung.empty():
+                self._rung.get_nowait()
+            return True
+        return False
 
 
 class Wake:

@@ -248,8 +248,15 @@ class Wakes:
             for each in self._sockets:
                 each.setblocking(False)
             _open.add(self)
-            self._thread = threading.Thread(target=self._run, name="dataplane-redis-wakes", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="dataplane-redis-wakes", daemon=True)
+            try:
+                thread.start()
+            except BaseException:
+                for each in self._sockets:
+                    each.close()
+                self._sockets = []
+                raise
+            self._thread = thread
 
     def _nudge(self) -> None:
         """Wakes the thread."""

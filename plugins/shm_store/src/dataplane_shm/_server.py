@@ -7,6 +7,7 @@ the store. It ends when that client ends it, or ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -234,7 +235,11 @@ def main(arguments: list[str]) -> None:
     try:
         arena = Arena.create(int(arena_bytes))
     except OSError as error:
-        sys.exit(f"{arena_bytes} bytes of shared memory cannot be made: {error} (see ulimit -f)")
+        limit = "-v" if error.errno == errno.ENOMEM else "-f"
+        sys.exit(
+            f"{arena_bytes} bytes of shared memory cannot be made: {error}. Raise the limit of ulimit {limit}, or "
+            "lower capacity_bytes"
+        )
     Server(
         Path(path),
         arena,

@@ -205,6 +205,7 @@ _running: set[Call] = set()
 _units: set[Endpoint] = set()
 _masters: set[Endpoint] = set()
 _pid: int | None = None  # of the process that makes calls
+_exits = False
 
 
 def add_peers(*, units: Collection[Endpoint] = (), master: Endpoint | None = None) -> None:
@@ -216,6 +217,8 @@ def add_peers(*, units: Collection[Endpoint] = (), master: Endpoint | None = Non
 
 def _register(call: Call) -> None:
     global _pid
+    if _exits and threading.current_thread() is not threading.main_thread():
+        raise ClientClosedError("the process exits, so its other threads make no more calls.")
     if _pid is None:
         _pid = os.getpid()
         atexit.register(_end_all)
@@ -224,9 +227,12 @@ def _register(call: Call) -> None:
 
 def _end_all() -> None:
     """When the process exits: ends the calls that still run, before C++ destroys the engine that they use."""
+    global _exits
     if os.getpid() != _pid:
         skip_cpp_teardown()  # a fork lacks the engine's threads, and the destructors would wait for them
         return
+    # Python soon ends each thread that comes back to it. In C++ that aborts the process, so none may be in the engine.
+    _exits = True
     started = time.monotonic()
     while _running:
         waited_s = time.monotonic() - started

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "ATTENTION_MASK_FIELD",
     "DP_TRAIN_FIELDS",
     "ELEM_COUNTS_PER_GB",
     "GLOBAL_FORWARD_PAD_SEQLEN",
@@ -59,6 +60,10 @@ LP_SEED_FIELDS: Final[tuple[str, ...]] = ("input_ids", "input_lengths", "token_m
 #: The token ids of a sample, (N, S) int64, and how many of them are not padding, (N,) int64.
 INPUT_IDS_FIELD: Final = "input_ids"
 INPUT_LENGTHS_FIELD: Final = "input_lengths"
+
+#: (N, S) bool or numbers: which positions of a padded batch are tokens, wherever its padding is. Masks of the loss or
+#: of the response, such as ``token_mask``, are zero at tokens of the prompt too, so they do not say it.
+ATTENTION_MASK_FIELD: Final = "attention_mask"
 
 #: ``extra_info`` key: the sequence length in tokens that every data-parallel rank pads its forward to.
 GLOBAL_FORWARD_PAD_SEQLEN: Final = "global_forward_pad_seqlen"

@@ -143,7 +143,8 @@ def test_declared_columns_are_cut_by_the_lengths_of_the_meta(client, meta):
 
 
 def test_by_default_token_columns_are_cut_as_the_first_write_cuts_them(client, meta):
-    logprobs = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))  # wider than the longest row
+    inside = torch.arange(8) < torch.tensor(LENGTHS)[:, None]  # wider than the longest row
+    logprobs = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)) * inside
     embedding = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
     write_columns(client, meta, {"prev_logprobs": logprobs, "embedding": embedding})
     td = client.get_samples(IDS, "train", ["prev_logprobs", "embedding"])

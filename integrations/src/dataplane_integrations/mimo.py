@@ -18,13 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dataplane_core.batch import BatchedDataDict, SlicedDataDict
-from dataplane_core.errors import ConfigError, InvalidRequestError, InvalidTypeError
+from dataplane_core.errors import ConfigError, InvalidRequestError
 
 __all__ = [
     "LANGUAGE_MODULE",
@@ -188,13 +187,13 @@ def slice_batch_for_megatron_mimo(
 ) -> _Batch | dict[str, Any]:
     """Cuts a global micro-batch to the contiguous part that this rank's module works on.
 
-    - Tensors, dense or jagged, and object arrays are cut along dim 0. ``position_ids`` of shape (3, N, S), as for
-      M-RoPE, are cut along dim 1.
+    - Tensors, dense or jagged, are cut along dim 0. ``position_ids`` of shape (3, N, S), as for M-RoPE, are cut along
+      dim 1.
     - Lists are cut in the same way if their length can be divided. Other lists are not changed.
     - Nested dicts are cut in the same way. A dict with ``hidden_states`` (T, ...), the patches of all images end to
-      end, and ``grid_thw`` (n, 3) is cut by whole images. Its other tensors are cut if they have a row per image or
-      per patch; all its other values are not changed.
-    - Other values (scalars, strings, None, tensors without dims) are not changed.
+      end, and ``grid_thw`` (n, 3) is cut by whole images. All its other values are not changed. With a ``grid_thw`` of
+      another shape it is a dict like any other.
+    - Other values (arrays, scalars, strings, None, tensors without dims) are not changed.
 
     Args:
         batch: The global micro-batch. Not changed.
@@ -265,7 +264,8 @@ def _share_of(key: str, module_name: str, shares: Mapping[str, _Share]) -> _Shar
 def _slice_dict(batch: Mapping[str, Any], share: _Share, path: str) -> dict[str, Any]:
     if share.size == 1:
         return dict(batch)
-    if isinstance(batch.get(_PATCHES), Tensor) and isinstance(batch.get(_GRIDS), Tensor):
+    patches, grids = batch.get(_PATCHES), batch.get(_GRIDS)
+    if isinstance(patches, Tensor) and isinstance(grids, Tensor) and grids.dim() == 2 and grids.shape[1] == 3:
         return _slice_images(batch, share, path)
     return {key: _slice_value(path + key, key, value, share) for key, value in batch.items()}
 
@@ -283,7 +283,7 @@ def _slice_value(path: str, key: str, value: Any, share: _Share) -> Any:
     elif isinstance(value, list):
         if len(value) % share.size:  # not a value per row
             return value
-    elif not (isinstance(value, np.ndarray) and value.ndim):
+    else:
         return value
     column = BatchedDataDict({key: value})  # knows how to cut each kind of column
     return column.slice(*share.bounds(path, column.size, "rows"))[key]
@@ -291,29 +291,15 @@ def _slice_value(path: str, key: str, value: Any, share: _Share) -> Any:
 
 def _slice_images(inputs: Mapping[str, Any], share: _Share, path: str) -> dict[str, Any]:
     grids = inputs[_GRIDS]
-    if grids.dim() != 2 or grids.shape[1] != 3:
-        raise InvalidTypeError(
-            f"slice_batch_for_megatron_mimo refused: '{path}{_GRIDS}' has shape {tuple(grids.shape)}. Expected (n, 3): "
-            "time, height and width in patches of each image."
-        )
     images = len(grids)
     patches = grids.to(torch.int64).prod(dim=1).cumsum(0).tolist()
     total = patches[-1] if patches else 0
     start, end = share.bounds(f"{path}{_GRIDS}", images, "images")
     first, last = ([0, *patches])[start], ([0, *patches])[end]
-    cut: dict[str, Any] = {}
-    for key, value in inputs.items():
-        if not isinstance(value, Tensor) or not value.dim():
-            cut[key] = value
-        elif key == _GRIDS or (key != _PATCHES and len(value) == images):
-            cut[key] = value[start:end]
-        elif len(value) == total:
-            cut[key] = value[first:last]
-        elif key != _PATCHES:
-            cut[key] = value
-        else:
-            raise InvalidRequestError(
-                f"slice_batch_for_megatron_mimo refused: '{path}{key}' has {len(value)} rows. Expected {total}, one "
-                f"per patch of '{_GRIDS}'."
-            )
-    return cut
+    rows = len(inputs[_PATCHES])
+    if rows != total:
+        raise InvalidRequestError(
+            f"slice_batch_for_megatron_mimo refused: '{path}{_PATCHES}' has {rows} rows. Expected {total}, one per "
+            f"patch of '{_GRIDS}'."
+        )
+    return {**inputs, _PATCHES: inputs[_PATCHES][first:last], _GRIDS: grids[start:end]}

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dataplane_core import DataPlaneClient
+from dataplane_core.codec import object_column
 from dataplane_core.errors import (
     ClaimTimeoutError,
     InvalidRequestError,
@@ -47,7 +49,7 @@ def open_weights(client: DataPlaneClient, partition_id: str = WEIGHTS) -> None:
 def publish_weights(
     client: DataPlaneClient,
     version: int,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Any],
     *,
     partition_id: str = WEIGHTS,
     keep: int = 2,
@@ -58,7 +60,8 @@ def publish_weights(
         client: The trainer's client.
         version: From 0, higher with each update. To publish the newest one again replaces it.
         weights: Name -> tensor of any shape, such as a ``state_dict``, with the names of the first version. The caller
-            may change the tensors as soon as this returns.
+            may change the tensors as soon as this returns. Values of another type, such as the None of an
+            ``_extra_state``, are carried as objects; arrays of numbers arrive as tensors.
         partition_id: The partition, opened by `open_weights`.
         keep: How many versions the store holds. A reader may still read an older one than the newest, so at least 2.
 
@@ -91,12 +94,13 @@ def publish_weights(
         )
     known = client.describe(partition_id).specs.keys() - {_VERSION}
     if known and known != weights.keys():
+        lacking, added = sorted(known - weights.keys()), sorted(weights.keys() - known)
+        found = [f"lack {preview(lacking)}"] * bool(lacking) + [f"add {preview(added)}"] * bool(added)
         raise SchemaMismatchError(
-            f"publish_weights(version={version}) refused: the weights lack {preview(sorted(known - weights.keys()))} "
-            f"and add {preview(sorted(weights.keys() - known))}. Expected the names of the first version. Nothing was "
-            "written."
+            f"publish_weights(version={version}) refused: the weights {' and '.join(found)}. Expected the names of the "
+            "first version. Nothing was written."
         )
-    columns = {name: value.detach().unsqueeze(0) for name, value in weights.items()}
+    columns: dict[str, Any] = {name: _one_row(value) for name, value in weights.items()}
     columns[_VERSION] = torch.tensor([version])
     client.put_samples([_row(version)], partition_id, columns, tags=[{_VERSION: version}])
     held = sorted({*held, version})
@@ -123,7 +127,7 @@ class WeightReader:
         self._joined = False
         self._epoch: str | None = None  # the registration that `version` is of
 
-    def newest(self) -> dict[str, Tensor] | None:
+    def newest(self) -> dict[str, Any] | None:
         """Takes the newest version. None if that is `version`, or if there is none yet. Does not wait for another.
 
         Raises:
@@ -144,7 +148,7 @@ class WeightReader:
             self.version, self._epoch = held[-1], epoch
             return {str(name): columns[name][0] for name in columns.keys() if name != _VERSION}
 
-    def wait(self, timeout_s: float) -> dict[str, Tensor]:
+    def wait(self, timeout_s: float) -> dict[str, Any]:
         """Waits for a version that is newer than `version`, and takes the newest. The trainer may start later.
 
         If the trainer opens the partition again meanwhile, any version of that run is newer.
@@ -179,6 +183,13 @@ class WeightReader:
         """Adds a task of its own name to the partition."""
         self._client.register_partition(self._partition_id, [_VERSION], None, [self._name], if_exists="keep")
         self._joined = True
+
+
+def _one_row(value: Any) -> Any:
+    """A column with the value as its only row."""
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        value = torch.from_numpy(value)
+    return value.detach().unsqueeze(0) if isinstance(value, Tensor) else object_column([value])
 
 
 def _row(version: int) -> str:

@@ -105,8 +105,9 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     both from a `DeviceMesh`, `MegatronDataPlaneMixin` from `megatron.core.parallel_state`.
 
     Attributes:
-        token_aligned_fields: Fields whose dim 1 runs along the row's tokens; written back cut to the row's length. Any
-            other field is written as it is, whatever its shape.
+        token_aligned_fields: Fields whose dim 1 runs along the row's tokens, whatever their shapes: padded when they
+            are read, and written back cut to the row's length. Other fields are written as they are, and padded if
+            `token_columns` finds them.
         ragged_fields: Fields that are never padded: the worker gets them as they were written, jagged if their rows
             differ, even if their rows have as many elements as the sample has tokens (see `read_columns`).
     """
@@ -243,6 +244,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             "pad_value_dict": {ROUTED_EXPERTS_FIELD: -1, **self._pad_value_dict()},
             "pad_to_seqlen": self._forward_pad_seqlen(meta) if dp_aligned else 0,
             "ragged_fields": self.ragged_fields,
+            "known_fields": self.token_aligned_fields,
         }
         try:
             client = self._require_dp_client()

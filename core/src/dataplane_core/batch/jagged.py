@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
+from dataplane_core.batch.padding import token_starts
 from dataplane_core.batch.rows import check_pad_value, objects_of
 from dataplane_core.batch.tokens import as_lengths, is_per_sample
 from dataplane_core.codec import (
@@ -36,6 +38,7 @@ from dataplane_core.codec import (
     to_nested,
 )
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
+from dataplane_core.schema import ATTENTION_MASK_FIELD
 
 __all__ = [
     "materialize",
@@ -91,7 +94,8 @@ def pack_jagged_fields(
 ) -> TensorDict:
     """Makes the token-aligned columns of a batch jagged. The others stay as they are.
 
-    A column that is named in `schema.PER_TOKEN_FIELDS`, but has one value per sample, (N,) or (N, 1), stays too.
+    A column that is named in `schema.PER_TOKEN_FIELDS`, but has one value per sample, (N,) or (N, 1), stays too. Rows
+    are cut where the column ``attention_mask`` (N, S) says; without it, they are taken to be padded on the right.
 
     Args:
         fields: Columns of N rows: tensors, what `codec.inputs.as_column` makes columns of, such as lists and arrays,
@@ -109,7 +113,8 @@ def pack_jagged_fields(
     """
     if lengths is None:
         return to_tensordict({name: fields.get(name) for name in fields.keys()}, None)
-    cut = _Cut("pack_jagged_fields", lengths)
+    counts = as_lengths("pack_jagged_fields", lengths)
+    cut = _Cut("pack_jagged_fields", counts, token_starts(fields, counts.tolist()))
     columns: dict[str, Any] = {}
     for name in fields.keys():
         column = as_column(f"field '{name}'", fields.get(name))
@@ -204,8 +209,14 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
 class _Cut:
     """Cuts columns to given row lengths. Columns share their offsets and slices."""
 
-    def __init__(self, caller: str, lengths: torch.Tensor | Sequence[int]) -> None:
+    def __init__(
+        self,
+        caller: str,
+        lengths: torch.Tensor | Sequence[int],
+        firsts: NDArray[np.int64] | None = None,
+    ) -> None:
         self.caller = caller
+        self.firsts = None if firsts is None or not firsts.any() else torch.from_numpy(firsts)
         self.counts = as_lengths(caller, lengths)
         self.offsets = offsets_of(self.counts)
         self.bounds = bounds_of(self.counts.numpy())
@@ -228,9 +239,15 @@ class _Cut:
                 f"{self.caller}: row {row} has length {int(counts[row])}, but the column is padded to {width}. "
                 f"Expected lengths of 0 to {width}."
             )
+        starts = torch.arange(len(counts)) * width
+        if self.firsts is not None:
+            if int((self.firsts + counts).max()) > width:
+                raise InvalidRequestError(
+                    f"{self.caller}: the column is {width} wide, less than its batch's '{ATTENTION_MASK_FIELD}'."
+                )
+            starts += self.firsts
         plain = host_tensor(padded, f"{self.caller}: the column")
         step = plain.element_size() * math.prod(plain.shape[2:])
-        starts = torch.arange(len(counts)) * width
         if (width, step) not in self._slices:
             self._slices[width, step] = byte_slices(starts, counts, step)
         rows = gather_rows(plain.flatten(0, 1), starts, self.offsets, self._slices[width, step])

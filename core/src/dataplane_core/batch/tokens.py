@@ -23,13 +23,15 @@ def token_columns(
     *,
     token_aligned_fields: Collection[str] | None = None,
     ragged_fields: Collection[str] = MULTIMODAL_FIELDS,
+    known_fields: Collection[str] = PER_TOKEN_FIELDS,
     dim: int = 1,
 ) -> list[str]:
     """The columns with one value per token.
 
-    A token column is a tensor whose name is in `schema.PER_TOKEN_FIELDS`, or whose rows all have exactly as many
-    elements as the sample has tokens. A column of ``ragged_fields`` is never one, and one of shape (N, 1) only if every
-    sample has one token.
+    A token column is a tensor whose name is in `schema.PER_TOKEN_FIELDS`, or whose shape says it: the rows of a jagged
+    column are exactly as long as the sample has tokens; a dense column is at least as wide as the longest sample, or,
+    where a batch has no lengths but padded ``input_ids``, exactly as wide as these. A column of ``ragged_fields`` is
+    never one, and one of shape (N, 1) only if every sample has one token.
 
     Args:
         columns: Columns of N rows, dense or jagged. One that is not a tensor, or lacks the dim, is no token column.
@@ -38,6 +40,7 @@ def token_columns(
         token_aligned_fields: Names of the token columns, instead of the rule above. A column of
             `schema.PER_TOKEN_FIELDS` with one value per sample is left out even so.
         ragged_fields: Names of columns whose rows may have as many elements as tokens by chance.
+        known_fields: Names that the rule takes instead of those in `schema.PER_TOKEN_FIELDS`.
         dim: The dim of the tokens.
 
     Returns:
@@ -51,7 +54,9 @@ def token_columns(
             continue
         rows = row_lengths(column, dim)
         as_long = rows is not None and tokens is not None and torch.equal(rows, tokens)
-        known = named is not None or (rows is not None and (tokens is None or name in PER_TOKEN_FIELDS))
+        if lengths is not None and rows is not None and tokens is not None and not is_jagged(column) and len(tokens):
+            as_long = bool(rows.numel() == tokens.numel() and rows[0] >= tokens.max())
+        known = named is not None or (rows is not None and (tokens is None or name in known_fields))
         if as_long or (known and not is_per_sample(name, column)):
             found.append(name)
     return found

@@ -9,20 +9,21 @@ Shape legend: ``N`` samples, ``S`` padded sequence length.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.jagged import materialize, pack_jagged_fields, to_tensordict
 from dataplane_core.batch.message_log import rebuild_message_logs
+from dataplane_core.batch.padding import check_right_padded, is_constant_outside, is_zero_outside, token_starts
 from dataplane_core.batch.tokens import as_lengths, is_per_sample, row_lengths, token_columns
-from dataplane_core.codec import TensorRows, as_columns, byte_array, host_tensor, is_jagged, num_rows
+from dataplane_core.codec import TensorRows, as_columns, is_jagged, num_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
+    ATTENTION_MASK_FIELD,
     GLOBAL_FORWARD_PAD_SEQLEN,
     INPUT_IDS_FIELD,
     INPUT_LENGTHS_FIELD,
@@ -42,16 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = ["kv_first_write", "pad_columns", "read_columns", "write_columns"]
 
-#: The dtypes whose first bit is a sign, so that it does not tell zero from other values.
-_SIGNED_ZERO: Final = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
-)
-_PARTS: Final = {
-    torch.complex32: torch.float16,
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-}
-
 
 def read_columns(
     client: DataPlaneClient,
@@ -68,7 +59,8 @@ def read_columns(
     """Reads the rows of a meta as the batch that trainers compute on. Blocks until they are read.
 
     Only token columns are padded. Every other column comes back as it was written: jagged if its rows differ in length,
-    such as the patches of a sample's images, else dense.
+    such as the patches of a sample's images, else dense. A dense column that is at least as wide as the longest row
+    counts as a token column; if it is not one, name it in ``ragged_fields``.
 
     Args:
         client: An open client.
@@ -128,6 +120,7 @@ def pad_columns(
     pad_to_seqlen: int | None = None,
     token_aligned_fields: Collection[str] | None = None,
     ragged_fields: Collection[str] = MULTIMODAL_FIELDS,
+    known_fields: Collection[str] = PER_TOKEN_FIELDS,
 ) -> BatchedDataDict:
     """Right-pads the token columns of a batch that was read jagged, in place, as `read_columns` does for ``padded``.
 
@@ -136,6 +129,7 @@ def pad_columns(
     Args:
         batch: The rows of ``meta``.
         meta: The meta that they were read with; it and the other arguments are those of `read_columns`.
+        known_fields: Names of columns that the default treats as token columns whatever their shapes.
 
     Returns:
         ``batch``.
@@ -144,8 +138,16 @@ def pad_columns(
         InvalidRequestError: A pad value does not fit a column's dtype.
     """
     lengths = batch.get(INPUT_LENGTHS_FIELD) if meta.sequence_lengths is None else meta.sequence_lengths
-    tokens = token_columns(batch, lengths, token_aligned_fields=token_aligned_fields, ragged_fields=ragged_fields)
-    known = PER_TOKEN_FIELDS if token_aligned_fields is None else token_aligned_fields
+    if lengths is None:
+        lengths = row_lengths(batch.get(INPUT_IDS_FIELD))
+    tokens = token_columns(
+        batch,
+        lengths,
+        token_aligned_fields=token_aligned_fields,
+        ragged_fields=ragged_fields,
+        known_fields=known_fields,
+    )
+    known = known_fields if token_aligned_fields is None else token_aligned_fields
     width = _target_length(meta, {name: batch[name] for name in tokens}, known, pad_to_seqlen)
     for name in tokens:
         batch[name] = materialize({name: batch[name]}, "padded", pad_value_dict, width)[name]
@@ -195,8 +197,9 @@ def write_columns(
         fields: N rows, of any kind that `put_samples` takes. Tensors may be padded beyond the longest row.
         token_aligned_fields: Names of columns with one element per token on dim 1; these are cut to
             ``meta.sequence_lengths`` and written as jagged. No other column is cut. Names that ``fields`` lacks are
-            ignored. Default: if the meta has lengths, what `kv_first_write` cuts by default. A column that is named in
-            `schema.PER_TOKEN_FIELDS`, but is of shape (N,) or (N, 1), is never cut.
+            ignored. Default: if the meta has lengths, what `kv_first_write` cuts by default; what is cut off must be
+            padding. A column that is named in `schema.PER_TOKEN_FIELDS`, but is of shape (N,) or (N, 1), is never cut.
+            Rows from `read_columns` are padded on the right. For others, write their ``attention_mask`` with them.
 
     Returns:
         A copy of the meta whose fields also name the written ones. Without ``fields``, nothing is written.
@@ -214,8 +217,8 @@ def write_columns(
     _check_rows(where, columns, meta.size)
     lengths = meta.sequence_lengths
     if token_aligned_fields is None:
-        cut = [] if lengths is None else _padded_columns(columns, lengths)
-        aligned = [name for name in cut if columns[name].shape[1] >= max(lengths or [0])]
+        aligned = [] if lengths is None else _cut_columns(where, columns, lengths, None)
+        aligned = [name for name in aligned if columns[name].shape[1] >= max(lengths or [0])]
     else:
         aligned = [name for name in columns if name in token_aligned_fields and not is_per_sample(name, columns[name])]
     if aligned and lengths is None:
@@ -223,6 +226,8 @@ def write_columns(
             f"{where} refused: {', '.join(aligned)} is declared token-aligned, but the meta has no sequence_lengths to "
             "cut it by."
         )
+    if lengths is not None and token_aligned_fields is not None:
+        aligned = _cut_columns(where, columns, lengths, aligned)
     packed = _packed(where, columns, meta.size, lengths, aligned)
     client.put_samples(meta.sample_ids, meta.partition_id, fields=packed)
     return meta.with_fields(columns)
@@ -246,10 +251,14 @@ def kv_first_write(
     These columns are cut to ``input_lengths`` and written as jagged:
 
     - With ``token_aligned_fields``: exactly those.
-    - Without: dense columns as wide as ``input_ids`` (`token_columns`) that are named in `schema.PER_TOKEN_FIELDS`, or
-      hold only zeros beyond the row lengths. So only known padding is cut: not an unknown column of another width, nor
+    - Without: dense columns that are named in `schema.PER_TOKEN_FIELDS`, or are as wide as ``input_ids`` and hold only
+      zeros beyond the row lengths. So only known padding is cut: not an unknown column of another width, nor
       an embedding that happens to be as wide, nor a column that is narrower than the longest row, such as
       ``advantages`` of shape (N, 1).
+
+    Rows are cut where the column ``attention_mask`` (N, S) says, whatever side the padding is on; reads pad them on the
+    right. Without that column, rows must be padded on the right, and the batch is refused if ``input_ids``, or without
+    these any named column, may hold tokens beyond the row lengths.
 
     Args:
         batch: N rows, of any kind that `put_samples` takes. ``input_lengths`` (N,) gives the tokens per row; without it
@@ -271,8 +280,8 @@ def kv_first_write(
         The meta of the rows, with fields, ``sequence_lengths`` and tags.
 
     Raises:
-        InvalidRequestError: A required column is missing, the number of ids differs from the batch size, or other sizes
-            do not fit.
+        InvalidRequestError: A required column is missing, the number of ids differs from the batch size, other sizes do
+            not fit, or tokens might be cut off.
         InvalidTypeError: A column is neither a tensor nor one object per row.
     """
     ids = list(sample_ids)
@@ -303,7 +312,7 @@ def kv_first_write(
         for row, length in zip(rows, lengths, strict=True):
             row.setdefault(INPUT_LENGTHS_TAG, length)
     if token_aligned_fields is None:
-        aligned = [] if lengths is None else _padded_columns(batch, lengths)
+        aligned = [] if not lengths else _cut_columns(where, batch, lengths, None)
     else:
         aligned = [name for name in token_aligned_fields if name in batch]
         if aligned and lengths is None:
@@ -311,6 +320,8 @@ def kv_first_write(
                 f"{where} refused: token_aligned_fields were given, but the batch has no '{INPUT_LENGTHS_FIELD}' to "
                 "cut them by."
             )
+        if lengths:
+            aligned = _cut_columns(where, batch, lengths, aligned)
     packed = _packed(where, batch, len(ids), lengths, aligned if ids else ())
     if ids:
         dp_client.put_samples(ids, partition_id, fields=packed, tags=rows)
@@ -335,33 +346,61 @@ def _check_rows(where: str, columns: Mapping[str, Any], num_ids: int) -> None:
             )
 
 
-def _padded_columns(batch: Mapping[str, Any], lengths: Sequence[int]) -> list[str]:
-    """The columns that `kv_first_write` and `write_columns` cut by default."""
+def _cut_columns(
+    where: str, batch: Mapping[str, Any], lengths: Sequence[int], token_aligned_fields: Collection[str] | None
+) -> list[str]:
+    """The columns that `kv_first_write` and `write_columns` cut. Checks that no token is cut off.
+
+    Where the batch has its ``input_ids``, they show for all columns how it is padded.
+    """
     dense = {
-        name: column for name, column in batch.items() if isinstance(column, torch.Tensor) and not column.is_nested
+        name: column
+        for name, column in batch.items()
+        if isinstance(column, torch.Tensor) and not column.is_nested and column.dim() >= 2
     }
-    tokens = row_lengths(dense.get(INPUT_IDS_FIELD))
-    longest = max(lengths, default=0)
-    return [
-        name
-        for name in token_columns(dense, lengths if tokens is None else tokens)
-        if (name == INPUT_IDS_FIELD or dense[name].shape[1] >= longest)
-        and (name in PER_TOKEN_FIELDS or _is_zero_beyond(dense[name], lengths))
-    ]
+    ids = dense.get(INPUT_IDS_FIELD)
+    try:
+        starts = token_starts(dense, lengths)
+        if token_aligned_fields is None:
+            longest = max(lengths, default=0)
+            found = token_columns(dense if ids is None else {**batch, **dense}, None if ids is not None else lengths)
+            found = [name for name in found if name in dense]
+            found = [name for name in found if name == INPUT_IDS_FIELD or dense[name].shape[1] >= longest]
+            known = [name for name in found if name in PER_TOKEN_FIELDS]
+            others = [name for name in found if name not in known and ids is not None]
+            cut = [*known, *(name for name in others if _may_be_cut(name, dense[name], starts, lengths))]
+        else:
+            cut = [name for name in token_aligned_fields if name in batch]
+            known = []
+        if starts is None and INPUT_IDS_FIELD in cut and ids is not None:
+            known = [INPUT_IDS_FIELD]
+        for name in known if starts is None else ():
+            check_right_padded(name, dense[name], lengths)
+    except InvalidRequestError as error:
+        error.message = f"{where} refused: {error.message}"
+        raise
+    if starts is not None and starts.any() and ATTENTION_MASK_FIELD not in cut:
+        cut.append(ATTENTION_MASK_FIELD)  # what is read back is padded on the right, so the mask must be too
+    return cut
 
 
-def _is_zero_beyond(column: torch.Tensor, lengths: Sequence[int]) -> bool:
-    """Whether all elements (N, S) beyond the row lengths are zero, or -0.0, which products with a mask give."""
-    plain = host_tensor(column, "the column")
-    if plain.numel() == 0:
+def _may_be_cut(name: str, column: torch.Tensor, starts: Any, lengths: Sequence[int]) -> bool:
+    """Whether nothing is lost if an unknown column, as wide as ``input_ids``, is cut.
+
+    Raises:
+        InvalidRequestError: The batch is padded on the left, so the column fits its tokens neither cut nor whole.
+    """
+    if is_zero_outside(column, starts, lengths):
         return True
-    if plain.is_complex():
-        plain = plain.unsqueeze(-1).view(_PARTS[plain.dtype])
-    signed = plain.dtype in _SIGNED_ZERO
-    size = plain.element_size()
-    beyond = np.arange(plain.shape[1]) >= np.asarray(lengths)[:, None]
-    cells = byte_array(plain).view(f"u{size}").reshape(*plain.shape[:2], -1)[beyond]
-    return not (cells & ((1 << (8 * size - 1)) - 1) if signed else cells).any()
+    if starts is None or not starts.any():
+        return False
+    if is_constant_outside(column, starts, lengths):
+        return True
+    raise InvalidRequestError(
+        f"field '{name}' is as wide as '{INPUT_IDS_FIELD}', which are padded on the left, and differs where "
+        f"'{ATTENTION_MASK_FIELD}' is 0. So it is not known whether it has one element per token.",
+        hint="Name the columns with one element per token in token_aligned_fields.",
+    )
 
 
 def _packed(

@@ -100,6 +100,14 @@ class NamedSharding:
         """
         return int(self._ranks.shape[self._axis(name)])
 
+    def get_axis_index(self, name: str) -> int:
+        """The place of an axis in the layout's order.
+
+        Raises:
+            InvalidRequestError: There is no such axis.
+        """
+        return self._axis(name)
+
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
         """The coordinates of a rank: axis -> coordinate.
 
@@ -124,12 +132,14 @@ class NamedSharding:
         return NamedSharding(part, rest) if rest else int(part)
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """The ranks at some coordinates, in the layout's order. All ranks if none are given.
+        """The ranks at some coordinates, ascending. All ranks if no coordinates are given; none at one out of range.
 
         Raises:
-            InvalidRequestError: No such axis, or a coordinate out of range.
+            InvalidRequestError: There is no such axis.
         """
-        ranks: list[int] = np.ravel(self._ranks[self._index(coords)]).tolist()
+        if any(not 0 <= coord < self.get_axis_size(name) for name, coord in coords.items()):
+            return []
+        ranks: list[int] = np.sort(self._ranks[self._index(coords)], axis=None).tolist()
         return ranks
 
     @staticmethod

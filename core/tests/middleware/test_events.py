@@ -53,9 +53,9 @@ def test_numbers_of_numpy_and_torch_go_into_a_step_and_those_that_are_not_finite
 
 def test_operations_of_no_sample_leave_a_line_only_if_they_fail(file, tmp_path):
     file(event(op="claim", n_keys=0))
-    file(event(op="claim", n_keys=0, task="t", status="ClaimTimeoutError"))
+    file(event(op="claim", n_keys=0, task="t", status="timeout", error="ClaimTimeoutError"))
     (line,) = lines(tmp_path / "events.jsonl")
-    assert (line["task"], line["status"]) == ("t", "ClaimTimeoutError")
+    assert (line["task"], line["status"], line["error"]) == ("t", "timeout", "ClaimTimeoutError")
 
 
 def test_what_drops_a_whole_partition_says_so(tmp_path):

@@ -50,7 +50,7 @@ def test_every_operation_is_one_event_with_its_keys_and_bytes(client, events):
 def test_a_failure_is_an_event_with_the_errors_name_and_still_raises(client, events, metrics):
     with pytest.raises(KeyError):
         client.get_samples(["zz"], "p", ["x"])
-    assert (events[-1].op, events[-1].status) == ("get_samples", "MissingDataError")
+    assert (events[-1].op, events[-1].status, events[-1].error) == ("get_samples", "error", "MissingDataError")
     assert metrics.snapshot()["operations"]["get_samples"]["errors"] == 1
 
 

@@ -54,8 +54,8 @@ def test_a_scrape_says_what_the_clients_of_the_process_did():
         found = scrape(address)
         put = '{backend="noop",operation="put_samples"'
         get = '{backend="noop",operation="get_samples"'
-        assert found[f'dataplane_operations_total{put},status="ok"}}'] == 2
-        assert found[f'dataplane_operations_total{get},status="MissingDataError"}}'] == 1
+        assert found[f'dataplane_operations_total{put},status="ok",error=""}}'] == 2
+        assert found[f'dataplane_operations_total{get},status="error",error="MissingDataError"}}'] == 1
         assert found[f"dataplane_samples_total{put}}}"] == 4
         assert found[f"dataplane_bytes_total{put}}}"] == 64
         assert found[f"dataplane_bytes_total{get}}}"] == 16
@@ -80,7 +80,7 @@ def test_a_claim_that_waits_is_one_operation():
         waiting.join()
         found = scrape(address)
         assert found["dataplane_waiting_claims"] == 0
-        assert found['dataplane_operations_total{backend="noop",operation="claim",status="ok"}'] == 1
+        assert found['dataplane_operations_total{backend="noop",operation="claim",status="ok",error=""}'] == 1
 
 
 def test_claims_that_never_ended_are_forgotten(monkeypatch):
@@ -98,10 +98,12 @@ def test_claims_that_end_without_samples_are_counted_and_wait_no_longer():
         client.register_partition("p", ["x"], None, ["t"])
         address = client.middleware[0].metrics_address
 
-        def num_claims(status="ok"):
+        def num_claims(status="ok", error=""):
             found = scrape(address)
             assert found["dataplane_waiting_claims"] == 0
-            return found[f'dataplane_operations_total{{backend="noop",operation="claim",status="{status}"}}']
+            return found[
+                f'dataplane_operations_total{{backend="noop",operation="claim",status="{status}",error="{error}"}}'
+            ]
 
         client.claim_meta("p", "t", ["x"], 1, blocking=False)
         assert num_claims() == 1

@@ -209,7 +209,7 @@ def _take(values: dict[str, Any], run: _Run) -> int:
             rows=int(values["rows"]),
             n_bytes=int(values["bytes"]),
             seconds=float(values["seconds"]),
-            status=str(values.get("status", "ok")),
+            status=str(values.get("error") or values.get("status", "ok")),
             partition=str(values["partition"]),
             ids=tuple(values.get("ids", ())),
             drops_all=bool(values.get("drops_all")),

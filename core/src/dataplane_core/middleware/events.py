@@ -30,7 +30,8 @@ class OperationEvent:
         n_keys: Samples named by the request, or handed out, listed or dropped by the reply.
         n_bytes: Payload bytes written or read.
         wall_ms: Milliseconds inside the hook, inner middleware included.
-        status: ``ok``, or the name of the error's class.
+        status: ``ok``, ``timeout`` or ``error``.
+        error: The name of the error's class, or "".
         task: The consumer task of a claim, an ack and the like, or "".
         fields: The fields of a put or a get.
         sample_ids: Those samples. Empty where a whole partition is cleared.
@@ -44,6 +45,7 @@ class OperationEvent:
     n_bytes: int
     wall_ms: float
     status: str
+    error: str = ""
     task: str = ""
     fields: Sequence[str] = ()
     sample_ids: Sequence[str] = field(default=(), repr=False)
@@ -67,7 +69,7 @@ class EventFile:
 
     Processes of one host can share a file, because a line is written at once. A line has ``at`` (the end, in seconds
     since 1970), ``op``, ``partition``, ``rows``, ``bytes`` and ``seconds``; where they apply ``task``, ``fields``,
-    ``status`` of a failure, ``drops_all``, and ``ids``: the samples that are followed, one in 16.
+    ``status`` and ``error`` of a failure, ``drops_all``, and ``ids``: the samples that are followed, one in 16.
 
     Other operations that name and hand out no samples leave no line unless they fail: a claim that waits asks often.
 
@@ -91,6 +93,7 @@ class EventFile:
             "task": event.task,
             "fields": [name for name in event.fields if not name.startswith("~")],
             "status": event.status if failed else "",
+            "error": event.error,
             "drops_all": event.drops_all,
             "ids": ids,
         }

@@ -167,7 +167,7 @@ class Metrics(OperationMiddleware):
     def around(self, operation: str, request: Any, n_bytes: int = 0) -> Generator[None, Any, Any]:
         """Counts an operation. A waiting claim makes one event each time it asks."""
         start = time.perf_counter()
-        status = "ok"
+        status, failure = "ok", ""
         waits, drops_all = False, getattr(request, "if_exists", "") == "replace"
         sample_ids: Sequence[str] = getattr(request, "sample_ids", None) or ()
         n_keys = len(sample_ids)
@@ -184,7 +184,7 @@ class Metrics(OperationMiddleware):
                 n_bytes = sum(row_nbytes(reply.columns, n_keys))
             return reply
         except BaseException as error:
-            status = type(error).__name__
+            status, failure = "timeout" if isinstance(error, TimeoutError) else "error", type(error).__name__
             raise
         finally:
             event = OperationEvent(
@@ -194,6 +194,7 @@ class Metrics(OperationMiddleware):
                 n_bytes=n_bytes,
                 wall_ms=(time.perf_counter() - start) * 1e3,
                 status=status,
+                error=failure,
                 task=getattr(request, "task_name", ""),
                 fields=tuple(fields),
                 sample_ids=sample_ids,

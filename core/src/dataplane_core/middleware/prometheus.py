@@ -56,8 +56,8 @@ class Prometheus(Metrics):
 
     All clients of a process share one endpoint and one set of metrics: the options of the first of them count.
 
-    - ``dataplane_operations_total``: operations that ended; ``status`` is ``ok`` or the error's class. The questions of
-      a claim that waits count as one operation, which is ended by its answer.
+    - ``dataplane_operations_total``: operations that ended; ``status`` is ``ok``, ``timeout`` or ``error``, and ``error``
+      the error's class. The questions of a claim that waits count as one operation, which is ended by its answer.
     - ``dataplane_operation_seconds``: a histogram of the time in the hook.
     - ``dataplane_samples_total``, ``dataplane_bytes_total``: samples named or handed out, payload bytes moved.
     - ``dataplane_operations_in_flight``: operations under way, without claims that wait.
@@ -123,7 +123,7 @@ class Prometheus(Metrics):
         if endpoint is None or event.waits:
             return
         labels = (self._backend, event.op)
-        endpoint.operations.labels(*labels, event.status).inc()
+        endpoint.operations.labels(*labels, event.status, event.error).inc()
         endpoint.seconds.labels(*labels).observe(event.wall_ms / 1e3)
         endpoint.samples.labels(*labels).inc(event.n_keys)
         endpoint.bytes.labels(*labels).inc(event.n_bytes)
@@ -155,7 +155,7 @@ class _Endpoint:
         self.clients: list[Prometheus] = []
         registry = CollectorRegistry()
         self.operations = Counter(
-            "dataplane_operations", "Operations that ended.", (*_LABELS, "status"), registry=registry
+            "dataplane_operations", "Operations that ended.", (*_LABELS, "status", "error"), registry=registry
         )
         self.seconds = Histogram(
             "dataplane_operation_seconds", "Time in the hook.", _LABELS, buckets=_BUCKETS_S, registry=registry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from dataplane_integrations.rollout import mint_sample_ids
 __all__ = ["BufferState"]
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 
 class BufferState(DataPlaneClientMixin):
@@ -52,6 +54,7 @@ class BufferState(DataPlaneClientMixin):
         self._policy = policy
         self._num_prompts = num_prompts
         self._requeue_evicted = requeue_evicted
+        self._told_version: int | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # all below: guarded by _lock
@@ -251,10 +254,26 @@ class BufferState(DataPlaneClientMixin):
                     f"{type(self._policy).__name__}.evict named group '{name}', which is "
                     f"{'not held' if group is None else 'being made or in training'}. Expected ready groups."
                 )
+        views = [self._groups[name].view for name in names]
         if self._requeue_evicted:
             self._generate_again(self._groups[name].reservation for name in names)
         self._drop(names)
         self._counts.evicted += len(names)
+        if names and self._told_version != self._weight_version:  # later ones of a step are only counted
+            self._told_version = self._weight_version
+            versions = sorted({each.weight_version for each in views})
+            _log.warning(
+                "%d groups of '%s' are dropped without training at weight version %d: %s no longer takes them (they "
+                "were made at %s). %s",
+                len(names),
+                self.partition_id,
+                self._weight_version,
+                type(self._policy).__name__,
+                ", ".join(map(str, versions)),
+                "Their prompts are generated again."
+                if self._requeue_evicted
+                else "Consume as many groups per version as the policy admits, or set requeue_evicted.",
+            )
         return names
 
     def _checked(self, names: Sequence[str], wanted: int) -> list[str]:

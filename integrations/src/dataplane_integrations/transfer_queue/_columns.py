@@ -42,7 +42,7 @@ def columns_to_put(fields: TensorDictBase | Mapping[str, Any], num_rows: int) ->
 
 def _column_to_put(name: str, column: Any, num_rows: int) -> Any:
     if isinstance(column, torch.Tensor):
-        if name in _TOKENS_LAST and column.dim() == 3:
+        if name in _TOKENS_LAST and column.dim() == 3 and len(column):
             return torch.nested.as_nested_tensor([row.t() for row in column.unbind()], layout=torch.jagged)
         return column
     data = column.data if isinstance(column, NonTensorData) else column

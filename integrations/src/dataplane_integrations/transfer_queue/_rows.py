@@ -67,8 +67,11 @@ def put_rows(
     """
     try:
         client.put_samples(sample_ids, partition_id, columns, tags)
-    except SchemaMismatchError:
-        specs = client.describe(partition_id).specs
+    except SchemaMismatchError as refusal:
+        try:
+            specs = client.describe(partition_id).specs
+        except UnknownPartitionError:  # the first put, which was to make the partition
+            raise refusal from None
         converted = {name: _converted(column, specs.get(name)) for name, column in (columns or {}).items()}
         client.put_samples(sample_ids, partition_id, converted, tags)
 

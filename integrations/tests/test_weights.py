@@ -191,3 +191,15 @@ def test_a_reader_in_another_process():
                 pass
         child.join(120.0)
         assert child.exitcode == 0
+
+
+def test_values_that_are_no_tensors_are_carried():
+    with connect({"backend": "noop"}) as client:
+        open_weights(client)
+        weights = {"w": torch.ones(2), "layer._extra_state": None, "table": np.ones((2, 3)), "config": {"a": [1]}}
+        publish_weights(client, 0, weights)
+        found = WeightReader(client, "r").newest()
+        assert (found["layer._extra_state"], found["config"]) == (None, {"a": [1]})
+        assert found["table"].tolist() == [[1.0] * 3] * 2
+        with pytest.raises(SchemaMismatchError, match="the weights lack 'config', 'table'. Expected"):
+            publish_weights(client, 1, {"w": torch.ones(2), "layer._extra_state": None})

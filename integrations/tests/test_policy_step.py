@@ -450,6 +450,8 @@ def test_partitions_are_opened_afresh_and_emptied(
     assert client.list_samples("train").sample_ids == ["a_g1"]
     policy.discard_samples(None, "validation")
     policy.prepare_step()
+    assert client.list_samples("train").sample_ids == ["a_g1"]
+    policy.prepare_step(keep_rows=False)
     assert client.list_samples("train").size == 0
     client.put_samples(["b_g0"], "train", {"x": torch.arange(1)})
     policy.finish_step()

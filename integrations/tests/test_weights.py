@@ -3,6 +3,7 @@
 import multiprocessing
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -201,5 +202,5 @@ def test_values_that_are_no_tensors_are_carried():
         found = WeightReader(client, "r").newest()
         assert (found["layer._extra_state"], found["config"]) == (None, {"a": [1]})
         assert found["table"].tolist() == [[1.0] * 3] * 2
-        with pytest.raises(SchemaMismatchError, match="the weights lack 'config', 'table'. Expected"):
+        with pytest.raises(SchemaMismatchError, match=r"the weights lack 'config', 'table'\. Expected"):
             publish_weights(client, 1, {"w": torch.ones(2), "layer._extra_state": None})

@@ -101,7 +101,14 @@ def test_questions_about_what_is_not_there_are_refused(grid):
         lambda: grid.get_worker_coords(16),
         lambda: grid.get_ranks(expert=0),
         lambda: grid.get_ranks(data_parallel=2),
-        lambda: grid.get_ranks_by_coord(data_parallel=-1),
+        lambda: grid.get_axis_index("expert"),
     ):
         with pytest.raises(InvalidRequestError, match=r"refused: .*Expected"):
             ask()
+
+
+def test_ranks_at_a_coordinate_are_ascending_and_none_are_out_of_range():
+    grid = NamedSharding([[3, 1], [2, 0]], ["data_parallel", "tensor_parallel"])
+    assert grid.get_axis_index("tensor_parallel") == 1
+    assert grid.get_ranks_by_coord(data_parallel=0) == [1, 3]
+    assert grid.get_ranks_by_coord(data_parallel=2) == grid.get_ranks_by_coord(data_parallel=-1) == []

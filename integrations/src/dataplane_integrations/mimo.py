@@ -191,8 +191,8 @@ def slice_batch_for_megatron_mimo(
       dim 1.
     - Lists are cut in the same way if their length can be divided. Other lists are not changed.
     - Nested dicts are cut in the same way. A dict with ``hidden_states`` (T, ...), the patches of all images end to
-      end, and ``grid_thw`` (n, 3) is cut by whole images. All its other values are not changed. With a ``grid_thw`` of
-      another shape it is a dict like any other.
+      end, and ``grid_thw`` (n, 3), or (n, ...) with the same product, is cut by whole images. All its other values are
+      not changed.
     - Other values (arrays, scalars, strings, None, tensors without dims) are not changed.
 
     Args:
@@ -265,7 +265,7 @@ def _slice_dict(batch: Mapping[str, Any], share: _Share, path: str) -> dict[str,
     if share.size == 1:
         return dict(batch)
     patches, grids = batch.get(_PATCHES), batch.get(_GRIDS)
-    if isinstance(patches, Tensor) and isinstance(grids, Tensor) and grids.dim() == 2 and grids.shape[1] == 3:
+    if isinstance(patches, Tensor) and isinstance(grids, Tensor) and grids.dim() == 2:
         return _slice_images(batch, share, path)
     return {key: _slice_value(path + key, key, value, share) for key, value in batch.items()}
 

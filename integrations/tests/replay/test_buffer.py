@@ -500,7 +500,7 @@ def test_a_step_takes_between_the_fewest_and_the_most_groups(
 
 
 def test_groups_are_trained_on_in_the_step_that_they_were_started_for(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
     buffer = make_buffer(TargetStepPolicy(max_staleness=1, groups_per_version=2), num_prompts=9)
     reserved = buffer.reserve(4, timeout_s=0)
@@ -525,6 +525,8 @@ def test_groups_are_trained_on_in_the_step_that_they_were_started_for(
     assert [each.target_step for each in other.reserve(2, timeout_s=0)] == [2, 2]
     assert buffer.set_weight_version(2) == ["v0_p2", "v0_p3"]
     assert held() == []
+    (told,) = caplog.messages
+    assert told.startswith("2 groups of 'replay' are dropped without training at weight version 2: TargetStepPolicy")
 
 
 @pytest.mark.parametrize("requeue", [False, True])

@@ -10,6 +10,10 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from dataplane_core.errors import SchemaMismatchError
+from dataplane_integrations.transfer_queue._columns import columns_to_put
+from dataplane_integrations.transfer_queue._rows import put_rows
+
 KEYS = ["a", "b", "c"]
 
 
@@ -193,3 +197,9 @@ def test_many_coroutines_share_the_threads(tq: ModuleType) -> None:
         assert await tq.async_kv_list("p") == {"p": {}}
 
     asyncio.run(run())
+
+
+def test_a_first_put_that_is_refused_says_why(tq):
+    with pytest.raises(SchemaMismatchError, match="do not fit one column"):
+        put_rows(tq.get_client().store, "new", ["a", "b"], {"x": [torch.ones(2), torch.ones(3, 2)]}, None)
+    assert columns_to_put({"position_ids": torch.zeros(0, 4, 7)}, 0)["position_ids"].shape == (0, 4, 7)

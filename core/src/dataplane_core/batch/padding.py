@@ -92,7 +92,7 @@ def _row_without_one_pad_id(ids: torch.Tensor, counts: NDArray[np.int64], short:
     for row in short.tolist():  # bytes are compared faster than elements
         end = memory[(row * width + int(counts[row])) * size : (row + 1) * width * size].tobytes()
         if not padding.startswith(end):
-            return row
+            return int(row)
     begins = ids[torch.from_numpy(short), 0]
     for row in short[(begins == ids[first, -1]).cpu().numpy()].tolist():
         if (ids[row, : counts[row]] != ids[row, width - counts[row] :]).any():  # else both sides give the same

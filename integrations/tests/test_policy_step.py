@@ -449,7 +449,7 @@ def test_partitions_are_opened_afresh_and_emptied(
     policy.discard_samples(["a_g0"])
     assert client.list_samples("train").sample_ids == ["a_g1"]
     policy.discard_samples(None, "validation")
-    policy.prepare_step()
+    policy.prepare_step(num_samples=4, group_size=2)
     assert client.list_samples("train").sample_ids == ["a_g1"]
     policy.prepare_step(keep_rows=False)
     assert client.list_samples("train").size == 0

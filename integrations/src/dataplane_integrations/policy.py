@@ -170,6 +170,8 @@ class DataPlanePolicy:
     ) -> str:
         """Registers the step's partition. Rows that it holds stay, with its ``num_samples``; an empty one begins anew.
 
+        Where rows stay, ``group_size`` must be that of the earlier call.
+
         Args:
             num_samples: Number of rows that will be written, if claims need to know the end.
             group_size: Claims hand out whole groups of this many rows.

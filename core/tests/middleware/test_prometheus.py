@@ -54,8 +54,9 @@ def test_a_scrape_says_what_the_clients_of_the_process_did():
         found = scrape(address)
         put = '{backend="noop",operation="put_samples"'
         get = '{backend="noop",operation="get_samples"'
-        assert found[f'dataplane_operations_total{put},status="ok",error=""}}'] == 2
-        assert found[f'dataplane_operations_total{get},status="error",error="MissingDataError"}}'] == 1
+        assert found['dataplane_operations_total{backend="noop",error="",operation="put_samples",status="ok"}'] == 2
+        failed = '{backend="noop",error="MissingDataError",operation="get_samples",status="error"}'
+        assert found[f"dataplane_operations_total{failed}"] == 1
         assert found[f"dataplane_samples_total{put}}}"] == 4
         assert found[f"dataplane_bytes_total{put}}}"] == 64
         assert found[f"dataplane_bytes_total{get}}}"] == 16
@@ -80,7 +81,7 @@ def test_a_claim_that_waits_is_one_operation():
         waiting.join()
         found = scrape(address)
         assert found["dataplane_waiting_claims"] == 0
-        assert found['dataplane_operations_total{backend="noop",operation="claim",status="ok",error=""}'] == 1
+        assert found['dataplane_operations_total{backend="noop",error="",operation="claim",status="ok"}'] == 1
 
 
 def test_claims_that_never_ended_are_forgotten(monkeypatch):
@@ -102,7 +103,7 @@ def test_claims_that_end_without_samples_are_counted_and_wait_no_longer():
             found = scrape(address)
             assert found["dataplane_waiting_claims"] == 0
             return found[
-                f'dataplane_operations_total{{backend="noop",operation="claim",status="{status}",error="{error}"}}'
+                f'dataplane_operations_total{{backend="noop",error="{error}",operation="claim",status="{status}"}}'
             ]
 
         client.claim_meta("p", "t", ["x"], 1, blocking=False)
@@ -116,7 +117,7 @@ def test_claims_that_end_without_samples_are_counted_and_wait_no_longer():
             time.sleep(0.01)
         client.clear_samples(None, "p")
         waiting.join()
-        assert num_claims("UnknownPartitionError") == 1
+        assert num_claims("error", "UnknownPartitionError") == 1
         client.register_partition("p", ["x"], 1, ["t"])
         client.put_samples(["a"], "p", {"y": torch.zeros(1)})
         client.clear_samples(["a"], "p")

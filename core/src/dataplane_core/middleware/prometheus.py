@@ -56,8 +56,8 @@ class Prometheus(Metrics):
 
     All clients of a process share one endpoint and one set of metrics: the options of the first of them count.
 
-    - ``dataplane_operations_total``: operations that ended; ``status`` is ``ok``, ``timeout`` or ``error``, ``error`` the
-      class of the error. The questions of a claim that waits count as one operation, which is ended by its answer.
+    - ``dataplane_operations_total``: operations that ended; ``status`` is ``ok``, ``timeout`` or ``error``, and
+      ``error`` its class. The questions of a claim that waits count as one operation, which is ended by its answer.
     - ``dataplane_operation_seconds``: a histogram of the time in the hook.
     - ``dataplane_samples_total``, ``dataplane_bytes_total``: samples named or handed out, payload bytes moved.
     - ``dataplane_operations_in_flight``: operations under way, without claims that wait.

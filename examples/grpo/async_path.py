@@ -117,7 +117,7 @@ class AsyncPath(DataPlanePath):
         with reporting():
             policy = self._require()
             group_size = self._config.grpo.answers_per_prompt
-            policy.prepare_step(partition_id=_PARTITION, group_size=group_size)
+            policy.prepare_step(partition_id=_PARTITION, group_size=group_size, keep_rows=False)
             self._buffer = ReplayBuffer(
                 policy.client,
                 _PARTITION,

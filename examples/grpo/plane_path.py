@@ -143,7 +143,7 @@ class DataPlanePath(DataPath):
 
     def _open_step(self, num_samples: int | None) -> None:
         group_size = self._config.grpo.answers_per_prompt
-        self._require().prepare_step(num_samples, group_size, partition_id=_PARTITION)
+        self._require().prepare_step(num_samples, group_size, partition_id=_PARTITION, keep_rows=False)
 
     def _generate(self, step: int, generation: int, prompts: Sequence[str]) -> tuple[KVBatchMeta, RolloutCarry]:
         arguments = (step, list(prompts), self._config.grpo.answers_per_prompt, generation)

@@ -18,7 +18,7 @@ from dataplane_core.errors import (
     LostSamplesError,
     MissingDataError,
 )
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
+from dataplane_core.schema import DP_TRAIN_FIELDS, GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.batching import Batching, DynamicBatching
 from dataplane_integrations.errors import WorkerFailedError
@@ -449,7 +449,9 @@ def test_partitions_are_opened_afresh_and_emptied(
     policy.discard_samples(["a_g0"])
     assert client.list_samples("train").sample_ids == ["a_g1"]
     policy.discard_samples(None, "validation")
-    policy.prepare_step()
+    policy.prepare_step(num_samples=4, group_size=2)
+    assert client.list_samples("train").sample_ids == ["a_g1"]
+    policy.prepare_step(keep_rows=False)
     assert client.list_samples("train").size == 0
     client.put_samples(["b_g0"], "train", {"x": torch.arange(1)})
     policy.finish_step()
@@ -607,3 +609,13 @@ def test_a_worker_that_cannot_train_in_portions_says_so(
     policy = DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), client)
     with pytest.raises(WorkerFailedError, match="it lacks train_microbatch"):
         policy.begin_train_step(1.0)
+
+
+def test_columns_of_images_are_read_and_what_is_left_out_is_said_once(
+    policy: DataPlanePolicy, caplog: pytest.LogCaptureFixture
+) -> None:
+    meta = KVBatchMeta("train", None, ["a"], fields=["input_ids", "pixel_values", "routed_experts", "text"])
+    for _ in range(2):
+        assert policy._fields(meta, "train") == [*DP_TRAIN_FIELDS, "pixel_values"]
+    (told,) = caplog.messages
+    assert told.startswith("the rows of 'train' have 'routed_experts', which the workers do not read")

@@ -73,17 +73,28 @@ def test_columns_written_later_are_cut_by_the_mask_beside_them(client):
 
 
 def test_without_a_mask_tokens_are_not_cut_off(client):
-    with pytest.raises(
-        InvalidRequestError, match=r"row 0 of field 'input_ids' has 2 tokens, but several values follow"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"row 0 of field 'input_ids' has 2 tokens by its length"):
         put(client, LEFT)
     meta = put(client, {**LEFT, "attention_mask": MASK})
-    with pytest.raises(InvalidRequestError, match=r"row 0 of field 'prev_logprobs' .* put their 'attention_mask' into"):
+    with pytest.raises(InvalidRequestError, match=r"row 0 of field 'prev_logprobs' .* Put the column 'attention_mask'"):
         write_columns(client, meta, {"prev_logprobs": LEFT["input_ids"] / -10})
-    with pytest.raises(InvalidRequestError, match="begins with zeros and does not end with them"):
-        put(client, {"input_ids": tensor([[0, 0, 7, 7]]), "input_lengths": tensor([2])})
-    with pytest.raises(InvalidRequestError, match="begins with zeros"):
-        put(client, {"input_ids": tensor([[0, 7, 8, 9], [4, 5, 6, 6]]), "input_lengths": tensor([3, 4])})
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "row"),
+    [
+        ([[0, 0, 7, 7]], [2], 0),
+        ([[1, 2, 3], [0, 7, 8]], [3, 2], 1),
+        ([[9, 7, 9], [1, 2, 3]], [2, 3], 0),
+        ([[9, 7, 5], [9, 8, 6], [1, 2, 3]], [2, 2, 3], 1),
+    ],
+    ids=["equal tokens", "one zero", "begins with the padding", "ends differ"],
+)
+def test_ids_whose_end_may_be_a_token_are_refused(client, ids, lengths, row):
+    batch = {"input_ids": tensor(ids), "input_lengths": tensor(lengths)}
+    with pytest.raises(InvalidRequestError, match=f"row {row} of field 'input_ids'"):
+        kv_first_write(batch, sample_ids=["a", "b", "c"][: len(ids)], dp_client=client, partition_id="train")
+    assert client.list_samples("train").size == 0
 
 
 @pytest.mark.parametrize("row", [0, 3])
@@ -108,11 +119,11 @@ def test_every_place_beyond_the_tokens_is_looked_at(client, row, place):
 
 
 def test_right_padded_rows_may_have_any_padding(client):
-    ids = tensor([[7, 0, 9, 9, 9], [0, 2, 3, 0, 0]])
-    advantages = tensor([[0.0, 1.0, 1.0, 1.0, 1.0], [0.0, -2.0, -2.0, -0.0, 0.0]])
-    put(client, {"input_ids": ids, "input_lengths": tensor([2, 3]), "advantages": advantages})
-    assert rows_of(client, "input_ids") == [[7, 0], [0, 2, 3]]
-    assert rows_of(client, "advantages") == [[0.0, 1.0], [0.0, -2.0, -2.0]]
+    ids = tensor([[0, 7, 9, 9, 9], [0, 2, 3, 4, 9]])
+    meta = put(client, {"input_ids": ids, "input_lengths": tensor([2, 4])})
+    assert rows_of(client, "input_ids") == [[0, 7], [0, 2, 3, 4]]
+    write_columns(client, meta, {"advantages": tensor([[0.0, 1.0, 1.0, 1.0, 1.0], [0.0, -2.0, -2.0, 3.0, -0.0]])})
+    assert rows_of(client, "advantages") == [[0.0, 1.0], [0.0, -2.0, -2.0, 3.0]]
 
 
 def test_what_follows_the_tokens_of_other_columns_may_be_anything_where_the_ids_are_right_padded(client):
@@ -148,7 +159,7 @@ def test_a_mask_that_contradicts_the_lengths_is_refused_with_the_row(client):
 @pytest.mark.parametrize("mask", [torch.ones(2, 1, 5, 5), torch.full((2, 5), -torch.inf), torch.zeros(2, 0), "none"])
 def test_what_is_no_mask_of_places_is_not_used_as_one(client, mask):
     batch = {**LEFT, "attention_mask": [mask] * 2 if isinstance(mask, str) else mask}
-    with pytest.raises(InvalidRequestError, match="several values follow"):
+    with pytest.raises(InvalidRequestError, match="does not look like padding"):
         put(client, batch)
 
 

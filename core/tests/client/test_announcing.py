@@ -1,6 +1,7 @@
 """How a client announces itself. What stores list is tested by the kit's chapter "clients"."""
 
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -20,8 +21,8 @@ class Client:
     """What the announcer needs of a client; ``said`` holds what it announced."""
 
     def __init__(self, role="r", num_clients=1):
-        self._calls = {}
-        self._state = threading.Lock()
+        self._calls = set()
+        self._backend = type("Backend", (), {"stop_by": math.inf})()
         self.config = type("Config", (), {"role": role})()
         self.middleware = ()
         self.said = []
@@ -44,7 +45,7 @@ def test_the_operations_that_began_first_are_named():
     for number in range(20):
         call = announcing.RunningCall("put_samples", f"p{number}")
         call.began_at -= number
-        client._calls[number] = call
+        client._calls.add(call)
     announcer = announcing.Announcer(client, 0.01)
     eventually(lambda: client.said, within_s=STARTS_S, what="an announcement")
     announcer.stop()

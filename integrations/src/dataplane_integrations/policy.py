@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -15,12 +16,14 @@ from typing import Any, Final, Protocol
 
 from dataplane_core.batch import BatchedDataDict, read_columns, write_columns
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import ConfigError, InvalidRequestError, LostSamplesError, preview
+from dataplane_core.errors import ConfigError, InvalidRequestError, LostSamplesError, UnknownPartitionError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.plugins import connect
 from dataplane_core.schema import (
     DP_TRAIN_FIELDS,
     LP_SEED_FIELDS,
+    MULTIMODAL_FIELDS,
+    ROUTED_EXPERTS_FIELD,
     fields_with_optional_routed_experts,
 )
 from dataplane_core.spec import Scope
@@ -34,6 +37,7 @@ from dataplane_integrations.worker import HELD_ROWS, DataPlaneWorkerMixin
 
 __all__ = ["DataPlanePolicy", "Timer"]
 
+_log = logging.getLogger(__name__)
 #: Seconds to wait for the workers after a failure: some hang in a collective with the failed ones and do not answer.
 _PATIENCE_AFTER_FAILURE_S: Final = 2.0
 #: How often the rows of one call may be lost before it gives up.
@@ -56,8 +60,10 @@ class DataPlanePolicy:
             left open. Workers attach with the same config, except for middleware given as an object, which only this
             client uses.
         batching: How rows become microbatches. The plan is made here, so all ranks get the same number.
-        train_fields: The fields that workers read in `train_from_meta`.
-        logprob_fields: The fields that workers read in the logprob calls.
+        train_fields: The fields that workers read in `train_from_meta`. None: `schema.DP_TRAIN_FIELDS`, and those of
+            `schema.MULTIMODAL_FIELDS` that the meta has.
+        logprob_fields: The fields that workers read in the logprob calls. None: `schema.LP_SEED_FIELDS`, and those of
+            `schema.MULTIMODAL_FIELDS` that the meta has.
         router_replay: Workers also read ``routed_experts`` in both; rows without it are refused. The reference policy
             does not: its routers choose for themselves.
         reference_router_replay: The reference policy reads ``routed_experts`` too.
@@ -86,8 +92,8 @@ class DataPlanePolicy:
         config: DataPlaneSource,
         *,
         batching: Batching | None = None,
-        train_fields: Sequence[str] = DP_TRAIN_FIELDS,
-        logprob_fields: Sequence[str] = LP_SEED_FIELDS,
+        train_fields: Sequence[str] | None = None,
+        logprob_fields: Sequence[str] | None = None,
         router_replay: bool = False,
         reference_router_replay: bool = False,
         timeout_s: float = 600.0,
@@ -102,9 +108,12 @@ class DataPlanePolicy:
         self._batching = batching or Batching()
         self._shards = Shards(max(workers.dp_ranks) + 1, self._batching, replace_lost)
         self._router_replay = router_replay
-        self._train_fields = fields_with_optional_routed_experts(train_fields, enabled=router_replay)
-        self._logprob_fields = fields_with_optional_routed_experts(logprob_fields, enabled=router_replay)
-        self._reference_fields = fields_with_optional_routed_experts(logprob_fields, enabled=reference_router_replay)
+        with_experts = fields_with_optional_routed_experts
+        self._named: dict[Stage, bool] = {"train": train_fields is not None, "logprob": logprob_fields is not None}
+        self._train_fields = with_experts(train_fields or DP_TRAIN_FIELDS, enabled=router_replay)
+        self._logprob_fields = with_experts(logprob_fields or LP_SEED_FIELDS, enabled=router_replay)
+        self._reference_fields = with_experts(logprob_fields or LP_SEED_FIELDS, enabled=reference_router_replay)
+        self._told_left_out: set[str] = set()
         self._timeout_s = timeout_s
         self._flops_tracker = flops_tracker
         self._step_partition: str | None = None
@@ -157,21 +166,37 @@ class DataPlanePolicy:
         partition_id: str = "train",
         fields: Sequence[str] | None = None,
         consumer_tasks: Sequence[str] = ("prev_lp", "ref_lp", "train"),
+        keep_rows: bool = True,
     ) -> str:
-        """Registers the step's partition. Rows of an earlier step under that name are dropped.
+        """Registers the step's partition. Rows that it holds stay; an empty one begins anew.
 
         Args:
-            num_samples: Number of rows that will be written, if claims need to know the end.
-            group_size: Claims hand out whole groups of this many rows.
+            num_samples: Number of rows that will be written, if claims need to know the end. Used with
+                ``keep_rows=False`` only: where rows stay, further calls may add to them, and `finish_partition` of the
+                client says that no more will come.
+            group_size: Claims hand out whole groups of this many rows. Where rows stay, that of the earlier call.
             partition_id: Its name.
             fields: Fields that producers are expected to write; None: those of training. They may write more.
             consumer_tasks: The tasks that may claim. The calls on the workers claim nothing.
+            keep_rows: Whether rows stay, such as those that dynamic sampling has kept of earlier generations. False:
+                they are dropped.
 
         Returns:
             ``partition_id``.
         """
         names = self._train_fields if fields is None else list(fields)
-        self._client.register_partition(partition_id, names, num_samples, consumer_tasks, grpo_group_size=group_size)
+        try:
+            keeps = keep_rows and bool(self._client.list_sample_ids(partition_id))
+        except UnknownPartitionError:
+            keeps = False
+        self._client.register_partition(
+            partition_id,
+            names,
+            None if keep_rows else num_samples,
+            consumer_tasks,
+            grpo_group_size=group_size,
+            if_exists="keep" if keeps else "replace",
+        )
         self._step_partition = partition_id
         return partition_id
 
@@ -313,12 +338,12 @@ class DataPlanePolicy:
             WorkerFailedError: A worker raised, died or did not answer. The rows have been cleared.
         """
         self._refuse_open_step("train_from_meta")
-        fields = self._train_fields
+        fields: Sequence[str] | None = None
         if train_fields is not None:
             fields = fields_with_optional_routed_experts(train_fields, enabled=self._router_replay)
         gbs, mbs = gbs or self._batching.global_batch_size, mbs or self._batching.micro_batch_size
         with _timed(timer, "policy_training/shard_meta"):
-            meta, shards = self._readable(meta, "train", fields, gbs)
+            meta, shards = self._readable(meta, "train", fields or self._fields(meta, "train"), gbs)
         if self._flops_tracker is not None:
             self._flops_tracker.reset()
         self._track(shards)
@@ -363,7 +388,7 @@ class DataPlanePolicy:
         """
         step = self._require_split_step("train_microbatch_from_meta")
         with _timed(timer, "policy_training/shard_meta"):
-            meta, shards = self._readable(meta, "train", self._train_fields, step=step)
+            meta, shards = self._readable(meta, "train", self._fields(meta, "train"), step=step)
         self._track(shards)
         step.append(meta)
         with self._aborting_on_failure(step), _timed(timer, "policy_training/workers"):
@@ -383,7 +408,7 @@ class DataPlanePolicy:
             WorkerFailedError: As `train_microbatch_from_meta`. ``timeout_s`` is the time for each portion.
         """
         step = self._require_split_step("train_microbatches_from_metas")
-        portions = [self._shards.shard(meta, "train", self._train_fields) for meta in metas]
+        portions = [self._shards.shard(meta, "train", self._fields(meta, "train")) for meta in metas]
         for shards in portions:
             self._track(shards)
         step.extend(metas)
@@ -450,11 +475,32 @@ class DataPlanePolicy:
         timer: Timer | None,
     ) -> KVBatchMeta:
         with _timed(timer, f"{call}/shard_meta"):
-            meta, shards = self._readable(meta, "logprob", fields)
+            meta, shards = self._readable(meta, "logprob", self._fields(meta, "logprob", fields))
         with self._clearing_on_failure([meta]), _timed(timer, f"{call}/workers"):
             options = {"micro_batch_size": micro_batch_size}
             self._call(f"{call}_presharded", lambda rank: (shards[rank],), options, doing=f"computing {field}")
         return meta.with_fields([field])
+
+    def _fields(self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str] | None = None) -> list[str]:
+        """The fields that workers read, with the optional columns that the rows have. Says once what is left out."""
+        names = list(self._train_fields if fields is None else fields)
+        optional = [name for name in meta.fields or () if name in MULTIMODAL_FIELDS and name not in names]
+        if not self._named[stage]:
+            names, optional = names + optional, []
+        if fields is not self._reference_fields and ROUTED_EXPERTS_FIELD in (meta.fields or ()):  # it may route anew
+            optional += [ROUTED_EXPERTS_FIELD] * (ROUTED_EXPERTS_FIELD not in names)
+        left_out = [name for name in optional if name not in self._told_left_out]
+        if left_out:
+            self._told_left_out.update(left_out)
+            _log.warning(
+                "the rows of '%s' have %s, which the workers do not read: name them in %s_fields, or set router_replay "
+                "for '%s'.",
+                meta.partition_id,
+                preview(left_out),
+                stage,
+                ROUTED_EXPERTS_FIELD,
+            )
+        return names
 
     def _readable(
         self,

@@ -81,7 +81,8 @@ class SyncRolloutActor(DataPlaneRolloutMixin):
         Returns:
             The final batch and the metrics of the rollout. The batch has N rows: ``message_log`` (see
             `flatten_message_logs`), ``length`` (N,), the tokens of each prompt, ``total_reward``, ``loss_multiplier``
-            and ``truncated`` (N,), and perhaps parts of the reward, as ``reward/NAME``.
+            and ``truncated`` (N,), and perhaps parts of the reward, as ``reward/NAME``. Its other columns, also of
+            objects, are written too.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define run_rollout(input_batch, task_to_env).")
 
@@ -154,6 +155,7 @@ class SyncRolloutActor(DataPlaneRolloutMixin):
             made["message_log"], made["length"], pad_token_id=self.tokenizer.pad_token_id or 0
         )
         columns["sample_mask"] = made["loss_multiplier"]
+        columns.update({name: made[name] for name in made if name != "message_log" and name not in columns})
         carry = {
             **{name: as_column(f"rollout_to_tq refused: '{name}'", made[name]) for name in _PER_ROW},
             **{name: columns[name] for name in (INPUT_LENGTHS_FIELD, RESPONSE_TOKEN_LENGTHS_FIELD)},

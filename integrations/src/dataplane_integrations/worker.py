@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, cast
+from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from dataplane_core.batch import (
     SlicedDataDict,
     pad_columns,
     read_columns,
+    rebuild_message_logs,
     token_columns,
     write_columns,
 )
@@ -38,11 +39,16 @@ from dataplane_core.errors import (
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
     GLOBAL_FORWARD_PAD_SEQLEN,
+    INPUT_IDS_FIELD,
     INPUT_LENGTHS_FIELD,
+    MESSAGE_LOG,
     MULTIMODAL_FIELDS,
     PER_TOKEN_FIELDS,
     PLAN_KEYS,
     ROUTED_EXPERTS_FIELD,
+    TURN_CONTENTS_FIELD,
+    TURN_LENGTHS_FIELD,
+    TURN_ROLES_FIELD,
 )
 from dataplane_core.sharding import REPLICATED_AXES, NamedSharding
 from dataplane_integrations.ahead import check_depth, read_ahead
@@ -154,12 +160,12 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def _pad_value_dict(self) -> dict[str, int | float]:
-        """Pad values by field. Default: the tokenizer's pad id for ``input_ids``.
+        """Pad values by field. Default: the tokenizer's pad id for ``input_ids`` and ``prompt_ids_for_adv``.
 
         All other fields are padded with 0, and ``routed_experts`` with -1 (no expert).
         """
         pad_id = getattr(getattr(self, "tokenizer", None), "pad_token_id", None)
-        return {} if pad_id is None else {"input_ids": int(pad_id)}
+        return {} if pad_id is None else dict.fromkeys(("input_ids", "prompt_ids_for_adv"), int(pad_id))
 
     def _forward_pad_seqlen(self, meta: KVBatchMeta) -> int:
         """The sequence length in tokens for the forward of ``meta`` on all data-parallel ranks; 0: the driver set none.
@@ -186,6 +192,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         preprocess: Callable[[Any, BatchedDataDict], BatchedDataDict] | None = None,
         dp_aligned_seq_len: bool = True,
         read: Callable[[], BatchedDataDict] | None = None,
+        message_logs: bool = False,
     ) -> BatchedDataDict:
         """Reads the rows and fields of ``meta``. Collective over the replica group, unless ``independent``.
 
@@ -198,6 +205,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             dp_aligned_seq_len: Pad to the length that the driver set, the same on all data-parallel ranks; else to the
                 longest of these rows.
             read: Replaces `_read` on the rank that reads; used for rows that were read ahead.
+            message_logs: Also return the column ``message_log``, as `read_columns` does.
 
         Returns:
             One row per sample id, in that order.
@@ -214,6 +222,9 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "'leader_broadcast'."
             )
 
+        if message_logs:
+            wanted = [INPUT_IDS_FIELD, TURN_LENGTHS_FIELD, TURN_ROLES_FIELD, TURN_CONTENTS_FIELD]
+            meta = meta.with_fields(wanted)
         read_rows = read or functools.partial(self._read, meta, layout, dp_aligned_seq_len)
 
         def check_and_read() -> BatchedDataDict:
@@ -227,7 +238,13 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 f"_fetch refused: fetch_policy is 'leader_broadcast', and {type(self).__name__} has no replica group. "
                 "Expected _get_replica_group() to return one, or fetch_policy 'auto'."
             )
-        if held is not None and name == meta.extra_info.get(HELD_ROWS) and layout == "padded" and dp_aligned_seq_len:
+        if (
+            held is not None
+            and name == meta.extra_info.get(HELD_ROWS)
+            and layout == "padded"
+            and dp_aligned_seq_len
+            and not message_logs
+        ):
             batch = held
         elif group is None or dist.get_world_size(group) == 1:
             batch = read_rows()
@@ -235,6 +252,10 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             batch = broadcast_from_leader(check_and_read, group=group)
             self._check_leader_is_first(group)  # only now: an error before the broadcast would make other ranks wait
         batch = _padded(batch, meta)
+        if message_logs and batch:
+            views = {"token_ids": INPUT_IDS_FIELD, "generation_logprobs": "generation_logprobs"}
+            views = {key: name for key, name in views.items() if name in batch}
+            batch[MESSAGE_LOG] = rebuild_message_logs(batch, token_fields=views)
         return batch if preprocess is None else preprocess(self, batch)
 
     def _check_leader_is_first(self, group: dist.ProcessGroup) -> None:
@@ -298,13 +319,26 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             setattr(data, key, value)
         return data, meta
 
+    @overload
+    def _apply_packing_prep(
+        self, data: BatchedDataDict, meta: None = None, stage: Stage = "train", gbs: int | None = None
+    ) -> BatchedDataDict: ...
+
+    @overload
     def _apply_packing_prep(
         self, data: BatchedDataDict, meta: KVBatchMeta, stage: Stage = "train", gbs: int | None = None
-    ) -> tuple[BatchedDataDict, KVBatchMeta]:
+    ) -> tuple[BatchedDataDict, KVBatchMeta]: ...
+
+    def _apply_packing_prep(
+        self, data: BatchedDataDict, meta: KVBatchMeta | None = None, stage: Stage = "train", gbs: int | None = None
+    ) -> BatchedDataDict | tuple[BatchedDataDict, KVBatchMeta]:
         """Plans microbatches from ``self.cfg`` (see `Batching.from_config`). Without such settings, changes nothing.
 
         Ranks that plan separately may get different numbers of microbatches, and would then deadlock. So this compares
         the numbers over `_get_data_parallel_group`. If there is such a group, this is a collective call.
+
+        Returns:
+            The rows with their plan; with ``meta``, a tuple of these and the meta in their order.
 
         Raises:
             InvalidRequestError: Data-parallel ranks got different numbers of microbatches, or one of them could not
@@ -312,7 +346,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         """
         batching = Batching.from_config(getattr(self, "cfg", None) or {})
         if not batching.plans:
-            return data, meta
+            return data if meta is None else (data, meta)
         try:
             batch_size = self._rows_of_a_batch(gbs, data.size)
             planned_shards = data.shard_by_batch_size(1, batch_size, **batching.shard_args(stage))
@@ -322,7 +356,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         shards, order = cast("tuple[list[SlicedDataDict], list[int]]", planned_shards)
         planned = shards[0]
         self._check_equal_microbatches(planned)
-        return planned, meta.subset(order)
+        return planned if meta is None else (planned, meta.subset(order))
 
     def _rows_of_a_batch(self, gbs: int | None, num_rows: int) -> int | None:
         """How many of this rank's rows are of one global batch. None: all.

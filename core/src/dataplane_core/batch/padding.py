@@ -146,36 +146,50 @@ def _is_padded(
 
 
 def _check_right_padded(where: str, name: str, column: torch.Tensor, counts: NDArray[np.int64]) -> None:
-    """Checks that one value follows each row's tokens, and that the zeros of a row are not all before them.
+    """Checks that what follows the tokens of each row looks like padding.
+
+    It must be one value for each row. Of token ids, it must be the same one for all rows, and none may begin with it,
+    since a single token is one value too. And rows may not all begin with zeros that their ends lack.
 
     Raises:
-        InvalidRequestError: It is not. Names the row.
+        InvalidRequestError: It does not. Names the row.
     """
     cells = _cells(column)
     width = cells.shape[1]
     if not cells.size or width < counts.max(initial=0):
         return  # too narrow: the cut says so
     last = cells[:, -1]
+    short = np.flatnonzero(counts < width)
+    wrong = _row_that_varies(cells, counts)
+    if wrong is None and name == INPUT_IDS_FIELD:
+        pad = last[short[:1]]
+        odd = short[((last[short] != pad) | ((cells[short, 0] == pad) & (counts[short] > 0)[:, None])).any(axis=1)]
+        wrong = int(odd[0]) if len(odd) else None
+    if wrong is None:
+        filled = short[counts[short] > 0]
+        gaps = np.minimum(width - counts, counts)
+        if all(last[row].any() and not cells[row, : gaps[row]].any() for row in filled.tolist()):
+            wrong = int(filled[0]) if len(filled) else None
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"{where} refused: row {wrong} of field '{name}' has {counts[wrong]} tokens by its length, and what "
+            "follows them does not look like padding. Expected rows that are padded on the right, with one value.",
+            hint=f"Put the column '{ATTENTION_MASK_FIELD}' (N, S) into the batch: 1 at each token, 0 at padding on "
+            "either side. If what follows the tokens is padding all the same, name the columns to cut in "
+            "token_aligned_fields.",
+        )
+
+
+def _row_that_varies(cells: NDArray[Any], counts: NDArray[np.int64]) -> int | None:
+    """The first row that has several values beyond its tokens."""
+    width, found = cells.shape[1], []
     for begin in range(0, width, _BLOCK):
         end = min(begin + _BLOCK, width)
         rows = np.flatnonzero(counts < end)
-        differs = (cells[rows, begin:end] != last[rows, None]).any(axis=2)
+        differs = (cells[rows, begin:end] != cells[rows, -1:]).any(axis=2)
         differs &= np.arange(begin, end) >= counts[rows, None]
-        if differs.any():
-            _refuse(where, name, int(rows[differs.any(axis=1).argmax()]), counts, "several values follow them")
-    zeros_first = ~cells[:, 0].any(axis=1) & last.any(axis=1)
-    for row in np.flatnonzero(zeros_first & (counts < width) & (counts > 0)).tolist():
-        if not cells[row, : min(width - counts[row], counts[row])].any():
-            _refuse(where, name, row, counts, "it begins with zeros and does not end with them")
-
-
-def _refuse(where: str, name: str, row: int, counts: NDArray[np.int64], why: str) -> None:
-    raise InvalidRequestError(
-        f"{where} refused: by its length, row {row} of field '{name}' has {counts[row]} tokens, but {why}. Expected "
-        "rows that are padded on the right.",
-        hint=f"If rows are padded on the left, put their '{ATTENTION_MASK_FIELD}' into the batch. If what follows the "
-        "tokens is padding all the same, name the columns to cut in token_aligned_fields.",
-    )
+        found += rows[differs.any(axis=1)].tolist()
+    return min(found, default=None)
 
 
 def _cells(column: torch.Tensor) -> NDArray[Any]:

@@ -49,6 +49,7 @@ class RunningCall:
 class _Client(Protocol):
     """What is used of a client."""
 
+    _backend: Backend
     _calls: set[RunningCall]
 
     @property

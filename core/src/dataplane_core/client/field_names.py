@@ -63,7 +63,7 @@ class FieldNames:
         self._known[use].update(() if self.strict else names)
         if not wrong:
             return
-        near = [f"'{found}'" for name in wrong if (found := nearest(name, known))]
+        near = dict.fromkeys(f"'{found}'" for name in wrong if (found := nearest(name, known)))
         meant = f"Did you mean {', '.join(near)}?" if near else f"Registered: {preview(list(info.fields), limit=8)}."
         what = "not registered" if use == "put" else "neither registered nor written"
         told = f"field {preview(wrong)} is {what}. {meant}"

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from dataplane_core.backends import Backend
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.spec import AnnounceReply, AnnounceRequest, Bell, CallInfo, ClientInfo, new_id
 

@@ -20,8 +20,7 @@ class Client:
     """What the announcer needs of a client; ``said`` holds what it announced."""
 
     def __init__(self, role="r", num_clients=1):
-        self._calls = {}
-        self._state = threading.Lock()
+        self._calls = set()
         self.config = type("Config", (), {"role": role})()
         self.middleware = ()
         self.said = []
@@ -44,7 +43,7 @@ def test_the_operations_that_began_first_are_named():
     for number in range(20):
         call = announcing.RunningCall("put_samples", f"p{number}")
         call.began_at -= number
-        client._calls[number] = call
+        client._calls.add(call)
     announcer = announcing.Announcer(client, 0.01)
     eventually(lambda: client.said, within_s=STARTS_S, what="an announcement")
     announcer.stop()
@@ -105,7 +104,7 @@ def test_a_call_that_failed_is_no_longer_under_way():
         client.register_partition("p", ["x"], None, ["t"])
         with pytest.raises(OperationTimeoutError):
             client.claim_meta("p", "t", ["x"], 1, timeout_s=0.2)
-        assert client._calls == {}
+        assert client._calls == set()
         eventually(client.list_clients, within_s=STARTS_S, what="the announcement")
         (found,) = client.list_clients()
         assert found.role == announcing.program_name()

@@ -30,11 +30,11 @@ def test_what_a_backend_lacks_is_named(error, hint, where):
         raise error
 
     def use():
-        with connect_backend(Lacking, DataPlaneConfig(backend="lacking")) as client:
+        with connect_backend(lacking, DataPlaneConfig(backend="lacking")) as client:
             client.list_partitions()
 
-    Lacking = type("Lacking", (NoopBackend,), {})
-    setattr(Lacking, where, fail if where == "start" else lambda self, request: fail(self))
+    lacking = type("lacking", (NoopBackend,), {})
+    setattr(lacking, where, fail if where == "start" else lambda self, request: fail(self))
     with pytest.raises(BackendError, match=hint):
         use()
 

@@ -352,7 +352,7 @@ def test_a_client_that_is_closed_wakes_its_waiting_claims():
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    while not client._in_flight:
+    while not client._calls:
         time.sleep(0.001)
     client.close()
     waiting.join(10)

@@ -106,7 +106,7 @@ def test_a_call_that_failed_is_no_longer_under_way():
         client.register_partition("p", ["x"], None, ["t"])
         with pytest.raises(OperationTimeoutError):
             client.claim_meta("p", "t", ["x"], 1, timeout_s=0.2)
-        assert client._calls == {}
+        assert client._calls == set()
         eventually(client.list_clients, within_s=STARTS_S, what="the announcement")
         (found,) = client.list_clients()
         assert found.role == announcing.program_name()

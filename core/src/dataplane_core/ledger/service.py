@@ -93,7 +93,8 @@ class LedgerService:
             UnsupportedOperationError: This thread is in the middle of another call, which a signal handler or a
                 ``__del__`` has interrupted.
         """
-        return self._whole(command.op, self._call, command, wake)
+        reply: Reply = self._whole(command.op, self._call, command, wake)
+        return reply
 
     def stop_waiting(self, token: str) -> None:
         """What waits with this token, or ticket, no longer waits. Others may be woken in its place."""

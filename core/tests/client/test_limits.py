@@ -1,0 +1,58 @@
+"""A limit of the process that keeps a client from working is named, with what to set."""
+
+import asyncio
+import errno
+import threading
+
+import pytest
+
+from dataplane_core import connect, connect_async
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.errors import BackendError
+from dataplane_core.plugins import connect_backend
+from dataplane_noop import NoopBackend
+
+NO_THREAD = RuntimeError("can't start new thread")
+
+
+def refuse(*_, **__):
+    raise NO_THREAD
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [(NO_THREAD, "ulimit -u"), (OSError(errno.ENOMEM, "no"), "ulimit -v"), (MemoryError(), "ulimit -v")],
+    ids=repr,
+)
+@pytest.mark.parametrize("where", ["start", "list_partitions"])
+def test_what_a_backend_lacks_is_named(error, hint, where):
+    def fail(self, *_, **__):
+        raise error
+
+    def use():
+        with connect_backend(lacking, DataPlaneConfig(backend="lacking")) as client:
+            client.list_partitions()
+
+    lacking = type("lacking", (NoopBackend,), {})
+    setattr(lacking, where, fail if where == "start" else lambda self, request: fail(self))
+    with pytest.raises(BackendError, match=hint):
+        use()
+
+
+def test_a_client_without_an_announcing_thread_works_and_closes(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with connect({"backend": "noop"}) as client:
+        assert client.list_partitions() == []
+
+
+def test_an_asyncio_client_that_gets_no_thread_says_so(monkeypatch):
+    async def use():
+        client = await connect_async({"backend": "noop"})
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(BackendError, match="ulimit -u"):
+                await client.list_partitions()
+        assert await client.list_partitions() == []
+        await client.close()
+
+    asyncio.run(use())

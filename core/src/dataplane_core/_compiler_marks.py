@@ -37,7 +37,8 @@ def not_compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]
     compiler.
     """
     runs = [function]
-    wrapt.register_post_import_hook(lambda _: runs.insert(0, compiler.disable(function)), "torch._dynamo")
+    disable: Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]] = compiler.disable
+    wrapt.register_post_import_hook(lambda _: runs.insert(0, disable(function)), "torch._dynamo")
 
     @functools.wraps(function)
     def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
@@ -47,9 +48,8 @@ def not_compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]
 
 
 def with_methods_not_compiled(kind: _Class) -> _Class:
-    """A class whose public methods, also inherited ones, are `not_compiled`."""
-    for name in dir(kind):
-        method = inspect.getattr_static(kind, name)
+    """A class whose own public methods are `not_compiled`."""
+    for name, method in list(vars(kind).items()):
         if not name.startswith("_") and inspect.isfunction(method):
             setattr(kind, name, not_compiled(method))
     return kind

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
+from dataplane_core._compiler_marks import with_methods_not_compiled
 from dataplane_core.client.checks import (
     check_count,
     check_counts,
@@ -61,6 +62,7 @@ _MOST_COUNTED: Final = 4096
 _GIVE_BACK_S: Final = 1.0
 
 
+@with_methods_not_compiled
 class Claims(Overview):
     """The part of `DataPlaneClient` that claims, acks, nacks and renews. Its examples continue those of
     `DataPlaneClient`.

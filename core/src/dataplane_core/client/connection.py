@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn, Self, TypeVar
 
 import pluggy
 
+from dataplane_core._compiler_marks import with_methods_not_compiled
 from dataplane_core.backends import Backend
 from dataplane_core.client.announcing import Announcer, RunningCall
 from dataplane_core.client.field_names import FieldNames
@@ -48,6 +49,7 @@ _STOP_S: Final = 0.25
 _LOOK_S: Final = 0.002
 
 
+@with_methods_not_compiled
 class Connection:
     """The base of `DataPlaneClient`: a started backend with its middleware."""
 

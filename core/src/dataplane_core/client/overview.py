@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from dataplane_core._compiler_marks import with_methods_not_compiled
 from dataplane_core.client.checks import check_count, check_counts, check_ids, check_name, check_names
 from dataplane_core.client.connection import Connection
 from dataplane_core.errors import BackendError, MissingDataError, UnknownPartitionError, UnknownTaskError, preview
@@ -42,6 +43,7 @@ __all__ = ["Overview", "common_fields"]
 _HIDDEN: Final = "~"
 
 
+@with_methods_not_compiled
 class Overview(Connection):
     """The part of `DataPlaneClient` that lists and counts. Its examples continue those of `DataPlaneClient`."""
 

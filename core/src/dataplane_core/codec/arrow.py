@@ -265,7 +265,7 @@ def _holds_extensions(what: str, kind: Any) -> bool:
 def _is_number(kind: Any) -> bool:
     import pyarrow as pa
 
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def _is_list(kind: Any) -> bool:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,7 +62,8 @@ def test_the_more_clients_the_less_often(monkeypatch):
     pauses = []
     announcer = announcing.Announcer(client, 5.0)
     announcer.end()
-    monkeypatch.setattr(announcer._stop, "wait", lambda pause_s: pauses.append(pause_s) or len(pauses) > 2)
+    stop = SimpleNamespace(wait=lambda pause_s: pauses.append(pause_s) or len(pauses) > 2)
+    monkeypatch.setattr(announcer, "_stop", stop)
     announcer._run()
     assert pauses == [1.0, 30.0, 30.0]
     assert [each.ttl_s for each in client.said] == [17.0, 92.0]
@@ -79,7 +81,7 @@ def test_a_failed_announcement_disturbs_nothing():
 def test_a_client_that_nobody_uses_any_longer_is_freed():
     client = connect({"backend": "noop", "announce_s": 0.05})
     gone = weakref.ref(client)
-    thread = client._announcer._thread
+    thread = client._to_stop[0]._thread
     del client
 
     def freed():

@@ -76,7 +76,15 @@ print(json.dumps([before == dict(os.environ), opened, handlers == logging.root.h
 
 #: From the ground up: each imports only from those before it.
 WINGS = (
-    *("_compiler_marks", "errors", "entry_points", "config", "schema", "meta"),  # modules beside the wings
+    *(
+        "_compiler_marks",
+        "errors",
+        "regular_files",
+        "entry_points",
+        "config",
+        "schema",
+        "meta",
+    ),  # modules beside the wings
     *(
         "spec",
         "host_memory",

@@ -8,6 +8,7 @@ from dataplane_core.backends.base import Backend, NoOptions, required_operations
 from dataplane_core.backends.blob_store import BlobStore
 from dataplane_core.backends.bundles import Bundle, bundles_of
 from dataplane_core.backends.diagnosis import Finding, Level, check_announced_address, missing_library, never_reachable
+from dataplane_core.backends.journal_records import Record
 from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
 from dataplane_core.backends.owned_process import OwnedProcess, last_words
 from dataplane_core.backends.private_folder import PrivateFolder
@@ -29,6 +30,7 @@ __all__ = [
     "NoOptions",
     "OwnedProcess",
     "PrivateFolder",
+    "Record",
     "RecordedLedger",
     "RefsGoneError",
     "RowStoreBackend",

@@ -163,8 +163,9 @@ def _check_right_padded(where: str, name: str, column: torch.Tensor, counts: NDA
     wrong = _row_that_varies(cells, counts)
     if wrong is None and name == INPUT_IDS_FIELD:
         pad = last[short[:1]]
-        odd = short[((last[short] != pad) | ((cells[short, 0] == pad) & (counts[short] > 0)[:, None])).any(axis=1)]
-        wrong = int(odd[0]) if len(odd) else None
+        odd = short[(last[short] != pad).any(axis=1) | (cells[short, 0] == pad).all(axis=1)].tolist()
+        # a row that begins with its padding is as good if the cells from the other side would be the same
+        wrong = next((row for row in odd if not _same_from_both_sides(cells[row], counts[row])), None)
     if wrong is None:
         filled = short[counts[short] > 0]
         gaps = np.minimum(width - counts, counts)
@@ -178,6 +179,10 @@ def _check_right_padded(where: str, name: str, column: torch.Tensor, counts: NDA
             "either side. If what follows the tokens is padding all the same, name the columns to cut in "
             "token_aligned_fields.",
         )
+
+
+def _same_from_both_sides(row: NDArray[Any], count: int) -> bool:
+    return np.array_equal(row[:count], row[len(row) - count :])
 
 
 def _row_that_varies(cells: NDArray[Any], counts: NDArray[np.int64]) -> int | None:

@@ -6,8 +6,7 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from dataplane_core.backends import Backend, BlobStore
-from dataplane_core.backends.journal_records import Record
+from dataplane_core.backends import Backend, BlobStore, Record
 from dataplane_core.errors import preview
 
 __all__ = ["journal_state", "new_keys", "of_all", "recorded_keys"]

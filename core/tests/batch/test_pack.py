@@ -76,6 +76,8 @@ def test_no_rows_and_no_width_are_fine():
         (torch.zeros(2, 5), [3], "1 lengths for 2 rows"),
         (torch.zeros(2, 5), [1.0, 2.0], "lengths are torch.float32"),
         (torch.zeros(2, 5), torch.tensor([True, False]), "lengths are torch.bool"),
+        (torch.zeros(2, 5), [None, 2], r"lengths are \[None, 2\]"),
+        (torch.zeros(2, 5), {"a": 1}, "lengths are {.a.: 1}"),
         (torch.zeros(2, 5), torch.zeros(2, 5, dtype=torch.int64), r"of shape \(2, 5\)"),
         (torch.zeros(2), [3, 6], r"of shape \(2,\)"),
         (torch.nested.nested_tensor_from_jagged(torch.zeros(3), torch.tensor([0, 1, 3])), [1, 2], "a nested tensor"),

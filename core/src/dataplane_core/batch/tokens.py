@@ -84,7 +84,10 @@ def as_lengths(caller: str, lengths: torch.Tensor | Sequence[int]) -> torch.Tens
     Raises:
         InvalidRequestError: There is not one integer per row.
     """
-    counts = torch.as_tensor(lengths, device="cpu").detach().cpu()
+    try:
+        counts = torch.as_tensor(lengths, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as error:  # torch's words for what is no number
+        raise InvalidRequestError(f"{caller}: lengths are {lengths!r:.80}. Expected one integer per row.") from error
     if counts.dim() == 2 and counts.shape[1] == 1:
         counts = counts[:, 0]
     integers = not (counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool)

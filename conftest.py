@@ -36,7 +36,7 @@ _GRACE_S = 30.0
 #: Processes that serve this one until its end: those of `multiprocessing`.
 _SERVERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 #: Folders that pytest, Ray, torch, `multiprocessing` and the private Redis servers keep for their next start.
-_FOLDERS = ("pytest-of-", "ray", "torchinductor_", "pymp-", "dataplane-redis-", "dataplane-shm-")
+_FOLDERS = ("pytest-of-", "ray", "torchinductor_", "pymp-", "dataplane-redis-", "dataplane-shm-", "dataplane-ray-")
 #: Threads that are kept for the process, by class or name: ZeroMQ's frees what it sent without copying, tq_mooncake's
 #: wait for its next call.
 _THREADS = ("GarbageCollectorThread", "dataplane-mooncake")

@@ -34,7 +34,7 @@ def deadlines(monkeypatch):
     note(Link, "commands", 1)
     note(Wakes, "close", 0)
     note(PrivateServer, "stop", 0)
-    note(Announcer, "stop", 0)
+    note(Announcer, "end", 0)
     return found
 
 
@@ -70,7 +70,8 @@ def test_all_that_close_waits_for_has_one_deadline(place, how, deadlines, wait_u
     )
     backend = client._backend
     client.register_partition("p", ["x"], None, ["train"])  # leaves a mark on a server with a url
-    wait_until(lambda: client._announcer._listed)
+    (announcer,) = [each for each in client._to_stop if isinstance(each, Announcer)]
+    wait_until(lambda: announcer._listed)
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(client.claim_meta, "p", "train", ["x"], 1, timeout_s=300.0)
         wait_until(lambda: any(each.promised for each in list(backend._wakes._waiting.values())))

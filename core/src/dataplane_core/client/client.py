@@ -553,8 +553,8 @@ class DataPlaneClient(Claims):
             if spec.kind == "object" and (strings := strings_of(fields[name]))
         }
         if not words and not self._field_names.strict:
-            self._check_fields("put", where, request.partition_id, request.specs, request.deadline)
             self._commit(where, request)
+            self._check_fields("put", where, request.partition_id, request.specs, request.deadline)
             return
         # enums and fields belong to one registration, so the put is tied to it
         for attempt in (0, 1):

@@ -44,8 +44,9 @@ def test_a_data_plane_error_comes_back_as_itself(sampler: LedgerSampler) -> None
 
 
 def test_any_other_exception_comes_back_with_its_traceback(sampler: LedgerSampler) -> None:
-    with pytest.raises(BackendError, match=r"ZeroDivisionError[\s\S]*in divide"):
+    with pytest.raises(BackendError, match="ZeroDivisionError") as caught:
         call(sampler, "divide", 0)
+    assert "in divide" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("name", ["exit", "return_a_lambda", "no_such_method", "_execute", "__init__", "total"])

@@ -77,7 +77,7 @@ class CostSuite(Suite, chapter="costs"):
         """
         call, hook, capability = _CALLS[operation]
         store.require(capability)
-        partition = store.register("x", "y")
+        partition = store.register("x", "y", *(f"f{i}" for i in range(8)))
         store.put(partition, ids(_ROWS), x=torch.arange(_ROWS), y=torch.zeros(_ROWS, 3))
         held = store.claim(partition, 4, lease_s=600) if capability is Capability.LEASES else None
         with store.faults.counting() as calls:

@@ -41,10 +41,10 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
         Check first: inspect_partition. Overwritten and cleared payload must not be counted, and cleared samples must
         not count as the oldest.
         """
-        partition = store.register("x", "y", num_samples=9, tasks=["a", "b"])
+        partition = store.register("x", "y", num_samples=64, tasks=["a", "b"])
         empty = store.client.describe(partition)
         assert (empty.num_samples, empty.num_cleared, empty.held_bytes, empty.oldest_s) == (0, 0, 0, None)
-        assert (empty.info.fields, empty.info.num_samples, empty.info.consumer_tasks) == (("x", "y"), 9, ("a", "b"))
+        assert (empty.info.fields, empty.info.num_samples, empty.info.consumer_tasks) == (("x", "y"), 64, ("a", "b"))
         rows = 64
         store.put(partition, ids(rows), x=torch.zeros(rows, 100, dtype=torch.float64))
         full = store.client.describe(partition)

@@ -76,11 +76,11 @@ local function num_ready(P, Q, least, most)
     if not units then return nil end
     count = #units
   else
-    count = call('ZCARD', Q.view.ready)
+    count = num_queued(Q.view)
     while count < most do
       if Q.budget <= 0 then return count >= least and count or nil end
       if not scan(P, Q) then break end
-      count = call('ZCARD', Q.view.ready)
+      count = num_queued(Q.view)
     end
   end
   if count >= least then return count end

@@ -51,7 +51,7 @@ def _columns(lengths: list[int]) -> dict[str, list[Any]]:
         "advantages": _rows(lengths, torch.float32),
         "sample_mask": _rows([1] * len(lengths), torch.float64),
         "pixel_values": _rows([3 * (row % 3) for row in range(len(lengths))], torch.float16, 4),
-        "same_shape": _rows([11] * len(lengths), torch.float8_e4m3fn),
+        "same_shape": _rows([20] * len(lengths), torch.float8_e4m3fn),
         "note": [{"answer": f"é{row}", "box": torch.arange(row)} for row in range(len(lengths))],
     }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dataplane_core.errors import CapacityExceededError, OperationTimeoutError
+from dataplane_core.errors import CapacityExceededError, OperationTimeoutError, printable
 from dataplane_core.testing import AuthorsClass, Settings, run_chaos
 from dataplane_noop import NoopBackend
 

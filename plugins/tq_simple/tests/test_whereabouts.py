@@ -99,7 +99,9 @@ def test_a_name_is_not_the_beginning_of_another(find):
 def test_processes_with_the_name_alone_share_an_instance(start):
     attaches = start(_ATTACHES)  # before there is an owner
     autos = [start(_AUTO), start(_AUTO)]
-    assert sorted(each.stdout.readline() for each in autos) == ["False\n", "True\n"]
-    assert attaches.communicate(timeout=240)[0] == "[1.0]\n"
+    # Ray logs to the same place
+    answers = [next(line for line in iter(each.stdout.readline, "") if line in ("False\n", "True\n")) for each in autos]
+    assert sorted(answers) == ["False\n", "True\n"]
+    assert attaches.communicate(timeout=240)[0].endswith("[1.0]\n")
     elsewhere = start(_ATTACHES.replace('"attach_wait_s": 240', '"attach_wait_s": 0.1'), RAY_ADDRESS="127.0.0.1:1")
     assert "cannot connect to Ray at '127.0.0.1:1'" in elsewhere.communicate(timeout=240)[0]

@@ -1,4 +1,7 @@
-"""One registered partition of a `Ledger`: its rows, and which of them each task was given. Pure, like the ledger."""
+"""One registered partition of a `Ledger`: its rows, and which of them each task was given. Pure, like the ledger.
+
+One long module, since it is one state machine: each change stands beside what it notes to be undone.
+"""
 
 from __future__ import annotations
 

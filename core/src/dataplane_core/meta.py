@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final, TypeVar
 
+from dataplane_core.arguments import check_dict, check_list, check_meta
 from dataplane_core.errors import InvalidRequestError, preview, printable
 
 __all__ = ["KVBatchMeta", "values_at"]
@@ -138,6 +139,7 @@ class KVBatchMeta:
         """
         parts = (self, *others)
         for other in others:
+            check_meta("KVBatchMeta.concat: each of others", other)
             if other.partition_id != self.partition_id:
                 raise InvalidRequestError(
                     f"KVBatchMeta.concat: partition_ids must match, got '{self.partition_id}' and "
@@ -168,7 +170,8 @@ class KVBatchMeta:
 
     def _row_numbers(self, what: str, indices: Any) -> list[int]:
         """Checks row numbers, of an array or tensor too."""
-        given, size = indices.tolist() if hasattr(indices, "tolist") else list(indices), self.size
+        listed = indices.tolist() if hasattr(indices, "tolist") else indices
+        given, size = check_list(f"KVBatchMeta.{what}: indices", listed), self.size
         odd = []
         if not set(map(type, given)) <= {int}:
             odd = [each for each in given if isinstance(each, bool) or not hasattr(each, "__index__")]
@@ -185,8 +188,9 @@ class KVBatchMeta:
 
     def with_fields(self, names: Iterable[str]) -> KVBatchMeta:
         """A copy whose ``fields`` also name ``names``: merged, de-duplicated, order kept."""
+        added = check_list("KVBatchMeta.with_fields: names", names)
         merged = self.subset(range(self.size))
-        merged.fields = list(dict.fromkeys([*(self.fields or []), *names]))
+        merged.fields = list(dict.fromkeys([*(self.fields or []), *added]))
         return merged
 
     def stamp_tags(self, columns: Mapping[str, Any]) -> None:
@@ -200,11 +204,12 @@ class KVBatchMeta:
         Raises:
             InvalidRequestError: A column's length is not ``size``. Nothing is set.
         """
+        check_dict("KVBatchMeta.stamp_tags: columns", columns)
         for name, values in columns.items():
-            if len(values) != self.size:
+            if not hasattr(values, "__len__") or len(values) != self.size:
                 raise InvalidRequestError(
-                    f"KVBatchMeta.stamp_tags: tag '{name}' must align 1:1 with sample_ids, got {len(values)} values "
-                    f"for {self.size} ids."
+                    f"KVBatchMeta.stamp_tags: tag '{name}' must align 1:1 with sample_ids, got "
+                    f"{len(values) if hasattr(values, '__len__') else 'no list of'} values for {self.size} ids."
                 )
         rows = [{} for _ in self.sample_ids] if self.tags is None else [dict(row) for row in self.tags]
         for name, values in columns.items():

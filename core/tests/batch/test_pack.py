@@ -163,7 +163,7 @@ def test_fields_packed_together_own_their_memory_each(random_cell, bits):
 
 def test_fields_packed_together_can_be_combined():
     fields = {"a": torch.ones(4, 5), "b": torch.ones(4, 7), "c": to_nested_by_length(torch.ones(4, 5), LENGTHS)}
-    packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields="abc")
+    packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields=["a", "b", "c"])
     total = packed.get("a") + packed.get("b") * packed.get("c")
     assert total.values().tolist() == [2] * sum(LENGTHS)
 

@@ -79,6 +79,7 @@ WINGS = (
     *(
         "_compiler_marks",
         "errors",
+        "arguments",
         "regular_files",
         "entry_points",
         "config",

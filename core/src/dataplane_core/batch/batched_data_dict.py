@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 import torch
 
+from dataplane_core.arguments import check_dict, check_number, takes
 from dataplane_core.batch.exports import to_arrow, to_numpy
 from dataplane_core.batch.rows import Column, checked_num_rows, concatenate, object_array, select_rows, slice_rows
 from dataplane_core.batch.tokens import token_columns
@@ -259,6 +260,9 @@ class BatchedDataDict(UserDict[str, Any]):
         sequence_packing_args: Mapping[str, Any] | None = None,
     ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]: ...
 
+    @takes(
+        shards=check_number, batch_size=check_number, dynamic_batching_args=check_dict, sequence_packing_args=check_dict
+    )
     def shard_by_batch_size(
         self,
         shards: int,

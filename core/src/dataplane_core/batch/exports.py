@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from dataplane_core.arguments import check_columns, check_iterable, takes
 from dataplane_core.batch.rows import objects_of
 from dataplane_core.codec import Ragged, as_column, host_tensor, ragged_of_dense, ragged_of_nested
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
-from dataplane_core.spec import TagValue
+from dataplane_core.spec import TagValue, check_tags
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,6 +41,7 @@ _WIDER: Final = {
 }
 
 
+@takes(columns=check_columns)
 def to_numpy(columns: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
     """Columns as numpy arrays.
 
@@ -72,6 +74,7 @@ def to_numpy(columns: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
     return converted
 
 
+@takes(columns=check_columns, ids=check_iterable)
 def to_arrow(
     columns: Mapping[str, Any] | TensorDictBase,
     *,
@@ -111,10 +114,10 @@ def to_arrow(
     except ImportError as error:
         raise ImportError("to_arrow needs pyarrow: pip install 'dataplane-core[arrow]'") from error
     table = {name: _arrow(name, _plain(name, columns.get(name))) for name in columns.keys()}
-    num_rows = len(next(iter(table.values()))) if table else len(ids if ids is not None else tags or ())
-    for what, rows in (("ids", ids), ("tags", tags)):
-        if rows is not None and len(rows) != num_rows:
-            raise InvalidRequestError(f"to_arrow: {what} must be one per row, got {len(rows)} for {num_rows} rows.")
+    num_rows = len(next(iter(table.values()))) if table else len(ids or tags or ())
+    if ids is not None and len(ids) != num_rows:
+        raise InvalidRequestError(f"to_arrow: ids must be one per row, got {len(ids)} for {num_rows} rows.")
+    tags = None if tags is None else check_tags(tags, num_rows)
     names = dict.fromkeys(name for row in tags or () for name in row)
     twice = [name for name in (*names, *([] if ids is None else ["sample_id"])) if name in table]
     if twice or (ids is not None and "sample_id" in names):
@@ -131,7 +134,7 @@ def _plain(name: str, column: Any) -> Ragged | torch.Tensor | np.ndarray[Any, An
     what = f"field '{name}'"
     column = as_column(what, column)
     if not isinstance(column, torch.Tensor):
-        return objects_of(column)
+        return objects_of(column, what)
     column = column.to(_WIDER.get(column.dtype, column.dtype))
     return ragged_of_nested(column, what) if column.is_nested else host_tensor(column, what)
 

@@ -17,6 +17,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core._compiler_marks import not_compiled
+from dataplane_core.arguments import check_columns, check_dict, check_iterable, check_number, takes
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.rows import check_pad_value, objects_of
 from dataplane_core.batch.tokens import as_lengths, is_per_sample
@@ -85,6 +86,7 @@ def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor | Sequence[
 
 
 @not_compiled
+@takes(fields=check_columns, token_aligned_fields=check_iterable)
 def pack_jagged_fields(
     fields: Mapping[str, Any] | TensorDictBase,
     *,
@@ -270,6 +272,7 @@ def _rows(column: torch.Tensor, what: str) -> Ragged:
 
 
 @not_compiled
+@takes(td=check_columns, pad_value_dict=check_dict, pad_to_seqlen=check_number, token_aligned_fields=check_iterable)
 def materialize(
     td: TensorDictBase | Mapping[str, Any],
     layout: Literal["padded", "jagged"] = "padded",
@@ -305,7 +308,7 @@ def materialize(
         column = td.get(name)
         columns[name] = column
         if not isinstance(column, torch.Tensor):
-            columns[name] = objects_of(column)
+            columns[name] = objects_of(column, f"field '{name}'")
         elif layout == "padded" and column.dim() >= 2:
             width = pad_to_seqlen if token_aligned_fields is None or name in token_aligned_fields else 0
             columns[name] = _pad(name, column, (pad_value_dict or {}).get(name, 0), width)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack
 
+from dataplane_core.arguments import check_list
 from dataplane_core.codec import carrier, jagged_parts, num_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
@@ -132,13 +133,13 @@ def object_array(items: Sequence[Any]) -> np.ndarray[Any, Any]:
     return array
 
 
-def objects_of(column: Any) -> np.ndarray[Any, Any]:
+def objects_of(column: Any, what: str = "a column") -> np.ndarray[Any, Any]:
     """A column of objects, in any container, as a 1-D object array."""
     if isinstance(column, NonTensorData):
         column = column.data
     if isinstance(column, np.ndarray):
         return column
-    return object_array(column.tolist() if isinstance(column, NonTensorStack) else list(column))
+    return object_array(column.tolist() if isinstance(column, NonTensorStack) else check_list(what, column))
 
 
 def concatenate(key: str, columns: Sequence[Any], pad_value: float) -> Column:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tensordict import TensorDictBase
 
 from dataplane_core._compiler_marks import not_compiled
+from dataplane_core.arguments import check_columns, check_dict, check_iterable, check_meta, check_number, takes
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.jagged import materialize, pack_jagged_fields, to_tensordict
 from dataplane_core.batch.message_log import rebuild_message_logs
@@ -43,6 +44,7 @@ from dataplane_core.schema import (
     TURN_ROLES_FIELD,
     padded_length,
 )
+from dataplane_core.spec import check_tags
 
 if TYPE_CHECKING:
     from dataplane_core.client import DataPlaneClient
@@ -51,6 +53,14 @@ __all__ = ["kv_first_write", "pad_columns", "read_columns", "write_columns"]
 
 
 @not_compiled
+@takes(
+    meta=check_meta,
+    select_fields=check_iterable,
+    pad_value_dict=check_dict,
+    pad_to_seqlen=check_number,
+    token_aligned_fields=check_iterable,
+    ragged_fields=check_iterable,
+)
 def read_columns(
     client: DataPlaneClient,
     meta: KVBatchMeta,
@@ -121,6 +131,7 @@ def read_columns(
 
 
 @not_compiled
+@takes(batch=check_columns, meta=check_meta, pad_value_dict=check_dict, pad_to_seqlen=check_number)
 def pad_columns(
     batch: BatchedDataDict,
     meta: KVBatchMeta,
@@ -184,6 +195,7 @@ def _longest(column: Any) -> int:
 
 
 @not_compiled
+@takes(meta=check_meta, token_aligned_fields=check_iterable)
 def write_columns(
     client: DataPlaneClient,
     meta: KVBatchMeta,
@@ -225,6 +237,13 @@ def write_columns(
 
 
 @not_compiled
+@takes(
+    sample_ids=check_iterable,
+    extra_info=check_dict,
+    pad_to_multiple=check_number,
+    token_aligned_fields=check_iterable,
+    required_fields=check_iterable,
+)
 def kv_first_write(
     batch: Mapping[str, Any] | Sequence[Mapping[str, Any]] | Any,
     *,
@@ -285,8 +304,7 @@ def kv_first_write(
             f"{', '.join(map(repr, batch)) or 'nothing'}. Have what generates the rows return it."
         )
     _check_rows(where, batch, len(ids))
-    if tags is not None and len(tags) != len(ids):
-        raise InvalidRequestError(f"{where} refused: tags must align 1:1 with sample_ids, got {len(tags)} entries.")
+    rows = None if tags is None else check_tags(tags, len(ids))
     info = dict(extra_info or {})
     if pad_to_multiple != 1 or PAD_TO_MULTIPLE not in info:
         info[PAD_TO_MULTIPLE] = pad_to_multiple
@@ -294,7 +312,6 @@ def kv_first_write(
     if INPUT_LENGTHS_FIELD in batch:
         what = f"{where} refused: field '{INPUT_LENGTHS_FIELD}'"
         lengths = as_lengths(what, batch[INPUT_LENGTHS_FIELD]).tolist() if ids else []
-    rows = None if tags is None else [dict(row) for row in tags]
     if lengths is not None:
         rows = [{INPUT_LENGTHS_TAG: length} for length in lengths] if rows is None else rows
         for row, length in zip(rows, lengths, strict=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+from dataplane_core.arguments import check_count, check_list
 from dataplane_core.errors import BackendError, InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.spec import PartitionInfo, Sampler, check_text
 
@@ -18,13 +19,6 @@ def check_name(what: str, name: Any) -> None:
     if not name:
         raise InvalidRequestError(f"{what} must not be empty.")
     check_text(what, name)
-
-
-def check_list(what: str, names: Any) -> list[Any]:
-    """Accepts any iterable but a string; returns it as a list."""
-    if isinstance(names, (str, bytes)) or not hasattr(names, "__iter__"):
-        raise InvalidTypeError(f"{what} must be a list of str, got {type(names).__name__}.")
-    return list(names)
 
 
 def check_names(what: str, names: Any) -> list[str]:
@@ -47,16 +41,6 @@ def check_ids(sample_ids: Any) -> list[str]:
         ids = [str.__str__(each) for each in ids]
     check_text("sample_ids", "".join(ids))
     return ids
-
-
-def check_count(what: str, count: Any) -> None:
-    """Accepts an int of at least 1, of 64 bits."""
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise InvalidTypeError(f"{what} must be an int, got {type(count).__name__}.")
-    if count < 1:
-        raise InvalidRequestError(f"{what} must be at least 1, got {count}.")
-    if count >= 1 << 63:
-        raise InvalidRequestError(f"{what} must be below 2**63, got {count}.")
 
 
 def check_sampler(sampler: Any, dp_rank: Any, dp_size: Any, batch_index: Any) -> None:

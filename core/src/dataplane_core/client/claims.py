@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from dataplane_core._compiler_marks import with_methods_not_compiled
+from dataplane_core.arguments import check_meta
 from dataplane_core.client.checks import (
     check_count,
     check_counts,
@@ -428,6 +429,7 @@ class Claims(Overview):
         return self._call("describe_partition", describe, PartitionInfo)
 
     def _settle(self, operation: str, request_type: Callable[..., Any], meta: KVBatchMeta, **extra: Any) -> None:
+        check_meta(f"{operation}: meta", meta)
         with self._operation(operation, meta.partition_id):
             self._require(Capability.LEASES, operation)
             if not meta.sample_ids:

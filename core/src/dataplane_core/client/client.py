@@ -16,6 +16,7 @@ from typing import Any, Final
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core._compiler_marks import with_methods_not_compiled
+from dataplane_core.arguments import check_meta
 from dataplane_core.client.checks import (
     check_count,
     check_counts,
@@ -358,6 +359,7 @@ class DataPlaneClient(Claims):
             >>> client.get_data(meta.slice(1, 3), ["reward"])["reward"]
             tensor([1., 1.])
         """
+        check_meta("get_data: meta", meta)
         names = select_fields if select_fields is not None else meta.fields
         if names is None:
             raise InvalidRequestError(

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from dataplane_core.arguments import check_dict, check_meta, check_number, takes
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.meta import KVBatchMeta, values_at
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PLAN_KEYS
@@ -15,6 +16,13 @@ from dataplane_core.sharding.plan import ShardPlan, plan_dynamic_batches, plan_e
 __all__ = ["shard_meta_for_dp"]
 
 
+@takes(
+    meta=check_meta,
+    dp_world=check_number,
+    batch_size=check_number,
+    sequence_packing_args=check_dict,
+    dynamic_batching_args=check_dict,
+)
 def shard_meta_for_dp(
     meta: KVBatchMeta,
     *,

@@ -100,8 +100,9 @@ soak: setup  ## Load every backend for 10 minutes (MINUTES=) with kills: memory,
 backends-page: setup  ## Run the conformance kit on every backend and write docs/backends.md
 	$(BIN)/python scripts/backends_page.py
 
-docs: setup  ## Build the documentation as a site under site/
-	$(BIN)/python -m mkdocs build --strict
+docs: setup  ## Build the documentation as a site under site/, and check its links and its reference
+	$(BIN)/python -m mkdocs build --strict --quiet
+	DATAPLANE_SITE=$(CURDIR)/site $(BIN)/python -m pytest -q tests/docs/test_site.py
 
 wheels: setup  ## Build a wheel of every package under dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist $(foreach p,$(PACKAGES),./$(p))

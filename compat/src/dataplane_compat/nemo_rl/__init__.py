@@ -4,7 +4,6 @@ The driver calls `activate`, or is started by ``python -m dataplane_compat.nemo_
 nothing: they unpickle a `Section` or a client, which activates. Importing this package does not import NeMo RL.
 """
 
-from dataplane_compat.nemo_rl.activation import Section, activate
-from dataplane_compat.nemo_rl.adapter import NemoRLAdapter, client_class
+from dataplane_compat.nemo_rl.adapter import NemoRLAdapter, Section, activate, client_class
 
 __all__ = ["NemoRLAdapter", "Section", "activate", "client_class"]

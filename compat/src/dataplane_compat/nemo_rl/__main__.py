@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 
-from dataplane_compat.nemo_rl.activation import activate
+from dataplane_compat.nemo_rl.adapter import activate
 
 
 def main() -> None:

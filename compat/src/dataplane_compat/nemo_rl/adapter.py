@@ -1,23 +1,33 @@
-"""The adapter: NeMo RL's `DataPlaneClient` over the client of dataplane."""
+"""The adapter: NeMo RL's `DataPlaneClient` over the client of dataplane, and how NeMo RL's factory comes to build it.
+
+`activate` replaces NeMo RL's factory in this process. Processes that build a client are given the ``data_plane``
+section, or a client, by the driver; both activate where they are unpickled. So no process is reached that needs no
+client, and Ray needs no hook.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import os
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
+from pydantic import BaseModel, WrapValidator
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, KVBatchMeta, connect
 from dataplane_core.config import DataPlaneConfig, load_config
 from dataplane_core.errors import ConfigError, UnknownPartitionError, UnknownTaskError
 
-__all__ = ["NemoRLAdapter", "client_class"]
+__all__ = ["NemoRLAdapter", "Section", "activate", "client_class"]
 
-_INTERFACES = "nemo_rl.data_plane.interfaces"
+_INTERFACES: Final = "nemo_rl.data_plane.interfaces"
+_IMPL: Final = "dataplane"
+_FACTORY: Final = "build_data_plane_client"
+_SCHEMA: Final = "__get_pydantic_core_schema__"
 
 
 @functools.cache
@@ -49,8 +59,6 @@ class NemoRLAdapter:
         self._tasks: dict[str, set[str]] = {}  # partition -> the tasks that it is known to have
 
     def __reduce__(self) -> tuple[Any, ...]:
-        from dataplane_compat.nemo_rl.activation import Section, attach
-
         return attach, (Section(self._section),)
 
     # --- samples by id ------------------------------------------------------------------------------------------------
@@ -222,3 +230,78 @@ def _lengths_of(tags: Sequence[Mapping[str, Any]] | None) -> list[int] | None:
 def _plain(value: Any) -> Any:
     """A tag's value. Scalars of torch and numpy become Python's."""
     return value.item() if hasattr(value, "item") else value
+
+
+# --- activation -------------------------------------------------------------------------------------------------------
+
+
+class Section(dict[str, Any]):
+    """NeMo RL's ``data_plane`` section with ``impl: dataplane``. A process that unpickles it is activated.
+
+    After `activate`, NeMo RL's ``MasterConfig`` makes it. Code that makes its config otherwise calls ``Section(cfg)``.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle_section, (dict(self),)
+
+
+def activate() -> None:
+    """Makes NeMo RL build the adapter where its config says ``impl: dataplane``. Imports NeMo RL. May be called again.
+
+    Call it in the driver before ``MasterConfig`` is made.
+    """
+    factory = importlib.import_module("nemo_rl.data_plane.factory")
+    interfaces = importlib.import_module(_INTERFACES)
+    original = getattr(factory, _FACTORY)
+    if hasattr(original, "dataplane_section"):
+        return
+    replaced = _factory_over(original)
+    _accept_section(interfaces.DataPlaneConfig)
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "nemo_rl":
+            continue
+        for value in list(vars(module).values()):  # models that were made before, with the schema of then
+            if isinstance(value, type) and issubclass(value, BaseModel) and "data_plane" in value.model_fields:
+                value.model_rebuild(force=True)
+        if vars(module).get(_FACTORY) is original:
+            setattr(module, _FACTORY, replaced)
+
+
+def attach(section: Mapping[str, Any]) -> NemoRLAdapter:
+    """A client that attaches to the store of a section. Unpickling a client calls it."""
+    return client_class()(section, bootstrap=False)
+
+
+def _unpickle_section(values: dict[str, Any]) -> Section:
+    activate()
+    return Section(values)
+
+
+def _factory_over(original: Callable[..., Any]) -> Callable[..., Any]:
+    """NeMo RL's factory, with one more ``impl``."""
+
+    @functools.wraps(original)
+    def build_data_plane_client(cfg: Any, *, bootstrap: bool = True) -> Any:
+        if cfg is None or not cfg["enabled"] or cfg["impl"] != _IMPL:
+            return original(cfg, bootstrap=bootstrap)
+        client: Any = client_class()(cfg, bootstrap=bootstrap)
+        observability = cfg.get("observability") or {}
+        if observability.get("enabled", False):
+            theirs = importlib.import_module("nemo_rl.data_plane.observability")
+            on_event = observability.get("callback") or theirs.log_event
+            client = theirs.MetricsDataPlaneClient(client, on_event=on_event)
+        return client
+
+    build_data_plane_client.dataplane_section = Section  # type: ignore[attr-defined] # a mark on a function
+    return build_data_plane_client
+
+
+def _accept_section(config_type: Any) -> None:
+    """Makes pydantic take ``impl: dataplane``, which the type's Literal excludes, and keep the key ``dataplane``."""
+
+    def validate(value: Any, theirs: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("impl") == _IMPL:
+            return Section(value)
+        return theirs(value)
+
+    setattr(config_type, _SCHEMA, WrapValidator(validate).__get_pydantic_core_schema__)

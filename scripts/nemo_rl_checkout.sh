@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Gets a checkout of NeMo RL for integrations/tests/test_nemo_rl_checkout.py: nemo_rl_checkout.sh FOLDER [COMMIT OR TAG]
+# Gets a checkout of NeMo RL for compat/tests/test_nemo_rl_checkout.py: nemo_rl_checkout.sh FOLDER [COMMIT OR TAG]
 set -euo pipefail
 folder=${1:?usage: nemo_rl_checkout.sh FOLDER [COMMIT OR TAG]}
 version=${2:-7ea279abfbeb698b092856d0dab61e7cf39bc909}

@@ -25,6 +25,9 @@ OUTSIDE = {
     "security.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
     "packages/core.md": "core/README.md",
+    "packages/testkit.md": "testkit/README.md",
+    "packages/tools.md": "tools/README.md",
+    "packages/compat.md": "compat/README.md",
     "packages/noop.md": "plugins/noop/README.md",
     "packages/shm_store.md": "plugins/shm_store/README.md",
     "packages/redis_store.md": "plugins/redis_store/README.md",
@@ -42,10 +45,10 @@ _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)
 
 
 def public_modules() -> list[str]:
-    """The modules that users import from: those of the two packages, their sub-packages, each middleware, and the
-    ledger's commands."""
+    """The modules that users import from: those of the packages that are no backends, their sub-packages, each
+    middleware, and the ledger's commands."""
     names = []
-    for source in (ROOT / "core/src", ROOT / "integrations/src"):
+    for source in (ROOT / folder / "src" for folder in ("core", "testkit", "tools", "integrations", "compat")):
         for pattern in (
             "dataplane_*/*.py",
             "dataplane_*/*/__init__.py",
@@ -54,7 +57,7 @@ def public_modules() -> list[str]:
         ):
             for path in source.glob(pattern):
                 names.append(".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"))
-    return sorted({name for name in names if "._" not in name and not name.startswith("dataplane_pytest")})
+    return sorted({name for name in names if "._" not in name})
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

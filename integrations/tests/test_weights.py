@@ -16,8 +16,8 @@ from dataplane_core.errors import (
     SchemaMismatchError,
     UnknownPartitionError,
 )
-from dataplane_core.testing._timing import STARTS_S, Background, eventually
 from dataplane_integrations.weights import WEIGHTS, WeightReader, open_weights, publish_weights
+from dataplane_testkit._timing import STARTS_S, Background, eventually
 
 
 def weights_of(version):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "promises.md"
-KIT = ROOT / "core" / "src" / "dataplane_core" / "testing"
+KIT = ROOT / "testkit" / "src" / "dataplane_testkit"
 
 
 def _defined(folder: Path) -> set[str]:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def _exported(module: str) -> list[str]:
     """Its ``__all__``, from the source: importing would change this process's settings."""
     package, *parts = module.split(".")
-    folder = ROOT / {"dataplane_core": "core", "dataplane_integrations": "integrations"}[package] / "src" / package
+    folder = ROOT / package.removeprefix("dataplane_") / "src" / package
     file = folder.joinpath(*parts)
     source = (file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text(encoding="utf-8")
     (exported,) = re.findall(r"^__all__ = (\[.*?\])$", source, re.DOTALL | re.MULTILINE)
@@ -46,7 +46,7 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     documented = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
     modules = [page.stem for page in (site / "reference").glob("*.html")]
-    assert {"dataplane_core", "dataplane_core.client", "dataplane_core.testing", "dataplane_integrations"} <= {*modules}
+    assert {"dataplane_core", "dataplane_core.client", "dataplane_testkit", "dataplane_integrations"} <= {*modules}
     public = [f"{name}.{each}" for name in modules for each in _exported(name)]
     assert len(public) > 250
     assert [name for name in public if name not in documented and name not in modules] == []  # a module has a page

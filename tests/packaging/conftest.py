@@ -64,9 +64,9 @@ class CleanEnvironment:
 
 @pytest.fixture(scope="session")
 def clean(tmp_path_factory):
-    """A clean environment with dataplane-core in it."""
+    """A clean environment with dataplane-core and the kit in it."""
     environment = CleanEnvironment(tmp_path_factory.mktemp("clean"))
-    environment.install(ROOT / "core")
+    environment.install(ROOT / "core", ROOT / "testkit")
     return environment
 
 

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ["core", "integrations", *(f"plugins/{path.name}" for path in sorted((ROOT / "plugins").iterdir()))]
+PACKAGES = [
+    "core",
+    "testkit",
+    "tools",
+    "integrations",
+    "compat",
+    *(f"plugins/{path.name}" for path in sorted((ROOT / "plugins").iterdir())),
+]
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -43,7 +43,7 @@ def origins(*arguments, **environment):
 
 @pytest.mark.parametrize("installed", ["installed", "hidden"])
 def test_with_the_variable_all_of_verl_uses_ours(installed):
-    assert origins(installed, DATAPLANE_CONFIG="/no/such/file.yaml") == ["{'dataplane_integrations'}"] * 2
+    assert origins(installed, DATAPLANE_CONFIG="/no/such/file.yaml") == ["{'dataplane_compat'}"] * 2
 
 
 def test_without_the_variable_it_does_nothing():

@@ -38,7 +38,7 @@ def batch(tq):
 
 def test_workers_use_the_config_of_the_driver(group):
     assert set(group.seen_by_process()) == {
-        ("dataplane_integrations.transfer_queue.interface", os.environ["DATAPLANE_CONFIG"])
+        ("dataplane_compat.transfer_queue.interface", os.environ["DATAPLANE_CONFIG"])
     }
 
 

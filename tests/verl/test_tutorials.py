@@ -20,11 +20,9 @@ TUTORIALS = sorted(path.name for path in CHECKOUT.glob("tutorial/*.py"))
 def moved(source, folder):
     """A copy that imports our module in the place of TransferQueue."""
     text = (CHECKOUT / source).read_text()
-    text = re.sub(
-        r"^import transfer_queue as tq", "import dataplane_integrations.transfer_queue as tq", text, flags=re.M
-    )
-    text = re.sub(r"^from transfer_queue", "from dataplane_integrations.transfer_queue", text, flags=re.M)
-    assert text.count("dataplane_integrations") >= 1
+    text = re.sub(r"^import transfer_queue as tq", "import dataplane_compat.transfer_queue as tq", text, flags=re.M)
+    text = re.sub(r"^from transfer_queue", "from dataplane_compat.transfer_queue", text, flags=re.M)
+    assert text.count("dataplane_compat") >= 1
     path = folder / Path(source).name
     path.write_text(text)
     return path

@@ -1,4 +1,4 @@
-"""Finds installed backends and middleware by entry-point name. Imports only the one that is asked for."""
+"""Finds installed backends, middleware and commands by entry-point name. Imports only the one that is asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from dataplane_core.errors import DuplicatePluginError, PluginImportError, Unkno
 
 __all__ = [
     "BACKEND_GROUP",
+    "COMMAND_GROUP",
     "KNOWN_BACKENDS",
+    "KNOWN_COMMANDS",
     "MIDDLEWARE_GROUP",
     "PluginRecord",
     "find_plugins",
@@ -23,6 +25,7 @@ __all__ = [
 
 BACKEND_GROUP: Final = "dataplane.backends"
 MIDDLEWARE_GROUP: Final = "dataplane.middleware"
+COMMAND_GROUP: Final = "dataplane.commands"
 
 #: Backends of this project -> the distribution that contains it.
 KNOWN_BACKENDS: Final[dict[str, str]] = {
@@ -31,6 +34,25 @@ KNOWN_BACKENDS: Final[dict[str, str]] = {
     "redis_store": "dataplane-redis",
     "tq_simple": "dataplane-tq-simple",
     "tq_mooncake": "dataplane-mooncake",
+}
+
+#: Commands of this project, in the order of the help -> the distribution that contains it, and what it does.
+KNOWN_COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "backends": ("dataplane-core", "list the installed backends"),
+    "doctor": ("dataplane-core", "check this machine for a backend, or for all that are installed"),
+    "inspect": ("dataplane-tools", "show what a running store holds, and how far each task is"),
+    "top": ("dataplane-tools", "show a running store live: the flow from stage to stage, and who waits"),
+    "metrics": ("dataplane-tools", "serve the metrics of all processes of a running store on one page"),
+    "units": ("dataplane-tools", "list, add or remove the storage units of a running store"),
+    "flow": ("dataplane-tools", "draw a run, or a running store: an HTML page and an SVG"),
+    "conformance": ("dataplane-testkit", "run the conformance kit against a backend"),
+    "new-plugin": ("dataplane-testkit", "write a project with a backend that passes the kit"),
+}
+
+#: Kind -> its known names, each with the distribution that contains it.
+_PACKAGES: Final[dict[str, dict[str, str]]] = {
+    "backend": KNOWN_BACKENDS,
+    "command": {name: package for name, (package, _) in KNOWN_COMMANDS.items()},
 }
 
 
@@ -75,9 +97,9 @@ def load_plugin(group: str, name: str, kind: str) -> Any:
     """Imports the object that the entry point of that name refers to.
 
     Args:
-        group: `BACKEND_GROUP` or `MIDDLEWARE_GROUP`.
+        group: `BACKEND_GROUP`, `MIDDLEWARE_GROUP` or `COMMAND_GROUP`.
         name: Its name.
-        kind: ``backend`` or ``middleware``, for messages.
+        kind: ``backend``, ``middleware`` or ``command``, for messages.
 
     Raises:
         UnknownBackendError: Not installed. The message lists the names found, and the pip command if the name is known.
@@ -109,13 +131,14 @@ def load_plugin(group: str, name: str, kind: str) -> Any:
 def unknown_plugin(group: str, name: str, kind: str) -> UnknownBackendError:
     """The error for a name that is not installed. Arguments as for `load_plugin`."""
     found = [record.name for record in find_plugins(group)]
-    near = nearest(name, [*found, *(KNOWN_BACKENDS if kind == "backend" else ())])
+    packages = _PACKAGES.get(kind, {})
+    near = nearest(name, [*found, *packages])
     parts = []
     if near is not None and near != name:
         parts.append(f"Did you mean '{near}'?")
-    known = name if name in KNOWN_BACKENDS else near if near not in found else None
-    if kind == "backend" and known in KNOWN_BACKENDS:
-        parts.append(f"Install '{known}' with: pip install {KNOWN_BACKENDS[known]}")
+    known = name if name in packages else near if near not in found else None
+    if known in packages:
+        parts.append(f"Install '{known}' with: pip install {packages[known]}")
     return UnknownBackendError(
         f"{kind} '{name}' is not installed. Found: {', '.join(found) or 'none'}.", hint=" ".join(parts) or None
     )

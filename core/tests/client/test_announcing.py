@@ -15,7 +15,7 @@ from dataplane_core import connect
 from dataplane_core.client import announcing
 from dataplane_core.errors import ConfigError, OperationTimeoutError
 from dataplane_core.spec import AnnounceReply
-from dataplane_core.testing._timing import STARTS_S, eventually
+from dataplane_testkit._timing import STARTS_S, eventually
 
 
 class Client:

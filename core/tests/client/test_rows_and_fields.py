@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core import connect, connect_async
-from dataplane_core.testing.faults import Faults
+from dataplane_testkit.faults import Faults
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from dataplane_core.errors import (
     UnknownPartitionError,
 )
 from dataplane_core.spec import hookimpl
-from dataplane_core.testing._timing import STARTS_S, Background, eventually
+from dataplane_testkit._timing import STARTS_S, Background, eventually
 
 NUM = 10
 

@@ -14,6 +14,9 @@ import dataplane_core
 SOURCE = Path(dataplane_core.__file__).parent
 FORBIDDEN = ("ray", "megatron", "torch.distributed", "transfer_queue", "redis", "mooncake")
 OURS = (
+    "dataplane_testkit",
+    "dataplane_tools",
+    "dataplane_compat",
     "dataplane_noop",
     "dataplane_redis",
     "dataplane_shm",
@@ -100,13 +103,21 @@ WINGS = (
         "sharding",
         "batch",
     ),
-    *("testing", "cli"),
+    "cli",
 )
 ROOT = Path(__file__).resolve().parents[3]
 #: Sources that stand outside of core, and see it as its users do.
 OUTSIDE = [
     path
-    for pattern in ("plugins/*/src", "integrations/src", "examples", "benchmarks", "core/src/dataplane_pytest")
+    for pattern in (
+        "plugins/*/src",
+        "integrations/src",
+        "examples",
+        "benchmarks",
+        "testkit/src",
+        "tools/src",
+        "compat/src",
+    )
     for folder in ROOT.glob(pattern)
     for path in sorted(folder.rglob("*.py"))
 ]

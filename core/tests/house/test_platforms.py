@@ -33,7 +33,6 @@ ALLOWED = {
     "host_memory/recycled.py": "asks first whether mmap has the flags",
     "backends/private_folder.py": "the folder of a server that redis_store or shm_store starts, which Windows lacks",
     "backends/owned_process.py": "asks first whether there are forks",
-    "testing": "the conformance kit kills and forks processes; authors of backends run it on POSIX",
 }
 
 

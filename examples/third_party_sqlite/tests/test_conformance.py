@@ -10,7 +10,7 @@ from dataplane_sqlite_example import SQLiteStore
 
 from dataplane_core.codec import split_rows
 from dataplane_core.ledger import commands
-from dataplane_core.testing import BackendConformance
+from dataplane_testkit import BackendConformance
 
 
 class TestSQLite(BackendConformance):

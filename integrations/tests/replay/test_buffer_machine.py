@@ -17,7 +17,6 @@ from hypothesis.stateful import (
 )
 
 from dataplane_core import KVBatchMeta, connect
-from dataplane_core.testing._profiles import kit_settings
 from dataplane_integrations.errors import ReplayTimeoutError, ReservationLostError
 from dataplane_integrations.replay import (
     InOrderPolicy,
@@ -27,6 +26,7 @@ from dataplane_integrations.replay import (
     WindowedPolicy,
     group_of,
 )
+from dataplane_testkit._profiles import kit_settings
 
 POLICIES = [WindowedPolicy, ReadyFirstPolicy, InOrderPolicy]
 

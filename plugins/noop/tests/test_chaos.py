@@ -1,6 +1,6 @@
 """noop keeps the contract in a random history of threads."""
 
-from dataplane_core.testing import AuthorsClass, Settings, run_chaos
+from dataplane_testkit import AuthorsClass, Settings, run_chaos
 
 
 class Noop(AuthorsClass):

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from dataplane_core.codec import Ragged
 from dataplane_core.ledger import commands
-from dataplane_core.testing import BackendConformance
 from dataplane_noop import NoopBackend
+from dataplane_testkit import BackendConformance
 
 
 class TestNoop(BackendConformance):

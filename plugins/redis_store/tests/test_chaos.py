@@ -2,7 +2,7 @@
 
 import uuid
 
-from dataplane_core.testing import AuthorsClass, Settings, run_chaos
+from dataplane_testkit import AuthorsClass, Settings, run_chaos
 
 
 class Redis(AuthorsClass):

@@ -9,9 +9,9 @@ from typing import ClassVar
 import pytest
 
 from dataplane_core.codec import split_rows
-from dataplane_core.testing import BackendConformance
 from dataplane_redis import RedisBackend
 from dataplane_redis._wire import to_bytes, unpack_layout, unpack_rows
+from dataplane_testkit import BackendConformance
 
 
 @pytest.fixture(scope="module")

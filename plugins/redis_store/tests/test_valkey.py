@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core.errors import ConfigError, OperationTimeoutError
-from dataplane_core.testing import BackendConformance
 from dataplane_redis import RedisBackend
+from dataplane_testkit import BackendConformance
 
 
 def find_binary():

@@ -1,6 +1,6 @@
 """shm_store keeps the contract in a random history of processes that are killed and stopped."""
 
-from dataplane_core.testing import AuthorsClass, Settings, run_chaos
+from dataplane_testkit import AuthorsClass, Settings, run_chaos
 
 
 class Shm(AuthorsClass):

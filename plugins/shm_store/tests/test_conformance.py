@@ -8,10 +8,10 @@ import torch
 
 from dataplane_core.backends import ledger_of
 from dataplane_core.ledger import commands
-from dataplane_core.testing import BackendConformance
 from dataplane_shm import ShmBackend
 from dataplane_shm._layout import offsets_at
 from dataplane_shm._messages import Find
+from dataplane_testkit import BackendConformance
 
 
 @pytest.fixture(scope="module")

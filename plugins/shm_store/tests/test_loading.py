@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from dataplane_core import StreamingDataset, connect
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, InvalidRequestError, InvalidTypeError
 from dataplane_core.spec import hookimpl
-from dataplane_core.testing._timing import eventually
+from dataplane_testkit._timing import eventually
 
 NUM = 24
 

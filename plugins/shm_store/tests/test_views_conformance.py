@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import pytest
 
-from dataplane_core.testing import BackendConformance
 from dataplane_shm import ShmBackend
+from dataplane_testkit import BackendConformance
 
 pytestmark = pytest.mark.long
 

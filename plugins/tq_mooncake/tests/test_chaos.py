@@ -2,7 +2,7 @@
 
 import pytest
 
-from dataplane_core.testing import AuthorsClass, Settings, run_chaos
+from dataplane_testkit import AuthorsClass, Settings, run_chaos
 
 
 class TQMooncake(AuthorsClass):

@@ -8,8 +8,8 @@ import pytest
 
 from dataplane_core.codec import split_rows
 from dataplane_core.ledger import commands
-from dataplane_core.testing import BackendConformance
 from dataplane_mooncake import TQMooncakeBackend
+from dataplane_testkit import BackendConformance
 
 
 class TestTQMooncake(BackendConformance):

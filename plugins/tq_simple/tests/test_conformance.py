@@ -7,7 +7,7 @@ import ray
 
 from dataplane_core.codec import split_rows
 from dataplane_core.ledger import commands
-from dataplane_core.testing import BackendConformance
+from dataplane_testkit import BackendConformance
 from dataplane_tq_simple import TQSimpleBackend
 
 

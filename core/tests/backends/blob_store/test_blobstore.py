@@ -20,7 +20,7 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import commands, room
 from dataplane_core.ledger.partition import Partition
 from dataplane_core.spec import Scope
-from dataplane_core.testing._timing import eventually
+from dataplane_testkit._timing import eventually
 
 
 @pytest.mark.parametrize("byte", [0, 4, 8, 12, -1], ids=["magic", "count", "length", "second_length", "cut"])

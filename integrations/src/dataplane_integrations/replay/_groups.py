@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dataplane_core.codec import decode_item, encode_item
+from dataplane_core.codec import decode_item, encode_item, plain
 from dataplane_core.meta import KVBatchMeta
-from dataplane_integrations._values import plain
 from dataplane_integrations.replay._ids import Reservation
 from dataplane_integrations.replay._policies import GroupView
 

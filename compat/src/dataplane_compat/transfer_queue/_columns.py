@@ -1,0 +1,185 @@
+"""Columns and tags between TransferQueue's forms and those of the client.
+
+Shape legend: ``N`` rows, ``L`` length of a row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from dataplane_core.codec import as_columns, plain
+from dataplane_core.spec import TagValue
+
+__all__ = [
+    "column_of_rows",
+    "columns_to_put",
+    "one_row",
+    "parsed",
+    "rows_of",
+    "tags_to_put",
+    "tags_to_show",
+    "to_batch",
+]
+
+#: Fields whose rows, if they have two dims, have the tokens in the second one: M-RoPE's (4, L). The store wants the dim
+#: that differs from row to row first, so they are stored as (L, 4).
+_TOKENS_LAST: Final = frozenset({"position_ids"})
+#: Begins a tag that holds a list or dict, which follows as JSON.
+_JSON: Final = "~tq.json:"
+
+
+def columns_to_put(fields: TensorDictBase | Mapping[str, Any], num_rows: int) -> dict[str, Any]:
+    """The columns of a put. One value for all rows becomes an object per row; numpy scalars become numbers."""
+    if isinstance(fields, LazyStackedTensorDict):  # its `get` refuses rows that differ in shape
+        rows = [{name: _cell_to_put(name, row.get(name)) for name in row.keys()} for row in fields.tensordicts]
+        return dict(as_columns("kv_batch_put", rows, num_rows))
+    names = list(fields.keys())  # a TensorDict iterates over rows; its `get`, unlike its index, keeps non-tensor data
+    return {name: _column_to_put(name, fields.get(name), num_rows) for name in names}
+
+
+def _column_to_put(name: str, column: Any, num_rows: int) -> Any:
+    if isinstance(column, torch.Tensor):
+        if name in _TOKENS_LAST and column.dim() == 3 and len(column):
+            return torch.nested.as_nested_tensor([row.t() for row in column.unbind()], layout=torch.jagged)
+        return column
+    data = column.data if isinstance(column, NonTensorData) else column
+    is_rows = isinstance(data, np.ndarray) and data.shape[:1] == (num_rows,)
+    if isinstance(column, NonTensorData) and not is_rows:
+        items = [data] * num_rows
+    elif isinstance(data, (NonTensorStack, np.ndarray)):
+        items = data.tolist()
+    elif isinstance(data, (list, tuple)):
+        items = [item.data if isinstance(item, NonTensorData) else item for item in data]
+    else:
+        return column  # the client names what it is
+    return NonTensorStack(*[NonTensorData(data=plain(item)) for item in items])
+
+
+def _cell_to_put(name: str, cell: Any) -> Any:
+    if isinstance(cell, torch.Tensor):
+        return cell.t() if name in _TOKENS_LAST and cell.dim() == 2 else cell
+    return plain(cell)
+
+
+def one_row(fields: TensorDictBase | Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of one row, from values without a batch dimension. A TensorDict has that dimension already."""
+    if isinstance(fields, TensorDictBase):
+        return columns_to_put(fields, 1)
+    if not isinstance(fields, Mapping):
+        raise ValueError("`fields` can only be dict or TensorDict")
+    row: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, torch.Tensor):
+            if value.is_nested:
+                raise ValueError("Please use (async)kv_batch_put for batch operation: a nested tensor is many rows.")
+            row[name] = _column_to_put(name, value.unsqueeze(0), 1)
+        else:
+            row[name] = NonTensorStack(NonTensorData(data=plain(value)))
+    return row
+
+
+def to_batch(columns: TensorDictBase) -> TensorDict:
+    """The columns as TransferQueue returns them: rows of rank 1 and more are jagged, even if they are equally long.
+
+    Columns of equal lengths share their offsets, so that torch can combine them.
+    """
+    offsets: dict[int, torch.Tensor] = {}
+    shown: dict[str, Any] = {}
+    for name, column in columns.items():
+        if isinstance(column, torch.Tensor) and not column.is_nested and column.dim() > 1:
+            rows, length = column.shape[:2]  # N, L
+            if length not in offsets:
+                offsets[length] = torch.arange(rows + 1, device=column.device) * length
+            values = column.reshape(rows * length, *column.shape[2:])
+            column = torch.nested.nested_tensor_from_jagged(
+                values, offsets[length], min_seqlen=length, max_seqlen=length
+            )
+        if name in _TOKENS_LAST and isinstance(column, torch.Tensor) and column.dim() == 3:
+            jagged: Any = column
+            values = jagged.values().t().contiguous()
+            column = torch.nested.nested_tensor_from_jagged(values, jagged.offsets(), jagged_dim=2)
+        shown[name] = column
+    return TensorDict(shown, batch_size=columns.batch_size)
+
+
+def parsed(columns: Mapping[str, Any], data_parser: Callable[[Any], Any]) -> dict[str, Any]:
+    """The columns after a caller's parser changed their values in place, such as URLs into what they point to.
+
+    The parser gets a dict: dense columns as tensors, all others as lists of rows.
+
+    Raises:
+        ValueError: The parser added or removed columns or rows.
+    """
+    given = {
+        name: column if isinstance(column, torch.Tensor) and not column.is_nested else rows_of(column)
+        for name, column in columns.items()
+    }
+    sizes = {name: len(values) for name, values in given.items()}
+    changed = data_parser(given)
+    changed = given if changed is None else changed
+    if {name: len(values) for name, values in changed.items()} != sizes:
+        raise ValueError(
+            f"data_parser changed the columns or their number of rows: {sizes} before. Expected the same after."
+        )
+    return {name: column_of_rows(values, objects=not _fit(values)) for name, values in changed.items()}
+
+
+def _fit(rows: Any) -> bool:
+    """Whether rows, if they are tensors, fit one column."""
+    if isinstance(rows, torch.Tensor) or not all(isinstance(row, torch.Tensor) for row in rows):
+        return True
+    return len({(row.dtype, row.dim(), row.shape[1:]) for row in rows}) <= 1
+
+
+def rows_of(column: Any) -> list[Any]:
+    """The rows of a column: tensors or objects."""
+    return list(column.unbind() if isinstance(column, torch.Tensor) else column.tolist())
+
+
+def column_of_rows(values: Any, *, objects: bool = False) -> Any:
+    """Rows as one column: jagged or scalar tensors, else ``objects``. A tensor is a column already."""
+    if isinstance(values, torch.Tensor):
+        return values
+    if objects:
+        return NonTensorStack(*[NonTensorData(data=plain(value)) for value in values])
+    if values and all(isinstance(value, torch.Tensor) and value.dim() for value in values):
+        return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
+    if values and all(isinstance(value, torch.Tensor) for value in values):
+        return torch.stack(list(values))
+    return column_of_rows(values, objects=True)
+
+
+def tags_to_put(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, TagValue]]:
+    """Tags as the client takes them: primitives. Lists and dicts become JSON."""
+    return [{name: _tag(name, value) for name, value in row.items()} for row in tags]
+
+
+def _tag(name: str, value: Any) -> TagValue:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    own: TagValue = plain(value)
+    if own is None or type(own) in (bool, int, float):
+        return own
+    if type(own) is str and not own.startswith(_JSON):  # one that does is written as JSON, since it is read so
+        return own
+    try:
+        return _JSON + json.dumps(own)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"tag '{name}' is a {type(value).__name__}. Expected None, a bool, int, float or str, or a list or dict of "
+            "these. Put larger values in a field."
+        ) from error
+
+
+def tags_to_show(tags: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's tags as they were put."""
+    return {
+        name: json.loads(value.removeprefix(_JSON)) if type(value) is str and value.startswith(_JSON) else value
+        for name, value in tags.items()
+    }

@@ -1,0 +1,159 @@
+"""This process's connection: which config it uses, and the client.
+
+A config is found in this order: the one given to `init`, the file that the environment variable `CONFIG_VARIABLE`
+names, and that of the process of the Ray cluster that started the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dataplane_compat.transfer_queue import _directory
+from dataplane_compat.transfer_queue._pool import end_threads
+from dataplane_compat.transfer_queue.client import TransferQueueClient
+from dataplane_core import DataPlaneConfig, connect
+from dataplane_core.config import load_config
+from dataplane_core.errors import ConfigError
+
+__all__ = ["CONFIG_VARIABLE", "Session", "attached", "current", "end", "find_config", "start"]
+
+#: Environment variable: the path of a config file.
+CONFIG_VARIABLE: Final = "DATAPLANE_CONFIG"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """An open connection.
+
+    Attributes:
+        config: Its config.
+        client: Its client.
+        pid: The process that opened it.
+        published: Whether it tells other processes of the Ray cluster its config.
+    """
+
+    config: DataPlaneConfig
+    client: TransferQueueClient
+    pid: int
+    published: bool = False
+
+
+_lock = threading.RLock()
+_session: Session | None = None
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_new_lock)  # a thread of the parent may have held it
+
+
+def current() -> Session | None:
+    """The open session of this process. That of a parent before a fork does not count."""
+    return _session if _session is not None and _session.pid == os.getpid() else None
+
+
+def start(conf: Any) -> Session:
+    """Opens the session: starts the store, or attaches if it runs. An open session is returned as it is."""
+    global _session
+    with _lock:
+        session = current()
+        if session is None:
+            config = find_config(conf)
+            with contextlib.ExitStack() as opened:  # closes the store if what follows raises
+                store = opened.enter_context(connect(config, bootstrap="auto"))
+                controller = _key(conf, "controller") or {}
+                settings = controller if store.bootstrapped else None
+                client = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", store, settings)
+                published = store.bootstrapped and _directory.publish(_shown(config, controller))
+                session = _session = Session(config, client, os.getpid(), published)
+                opened.pop_all()
+        return session
+
+
+def attached(config: DataPlaneConfig | None = None) -> Session:
+    """The open session, or one that attaches to a running store, with the config given or else found."""
+    global _session
+    with _lock:
+        session = current()
+        if session is None:
+            if config is None:
+                config = _session.config if _session is not None else find_config(None)  # a parent's, before a fork
+            client = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", connect(config, bootstrap=False))
+            session = _session = Session(config, client, os.getpid())
+        return session
+
+
+def end() -> None:
+    """Closes the session. The process that started the store ends it."""
+    global _session
+    with _lock:
+        session, _session = current(), None
+        if session is not None:
+            if session.published:
+                _directory.withdraw()
+            session.client.close()
+            end_threads()
+
+
+def find_config(conf: Any) -> DataPlaneConfig:
+    """The config of the store, with partitions that open by themselves.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    given: Any = None
+    if isinstance(conf, (DataPlaneConfig, str, os.PathLike)):
+        given = conf
+    elif isinstance(_key(conf, "backend"), str):  # TransferQueue's own config has a mapping there
+        given = {name: value for name, value in _plain(conf).items() if name not in ("controller", "metrics")}
+    elif (shown := _key(conf, "dataplane")) is not None:
+        given = _plain(shown)
+    if given is None:
+        given = os.environ.get(CONFIG_VARIABLE) or _published()
+    if given is None:
+        raise ConfigError(
+            "no config was found.",
+            hint=f"Set {CONFIG_VARIABLE}=/path/to/config.yaml in the environment of every process, or pass a config, "
+            "such as {'backend': 'shm_store'}, to init().",
+        )
+    return load_config(given).model_copy(update={"open_partitions": True})
+
+
+def _published() -> Any:
+    found = _directory.look_up()
+    return None if found is None else found["dataplane"]
+
+
+def _shown(config: DataPlaneConfig, controller: Any) -> dict[str, Any]:
+    """What other processes learn. Objects in the config, such as samplers, are left out."""
+    settings = {name: value for name, value in _plain(controller).items() if isinstance(value, (str, bool, int))}
+    return {"dataplane": config.model_dump(), "controller": settings}
+
+
+def _key(conf: Any, name: str) -> Any:
+    if not isinstance(conf, Mapping) and not _is_omegaconf(conf):
+        return None
+    return conf.get(name)
+
+
+def _plain(conf: Any) -> dict[str, Any]:
+    if _is_omegaconf(conf):
+        from omegaconf import OmegaConf
+
+        found: dict[str, Any] = OmegaConf.to_container(conf, resolve=True)
+        return found
+    return dict(conf)
+
+
+def _is_omegaconf(conf: Any) -> bool:
+    """Whether it is of OmegaConf, which need not be installed."""
+    return "omegaconf" in sys.modules and type(conf).__module__.partition(".")[0] == "omegaconf"

@@ -1,0 +1,118 @@
+"""NeMo RL's own tests of its data plane, over the adapter; and a worker of NeMo RL in a Ray actor.
+
+``NEMO_RL_CHECKOUT`` names a checkout (`scripts/nemo_rl_checkout.sh` gets one), ``NEMO_RL_PYTHON`` a Python that can
+import both it and dataplane; without it, this one. See docs/nemo-rl.md.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+from test_nemo_rl import OF_0_8_0, OF_ALL_VERSIONS
+
+CHECKOUT = os.environ.get("NEMO_RL_CHECKOUT")
+PYTHON = os.environ.get("NEMO_RL_PYTHON", sys.executable)
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(CHECKOUT is None, reason="NEMO_RL_CHECKOUT names no checkout of NeMo RL"),
+]
+
+
+def run(*arguments, timeout_s, **environment):
+    """Python with NeMo RL, dataplane and the folder of this file on its path, in the checkout's folder."""
+    paths = [CHECKOUT, os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(
+        [PYTHON, *arguments], cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+CONFIGS = {
+    "noop": {},
+    "redis_store": {"namespace": "nemo-suite"},
+    "shm_store": {"namespace": "nemo-suite"},
+    "tq_simple": {"instance": "nemo-suite"},
+}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", CONFIGS)
+def test_nemo_rls_own_tests_pass_over_the_adapter(tmp_path, backend):
+    report = tmp_path / "report.xml"
+    suite = ["-m", "pytest", "-q", "-o", "addopts=", "-p", "nemo_rl_suite", "-p", "no:cacheprovider"]
+    # above this folder is a conftest that needs GPU monitoring and a logger of the whole trainer
+    folder = ["--confcutdir=tests/unit/data_plane", "tests/unit/data_plane", f"--junitxml={report}"]
+    config = json.dumps({"backend": backend, "options": CONFIGS[backend]})
+    done = run(*suite, *folder, timeout_s=880, DATAPLANE_SUITE_CONFIG=config)
+    assert report.exists(), done.stdout[-3000:] + done.stderr[-3000:]
+    (results,) = ElementTree.parse(report).getroot().iter("testsuite")
+    counts = {name: int(results.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
+    print(backend, counts, done.stdout.splitlines()[-1])
+    assert counts["failures"] == counts["errors"] == 0, done.stdout[-6000:]
+    assert counts["tests"] - counts["skipped"] >= 150
+
+
+SIGNATURES = """
+import json
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from test_nemo_rl import signature_of
+print(json.dumps({name: signature_of(getattr(DataPlaneClient, name)) for name in DataPlaneClient.__abstractmethods__}))
+"""
+
+
+def test_nemo_rls_interface_is_one_that_our_tests_know():
+    done = run("-c", SIGNATURES, timeout_s=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    assert theirs == {name: said for name, said in (OF_ALL_VERSIONS | OF_0_8_0).items() if name in theirs}
+    assert set(theirs) >= set(OF_ALL_VERSIONS)
+
+
+ON_RAY = """
+import typing, typing_extensions
+typing.TypedDict = typing_extensions.TypedDict  # as pydantic asks for it before Python 3.12
+import ray, torch
+from pydantic import BaseModel
+from tensordict import TensorDict
+from dataplane_compat.nemo_rl import activate
+
+activate()
+from nemo_rl.data_plane import DataPlaneConfig, KVBatchMeta, build_data_plane_client
+from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
+
+class MasterConfig(BaseModel, extra="allow"):
+    data_plane: typing.Optional[DataPlaneConfig] = None
+
+@ray.remote(num_cpus=0)
+class Worker(TQWorkerMixin):
+    def read(self, meta):
+        return type(self._dp_client).__name__, self._dp_client.get_data(meta)["x"].tolist()
+
+@ray.remote(num_cpus=0)
+def read_with(client, meta):
+    return client.get_data(meta)["x"].tolist()
+
+config = {"backend": "shm_store", "options": {"namespace": "nemo-on-ray"}}
+cfg = MasterConfig(data_plane={"enabled": True, "impl": "dataplane", "dataplane": config}).data_plane
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+client = build_data_plane_client(cfg, bootstrap=True)
+client.register_partition("train", ["x"], 2, ["train"])
+client.put_samples(["a", "b"], "train", TensorDict({"x": torch.arange(2)}, batch_size=[2]))
+meta = client.claim_meta("train", "train", ["x"], 2)
+worker = Worker.remote()
+ray.get(worker.setup_data_plane.remote(cfg=cfg))
+print(ray.get(worker.read.remote(meta)), ray.get(read_with.remote(client, meta)))
+ray.shutdown()
+client.close()
+"""
+
+
+def test_a_worker_of_nemo_rl_on_ray_attaches_through_its_config(tmp_path):
+    (tmp_path / "driver.py").write_text(ON_RAY)
+    done = run(str(tmp_path / "driver.py"), timeout_s=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "('NemoRLDataPlaneClient', [0, 1]) [0, 1]"

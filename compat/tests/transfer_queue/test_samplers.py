@@ -1,0 +1,207 @@
+"""Samplers choose rows, and what they chose is the same in all processes of a rank."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_compat.transfer_queue._claims import Claims
+from dataplane_compat.transfer_queue.client import TransferQueueClient
+from dataplane_compat.transfer_queue.sampler import (
+    BaseSampler,
+    GRPOGroupNSampler,
+    SeqlenBalancedSampler,
+    balanced_parts,
+)
+from dataplane_core import KVBatchMeta
+from dataplane_core.errors import BackendUnavailableError, ConfigError
+
+
+class LastFirst(BaseSampler):
+    """A sampler of a user: the newest rows, which stay."""
+
+    def sample(
+        self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
+    ) -> tuple[list[int], list[int]]:
+        return ready_indexes[::-1][:batch_size], []
+
+
+def client(session: ModuleType, sampler: Any) -> TransferQueueClient:
+    """Another process that uses the same store, as far as its sampler is concerned."""
+    made = TransferQueueClient("other", session.get_client().store)
+    made._claims = Claims(made.store, {"sampler": sampler, "polling_mode": True})
+    return made
+
+
+def fill(session: ModuleType, count: int, lengths: list[int] | None = None) -> list[int]:
+    data = TensorDict({"x": torch.arange(count)}, batch_size=[count])
+    rows = session.get_client().put(data, partition_id="p")
+    if lengths:
+        rows.update_custom_meta([{"total_lengths": length} for length in lengths])
+        session.get_client().set_custom_meta(rows)
+    found: list[int] = rows.global_indexes
+    return found
+
+
+def ask(one: TransferQueueClient, size: int, **config: Any) -> list[int]:
+    task = config.get("task_name", "t")
+    return one.get_meta(["x"], size, "p", task_name=task, sampling_config=config or None).global_indexes
+
+
+def test_rows_with_keys_come_in_the_order_of_writing_and_in_groups(tq: ModuleType) -> None:
+    keys = [f"{number}" for number in (5, 3, 9, 1, 7, 0)]
+    tq.kv_batch_put(keys, "p", TensorDict({"x": torch.arange(6)}, batch_size=[6]))
+    written = tq.get_client().kv_retrieve_meta(keys, "p").global_indexes
+    newest = client(tq, LastFirst())
+    assert ask(newest, 2, task_name="u") == written[:-3:-1]
+    groups = client(tq, GRPOGroupNSampler(2))
+    assert ask(groups, 4) == written[:4]
+    tq.kv_clear(keys[:1], "p")  # a group that is not whole any more
+    tq.get_client().reset_consumption("p", "t")
+    assert ask(client(tq, SeqlenBalancedSampler(1)), 2, dp_rank=0, batch_index=0) == written[1:3]
+
+
+def test_a_sampler_of_a_user(tq: ModuleType) -> None:
+    rows = fill(tq, 4)
+    one = client(tq, LastFirst())
+    assert ask(one, 2) == ask(one, 2) == [rows[3], rows[2]]
+    assert ask(one, 5) == []
+    assert not one.check_consumption_status("t", "p")
+
+
+def test_groups_are_consecutive(tq: ModuleType) -> None:
+    rows = fill(tq, 5)
+    one = client(tq, GRPOGroupNSampler(2))
+    assert ask(one, 4) == rows[:4]
+    assert ask(one, 2) == []
+    fill(tq, 3)
+    with pytest.raises(ValueError, match="multiple"):
+        ask(one, 3)
+
+
+def test_processes_of_a_rank_get_the_same_rows(tq: ModuleType) -> None:
+    rows = fill(tq, 8)
+    first, second = client(tq, "RankAwareSampler"), client(tq, "RankAwareSampler")
+
+    def of(one: TransferQueueClient, rank: int, batch: int) -> list[int]:
+        return ask(one, 2, dp_rank=rank, batch_index=batch, task_name="t", partition_id="p")
+
+    assert of(first, 0, 0) == of(second, 0, 0) == rows[:2]
+    assert of(second, 1, 0) == of(first, 1, 0) == rows[2:4]
+    assert of(first, 0, 1) == rows[4:6]
+    assert of(second, 0, 1) == rows[4:6]
+    assert of(second, 1, 1) == rows[6:]
+    assert of(first, 0, 2) == []
+    assert first.check_consumption_status("t", "p")
+    second.clear_partition("p")
+    again = fill(tq, 2)
+    assert of(first, 0, 0) == of(second, 0, 0) == again
+
+
+def test_ranks_get_about_as_many_tokens(tq: ModuleType) -> None:
+    rows = fill(tq, 4, [1, 9, 8, 2])
+    arguments = {"dp_size": 2, "n_samples_per_prompt": 1}
+    ranks = [client(tq, SeqlenBalancedSampler(**arguments)) for _ in range(2)]
+    got = [ask(one, 2, dp_rank=n, batch_index=0, task_name="t", partition_id="p") for n, one in enumerate(ranks)]
+    assert sorted(map(sorted, got)) == [[rows[0], rows[1]], [rows[2], rows[3]]]  # 10 tokens each
+    assert ranks[0].check_consumption_status("t", "p")
+
+
+@pytest.mark.parametrize("refilled", [False, True])
+def test_a_choice_that_could_not_be_written_is_none(
+    tq: ModuleType, monkeypatch: pytest.MonkeyPatch, refilled: bool
+) -> None:
+    rows = fill(tq, 4)
+    ranks = [client(tq, SeqlenBalancedSampler(1, 2)) for _ in range(2)]
+    store = tq.get_client().store
+    put = store.put_samples
+
+    def refuse_plans(sample_ids: Any, partition_id: str, *columns: Any, **options: Any) -> Any:
+        if partition_id == "~tq:plans":
+            raise BackendUnavailableError("the store is away")
+        return put(sample_ids, partition_id, *columns, **options)
+
+    def of(rank: int) -> list[int]:
+        return ask(ranks[rank], 2, dp_rank=rank, batch_index=0, task_name="t", partition_id="p")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "put_samples", refuse_plans)
+        with pytest.raises(BackendUnavailableError):
+            of(0)
+    if refilled:
+        tq.get_client().clear_partition("p")
+        rows = fill(tq, 4)
+    assert sorted(of(0) + of(1)) == rows
+    assert ranks[0].check_consumption_status("t", "p")
+
+
+def test_rows_of_a_process_that_was_killed_after_its_plan_are_in_no_other_batch(
+    tq: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = fill(tq, 6)
+    killed, other = client(tq, GRPOGroupNSampler(1)), client(tq, GRPOGroupNSampler(1))
+    store = tq.get_client().store
+
+    class Killed(BaseException):
+        pass
+
+    leased: list[KVBatchMeta] = []
+
+    def die(meta: KVBatchMeta) -> None:
+        leased.append(meta)
+        raise Killed
+
+    def of(one: TransferQueueClient, batch: int) -> list[int]:
+        return ask(one, 2, dp_rank=0, batch_index=batch, task_name="t", partition_id="p")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "ack", die)
+        patch.setattr(store, "nack", leased.append)
+        with pytest.raises(Killed):
+            of(killed, 0)
+    for meta in leased:  # as if its leases had ended
+        store.nack(meta)
+    assert of(other, 1) == rows[2:4]
+    assert of(other, 0) == rows[:2]
+    assert of(other, 2) == rows[4:]
+    assert other.check_consumption_status("t", "p")
+
+
+def test_a_reset_of_one_task_leaves_the_batches_of_the_others(tq: ModuleType) -> None:
+    rows = fill(tq, 4)
+    first, second = client(tq, GRPOGroupNSampler(1)), client(tq, GRPOGroupNSampler(1))
+
+    def of(one: TransferQueueClient, task: str, batch: int) -> list[int]:
+        return ask(one, 2, dp_rank=0, batch_index=batch, task_name=task, partition_id="p")
+
+    assert of(first, "t", 0) == of(first, "u", 0) == rows[:2]
+    first.reset_consumption("p", "u")
+    assert of(second, "t", 0) == rows[:2]
+    assert of(second, "u", 1) == rows[:2]
+    first.reset_consumption("p")
+    assert of(second, "t", 1) == of(second, "u", 2) == rows[:2]
+
+
+def test_other_processes_learn_the_sampler(tq: ModuleType) -> None:
+    client(tq, GRPOGroupNSampler(2))
+    fill(tq, 3)
+    attached = TransferQueueClient("attached", tq.get_client().store)
+    assert len(ask(attached, 2)) == 2
+    assert ask(attached, 2) == []
+    client(tq, LastFirst())
+    with pytest.raises(ConfigError, match="LastFirst"):
+        ask(TransferQueueClient("attached", tq.get_client().store), 1)
+    client(tq, "SequentialSampler")
+
+
+@pytest.mark.parametrize(("weights", "parts", "sums"), [([10, 7, 5, 3], 2, [12, 13]), ([5, 5, 5], 3, [5, 5, 5])])
+def test_balanced_parts(weights: list[int], parts: int, sums: list[int]) -> None:
+    dealt = balanced_parts(weights, parts)
+    assert sorted(place for part in dealt for place in part) == list(range(len(weights)))
+    assert sorted(sum(weights[place] for place in part) for part in dealt) == sums
+    with pytest.raises(ValueError, match="cannot be dealt"):
+        balanced_parts([1], 2)

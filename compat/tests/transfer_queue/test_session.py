@@ -1,0 +1,187 @@
+"""Connections: which config a process uses, other processes, checkpoints, and no TransferQueue."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import dataplane_compat.transfer_queue as tq
+from dataplane_compat.transfer_queue.client import TransferQueueClient
+from dataplane_core.errors import ConfigError
+from dataplane_core.spec import hookimpl
+from dataplane_testkit._timing import STARTS_S, eventually
+
+ATTACH = """
+import sys
+sys.modules["transfer_queue"] = sys.modules["ray"] = None  # as if they were not installed
+import torch
+from tensordict import TensorDict
+import dataplane_compat.transfer_queue as tq
+tq.init()
+client = tq.get_client()
+meta = client.kv_retrieve_meta("a", "p")
+print(meta.global_indexes, client.get_data(meta)["x"].tolist(), client.get_meta(["x"], 9, "p", task_name="t").size)
+tq.kv_put("b", "p", fields={"x": torch.tensor(2)})
+tq.close()
+"""
+
+
+@pytest.fixture
+def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    yield monkeypatch
+    tq.close()
+
+
+def test_without_a_config_nothing_starts(closing: pytest.MonkeyPatch) -> None:
+    closing.delenv("DATAPLANE_CONFIG", raising=False)
+    with pytest.raises(ConfigError, match="DATAPLANE_CONFIG"):
+        tq.init()
+    with pytest.raises(ConfigError, match="DATAPLANE_CONFIG"):
+        tq.init({"backend": {"storage_backend": "SimpleStorage"}})
+    with pytest.raises(AssertionError, match=r"tq\.init"):
+        tq.get_client()
+    with pytest.raises(RuntimeError, match="not initialized"):
+        tq.save_checkpoint("x")
+    assert tq.get_metrics_endpoint() is None
+
+
+def test_a_start_that_fails_leaves_no_store_behind(closing: pytest.MonkeyPatch) -> None:
+    config = {"backend": "shm_store", "op_timeout_s": 120}
+    with pytest.raises(ConfigError, match="'Nonesuch' is not known"):
+        tq.init({**config, "controller": {"sampler": "Nonesuch"}})
+    tq.init({**config, "controller": {"sampler": "GRPOGroupNSampler"}})
+    assert tq.get_client().store.bootstrapped, "or its own controller would not count"
+
+
+def test_a_second_process_finds_the_store_by_the_variable(closing: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It has neither TransferQueue nor Ray."""
+    path = tmp_path / "config.yaml"
+    path.write_text("{backend: shm_store, op_timeout_s: 120}\n")
+    closing.setenv("DATAPLANE_CONFIG", str(path))
+    theirs = {"controller": {"polling_mode": True}, "backend": {"storage_backend": "SimpleStorage"}}
+    assert tq.init(theirs) is theirs
+    tq.kv_put("a", "p", fields={"x": torch.tensor(1)})
+    ran = subprocess.run(
+        [sys.executable, "-c", ATTACH],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    mine = tq.get_client().kv_retrieve_meta("a", "p").global_indexes
+    assert ran.stdout.strip() == f"{mine} [1] 0"  # the polling mode of the process that started the store
+    assert tq.kv_batch_get("b", "p")["x"].tolist() == [2]
+
+
+def test_a_checkpoint_brings_back_rows_tags_and_what_was_consumed(closing: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    tq.init({"backend": "noop", "controller": {"polling_mode": True}})
+    with pytest.raises(FileNotFoundError):
+        tq.load_checkpoint(folder)
+    fields = TensorDict({"x": torch.arange(3)}, batch_size=[3])
+    tq.kv_batch_put(["a", "b", "c"], "p", fields, [{"n": n} for n in range(3)])
+    numbered = tq.get_client().put(fields, partition_id="q").global_indexes
+    assert tq.get_client().get_meta(["x"], 2, "p", task_name="t").size == 2
+    tq.save_checkpoint(folder, metadata={"global_steps": 7})
+    tq.save_checkpoint(folder, metadata={"global_steps": 8})  # replaces the first
+    tq.close()
+
+    tq.init({"backend": "noop", "controller": {"polling_mode": True}})
+    tq.load_checkpoint(folder)
+    client = tq.get_client()
+    assert tq.kv_list("p") == {"p": {"a": {"n": 0}, "b": {"n": 1}, "c": {"n": 2}}}
+    assert tq.kv_batch_get(["c", "a"], "p")["x"].tolist() == [2, 0]
+    assert client.get_meta(["x"], 1, "p", task_name="t").custom_meta == [{"n": 2}]
+    new = client.put(fields, partition_id="q").global_indexes
+    assert not set(new) & set(numbered)
+
+
+def test_a_checkpoint_that_is_loaded_in_a_running_job_gives_no_number_twice(
+    closing: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tq.init({"backend": "noop", "controller": {"polling_mode": True}})
+    one = tq.get_client()
+    other = TransferQueueClient("other", one.store)
+
+    def put(client: TransferQueueClient) -> list[int]:
+        fields = TensorDict({"x": torch.arange(2)}, batch_size=[2])
+        indexes: list[int] = client.put(fields, partition_id="p").global_indexes
+        return indexes
+
+    put(one)
+    tq.save_checkpoint(tmp_path)
+    put(other)  # it takes a block of numbers after the save
+    tq.load_checkpoint(tmp_path)
+    put(other)
+    put(one)
+    put(TransferQueueClient("third", one.store))
+    assert len(one.store.list_sample_ids("p")) == 8
+
+
+def test_a_load_keeps_the_settings_of_the_run(closing: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tq.init({"backend": "noop", "controller": {"polling_mode": False}})
+    tq.save_checkpoint(tmp_path)
+    tq.close()
+    tq.init({"backend": "noop", "controller": {"polling_mode": True}})
+    tq.load_checkpoint(tmp_path)
+    assert TransferQueueClient("later", tq.get_client().store)._claims.polling_mode
+
+
+class SlowClaims:
+    """Middleware whose claims end when they are told to."""
+
+    def __init__(self) -> None:
+        self.claiming, self.go_on = threading.Event(), threading.Event()
+
+    @hookimpl(wrapper=True)
+    def claim(self, request: Any) -> Any:
+        reply = yield
+        if request.partition_id == "p":  # not those of numbers for rows
+            self.claiming.set()
+            self.go_on.wait(60)
+        return reply
+
+
+def cancelled_while_it_claims(slow: SlowClaims) -> tuple[TransferQueueClient, list[int]]:
+    """A client with two rows, whose `async_get_meta` of them was cancelled, in a loop that has ended."""
+    tq.init({"backend": "noop", "middleware": [slow], "controller": {"polling_mode": True}})
+    client = tq.get_client()
+    rows: list[int] = client.put(TensorDict({"x": torch.arange(2)}, batch_size=[2]), partition_id="p").global_indexes
+
+    async def main() -> None:
+        task = asyncio.create_task(client.async_get_meta(["x"], 2, "p", task_name="t"))
+        while not slow.claiming.is_set():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        threading.Timer(0.2, slow.go_on.set).start()  # the loop ends before
+
+    asyncio.run(main())
+    return client, rows
+
+
+def test_what_a_cancelled_get_meta_was_given_is_given_to_the_next(closing: pytest.MonkeyPatch) -> None:
+    client, rows = cancelled_while_it_claims(SlowClaims())
+    eventually(lambda: client.get_meta(["x"], 2, "p", task_name="t").global_indexes == rows, within_s=STARTS_S)
+    assert client.get_meta(["x"], 2, "p", task_name="t").size == 0
+
+
+def test_what_a_cancelled_get_meta_was_given_is_dropped_by_a_reset(closing: pytest.MonkeyPatch) -> None:
+    client, rows = cancelled_while_it_claims(SlowClaims())
+    eventually(lambda: client._kept, within_s=STARTS_S)
+    client.reset_consumption("p", "t")
+    assert client.get_meta(["x"], 2, "p", task_name="t").global_indexes == rows
+    assert client.get_meta(["x"], 2, "p", task_name="t").size == 0

@@ -1,0 +1,60 @@
+"""Functions and methods take the arguments that those of the installed TransferQueue take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import transfer_queue as theirs
+
+import dataplane_compat.transfer_queue as ours
+
+FUNCTIONS = sorted(name for name in theirs.__all__ if inspect.isfunction(getattr(theirs, name)))
+CLASSES = sorted(name for name in theirs.__all__ if inspect.isclass(getattr(theirs, name)))
+#: Methods that have no counterpart: how TransferQueue's client is made, and the two parts of a checkpoint.
+ABSENT = {"initialize_storage_manager"} | {
+    f"{form}{what}_{part}_checkpoint"
+    for form in ("", "async_")
+    for what in ("load", "save")
+    for part in ("controller", "storage")
+}
+#: Constructors that are made by `init`, or that differ as said there: arguments may be left out.
+MADE_HERE = {("TransferQueueClient", "__init__"), ("BatchMeta", "__init__"), ("StorageKeyNotFoundError", "__init__")}
+
+
+def parameters(call: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    found = inspect.signature(call).parameters.values()
+    return [(each.name, each.kind, each.default) for each in found if each.name != "socket"]  # theirs is internal
+
+
+def test_all_public_names_are_there() -> None:
+    assert set(theirs.__all__) <= set(ours.__all__)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name: str) -> None:
+    assert parameters(getattr(ours, name)) == parameters(getattr(theirs, name))
+    assert inspect.iscoroutinefunction(getattr(ours, name)) == inspect.iscoroutinefunction(getattr(theirs, name))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_methods(name: str) -> None:
+    their_class, our_class = getattr(theirs, name), getattr(ours, name)
+    for method, theirs_of in inspect.getmembers(their_class):
+        if method.startswith("_") and method != "__init__":
+            continue
+        if method in ABSENT or (name, method) in MADE_HERE or method not in vars(their_class):
+            continue
+        ours_of = getattr(our_class, method)
+        if inspect.isfunction(theirs_of) or inspect.ismethod(theirs_of):
+            assert parameters(ours_of) == parameters(theirs_of), method
+            assert inspect.iscoroutinefunction(ours_of) == inspect.iscoroutinefunction(theirs_of), method
+
+
+def test_a_batch_can_be_made_without_arguments() -> None:
+    """verl makes one so, for workers whose output is not collected. TransferQueue's takes two arguments at least."""
+    named = parameters(theirs.BatchMeta)
+    assert [each[0] for each in parameters(ours.BatchMeta)] == [each[0] for each in named]
+    assert ours.BatchMeta().size == 0

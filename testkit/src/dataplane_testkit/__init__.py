@@ -1,0 +1,78 @@
+"""The conformance kit: tests a backend against the contract.
+
+A storage author's test file:
+
+    from dataplane_testkit import BackendConformance
+    from my_store import MyBackend
+
+    class TestMyBackend(BackendConformance):
+        backend_class = MyBackend
+
+        @pytest.fixture
+        def options(self, my_server):
+            return {"url": my_server.url}
+
+Environment variables:
+
+- ``DATAPLANE_HYPOTHESIS_PROFILE=long``: many random examples, 200 kills instead of 20, 100,000 claims by 8 processes.
+- ``DATAPLANE_CONFORMANCE_KILLS``: how many clients the chapter "crashes" kills.
+- ``DATAPLANE_CONFORMANCE_SEED``: the random seed for the moments of these kills. A failing test prints its seed.
+- ``DATAPLANE_CONFORMANCE_PROMPT_S``: the most seconds that a call may take that must not wait. Default: 10.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from dataplane_testkit._author import AuthorsClass, ConformanceError, Disturbance
+    from dataplane_testkit._base import Suite
+    from dataplane_testkit._conformance import BackendConformance
+    from dataplane_testkit._marks import chapter_of, limit_of, rule_of
+    from dataplane_testkit._progress import Progress
+    from dataplane_testkit.chaos import Settings, Verdict, run_chaos
+    from dataplane_testkit.faults import Faults
+    from dataplane_testkit.report import Report, to_json
+
+__all__ = [
+    "AuthorsClass",
+    "BackendConformance",
+    "ConformanceError",
+    "Disturbance",
+    "Faults",
+    "Progress",
+    "Report",
+    "Settings",
+    "Suite",
+    "Verdict",
+    "chapter_of",
+    "limit_of",
+    "rule_of",
+    "run_chaos",
+    "to_json",
+]
+
+#: Public name -> the module that it is from. It is imported at its first use: the pytest plugin and the commands import
+#: this package before pytest can rewrite the kit's assertions, and wherever it is installed.
+_FROM: Final = {
+    **dict.fromkeys(("AuthorsClass", "ConformanceError", "Disturbance"), "_author"),
+    **dict.fromkeys(("chapter_of", "limit_of", "rule_of"), "_marks"),
+    **dict.fromkeys(("Settings", "Verdict", "run_chaos"), "chaos"),
+    **dict.fromkeys(("Report", "to_json"), "report"),
+    "BackendConformance": "_conformance",
+    "Faults": "faults",
+    "Progress": "_progress",
+    "Suite": "_base",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name at its first use (PEP 562)."""
+    if name not in _FROM:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion."""
+    return __all__

@@ -1,0 +1,102 @@
+"""`BackendConformance`: all suites in one class."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dataplane_testkit._base import Suite
+from dataplane_testkit.suites.blobs import BlobSuite
+from dataplane_testkit.suites.bounds import BoundSuite
+from dataplane_testkit.suites.capabilities import CapabilitySuite
+from dataplane_testkit.suites.capacity import CapacitySuite
+from dataplane_testkit.suites.claims import ClaimSuite
+from dataplane_testkit.suites.clear import ClearSuite
+from dataplane_testkit.suites.clients import ClientSuite
+from dataplane_testkit.suites.consumption import ConsumptionSuite
+from dataplane_testkit.suites.costs import CostSuite
+from dataplane_testkit.suites.crashes import CrashSuite
+from dataplane_testkit.suites.cursors import CursorSuite
+from dataplane_testkit.suites.equal_cells import EqualCellsSuite
+from dataplane_testkit.suites.errors import ErrorSuite
+from dataplane_testkit.suites.faults import FaultSuite
+from dataplane_testkit.suites.get import GetSuite
+from dataplane_testkit.suites.groups import GroupSuite
+from dataplane_testkit.suites.guarantees import GuaranteeSuite
+from dataplane_testkit.suites.journal import JournalSuite
+from dataplane_testkit.suites.keeping import KeepingSuite
+from dataplane_testkit.suites.leases import LeaseSuite
+from dataplane_testkit.suites.lifecycle import LifecycleSuite
+from dataplane_testkit.suites.listing import ListingSuite
+from dataplane_testkit.suites.machine import MachineSuite
+from dataplane_testkit.suites.matrix import MatrixSuite
+from dataplane_testkit.suites.multimodal import MultimodalSuite
+from dataplane_testkit.suites.overview import OverviewSuite
+from dataplane_testkit.suites.overwrite import OverwriteSuite
+from dataplane_testkit.suites.processes import ProcessSuite
+from dataplane_testkit.suites.put import PutSuite
+from dataplane_testkit.suites.put_refusals import PutRefusalSuite
+from dataplane_testkit.suites.races import RaceSuite
+from dataplane_testkit.suites.registration import RegistrationSuite
+from dataplane_testkit.suites.repeats import RepeatSuite
+from dataplane_testkit.suites.room import RoomSuite
+from dataplane_testkit.suites.samplers import SamplerSuite
+from dataplane_testkit.suites.smoke import SmokeSuite
+from dataplane_testkit.suites.tag_filters import TagFilterSuite
+from dataplane_testkit.suites.units import UnitSuite
+from dataplane_testkit.suites.wakes import WakeSuite
+
+__all__ = ["SUITES", "BackendConformance"]
+
+
+class BackendConformance(
+    # pytest runs the tests of the last base first: smoke tests first, slow tests last
+    MachineSuite,
+    CrashSuite,
+    ProcessSuite,
+    RaceSuite,
+    GuaranteeSuite,
+    LifecycleSuite,
+    CostSuite,
+    BoundSuite,
+    FaultSuite,
+    ErrorSuite,
+    CapacitySuite,
+    ConsumptionSuite,
+    RoomSuite,
+    ClearSuite,
+    OverwriteSuite,
+    CursorSuite,
+    OverviewSuite,
+    ListingSuite,
+    SamplerSuite,
+    ClientSuite,
+    UnitSuite,
+    WakeSuite,
+    RepeatSuite,
+    TagFilterSuite,
+    LeaseSuite,
+    GroupSuite,
+    ClaimSuite,
+    EqualCellsSuite,
+    MultimodalSuite,
+    MatrixSuite,
+    GetSuite,
+    PutRefusalSuite,
+    PutSuite,
+    KeepingSuite,
+    RegistrationSuite,
+    CapabilitySuite,
+    JournalSuite,
+    BlobSuite,
+    SmokeSuite,
+    chapter="",
+):
+    """Every test of the contract. Subclass it, name the backend, and override the fixture ``options``.
+
+    `AuthorsClass` documents what a subclass may define. It may add its own tests, but must not override anything else
+    of the kit.
+    """
+
+
+#: The suites, in the order in which they run.
+SUITES: Final[tuple[type[Suite], ...]] = tuple(reversed(BackendConformance.__bases__))

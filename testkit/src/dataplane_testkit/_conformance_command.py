@@ -1,0 +1,223 @@
+"""`dataplane conformance NAME`: runs the conformance kit against an installed backend and prints the report."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from dataplane_core.config import validate_model, yaml_problem
+from dataplane_core.errors import ConfigError, printable
+from dataplane_core.plugins import load_backend
+
+if TYPE_CHECKING:
+    from dataplane_testkit import Report
+
+__all__ = ["run", "run_chaos"]
+
+_TEST = """\
+import json
+
+import pytest
+
+from dataplane_testkit import BackendConformance
+
+
+class TestConformance(BackendConformance):
+    backend = {name!r}
+
+    @pytest.fixture
+    def options(self):
+        return json.loads({options!r})
+"""
+
+
+def run(
+    name: str,
+    *,
+    options: str,
+    json_path: str | None,
+    markdown_path: str | None,
+    select: str | None,
+    first_failure: bool = False,
+) -> int:
+    """Runs the kit in this process.
+
+    Args:
+        name: Entry-point name of the backend.
+        options: Its options, as YAML.
+        json_path: Where to write the report as JSON, or None.
+        markdown_path: Where to write it as Markdown, or None.
+        select: Only the tests that match, as pytest's ``-k``; None: all.
+        first_failure: Stop at the first failure.
+
+    Returns:
+        0 if a test ran and nothing failed, else 1.
+
+    Raises:
+        ConfigError: The options are not a YAML mapping, or the backend refuses them.
+        PluginError: The backend cannot be loaded.
+    """
+    values = _ready(name, options)
+    for path in (json_path, markdown_path):
+        _check_report(path)
+    import pytest
+
+    reports: list[Report] = []
+
+    class Collector:
+        """Shows progress, and collects the reports when the session ends.
+
+        Imports modules with assertions only after pytest can rewrite these.
+        """
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_unconfigure(self, config: pytest.Config) -> None:
+            from dataplane_testkit import pytest_plugin
+
+            reports.extend(pytest_plugin.reports_of(config))
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_configure(self, config: pytest.Config) -> None:
+            from dataplane_testkit import pytest_plugin
+
+            plugins = config.pluginmanager
+            if not plugins.has_plugin("dataplane_conformance") and not plugins.is_registered(pytest_plugin):
+                plugins.register(pytest_plugin, "dataplane_conformance")
+            from dataplane_testkit import Progress
+
+            plugins.register(Progress(config))
+
+    with tempfile.TemporaryDirectory(prefix="dataplane-conformance-") as folder:
+        file = Path(folder, "test_conformance.py")
+        file.write_text(_TEST.format(name=name, options=json.dumps(values)), encoding="utf-8")
+        Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+        arguments = [str(file), "-c", str(Path(folder, "pytest.ini")), "--rootdir", folder]
+        arguments += ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-o", "console_output_style=classic"]
+        arguments += ["--disable-warnings"]  # the report lists them
+        if first_failure:
+            arguments += ["-x"]
+        if select is not None:
+            arguments += ["-k", select]
+        status = pytest.main(arguments, plugins=[Collector()])
+    from dataplane_testkit import to_json
+
+    if json_path is not None:
+        Path(json_path).write_text(to_json(reports), encoding="utf-8")
+    if markdown_path is not None:
+        Path(markdown_path).write_text("\n".join(report.to_markdown() for report in reports), encoding="utf-8")
+    succeeded = status == pytest.ExitCode.OK and bool(reports) and all(report.passed for report in reports)
+    return 0 if succeeded else 1
+
+
+def run_chaos(
+    name: str, *, options: str, minutes: float, seed: int | None, folder: str | None, json_path: str | None
+) -> int:
+    """Runs a random schedule in processes that are killed and stopped, and has its history checked.
+
+    Args:
+        name: Entry-point name of the backend.
+        options: Its options, as YAML.
+        minutes: How long the schedule lasts.
+        seed: The seed of the schedules. None: a new one.
+        folder: Where the page and the history go if something is found. None: a folder here, named after the seed.
+        json_path: Where to write the result as JSON, or None.
+
+    Returns:
+        0 if nothing was found, else 1.
+
+    Raises:
+        ConfigError: The options are not a YAML mapping, or the backend refuses them.
+        PluginError: The backend cannot be loaded.
+        DataPlaneError: The store cannot be started.
+    """
+    values = _ready(name, options)
+    if not minutes > 0:
+        raise ConfigError(f"--minutes must be above 0, got {minutes:g}.")
+    _check_report(json_path)
+    from dataplane_testkit import AuthorsClass, Settings
+    from dataplane_testkit import run_chaos as run_schedule
+
+    chosen = random.SystemRandom().randrange(1_000_000) if seed is None else seed
+    words = ["dataplane", "conformance", name, "--chaos", "--minutes", f"{minutes:g}", "--seed", str(chosen)]
+    words += [] if not values else ["--options", options]
+    print(f"chaos on {name}: {minutes:g} min, seed {chosen}", flush=True)
+    case = type("Case", (AuthorsClass,), {"backend": name})()
+    line = _Line()
+    try:
+        verdict = run_schedule(
+            case,
+            values,
+            Settings(seed=chosen, schedule_s=60 * minutes),
+            folder=Path(folder or f"chaos-{name}-{chosen}"),
+            command=shlex.join(words),
+            progress=line.show,
+        )
+    finally:
+        line.end()
+    print(verdict.facts)
+    print("\n".join(verdict.table()))
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(verdict.summary(), indent=2) + "\n", encoding="utf-8")
+    for found in verdict.findings:
+        print(printable(f"FAULT {found.rule}: {found.text}"))
+    print("no rule of the contract was broken" if verdict.page is None else f"see {verdict.page}")
+    return 0 if verdict.passed else 1
+
+
+class _Line:
+    """The progress line: on a terminal one line that changes, elsewhere nothing."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._shown = False
+
+    def show(self, text: str) -> None:
+        if sys.stderr.isatty() and time.monotonic() > self._last + 0.2:
+            self._last, self._shown = time.monotonic(), True
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _ready(name: str, options: str) -> dict[str, Any]:
+    """The options, once it is certain that the backend takes them."""
+    values = _options_of(options)
+    cls = load_backend(name)
+    validate_model(cls.Config, values, f"options of backend '{name}'")
+    return values
+
+
+def _check_report(path: str | None) -> None:
+    """Refuses a path that the report cannot be written to, before the run."""
+    if path is None:
+        return
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"the report cannot be written to '{path}': there is no such folder.")
+    if Path(path).is_dir():
+        raise ConfigError(f"the report cannot be written to '{path}': it is a folder. Expected a file.")
+
+
+def _options_of(text: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"--options is not valid YAML: {yaml_problem(error)}.") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"--options must be a mapping such as '{{url: ...}}', got {type(values).__name__}.")
+    try:
+        json.dumps(values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--options must hold plain values: {error}.") from error
+    return values

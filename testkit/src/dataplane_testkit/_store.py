@@ -1,0 +1,513 @@
+"""The store under test: one connected client for all tests of a class, and helpers for a single test."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, Literal, NoReturn, TypeVar, cast
+
+import msgpack
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.backends import Backend, BlobStore, LedgerBackend
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.errors import DataPlaneError
+from dataplane_core.ledger import commands
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.plugins import Bootstrap, connect_backend
+from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
+from dataplane_testkit._asyncio import ThroughAsyncio
+from dataplane_testkit._author import AuthorsClass
+from dataplane_testkit._blobs import recorded_keys
+from dataplane_testkit._columns import batch, bits
+from dataplane_testkit._hooks import Hooks
+from dataplane_testkit._nursery import Nursery
+from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, eventually
+from dataplane_testkit._workers import Worker, prepare
+from dataplane_testkit.faults import Faults
+
+__all__ = ["BOUNDED_BYTES", "NOT_DECLARED", "Deployment", "Store", "check_error", "not_declared", "not_run"]
+
+_E = TypeVar("_E", bound=BaseException)
+_R = TypeVar("_R")
+
+#: Beginning of the skip reason of a test that proves something that the backend does not declare.
+NOT_DECLARED: Final = "not declared: "
+#: Beginning of the skip reason of a test that cannot run on this machine or with this author's class.
+NOT_RUN: Final = "not run: "
+
+#: Capacity of the store of `Deployment.bounded`.
+BOUNDED_BYTES: Final = 640 * 1024
+
+#: The most different options of one class. With more, the class must set `store_per_test`.
+_MOST_STORES: Final = 8
+
+
+def not_declared(what: str) -> NoReturn:
+    """Skips a test that proves something that the backend does not declare."""
+    pytest.skip(f"{NOT_DECLARED}{what}")  # the report counts it as not declared, not as passed
+
+
+def not_run(reason: str) -> NoReturn:
+    """Skips a test that cannot be run. The report shows the reason."""
+    pytest.skip(f"{NOT_RUN}{reason}")
+
+
+class Deployment:
+    """A connected store, and all clients and processes that use it. It is closed after its test class or test."""
+
+    def __init__(
+        self,
+        case: AuthorsClass,
+        backend_class: type[Backend],
+        name: str,
+        options: dict[str, Any],
+        op_timeout_s: float | None = None,
+    ) -> None:
+        self.case = case
+        self.backend_class = backend_class
+        self.name = name
+        self.options = copy.deepcopy(options)
+        self._clients: dict[str, DataPlaneClient] = {}
+        self._workers: list[Worker] = []
+        self._nursery: Nursery | None = None
+        self._made: dict[Callable[..., Any], Any] = {}
+        self.client = self.connect(self.options, op_timeout_s=op_timeout_s or case.op_timeout_s)
+
+    @classmethod
+    def of(
+        cls, owner: Any, case: AuthorsClass, backend_class: type[Backend], name: str, options: dict[str, Any]
+    ) -> Deployment:
+        """The deployment of a pytest node for these options. Connects a new one if there is none yet."""
+        known: dict[str, Deployment | Exception] | None = owner.stash.get(_KNOWN, None)
+        if known is None:
+            known = owner.stash[_KNOWN] = {}
+            owner.addfinalizer(lambda: _close_all(known))
+        key = repr(sorted(options.items()))
+        found = known.get(key)
+        if isinstance(found, Exception):
+            pytest.fail(f"the store could not be connected: {type(found).__name__}: {found}", pytrace=False)
+        if found is None:
+            if len(known) >= _MOST_STORES:
+                pytest.fail("the fixture 'options' returns different options for each test. Set store_per_test = True.")
+            try:
+                found = cls(case, backend_class, name, options)
+            except Exception as error:
+                known[key] = error
+                raise
+            known[key] = found
+        found.case = case
+        return found
+
+    def connect(self, options: Mapping[str, Any], *, bootstrap: Bootstrap = True, **config: Any) -> DataPlaneClient:
+        """A client of the backend under test, with a `Faults` around it. The caller must close it.
+
+        Args:
+            options: The backend's options.
+            bootstrap: As for `dataplane_core.connect`.
+            config: Further keys of the config.
+        """
+        full = self._config(options, middleware=[Faults()], **config)
+        client = connect_backend(self.backend_class, full, bootstrap=bootstrap)
+        return cast("DataPlaneClient", ThroughAsyncio(client)) if self.case.through_asyncio else client
+
+    def _config(self, options: Mapping[str, Any], **config: Any) -> DataPlaneConfig:
+        case = {"num_ledgers": self.case.num_ledgers, "op_timeout_s": self.case.op_timeout_s}
+        return DataPlaneConfig(backend=self.name, options=dict(options), **{**case, **config})
+
+    def isolated(self, tag: str, **options: Any) -> DataPlaneClient:
+        """A client of a separate store with further options. Calls with equal arguments return the same client."""
+        key = f"{tag} {sorted(options.items())}"
+        if key not in self._clients:
+            made = self.separate_options(f"kit{len(self._clients)}")
+            self._clients[key] = self.connect({**made, **options})
+        return self._clients[key]
+
+    def bounded(self, on_full: str) -> DataPlaneClient:
+        """A client of a separate store with a capacity of `BOUNDED_BYTES`."""
+        return self.isolated("bounded", capacity_bytes=BOUNDED_BYTES, on_full=on_full)
+
+    def separate_options(self, tag: str) -> dict[str, Any]:
+        """Options of a store that shares nothing with this one."""
+        return self.case.isolated_options(copy.deepcopy(self.options), tag)
+
+    def attach_options(self) -> dict[str, Any]:
+        """Options with which further clients attach to this store."""
+        return self.case.attach_options(copy.deepcopy(self.options), self.client._backend)
+
+    def closed_client(self) -> DataPlaneClient:
+        """A closed client. All tests that only check that it refuses calls share it."""
+        if "closed" not in self._clients:
+            attach = self.backend_class.scope is not Scope.PROCESS
+            options = self.attach_options() if attach else self.separate_options("closed")
+            self._clients["closed"] = self.connect(options, bootstrap=not attach)
+            self._clients["closed"].close()
+        return self._clients["closed"]
+
+    def workers(self, count: int) -> list[Worker]:
+        """Clients in separate processes, attached to the store. They are kept for later tests."""
+        for worker in [each for each in self._workers if not each.alive]:
+            worker.close()
+            self._workers.remove(worker)
+        started = [self.new_worker() for _ in range(count - len(self._workers))]
+        self._workers.extend(started)
+        for worker in started:
+            worker.wait_ready()
+        return self._workers[:count]
+
+    def end_workers(self) -> None:
+        """Ends the processes that `workers` has kept."""
+        while self._workers:
+            self._workers.pop().close()
+
+    def new_worker(
+        self, options: Mapping[str, Any] | None = None, bootstrap: Bootstrap = False, **config: Any
+    ) -> Worker:
+        """A client in a separate process, by default attached to this store. The caller must wait for it and close it.
+
+        Args:
+            options: Options to connect with. Default: those that attach to this store.
+            bootstrap: As for `connect`.
+            config: Further keys of the config.
+        """
+        chosen = self.attach_options() if options is None else options
+        if self._nursery is None:
+            self._nursery = Nursery(partial(prepare, self.backend_class))
+        full = self._config(chosen, attach_wait_s=STARTS_S, **config)
+        return Worker(self._nursery, self.backend_class, full, bootstrap)
+
+    def once(self, make: Callable[[Deployment], _R]) -> _R:
+        """Calls ``make(self)`` once, and returns or raises the same result on every call. Several tests check it."""
+        if make not in self._made:
+            try:
+                self._made[make] = make(self)
+            except Exception as error:
+                self._made[make] = error
+        made: Any = self._made[make]
+        if isinstance(made, Exception):
+            raise made
+        found: _R = made
+        return found
+
+    def close(self) -> None:
+        """Ends the processes, then closes the clients. The client that bootstrapped is closed last."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.client.close)
+            if self._nursery is not None:
+                stack.callback(self._nursery.close)
+            for client in self._clients.values():
+                stack.callback(client.close)
+            for worker in self._workers:
+                stack.callback(worker.close)
+
+
+_KNOWN = pytest.StashKey[dict[str, "Deployment | Exception"]]()
+
+
+def _close_all(known: dict[str, Deployment | Exception]) -> None:
+    with contextlib.ExitStack() as stack:
+        for each in known.values():
+            if isinstance(each, Deployment):
+                stack.callback(each.close)
+    known.clear()
+
+
+class Store:
+    """The store under test, as a test of the kit uses it.
+
+    Attributes:
+        client: A client of the store, which the tests of a class share.
+        backend: The started backend of this client.
+        hooks: The backend's hooks, called directly.
+        faults: A middleware around the hooks that counts calls and injects faults.
+        name: The name of the backend in errors.
+    """
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+        self.client = deployment.client
+        self.backend: Backend = deployment.client._backend
+        self.hooks = Hooks(self.backend)
+        self.faults = Faults.of(self.client)
+        self.name = deployment.name
+        self._partitions: list[tuple[DataPlaneClient, str]] = []
+        self._clients: list[DataPlaneClient] = []
+        self._asked: set[str] = set()  # the tokens of claims that wait
+
+    # --- the backend --------------------------------------------------------------------------------------------------
+
+    @property
+    def case(self) -> AuthorsClass:
+        """The author's test object."""
+        return self.deployment.case
+
+    def declares(self, capability: Capability) -> bool:
+        """Whether the backend declares a capability."""
+        return capability in self.deployment.backend_class.capabilities
+
+    def require(self, *capabilities: Capability | None) -> None:
+        """Skips the test as not declared, unless one of the capabilities is declared or None."""
+        if not any(each is None or self.declares(each) for each in capabilities):
+            not_declared(" or ".join(map(str, capabilities)))
+
+    def blobs(self) -> BlobStore:
+        """The backend if it is a `BlobStore`. Otherwise skips the test as not declared."""
+        if not isinstance(self.backend, BlobStore):
+            not_declared("blobs: the backend is no BlobStore")
+        return self.backend
+
+    @property
+    def scope(self) -> Scope:
+        """The declared scope."""
+        return self.deployment.backend_class.scope
+
+    # --- clients ------------------------------------------------------------------------------------------------------
+
+    def another_client(self, **config: Any) -> DataPlaneClient:
+        """A further client, closed when the test ends. It attaches to the same store. With the scope process, which
+        does not allow that, it gets a separate store."""
+        if self.scope is Scope.PROCESS:
+            return self.keep(self.deployment.connect(self.deployment.separate_options("another"), **config))
+        return self.attached_client(**config)
+
+    def same_store_client(self) -> DataPlaneClient:
+        """A further client of the same store, if there can be one, else the shared client."""
+        return self.client if self.scope is Scope.PROCESS else self.attached_client()
+
+    def attached_client(self, **config: Any) -> DataPlaneClient:
+        """A further client of the same store, closed when the test ends. For scopes wider than one process."""
+        return self.keep(self.deployment.connect(self.deployment.attach_options(), bootstrap=False, **config))
+
+    def keep(self, client: DataPlaneClient) -> DataPlaneClient:
+        """Has a client closed when the test ends."""
+        self._clients.append(client)
+        return client
+
+    # --- partitions and rows ------------------------------------------------------------------------------------------
+
+    def new_id(self) -> str:
+        """A new partition id."""
+        return f"kit-{uuid.uuid4().hex[:12]}"
+
+    def register(
+        self,
+        *fields: str,
+        num_samples: int | None = None,
+        tasks: Sequence[str] = ("train",),
+        group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+        partition_id: str | None = None,
+        client: DataPlaneClient | None = None,
+        if_exists: Literal["replace", "keep"] = "replace",
+    ) -> str:
+        """Registers a partition that is cleared when the test ends.
+
+        Args:
+            fields: Default: ``x``.
+            num_samples: As for the client's `register_partition`.
+            tasks: The consumer tasks.
+            group_size: The client's ``grpo_group_size``.
+            enums: As for the client's `register_partition`.
+            partition_id: Default: a new one.
+            client: Default: the shared client.
+            if_exists: As for the client's `register_partition`.
+
+        Returns:
+            The partition's id.
+        """
+        owner = client or self.client
+        chosen = partition_id or self.new_id()
+        self._partitions.append((owner, chosen))
+        owner.register_partition(chosen, fields or ("x",), num_samples, tasks, group_size, enums, if_exists=if_exists)
+        return chosen
+
+    def owned_id(self, client: DataPlaneClient) -> str:
+        """A new partition id. What the client registers under it is cleared when the test ends."""
+        self._partitions.append((client, self.new_id()))
+        return self._partitions[-1][1]
+
+    def put(
+        self,
+        partition_id: str,
+        sample_ids: Sequence[str],
+        tags: Sequence[Mapping[str, Any]] | None = None,
+        columns: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> KVBatchMeta:
+        """Puts columns. They are keyword arguments, or in ``columns`` if a name is not an identifier."""
+        columns = {**(columns or {}), **more}
+        fields = batch(len(sample_ids), **columns) if columns else None
+        return self.client.put_samples(sample_ids, partition_id, fields, tags)
+
+    def get(self, partition_id: str, sample_ids: Sequence[str], *fields: str) -> TensorDict:
+        """Reads columns. Default: ``x``."""
+        return self.client.get_samples(sample_ids, partition_id, list(fields or ("x",)))
+
+    def claim(
+        self, partition_id: str, batch_size: int, *fields: str, task: str = "train", **options: Any
+    ) -> KVBatchMeta:
+        """Claims what is ready now. Default of the required fields: ``x``."""
+        options.setdefault("blocking", False)
+        return self.client.claim_meta(partition_id, task, list(fields or ("x",)), batch_size, **options)
+
+    def waiting_claim(
+        self,
+        partition_id: str,
+        batch_size: int,
+        *fields: str,
+        client: DataPlaneClient | None = None,
+        timeout_s: float = 60.0,
+        **options: Any,
+    ) -> Background:
+        """A blocking claim that waits: the store was asked, and gave it nothing.
+
+        Args:
+            partition_id: A registered partition.
+            batch_size: More samples than are ready.
+            fields: The required fields. Default: ``x``.
+            client: The client that claims, made by the kit. Default: the shared client.
+            timeout_s: As for the client's `claim_meta`.
+            options: The same.
+        """
+        owner, asked = client or self.client, threading.Event()
+
+        def note(request: ClaimRequest, claim: Claim) -> Claim:
+            if request.token not in self._asked:  # others that wait may ask again meanwhile
+                self._asked.add(request.token)
+                asked.set()
+            return claim
+
+        with Faults.of(owner).after("claim", note):
+            names = list(fields or ("x",))
+            waiting = Background(
+                lambda: owner.claim_meta(partition_id, "train", names, batch_size, timeout_s=timeout_s, **options)
+            )
+            eventually(lambda: asked.is_set() or not waiting.running, what="the first question of a claim")
+        return waiting
+
+    def tags_of(self, partition_id: str) -> dict[str, dict[str, Any]]:
+        """Id -> tags. Uses a listing if it is declared, otherwise a claim of the task ``train`` that requires ``x``."""
+        self.require(Capability.LISTING, Capability.CLAIMS)
+        if self.declares(Capability.LISTING):
+            meta = self.client.list_samples(partition_id)
+        else:
+            meta = self.claim(partition_id, 10_000)
+        assert meta.tags is not None, "the meta carries no tags"
+        return dict(zip(meta.sample_ids, meta.tags, strict=True))
+
+    def has(self, partition_id: str, sample_id: str, field: str = "x") -> bool:
+        """Whether a cell is produced."""
+        try:
+            self.client.get_samples([sample_id], partition_id, [field])
+        except KeyError:
+            return False
+        return True
+
+    # --- without the hooks --------------------------------------------------------------------------------------------
+
+    def raw_payload(self, partition_id: str, sample_id: str, field: str, rank: int) -> bytes:
+        """The bytes of a tensor cell of this rank as the engine holds it, read without hooks and codec."""
+        raw, wire = self.ask_author("raw_get", partition_id, sample_id, field), self.deployment.backend_class.wire
+        if wire.bytes:
+            return _frame_payload(raw)
+        assert isinstance(raw, torch.Tensor), f"raw_get returned a {type(raw).__name__}, expected the cell's tensor"
+        return bits(raw if wire.zero_length_rows or not rank else raw[1:])
+
+    def raw_item(self, partition_id: str, sample_id: str, field: str) -> Any:
+        """An object item as the engine holds it, read without hooks and codec."""
+        raw, wire = self.ask_author("raw_get", partition_id, sample_id, field), self.deployment.backend_class.wire
+        if wire.bytes:
+            return msgpack.unpackb(_frame_payload(raw))
+        if wire.objects == "native":
+            return raw
+        return msgpack.unpackb(bits(raw if wire.zero_length_rows else raw[1:]))
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[], int]]:
+        """Yields a function that returns by how many payload bytes the engine has grown since the block began.
+
+        It does not use the ledger. For a `BlobStore` without the author's ``held_bytes``, it counts the bytes of the
+        blobs that were put in the block and still exist.
+        """
+        backend = self.backend
+        if isinstance(backend, BlobStore) and not self.case.supplies("held_bytes"):
+            with recorded_keys(backend) as keys:
+                yield lambda: sum(len(data) for data in map(backend.get, keys) if data is not None)
+            return
+        before = self.ask_author("held_bytes")
+        yield lambda: self.ask_author("held_bytes") - before
+
+    def lose(self, partition_id: str, sample_id: str, field: str) -> None:
+        """Deletes the payload of a cell in the engine. The ledger does not notice it."""
+        backend = self.backend
+        if isinstance(backend, LedgerBackend) and not self.case.supplies("lose_payload"):
+            deadline = time.monotonic() + PROMPT_S
+            located = backend._ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
+            backend._delete(located.refs, deadline)
+        else:
+            self.ask_author("lose_payload", partition_id, sample_id, field)
+
+    def ask_author(self, name: str, *args: Any) -> Any:
+        """Calls an optional method of the author's class. If it is missing, skips the test as not run."""
+        if not self.case.supplies(name):
+            not_run(f"the author's class supplies no {name}")
+        return getattr(self.case, name)(self.backend, *args)
+
+    # --- refusals -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def refusal(self, error_type: type[_E], *words: str) -> Iterator[pytest.ExceptionInfo[_E]]:
+        """Asserts that the block raises an error with all properties of a data-plane error.
+
+        Args:
+            error_type: The builtin exception or data-plane error that a user would catch.
+            words: What the message must contain.
+        """
+        with pytest.raises(error_type) as caught:
+            yield caught
+        check_error(caught.value, self.name, *words)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def end_test(self) -> None:
+        """Clears the test's partitions and closes its clients."""
+        for owner, partition_id in self._partitions:
+            with contextlib.suppress(DataPlaneError):  # the test may have closed or broken the client
+                owner.clear_samples(None, partition_id)
+        with contextlib.ExitStack() as stack:
+            for client in self._clients:
+                stack.callback(client.close)
+
+
+def _frame_payload(frame: Any) -> bytes:
+    """The payload of a frame. Its header is "DPF", version, kind, dtype, rank, 0, and the shape as int64."""
+    data = bytes(frame)
+    assert data[:3] == b"DPF", f"raw_get returned {data[:8]!r}..., expected a framed cell"
+    return data[8 + 8 * data[6] :]
+
+
+def check_error(error: BaseException, backend: str, *words: str) -> None:
+    """Asserts what must hold for every error that a client raises."""
+    kind = type(error).__name__
+    assert isinstance(error, DataPlaneError), f"{kind} does not derive from DataPlaneError: {error}"
+    assert error.backend == backend, f"{kind}.backend is {error.backend!r}, expected {backend!r}"
+    assert isinstance(error.retryable, bool)
+    assert error.hint is None or isinstance(error.hint, str)
+    text = str(error)
+    for word in (backend, *words):
+        assert word in text, f"the message of {kind} does not contain {word!r}: {text}"
+    assert not text.startswith(("'", '"')), f"the message of {kind} is a repr: {text}"
+    assert len(text) < 2000, f"the message of {kind} is too long to read"
+    copied = pickle.loads(pickle.dumps(error))  # by this process
+    assert (type(copied), str(copied), vars(copied)) == (type(error), text, vars(error)), f"pickling changes {kind}"
+    assert (copied.__cause__ is None) == (error.__cause__ is None), f"pickling {kind} loses its cause"

@@ -1,0 +1,195 @@
+"""Clients in separate processes, attached to the store under test. They run functions that the test sends."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+from dataplane_core._compiler_marks import load_compiler
+from dataplane_core.backends import Backend
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.plugins import Bootstrap, connect_backend
+from dataplane_core.spec import Claim, ClaimRequest
+from dataplane_testkit._nursery import Nursery
+from dataplane_testkit.faults import Faults
+
+__all__ = ["Worker", "prepare"]
+
+#: Seconds that a process may take to start, import torch and attach.
+_START_S: Final = 120.0
+#: Seconds that a process may take to end when it is asked to.
+_END_S: Final = 10.0
+
+
+def prepare(backend_class: type[Backend]) -> None:
+    """Imports what a client of the class needs. The import of the class itself comes with the argument."""
+    load_compiler()
+
+
+class Worker:
+    """One process with an attached client. It is forked from a process that never had a client.
+
+    Everything that is sent is pickled, so functions must be importable by name. The process ends after `close`, or when
+    this process ends.
+
+    Args:
+        nursery: Forks the process.
+        backend_class: The backend's class, which must be importable by name.
+        config: The config with which the client connects.
+        bootstrap: As for `dataplane_core.connect`. Unless it is False, the process waits for `Worker.connect`.
+    """
+
+    def __init__(
+        self, nursery: Nursery, backend_class: type[Backend], config: DataPlaneConfig, bootstrap: Bootstrap = False
+    ) -> None:
+        self._nursery = nursery
+        serve = functools.partial(_serve, cls=backend_class, config=config.model_dump(), bootstrap=bootstrap)
+        self._pid, self._connection = nursery.fork(serve)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._nursery.exit_status(self._pid) is None
+
+    @property
+    def pid(self) -> int:
+        """Its process id. It stays taken until `close`, also if the process has died."""
+        return self._pid
+
+    @property
+    def replied(self) -> bool:
+        """Whether `result` would return at once: the function has ended, or the process has died."""
+        return self._connection.poll(0)
+
+    def wait_ready(self) -> None:
+        """Waits until the client is connected. Raises the error if it could not connect."""
+        self.result(_START_S)
+
+    def connect(self) -> None:
+        """Lets a process with ``bootstrap`` begin to connect. Call `wait_ready` afterwards."""
+        self._connection.send_bytes(b"now")
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Starts ``function(client, *arguments)`` in the process."""
+        self._connection.send_bytes(pickle.dumps((function, arguments)))
+
+    def result(self, within_s: float = 60.0) -> Any:
+        """Returns the result of the function that was started, or raises its error.
+
+        Raises:
+            AssertionError: It did not end in time, or the process died.
+        """
+        assert self._connection.poll(within_s), f"the worker process did not reply within {within_s:g} s"
+        try:
+            succeeded, reply = pickle.loads(self._connection.recv_bytes())  # from our own child
+        except (EOFError, ConnectionResetError) as error:
+            raise AssertionError("the worker process died") from error
+        if not succeeded:
+            raise reply
+        return reply
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a function in the process: `start` and `result`."""
+        self.start(function, *arguments)
+        return self.result()
+
+    def kill(self) -> None:
+        """Kills the process with SIGKILL."""
+        self._nursery.kill(self._pid)
+
+    def close(self) -> None:
+        """Asks the process to end, and kills it if it does not."""
+        with contextlib.suppress(OSError):  # it may be gone already
+            self._connection.send_bytes(pickle.dumps(None))
+        give_up = time.monotonic() + _END_S
+        while self.alive and time.monotonic() < give_up:
+            time.sleep(0.005)
+        self.kill()
+        self._connection.close()
+
+
+def _serve(connection: Connection, cls: type[Backend], config: dict[str, Any], bootstrap: Bootstrap) -> None:
+    try:
+        full = DataPlaneConfig.model_validate({**config, "middleware": [Faults()]})
+        if bootstrap is not False:
+            connection.recv_bytes()  # so that several processes can begin at the same time
+        client = connect_backend(cls, full, bootstrap=bootstrap)
+    except Exception as error:
+        _reply(connection, False, error)
+        return
+    _reply(connection, True, os.getpid())
+    with client:
+        while True:
+            try:
+                command = pickle.loads(connection.recv_bytes())  # from our own parent
+            except EOFError:
+                return
+            if command is None:
+                return
+            function, arguments = command
+            try:
+                _reply(connection, True, function(client, *arguments))
+            except Exception as error:
+                _reply(connection, False, error)
+
+
+def _reply(connection: Connection, succeeded: bool, value: Any) -> None:
+    try:
+        data = pickle.dumps((succeeded, value))
+    except Exception as error:
+        data = pickle.dumps((False, RuntimeError(f"the reply cannot be pickled: {error}: {value!r}")))
+    connection.send_bytes(data)
+
+
+# --- functions that run in a worker -----------------------------------------------------------------------------------
+
+
+def call(client: DataPlaneClient, method: str, *arguments: Any) -> Any:
+    """Calls a method of the client."""
+    return getattr(client, method)(*arguments)
+
+
+def call_backend(client: DataPlaneClient, method: str, *arguments: Any) -> Any:
+    """Calls a method of the backend behind the client."""
+    return getattr(client._backend, method)(*arguments)
+
+
+def read_items(client: DataPlaneClient, partition_id: str, sample_ids: list[str], field: str) -> Any:
+    """Reads a tensor column as nested lists."""
+    return client.get_samples(sample_ids, partition_id, [field])[field].tolist()
+
+
+def claim_all(client: DataPlaneClient, partition_id: str, task: str, batch_size: int, within_s: float) -> list[str]:
+    """Claims until the partition can give no more. Returns the ids."""
+    mine: list[str] = []
+    give_up = time.monotonic() + within_s
+    while time.monotonic() < give_up:
+        meta = client.claim_meta(partition_id, task, ["x"], batch_size, timeout_s=within_s)
+        if not meta.size:
+            break
+        mine.extend(meta.sample_ids)
+    return mine
+
+
+def claim_and_tell(client: DataPlaneClient, partition_id: str, path: Path) -> None:
+    """Claims a sample, and makes a file once the store has answered the claim for the first time."""
+
+    def tell(request: ClaimRequest, claim: Claim) -> Claim:
+        path.touch()
+        return claim
+
+    with Faults.of(client).after("claim", tell):
+        client.claim_meta(partition_id, "train", ["x"], 1)
+
+
+def claim_leased(client: DataPlaneClient, partition_id: str, task: str, batch_size: int, lease_s: float) -> Any:
+    """Claims with a lease and returns the meta."""
+    return client.claim_meta(partition_id, task, ["x"], batch_size, blocking=False, lease_s=lease_s)

@@ -1,0 +1,163 @@
+"""Kills, stops and continues the workers, and disturbs the store where its author says how."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from dataplane_testkit._author import Disturbance
+from dataplane_testkit._store import Deployment
+from dataplane_testkit._workers import Worker
+from dataplane_testkit.chaos.history import Event
+from dataplane_testkit.chaos.schedule import Disruption
+from dataplane_testkit.chaos.worker import live
+
+__all__ = ["Nemesis"]
+
+#: Seconds between two looks at workers that end.
+_LOOK_S: Final = 0.02
+#: Seconds for which it looks for the start of a call of the worker that it is about to kill or stop, and between two
+#: looks.
+_AIM_S: Final = 1.0
+_AIM_LOOK_S: Final = 0.0002
+#: The most seconds from the start of that call to the kill or stop.
+_LATEST_S: Final = 0.0015
+
+
+class Nemesis:
+    """The workers of a run, and what is done to them. Each killed worker gets a new life.
+
+    Args:
+        deployment: The store.
+        arguments: Worker, life and end of the run -> the arguments of `live`.
+        events: Gets what was done.
+        now: The seconds since the run began.
+        op_timeout_s: The deadline of the workers' operations in seconds.
+
+    Attributes:
+        disturbances: Name -> what can be done to the store, from the author's class.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        arguments: Callable[[int, int, float], tuple[Any, ...]],
+        events: list[Event],
+        now: Callable[[], float],
+        op_timeout_s: float,
+    ) -> None:
+        self.disturbances: dict[str, Disturbance] = {}
+        self._deployment = deployment
+        self._arguments = arguments
+        self._events = events
+        self._now = now
+        self._op_timeout_s = op_timeout_s
+        self._workers: dict[int, tuple[int, Worker]] = {}
+        self._files: dict[int, Path] = {}
+        self._stopped: dict[int, tuple[float, float]] = {}  # worker -> since when, and when to continue it
+
+    def __enter__(self) -> Nemesis:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for _, worker in self._workers.values():
+            worker.kill()
+            worker.close()
+
+    def start(self, count: int, within_s: float) -> None:
+        """Starts the processes and waits until all are attached."""
+        for number in range(count):
+            self._workers[number] = 0, self._new()
+        for _, worker in self._workers.values():
+            worker.wait_ready()
+
+    def begin(self, until_s: float) -> None:
+        """Lets all begin with their steps."""
+        for number, (life, worker) in self._workers.items():
+            self._begin(number, life, worker, until_s)
+
+    def do(self, disruption: Disruption, until_s: float) -> None:
+        """Kills or stops a worker, or disturbs the store. Continues the workers whose stop is over."""
+        self.continue_those_due()
+        number = disruption.worker
+        life, worker = self._workers[number]
+        if disruption.kind in ("kill", "stop") and number not in self._stopped:
+            began_s = self._now()
+            self._stop(number, disruption.choice * _LATEST_S)
+            self._stopped[number] = began_s, self._now() + disruption.for_s
+        if disruption.kind == "kill":
+            stopped_s, _ = self._stopped.pop(number)
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.kill()  # which also waits for its end
+            self._events.append(Event(kind="kill", process=f"w{number}.{life}", begin_s=stopped_s, end_s=self._now()))
+            worker.close()
+            self._workers[number] = life + 1, self._new()
+            self._workers[number][1].wait_ready()
+            self._begin(number, life + 1, self._workers[number][1], until_s)
+        elif disruption.kind == "disturb" and self.disturbances:
+            name = sorted(self.disturbances)[int(disruption.choice * len(self.disturbances))]
+            disturbance, began_s = self.disturbances[name], self._now()
+            with disturbance.act():
+                time.sleep(disruption.for_s if disturbance.lasts else 0.0)
+            self._events.append(
+                Event(kind=name, process="", begin_s=began_s, end_s=self._now(), loses_data=disturbance.loses_data)
+            )
+
+    def continue_those_due(self) -> None:
+        """Continues the workers whose stop is over."""
+        for number, (_, due_s) in list(self._stopped.items()):
+            if self._now() >= due_s:
+                self._continue(number)
+
+    def finish(self, give_up: float) -> None:
+        """Waits until all workers have ended.
+
+        Args:
+            give_up: When a worker that has not ended is left to `__exit__`, by `time.monotonic`. Its last call is then
+                one that never ended.
+        """
+        for number in list(self._stopped):
+            self._continue(number)
+        for _, worker in self._workers.values():
+            while not worker.replied and time.monotonic() < give_up:
+                time.sleep(_LOOK_S)
+            if worker.replied:
+                worker.result()  # raises what the worker raised
+            # a worker that died by itself raises here
+
+    def _stop(self, number: int, late_s: float) -> None:
+        """Stops a worker in the middle of a call, if one begins soon: most of the time it pauses."""
+        pid, give_up, lines = self._workers[number][1].pid, time.monotonic() + _AIM_S, 0
+        with self._files[number].open("rb") as file:
+            while True:
+                lines += file.read().count(b"\n")
+                over = time.monotonic() > give_up
+                if lines % 2 or over:  # each call is a line at its start and one at its end
+                    time.sleep(late_s)
+                    os.kill(pid, signal.SIGSTOP)
+                    lines += file.read().count(b"\n")
+                    if lines % 2 or over:
+                        return
+                    os.kill(pid, signal.SIGCONT)
+                time.sleep(_AIM_LOOK_S)
+
+    def _begin(self, number: int, life: int, worker: Worker, until_s: float) -> None:
+        arguments = self._arguments(number, life, until_s)
+        self._files[number] = Path(arguments[3])
+        worker.start(live, *arguments)
+
+    def _new(self) -> Worker:
+        return self._deployment.new_worker(op_timeout_s=self._op_timeout_s)
+
+    def _continue(self, number: int) -> None:
+        if number in self._stopped:
+            began_s, _ = self._stopped.pop(number)
+            life, worker = self._workers[number]
+            with suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGCONT)
+            self._events.append(Event(kind="stop", process=f"w{number}.{life}", begin_s=began_s, end_s=self._now()))

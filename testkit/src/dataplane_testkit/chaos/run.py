@@ -1,0 +1,409 @@
+"""A run: starts the workers, lets the nemesis at them, audits the store, and has the history checked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import DataPlaneError, MissingDataError
+from dataplane_core.spec import Capability, Scope
+from dataplane_testkit._author import AuthorsClass
+from dataplane_testkit._profiles import is_long, new_seed
+from dataplane_testkit._store import Deployment
+from dataplane_testkit._timing import STARTS_S, Background
+from dataplane_testkit.chaos.checker import check, shrunk
+from dataplane_testkit.chaos.history import (
+    OK,
+    REFUSED,
+    UNKNOWN,
+    Call,
+    Event,
+    History,
+    Recorder,
+    read_calls,
+    to_json,
+)
+from dataplane_testkit.chaos.nemesis import Nemesis
+from dataplane_testkit.chaos.page import page
+from dataplane_testkit.chaos.rules import Finding
+from dataplane_testkit.chaos.schedule import BASE, KINDS, LATER, PARTITIONS, TASKS, Plan, disruptions, steps
+from dataplane_testkit.chaos.worker import Hands, live, seen_of, tags_seen
+
+__all__ = ["Settings", "Verdict", "run_chaos"]
+
+#: The batch size of the claims of the audit.
+_AUDIT_CLAIMS: Final = 64
+#: The most claims of the audit per task and partition. No store holds so many samples.
+_MOST_AUDIT_CLAIMS: Final = 30
+#: The most steps of each life that are written to the folder of a failed run.
+_STEPS_SHOWN: Final = 1000
+#: Step -> the capability that it needs.
+_NEEDS: Final[Mapping[str, Capability]] = {
+    "overwrite": Capability.OVERWRITE,
+    "put_again": Capability.OVERWRITE,
+    "put_later": Capability.OVERWRITE,
+    "claim": Capability.CLAIMS,
+    "wait": Capability.CLAIMS,
+    "consumed": Capability.CLAIMS,
+    "ack": Capability.LEASES,
+    "nack": Capability.LEASES,
+    "renew": Capability.LEASES,
+    "list": Capability.LISTING,
+    "save": Capability.CURSORS,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a run goes.
+
+    Attributes:
+        seed: The random seed of all schedules.
+        schedule_s: How long the workers take steps, in seconds.
+        workers: How many processes, or threads of a backend of scope process.
+        pause_s: The mean pause between two steps of a worker, in seconds.
+        every_s: The mean time between two kills or stops, in seconds.
+        lease_s: The lease of a claim, in seconds.
+        op_timeout_s: The deadline of a call, in seconds.
+        allowance_s: Seconds that a call may take beyond its deadline on a busy machine.
+        capacity_bytes: What the store may hold, if the backend can limit it.
+    """
+
+    seed: int
+    schedule_s: float
+    workers: int = 3
+    pause_s: float = 0.05
+    every_s: float = 2.0
+    lease_s: float = 1.0
+    op_timeout_s: float = 30.0
+    allowance_s: float = 15.0
+    capacity_bytes: int = 640 * 1024
+
+    @classmethod
+    def brief(cls) -> Settings:
+        """For a backend's own tests: 10 s with few calls and a fixed seed; 30 s and a new seed under the profile long.
+
+        ``DATAPLANE_CONFORMANCE_SEED`` sets the seed.
+        """
+        if is_long():
+            return cls(seed=new_seed(), schedule_s=30.0)
+        return cls(seed=int(os.environ.get("DATAPLANE_CONFORMANCE_SEED") or 1), schedule_s=10.0, pause_s=0.15)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a run found.
+
+    Attributes:
+        findings: The rules that were broken.
+        history: The history.
+        facts: What ran, in a sentence.
+        page: The path of the page. None if nothing was found.
+    """
+
+    findings: tuple[Finding, ...]
+    history: History
+    facts: str
+    page: Path | None
+
+    def __str__(self) -> str:
+        faults = "\n".join(f"FAULT {each.rule}: {each.text}" for each in self.findings)
+        return f"{self.facts}\n{faults}\nsee {self.page}" if self.findings else self.facts
+
+    @property
+    def passed(self) -> bool:
+        """Whether no rule was broken."""
+        return not self.findings
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Operation -> outcome, or the class of the error -> how many calls."""
+        found: dict[str, Counter[str]] = {}
+        for call in self.history.calls:
+            how = call.error_name if call.outcome == REFUSED else call.outcome
+            found.setdefault(call.operation, Counter())[how] += 1
+        return {operation: dict(found[operation].most_common()) for operation in sorted(found)}
+
+    def table(self) -> list[str]:
+        """The counts as lines of text."""
+        return [
+            f"  {operation:<9} " + ", ".join(f"{count} {how}" for how, count in counts.items())
+            for operation, counts in self.counts().items()
+        ]
+
+    def summary(self) -> dict[str, Any]:
+        """The verdict in plain values."""
+        return {
+            "passed": self.passed,
+            "facts": self.facts,
+            "calls": self.counts(),
+            "events": dict(Counter(event.kind for event in self.history.events)),
+            "findings": [
+                {"rule": each.rule, "text": each.text, "calls": [call.name for call in each.calls]}
+                for each in self.findings
+            ],
+            "page": None if self.page is None else str(self.page),
+        }
+
+
+def run_chaos(
+    case: AuthorsClass,
+    options: Mapping[str, Any],
+    settings: Settings,
+    *,
+    folder: Path,
+    command: str = "",
+    progress: Callable[[str], None] = lambda text: None,
+) -> Verdict:
+    """Runs a random schedule under kills and stops, and checks its history against the contract.
+
+    It blocks for the time of the schedule, and as long as the store and the audit take besides.
+
+    Args:
+        case: An object of the author's class, or of a bare subclass of `AuthorsClass` that names the backend.
+        options: The backend's options. The run uses an isolated store, with a small capacity if it can be limited.
+        settings: How the run goes.
+        folder: If something is found: gets the page, the history of each process, and the schedules.
+        command: The command that repeats the run, for the page.
+        progress: Called a few times a second with what is going on.
+
+    Returns:
+        What was found.
+
+    Raises:
+        DataPlaneError: The store cannot be started.
+    """
+    run = _Run(case, dict(options), settings, progress)
+    try:
+        history = run.history()
+        progress("checking the history")
+        findings = check(history)
+        facts = run.facts(history)
+        if not findings:
+            return Verdict(findings=(), history=history, facts=facts, page=None)
+        progress("shortening the history")
+        shown = [(each, shrunk(history, each)) for each in findings]
+        text = page(run.deployment.name, command, shown, facts)
+        path = run.keep(folder, history, text)
+        return Verdict(findings=tuple(findings), history=history, facts=facts, page=path)
+    finally:
+        run.close()
+
+
+class _Run:
+    def __init__(
+        self, case: AuthorsClass, options: dict[str, Any], settings: Settings, progress: Callable[[str], None]
+    ) -> None:
+        self._stack = ExitStack()
+        self._settings, self._progress = settings, progress
+        backend_class = case.under_test()
+        declared = backend_class.capabilities
+        self._capacity = settings.capacity_bytes if Capability.CAPACITY in declared else None
+        isolated = case.isolated_options(options, f"chaos-{os.getpid()}")
+        if self._capacity is not None:
+            # with every fourth seed puts wait for room, with the others they are refused
+            isolated |= {"capacity_bytes": self._capacity, "on_full": "raise" if settings.seed % 4 else "block"}
+        progress("starting the store")
+        # of scope process, the workers share this client; elsewhere it has the time to start the store
+        self._threaded = backend_class.scope is Scope.PROCESS
+        self._own_timeout_s = settings.op_timeout_s if self._threaded else max(case.op_timeout_s, settings.op_timeout_s)
+        name = case.backend or backend_class.__name__
+        self.deployment = Deployment(case, backend_class, name, isolated, op_timeout_s=self._own_timeout_s)
+        self._stack.callback(self.deployment.close)
+        self._folder = Path(tempfile.mkdtemp(prefix="dataplane-chaos-"))
+        self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        can = frozenset(step for step in KINDS if step not in _NEEDS or _NEEDS[step] in declared)
+        self._tasks = {
+            name: task
+            for name, task in TASKS.items()
+            if Capability.CLAIMS in declared and (not task.leased or Capability.LEASES in declared)
+        }
+        self._plan = Plan(settings.seed, settings.pause_s, settings.lease_s, can, tuple(self._tasks) or ("once",))
+        self._epoch_s = time.monotonic()
+        self._events: list[Event] = []
+        self._processes: list[str] = []
+        self._audited_s = float("inf")
+
+    def close(self) -> None:
+        """Ends all processes and the store."""
+        self._stack.close()
+
+    def history(self) -> History:
+        """Runs the schedule and the audit."""
+        settings, client = self._settings, self.deployment.client
+        first = self._hands(client, "first", 900_000_000)
+        for partition in PARTITIONS:
+            first.register(partition, "register")
+        if self._threaded:
+            self._threads()
+        else:
+            self._workers()
+        self._audited_s = self._now()
+        audit = self._hands(client, "audit", 901_000_000)
+        self._take_the_rest(audit)
+        for partition in PARTITIONS:
+            self._read_all(audit, partition)
+        calls = [call for name in self._processes for call in read_calls(self._folder / f"{name}.jsonl", name)]
+        end_s = self._now()
+        calls += self._saves(calls)
+        declared = self.deployment.backend_class.capabilities
+        return History(
+            calls=tuple(calls),
+            events=tuple(self._events),
+            end_s=end_s,
+            audited_s=self._audited_s,
+            capacity_bytes=self._capacity,
+            atomic_overwrite=Capability.ATOMIC_OVERWRITE in declared,
+            fenced=Capability.FENCED in declared,
+            allowance_s=settings.allowance_s,
+        )
+
+    def facts(self, history: History) -> str:
+        """What ran, in a sentence."""
+        outcomes = Counter(call.outcome for call in history.calls)
+        kinds = Counter(event.kind for event in history.events)
+        done = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "no kills"
+        return (
+            f"Seed {self._settings.seed}: {len(history.calls)} calls of {len(self._processes) - 2} processes in "
+            f"{self._settings.schedule_s:g} s ({outcomes[OK]} succeeded, {outcomes['refused']} were refused, "
+            f"{outcomes[UNKNOWN]} have an unknown outcome); {done}."
+        )
+
+    def keep(self, folder: Path, history: History, text: str) -> Path:
+        """Writes the page, the histories and the schedules."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in self._processes:
+            shutil.copy(self._folder / f"{name}.jsonl", folder / f"{name}.jsonl")
+            worker, _, life = name.removeprefix("w").partition(".")
+            if name.startswith("w"):
+                lines = zip(range(_STEPS_SHOWN), steps(self._plan, int(worker), int(life)), strict=False)
+                schedule = "\n".join(str(step) for _, step in lines)
+                (folder / f"{name}.schedule.txt").write_text(schedule + "\n", encoding="utf-8")
+        (folder / "history.json").write_text(to_json(history), encoding="utf-8")
+        path = folder / "finding.md"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return time.monotonic() - self._epoch_s
+
+    def _hands(self, client: DataPlaneClient, process: str, first_version: int) -> Hands:
+        self._processes.append(process)
+        recorder = Recorder(self._folder / f"{process}.jsonl", process, self._epoch_s)
+        self._stack.callback(recorder.close)
+        return Hands(client, recorder, self._plan, first_version, self._own_timeout_s, self._folder)
+
+    def _arguments(self, worker: int, life: int, until_s: float) -> tuple[Any, ...]:
+        name = f"w{worker}.{life}"
+        self._processes.append(name)
+        path = self._folder / f"{name}.jsonl"
+        path.touch()
+        return self._plan, worker, life, str(path), self._epoch_s, until_s, self._settings.op_timeout_s
+
+    def _threads(self) -> None:
+        until_s = time.monotonic() + self._settings.schedule_s
+        arguments = [self._arguments(worker, 0, until_s) for worker in range(self._settings.workers)]
+        threads = [Background(partial(live, self.deployment.client, *each)) for each in arguments]
+        give_up = until_s + self._settings.op_timeout_s + self._settings.allowance_s
+        while any(thread.running for thread in threads) and time.monotonic() < give_up:
+            time.sleep(0.05)
+            self._progress(self._time_left(until_s))
+        for thread in threads:
+            if not thread.running:
+                thread.result()  # raises what a step raised
+
+    def _workers(self) -> None:
+        settings = self._settings
+        case, backend = self.deployment.case, self.deployment.client._backend
+        nemesis = Nemesis(self.deployment, self._arguments, self._events, self._now, settings.op_timeout_s)
+        nemesis.disturbances.update(case.disturbances(backend))
+        with nemesis:
+            nemesis.start(settings.workers, STARTS_S)
+            until_s = time.monotonic() + settings.schedule_s
+            nemesis.begin(until_s)
+            disturb = bool(nemesis.disturbances)
+            began = time.monotonic()
+            for each in disruptions(self._plan, settings.workers, settings.every_s, disturb=disturb):
+                while time.monotonic() < min(began + each.at_s, until_s):
+                    nemesis.continue_those_due()
+                    self._progress(self._time_left(until_s))
+                    time.sleep(0.05)
+                if time.monotonic() >= until_s:
+                    break
+                nemesis.do(each, until_s)
+            nemesis.finish(until_s + settings.op_timeout_s + settings.allowance_s)
+
+    def _time_left(self, until_s: float) -> str:
+        left_s = max(0.0, until_s - time.monotonic())
+        kinds = Counter(event.kind for event in self._events)
+        return f"{left_s:.0f} s left, {kinds['kill']} kills, {kinds['stop']} stops"
+
+    # --- the audit ----------------------------------------------------------------------------------------------------
+
+    def _take_the_rest(self, audit: Hands) -> None:
+        """Claims (and acks) for all tasks until nothing has come back for longer than any lease lasts."""
+        left = {(partition, task) for partition in PARTITIONS for task in self._tasks}
+        last = time.monotonic()
+        given: Counter[tuple[str, str]] = Counter()
+        while left and time.monotonic() < last + 3 * self._settings.lease_s + 1:
+            for partition, task in sorted(left):
+                self._progress(f"auditing task {task} of {partition}")
+                meta = audit.claim(partition, task, _AUDIT_CLAIMS)
+                if meta is None:  # why is in the history
+                    left.discard((partition, task))
+                elif meta.size:
+                    given[partition, task] += 1
+                    if given[partition, task] > _MOST_AUDIT_CLAIMS:  # a store that gives the same again and again
+                        left.discard((partition, task))
+                    last = time.monotonic()
+                    if TASKS[task].leased:
+                        audit.consumed(partition, task)  # not yet: these are not acked
+                        audit.ack(meta)
+                elif audit.consumed(partition, task) or not TASKS[task].leased:
+                    left.discard((partition, task))
+            time.sleep(0.2)
+
+    def _read_all(self, audit: Hands, partition: str) -> None:
+        names = audit.listed(partition)
+        for start in range(0, len(names), 16):
+            for field in (*BASE, LATER):
+                for name in names[start : start + 16]:
+                    audit.read(partition, [name], (field,))
+
+    def _saves(self, calls: list[Call]) -> list[Call]:
+        """What the saves hold, each loaded into the store, which nobody uses any more."""
+        client, found = self.deployment.client, []
+        for call in [each for each in calls if each.operation == "save"]:
+            about: dict[str, Any] = {"process": call.process, "number": call.number + 1_000_000, "operation": "saved"}
+            about |= {"partition": call.partition, "begin_s": call.begin_s, "end_s": call.end_s}
+            folder = self._folder / f"save-{call.process}-{call.version}-{call.partition}"
+            if call.outcome == "refused":
+                continue
+            try:
+                for partition in PARTITIONS:  # which makes room
+                    client.clear_samples(None, partition)
+                client.load(folder)
+                meta = client.list_samples(call.partition)
+                seen = dict(zip(meta.sample_ids, map(tags_seen, meta.tags or []), strict=True))
+                fields = dict(zip(meta.sample_ids, client.list_fields(meta.sample_ids, call.partition), strict=True))
+                for name in meta.sample_ids:
+                    mine = [each for each in fields[name] if each in (*BASE, LATER)]
+                    seen[name] |= seen_of(client.get_samples([name], call.partition, mine), [name], mine)[name]
+                found.append(Call(**about, outcome=OK, samples=tuple(meta.sample_ids), seen=seen))
+            except MissingDataError as error:
+                if call.outcome == OK:
+                    found.append(Call(**about, outcome=UNKNOWN, error=f"{type(error).__name__}: {error}"))
+            except DataPlaneError as error:
+                found.append(Call(**about, outcome=UNKNOWN, error=f"{type(error).__name__}: {error}"))
+        return found

@@ -1,0 +1,70 @@
+"""The commands of this package: `dataplane conformance` and `dataplane new-plugin`."""
+
+from __future__ import annotations
+
+import argparse
+
+from dataplane_core.cli import Command, complete_backends
+
+__all__ = ["conformance", "new_plugin"]
+
+
+def conformance(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane conformance`."""
+    complete_backends(parser.add_argument("name", help="entry-point name of the backend"))
+    parser.add_argument("--options", default="{}", metavar="YAML", help="the backend's options, such as '{url: ...}'")
+    parser.add_argument("--json", dest="json_path", metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--markdown", dest="markdown_path", metavar="FILE", help="write the report as Markdown")
+    parser.add_argument("-k", dest="select", metavar="EXPRESSION", help="only the tests that match, as pytest's -k")
+    parser.add_argument("-x", dest="first_failure", action="store_true", help="stop at the first failure")
+    parser.add_argument(
+        "--chaos",
+        action="store_true",
+        help="instead of the tests, run random calls in processes that are killed and stopped, and check the history",
+    )
+    parser.add_argument("--minutes", type=float, metavar="M", help="with --chaos: how long; default: 1")
+    parser.add_argument("--seed", type=int, metavar="N", help="with --chaos: the schedules of this seed again")
+    parser.add_argument(
+        "-o", dest="folder", metavar="DIR", help="with --chaos: where a fault is written; default: chaos-NAME-SEED"
+    )
+
+    def run(chosen: argparse.Namespace) -> int:
+        from dataplane_testkit import _conformance_command as command
+
+        if chosen.chaos:
+            if chosen.markdown_path or chosen.select or chosen.first_failure:
+                parser.error("conformance --chaos takes no --markdown, -k and -x")
+            return command.run_chaos(
+                chosen.name,
+                options=chosen.options,
+                minutes=1.0 if chosen.minutes is None else chosen.minutes,
+                seed=chosen.seed,
+                folder=chosen.folder,
+                json_path=chosen.json_path,
+            )
+        if any(each is not None for each in (chosen.minutes, chosen.seed, chosen.folder)):
+            parser.error("conformance takes --minutes, --seed and -o only with --chaos")
+        return command.run(
+            chosen.name,
+            options=chosen.options,
+            json_path=chosen.json_path,
+            markdown_path=chosen.markdown_path,
+            select=chosen.select,
+            first_failure=chosen.first_failure,
+        )
+
+    return run
+
+
+def new_plugin(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane new-plugin`."""
+    parser.add_argument("name", help="entry-point name of the new backend, such as acme_store")
+    parser.add_argument("--journal", action="store_true", help="one that several processes share, with a journal")
+    parser.add_argument("--dir", dest="folder", help="where to write it; default: dataplane-NAME, here")
+
+    def run(chosen: argparse.Namespace) -> int:
+        from dataplane_testkit import _new_plugin
+
+        return _new_plugin.run(chosen.name, folder=chosen.folder, journal=chosen.journal)
+
+    return run

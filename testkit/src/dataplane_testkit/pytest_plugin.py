@@ -1,0 +1,246 @@
+"""The pytest plugin of the conformance kit: it adds the kit's marker and reports what a run proved.
+
+Pytest loads this plugin wherever dataplane-testkit is installed, so it imports neither the kit nor torch. It does
+nothing until a test class derives from `dataplane_testkit.BackendConformance`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import sys
+import warnings
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import pytest
+
+import dataplane_testkit
+
+if TYPE_CHECKING:
+    from dataplane_testkit import Report
+
+__all__ = ["reports_of"]
+
+_MODULES = [f"dataplane_testkit.{each.name}" for each in pkgutil.iter_modules(dataplane_testkit.__path__)]
+pytest.register_assert_rewrite(*(name for name in _MODULES if name not in sys.modules))
+
+_PROPERTY = "dataplane"
+#: Time limit of a test of the kit in seconds, if pytest-timeout is installed and no other limit is set.
+_TIMEOUT_S = 300
+
+#: Test class -> test -> its record for the report.
+_Records = dict[str, dict[str, dict[str, Any]]]
+_RECORDS = pytest.StashKey[_Records]()
+#: Test that was not selected -> its record.
+_NOT_SELECTED = pytest.StashKey[dict[str, dict[str, Any]]]()
+#: Test, category and text of each warning.
+_WARNED = pytest.StashKey[list[tuple[str, str, str]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options that write the report to files."""
+    group = parser.getgroup("dataplane", "dataplane conformance")
+    group.addoption("--dataplane-json", metavar="FILE", help="write the conformance reports as a JSON list")
+    group.addoption("--dataplane-markdown", metavar="FILE", help="write the conformance reports as Markdown")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the marker that every test of the kit gets."""
+    config.addinivalue_line(
+        "markers", "dataplane(proves, chapter): a test of the data-plane conformance kit; added by the kit itself"
+    )
+    config.stash[_RECORDS] = {}
+    config.stash[_NOT_SELECTED] = {}
+    config.stash[_WARNED] = []
+
+
+def _kit() -> Any:
+    """The kit, or None if nothing has imported it: then no test is one of its own."""
+    return dataplane_testkit if "dataplane_testkit._base" in sys.modules else None
+
+
+def _is_kit_test(item: pytest.Item) -> TypeGuard[pytest.Function]:
+    kit = _kit()
+    if kit is None or not isinstance(item, pytest.Function) or item.cls is None:
+        return False
+    return issubclass(item.cls, kit.Suite) and bool(kit.chapter_of(item.obj))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the kit's tests before ``-m`` selects tests, and attaches the record for the report."""
+    mine = [item for item in items if _is_kit_test(item)]
+    if not mine:
+        return
+    from dataplane_testkit import report
+
+    plugins = config.pluginmanager
+    timeout = plugins.hasplugin("timeout")
+    others_limit = timeout and (config.getoption("timeout") or config.getini("timeout"))
+    for item in mine:
+        record = report.record_of(item)
+        item.user_properties.append((_PROPERTY, record))
+        item.add_marker(pytest.mark.dataplane(proves=record["proves"], chapter=record["chapter"]))
+        limit_s = _kit().limit_of(item.obj) or (None if others_limit else _TIMEOUT_S)
+        if timeout and limit_s is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(limit_s))
+    unused = report.unused_deviations(mine)
+    if unused:
+        raise pytest.UsageError(f"conformance kit: deviations that name no case of their test: {', '.join(unused)}")
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Counts tests that were not selected as not run."""
+    for item in items:
+        for name, record in item.user_properties:
+            if name == _PROPERTY and isinstance(record, dict):
+                item.config.stash[_NOT_SELECTED][item.nodeid] = record
+                _keep(item.config, item.nodeid, record, outcome="not run", reason="not selected", duration_s=0.0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Counts the tests that were not selected, as a process of pytest-xdist tells at its end."""
+    for nodeid, record in getattr(node, "workeroutput", {}).get(_PROPERTY, {}).items():
+        if nodeid not in node.config.stash[_RECORDS].get(record["class"], {}):
+            _keep(node.config, nodeid, record, outcome="not run", reason="not selected", duration_s=0.0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    """Refuses xfail marks, and skip marks on single tests of the kit. They would hide a deviation."""
+    if _is_kit_test(item):
+        names = {mark.name for mark in item.own_markers} | {mark.name for mark in item.iter_markers("xfail")}
+        if quiet := sorted(names & {"skip", "skipif", "xfail"}):
+            pytest.fail(
+                f"{item.name} is a test of the conformance kit and carries the mark '{quiet[0]}'. Declare it in "
+                "deviations instead, with the reason.",
+                pytrace=False,
+            )
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Adds the rule to the output of a failed test. Failures of fixtures get no rule, because nothing was tested."""
+    outcome = yield
+    if outcome.failed and outcome.when == "call" and _is_kit_test(item):
+        outcome.sections.append(("the rule that it breaks", inspect.getdoc(item.obj) or ""))
+    return outcome
+
+
+class _Listener:
+    """Records the results, also those of other processes (pytest-xdist). Registered once per session."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keeps the outcome of each test."""
+        for name, record in report.user_properties:
+            if name == _PROPERTY and isinstance(record, dict):
+                outcome, reason = _outcome_of(report)
+                if outcome is not None:
+                    _keep(self._config, report.nodeid, record, outcome, reason, report.duration)
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, nodeid: str) -> None:
+        """Keeps the text of each warning."""
+        text = _in_one_line(str(warning_message.message))
+        self._config.stash[_WARNED].append((nodeid, warning_message.category.__name__, text))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Registers the listener."""
+    session.config.pluginmanager.register(_Listener(session.config), "dataplane-conformance-listener")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Prints one report per class."""
+    for report in reports_of(config):
+        if not report.started:
+            continue
+        terminalreporter.section(f"conformance of {report.backend}")
+        terminalreporter.write_line(report.to_text())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Writes the files. A process of pytest-xdist leaves that to the one that started it, which collects no tests."""
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[_PROPERTY] = config.stash[_NOT_SELECTED]
+        return
+    json_path, markdown_path = config.getoption("--dataplane-json"), config.getoption("--dataplane-markdown")
+    if not (json_path or markdown_path):
+        return
+    from dataplane_testkit import report
+
+    reports = reports_of(config)
+    if json_path:
+        Path(json_path).write_text(report.to_json(reports), encoding="utf-8")
+    if markdown_path:
+        Path(markdown_path).write_text("\n".join(each.to_markdown() for each in reports), encoding="utf-8")
+
+
+def reports_of(config: pytest.Config) -> list[Report]:
+    """The reports of a session, one per class of tests, in the order in which they ran."""
+    records = config.stash.get(_RECORDS, {})
+    if not records:
+        return []
+    from dataplane_testkit import Report
+
+    warned = config.stash[_WARNED]
+    return [
+        Report.of(
+            list(tests.values()),
+            [
+                (category, text, tests[nodeid]["name"] if nodeid else "no test")
+                for nodeid, category, text in warned
+                if nodeid in tests or not nodeid
+            ],
+        )
+        for tests in records.values()
+    ]
+
+
+def _keep(
+    config: pytest.Config, nodeid: str, record: dict[str, Any], outcome: str, reason: str, duration_s: float
+) -> None:
+    tests = config.stash[_RECORDS].setdefault(record["class"], {})
+    before = tests.get(nodeid)
+    if before is not None and before["outcome"] == "fail":
+        return
+    if before is not None:
+        duration_s += before["duration_s"]
+    tests[nodeid] = {**record, "outcome": outcome, "reason": reason, "duration_s": duration_s}
+
+
+def _in_one_line(text: str) -> str:
+    """The text of a warning in one line, without the frames of a traceback and the advice of Python and pytest."""
+    noise = ("Traceback (most", "Enable tracemalloc", "See https://docs.pytest.org")
+    return ": ".join(line for line in text.splitlines() if line.strip() and not line.startswith((" ", *noise)))
+
+
+def _outcome_of(report: pytest.TestReport) -> tuple[str | None, str]:
+    """Outcome and reason after one phase of a test. The outcome is None if the phase does not decide it."""
+    if report.failed:
+        text = report.longreprtext if report.longrepr is not None else ""
+        crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", text)
+        said = crash.strip().partition("\n")[0]
+        if (
+            "Warning" in said
+        ):  # a warning turned into an error: its text is in the next lines, or in the exception that caused it
+            causes = [each.message for _, each, _ in getattr(report.longrepr, "chain", [])[-2::-1] if each is not None]
+            said = _in_one_line("\n".join([crash, *causes]))
+        return "fail", (f"{report.when}: " if report.when != "call" else "") + said
+    if report.skipped:
+        if hasattr(report, "wasxfail"):
+            return "deviation", report.wasxfail.removeprefix("reason: ")
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        if reason.startswith("not declared: "):
+            return "not declared", reason.removeprefix("not declared: ")
+        return "not run", reason.removeprefix("not run: ")
+    return ("pass", "") if report.when == "call" else (None, "")

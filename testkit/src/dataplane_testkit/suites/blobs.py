@@ -1,0 +1,270 @@
+"""The methods of a `BlobStore` called directly: what its docstrings ask of `put`, `get` and `delete`.
+
+Core builds everything else of a `BlobStore` on these methods. A fault in one of them can make any other test fail.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+
+from dataplane_core.backends import BlobStore
+from dataplane_core.errors import preview
+from dataplane_core.spec import Scope
+from dataplane_testkit import _workers
+from dataplane_testkit._base import Suite
+from dataplane_testkit._blobs import new_keys, of_all
+from dataplane_testkit._marks import proves
+from dataplane_testkit._store import Store
+from dataplane_testkit._timing import in_threads
+
+__all__ = ["BlobSuite"]
+
+_MANY: Final = 300
+_LARGE_BYTES: Final = (16 << 20) + 3
+_THREADS: Final = 8
+
+#: Contents that a conversion to text, a C string, stripped whitespace or compression would change.
+_CONTENTS: Final[dict[str, bytes]] = {
+    "one_byte": b"\0",
+    "every_byte": bytes(range(256)),
+    "no_text": b"\xff\xfe\xc3\x28\x80",
+    "ends_in_zeros": b"data\0\0\0",
+    "ends_in_newlines": b" \tdata\r\n\n",
+    "looks_like_a_number": b"007",
+    "looks_like_nothing": b"None",
+    "64_kb": bytes(range(256)) * 256,
+}
+
+
+def _same(found: Any, data: bytes) -> bool:
+    return found is not None and bytes(found) == data
+
+
+class BlobSuite(Suite, chapter="blobs"):
+    """The methods of a `BlobStore`. Other backends do not have them, so these tests are skipped for them."""
+
+    # --- one blob -----------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("content", list(_CONTENTS))
+    def test_a_blob_comes_back_byte_for_byte(self, store: Store, content: str) -> None:
+        """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
+
+        Check first: put and get must not change the bytes. Look for a conversion to text, stripped whitespace, a cut at
+        a zero byte, or a conversion by the engine.
+        """
+        blobs = store.blobs()
+        (key,), data = new_keys(1), _CONTENTS[content]
+        blobs.put(key, data)
+        found = blobs.get(key)
+        assert _same(found, data), f"get returned {found!r:.80}. Expected {data!r:.80}"
+        assert _same(blobs.get(key), data), "the second get of a blob returned other bytes than the first"
+
+    def test_a_missing_blob_reads_as_none(self, store: Store) -> None:
+        """Blob store: "Reads a blob. None if it does not exist."
+
+        Check first: for a missing key, get must return None. It must not raise KeyError or return empty bytes.
+        """
+        blobs = store.blobs()
+        (key,) = new_keys(1)
+        try:
+            found = blobs.get(key)
+        except Exception as error:
+            pytest.fail(f"get of a missing key raised {error!r}. Expected None.")
+        assert found is None, f"get of a missing key returned {found!r:.80}. Expected None."
+
+    def test_an_empty_blob_is_told_from_a_missing_one(self, store: Store) -> None:
+        """Blob store: "data: May be empty." and "Reads a blob. None if it does not exist."
+
+        Check first: get and get_many must test for a missing blob with `is None`. A truth test (`if data`, `data or
+        None`) takes an empty blob for a missing one.
+        """
+        blobs = store.blobs()
+        empty, missing = new_keys(2)
+        blobs.put(empty, b"")
+        found = blobs.get_many([empty, missing])
+        assert _same(blobs.get(empty), b""), f"get of an empty blob returned {blobs.get(empty)!r}. Expected b''."
+        assert _same(found[0], b""), f"get_many returned {found[0]!r} for an empty blob. Expected b''."
+        assert found[1] is None, f"get_many returned {found[1]!r} for a missing blob. Expected None."
+        blobs.delete(empty)
+        assert blobs.get(empty) is None, "an empty blob can still be read after delete"
+
+    def test_a_deleted_blob_is_gone(self, store: Store) -> None:
+        """Blob store: "Deletes a blob. Ignores a key that does not exist." and "Reads a blob. None if it does not
+        exist."
+
+        Check first: delete must have removed the blob, also from every cache, when it returns. It must not remove other
+        blobs.
+        """
+        blobs = store.blobs()
+        gone, stays = new_keys(2)
+        for key in (gone, stays):
+            blobs.put(key, key.encode())
+        assert _same(blobs.get(gone), gone.encode())
+        blobs.delete(gone)
+        found = blobs.get(gone)
+        assert found is None, f"get of a deleted blob returned {found!r:.80}. Expected None."
+        assert _same(blobs.get(stays), stays.encode()), "delete of one blob changed or deleted another blob"
+
+    def test_deleting_what_is_not_there_is_ignored(self, store: Store) -> None:
+        """Blob store: "Deletes a blob. Ignores a key that does not exist."
+
+        Check first: delete must return without an error for a key that was never put, and for a key that was already
+        deleted.
+        """
+        blobs = store.blobs()
+        key, never = new_keys(2)
+        blobs.put(key, b"data")
+        try:
+            blobs.delete(never)
+            blobs.delete(key)
+            blobs.delete(key)
+        except Exception as error:
+            pytest.fail(f"delete of a missing key raised {error!r}. Expected no error.")
+        assert blobs.get(key) is None
+
+    def test_a_blob_of_16_mb(self, store: Store) -> None:
+        """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
+
+        Check first: the size limits and the chunking of the engine. A blob holds one row of a put, which may be large.
+        """
+        blobs = store.blobs()
+        (key,), data = new_keys(1), random.Random(7).randbytes(_LARGE_BYTES)
+        blobs.put(key, data)
+        found = blobs.get(key)
+        assert found is not None, "get of a blob that was put returned None"
+        assert len(found) == len(data), f"{len(found)} of {len(data)} bytes were read"
+        assert _same(found, data), "the bytes that were read differ from those that were put"
+        blobs.delete(key)
+
+    def test_keys_do_not_clash(self, store: Store) -> None:
+        """Blob store: "key: ASCII letters and digits."
+
+        Check first: the engine must compare the whole key. It must not shorten keys, match them by prefix or read them
+        as numbers.
+        """
+        blobs = store.blobs()
+        (base,) = new_keys(1)
+        ends = ["", "0", "00", "1", "01", "10", "100", "9007199254740992", "9007199254740993", "18446744073709551615"]
+        keys = [f"{base}{end}" for end in ends]
+        for key in keys:
+            blobs.put(key, key.encode())
+        wrong = [key for key in keys if not _same(blobs.get(key), key.encode())]
+        assert not wrong, f"{of_all(wrong, keys)} do not hold the bytes that were put under their key"
+        blobs.delete(keys[0])
+        wrong = [key for key in keys[1:] if not _same(blobs.get(key), key.encode())]
+        assert not wrong, f"{of_all(wrong, keys)} are missing or changed after delete('{keys[0]}')"
+
+    # --- many at once -------------------------------------------------------------------------------------------------
+
+    def test_put_many_stores_as_put_does(self, store: Store) -> None:
+        """Blob store: "Stores several blobs. Override it if the engine can do this faster than one by one."
+
+        Check first: when put_many returns, every blob of the batch must be stored under its own key.
+        """
+        blobs = store.blobs()
+        batch = {key: key.encode() * (index % 4) for index, key in enumerate(new_keys(_MANY))}
+        blobs.put_many(batch)
+        wrong = [key for key, data in batch.items() if not _same(blobs.get(key), data)]
+        assert not wrong, f"{of_all(wrong, batch)} of one put_many are missing or changed"
+
+    def test_get_many_replies_as_get_does(self, store: Store) -> None:
+        """Blob store: "Reads several blobs, in order. Override it if the engine can do this faster than one by one."
+
+        Check first: get_many must return one reply per key, in the order of the keys, and None for each missing key.
+        """
+        blobs = store.blobs()
+        keys = new_keys(_MANY)
+        there = {key for index, key in enumerate(keys) if index % 5}
+        for key in there:
+            blobs.put(key, key.encode())
+        random.Random(11).shuffle(keys)
+        found = list(blobs.get_many(keys))
+        assert len(found) == len(keys), f"get_many returned {len(found)} replies for {len(keys)} keys"
+        for key, data in zip(keys, found, strict=True):
+            if key in there:
+                assert _same(data, key.encode()), f"get_many returned {data!r:.80} for '{key}'. Expected the key itself"
+            else:
+                assert data is None, f"get_many returned {data!r:.80} for a missing key. Expected None."
+
+    def test_delete_many_deletes_as_delete_does(self, store: Store) -> None:
+        """Blob store: "Deletes several blobs. Override it if the engine can do this faster than one by one."
+
+        Check first: delete_many must skip missing keys and delete all others. A missing key must not end the call.
+        """
+        blobs = store.blobs()
+        keys = new_keys(_MANY)
+        missing, gone, stays = keys[::3], keys[1::3], keys[2::3]
+        for key in (*gone, *stays):
+            blobs.put(key, b"data")
+        try:
+            blobs.delete_many([*missing, *gone])
+            left = [key for key in gone if blobs.get(key) is not None]
+            blobs.delete_many(gone)
+        except Exception as error:
+            pytest.fail(f"delete_many with missing keys raised {error!r}. Expected no error.")
+        assert not left, f"{of_all(left, gone)} are still there after delete_many"
+        lost = [key for key in stays if blobs.get(key) is None]
+        assert not lost, f"{of_all(lost, stays)} are gone, although delete_many did not name them"
+
+    # --- several at once ----------------------------------------------------------------------------------------------
+
+    def test_blobs_from_several_threads(self, store: Store) -> None:
+        """Contract: "Thread-safe: one client may be used from several threads."
+
+        Check first: what the threads of a client share: connections, cursors, buffers and the names of temporary files.
+        """
+        blobs = store.blobs()
+
+        def work(number: int) -> Callable[[], list[str]]:
+            keys = new_keys(20)
+
+            def run() -> list[str]:
+                wrong = []
+                for key in keys:
+                    data = f"{number} {key}".encode() * 50
+                    blobs.put(key, data)
+                    if not _same(blobs.get(key), data):
+                        wrong.append(key)
+                    blobs.delete(key)
+                    if blobs.get(key) is not None:
+                        wrong.append(key)
+                return wrong
+
+            return run
+
+        wrong = [key for found in in_threads(*(work(number) for number in range(_THREADS))) for key in found]
+        assert not wrong, (
+            f"with {_THREADS} threads, blobs were read wrong or were still there after delete: {preview(wrong)}"
+        )
+
+    @proves(Scope.HOST)
+    def test_blobs_are_seen_by_every_client(self, store: Store) -> None:
+        """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
+
+        Check first: put must not return while the blob is only in the client's memory. A client must not cache blobs,
+        because other clients can delete them.
+        """
+        blobs = store.blobs()
+        other = store.attached_client()._backend
+        assert isinstance(other, BlobStore)
+        for key in new_keys(10):
+            for writer, reader in ((blobs, other), (other, blobs)):
+                writer.put(key, key.encode())
+                assert _same(reader.get(key), key.encode()), "another client does not see a blob that was put"
+                reader.delete(key)
+                assert writer.get(key) is None, "a blob that another client deleted can still be read"
+                key += "x"
+        (worker,) = store.deployment.workers(1)
+        here, there = new_keys(2)
+        blobs.put(here, here.encode())
+        found = worker.run(_workers.call_backend, "get_many", [here, there])
+        assert _same(found[0], here.encode()), "another process does not see a blob that this client put"
+        assert found[1] is None
+        worker.run(_workers.call_backend, "put_many", {there: there.encode()})
+        assert _same(blobs.get(there), there.encode()), "this client does not see a blob that another process put"
+        worker.run(_workers.call_backend, "delete", here)
+        assert blobs.get(here) is None, "a blob that another process deleted can still be read"

@@ -1,0 +1,145 @@
+"""Deadlines and timeouts: no call hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane_core.errors import DataPlaneError
+from dataplane_core.spec import Capability
+from dataplane_testkit._base import Suite
+from dataplane_testkit._columns import batch, ids
+from dataplane_testkit._marks import proves
+from dataplane_testkit._store import Store
+from dataplane_testkit._timing import PROMPT_S, Background, bounded
+
+__all__ = ["BoundSuite"]
+
+_HOOKS: dict[str, tuple[Callable[[Store, str], Any], Capability | None]] = {
+    "register_partition": (lambda s, p: s.hooks.within(-1).register(p), None),
+    "describe_partition": (lambda s, p: s.hooks.within(-1).describe(p), None),
+    "put_samples": (lambda s, p: s.hooks.within(-1).put(p, ["z"], batch(1, x=torch.zeros(1))), None),
+    "get_samples": (lambda s, p: s.hooks.within(-1).get(p, ["a"], ["x"]), None),
+    "get_samples_missing": (lambda s, p: s.hooks.within(-1).get(p, ["nobody"], ["x"]), None),
+    "claim": (lambda s, p: s.hooks.within(-1).claim(p, 1), Capability.CLAIMS),
+    "check_consumption": (lambda s, p: s.hooks.within(-1).consumed(p), Capability.CLAIMS),
+    "clear_samples": (lambda s, p: s.hooks.within(-1).clear(p, ["a"]), None),
+    "list_samples": (lambda s, p: s.hooks.within(-1).listing(p), Capability.LISTING),
+    "list_clients": (lambda s, p: s.hooks.within(-1).clients(), Capability.CLIENTS),
+    "list_units": (lambda s, p: s.hooks.within(-1).units(), Capability.UNITS),
+}
+
+
+class BoundSuite(Suite, chapter="bounds"):
+    """Deadlines and timeouts."""
+
+    @pytest.mark.parametrize("hook", list(_HOOKS))
+    def test_hooks_heed_their_deadline(self, store: Store, hook: str) -> None:
+        """Hook spec: "They must return or raise before deadline."
+
+        Check first: every wait inside the hook must end at request.deadline. In this test the deadline has already
+        passed when the hook is called.
+        """
+        call, capability = _HOOKS[hook]
+        store.require(capability)
+        partition = store.register("x")
+        store.put(partition, ["a"], x=torch.zeros(1))
+        running = Background(lambda: call(store, partition))
+        with contextlib.suppress(DataPlaneError):
+            running.result(what=f"hook '{hook}' with a deadline in the past")
+        # the store must still answer
+        again = store.register("x")
+        bounded(lambda: store.put(again, ["a"], x=torch.zeros(1)), what="a put after a deadline was missed")
+
+    def test_deadlines_follow_the_config(self, store: Store) -> None:
+        """Contract: "Every call ends by its deadline: op_timeout_s of the config".
+
+        Check first: core, not the backend: core sets request.deadline, on the clock of time.monotonic.
+        """
+        partition = store.register("x")
+        left: dict[str, float] = {}
+
+        def seen(operation: str) -> Callable[[Any], None]:
+            return lambda request: left.update({operation: request.deadline - time.monotonic()})
+
+        operations = ("register_partition", "put_samples", "get_samples", "clear_samples")
+        with contextlib.ExitStack() as stack:
+            for operation in operations:
+                stack.enter_context(store.faults.before(operation, seen(operation)))
+            store.client.register_partition(partition, ["x"], None, ["train"])
+            store.put(partition, ["a"], x=torch.zeros(1))
+            store.get(partition, ["a"])
+            store.client.clear_samples(["a"], partition)
+        limit_s = store.client.config.op_timeout_s
+        for operation in operations:
+            assert 0.5 * limit_s < left[operation] <= limit_s, (
+                f"{operation} got a deadline in {left[operation]:.1f} s. Expected about {limit_s} s"
+            )
+
+    def test_a_read_of_missing_data_does_not_wait(self, store: Store) -> None:
+        """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs."
+
+        Check first: get_samples must raise MissingDataError immediately. It must not wait for a producer.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ids(3), x=torch.arange(3))
+
+        def reads() -> None:
+            for names, fields in ((["s0", "nobody"], ["x"]), (ids(3), ["x", "y"]), (["nobody"], ["x"])):
+                with store.refusal(KeyError):
+                    store.client.get_samples(names, partition, fields)
+
+        bounded(reads, what="a read of what is not there")
+
+    @proves(Capability.CLAIMS)
+    def test_a_waiting_claim_holds_nobody_up(self, store: Store) -> None:
+        """Contract: "Thread-safe: one client may be used from several threads." and "No call hangs."
+
+        Check first: while a client waits for a claim, the backend must not hold a lock or a connection, or occupy the
+        only thread.
+        """
+        partition = store.register("x", tasks=["train", "eval"])
+        waiting = [store.waiting_claim(partition, 9) for _ in range(4)]
+
+        def work() -> None:
+            for number in range(8):
+                store.put(partition, [f"s{number}"], x=torch.tensor([number]))
+                assert store.get(partition, [f"s{number}"])["x"].tolist() == [number]
+                store.claim(partition, 1, task="eval")
+
+        bounded(work, 2 * PROMPT_S, "work next to waiting claims")
+        assert all(each.running for each in waiting)
+        store.client.clear_samples(None, partition)
+        for each in waiting:
+            with store.refusal(KeyError):
+                each.result(what="a claim of a partition that was cleared")
+
+    def test_one_bad_request_holds_nobody_up(self, store: Store) -> None:
+        """Contract: "No call hangs."
+
+        Check first: after a request that fails in the engine, the connection, the locks, the event loop and the threads
+        must still be usable, by others at the same time and by the next request.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(2))
+        bad: list[tuple[type[Exception], Callable[[], Any]]] = [
+            (KeyError, lambda: store.get(partition, ["nobody"])),
+            (KeyError, lambda: store.get(store.new_id(), ["a"])),
+            (ValueError, lambda: store.put(partition, ["late"], x=torch.zeros(1))),
+        ]
+        for number in range(10):
+            failing = [(error_type, Background(call)) for error_type, call in bad]
+            found = bounded(lambda: store.get(partition, ids(2))["x"].tolist(), what="a read next to bad requests")
+            assert found == [0, 1]
+            for error_type, each in failing:
+                with store.refusal(error_type):
+                    each.result(what="a bad request")
+            store.put(partition, [f"after{number}"], x=torch.tensor([number]))
+        store.put(partition, ["late"], x=torch.tensor([7]))
+        names = ["late", *ids(10, "after")]
+        assert store.get(partition, names)["x"].tolist() == [7, *range(10)]

@@ -1,0 +1,150 @@
+"""The declarations of a backend are readable and consistent. Operations that it does not declare are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import UnsupportedOperationError
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import OPERATIONS, Capability, Scope, WireFormat
+from dataplane_testkit._base import Suite
+from dataplane_testkit._columns import batch, ids
+from dataplane_testkit._store import Store, not_run
+
+__all__ = ["CapabilitySuite"]
+
+
+def _leased(partition: str) -> KVBatchMeta:
+    return KVBatchMeta(partition, "train", ["s0"], lease_tokens=["token"])
+
+
+#: Capability -> a call that needs it, on a partition ``p`` with the samples s0 and s1.
+_ASK: dict[Capability, list[Callable[[DataPlaneClient, str], Any]]] = {
+    Capability.CLAIMS: [
+        lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False),
+        lambda c, p: c.claim_meta(p, "train", ["x"], 1, timeout_s=0.1),
+        lambda c, p: c.check_consumption_status(p, ["train"]),
+        lambda c, p: c.is_finished(p, ["train"]),
+    ],
+    Capability.GROUPS: [lambda c, p: c.register_partition(p + "-groups", ["x"], None, ["train"], grpo_group_size=2)],
+    Capability.LEASES: [
+        lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False, lease_s=1.0),
+        lambda c, p: c.ack(_leased(p)),
+        lambda c, p: c.nack(_leased(p)),
+        lambda c, p: c.renew(_leased(p), 1.0),
+    ],
+    Capability.TAG_FILTERS: [
+        lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False, tag_filter={"n": 1}),
+        lambda c, p: c.list_samples(p, {"n": 1}),
+    ],
+    Capability.LISTING: [
+        lambda c, p: c.list_samples(p),
+        lambda c, p: c.list_sample_ids(p),
+        lambda c, p: c.list_partitions(),
+        lambda c, p: c.describe(p),
+        lambda c, p: c.ping(),
+        lambda c, p: c.get_samples(["s0"], p, None),
+    ],
+    Capability.CURSORS: [
+        lambda c, p: c.list_consumed(p, "train"),
+        lambda c, p: c.reset_consumption(p, "train"),
+    ],
+    Capability.SAMPLERS: [
+        lambda c, p: c.claim_meta(p, "train", ["x"], 1, 0, blocking=False),
+        lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False, sampler="freshest"),
+    ],
+    Capability.CLIENTS: [lambda c, p: c.list_clients()],
+    Capability.UNITS: [
+        lambda c, p: c.list_units(),
+        lambda c, p: c.add_units(1),
+        lambda c, p: c.remove_unit("a unit"),
+    ],
+    Capability.OVERWRITE: [lambda c, p: c.put_samples(["s0", "s2"], p, batch(2, x=torch.arange(2) + 7))],
+}
+
+
+class CapabilitySuite(Suite, chapter="capabilities"):
+    """What a backend declares, and what it does not declare."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """One case per operation that is not declared."""
+        if "undeclared" in metafunc.fixturenames:
+            names = sorted(OPERATIONS - self.under_test().capabilities)
+            metafunc.parametrize("undeclared", names or [None], ids=[str(name) for name in names] or ["none"])
+
+    def test_reasons_are_given_only_for_what_is_not_declared(self, store: Store) -> None:
+        """Contract: "Capabilities (dataplane_core.spec.Capability) are of two kinds."
+
+        Check first: the keys of the class attribute why_not_declared. Each must be a capability that the backend does
+        not declare, or "scope".
+        """
+        cls = store.deployment.backend_class
+        departs = {str(each) for each in Capability} - {str(each) for each in cls.capabilities} | {"scope"}
+        wrong = sorted(map(str, set(map(str, cls.why_not_declared)) - departs))
+        assert not wrong, (
+            f"why_not_declared has the keys {', '.join(wrong)}, which are declared or are not capabilities"
+        )
+        assert all(why.strip() for why in cls.why_not_declared.values())
+
+    def test_undeclared_operations_are_refused(self, store: Store, undeclared: Capability | None) -> None:
+        """Contract: "Operations raise UnsupportedOperationError where they are not declared: claims, groups, leases,
+        tag_filters, capacity, listing, cursors, samplers, clients, units, overwrite."
+
+        Check first: the class attribute capabilities. Core refuses every undeclared operation except an overwrite,
+        which the put_samples hook must refuse itself.
+        """
+        if undeclared is None:
+            not_run("the backend declares all operations")
+        partition = store.register("x")
+        store.put(partition, ids(2), [{"n": 1}, {"n": 2}], x=torch.arange(2))
+        if undeclared is Capability.CAPACITY:
+            fields = type(store.backend).Config.model_fields
+            assert "capacity_bytes" not in fields, (
+                "Config has the option 'capacity_bytes', but the backend does not declare 'capacity'"
+            )
+            return
+        for ask in _ASK[undeclared]:
+            with store.refusal(UnsupportedOperationError) as caught:
+                ask(store.client, partition)
+            assert isinstance(caught.value, NotImplementedError)
+        assert store.get(partition, ids(2))["x"].tolist() == [0, 1], "a refused operation changed data"
+        assert not store.has(partition, "s2"), "a refused operation wrote a row"
+
+    def test_declarations_are_readable_without_connecting(self, store: Store) -> None:
+        """Contract: "Guarantees are tested only where they are declared: scope (process, host, cluster), durable,
+        fenced, atomic_overwrite, wakes, repeatable, no_pickle."
+
+        Check first: wire, capabilities, scope and Config must be class attributes of the right types.
+        """
+        cls = type(store.backend)
+        assert isinstance(cls.wire, WireFormat)
+        assert isinstance(cls.capabilities, frozenset)
+        assert all(isinstance(each, Capability) for each in cls.capabilities)
+        assert isinstance(cls.scope, Scope)
+        assert issubclass(cls.Config, BaseModel)
+
+    def test_operations_that_build_on_claims_declare_them(self, store: Store) -> None:
+        """Contract: "groups: with grpo_group_size g, a claim hands out whole groups only" ... "leases: with lease_s, a
+        claim".
+
+        Check first: the class attribute capabilities. Groups, leases, samplers and cursors are features of claims, so a
+        backend that declares them must declare claims too.
+        """
+        declared = type(store.backend).capabilities
+        for capability in (Capability.GROUPS, Capability.LEASES, Capability.SAMPLERS, Capability.CURSORS):
+            assert capability not in declared or Capability.CLAIMS in declared, f"'{capability}' needs 'claims'"
+        if Capability.TAG_FILTERS in declared:
+            assert declared & {Capability.CLAIMS, Capability.LISTING}, "'tag_filters' needs 'claims' or 'listing'"
+        if Capability.ATOMIC_OVERWRITE in declared:
+            assert Capability.OVERWRITE in declared, "'atomic_overwrite' needs 'overwrite'"
+        if Capability.CAPACITY in declared:
+            fields = type(store.backend).Config.model_fields
+            assert {"capacity_bytes", "on_full"} <= set(fields), (
+                "'capacity' needs the options capacity_bytes and on_full"
+            )

@@ -1,0 +1,226 @@
+"""The options `capacity_bytes` and `on_full`: the store stays within its bytes and evicts nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import CapacityExceededError, DataPlaneError, RoomTimeoutError
+from dataplane_core.spec import Capability, Scope
+from dataplane_testkit._base import Suite
+from dataplane_testkit._columns import batch, ids
+from dataplane_testkit._marks import proves
+from dataplane_testkit._store import BOUNDED_BYTES, Store, not_declared
+from dataplane_testkit._timing import PROMPT_S, Background
+
+__all__ = ["CapacitySuite"]
+
+_ROWS_THAT_FIT = 8
+#: The store has room for eight rows and some overhead of the engine, but not for twelve rows.
+_ROW = BOUNDED_BYTES // 10
+
+
+def _rows(count: int, value: int = 0) -> torch.Tensor:
+    return torch.full((count, _ROW), value, dtype=torch.uint8)
+
+
+def _full(store: Store, on_full: str = "raise") -> tuple[DataPlaneClient, str]:
+    client = store.deployment.bounded(on_full)
+    partition = store.register("x", client=client)
+    client.put_samples(ids(_ROWS_THAT_FIT), partition, batch(_ROWS_THAT_FIT, x=_rows(_ROWS_THAT_FIT, 1)))
+    return client, partition
+
+
+def _put(client: DataPlaneClient, partition: str, names: list[str], value: int = 2) -> None:
+    client.put_samples(names, partition, batch(len(names), x=_rows(len(names), value)))
+
+
+class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
+    """These tests use a separate store with room for eight rows."""
+
+    def test_a_full_store_raises(self, store: Store) -> None:
+        """Contract: "with raise it fails at once."
+
+        Check first: the put must reserve its bytes before it stores anything. If they do not fit, it must raise
+        CapacityExceededError.
+        """
+        client, partition = _full(store)
+        with store.refusal(RuntimeError) as caught:
+            _put(client, partition, ids(4, "n"))
+        assert isinstance(caught.value, CapacityExceededError)
+        assert caught.value.retryable
+        with pytest.raises(KeyError):
+            client.get_samples(["n0"], partition, ["x"])
+
+    def test_nothing_is_evicted(self, store: Store) -> None:
+        """Contract: "Nothing is ever evicted."
+
+        Check first: a full store must refuse the put. If the engine evicts data by default, switch that off.
+        """
+        client, partition = _full(store)
+        for _ in range(3):
+            with store.refusal(RuntimeError):
+                _put(client, partition, ids(4, "n"))
+        found = client.get_samples(ids(_ROWS_THAT_FIT), partition, ["x"])["x"]
+        assert torch.equal(found, _rows(_ROWS_THAT_FIT, 1))
+        if store.declares(Capability.CLAIMS):
+            meta = client.claim_meta(partition, "train", ["x"], 99, blocking=False)
+            assert meta.sample_ids == ids(_ROWS_THAT_FIT)
+
+    def test_cleared_samples_make_room(self, store: Store) -> None:
+        """Contract: "the store holds at most capacity_bytes of payload."
+
+        Check first: when a clear of samples returns, the bytes of its rows must be free.
+        """
+        client, partition = _full(store)
+        client.clear_samples(ids(4), partition)
+        _put(client, partition, ids(4, "n"))
+        assert torch.equal(client.get_samples(["n3"], partition, ["x"])["x"], _rows(1, 2))
+
+    def test_cleared_partitions_make_room(self, store: Store) -> None:
+        """Contract: "the store holds at most capacity_bytes of payload."
+
+        Check first: a clear or a new registration of a partition must free the bytes of all its rows.
+        """
+        client, partition = _full(store)
+        client.register_partition(partition, ["x"], None, ["train"])
+        _put(client, partition, ids(_ROWS_THAT_FIT, "n"))
+        client.clear_samples(None, partition)
+        other = store.register("x", client=client)
+        _put(client, other, ids(_ROWS_THAT_FIT, "m"))
+
+    @proves(Capability.CAPACITY, Scope.HOST)
+    def test_a_refused_put_leaves_later_ones_alone_for_clients_with_other_room(self, store: Store) -> None:
+        """Contract: "never a part of a row or bytes of another" and "If a put does not fit, on_full decides".
+
+        Check first: only the client that puts may decide whether its put fits. Other clients must not check it again
+        with their own options.
+        """
+        client, partition = _full(store)
+        with store.refusal(RuntimeError):
+            _put(client, partition, ids(4, "n"))
+        client.clear_samples(ids(4), partition)
+        _put(client, partition, ["n0"], 2)
+        _put(client, partition, ["n1"], 3)
+        options = store.case.attach_options(dict(client.config.options), client._backend)
+        try:
+            other = store.deployment.connect({**options, "capacity_bytes": 2 * BOUNDED_BYTES}, bootstrap=False)
+        except DataPlaneError:
+            not_declared("clients with different capacities")
+        with other:
+            for each in (client, other):
+                found = each.get_samples(["n0", "n1", "s7"], partition, ["x"])["x"]
+                assert found[:, 0].tolist() == [2, 3, 1], "a read returned a row of another put"
+
+    def test_room_does_not_leak(self, store: Store) -> None:
+        """Contract: "the store holds at most capacity_bytes of payload."
+
+        Check first: a refused put must free exactly the bytes that it reserved. A clear must free exactly the bytes of
+        its rows.
+        """
+        client, partition = _full(store)
+        for _ in range(25):
+            with store.refusal(RuntimeError):
+                _put(client, partition, ids(4, "n"))
+            client.clear_samples(["s0"], partition)
+            with store.refusal(ValueError):
+                client.put_samples(["s0"], partition, batch(1, x=torch.zeros(1, _ROW // 8)))
+            _put(client, partition, ["s0"])
+        client.clear_samples(ids(_ROWS_THAT_FIT), partition)
+        _put(client, partition, ids(_ROWS_THAT_FIT))
+
+    @proves(Capability.CAPACITY, Capability.OVERWRITE)
+    def test_overwrites_take_no_room_for_long(self, store: Store) -> None:
+        """Contract: "the store holds at most capacity_bytes of payload."
+
+        Check first: an overwrite must free the bytes of the cells that it replaced.
+        """
+        client, partition = _full(store)
+        client.clear_samples(ids(4), partition)
+        for value in range(20):
+            _put(client, partition, ["s5"], value)
+        assert torch.equal(client.get_samples(["s5"], partition, ["x"])["x"], _rows(1, 19))
+
+    def test_a_put_that_can_never_fit_says_so(self, store: Store) -> None:
+        """Contract: "No call hangs."
+
+        Check first: a put of more than capacity_bytes must raise immediately, also where the option on_full makes a put
+        wait.
+        """
+        for on_full in ("raise", "block"):
+            client, partition = _full(store, on_full)
+            start = time.monotonic()
+            with store.refusal(RuntimeError) as caught:
+                _put(client, partition, ids(20, "n"))
+            assert isinstance(caught.value, CapacityExceededError)
+            assert not caught.value.retryable
+            assert time.monotonic() - start < PROMPT_S
+            client.clear_samples(None, partition)
+
+    def test_a_blocked_put_goes_on_when_there_is_room(self, store: Store) -> None:
+        """Contract: "with block it waits for room until its deadline".
+
+        Check first: a put that waits must check for free room again and again until its deadline.
+        """
+        client, partition = _full(store, "block")
+        waiting = Background(lambda: _put(client, partition, ids(4, "n")))
+        time.sleep(0.1)
+        assert waiting.running, "a put into a full store did not wait"
+        with pytest.raises(KeyError):
+            client.get_samples(["n0"], partition, ["x"])
+        client.clear_samples(ids(4), partition)
+        waiting.result(what="a put after rows were cleared")
+        assert torch.equal(
+            client.get_samples(["n0", "s7"], partition, ["x"])["x"], torch.cat([_rows(1, 2), _rows(1, 1)])
+        )
+
+    def test_a_blocked_put_ends_by_its_deadline(self, store: Store) -> None:
+        """Contract: "If it waited until its deadline, that is a RoomTimeoutError, which is also a TimeoutError."
+
+        Check first: a put that waits must raise RoomTimeoutError at request.deadline, and must write nothing.
+        """
+        client, partition = _full(store, "block")
+        hooks = type(store.hooks)(client._backend, 0.3)
+        start = time.monotonic()
+        with pytest.raises(RoomTimeoutError) as caught:
+            hooks.put(partition, ids(4, "n"), batch(4, x=_rows(4)))
+        assert time.monotonic() - start < 0.3 + PROMPT_S
+        assert caught.value.outcome == "not_done"
+        client.clear_samples(ids(4), partition)
+        with pytest.raises(KeyError):
+            client.get_samples(["n0"], partition, ["x"])
+        _put(client, partition, ids(4, "n"))
+
+    def test_a_large_put_is_not_starved_by_small_ones(self, store: Store) -> None:
+        """Contract: "Waiting puts get room first come, first served".
+
+        Check first: room that becomes free must be kept for the put that has waited longest. A later put must wait too,
+        even if it would fit.
+        """
+        client, partition = _full(store, "block")
+        large = Background(lambda: _put(client, partition, ids(6, "large")))
+        small: dict[str, Background] = {}
+        held = ids(_ROWS_THAT_FIT)
+        try:
+            # each row that is cleared would make room for a small put. On a machine that stands still for a second some
+            # of them may go first, but together they hold no more than the store
+            while large.running and held and len(small) < 4 * _ROWS_THAT_FIT:
+                client.clear_samples([held.pop(0)], partition)
+                name = f"small{len(small)}"
+                small[name] = Background(partial(_put, client, partition, [name]))
+                with contextlib.suppress(AssertionError):  # the small put must wait
+                    small[name].result(0.5)
+                    held.append(name)
+            large.result(what="a large put among small ones")
+        finally:
+            give_up = time.monotonic() + PROMPT_S
+            while any(each.running for each in [large, *small.values()]) and time.monotonic() < give_up:
+                client.clear_samples([*small, *ids(_ROWS_THAT_FIT), *ids(6, "large")], partition)
+                time.sleep(0.01)
+        for each in small.values():
+            each.result(what="a small put")

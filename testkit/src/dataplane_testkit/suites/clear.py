@@ -1,0 +1,196 @@
+"""`clear_samples`: it deletes exactly the samples or the partition that it names."""
+
+from __future__ import annotations
+
+import torch
+
+from dataplane_core.spec import Capability
+from dataplane_testkit._base import Suite
+from dataplane_testkit._columns import ids, jagged
+from dataplane_testkit._marks import proves
+from dataplane_testkit._store import Store
+
+__all__ = ["ClearSuite"]
+
+
+class ClearSuite(Suite, chapter="clear"):
+    """Clears of samples and of partitions."""
+
+    def test_cleared_rows_are_gone(self, store: Store) -> None:
+        """Contract: "With ids, it drops those rows with their tags and cursors. Ids that are not there are ignored."
+
+        Check first: when clear_samples returns, the rows must be gone, with all their fields. The other rows must stay.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ids(5), x=torch.arange(5), y=jagged([torch.arange(index) for index in range(5)]))
+        store.client.clear_samples(["s3", "s0"], partition)
+        for sample_id in ("s0", "s3"):
+            for field in ("x", "y"):
+                with store.refusal(KeyError, f"'{sample_id}'"):
+                    store.get(partition, [sample_id], field)
+        assert store.get(partition, ["s4", "s1", "s2"])["x"].tolist() == [4, 1, 2]
+        if store.declares(Capability.LISTING):
+            assert store.client.list_samples(partition).sample_ids == ["s1", "s2", "s4"]
+
+    def test_cleared_tags_are_gone(self, store: Store) -> None:
+        """Contract: "With ids, it drops those rows with their tags and cursors".
+
+        Check first: a clear must delete the tags. An id that is written again must start without tags.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), [{"old": 1}] * 2, x=torch.arange(2))
+        store.client.clear_samples(["s0"], partition)
+        store.put(partition, ["s0"], [{"new": 1}], x=torch.arange(1))
+        assert store.tags_of(partition) == {"s1": {"old": 1}, "s0": {"new": 1}}
+
+    @proves(Capability.CLAIMS)
+    def test_cleared_cursors_are_gone(self, store: Store) -> None:
+        """Contract: "With ids, it drops those rows with their tags and cursors".
+
+        Check first: a clear must delete what the cursors record of the sample. An id that is written again is a new
+        sample, last in the order, which no task has been given.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        assert store.claim(partition, 2).sample_ids == ["s0", "s1"]
+        store.client.clear_samples(["s0", "s1"], partition)
+        assert store.claim(partition, 1).sample_ids == ["s2"]
+        store.put(partition, ["s1", "s9"], x=torch.arange(2))
+        assert store.claim(partition, 3).sample_ids == ["s1", "s9"]
+
+    def test_ids_not_there_are_ignored(self, store: Store) -> None:
+        """Contract: "Ids that are not there are ignored."
+
+        Check first: clear_samples must skip unknown ids and clear all others.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.client.clear_samples(["nobody", "s1", "no one", "s1"], partition)
+        store.client.clear_samples(["s1"], partition)
+        store.client.clear_samples([], partition)
+        assert store.get(partition, ["s0", "s2"])["x"].tolist() == [0, 2]
+        assert not store.has(partition, "s1")
+
+    def test_rows_of_tags_alone_can_be_cleared(self, store: Store) -> None:
+        """Contract: "With ids, it drops those rows with their tags and cursors".
+
+        Check first: clear_samples must accept rows without cells, and rows with different fields, in one call.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ["tags"], [{"n": 1}])
+        store.put(partition, ["x"], x=torch.zeros(1))
+        store.put(partition, ["y", "both"], [{"n": 2}] * 2, y=torch.zeros(2))
+        store.put(partition, ["both"], x=torch.zeros(1))
+        store.client.clear_samples(["x", "tags", "both", "y"], partition)
+        store.put(partition, ["tags", "x", "y", "both"], [{}] * 4, x=torch.arange(4).float())
+        assert store.tags_of(partition) == {"tags": {}, "x": {}, "y": {}, "both": {}}
+        assert not store.has(partition, "both", "y")
+
+    def test_ids_may_be_used_again(self, store: Store) -> None:
+        """Contract: "With ids, it drops those rows with their tags and cursors".
+
+        Check first: whether the backend uses keys or indexes again after a clear. An id that is written again must
+        never show its old cells.
+        """
+        partition, other = store.register("x", "y"), store.register("x")
+        store.put(other, ids(3), x=torch.arange(3) + 100)
+        for value in range(10):
+            store.put(partition, ids(3), x=torch.full((3,), value))
+            if value % 2:
+                store.put(partition, ids(3), y=torch.full((3,), value))
+            assert store.get(partition, ids(3))["x"].tolist() == [value] * 3
+            assert store.has(partition, "s1", "y") == bool(value % 2)
+            store.client.clear_samples(ids(3)[::-1], partition)
+            store.put(partition, ["z"], x=torch.tensor([value]))
+            store.client.clear_samples(["z"], partition)
+        assert store.get(other, ids(3))["x"].tolist() == [100, 101, 102]
+
+    def test_a_cleared_partition_is_gone(self, store: Store) -> None:
+        """Contract: "With None, it drops the whole partition, schema included, whoever wrote it."
+
+        Check first: after the clear, every operation on the partition must raise UnknownPartitionError until it is
+        registered again.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.client.clear_samples(None, partition)
+        with store.refusal(KeyError, partition):
+            store.get(partition, ["s0"])
+        with store.refusal(KeyError, partition):
+            store.put(partition, ["s0"], x=torch.arange(1))
+        if store.declares(Capability.CLAIMS):
+            with store.refusal(KeyError, partition):
+                store.claim(partition, 1)
+            assert not store.client.check_consumption_status(partition, ["train"])
+        if store.declares(Capability.LISTING):
+            with store.refusal(KeyError, partition):
+                store.client.list_samples(partition)
+
+    def test_a_cleared_partition_starts_afresh(self, store: Store) -> None:
+        """Contract: "With None, it drops the whole partition, schema included, whoever wrote it."
+
+        Check first: a partition that is registered after a clear must have no rows, and its fields must have no dtype
+        yet.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), [{"old": 1}] * 3, x=torch.arange(3))
+        store.client.clear_samples(None, partition)
+        store.register("x", partition_id=partition)
+        assert not store.has(partition, "s0")
+        store.put(partition, ["s2"], x=torch.ones(1, 2))
+        assert store.get(partition, ["s2"])["x"].tolist() == [[1.0, 1.0]]
+        assert store.tags_of(partition) == {"s2": {}}
+
+    def test_other_partitions_stay(self, store: Store) -> None:
+        """Contract: "Sample: one item of a partition, named by a string id that is unique in the partition."
+
+        Check first: every hook must address rows by partition and id together. A clear or a new registration must not
+        select partitions by a prefix of their names.
+        """
+        base = store.new_id()
+        first, second, third = (store.register("x", partition_id=base + end) for end in ("", "-2", "/x"))
+        for place, partition in enumerate((first, second, third)):
+            store.put(partition, ids(3), x=torch.arange(3) + 10 * place)
+        assert store.get(first, ids(3))["x"].tolist() == [0, 1, 2]
+        store.client.clear_samples(["s1"], first)
+        store.register("x", partition_id=first)
+        store.client.clear_samples(None, first)
+        for place, partition in enumerate((second, third), start=1):
+            assert store.get(partition, ids(3))["x"].tolist() == [10 * place + row for row in range(3)]
+
+    def test_an_unknown_partition_is_nothing_to_do(self, store: Store) -> None:
+        """Contract: "For an unknown partition there is nothing to do."
+
+        Check first: for an unknown partition, clear_samples must return a reply. It must not raise, and must not create
+        the partition.
+        """
+        unknown = store.new_id()
+        store.client.clear_samples(None, unknown)
+        store.client.clear_samples(["a"], unknown)
+        with store.refusal(KeyError, unknown):
+            store.get(unknown, ["a"])
+
+    def test_clear_of_many_rows(self, store: Store) -> None:
+        """Contract: "With ids, it drops those rows with their tags and cursors".
+
+        Check first: the engine's limits on the size of one call.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(1500), x=torch.arange(1500))
+        store.client.clear_samples(ids(1500)[1:], partition)
+        assert store.get(partition, ["s0"])["x"].tolist() == [0]
+        for name in ("s1", "s750", "s1499"):
+            assert not store.has(partition, name)
+
+    def test_clear_hook_counts_its_rows(self, store: Store) -> None:
+        """Hook spec: "Drops rows with their tags and cursors, or the whole partition. Ignores samples that are not
+        there."
+
+        Check first: ClearReply.num_samples must be the number of rows that existed and were cleared.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(5), x=torch.arange(5))
+        assert store.hooks.clear(partition, ["s0", "nobody"]).num_samples == 1
+        assert store.hooks.clear(partition, ["s0"]).num_samples == 0
+        assert store.hooks.clear(partition, None).num_samples == 4
+        assert store.hooks.clear(partition, None).num_samples == 0

@@ -1,0 +1,155 @@
+"""Clients announce themselves, and are listed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.spec import CallInfo, Capability, ClientInfo, Scope
+from dataplane_testkit._base import Suite
+from dataplane_testkit._hooks import Hooks
+from dataplane_testkit._marks import proves
+from dataplane_testkit._store import Store
+from dataplane_testkit._timing import STARTS_S, Background, eventually
+
+__all__ = ["ClientSuite"]
+
+
+def _client(role: str = "a role", calls: Iterable[CallInfo] = ()) -> ClientInfo:
+    calls = list(calls)
+    return ClientInfo(
+        client_id=uuid.uuid4().hex,
+        host="a host",
+        pid=7,
+        role=role,
+        open_s=1.5,
+        num_calls=len(calls),
+        calls=calls,
+        metrics_address="a host:8000",
+    )
+
+
+def _end(store: Store, *clients: ClientInfo) -> None:
+    """The clients are closed. Otherwise other tests count them for minutes."""
+    for each in clients:
+        store.hooks.announce(each, 0.0)
+
+
+class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
+    """`list_clients`."""
+
+    def test_announced_clients_are_listed(self, store: Store) -> None:
+        """Contract: "the clients of the store, of all processes"
+
+        Check first: announce must keep all that the client says, in place of what it said before, and list_clients must
+        reply it to every client of the store, with the seconds since then.
+        """
+        calls = [
+            CallInfo(operation="claim_meta", partition_id="schritt 1 \u2192 \u2713", running_s=3.25),
+            CallInfo(operation="ping", partition_id="", running_s=0.5),
+        ]
+        mine, other = _client("rollout: 1 \u00e9\n\x00", calls), _client()
+        for each in (replace(mine, calls=[], num_calls=0), other, mine):
+            store.hooks.announce(each, 600.0)
+        for hooks in (store.hooks, Hooks(store.same_store_client()._backend)):
+            listed = [each for each in hooks.clients() if each.client_id in (mine.client_id, other.client_id)]
+            assert len(listed) == 2
+            (found,) = (each for each in listed if each.client_id == mine.client_id)
+            assert 0.0 <= found.heard_s < 600.0
+            assert list(found.calls) == calls
+            assert replace(found, heard_s=0.0, calls=calls) == mine
+        _end(store, mine, other)
+
+    def test_the_number_of_clients_is_replied(self, store: Store) -> None:
+        """Contract: "the more clients a store has, the less often each announces itself"
+
+        Check first: announce must reply how many clients are listed.
+        """
+        made = [_client() for _ in range(50)]
+        for place, each in enumerate(made, start=1):
+            assert store.hooks.announce(each, 600.0).num_clients >= place
+
+        def replied_as_listed(count: int) -> bool:
+            num_clients = store.hooks.announce(made[0], 600.0).num_clients
+            listed = {each.client_id for each in store.hooks.clients()}
+            assert [each.client_id in listed for each in made] == [place < count for place in range(50)]
+            return num_clients == len(listed)  # unless another client came or went meanwhile
+
+        eventually(lambda: replied_as_listed(50), STARTS_S, "the number of clients that are listed")
+        _end(store, *made[1:])
+        eventually(lambda: replied_as_listed(1), STARTS_S, "the number of clients that are listed")
+        _end(store, made[0])
+
+    def test_a_client_that_closed_is_not_listed(self, store: Store) -> None:
+        """Contract: "After close it is no longer listed."
+
+        Check first: announce with a ttl_s of 0, also again, and for a client that was never listed.
+        """
+        client, other = _client(), _client()
+        store.hooks.announce(client, 600.0)
+        store.hooks.announce(other, 600.0)
+        for each in (client, client, _client()):
+            store.hooks.announce(each, 0.0)
+        listed = {each.client_id for each in store.hooks.clients()}
+        assert client.client_id not in listed
+        assert other.client_id in listed
+        _end(store, other)
+
+    def test_a_client_that_is_silent_is_not_listed_for_long(self, store: Store) -> None:
+        """Contract: "A client that died is listed a little longer than three of these periods."
+
+        Check first: list_clients must not reply clients whose ttl_s is over, and announce must drop them some time.
+        """
+        silent, other = _client(), _client()
+        store.hooks.announce(other, 600.0)
+        store.hooks.announce(silent, 0.3)
+
+        def listed() -> set[str]:
+            return {each.client_id for each in store.hooks.clients()}
+
+        eventually(lambda: silent.client_id not in listed(), what="the end of a silent client")
+        assert other.client_id in listed()
+        _end(store, other)
+
+    @proves(Capability.CLIENTS, Capability.CLAIMS)
+    def test_a_client_announces_itself(self, store: Store) -> None:
+        """Contract: "For each it says host, process, role, since when it is open, and which operations it has under
+        way"
+
+        Check first: nothing in the backend, if the other tests of this chapter pass.
+        """
+        client, other = _announcing(store)
+        partition = store.new_id()
+        client.register_partition(partition, ["x"], None, ["train"])
+        waiting = Background(lambda: client.claim_meta(partition, "train", ["x"], 1, timeout_s=600.0))
+
+        def listed() -> list[ClientInfo]:
+            return [each for each in other.list_clients() if each.role == "kit"]
+
+        def tells_the_claim() -> bool:
+            return any(call.partition_id == partition for each in listed() for call in each.calls)
+
+        eventually(tells_the_claim, what="a client that announces a claim that waits")
+        (found,) = listed()
+        assert (found.host, found.pid, found.num_calls) == (socket.gethostname(), os.getpid(), len(found.calls))
+        assert [each.operation for each in found.calls if each.partition_id == partition] == ["claim_meta"]
+        client.clear_samples(None, partition)
+        with pytest.raises(KeyError):
+            waiting.result()
+        client.close()
+        if other is not client:
+            assert listed() == []
+
+
+def _announcing(store: Store) -> tuple[DataPlaneClient, DataPlaneClient]:
+    """A client that announces itself often, and one of the same store that lists it."""
+    if store.scope is Scope.PROCESS:
+        client = store.another_client(announce_s=0.2, role="kit")
+        return client, client
+    return store.attached_client(announce_s=0.2, role="kit"), store.client

@@ -1,0 +1,112 @@
+"""What an operation costs, in numbers that do not depend on the machine: hook calls, and copies of the payload.
+
+The report holds the times of the tests. No test asserts a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.spec import Capability
+from dataplane_testkit._base import Suite
+from dataplane_testkit._columns import batch, ids, jagged, rows_of
+from dataplane_testkit._copies import allocated
+from dataplane_testkit._store import Store, not_run
+
+__all__ = ["CostSuite"]
+
+_ROWS = 32
+
+#: Operation -> the client's call on a partition of `_ROWS` samples with a leased claim, its hook, its capability.
+_CALLS: dict[str, tuple[Callable[[DataPlaneClient, str, Any], Any], str, Capability | None]] = {
+    "register_partition": (
+        lambda c, p, held: c.register_partition(p, ["x", "y"], None, ["train"]),
+        "register_partition",
+        None,
+    ),
+    "put_samples": (
+        lambda c, p, held: c.put_samples(ids(50, "new"), p, {f"f{i}": torch.zeros(50) for i in range(8)}),
+        "put_samples",
+        None,
+    ),
+    "get_samples": (
+        lambda c, p, held: c.get_samples([*ids(_ROWS), *ids(_ROWS)], p, ["x", "y"]),
+        "get_samples",
+        None,
+    ),
+    "put_samples_of_tags": (lambda c, p, held: c.put_samples(ids(2), p, None, [{"n": 1}] * 2), "put_samples", None),
+    "claim_meta": (
+        lambda c, p, held: c.claim_meta(p, "train", ["x"], 8, blocking=False),
+        "claim",
+        Capability.CLAIMS,
+    ),
+    "claim_meta_that_need_not_wait": (
+        lambda c, p, held: c.claim_meta(p, "train", ["x"], 8),
+        "claim",
+        Capability.CLAIMS,
+    ),
+    "ack": (lambda c, p, held: c.ack(held), "ack", Capability.LEASES),
+    "nack": (lambda c, p, held: c.nack(held), "nack", Capability.LEASES),
+    "renew": (lambda c, p, held: c.renew(held, 60.0), "renew", Capability.LEASES),
+    "check_consumption_status": (
+        lambda c, p, held: c.check_consumption_status(p, ["train"]),
+        "check_consumption",
+        Capability.CLAIMS,
+    ),
+    "clear_samples": (lambda c, p, held: c.clear_samples([*ids(4), *ids(4)], p), "clear_samples", None),
+    "clear_samples_of_all": (lambda c, p, held: c.clear_samples(None, p), "clear_samples", None),
+    "list_samples": (lambda c, p, held: c.list_samples(p), "list_samples", Capability.LISTING),
+}
+
+
+class CostSuite(Suite, chapter="costs"):
+    """Hook calls and copies of the payload."""
+
+    @pytest.mark.parametrize("operation", list(_CALLS))
+    def test_an_operation_costs_one_hook_call(self, store: Store, operation: str) -> None:
+        """Contract: "Core does the following once, for all backends: argument checks, empty batches, repeated ids in a
+        read" and "A backend's hooks get unique, non-empty ids and columns encoded in its wire format."
+
+        Check first: core, not the backend: one call of the client must be one call of the hook, whatever the size of
+        the batch, not one per tensor or row.
+        """
+        call, hook, capability = _CALLS[operation]
+        store.require(capability)
+        partition = store.register("x", "y", *(f"f{i}" for i in range(8)))
+        store.put(partition, ids(_ROWS), x=torch.arange(_ROWS), y=torch.zeros(_ROWS, 3))
+        held = store.claim(partition, 4, lease_s=600) if capability is Capability.LEASES else None
+        with store.faults.counting() as calls:
+            call(store.client, partition, held)
+        assert calls == [hook]
+
+    @pytest.mark.parametrize("operation", ["put_samples", "get_samples"])
+    def test_the_payload_is_copied_no_more_than_it_may_be(self, store: Store, operation: str) -> None:
+        """Contract: "The caller may reuse its tensors as soon as put returns." and "What comes back is contiguous,
+        detached and owned by the caller."
+
+        Check first: the conversions between a column and the engine's format (tensor to bytes, bytes to message). Each
+        one holds a further copy of the payload; one copy is always needed. If the engine needs more copies than the kit
+        allows, raise most_copies and give the reason.
+        """
+        if store.case.through_asyncio:
+            not_run("the hooks run in threads, and the kit counts the tensors of one thread")
+        partition = store.register("x", "y")
+        rows = [torch.randn(64 + index, 128) for index in range(_ROWS)]
+        fields = batch(_ROWS, x=torch.randn(_ROWS, 16384), y=jagged(rows))
+        payload_bytes = 4 * (_ROWS * 16384 + sum(row.numel() for row in rows))
+        # the first calls make allocations that later ones do not; they are not counted
+        store.client.put_samples(ids(_ROWS, "first"), partition, fields)
+        store.get(partition, ids(_ROWS, "first"), "x", "y")
+        _, put = allocated(lambda: store.client.put_samples(ids(_ROWS), partition, fields))
+        order = ids(_ROWS)[::-1]
+        found, get = allocated(lambda: store.get(partition, order, "x", "y"))
+        assert rows_of(found["y"], _ROWS)[0].equal(rows[-1])
+        copies = {"put_samples": put, "get_samples": get}[operation].copies_of(payload_bytes)
+        most, _ = store.case.copies_allowed(operation)
+        print(f"{operation}: {copies:.2f} copies of the payload, {most:g} allowed")
+        assert copies <= most, f"{operation} holds {copies:.1f} copies of its payload. At most {most:g} are allowed."

@@ -1,0 +1,313 @@
+"""Connecting, closing, pickling, forking."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClientClosedError, ConfigError
+from dataplane_core.spec import Capability, Scope
+from dataplane_testkit._base import Suite
+from dataplane_testkit._columns import batch, ids
+from dataplane_testkit._marks import proves
+from dataplane_testkit._store import Store, check_error, not_run
+from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, bounded
+from dataplane_testkit._workers import call, read_items
+
+__all__ = ["LifecycleSuite"]
+
+#: Seconds that the owner of a store starts later than the client that attaches.
+_LATE_S: Final = 0.3
+#: Processes that connect at the same time.
+_AT_ONCE: Final = 3
+
+_OPERATIONS: dict[str, tuple[Callable[[DataPlaneClient], Any], Capability | None]] = {
+    "register_partition": (lambda client: client.register_partition("p", ["x"], None, ["train"]), None),
+    "put_samples": (lambda client: client.put_samples(["a"], "p", batch(1, x=torch.zeros(1))), None),
+    "put_samples_of_nothing": (lambda client: client.put_samples([], "p"), None),
+    "get_samples": (lambda client: client.get_samples(["a"], "p", ["x"]), None),
+    "claim_meta": (lambda client: client.claim_meta("p", "train", ["x"], 1), Capability.CLAIMS),
+    "check_consumption_status": (lambda client: client.check_consumption_status("p", ["train"]), Capability.CLAIMS),
+    "clear_samples": (lambda client: client.clear_samples(None, "p"), None),
+    "list_samples": (lambda client: client.list_samples("p"), Capability.LISTING),
+    "list_clients": (lambda client: client.list_clients(), Capability.CLIENTS),
+    "list_units": (lambda client: client.list_units(), Capability.UNITS),
+}
+
+
+class LifecycleSuite(Suite, chapter="lifecycle"):
+    """From connect to close."""
+
+    def test_close_is_idempotent(self, store: Store) -> None:
+        """Contract: "close() may be called again. Other calls then raise ClientClosedError."
+
+        Check first: the stop method. Core calls it once. It must also work if start failed.
+        """
+        with store.another_client() as client:
+            partition = store.register("x", client=client)
+        client.close()  # the with block has closed it
+        with store.refusal(ClientClosedError):
+            client.get_samples(["a"], partition, ["x"])
+
+    @pytest.mark.parametrize("operation", list(_OPERATIONS))
+    def test_a_closed_client_refuses(self, store: Store, operation: str) -> None:
+        """Contract: "Other calls then raise ClientClosedError."
+
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
+        """
+        call, capability = _OPERATIONS[operation]
+        store.require(capability)
+        client = store.deployment.closed_client()
+        with store.refusal(ClientClosedError):
+            call(client)
+
+    @proves(Capability.CLAIMS)
+    def test_close_ends_waiting_claims(self, store: Store) -> None:
+        """Contract: "Other calls then raise ClientClosedError." and "No call hangs."
+
+        Check first: the claim hook must return immediately. A hook that waits inside the backend also delays close.
+        """
+        client = store.another_client()
+        partition = store.register("x", client=client)
+        waiting = store.waiting_claim(partition, 1, client=client)
+        bounded(client.close, what="close while a claim waits")
+        with store.refusal(ClientClosedError):
+            waiting.result(what="a claim on a client that was closed")
+
+    def test_two_clients_live_side_by_side(self, store: Store) -> None:
+        """Contract: "The client that bootstrapped a backend ends the processes and actors that it started, and nothing
+        else; attached clients leave them running."
+
+        Check first: stop must end only this client's own connection. Look for global state, and for processes that are
+        killed by name.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(2))
+        other = store.another_client()
+        theirs = store.register("x", client=other)
+        other.put_samples(ids(2), theirs, batch(2, x=torch.arange(2) + 5))
+        assert other.get_samples(ids(2), theirs, ["x"])["x"].tolist() == [5, 6]
+        other.close()
+        assert store.get(partition, ids(2))["x"].tolist() == [0, 1]
+        store.put(partition, ["s2"], x=torch.tensor([2]))
+
+    def test_pickling_a_client_is_refused(self, store: Store) -> None:
+        """Contract: "Pickling a client, or using it after a fork, is refused with a clear error."
+
+        Check first: core, not the backend: core refuses to pickle a client.
+        """
+        with store.refusal(TypeError, "pickle"):
+            pickle.dumps(store.client)
+
+    def test_a_fork_cannot_use_the_client(self, store: Store) -> None:
+        """Contract: "Pickling a client, or using it after a fork, is refused with a clear error."
+
+        Check first: core, not the backend: core compares process ids.
+        """
+        partition = store.register("x")
+        store.put(partition, ["a"], x=torch.tensor([1]))
+
+        def in_child() -> str:
+            try:
+                store.get(partition, ["a"])
+            except ClientClosedError as error:
+                reply = f"refused: {error}"
+            else:
+                reply = "worked"
+            store.client.close()  # this must not stop what the parent started
+            return reply
+
+        assert "refused" in _forked(in_child)
+        assert store.get(partition, ["a"])["x"].tolist() == [1], (
+            "close in the fork stopped or changed the parent's store"
+        )
+
+    @proves(Scope.HOST)
+    def test_a_fork_opens_a_client_of_its_own(self, store: Store) -> None:
+        """Contract: "A forked process opens a client of its own. If the engine does not survive a fork (opens_in_forks
+        = False in the backend's class), connect refuses there at once and says to spawn."
+
+        Check first: locks, threads and connections that are stored in the class or the module. In a fork they are
+        copies of the parent's and do not work. If the engine keeps such things, set opens_in_forks = False.
+        """
+        partition = store.register("x")
+        store.put(partition, ["a"], x=torch.tensor([7]))
+        options = store.deployment.attach_options()
+
+        def in_child() -> str:
+            torch.set_num_threads(1)  # a fork does not have the parent's threads
+            try:
+                client = store.deployment.connect(options, bootstrap=False)
+            except BackendUnavailableError as error:
+                return f"refused: {error}"
+            return f"read {client.get_samples(['a'], partition, ['x'])['x'].tolist()}"
+
+        said = _forked(in_child)
+        if store.deployment.backend_class.opens_in_forks:
+            assert said == "read [7]"
+        else:
+            assert said.startswith("refused"), said
+            assert "spawn" in said
+
+    def test_a_client_says_what_it_is(self, store: Store) -> None:
+        """Contract: "Capabilities (dataplane_core.spec.Capability) are of two kinds."
+
+        Check first: wire, capabilities and scope must be class attributes, readable without a connection.
+        """
+        cls = store.deployment.backend_class
+        assert store.client.capabilities == cls.capabilities
+        assert store.client.scope == cls.scope
+        assert store.client.backend_name == store.name
+        assert "closed" in repr(store.deployment.closed_client())
+
+    def test_unknown_options_are_refused(self, store: Store) -> None:
+        """Contract: "Bootstrapping a store that runs with other options is an error."
+
+        Check first: the Config model must forbid extra keys. Otherwise a misspelt option is ignored.
+        """
+        with pytest.raises(ConfigError, match="no_such_option_of_the_kit"):
+            store.deployment.connect({**store.deployment.options, "no_such_option_of_the_kit": 1})
+
+    # --- attaching ----------------------------------------------------------------------------------------------------
+
+    def test_attaching_within_one_process_is_refused(self, store: Store) -> None:
+        """Contract: "and fails clearly, within its deadline, when there is nothing to attach to."
+
+        Check first: the class attribute scope. With the scope process, core must refuse to attach. With a wider scope,
+        attaching must work.
+        """
+        if store.scope is not Scope.PROCESS:
+            store.attached_client().close()
+            return
+        with pytest.raises(BackendUnavailableError) as caught:
+            store.deployment.connect(store.deployment.options, bootstrap=False)
+        check_error(caught.value, store.name)
+
+    @proves(Scope.HOST)
+    def test_attaching_to_nothing_fails_clearly(self, store: Store) -> None:
+        """Contract: "and fails clearly, within its deadline, when there is nothing to attach to."
+
+        Check first: if no store is running, start(bootstrap=False) must raise BackendUnavailableError before its
+        deadline.
+        """
+        absent = store.case.absent_options(dict(store.deployment.options)) or not_run(
+            "the author's class supplies no absent_options"
+        )
+        start = time.monotonic()
+        with pytest.raises(ConnectionError) as caught:
+            bounded(
+                lambda: store.deployment.connect(absent, bootstrap=False, op_timeout_s=3, attach_wait_s=0.1),
+                3 + 2 * PROMPT_S,
+                "attaching to nothing",
+            )
+        assert time.monotonic() - start < 3 + PROMPT_S
+        check_error(caught.value, store.name)
+
+    @proves(Scope.HOST)
+    def test_an_attach_waits_for_an_owner_that_is_late(self, store: Store) -> None:
+        """Contract: "connect(config, bootstrap=False) waits up to attach_wait_s (10 s) of the config for an owner that
+        is not there yet".
+
+        Check first: if no store is running, start(bootstrap=False) must raise a BackendUnavailableError with
+        retryable=True. Core then tries again with a new object of the class.
+        """
+        fresh = store.case.isolated_options(store.deployment.attach_options(), "late")
+        waiting = Background(lambda: store.deployment.connect(fresh, bootstrap=False, attach_wait_s=STARTS_S))
+        time.sleep(_LATE_S)
+        with store.deployment.connect(fresh) as owner, waiting.result(STARTS_S, "an early attach") as attached:
+            partition = store.register("x", client=owner)
+            owner.put_samples(["a"], partition, batch(1, x=torch.tensor([7])))
+            assert attached.get_samples(["a"], partition, ["x"])["x"].tolist() == [7]
+            owner.clear_samples(None, partition)
+
+    def test_auto_attaches_where_something_runs(self, store: Store) -> None:
+        """Contract: "bootstrap="auto" attaches, or bootstraps where nothing runs".
+
+        Check first: start(bootstrap=False), which core calls first. It must attach if a store is running.
+        """
+        if store.scope is Scope.PROCESS:
+            with store.deployment.connect(store.deployment.separate_options("auto"), bootstrap="auto") as client:
+                assert client.bootstrapped
+            return
+        partition = store.register("x")
+        with store.deployment.connect(store.deployment.attach_options(), bootstrap="auto") as client:
+            assert not client.bootstrapped
+            client.put_samples(["a"], partition, batch(1, x=torch.tensor([7])))
+        assert store.get(partition, ["a"])["x"].tolist() == [7]
+
+    @proves(Scope.HOST)
+    def test_of_processes_that_connect_with_auto_one_bootstraps(self, store: Store) -> None:
+        """Contract: "of several processes that ask at the same time exactly one bootstraps, and the others attach to
+        it."
+
+        Check first: if the class sets exclusive, start(bootstrap=True) must raise AlreadyRunningError unless this call
+        itself created the store. The error must have retryable=True, so that core attaches to the store of the other
+        process.
+        """
+        fresh = store.case.isolated_options(store.deployment.attach_options(), "auto")
+        with contextlib.ExitStack() as ended:
+            workers = [store.deployment.new_worker(fresh, bootstrap="auto") for _ in range(_AT_ONCE)]
+            for worker in workers:
+                worker.connect()
+            for worker in workers:
+                worker.wait_ready()
+            owners = [worker for worker in workers if worker.run(getattr, "bootstrapped")]
+            for worker in sorted(workers, key=lambda each: each not in owners):
+                ended.callback(worker.close)  # the owner is closed last
+            assert len(owners) == 1, f"{len(owners)} of {_AT_ONCE} processes bootstrapped"
+            workers[0].run(call, "register_partition", "p", ["x"], None, ["train"])
+            for number, worker in enumerate(workers):
+                worker.run(call, "put_samples", [f"s{number}"], "p", {"x": torch.tensor([number])})
+            assert workers[-1].run(read_items, "p", ids(_AT_ONCE), "x") == list(range(_AT_ONCE))
+
+    @proves(Scope.HOST)
+    def test_bootstrapping_over_other_options_is_refused(self, store: Store) -> None:
+        """Contract: "Bootstrapping a store that runs with other options is an error."
+
+        Check first: start(bootstrap=True) must compare its options with those of the store that is running.
+        """
+        conflicting = store.case.conflicting_options(dict(store.deployment.options)) or not_run(
+            "the author's class supplies no conflicting_options"
+        )
+        with pytest.raises(AlreadyRunningError) as caught:
+            store.deployment.connect(conflicting).close()
+        check_error(caught.value, store.name)
+        partition = store.register("x")
+        store.put(partition, ["a"], x=torch.zeros(1))
+
+
+def _forked(call: Callable[[], str]) -> str:
+    """Runs a function in a fork of this process and returns its reply."""
+    if not hasattr(os, "fork"):
+        not_run("this platform has no fork")
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of forks with threads; the child calls very little
+        pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writer, call().encode())
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    try:
+        ready, _, _ = select.select([reader], [], [], PROMPT_S)
+        assert ready, "a fork that used the client hangs"
+        return os.read(reader, 65536).decode()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reader)

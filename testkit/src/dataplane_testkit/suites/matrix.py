@@ -1,0 +1,252 @@
+"""Columns of every dtype in every layout, and object columns of every type that the contract allows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane_testkit._base import Suite
+from dataplane_testkit._columns import (
+    DTYPES,
+    LAYOUTS,
+    NUM_ROWS,
+    as_object_array,
+    as_objects,
+    bits,
+    check_column,
+    ids,
+    items_of,
+    jagged,
+    layouts_of,
+    naming,
+    random_cells,
+    same_items,
+)
+from dataplane_testkit._profiles import kit_settings
+from dataplane_testkit._store import Store
+
+__all__ = ["MatrixSuite"]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_NAMES = [_name(dtype) for dtype in DTYPES]
+
+_ITEMS: dict[str, list[Any]] = {
+    "none": [None, None, 0],
+    "bool_and_int": [True, 1, False, 0],
+    "int_extremes": [2**63 - 1, -(2**63), 0, -1],
+    "floats": [0.1, -0.0, math.inf, -math.inf, math.nan, 5e-324, 1.0],
+    "strings": ["", "plain", "ünï-字-🙂", "nul\0", "line\n", "\ud800", "x" * 10_000],
+    "bytes": [b"", b"\0\xff", bytes(range(256)), b"x" * 10_000],
+    "lists": [[], [1, [2, [3, [None]]]], [[], {}], [True, "a", b"b", 1.5]],
+    "dicts": [{}, {"a": 1, "": {"b": [1, 2]}}, {"z": 1, "a": 2}, {"ü": None}],
+    "tensors": [torch.arange(3), torch.tensor(2.5), torch.zeros(0, 4), torch.ones(2, 2, dtype=torch.bfloat16)],
+    "tensors_inside": [{"image": torch.arange(6).view(2, 3), "masks": [torch.tensor([True]), None]}, [torch.zeros(1)]],
+    "messages": [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": [{"type": "text"}]}], []],
+    "mixed_kinds": [None, True, 1, 1.0, "1", b"1", [1], {"1": 1}, torch.tensor(1)],
+    "deep": [[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]],
+}
+
+
+def _nested_item() -> st.SearchStrategy[Any]:
+    flat = (
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**63), 2**63 - 1)
+        | st.floats()
+        | st.text(max_size=8)
+        | st.binary(max_size=8)
+    )
+    return st.recursive(
+        flat,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        max_leaves=6,
+    )
+
+
+@kit_settings(40)
+@given(data=st.data())
+def _check_batch(store: Store, data: st.DataObject) -> None:
+    num_rows = data.draw(st.integers(1, 6), "rows")
+    trailing = tuple(data.draw(st.lists(st.integers(0, 3), max_size=2), "trailing"))
+    lengths = data.draw(st.lists(st.integers(0, 5), min_size=num_rows, max_size=num_rows), "lengths")
+    dtypes = [data.draw(st.sampled_from(DTYPES), "dtype") for _ in range(3)]
+    seed = data.draw(st.integers(0, 2**31), "seed")
+    items = data.draw(st.lists(_nested_item(), min_size=num_rows, max_size=num_rows), "items")
+    ragged = random_cells(dtypes[0], (sum(lengths), *trailing), seed)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    dense = random_cells(dtypes[1], (num_rows, *trailing), seed + 1)
+    scalars = random_cells(dtypes[2], (num_rows,), seed + 2)
+    partition = store.register("r")
+    store.put(
+        partition,
+        ids(num_rows),
+        r=torch.nested.nested_tensor_from_jagged(ragged, offsets),
+        d=dense,
+        s=scalars,
+        o=as_objects(*items),
+    )
+    order = data.draw(st.lists(st.integers(0, num_rows - 1), min_size=1, max_size=8), "order")
+    found = store.get(partition, [f"s{place}" for place in order], "r", "d", "s", "o")
+    rows = ragged.split_with_sizes(lengths)
+    check_column(found["r"], [rows[place] for place in order])
+    check_column(found["d"], [dense[place] for place in order])
+    check_column(found["s"], [scalars[place] for place in order])
+    assert all(same_items(read, items[place]) for read, place in zip(items_of(found["o"]), order, strict=True)), (
+        "an object item changed"
+    )
+    store.client.clear_samples(None, partition)
+
+
+class MatrixSuite(Suite, chapter="matrix"):
+    """Every dtype, layout and shape."""
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=_NAMES)
+    def test_columns_come_back_bit_for_bit(self, store: Store, dtype: torch.dtype) -> None:
+        """Contract: "Dtype and values come back bit for bit (NaN payloads too), for torch's integer, floating, bool,
+        complex, bfloat16 and float8 dtypes." and "Rows of equal shape come back stacked dense. Other rows come back as
+        one torch.jagged nested tensor, with its min and max length known; rows may have length 0." and "(N,) stays
+        (N,), and (N, 1) stays (N, 1)."
+
+        Check first: the WireFormat of the backend (dtypes, promote_1d, zero_length_rows, ragged). It must declare only
+        what the engine can carry. Core encodes the rest. The error names the layout.
+        """
+        laid = {layout: LAYOUTS[layout](dtype, 7) for layout in layouts_of(dtype)}
+        partition = store.register(*laid)
+        for num_rows in sorted({len(rows) for _, rows in laid.values()}):
+            names = ids(num_rows, f"{num_rows}_")
+            put = {layout: each for layout, each in laid.items() if len(each[1]) == num_rows}
+            store.put(partition, names, columns={layout: column for layout, (column, _) in put.items()})
+            order = [num_rows - 1, 0, num_rows - 1]
+            found = store.get(partition, names, *put)
+            picked = store.get(partition, [names[place] for place in order], *put)
+            assert list(found.keys()) == list(put)
+            for layout, (_, rows) in put.items():
+                with naming(layout):
+                    check_column(found[layout], rows)
+                    check_column(picked[layout], [rows[place] for place in order])
+                    if len({tuple(row.shape) for row in rows}) == 1:
+                        assert tuple(found[layout].shape) == (num_rows, *rows[0].shape)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=_name)
+    def test_nan_payloads_survive(self, store: Store, dtype: torch.dtype) -> None:
+        """Contract: "Dtype and values come back bit for bit (NaN payloads too)".
+
+        Check first: no step may convert the values. It must copy their bytes.
+        """
+        width = dtype.itemsize
+        exponent = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}.get(dtype, 0x7FF << 52)
+        patterns = [exponent | payload for payload in (1, 2, 3, 5)] + [exponent | 1 << (8 * width - 1) | 1]
+        data = b"".join(pattern.to_bytes(width, "little") for pattern in patterns)
+        column = torch.frombuffer(bytearray(data), dtype=dtype)
+        partition = store.register("x")
+        store.put(partition, ids(5), x=column)
+        assert bits(store.get(partition, ids(5))["x"]) == data
+
+    def test_dtypes_ride_side_by_side(self, store: Store) -> None:
+        """Contract: "Within a registration a field keeps one kind (tensor, object), dtype, rank and trailing shape".
+
+        Check first: what the hook keeps per field, such as a dtype or a shape, must not be used for the next field of
+        the same put.
+        """
+        columns = {
+            f"{name}_{seed}": random_cells(dtype, (3, *cell), seed)
+            for name, dtype in zip(_NAMES, DTYPES, strict=True)
+            for seed, cell in enumerate(((), (2,), (1, 2)))
+        }
+        partition = store.register(*columns)
+        store.put(partition, ids(3), columns=columns)
+        found = store.get(partition, ids(3), *reversed(columns))
+        for name, column in columns.items():
+            with naming(name):
+                check_column(found[name], list(column.unbind()))
+
+    def test_every_dtype_joins_across_puts(self, store: Store) -> None:
+        """Contract: "Exactly one row per id given, in that order" and "Dtype and values come back bit for bit".
+
+        Check first: the torch operators that join and select rows. Some of them do not support uint16 to uint64, float8
+        and complex32. The error names the dtype.
+        """
+        rows = {
+            name: [random_cells(dtype, (length, 2), place) for place, length in enumerate((3, 3, 0, 1, 3, 3))]
+            for name, dtype in zip(_NAMES, DTYPES, strict=True)
+        }
+        scalars = {name: random_cells(dtype, (6,), 9) for name, dtype in zip(_NAMES, DTYPES, strict=True)}
+        partition = store.register(*_NAMES, *(f"{name}_s" for name in _NAMES))
+        for start, stop in ((0, 2), (2, 4), (4, 6)):
+            columns = {name: jagged(each[start:stop]) for name, each in rows.items()}
+            columns |= {f"{name}_s": each[start:stop].clone() for name, each in scalars.items()}
+            store.put(partition, ids(6)[start:stop], columns=columns)
+        for order in ([5, 0, 2, 4, 1, 3], [4, 0, 1], [3, 2], [1, 5]):
+            found = store.get(partition, [f"s{place}" for place in order], *rows, *(f"{name}_s" for name in rows))
+            for name in _NAMES:
+                with naming(name):
+                    check_column(found[name], [rows[name][place] for place in order])
+                    check_column(found[f"{name}_s"], [scalars[name][place] for place in order])
+
+    # --- objects ------------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("kind", list(_ITEMS))
+    def test_objects_come_back_equal(self, store: Store, kind: str) -> None:
+        """Contract: "Object columns come back with equal items."
+
+        Check first: wire.objects. Native items must be stored as they are, encoded items as bytes. The item None must
+        not be taken for a missing cell.
+        """
+        items = _ITEMS[kind]
+        partition = store.register("stack", "array")
+        store.put(partition, ids(len(items)), stack=as_objects(*items), array=as_object_array(*items))
+        found = store.get(partition, ids(len(items)), "stack", "array")
+        last = store.get(partition, [f"s{len(items) - 1}"], "stack", "array")
+        for name in ("stack", "array"):
+            read = items_of(found[name])
+            assert len(read) == len(items)
+            for index, (item, written) in enumerate(zip(read, items, strict=True)):
+                assert same_items(item, written), f"item {index} was read as {item!r}, expected {written!r}"
+            assert same_items(items_of(last[name])[0], items[-1])
+
+    def test_any_batch_comes_back(self, store: Store) -> None:
+        """Contract: "Dtype and values come back bit for bit".
+
+        Check first: the smallest failing batch, which Hypothesis prints. Put it in a script of your own.
+        """
+        _check_batch(store)
+
+    # --- a second way in ----------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.bool, torch.float32], ids=_name)
+    def test_the_engine_holds_what_was_put(self, store: Store, dtype: torch.dtype) -> None:
+        """Contract: "Dtype and values come back bit for bit".
+
+        Check first: raw_get of your test class must read the cell of that sample. If it does, look at the encoding:
+        this test finds an error in the encoding that the decoding undoes. The error names the layout.
+        """
+        layouts = ("scalars", "vectors", "jagged_with_empty_rows", "trailing_dims", "expanded")
+        laid = {layout: LAYOUTS[layout](dtype, 11) for layout in layouts}
+        partition = store.register(*laid)
+        names = ids(NUM_ROWS)
+        store.put(partition, names, columns={layout: column for layout, (column, _) in laid.items()})
+        for layout, (_, rows) in laid.items():
+            for name, row in zip(names, rows, strict=True):
+                raw = store.raw_payload(partition, name, layout, row.dim())
+                assert raw == bits(row), f"the engine's cell of '{name}' in '{layout}' is not the row put"
+
+    def test_the_engine_holds_the_objects_put(self, store: Store) -> None:
+        """Contract: "Object columns come back with equal items."
+
+        Check first: raw_get of your test class must read the cell of that sample. If it does, look at the encoding:
+        this test finds an error in the encoding that the decoding undoes.
+        """
+        items = [None, {"a": [1, 2.5, "x", b"y"]}, "text"]
+        partition = store.register("o")
+        store.put(partition, ids(3), o=as_objects(*items))
+        for name, item in zip(ids(3), items, strict=True):
+            assert same_items(store.raw_item(partition, name, "o"), item)

@@ -1,0 +1,397 @@
+"""`put_samples`: what it writes, and when it returns."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_core.errors import StalePartitionError
+from dataplane_core.spec import Capability, PutRequest
+from dataplane_testkit._base import Suite
+from dataplane_testkit._columns import as_objects, batch, check_column, ids, items_of, jagged
+from dataplane_testkit._store import Store, not_run
+from dataplane_testkit._timing import bounded
+
+__all__ = ["PutSuite"]
+
+
+class PutSuite(Suite, chapter="put"):
+    """Puts that must succeed."""
+
+    def test_put_returns_a_receipt(self, store: Store) -> None:
+        """Contract: "put_samples(sample_ids, partition_id, fields=None, tags=None) -> meta".
+
+        Check first: core, not the backend: core makes the meta after the hook has replied.
+        """
+        partition = store.register("x", "y")
+        meta = store.put(partition, ids(2), [{"n": 1}, {"n": 2}], x=torch.arange(2), y=torch.ones(2))
+        assert (meta.partition_id, meta.sample_ids, meta.size) == (partition, ids(2), 2)
+        assert sorted(meta.fields or []) == ["x", "y"]
+        assert meta.tags == [{"n": 1}, {"n": 2}]
+
+    def test_put_is_visible_when_it_returns(self, store: Store) -> None:
+        """Contract: "Returns only when the write is committed and visible to every other client".
+
+        Check first: the hook must reply after the commit is confirmed, not directly after it was sent.
+        """
+        partition = store.register("x")
+        for number in range(20):
+            store.put(partition, [f"s{number}"], x=torch.tensor([number]))
+            found = bounded(partial(store.get, partition, [f"s{number}"]))["x"].tolist()
+            assert found == [number]
+
+    def test_later_puts_add_fields(self, store: Store) -> None:
+        """Contract: "A put may add fields to known samples, merge tags key by key".
+
+        Check first: a put of other fields must not change the cells that are already there.
+        """
+        partition = store.register("x", "y", "z")
+        store.put(partition, ids(4), x=torch.arange(4))
+        store.put(partition, ["s2", "s0"], y=torch.tensor([2.5, 0.5]))
+        store.put(partition, ["s1"], y=torch.tensor([1.5]))
+        store.put(partition, ["s0"], z=as_objects({"late": True}))
+        assert store.get(partition, ids(4))["x"].tolist() == [0, 1, 2, 3]
+        assert store.get(partition, ["s1", "s0"], "y")["y"].tolist() == [1.5, 0.5]
+        assert store.get(partition, ["s0"], "z", "x")["z"] == [{"late": True}]
+        assert not store.has(partition, "s3", "y")
+
+    def test_a_list_becomes_the_type_that_its_field_has(self, store: Store) -> None:
+        """Contract: "A list that fits the type that its field has becomes that type: ints in a field of floats or of
+        smaller ints, if it holds them exactly; floats in a field of other floats; any list but one of tensors in a
+        field of objects."
+
+        Check first: the expected specs of SchemaMismatchError. It must name every field that differs.
+        """
+        partition = store.register("f", "d", "i", "o", "y")
+        narrow = torch.tensor([7], dtype=torch.int32)
+        store.put(
+            partition,
+            ["a"],
+            f=jagged([torch.tensor([0.5])]),
+            d=torch.tensor([0.1]).double(),
+            i=narrow,
+            o=as_objects({}),
+        )
+        columns = {"f": [[1, 2], []], "d": [0.1, 1], "i": [8, 9], "o": [[3], [4]]}
+        store.client.put_samples(["b", "c"], partition, columns)
+        found = store.get(partition, ["b", "c"], *columns)
+        check_column(found["f"], [torch.tensor([1.0, 2.0]), torch.tensor([])])
+        assert found["d"].tolist() == [0.1, 1.0]
+        assert found["i"].equal(torch.tensor([8, 9], dtype=torch.int32))
+        assert items_of(found["o"]) == [[3], [4]]
+        for name, strange in {"f": [["text"]], "d": [[1]], "i": [1 << 40]}.items():
+            with store.refusal(ValueError, name):
+                store.client.put_samples(["d"], partition, {name: strange, "y": [1]})
+            assert not store.has(partition, "d", "y")
+
+    def test_empty_lists_leave_a_field_open(self, store: Store) -> None:
+        """Contract: "Empty lists alone leave the type of a field open until a put says it. They fit any field but one
+        of scalars. Their rows are empty lists while the field is open or if it holds objects, and else rows of
+        length 0."
+
+        Check first: FieldSpec.after says what fits, and get_samples must raise OpenCellsError for such cells.
+        """
+        partition = store.register("x", "m", "o", "s")
+        put = store.client.put_samples
+        put(["a", "b"], partition, {"x": [[], []], "m": [[], []], "o": [[], []]})
+        assert items_of(store.get(partition, ["b"], "x")["x"]) == [[]]
+        put(["c", "d"], partition, {"x": [[5, 6], []], "m": torch.ones(2, 1, 3), "o": [["text"], []], "s": [1, 2]})
+        put(["e"], partition, {"x": [[]], "m": [[]], "o": [[]]})
+        found = store.get(partition, ["d", "a", "c", "e", "b"], "x", "m", "o")
+        check_column(found["x"], [torch.tensor(row, dtype=torch.int64) for row in ([], [], [5, 6], [], [])])
+        check_column(found["m"], [torch.ones(length, 3) for length in (1, 0, 1, 0, 0)])
+        assert items_of(found["o"]) == [[], [], ["text"], [], []]
+        check_column(store.get(partition, ["a", "b"], "x")["x"], [torch.empty(0, dtype=torch.int64)] * 2)
+        with store.refusal(ValueError, "s"):
+            put(["e"], partition, {"s": [[]]})
+        if store.declares(Capability.OVERWRITE):
+            put(["a"], partition, {"x": [[7]]})
+            assert store.get(partition, ["a"], "x")["x"].tolist() == [[7]]
+
+    def test_one_put_may_mix_known_and_new_samples(self, store: Store) -> None:
+        """Contract: "A put may add fields to known samples".
+
+        Check first: the put must handle each row on its own: create it if it is new, add to it if it is known.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ["a", "b"], x=torch.tensor([1, 2]))
+        store.put(partition, ["c", "b", "d"], y=torch.tensor([3, 2, 4]))
+        assert store.get(partition, ["b"], "x", "y")["y"].tolist() == [2]
+        assert store.get(partition, ["b"], "x", "y")["x"].tolist() == [2]
+        assert store.get(partition, ["d", "c"], "y")["y"].tolist() == [4, 3]
+        assert not store.has(partition, "c", "x")
+
+    def test_tags_merge_key_by_key(self, store: Store) -> None:
+        """Contract: "merge tags key by key".
+
+        Check first: a put must update the tags of a row key by key. Keys that it does not name must stay. A put without
+        tags must change none.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ids(2), [{"a": 1, "b": 1}, {"a": 2}], x=torch.arange(2))
+        store.put(partition, ids(2), [{"b": 5}, {"c": None}])
+        store.put(partition, ids(2), [{}, {"d": True}], y=torch.arange(2))
+        store.put(partition, ["s0"], z=torch.zeros(1))
+        assert store.tags_of(partition) == {"s0": {"a": 1, "b": 5}, "s1": {"a": 2, "c": None, "d": True}}
+
+    def test_tags_keep_their_types(self, store: Store) -> None:
+        """Contract: "Tag: a small named value of a sample (number, string, bool or None), readable without its
+        tensors."
+
+        Check first: the encoding of tags must distinguish bool, int, float, str and None, and must keep ints of 64
+        bits.
+        """
+        values = [True, False, 0, 1, -(2**63), 2**63 - 1, 1.0, -0.0, 1e-320, math.inf, -math.inf, "", "ü\n\0字", None]
+        partition = store.register("x")
+        store.put(partition, ["a"], [{f"t{i}": value for i, value in enumerate(values)} | {"": 1}], x=torch.zeros(1))
+        found = store.tags_of(partition)["a"]
+        for index, value in enumerate(values):
+            read = found[f"t{index}"]
+            assert (type(read), repr(read)) == (type(value), repr(value)), f"tag {value!r} was read as {read!r}"
+        assert found[""] == 1
+
+    def test_tags_that_are_no_finite_numbers_leave_the_store_usable(self, store: Store) -> None:
+        """Contract: "Tag: a small named value of a sample (number, string, bool or None), readable without its
+        tensors."
+
+        Check first: the encoding of tags, in all places where they are kept. JSON has neither NaN nor infinity. A
+        client that attaches later must be able to read what was written.
+        """
+        partition = store.register("x", tasks=["train", "filtered"])
+        store.put(partition, ids(3), [{"v": value} for value in (math.nan, math.inf, -math.inf)], x=torch.arange(3))
+        for client in (store.same_store_client(), store.client):
+            client.put_samples(ids(3), partition, tags=[{"again": math.nan}] * 3)
+            assert client.get_samples(ids(3), partition, ["x"])["x"].tolist() == [0, 1, 2]
+            if store.declares(Capability.LISTING):
+                tags = client.list_samples(partition).tags or []
+                assert [repr(row["v"]) for row in tags] == ["nan", "inf", "-inf"]
+        if store.declares(Capability.CLAIMS) and store.declares(Capability.TAG_FILTERS):
+            assert store.claim(partition, 9, task="filtered", tag_filter={"v": (">", 0.0)}).sample_ids == ["s1"]
+        found = store.tags_of(partition)
+        assert [repr(found[name]["v"]) for name in ids(3)] == ["nan", "inf", "-inf"]
+        store.client.clear_samples(["s0"], partition)
+        store.put(partition, ["s0"], x=torch.tensor([7]))
+        assert store.get(partition, ids(3))["x"].tolist() == [7, 1, 2]
+
+    def test_tags_need_no_fields(self, store: Store) -> None:
+        """Contract: "put_samples(sample_ids, partition_id, fields=None, tags=None) -> meta Writes cells".
+
+        Check first: a put of tags alone must create the row, without any cell.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), [{"n": 1}, {"n": 2}])
+        assert not store.has(partition, "s0"), "a row that was put with tags alone has a cell"
+        store.put(partition, ids(2), x=torch.arange(2))
+        assert store.tags_of(partition) == {"s0": {"n": 1}, "s1": {"n": 2}}
+
+    def test_put_without_ids_does_no_io(self, store: Store) -> None:
+        """Contract: "Empty ids return an empty meta without I/O."
+
+        Check first: core, not the backend: core must return without a call of the hook.
+        """
+        partition = store.register("x")
+        with store.faults.counting() as calls:
+            meta = store.client.put_samples([], partition, TensorDict({}, batch_size=[0]))
+            assert store.client.put_samples([], partition).size == 0
+        assert (meta.partition_id, meta.sample_ids, meta.size) == (partition, [], 0)
+        assert calls == []
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def test_tensors_may_be_reused_after_put(self, store: Store) -> None:
+        """Contract: "The caller may reuse its tensors as soon as put returns."
+
+        Check first: the put_samples hook must copy every column that it keeps. A column that core did not convert is
+        the caller's own memory.
+        """
+        partition = store.register("x", "y", "z")
+        dense, scalars = torch.arange(6).view(3, 2), torch.tensor([1.0, 2.0, 3.0])
+        ragged: Any = jagged([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5, 6])])
+        store.put(partition, ids(3), x=dense, y=scalars, z=ragged)
+        dense.fill_(-1)
+        scalars.fill_(-1)
+        ragged.values().fill_(-1)
+        ragged.offsets().fill_(0)
+        found = store.get(partition, ids(3), "x", "y", "z")
+        assert found["x"].tolist() == [[0, 1], [2, 3], [4, 5]], "the store uses the caller's memory instead of a copy"
+        assert found["y"].tolist() == [1.0, 2.0, 3.0], "the store uses the caller's memory instead of a copy"
+        check_column(found["z"], [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5, 6])])
+
+    def test_objects_may_be_reused_after_put(self, store: Store) -> None:
+        """Contract: "The caller may reuse its tensors as soon as put returns."
+
+        Check first: native object items must be deep copies, including the tensors in them. Use
+        codec.objects.copy_item.
+        """
+        partition = store.register("o")
+        item: dict[str, Any] = {"list": [1, 2], "deep": {"tensor": torch.arange(3)}}
+        store.put(partition, ["a"], o=as_objects(item))
+        item["list"].append(3)
+        item["deep"]["tensor"].fill_(-1)
+        item["new"] = 1
+        (found,) = items_of(store.get(partition, ["a"], "o")["o"])
+        assert list(found) == ["list", "deep"]
+        assert found["list"] == [1, 2]
+        assert found["deep"]["tensor"].tolist() == [0, 1, 2]
+
+    def test_tags_may_be_reused_after_put(self, store: Store) -> None:
+        """Contract: "The caller may reuse its tensors as soon as put returns."
+
+        Check first: the hooks must copy tags when they store them and when they return them.
+        """
+        partition = store.register("x")
+        tags = [{"n": 1}]
+        meta = store.put(partition, ["a"], tags, x=torch.zeros(1))
+        tags[0]["n"] = 2
+        assert meta.tags is not None
+        meta.tags[0]["n"] = 3
+        assert store.tags_of(partition)["a"] == {"n": 1}
+
+    def test_cuda_tensors_are_copied_to_host(self, store: Store) -> None:
+        """Contract: "CUDA tensors are copied to host."
+
+        Check first: core, not the backend: core copies tensors to the host before it encodes them.
+        """
+        if not torch.cuda.is_available():
+            not_run("this machine has no CUDA device")
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(4, device="cuda").view(2, 2))
+        assert store.get(partition, ids(2))["x"].tolist() == [[0, 1], [2, 3]]
+
+    # --- sizes --------------------------------------------------------------------------------------------------------
+
+    def test_no_more_samples_are_written_than_were_registered(self, store: Store) -> None:
+        """Contract: "A put after which there would be more raises ValueError, and nothing is written."
+
+        Check first: where a put is committed, count the distinct ids ever written, with those of the put. Ids that are
+        written again, or were cleared before, count once.
+        """
+        partition = store.register("x", num_samples=4)
+        with store.refusal(ValueError, "11", "4"):
+            store.put(partition, ids(11), x=torch.arange(11))
+        with store.refusal(KeyError):
+            store.get(partition, ["s0"])
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.put(partition, ids(3), y=torch.arange(3))
+        store.client.clear_samples(["s0"], partition)
+        store.put(partition, ["s0", "s3"], x=torch.arange(2))
+        with store.refusal(ValueError, "5", "4"):
+            store.put(partition, ["s4"], [{"n": 1}])
+        with store.refusal(ValueError, "5", "4"):
+            store.put(partition, ["s1", "s5"], x=torch.arange(8, 10))
+        assert store.get(partition, ids(4))["x"].tolist() == [0, 1, 2, 1]
+
+    def test_a_thousand_rows(self, store: Store) -> None:
+        """Contract: "Writes cells; fields is a TensorDict of batch size [len(sample_ids)]."
+
+        Check first: the engine's limits on the size of one call. Split the rows inside the hook, but commit them
+        together.
+        """
+        partition = store.register("x")
+        lengths = [index % 7 for index in range(1000)]
+        rows = [torch.full((length,), index) for index, length in enumerate(lengths)]
+        store.put(partition, ids(1000), x=jagged(rows), y=torch.arange(1000))
+        found = store.get(partition, ids(1000)[::-1], "x", "y")
+        check_column(found["x"], rows[::-1])
+        assert found["y"].tolist() == list(range(1000))[::-1]
+
+    def test_a_cell_of_16_mb(self, store: Store) -> None:
+        """Contract: "Dtype and values come back bit for bit".
+
+        Check first: the size limits and the chunking of the engine's messages.
+        """
+        partition = store.register("x")
+        big = torch.arange(4 * 1024 * 1024, dtype=torch.int32)
+        store.put(partition, ["big"], x=big.unsqueeze(0))
+        assert torch.equal(store.get(partition, ["big"])["x"][0], big)
+
+    def test_a_hundred_fields(self, store: Store) -> None:
+        """Contract: "further fields may be written".
+
+        Check first: the engine's limits on the number of columns or keys.
+        """
+        partition = store.register("x")
+        columns = {f"field{index}": torch.arange(3) + index for index in range(100)}
+        store.put(partition, ids(3), columns=columns)
+        found = store.get(partition, ids(3), *columns)
+        assert all(torch.equal(found[name], column) for name, column in columns.items())
+
+    # --- the hook -----------------------------------------------------------------------------------------------------
+
+    def test_put_hook_counts_its_rows(self, store: Store) -> None:
+        """Hook spec: "The put is committed and visible to every client."
+
+        Check first: put_samples must return PutReply(num_samples=len(request.sample_ids)), also for tags alone.
+        """
+        partition = store.register("x")
+        assert store.hooks.put(partition, ids(3), batch(3, x=torch.arange(3))).num_samples == 3
+        assert store.hooks.put(partition, ids(2), None, [{"n": 1}, {"n": 2}]).num_samples == 2
+
+    def test_put_hook_takes_the_current_epoch(self, store: Store) -> None:
+        """Hook spec: "The registration that the client checked the put against, or None. If another one is current, the
+        backend raises StalePartitionError and writes nothing."
+
+        Check first: compare the epoch of the request with that of the registration, in the same atomic step as the
+        commit.
+        """
+        partition = store.register("x")
+        old = store.hooks.register(partition).epoch
+        store.hooks.put(partition, ["a"], batch(1, x=torch.tensor([1])), epoch=old)
+        new = store.hooks.register(partition).epoch
+        with pytest.raises(StalePartitionError):
+            store.hooks.put(partition, ["b"], batch(1, x=torch.tensor([1])), [{"n": 1}], epoch=old)
+        assert not store.has(partition, "b"), "a put with the epoch of an earlier registration was written"
+        if store.declares(Capability.LISTING):
+            assert store.hooks.listing(partition).sample_ids == []
+        store.hooks.put(partition, ["b"], batch(1, x=torch.tensor([2])), epoch=new)
+        assert store.get(partition, ["b"])["x"].tolist() == [2]
+
+    def test_middleware_may_add_its_column_first(self, store: Store) -> None:
+        """Hook spec: "Field -> its spec; the same keys as columns."
+
+        Check first: find the field spec of a column by its name, never by its position.
+        """
+        partition = store.register("x", "y")
+
+        def add(request: PutRequest) -> None:
+            request.columns = {"~mark": request.columns["y"], **request.columns}
+            request.specs = {**request.specs, "~mark": request.specs["y"]}
+
+        with store.faults.before("put_samples", add):
+            store.put(partition, ids(3), x=torch.arange(3), y=torch.arange(3) + 100)
+        found = store.get(partition, ids(3), "x", "y")
+        assert (found["x"].tolist(), found["y"].tolist()) == ([0, 1, 2], [100, 101, 102]), (
+            "the cells of the two fields were swapped"
+        )
+        assert store.hooks.read(partition, ["s1"], ["~mark"])["~mark"].tolist() == [101]
+
+    def test_a_put_that_is_sent_again_is_a_request_of_its_own(self, store: Store) -> None:
+        """Contract: "If the client sends a put again, middleware gets a new request, which it may change."
+
+        Check first: core, not the backend: if the client used an old registration for a put, it must send the put again
+        as a new request.
+        """
+        partition = store.register("role", enums={"role": ["user"]})
+        store.put(partition, ["old"], role=as_objects("user"))
+        seen: list[list[str]] = []
+
+        def change(request: PutRequest) -> None:
+            seen.append(list(request.sample_ids))
+            request.sample_ids.clear()
+            request.columns.clear()
+            if len(seen) == 1:
+                raise StalePartitionError("registered again.")
+            request.sample_ids.append("other")
+            request.columns.update(kept)
+
+        kept: dict[str, Any] = {}
+        with store.faults.before("put_samples", lambda request: kept.update(request.columns)):
+            store.put(partition, ["new"], role=as_objects("user"))
+        with store.faults.before("put_samples", change):
+            store.put(partition, ["again"], role=as_objects("user"))
+        assert seen == [["again"], ["again"]]

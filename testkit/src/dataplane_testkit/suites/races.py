@@ -1,0 +1,409 @@
+"""Races between threads that use one client."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from dataplane_core.errors import DataPlaneError, LeaseExpiredError
+from dataplane_core.spec import Capability
+from dataplane_testkit._base import Suite
+from dataplane_testkit._columns import as_objects, ids, items_of, jagged, rows_of
+from dataplane_testkit._marks import proves
+from dataplane_testkit._profiles import is_long
+from dataplane_testkit._store import Store
+from dataplane_testkit._timing import in_threads
+
+__all__ = ["RaceSuite"]
+
+_FACTOR = 10 if is_long() else 1
+
+
+class RaceSuite(Suite, chapter="races"):
+    """Threads that put, read, claim and clear at the same time."""
+
+    @proves(Capability.CLAIMS)
+    def test_many_claimers_get_each_sample_once(self, store: Store) -> None:
+        """Contract: "Across all clients and processes no sample is given to a task twice." and "Thread-safe: one client
+        may be used from several threads."
+
+        Check first: the store must choose samples and mark them as given in one atomic step.
+        """
+        count = 240 * _FACTOR
+        partition = store.register("x", num_samples=count)
+        names = ids(count)
+
+        def produce(start: int) -> list[str]:
+            for index in range(start, count, 24):
+                mine = names[index : index + 12]
+                store.put(partition, mine, x=torch.arange(len(mine)))
+            return []
+
+        def consume() -> list[str]:
+            mine: list[str] = []
+            while True:
+                meta = store.claim(partition, 7, blocking=True, timeout_s=60)
+                if not meta.size:
+                    return mine
+                mine.extend(meta.sample_ids)
+
+        given = in_threads(partial(produce, 0), partial(produce, 12), *[consume] * 6)
+        flat = [name for part in given for name in part]
+        assert len(flat) == len(set(flat)), "a sample was given to two claimers"
+        assert sorted(flat) == sorted(names), "samples were lost"
+        assert store.client.check_consumption_status(partition, ["train"])
+
+    @proves(Capability.LEASES)
+    def test_many_holders_ack_each_sample_once(self, store: Store) -> None:
+        """Contract: "LeaseExpiredError names the ids whose token is no longer valid, so two holders never both
+        succeed."
+
+        Check first: ack must check the lease token and settle the sample in one atomic step.
+        """
+        partition = store.register("x")
+        names = ids(60)
+        store.put(partition, names, x=torch.arange(60))
+        give_up = time.monotonic() + 60
+
+        def consume(seed: int) -> list[str]:
+            acked: list[str] = []
+            turn = seed
+            while not store.client.check_consumption_status(partition, ["train"]):
+                assert time.monotonic() < give_up, "samples were lost: the partition is never consumed"
+                turn += 1
+                # every third claim has a lease that is too short, as if its consumer had stalled
+                meta = store.claim(partition, 5, lease_s=0.01 if turn % 3 == 0 else 60)
+                if turn % 3 == 0:
+                    time.sleep(0.02)
+                if turn % 5 == 0 and turn % 3:
+                    store.client.nack(meta)
+                    continue
+                try:
+                    store.client.ack(meta)
+                except LeaseExpiredError:
+                    continue
+                acked.extend(meta.sample_ids)
+            return acked
+
+        given = in_threads(*[partial(consume, seed) for seed in range(5)])
+        flat = [name for part in given for name in part]
+        assert len(flat) == len(set(flat)), "two holders acked the same sample"
+        assert sorted(flat) == sorted(names)
+
+    @proves(Capability.GROUPS)
+    def test_many_claimers_never_split_groups(self, store: Store) -> None:
+        """Contract: "whole groups only".
+
+        Check first: a group must become claimable in the same atomic step in which its last member becomes ready.
+        """
+        count = 40 * _FACTOR
+        partition = store.register("x", group_size=3, num_samples=3 * count)
+
+        def produce(member: int) -> list[list[str]]:
+            for group in range(count):
+                store.put(partition, [f"q{group}_g{member}"], x=torch.tensor([group]))
+            return []
+
+        def consume() -> list[list[str]]:
+            mine: list[list[str]] = []
+            while True:
+                meta = store.claim(partition, 6, blocking=True, timeout_s=60)
+                if not meta.size:
+                    return mine
+                mine.append(meta.sample_ids)
+
+        claims = [
+            each for part in in_threads(*[partial(produce, m) for m in range(3)], *[consume] * 3) for each in part
+        ]
+        for each in claims:
+            groups = {name.partition("_")[0] for name in each}
+            assert len(each) == 3 * len(groups), f"a claim holds part of a group: {each}"
+        assert sum(map(len, claims)) == 3 * count
+
+    @proves(Capability.GROUPS)
+    def test_racing_puts_never_overfill_a_group(self, store: Store) -> None:
+        """Contract: "A put with an id without _g, or with a surplus member of a group, raises ValueError."
+
+        Check first: the commit must count the members of the group again, in the same atomic step.
+        """
+        for _ in range(10 * _FACTOR):
+            partition = store.register("x", group_size=2)
+
+            def put(member: int, partition: str = partition) -> bool:
+                try:
+                    store.put(partition, [f"q_g{member}"], x=torch.tensor([member]))
+                except ValueError:
+                    return False
+                return True
+
+            won = in_threads(*[partial(put, m) for m in range(4)])
+            assert sum(won) == 2, f"{sum(won)} members of a group of 2 were accepted"
+            assert [store.has(partition, f"q_g{m}") for m in range(4)] == won
+
+    @proves(Capability.CLAIMS)
+    def test_claims_see_whole_rows_with_their_tags(self, store: Store) -> None:
+        """Contract: "The first write of a set of fields is atomic per sample: no reader or claim sees half of it, or
+        its data without its tags".
+
+        Check first: payload and tags must be stored before the cells are marked as produced, or all of it in one atomic
+        step.
+        """
+        count = 150 * _FACTOR
+        partition = store.register("x", "y", num_samples=count)
+
+        def produce() -> int:
+            for index in range(count):
+                store.put(
+                    partition,
+                    [f"s{index}"],
+                    [{"n": index, "input_lengths": index % 5}],
+                    x=jagged([torch.full((index % 5,), index)]),
+                    y=torch.tensor([index]),
+                    o=as_objects(index),
+                )
+            return 0
+
+        def consume(required: str) -> int:
+            seen = 0
+            while True:
+                meta = store.claim(partition, 1, required, task="train", blocking=True, timeout_s=60)
+                if not meta.size:
+                    return seen
+                (index,) = (int(name[1:]) for name in meta.sample_ids)
+                assert meta.tags == [{"n": index, "input_lengths": index % 5}], (
+                    "a claim returned a sample without its tags"
+                )
+                found = store.get(partition, meta.sample_ids, "o", "y", "x")
+                assert found["y"].tolist() == [index]
+                assert items_of(found["o"]) == [index]
+                assert rows_of(found["x"], 1)[0].tolist() == [index] * (index % 5)
+                seen += 1
+
+        counts = in_threads(produce, *[partial(consume, name) for name in ("x", "y", "o")])
+        assert sum(counts) == count
+
+    def test_reads_see_whole_rows_or_none(self, store: Store) -> None:
+        """Contract: "The first write of a set of fields is atomic per sample: no reader or claim sees half of it".
+
+        Check first: if a read finds one field of a put, it must find the other fields too.
+        """
+        partition = store.register("x", "y")
+        count = 80 * _FACTOR
+
+        def produce() -> int:
+            for index in range(count):
+                store.put(partition, [f"s{index}"], x=torch.full((1, 32), index), y=torch.tensor([index]))
+            return 0
+
+        def read() -> int:
+            torn = 0
+            for index in range(count):
+                name = f"s{index}"
+                while not store.has(partition, name, "x"):
+                    time.sleep(0.0005)
+                found = store.get(partition, [name], "y", "x")
+                torn += found["y"].tolist() != [index] or found["x"].unique().tolist() != [index]
+            return torn
+
+        assert sum(in_threads(produce, read, read)) == 0
+
+    def test_reads_that_overlap_clears_are_whole_or_keyerrors(self, store: Store) -> None:
+        """Contract: "A read that overlaps a clear returns whole rows or a KeyError, never a part of a row or
+        bytes of another."
+
+        Check first: the memory or keys of cleared rows must not be used again while a read may still use them.
+        """
+        partition, other = store.register("x", "y"), store.register("x", "y")
+        names = ids(6)
+        done = threading.Event()
+
+        def fill(target: str, value: int) -> None:
+            rows = [torch.full((1 + (value + index) % 4,), value) for index in range(6)]
+            store.put(target, names, x=jagged(rows), y=torch.full((6,), value))
+
+        def churn() -> int:
+            try:
+                for value in range(60 * _FACTOR):
+                    fill(partition, value)
+                    store.client.clear_samples(names if value % 2 else names[::-1], partition)
+                    fill(other, -value - 1)  # uses the memory that the clear freed
+                    store.client.clear_samples(names, other)
+            finally:
+                done.set()
+            return 0
+
+        def read() -> int:
+            hits = 0
+            while not done.is_set():
+                try:
+                    found = store.get(partition, names, "x", "y")
+                except KeyError:
+                    continue
+                values = found["y"].tolist()
+                for index, row in enumerate(rows_of(found["x"], 6)):
+                    assert values[index] >= 0, "a read returned a row of another partition"
+                    assert row.tolist() == [values[index]] * (1 + (values[index] + index) % 4), (
+                        "a read returned a row that mixes two writes"
+                    )
+                hits += 1
+            return hits
+
+        in_threads(churn, read, read)
+
+    def test_reads_of_large_rows_that_overlap_partial_clears_are_whole_or_keyerrors(self, store: Store) -> None:
+        """Contract: "A read that overlaps a clear returns whole rows or a KeyError, never a part of a row or
+        bytes of another."
+
+        Check first: some rows of a read may be cleared while the others stay. The hook must notice this at every
+        position of the batch and for rows of every size.
+        """
+        partition = store.register("x")
+        stays, goes = ids(3, "stays"), ids(3, "goes")
+        length = 6400  # int64: 51.2 KB
+        store.put(partition, stays, x=torch.zeros(3, length, dtype=torch.int64))
+        done = threading.Event()
+
+        def churn() -> int:
+            try:
+                for value in range(1, 1 + 40 * _FACTOR):
+                    store.put(partition, goes, x=torch.full((3, length + value % 3), value))
+                    store.client.clear_samples(goes if value % 2 else goes[1:], partition)
+                    store.client.clear_samples(goes[:1], partition)
+            finally:
+                done.set()
+            return 0
+
+        def read(names: list[str]) -> int:
+            while not done.is_set():
+                try:
+                    rows = rows_of(store.get(partition, names)["x"], len(names))
+                except KeyError:
+                    continue
+                for name, row in zip(names, rows, strict=True):
+                    value = int(row[0])
+                    assert (value > 0) == (name in goes), "a read returned another sample's row"
+                    assert len(row) == length + value % 3, "a read returned a row that mixes two writes"
+                    assert bool((row == value).all()), "a read returned a row that mixes two writes"
+            return 0
+
+        in_threads(churn, partial(read, stays + goes), partial(read, goes + stays))
+        assert store.get(partition, stays)["x"].sum() == 0, "rows that were not cleared are gone"
+
+    @proves(Capability.OVERWRITE)
+    def test_racing_overwrites_leave_whole_cells(self, store: Store) -> None:
+        """Contract: "with overwrite, replace cells (last committed write wins)."
+
+        Check first: an overwrite must replace the whole cell in one step, with its length.
+        """
+        partition = store.register("x")
+        names = ids(4)
+        store.put(partition, names, x=torch.zeros(4, 1, dtype=torch.int64))
+
+        def write(value: int) -> int:
+            for turn in range(15 * _FACTOR):
+                store.put(partition, names, x=torch.full((4, 1 + (value + turn) % 5), value))
+            return 0
+
+        def read() -> int:
+            for _ in range(40 * _FACTOR):
+                for row in rows_of(store.get(partition, names)["x"], 4):
+                    assert len(set(row.tolist())) == 1, f"a cell mixes two writes: {row.tolist()}"
+            return 0
+
+        in_threads(*[partial(write, value) for value in range(1, 4)], read)
+        assert all(row.tolist()[0] in (1, 2, 3) for row in rows_of(store.get(partition, names)["x"], 4))
+
+    def test_racing_puts_of_different_fields_all_stay(self, store: Store) -> None:
+        """Contract: "A put may add fields to known samples, merge tags key by key".
+
+        Check first: a read-modify-write of a row or of its tags. A concurrent put must not undo the changes of another.
+        """
+        partition = store.register("x")
+        names = ids(10)
+        store.put(partition, names, x=torch.arange(10))
+
+        def put(writer: int) -> int:
+            for turn in range(5):
+                store.put(
+                    partition,
+                    names,
+                    [{f"t{writer}-{turn}": index} for index in range(10)],
+                    {f"f{writer}-{turn}": torch.arange(10) + writer},
+                )
+            return 0
+
+        in_threads(*[partial(put, writer) for writer in range(5)])
+        fields = [f"f{writer}-{turn}" for writer in range(5) for turn in range(5)]
+        found = store.get(partition, names, *fields)
+        for name in fields:
+            assert found[name].tolist() == [index + int(name[1]) for index in range(10)]
+        tags = store.tags_of(partition)
+        for index, name in enumerate(names):
+            assert tags[name] == {f"t{field[1:]}": index for field in fields}, "tags of a concurrent put were lost"
+
+    def test_racing_first_writes_agree_on_a_schema(self, store: Store) -> None:
+        """Contract: "a field keeps one kind (tensor, object), dtype, rank and trailing shape, fixed by its first write.
+        A put that differs raises ValueError, and nothing is written."
+
+        Check first: the commit must compare the field specs again, in the same atomic step.
+        """
+        columns: list[Callable[[], Any]] = [
+            lambda: torch.zeros(2, dtype=torch.int64),
+            lambda: torch.zeros(2),
+            lambda: torch.zeros(2, 3),
+            lambda: as_objects(1, 2),
+        ]
+        for _ in range(10 * _FACTOR):
+            partition = store.register("x")
+
+            def put(writer: int, partition: str = partition) -> bool:
+                try:
+                    store.put(partition, [f"w{writer}-a", f"w{writer}-b"], x=columns[writer]())
+                except ValueError:
+                    return False
+                return True
+
+            won = in_threads(*[partial(put, writer) for writer in range(4)])
+            assert sum(won) == 1, f"{sum(won)} of 4 first writes with different schemas were accepted"
+            assert [store.has(partition, f"w{writer}-b") for writer in range(4)] == won
+
+    def test_everything_at_once(self, store: Store) -> None:
+        """Contract: "Thread-safe: one client may be used from several threads." and "No call hangs."
+
+        Check first: the order in which locks are taken. Two orders can cause a deadlock.
+        """
+        partitions = [store.register("x", "y") for _ in range(2)]
+        names = ids(8)
+
+        def work(seed: int) -> int:
+            partition = partitions[seed % 2]
+            for turn in range(25 * _FACTOR):
+                action = (seed + turn) % 6
+                try:
+                    if action in (0, 3):
+                        store.put(partition, names[:4], [{"n": turn}] * 4, {"xy"[turn % 2]: torch.arange(4)})
+                    elif action == 1:
+                        found = store.get(partition, names[:2], "x")
+                        assert found["x"].tolist() == [0, 1]
+                    elif action == 2:
+                        store.client.clear_samples(names[turn % 4 :], partition)
+                    elif action == 4 and store.declares(Capability.CLAIMS):
+                        store.claim(partition, 2)
+                    elif store.declares(Capability.LISTING):
+                        assert set(store.client.list_samples(partition).sample_ids) <= set(names)
+                except DataPlaneError as error:
+                    # refused where the backend does not declare overwrite or fenced
+                    if isinstance(error, TimeoutError):
+                        raise
+            return 0
+
+        in_threads(*[partial(work, seed) for seed in range(6)], within_s=120)
+        for partition in partitions:
+            store.client.clear_samples(names, partition)
+            store.put(partition, ["end"], x=torch.arange(1))
+            assert store.get(partition, ["end"])["x"].tolist() == [0]

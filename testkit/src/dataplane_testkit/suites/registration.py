@@ -1,0 +1,245 @@
+"""`register_partition`: it opens a new, empty partition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dataplane_core.errors import LeaseExpiredError
+from dataplane_core.spec import Capability
+from dataplane_testkit._base import Suite
+from dataplane_testkit._columns import as_objects, ids
+from dataplane_testkit._marks import proves
+from dataplane_testkit._store import Store
+
+__all__ = ["RegistrationSuite"]
+
+_ODD_NAMES = [
+    "a b",
+    "x" * 300,
+    "../up",
+    "a/b:c@d|e,f;g",
+    "0",
+    "-1",
+    "ünïcode-字-🙂",
+    "line\nbreak",
+    "nul\0byte",
+    "{braces}*?[x]",
+    "'quo\"ted'",
+    "%s%d",
+]
+
+
+class RegistrationSuite(Suite, chapter="registration"):
+    """A new registration leaves nothing of the earlier one."""
+
+    def test_register_again_drops_rows(self, store: Store) -> None:
+        """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
+        when it returns."
+
+        Check first: register_partition must delete the old rows of a known partition before it returns.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.register("x", partition_id=partition)
+        for sample_id in ids(3):
+            assert not store.has(partition, sample_id), f"row '{sample_id}' is still there after a new registration"
+        store.put(partition, ["s1"], x=torch.tensor([7]))
+        assert store.get(partition, ["s1"])["x"].tolist() == [7]
+
+    def test_register_again_drops_tags(self, store: Store) -> None:
+        """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
+        when it returns."
+
+        Check first: tags belong to the rows of one registration. An id that is written again must start without tags.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), [{"old": 1}] * 2, x=torch.arange(2))
+        store.register("x", partition_id=partition)
+        store.put(partition, ids(2), [{"new": 2}] * 2, x=torch.arange(2))
+        assert store.tags_of(partition) == {"s0": {"new": 2}, "s1": {"new": 2}}
+
+    def test_register_again_drops_the_schema(self, store: Store) -> None:
+        """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
+        when it returns."
+
+        Check first: the place where the kind, dtype and shape of a field are kept. They must belong to one
+        registration.
+        """
+        partition = store.register("x")
+        store.put(partition, ["a"], x=torch.tensor([1]))
+        store.register("x", partition_id=partition)
+        store.put(partition, ["a"], x=torch.tensor([[1.5, 2.5]]))
+        found = store.get(partition, ["a"])["x"]
+        assert found.dtype == torch.float32
+        assert found.tolist() == [[1.5, 2.5]]
+        store.register("x", partition_id=partition)
+        store.put(partition, ["a"], x=as_objects({"kind": "object"}))
+        assert store.get(partition, ["a"])["x"] == [{"kind": "object"}]
+
+    @proves(Capability.CLAIMS)
+    def test_register_again_drops_cursors(self, store: Store) -> None:
+        """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
+        when it returns."
+
+        Check first: cursors must belong to one registration. It is not enough to record sample ids.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), x=torch.arange(3))
+        assert store.claim(partition, 3).size == 3
+        store.register("x", partition_id=partition)
+        assert not store.client.check_consumption_status(partition, ["train"])
+        store.put(partition, ids(3), x=torch.arange(3))
+        assert store.claim(partition, 3).sample_ids == ids(3)
+
+    @proves(Capability.CLAIMS)
+    def test_register_again_counts_samples_anew(self, store: Store) -> None:
+        """Contract: "It tells claims when the last, smaller batch is complete."
+
+        Check first: the count of distinct ids must start at zero with every registration.
+        """
+        partition = store.register("x", num_samples=3)
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.register("x", partition_id=partition, num_samples=3)
+        store.put(partition, ids(1), x=torch.arange(1))
+        with store.refusal(TimeoutError):
+            store.claim(partition, 3, blocking=True, timeout_s=0.05)
+
+    @proves(Capability.CLAIMS)
+    def test_register_again_replaces_the_tasks(self, store: Store) -> None:
+        """Contract: "Opens the partition afresh".
+
+        Check first: the new registration must not know the tasks of the earlier one.
+        """
+        partition = store.register("x", tasks=["old"])
+        store.register("x", partition_id=partition, tasks=["new"])
+        store.put(partition, ids(1), x=torch.arange(1))
+        with store.refusal(KeyError, "old"):
+            store.claim(partition, 1, task="old")
+        assert store.claim(partition, 1, task="new").size == 1
+
+    @proves(Capability.LEASES)
+    def test_register_again_ends_leases(self, store: Store) -> None:
+        """Contract: "LeaseExpiredError names the ids whose token is no longer valid, so two holders never both
+        succeed."
+
+        Check first: the store must never use a lease token again, not even in a later registration of the same
+        partition.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(2))
+        old = store.claim(partition, 2, lease_s=600)
+        store.register("x", partition_id=partition)
+        store.put(partition, ids(2), x=torch.arange(2))
+        new = store.claim(partition, 2, lease_s=600)
+        with store.refusal(LeaseExpiredError) as caught:
+            store.client.ack(old)
+        assert sorted(caught.value.sample_ids) == ids(2)
+        store.client.ack(new)
+
+    def test_any_string_is_an_id(self, store: Store) -> None:
+        """Contract: "Partition: a named table with its own schema, samples and tasks." and "Sample: one item of a
+        partition, named by a string id that is unique in the partition."
+
+        Check first: how names become keys of the engine. Escape them, so that a separator inside a name cannot be
+        confused with one between names.
+        """
+        partition = store.register("x", partition_id=f"{store.new_id()} / ü:@|\n", tasks=["t a/b:ü"])
+        columns = {f"f{name}": torch.arange(len(_ODD_NAMES)) * 100 + place for place, name in enumerate(_ODD_NAMES)}
+        store.put(partition, _ODD_NAMES, columns=columns)
+        found = store.get(partition, _ODD_NAMES[::-1], *columns)
+        for place, name in enumerate(columns):
+            assert found[name].tolist() == [100 * row + place for row in reversed(range(len(_ODD_NAMES)))], name
+        if store.declares(Capability.CLAIMS):
+            assert store.claim(partition, 99, *columns, task="t a/b:ü").sample_ids == _ODD_NAMES
+
+    def test_enums_refuse_other_words(self, store: Store) -> None:
+        """Contract: "enums maps a field to the strings that it may hold. Any other string raises ValueError."
+
+        Check first: PartitionInfo must hold the enums of the registration. Core checks values against them.
+        """
+        partition = store.register("role", "x", enums={"role": ["user", "assistant"]})
+        with store.refusal(ValueError, "role", "tool"):
+            store.put(partition, ids(2), role=as_objects("user", "tool"), x=torch.arange(2))
+        assert not store.has(partition, "s0", "role"), "a refused put wrote a row"
+        assert not store.has(partition, "s0", "x"), "a refused put wrote a row"
+
+    def test_enums_are_about_strings(self, store: Store) -> None:
+        """Contract: "Where an enum is registered, only strings are checked against it."
+
+        Check first: core, not the backend: core checks only strings against an enum.
+        """
+        partition = store.register("role", enums={"role": ["user"]})
+        store.put(partition, ids(3), role=as_objects(None, 7, "user"))
+        assert store.get(partition, ids(3), "role")["role"] == [None, 7, "user"]
+
+    def test_enums_belong_to_one_registration(self, store: Store) -> None:
+        """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
+        when it returns."
+
+        Check first: describe_partition must return the newest registration, with an epoch that differs from the earlier
+        one.
+        """
+        partition = store.register("role", enums={"role": ["a"]})
+        store.put(partition, ids(1), role=as_objects("a"))
+        # as another client would do; this client does not know of it
+        store.hooks.register(partition, ["role"], enums={"role": ["b"]})
+        store.put(partition, ids(1), role=as_objects("b"))
+        with store.refusal(ValueError, "'a'"):
+            store.put(partition, ["s9"], role=as_objects("a"))
+
+    @pytest.mark.parametrize(
+        ("arguments", "error_type"),
+        [
+            ({"partition_id": ""}, ValueError),
+            ({"partition_id": 7}, TypeError),
+            ({"num_samples": 0}, ValueError),
+            ({"grpo_group_size": 0}, ValueError),
+            ({"consumer_tasks": "train"}, TypeError),
+            ({"fields": [""]}, ValueError),
+        ],
+        ids=["empty_id", "id_not_str", "no_samples", "empty_groups", "tasks_not_a_list", "empty_field"],
+    )
+    def test_register_checks_its_arguments(
+        self, store: Store, arguments: dict[str, object], error_type: type[Exception]
+    ) -> None:
+        """Contract: "Core does the following once, for all backends: argument checks".
+
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
+        """
+        full = {"partition_id": store.new_id(), "fields": ["x"], "num_samples": None, "consumer_tasks": ["train"]}
+        with store.faults.counting() as calls, store.refusal(error_type):
+            store.client.register_partition(**{**full, **arguments})  # type: ignore[arg-type]
+        assert calls == []
+
+    # --- the hooks ----------------------------------------------------------------------------------------------------
+
+    def test_register_hook_returns_the_registration(self, store: Store) -> None:
+        """Hook spec: "Opens the partition. On return, an earlier registration is dropped or extended, as ``if_exists``
+        says."
+
+        Check first: the PartitionInfo must repeat the values of the request. describe_partition must return the same.
+        """
+        partition = store.register("x")
+        group_size = 2 if store.declares(Capability.GROUPS) else None
+        info = store.hooks.register(
+            partition, ["x", "y"], num_samples=8, tasks=["a", "b"], group_size=group_size, enums={"y": ["u", "v"]}
+        )
+        assert (tuple(info.fields), info.num_samples, tuple(info.consumer_tasks)) == (("x", "y"), 8, ("a", "b"))
+        assert info.grpo_group_size == group_size
+        assert {name: tuple(words) for name, words in info.enums.items()} == {"y": ("u", "v")}
+        assert store.hooks.describe(partition) == info
+
+    def test_the_epoch_is_the_one_that_the_registration_drew(self, store: Store) -> None:
+        """Hook spec: "The id of the registration, if it is a new one: random bits drawn by the client (new_id)."
+
+        Check first: use the epoch of the request. Do not count epochs in the store: a store that is restored to an
+        older state would use the same epochs again.
+        """
+        drawn: list[str] = []
+        partition = store.new_id()
+        with store.faults.before("register_partition", lambda request: drawn.append(request.epoch)):
+            for _ in range(3):
+                store.register("x", partition_id=partition)
+                assert store.hooks.describe(partition).epoch == drawn[-1]
+        assert len(set(drawn)) == 3

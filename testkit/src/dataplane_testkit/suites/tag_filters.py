@@ -1,0 +1,173 @@
+"""Tag filters on claims and listings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane_core.spec import Capability
+from dataplane_testkit._base import Suite
+from dataplane_testkit._columns import ids
+from dataplane_testkit._marks import proves
+from dataplane_testkit._store import Store
+from dataplane_testkit._timing import bounded
+
+__all__ = ["TagFilterSuite"]
+
+_TAGS: list[dict[str, Any]] = [
+    {"version": 5, "score": 0.5, "split": "a", "kept": True},
+    {"version": 6, "score": -1.5, "split": "b", "kept": False},
+    {"version": 7, "score": 2.0, "split": "a", "kept": None},
+    {"version": 8, "split": "c"},
+    {},
+]
+
+_FILTERS: list[tuple[dict[str, Any], list[int]]] = [
+    ({"version": (">=", 7)}, [2, 3]),
+    ({"version": (">", 7)}, [3]),
+    ({"version": ("<", 7)}, [0, 1]),
+    ({"version": ("<=", 5)}, [0]),
+    ({"version": ("==", 6)}, [1]),
+    ({"version": 6}, [1]),
+    ({"version": ("!=", 6)}, [0, 2, 3]),
+    ({"version": ("in", [5, 8, 99])}, [0, 3]),
+    ({"version": ("in", [])}, []),
+    ({"score": (">", 0.25)}, [0, 2]),
+    ({"version": (">", 6.5)}, [2, 3]),
+    ({"split": "a"}, [0, 2]),
+    ({"split": (">=", "b")}, [1, 3]),
+    ({"split": ("in", ["c", "b"])}, [1, 3]),
+    ({"kept": True}, [0]),
+    ({"kept": ("==", None)}, [2]),
+    ({"split": (">", 3)}, []),
+    ({"kept": ("<", "x")}, []),
+    ({"nobody": ("!=", 1)}, []),
+    ({"split": "a", "version": ("<", 7)}, [0]),
+    ({}, [0, 1, 2, 3, 4]),
+]
+
+_NAMES = [repr(each).replace(" ", "") for each, _ in _FILTERS]
+
+
+class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS):
+    """Filters that the store applies to the tags."""
+
+    @pytest.mark.parametrize(("tag_filter", "expected"), _FILTERS, ids=_NAMES)
+    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
+    def test_claims_match_the_filter(self, store: Store, tag_filter: dict[str, Any], expected: list[int]) -> None:
+        """Contract: "with tag_filter, a small predicate on tags such as {'weight_version': ('>=', 7)}, a claim hands
+        out only samples that match it."
+
+        Check first: use dataplane_core.spec.matches. All conditions must hold. A missing tag, or a type that cannot be
+        compared, does not match.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(5), _TAGS, x=torch.arange(5))
+        meta = store.claim(partition, 9, tag_filter=tag_filter)
+        assert meta.sample_ids == [f"s{index}" for index in expected]
+        assert meta.tags == [_TAGS[index] for index in expected]
+        rest = store.claim(partition, 9)
+        assert rest.sample_ids == [f"s{index}" for index in range(5) if index not in expected], (
+            "a later claim without the filter did not give the rest"
+        )
+
+    @pytest.mark.parametrize(("tag_filter", "expected"), _FILTERS, ids=_NAMES)
+    @proves(Capability.TAG_FILTERS, Capability.LISTING)
+    def test_listings_match_the_filter(self, store: Store, tag_filter: dict[str, Any], expected: list[int]) -> None:
+        """Contract: "list_samples(partition_id, tag_filter=None, sample_ids=None) -> meta returns ids and tags, no
+        data."
+
+        Check first: use dataplane_core.spec.matches. The rules are the same as for claims.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(5), _TAGS, x=torch.arange(5))
+        meta = store.client.list_samples(partition, tag_filter)
+        assert meta.sample_ids == [f"s{index}" for index in expected]
+        assert meta.tags == [_TAGS[index] for index in expected]
+
+    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
+    def test_filters_see_the_newest_tags(self, store: Store) -> None:
+        """Contract: "merge tags key by key".
+
+        Check first: the filter must use the tags at the time of the claim.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), [{"v": 1}] * 3, x=torch.arange(3))
+        assert store.claim(partition, 3, tag_filter={"v": 2}).size == 0
+        store.put(partition, ["s1"], [{"v": 2}])
+        assert store.claim(partition, 3, tag_filter={"v": 2}).sample_ids == ["s1"]
+        store.put(partition, ["s0"], [{"v": 3}])
+        assert store.claim(partition, 3, tag_filter={"v": 1}).sample_ids == ["s2"]
+
+    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
+    def test_skipped_samples_keep_their_place(self, store: Store) -> None:
+        """Contract: "Samples come in order of first write, unless a sampler says otherwise."
+
+        Check first: samples that do not match must stay in the pool, at their places in the order.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(6), [{"odd": index % 2} for index in range(6)], x=torch.arange(6))
+        assert store.claim(partition, 2, tag_filter={"odd": 1}).sample_ids == ["s1", "s3"]
+        assert store.claim(partition, 3).sample_ids == ["s0", "s2", "s4"]
+        assert store.claim(partition, 3).sample_ids == ["s5"]
+
+    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
+    def test_blocking_claims_wait_for_matching_samples(self, store: Store) -> None:
+        """Contract: "A blocking claim waits until batch_size samples are ready".
+
+        Check first: samples that do not match must not count as ready.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(3), [{"v": 1}, {"v": 2}, {"v": 1}], x=torch.arange(3))
+        with store.refusal(TimeoutError, "1"):
+            store.claim(partition, 2, tag_filter={"v": 2}, blocking=True, timeout_s=0.05)
+        waiting = store.waiting_claim(partition, 2, tag_filter={"v": 2})
+        store.put(partition, ["s3"], [{"v": 2}], x=torch.zeros(1, dtype=torch.int64))
+        assert waiting.result(what="a claim of matching samples").sample_ids == ["s1", "s3"]
+
+    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
+    def test_the_tail_under_a_filter(self, store: Store) -> None:
+        """Contract: "the samples left for the task may be fewer than batch_size. Then the claim waits until all of
+        these are ready, and returns them."
+
+        Check first: once num_samples ids were written, a claim with a filter must give the samples that match and are
+        left.
+        """
+        partition = store.register("x", num_samples=4)
+        store.put(partition, ids(4), [{"v": index % 2} for index in range(4)], x=torch.arange(4))
+        meta = bounded(
+            lambda: store.claim(partition, 3, tag_filter={"v": 1}, blocking=True, timeout_s=60),
+            what="a claim of the tail",
+        )
+        assert meta.sample_ids == ["s1", "s3"]
+
+    @pytest.mark.parametrize(
+        "tag_filter",
+        [{"v": ("~", 1)}, {"v": (">",)}, {"v": ("in", 3)}, {"v": (">", [1])}, ["v"]],
+        ids=["operator", "no_operand", "in_of_a_number", "list", "not_a_dict"],
+    )
+    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
+    def test_malformed_filters_are_refused(self, store: Store, tag_filter: Any) -> None:
+        """Contract: "a small predicate on tags".
+
+        Check first: core, not the backend: core must refuse this call before it calls the hook.
+        """
+        partition = store.register("x")
+        store.put(partition, ["a"], [{"v": 1}], x=torch.zeros(1))
+        with store.refusal(ValueError, "tag_filter"):
+            store.claim(partition, 1, tag_filter=tag_filter)
+        assert store.claim(partition, 1).size == 1
+
+    @proves(Capability.TAG_FILTERS, Capability.GROUPS)
+    def test_groups_match_as_a_whole(self, store: Store) -> None:
+        """Contract: "whole groups only".
+
+        Check first: a group matches if all its members match. A filter must never split a group.
+        """
+        partition = store.register("x", group_size=2)
+        tags = [{"v": 1}, {"v": 2}, {"v": 2}, {"v": 2}]
+        store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1"], tags, x=torch.arange(4))
+        assert store.claim(partition, 4, tag_filter={"v": 2}).sample_ids == ["b_g0", "b_g1"]
+        assert store.claim(partition, 4).sample_ids == ["a_g0", "a_g1"]

@@ -1,0 +1,143 @@
+"""Chaos runs find out broken backends whose fault shows in a history, and pass right ones."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from dataplane_core.errors import CapacityExceededError, OperationTimeoutError, printable
+from dataplane_noop import NoopBackend
+from dataplane_testkit import AuthorsClass, Settings, run_chaos
+
+_TOYS = Path(__file__).parent / "toys"
+
+#: Module and name of a broken backend -> the rules of which one must be found broken.
+_BROKEN = {
+    "broken_claims.ClaimsTwice": {"given once"},
+    "broken_claims.ClaimsByName": {"order"},
+    "broken_claims.ClaimsWithoutTags": {"half"},
+    "broken_leases.LeasesNeverExpire": {"handed out again"},
+    "broken_leases.AcceptsExpiredAcks": {"two holders", "refused ack", "given once"},
+    "broken_leases.UsesTokensAgain": {"token"},
+    "broken_writes.ReportsSuccessTooEarly": {"committed"},
+    "broken_writes.CommitsTagsAfterData": {"half"},
+    "broken_writes.WritesFieldByField": {"half", "committed", "written", "order"},
+    "broken_writes.OverwritesByDeleting": {"given once"},
+    "broken_writes.OverwritesFieldByField": {"mixed"},
+    "broken_clears.KeepsRowsAcrossRegistrations": {"cleared"},
+    "broken_clears.KeepsRowsAfterClear": {"cleared"},
+    "broken_guarantees.EvictsWhenFull": {"committed"},
+    "broken_reads.ReordersRows": {"bits"},
+}
+#: One for each way in which a store can fail: it gives twice, forgets, mixes, or breaks a lease.
+_FEW = (
+    "broken_claims.ClaimsTwice",
+    "broken_leases.AcceptsExpiredAcks",
+    "broken_writes.WritesFieldByField",
+    "broken_guarantees.EvictsWhenFull",
+    "broken_reads.ReordersRows",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _toys():
+    before = set(sys.modules)
+    sys.path.insert(0, str(_TOYS))
+    yield
+    sys.path.remove(str(_TOYS))
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(_TOYS)):
+            del sys.modules[name]
+
+
+def _run(cls, options, folder, **settings):
+    case = type("Case", (AuthorsClass,), {"backend_class": cls, "op_timeout_s": 30.0})()
+    usual = {"seed": 3, "schedule_s": 2.0, "pause_s": 0.005, "lease_s": 0.1, "capacity_bytes": 96 << 10}
+    settings = usual | settings
+    return run_chaos(
+        case, options, Settings(op_timeout_s=3, allowance_s=30, **settings), folder=folder, command="again"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in _FEW else pytest.param(name, marks=pytest.mark.long) for name in _BROKEN]
+)
+def test_a_broken_backend_is_found_out(name, tmp_path):
+    module, _, cls = name.partition(".")
+    broken = getattr(importlib.import_module(module), cls)
+    for seed, schedule_s in ((3, 1.5), (5, 5.0), (7, 15.0)):  # a race may not come about at once
+        verdict = _run(broken, {}, tmp_path / str(seed), seed=seed, schedule_s=schedule_s)
+        rules = {found.rule for found in verdict.findings}
+        if rules & _BROKEN[name]:
+            break
+    assert rules & _BROKEN[name], verdict
+    text = verdict.page.read_text(encoding="utf-8")
+    assert all(f"**{printable(found.text)}**" in text for found in verdict.findings)
+    assert (tmp_path / str(seed) / "w0.0.schedule.txt").exists()
+
+
+class HoldsTooMuch(NoopBackend):
+    """Its capacity is four times the one that it was told."""
+
+    def __init__(self, config):
+        super().__init__(config.model_copy(update={"capacity_bytes": 4 * config.capacity_bytes}))
+
+
+def test_a_store_that_holds_too_much_is_found_out(tmp_path):
+    verdict = _run(HoldsTooMuch, {}, tmp_path, capacity_bytes=32 << 10)
+    assert "capacity" in {found.rule for found in verdict.findings}, verdict
+
+
+class TimesOutAtOnce(NoopBackend):
+    """Each put ends at once, as if its deadline had passed."""
+
+    def put_samples(self, request):
+        raise OperationTimeoutError("late")
+
+
+class IsAlwaysFull(NoopBackend):
+    """Refuses each put."""
+
+    def put_samples(self, request):
+        raise CapacityExceededError("full")
+
+
+@pytest.mark.parametrize(("cls", "rules"), [(TimesOutAtOnce, {"error", "puts"}), (IsAlwaysFull, {"puts"})])
+def test_a_store_that_does_nothing_is_found_out(cls, rules, tmp_path):
+    verdict = _run(cls, {}, tmp_path)
+    assert {found.rule for found in verdict.findings} == rules, verdict
+    assert not verdict.passed
+
+
+def test_a_right_backend_passes_and_leaves_no_page(tmp_path):
+    verdict = _run(NoopBackend, {}, tmp_path / "none", lease_s=1.0)
+    assert verdict.passed, verdict
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [
+        ("HostStore", set()),
+        ("DiesBadly", {"committed", "half", "token"}),
+        pytest.param("KeepsCursorsInTheClient", {"given once"}, marks=pytest.mark.long),
+    ],
+)
+def test_several_processes(name, rules, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(_TOYS), prepend=":")
+    cls = getattr(importlib.import_module("host_store"), name)
+    verdict = _run(
+        cls,
+        {"address": str(tmp_path / "s")},
+        tmp_path / "found",
+        schedule_s=4.0,
+        every_s=0.5,
+        pause_s=0.02,
+        lease_s=0.5,
+    )
+    found = {each.rule for each in verdict.findings}
+    assert found & rules if rules else verdict.passed, verdict
+    assert any(event.kind == "kill" for event in verdict.history.events)

@@ -1,0 +1,232 @@
+"""`dataplane top`: a running store, live in the terminal. It changes nothing, and asks at most once per second."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import DataPlaneError, UnknownPartitionError, UnsupportedOperationError, printable
+from dataplane_core.spec import Capability, PartitionDescription
+from dataplane_tools._inspect import (
+    attach,
+    call_text,
+    capacity_of,
+    client_report,
+    lag_of,
+    partition_report,
+    size_text,
+)
+
+__all__ = ["Looks", "run", "screen"]
+
+#: Seconds between two questions.
+_PAUSE_S: Final = 1.0
+#: The store answers questions of `top` for at most this share of the time.
+_SHARE: Final = 0.02
+_MOST_PARTITIONS: Final = 4
+_MOST_CLIENTS: Final = 10
+_BAR: Final = 24
+
+
+def run(config_path: str, partition_id: str | None) -> int:
+    """Shows the store of a config until it is interrupted.
+
+    Args:
+        config_path: The config file that its processes use.
+        partition_id: The partition to show. None: the few that were written last.
+
+    Raises:
+        BackendUnavailableError: No store runs at the start. Once one ends, it is waited for the next.
+        UnsupportedOperationError: The output is no terminal.
+    """
+    if not sys.stdout.isatty():
+        raise UnsupportedOperationError("dataplane top needs a terminal.", hint="In a pipe, use dataplane inspect.")
+    looks: Looks | None = Looks(attach(config_path), partition_id)
+    seen = False
+    try:
+        with Live(Text("connected"), console=Console(), screen=True, auto_refresh=False) as live:
+            while True:
+                shown: RenderableType
+                try:
+                    looks = looks or Looks(attach(config_path), partition_id)
+                    pause_s, seen = looks.ask(), True
+                    shown = screen(looks)
+                except DataPlaneError as error:
+                    if not seen:
+                        raise
+                    if looks is not None:
+                        looks.client.close()
+                        looks = None
+                    shown, pause_s = Text(f"waiting for the store: {error}"), _PAUSE_S
+                live.update(shown, refresh=True)
+                time.sleep(pause_s)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        if looks is not None:
+            looks.client.close()
+
+
+class Looks:
+    """Asks a store one question after the other, and keeps the last answers.
+
+    Args:
+        client: A client of the store.
+        partition_id: The partition to ask for. None: all, in turns.
+        clock: Gives the time in seconds.
+
+    Attributes:
+        partitions: Partition -> its report, see `partition_report`.
+        clients: The clients that announced themselves. None: not known yet, or the backend does not list them.
+        held_bytes: Payload bytes of the partitions.
+    """
+
+    def __init__(
+        self, client: DataPlaneClient, partition_id: str | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.client = client
+        self.partitions: dict[str, dict[str, Any]] = {}
+        self.clients: list[dict[str, Any]] | None = None
+        self._partition_id = partition_id
+        self._clock = clock
+        self._questions: list[Callable[[], None]] = []
+        self._before: dict[str, tuple[float, PartitionDescription]] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Payload bytes of the partitions, as last seen."""
+        return sum(report["held_bytes"] for report in self.partitions.values())
+
+    def ask(self) -> float:
+        """Asks one question. Returns the seconds until the next one.
+
+        Raises:
+            DataPlaneError: The store does not answer.
+        """
+        if not self._questions:
+            self._begin_round()
+        start = self._clock()
+        self._questions.pop(0)()
+        return max(_PAUSE_S, (self._clock() - start) / _SHARE)
+
+    def _begin_round(self) -> None:
+        if self._partition_id is None:
+            self._questions.append(self._list)
+        else:
+            self._questions.append(lambda name=self._partition_id: self._describe(name))  # type: ignore[misc]
+        if Capability.CLIENTS in self.client.capabilities:
+            self._questions.append(self._ask_for_clients)
+
+    def _list(self) -> None:
+        names = self.client.list_partitions()
+        self.partitions = {name: report for name, report in self.partitions.items() if name in names}
+        self._before = {name: seen for name, seen in self._before.items() if name in names}
+        self._questions[:0] = [lambda name=name: self._describe(name) for name in names]  # type: ignore[misc]
+
+    def _describe(self, name: str) -> None:
+        try:
+            found = self.client.describe(name)
+        except UnknownPartitionError:
+            if self._partition_id is not None:
+                raise
+            self.partitions.pop(name, None)  # cleared meanwhile
+            return
+        now = self._clock()
+        at, before = self._before.get(name, (now, None))
+        self.partitions[name] = partition_report(name, found, before, max(now - at, 1e-3), {})
+        self._before[name] = now, found
+
+    def _ask_for_clients(self) -> None:
+        self.clients = [client_report(each) for each in self.client.list_clients()]
+
+
+def screen(looks: Looks) -> RenderableType:
+    """What is shown."""
+    capacity = capacity_of(looks.client)
+    held = size_text(looks.held_bytes)
+    plural = "partition" if len(looks.partitions) == 1 else "partitions"
+    head = Text.assemble((looks.client.backend_name, "bold"), f"  {len(looks.partitions)} {plural}  {held}")
+    if capacity:
+        head.append(f" of {size_text(capacity)}  ")
+        head.append_text(_bar(looks.held_bytes / capacity))
+    shown = sorted(looks.partitions.values(), key=_age)[:_MOST_PARTITIONS]
+    parts: list[RenderableType] = [head]
+    for report in shown:
+        parts += [Text(""), _flow(report)]
+    if len(looks.partitions) > len(shown):
+        parts.append(Text(f"\nand {len(looks.partitions) - len(shown)} partitions that were written earlier", "dim"))
+    if looks.clients:
+        parts += [Text(""), _clients(looks.clients)]
+    return Group(*parts)
+
+
+def _age(report: dict[str, Any]) -> float:
+    return float("inf") if report["oldest_s"] is None else float(report["oldest_s"])
+
+
+def _flow(report: dict[str, Any]) -> RenderableType:
+    """A partition as a line per stage, from the one that is ahead to the one that is behind."""
+    stages = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
+    stages.add_column(
+        Text(printable(report["partition_id"])), no_wrap=True, header_style="bold", overflow="ellipsis", max_width=32
+    )
+    for name in ("done", "per s", "ready", "leased"):
+        stages.add_column(name, justify="right")
+    for name in ("", "oldest lease"):
+        stages.add_column(name, no_wrap=True, overflow="ellipsis")
+    expected = report["num_samples"] or report["written"]
+    rate = "" if report["written_per_s"] is None else f"{report['written_per_s']:.1f}"
+    stages.add_row("written", _of(report["written"], report["num_samples"]), rate, "", "", _part(report, expected), "")
+    lagging = lag_of(report)
+    tasks = sorted(report["tasks"].items(), key=lambda item: -item[1]["consumed"])
+    for name, counts in tasks:
+        done = counts["consumed"] + report["cleared"]  # a sample is cleared after its last stage
+        lease = counts["oldest_lease"]
+        stages.add_row(
+            Text(printable(f"→ {name}"), "bold red" if name == lagging else ""),
+            _of(done, report["num_samples"]),
+            f"{counts['consumed_per_s']:.1f}" if "consumed_per_s" in counts else "",
+            str(counts["ready"]),
+            str(counts["leased"]),
+            Text.assemble(_bar(done / expected if expected else 0.0), (" lags", "bold red") if name == lagging else ""),
+            Text("" if lease is None else printable(f"{lease['holder']}, {_seconds(lease['held_s'])}")),
+        )
+    return stages
+
+
+def _part(report: dict[str, Any], expected: int) -> Text:
+    return _bar(report["written"] / expected if expected else 0.0)
+
+
+def _of(count: int, expected: int | None) -> str:
+    return str(count) if expected is None else f"{count}/{expected}"
+
+
+def _seconds(value: float | None) -> str:
+    return "?" if value is None else f"{value:.0f} s"
+
+
+def _bar(part: float) -> Text:
+    full = round(min(max(part, 0.0), 1.0) * _BAR)
+    return Text.assemble(("━" * full, "green"), ("─" * (_BAR - full), "dim"))
+
+
+def _clients(clients: list[dict[str, Any]]) -> RenderableType:
+    """Those first whose operation has been under way longest."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
+    for name in ("host", "process", "role", "in flight"):
+        table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=40)
+    waiting = sorted(clients, key=lambda each: -each["calls"][0]["running_s"] if each["calls"] else 0.0)
+    for each in waiting[:_MOST_CLIENTS]:
+        cells = each["host"], str(each["pid"]), each["role"], call_text(each)
+        table.add_row(*(Text(printable(cell)) for cell in cells))
+    rest = len(waiting) - _MOST_CLIENTS
+    return Group(table, Text(f"and {rest} clients", "dim")) if rest > 0 else table

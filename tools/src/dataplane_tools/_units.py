@@ -1,0 +1,62 @@
+"""`dataplane units`: lists, adds and removes the storage units of a running store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from dataplane_core.errors import printable
+from dataplane_core.spec import UnitInfo
+from dataplane_tools._inspect import attach, size_text, table
+
+__all__ = ["run"]
+
+
+def run(config_path: str, *, add: int = 0, remove: str | None = None, now: bool = False, as_json: bool = False) -> int:
+    """Adds or removes storage units, if asked to. Prints all units.
+
+    Args:
+        config_path: The config file that the processes of the store use.
+        add: How many to start.
+        remove: The one that is to end.
+        now: Whether it ends at once, and its rows are lost.
+        as_json: Print JSON.
+
+    Raises:
+        BackendUnavailableError: No store runs, or a unit could not be started.
+        InvalidRequestError: There is no such unit, or no other one that takes rows.
+        UnsupportedOperationError: The units of this store cannot be listed or changed.
+    """
+    with attach(config_path) as client:
+        if add:
+            client.add_units(add)
+        if remove is not None:
+            client.remove_unit(remove, now=now)
+        units = client.list_units()
+    lines = [json.dumps([asdict(each) for each in units], indent=2)] if as_json else map(printable, _lines(units))
+    print("\n".join(lines))
+    return 0
+
+
+def _lines(units: Sequence[UnitInfo]) -> list[str]:
+    rows = [
+        [
+            each.name,
+            each.state,
+            each.address,
+            each.node[:8],
+            str(each.num_rows),
+            size_text(each.size_bytes),
+            str(each.num_lost),
+            str(each.num_starts),
+        ]
+        for each in units
+    ]
+    lines = table(["unit", "state", "address", "node", "rows", "held", "rows lost", "starts"], rows, right=range(4, 8))
+    for each in units:
+        if each.state == "draining":
+            lines.append(f"{each.name} gets no more rows, and ends when its last row is cleared: {each.num_rows} left.")
+        if each.num_lost:
+            lines.append(f"{each.num_lost} rows were lost with {each.name}: clear and produce these samples again.")
+    return lines

@@ -1,0 +1,120 @@
+"""The commands of this package. Each adds its arguments, and imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+
+from dataplane_core.cli import Command
+
+__all__ = ["flow", "inspect", "metrics", "top", "units"]
+
+
+def _config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="the config file that its processes use")
+
+
+def inspect(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane inspect`."""
+    _config(parser)
+    parser.add_argument("partition", nargs="?", help="show this partition with its fields; default: all")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="measure rates over S seconds; 0: no rates; default: 1"
+    )
+    parser.add_argument("--stacks", action="store_true", help="also show what the clients on this host do, by py-spy")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+    def run(chosen: argparse.Namespace) -> int:
+        from dataplane_tools import _inspect
+
+        return _inspect.run(
+            chosen.config,
+            chosen.partition,
+            interval_s=chosen.interval,
+            as_json=chosen.json,
+            stacks=chosen.stacks,
+        )
+
+    return run
+
+
+def top(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane top`."""
+    _config(parser)
+    parser.add_argument("partition", nargs="?", help="show this partition; default: those that were written last")
+
+    def run(chosen: argparse.Namespace) -> int:
+        from dataplane_tools import _top
+
+        return _top.run(chosen.config, chosen.partition)
+
+    return run
+
+
+def metrics(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane metrics`."""
+    _config(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on; default: 127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="its port; default: a free one, which is printed")
+
+    def run(chosen: argparse.Namespace) -> int:
+        from dataplane_tools import _metrics
+
+        return _metrics.run(chosen.config, host=chosen.host, port=chosen.port)
+
+    return run
+
+
+def units(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane units`."""
+    _config(parser)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="show each unit with the rows that it holds, or that were lost with it")
+    adding = actions.add_parser("add", help="start more units, which get new rows")
+    adding.add_argument("count", type=int, metavar="N", help="how many")
+    removing = actions.add_parser("remove", help="a unit gets no more rows, and ends when its last row is cleared")
+    removing.add_argument("unit", metavar="UNIT", help="its name, as list shows it")
+    removing.add_argument("--now", action="store_true", help="it ends at once: its rows are lost")
+    for action in actions.choices.values():
+        action.add_argument("--json", action="store_true", help="print JSON")
+
+    def run(chosen: argparse.Namespace) -> int:
+        from dataplane_tools import _units
+
+        if chosen.action == "add" and chosen.count < 1:
+            parser.error(f"units add {chosen.count}: expected a number of 1 or more")
+        return _units.run(
+            chosen.config,
+            add=chosen.count if chosen.action == "add" else 0,
+            remove=chosen.unit if chosen.action == "remove" else None,
+            now=chosen.action == "remove" and chosen.now,
+            as_json=chosen.json,
+        )
+
+    return run
+
+
+def flow(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane flow`."""
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="FILE",
+        help="files of events (option events_file of the middleware metrics); or, for a running store, its config file",
+    )
+    parser.add_argument(
+        "--seconds", type=float, metavar="N", help="FILE is the config of a running store: look at it for N seconds"
+    )
+    parser.add_argument(
+        "-o", dest="folder", metavar="DIR", help="where to write flow.html and flow.svg; default: by FILE"
+    )
+
+    def run(chosen: argparse.Namespace) -> int:
+        from dataplane_tools import _flow
+
+        if chosen.seconds is None:
+            return _flow.draw_files(chosen.sources, folder=chosen.folder)
+        if len(chosen.sources) > 1:
+            parser.error("flow --seconds takes one config file")
+        return _flow.draw_store(chosen.sources[0], seconds=chosen.seconds, folder=chosen.folder)
+
+    return run

@@ -1,0 +1,191 @@
+"""`dataplane inspect` over a store that other clients use."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dataplane_core import connect
+from dataplane_core.cli import main
+from dataplane_testkit._timing import STARTS_S, eventually
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("{backend: shm_store, announce_s: null, options: {capacity_bytes: 50MB}, middleware: [metrics]}")
+    return str(path)
+
+
+@pytest.fixture
+def client(config):
+    """A store with the partition ``step-1``: 6 of 8 samples written, 2 consumed, 2 leased, one without its reward."""
+    with connect(config) as client:
+        client.register_partition("step-1", ["tokens", "reward", "later"], 8, ["train", "score"], 2)
+        ids = [f"p{row // 2}_g{row % 2}" for row in range(6)]
+        client.put_samples(ids, "step-1", {"tokens": torch.arange(60).view(6, 10)})
+        client.put_samples(ids[:5], "step-1", {"reward": torch.zeros(5)})
+        client.claim_meta("step-1", "train", ["reward"], 2)
+        client.claim_meta("step-1", "train", ["reward"], 2, lease_s=60.0)
+        yield client
+
+
+def test_counts_and_what_a_task_waits_for(client, config, capsys):
+    assert main(["inspect", config, "step-1", "--interval", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("shm_store: 1 partition, ")
+    assert lines[0].endswith(" of 50.0 MB")
+    assert lines[2].startswith("step-1: 6 of 8 samples written, 6 held (")
+    assert lines[2].endswith(" s old), 0 cleared")
+    assert [line.split() for line in lines[3:6]] == [
+        ["task", "ready", "leased", "consumed", "per", "s"],
+        ["train", "0", "2", "2"],
+        ["score", "0", "0", "0"],
+    ]
+    lease, *lines[6:] = lines[6:]
+    assert lease.startswith("  train has held p1_g0 for ")
+    assert f"process {os.getpid()} on " in lease
+    assert lines[6:8] == [
+        "  The oldest sample that train has not consumed is p1_g0; it lacks later.",
+        "  The oldest sample that score has not consumed is p0_g0; it lacks later.",
+    ]
+    assert [" ".join(line.split()) for line in lines[8:]] == [
+        "field cells",
+        "tokens int64 cells of shape (L,)",
+        "reward float32 scalars",
+        "later not written",
+    ]
+
+
+def test_json_has_the_same_with_rates(client, config, capsys):
+    stop = threading.Event()
+
+    def write():
+        number = 0
+        while not stop.is_set():
+            client.put_samples([f"n{number}"], "other", {"x": torch.ones(1)})
+            client.claim_meta("other", "train", ["x"], 1)
+            number += 1
+
+    client.register_partition("other", ["x"], None, ["train"])
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert main(["inspect", config, "--json", "--interval", "0.5"]) == 0
+    finally:
+        stop.set()
+        writer.join()
+    report = json.loads(capsys.readouterr().out)
+    other, step = report["partitions"]
+    assert other["written_per_s"] > 0
+    assert other["tasks"]["train"]["consumed_per_s"] > 0
+    assert (step["written_per_s"], step["tasks"]["train"]["consumed_per_s"]) == (0.0, 0.0)
+    assert step["tasks"]["train"]["leased"] == 2
+    assert step["fields"]["tokens"] == {"kind": "tensor", "dtype": "int64", "cells": "int64 cells of shape (L,)"}
+    assert report["held_bytes"] == other["held_bytes"] + step["held_bytes"]
+
+
+def test_it_changes_nothing(client, config, capsys):
+    def seen():
+        found = client.describe("step-1")
+        tasks = {name: replace(task, oldest_lease=None) for name, task in found.tasks.items()}
+        return replace(found, oldest_s=None, tasks=tasks)
+
+    before = seen()
+    main(["inspect", config, "step-1", "--interval", "0.01"])
+    assert seen() == before
+
+
+def test_an_empty_store(config, capsys):
+    with connect(config):
+        assert main(["inspect", config, "--interval", "0"]) == 0
+    assert capsys.readouterr().out == "shm_store: 0 partitions, 0 B of 50.0 MB\n"
+
+
+def test_the_capacity_of_several_ledgers_is_that_of_all(tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text("{backend: shm_store, num_ledgers: 2, options: {capacity_bytes: '50000000'}}")
+    with connect(str(path)):
+        assert main(["inspect", str(path), "--interval", "0"]) == 0
+    assert capsys.readouterr().out == "shm_store: 0 partitions, 0 B of 100.0 MB\n"
+
+
+@pytest.mark.parametrize("interval", ["-1", "1e12", "nan"])
+def test_the_interval_is_checked(config, capsys, interval):
+    assert main(["inspect", config, "--interval", interval]) == 1
+    assert "Expected a number of seconds from 0 to 86400." in capsys.readouterr().err
+
+
+def test_it_ends_quietly_once_nobody_reads_its_output(client, config):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "dataplane_core", "inspect", config, "--interval", "0"]
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_it_ends_quietly_when_it_is_interrupted(client, config, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dataplane_tools._inspect.look", interrupted)
+    assert main(["inspect", config]) == 128 + signal.SIGINT
+    assert capsys.readouterr() == ("", "")
+
+
+def test_no_store_no_partition_and_no_config(client, config, tmp_path, capsys):
+    assert main(["inspect", config, "step-2"]) == 1
+    assert "'step-2'" in capsys.readouterr().err
+    client.close()
+    assert main(["inspect", config]) == 1
+    assert "shm_store" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "none.yaml")]) == 1
+    assert "none.yaml" in capsys.readouterr().err
+
+
+@pytest.fixture
+def worker(config, client):
+    """A process that waits for samples that nobody writes, and has announced so."""
+    program = (
+        "import sys; from dataplane_core import connect; from dataplane_core.config import load_config\n"
+        "config = load_config(sys.argv[1]).model_copy(update={'role': 'rollout 3', 'announce_s': 1.0})\n"
+        "def wait_for_samples(client):\n"
+        "    client.claim_meta('step-1', 'score', ['later'], 2, timeout_s=600)\n"
+        "wait_for_samples(connect(config, bootstrap=False))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, config])
+    eventually(
+        lambda: any(each.calls for each in client.list_clients() if each.pid == process.pid),
+        within_s=STARTS_S,
+        what="a client that waits",
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_it_names_the_process_that_waits_until_it_is_gone(client, worker, config, capsys, monkeypatch):
+    assert main(["inspect", config, "--interval", "0", "--stacks"]) == 0
+    text, _, stacks = capsys.readouterr().out.partition(f"stacks of process {worker.pid}:")
+    (line,) = [line.split() for line in text.splitlines() if "rollout 3" in line]
+    assert line[:4] == [socket.gethostname(), str(worker.pid), "rollout", "3"]
+    assert " ".join(line[6:]).startswith("claim_meta step-1 for ")
+    assert "wait_for_samples" in stacks or "Permission denied" in stacks  # a host may forbid ptrace
+    monkeypatch.setattr("dataplane_tools._inspect.shutil.which", lambda *args, **kwargs: None)
+    assert main(["inspect", config, "--interval", "0", "--stacks"]) == 1
+    assert "pip install 'dataplane-tools[stacks]'" in capsys.readouterr().err
+    worker.kill()
+    worker.wait()
+    eventually(
+        lambda: worker.pid not in {each.pid for each in client.list_clients()},
+        within_s=STARTS_S,
+        what="the end of a killed client",
+    )

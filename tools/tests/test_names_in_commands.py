@@ -1,0 +1,77 @@
+"""Names that come from a store may hold what a terminal or a page obeys. Commands show it by escapes."""
+
+import io
+import os
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+from rich.console import Console
+
+from dataplane_core import connect
+from dataplane_core.cli import main
+from dataplane_core.errors import UnknownPartitionError
+from dataplane_tools._top import Looks, screen
+
+#: An escape sequence that clears a screen, a C1 control, a new line, NUL, an override of direction, markup.
+EVIL = "\x1b[2J\x9b1m\nfaked: line\r\0\u202egnp.exe [bold]x[/bold] <b>&"
+SHOWN = "\\x1b[2J\\x9b1m\\nfaked: line\\r\\x00\\u202egnp.exe [bold]x[/bold] <b>&"
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("{backend: shm_store, options: {capacity_bytes: 50MB}, announce_s: null}")
+    return str(path)
+
+
+@pytest.fixture
+def client(config):
+    with connect(config) as client:
+        client.register_partition(EVIL, [EVIL], None, [EVIL])
+        client.put_samples([EVIL, "b"], EVIL, {EVIL: torch.zeros(2)})
+        client.claim_meta(EVIL, EVIL, [EVIL], 1, lease_s=60.0)
+        yield client
+
+
+def check(text):
+    assert SHOWN in text
+    assert all(line.isprintable() for line in text.split("\n")), text
+    assert not any(line.startswith("faked") for line in text.split("\n"))
+
+
+def test_inspect(client, config, capsys):
+    assert main(["inspect", config, EVIL, "--interval", "0"]) == 0
+    check(capsys.readouterr().out)
+    assert main(["inspect", config, f"{EVIL}2"]) == 1
+    check(capsys.readouterr().err)
+
+
+def test_top(client):
+    looks = Looks(client)
+    for _ in range(4):
+        looks.ask()
+    console = Console(width=1000, file=io.StringIO())
+    console.print(screen(looks))
+    text = console.file.getvalue()
+    assert "faked: line" in text
+    assert all(line.isprintable() for line in text.split("\n"))
+
+
+def test_flow_writes_a_page_that_xml_allows(client, config, tmp_path, capsys):
+    assert main(["flow", config, "--seconds", "0.01", "-o", os.fspath(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    svg = ElementTree.fromstring((tmp_path / "out" / "flow.svg").read_text())
+    assert any(SHOWN[:20] in text for text in svg.itertext())
+    page = (tmp_path / "out" / "flow.html").read_text()
+    assert "<b>" not in page
+    assert all(line.isprintable() for line in page.split("\n"))
+
+
+def test_errors_and_metas(client):
+    with pytest.raises(UnknownPartitionError) as caught:
+        client.list_sample_ids(f"{EVIL}2")
+    check(str(caught.value))
+    meta = client.claim_meta(EVIL, EVIL, [EVIL], 1, lease_s=60.0)
+    check(repr(meta))
+    assert "\x1b" not in meta._repr_html_() + client.describe(EVIL)._repr_html_()

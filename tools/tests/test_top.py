@@ -1,0 +1,136 @@
+"""`dataplane top`: what it asks, what it shows, and the terminal."""
+
+import io
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from rich.console import Console
+
+from dataplane_core import connect
+from dataplane_core.cli import main
+from dataplane_tools._top import Looks, screen
+
+
+class Clock:
+    """A clock that each question moves on by ``cost_s``."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.cost_s = 0.0
+
+    def __call__(self):
+        self.now += self.cost_s / 2
+        return self.now
+
+
+@pytest.fixture
+def client():
+    with connect({"backend": "noop", "options": {"capacity_bytes": 10_000}, "role": "driver"}) as client:
+        client.register_partition("step-1", ["x"], 16, ["score", "train"])
+        ids = [f"s{row}" for row in range(8)]
+        client.put_samples(ids, "step-1", {"x": torch.zeros(8)})
+        client.ack(client.claim_meta("step-1", "score", ["x"], 6, lease_s=60.0))
+        client.claim_meta("step-1", "train", ["x"], 2, lease_s=60.0)
+        yield client
+
+
+def shown(looks):
+    console = Console(width=118, file=io.StringIO())
+    console.print(screen(looks))
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("name", ["exp[/1]", "pool[train]", "a[bold red]b"])
+def test_names_with_brackets_are_shown_as_they_are(name):
+    with connect({"backend": "noop", "role": name, "announce_s": None}) as client:
+        client.register_partition(name, ["x"], 16, [name])
+        client.put_samples(["a"], name, {"x": torch.zeros(1)})
+        client.claim_meta(name, name, ["x"], 1, lease_s=60.0)
+        looks = Looks(client)
+        for _ in range(4):
+            looks.ask()
+        assert shown(looks).count(name) == 2  # the partition and the task
+
+
+def test_the_flow_and_the_stage_that_lags(client):
+    looks = Looks(client)
+    for _ in range(4):
+        looks.ask()
+    lines = [" ".join(line.replace("━", "").replace("─", "").split()) for line in shown(looks).splitlines()]
+    holder = f"process {os.getpid()} on "
+    assert lines[0].startswith("noop 1 partition 32 B of 10.0 kB")
+    assert lines[3:5] == ["written 8/16", "→ score 6/16 2 0"]
+    assert lines[5].startswith(f"→ train 0/16 6 2 lags {holder}")
+
+
+def test_one_question_at_a_time_and_rarely_if_it_costs_much(client):
+    clock = Clock()
+    looks = Looks(client, clock=clock)
+    asked = []
+    for name in ("list_partitions", "describe", "list_clients"):
+        method = getattr(client, name)
+        setattr(client, name, lambda *args, name=name, method=method: (asked.append(name), method(*args))[1])
+    for count in range(1, 8):
+        assert looks.ask() == 1.0
+        assert len(asked) == count
+    assert asked == ["list_partitions", "describe", "list_clients"] * 2 + ["list_partitions"]
+    clock.cost_s = 0.2
+    assert looks.ask() >= 10.0
+
+
+def test_rates_and_partitions_that_are_cleared(client):
+    clock = Clock()
+    looks = Looks(client, clock=clock)
+    for _ in range(3):
+        looks.ask()
+    client.put_samples(["s8", "s9"], "step-1", {"x": torch.zeros(2)})
+    clock.now += 4.0
+    for _ in range(3):
+        looks.ask()
+    assert looks.partitions["step-1"]["written_per_s"] == 0.5
+    client.clear_samples(None, "step-1")
+    for _ in range(3):
+        looks.ask()
+    assert looks.partitions == {}
+    assert "0 partitions" in shown(looks)
+
+
+def test_in_a_pipe_it_refers_to_inspect(tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text("{backend: shm_store}")
+    assert main(["top", str(path)]) == 1
+    assert "needs a terminal. In a pipe, use dataplane inspect." in capsys.readouterr().err
+
+
+def test_in_a_terminal(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("{backend: shm_store, options: {capacity_bytes: 50000000}}")
+    with connect(str(path)) as client:
+        client.register_partition("step-1", ["x"], 16, ["train"])
+        client.put_samples(["a"], "step-1", {"x": torch.zeros(1)})
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.environ.update(TERM="xterm", COLUMNS="118", LINES="30")
+            os.execv(sys.executable, [sys.executable, "-m", "dataplane_core", "top", str(path)])
+        seen = ""
+        until = time.monotonic() + 120.0
+        while "step-1" not in seen and time.monotonic() < until:
+            if select.select([terminal], [], [], 1.0)[0]:
+                seen += os.read(terminal, 65536).decode(errors="replace")
+        assert re.search(r"written +1/16", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen))
+        os.kill(pid, signal.SIGINT)
+        while True:  # its last words must be read, or it cannot end
+            try:
+                if not os.read(terminal, 65536):
+                    break
+            except OSError:
+                break
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        os.close(terminal)

@@ -137,7 +137,7 @@ class MooncakeInstance(Instance):
     """
 
     prefix = "tqm-"
-    distribution = "dataplane-mooncake"
+    distribution = "dataplane-mooncake-backend"
     protocol = 6
 
     def __init__(self, *args: Any) -> None:

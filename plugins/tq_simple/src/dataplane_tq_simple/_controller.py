@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from transfer_queue.controller import TransferQueueController
 
+from dataplane_tq_simple._book import Started
+from dataplane_tq_simple._keeper import Keeper, UnitMaker
 from dataplane_tq_simple._sampler import CALL_PARTITION
-
-if TYPE_CHECKING:
-    from dataplane_tq_simple._book import Started
-    from dataplane_tq_simple._cluster import Instance
 
 __all__ = ["Controller"]
 
@@ -36,7 +34,7 @@ class Controller(_BaseController):  # type: ignore[misc]  # has no types
     A worker process that imports it imports dataplane_core first, which keeps torch's compiler from loading.
     """
 
-    _keeper: Any = None
+    _keeper: Keeper | None = None
     _keeps: bytes | None = None  # the class and the options of the instance, packed
 
     def __init__(self, *args: Any, keeps_journal: bool = False, **kwargs: Any) -> None:
@@ -56,7 +54,7 @@ class Controller(_BaseController):  # type: ignore[misc]  # has no types
             self.tq_config = told
         self._keeps = self.sampler.noted(_KEEPER_NOTE)
         if self._keeps is not None:
-            self._make_keeper(*pickle.loads(self._keeps))
+            self._keeper = Keeper(*pickle.loads(self._keeps), self.sampler)
             self._keeper.come_back()
 
     def line(self) -> tuple[int, bytes, str, int]:
@@ -72,16 +70,11 @@ class Controller(_BaseController):  # type: ignore[misc]  # has no types
             self.sampler.note(_KEEPER_NOTE, self._keeps)
         _BaseController.store_config(self, conf)
 
-    def keep_units(self, instance: type[Instance], config: Any, units: list[tuple[str, str, Started]]) -> None:
+    def keep_units(self, instance: UnitMaker, config: Any, units: list[tuple[str, str, Started]]) -> None:
         """Starts to watch the storage units of the instance: names, actors, and what they said."""
         self._keeps = pickle.dumps((instance, config))
-        self._make_keeper(instance, config)
-        self._keeper.begin(units)
-
-    def _make_keeper(self, instance: type[Instance], config: Any) -> None:
-        from dataplane_tq_simple._keeper import Keeper
-
         self._keeper = Keeper(instance, config, self.sampler)
+        self._keeper.begin(units)
 
 
 def _was_started_before() -> bool:

@@ -20,9 +20,9 @@ from typing import Any, Final, Protocol
 import ray
 import ray.exceptions
 import zmq as _zmq
-from transfer_queue.utils.zmq_utils import create_zmq_socket
 from zmq.utils.monitor import recv_monitor_message
 
+from dataplane_tq_simple import _privates
 from dataplane_tq_simple._actors import lookup, named_actors, nodes_for_units
 from dataplane_tq_simple._book import Started, UnitBook
 from dataplane_tq_simple._sampler import LedgerSampler
@@ -153,7 +153,7 @@ class Keeper:
                 del self._ears[name]
         for name, (actor, started) in live.items():
             if name not in self._ears:
-                peer = create_zmq_socket(self._context, zmq.DEALER, started.ip)
+                peer = _privates.new_socket(self._context, zmq.DEALER, started.ip)
                 peer.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS // 3)
                 peer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_MS)
                 bad = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED

@@ -59,7 +59,7 @@ def test_it_writes_where_it_is_told_to(here):
         ("none", "cannot name a backend"),
         ("on", "cannot name a backend"),
         ("noop", "'noop' is taken: it is a backend of dataplane-noop already"),
-        ("tq_mooncake", "'tq_mooncake' is taken: it is a backend of dataplane-mooncake already"),
+        ("tq_mooncake", "'tq_mooncake' is taken: it is a backend of dataplane-mooncake-backend already"),
         ("core", "'core' is taken: its package would be dataplane-core"),
         ("redis", "'redis' is taken: its package would be dataplane-redis"),
         ("mooncake", "'mooncake' is taken: its package would be dataplane-mooncake"),

@@ -63,6 +63,12 @@ class CleanEnvironment:
 
 
 @pytest.fixture(scope="session")
+def new_environment():
+    """Makes a clean environment in a folder."""
+    return CleanEnvironment
+
+
+@pytest.fixture(scope="session")
 def clean(tmp_path_factory):
     """A clean environment with dataplane-core and the kit in it."""
     environment = CleanEnvironment(tmp_path_factory.mktemp("clean"))

@@ -1,5 +1,6 @@
 """The wheels of all packages: what they contain, and that pip installs them from a folder by name."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -7,6 +8,8 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
+
+from dataplane_mooncake.machine import DISTRIBUTIONS, TRIED
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = [
@@ -41,9 +44,10 @@ def test_each_has_license_readme_types_and_bounds(wheels):
             head = message_from_string(archive.read(metadata).decode())
             assert archive.read(license_file) == (ROOT / "LICENSE").read_bytes()
         assert head["License-Expression"] == "Apache-2.0"
-        assert "Typing :: Typed" in head.get_all("Classifier")
         assert len(head.get_payload()) > 500  # the README
-        assert any(name.endswith("/py.typed") for name in names)
+        if head["Name"] != "dataplane-mooncake":  # it has no modules
+            assert "Typing :: Typed" in head.get_all("Classifier")
+            assert any(name.endswith("/py.typed") for name in names)
         assert not [name for name in names if "/tests/" in name or name.endswith(".pyc")]
         ours = [each for each in head.get_all("Requires-Dist") if each.startswith("dataplane-")]
         assert all("<0.2,>=0.1" in each for each in ours), ours
@@ -60,4 +64,70 @@ def test_pip_installs_core_and_a_backend_by_name_from_a_folder(wheels, clean):
     )
     assert "dataplane" not in check.stdout, check.stdout
     assert clean.run("dataplane", "--version").stdout == "dataplane-core 0.1.0\n"
-    assert clean.run("python", "-m", "dataplane_core", "backends").stdout.count("dataplane-mooncake") == 1
+    assert clean.run("python", "-m", "dataplane_core", "backends").stdout.count("dataplane-mooncake-backend") == 1
+
+
+# --- the wheels of Mooncake -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mooncakes(tmp_path_factory):
+    """A folder with a stand-in for each wheel of Mooncake: the module and the master, which do nothing."""
+    folder = tmp_path_factory.mktemp("mooncakes")
+    for name in DISTRIBUTIONS:
+        stem, info = name.replace("-", "_"), f"{name.replace('-', '_')}-{TRIED[-1]}.dist-info"
+        files = {
+            "mooncake/__init__.py": "",
+            "mooncake/store.py": "",
+            "mooncake/mooncake_master": "#!/bin/sh\n",
+            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {TRIED[-1]}\n",
+            f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        }
+        files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+        with zipfile.ZipFile(folder / f"{stem}-{TRIED[-1]}-py3-none-any.whl", "w") as archive:
+            for path, text in files.items():
+                entry = zipfile.ZipInfo(path)
+                entry.external_attr = 0o100755 << 16
+                archive.writestr(entry, text)
+    return folder
+
+
+@pytest.fixture
+def pip(wheels, mooncakes, new_environment, tmp_path):
+    """Runs pip, with all these wheels at hand, in an environment without Mooncake: ``pip.environment``."""
+    environment = new_environment(tmp_path)
+    for path in (environment.folder / "venv" / "lib").glob("python*/site-packages/*mooncake*"):
+        path.unlink()
+
+    def run(*words):
+        found = (
+            ["--no-index", "--find-links", str(wheels), "--find-links", str(mooncakes)] if "install" in words else []
+        )
+        command = [sys.executable, "-m", "pip", "--python", str(environment.python), *words, *found]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=170, stdin=subprocess.DEVNULL)
+        return done.stdout
+
+    run.environment = environment
+    return run
+
+
+def doctor(environment):
+    return environment.run("dataplane", "doctor", "tq_mooncake").stdout
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_the_backend_runs_with_each_wheel_of_mooncake_and_asks_for_none(pip, name):
+    pip("install", name)
+    pip("install", "dataplane-core", "dataplane-mooncake-backend")
+    assert f"Mooncake is installed once: {name} {TRIED[-1]}." in doctor(pip.environment)
+    assert "dataplane" not in pip("check")
+
+
+def test_the_doctors_advice_repairs_a_wheel_for_cuda_with_another_over_it(pip):
+    pip("install", "mooncake-transfer-engine", "dataplane-core", "dataplane-mooncake")
+    said = doctor(pip.environment)
+    assert "2 distributions install the module mooncake" in said
+    for words in re.findall(r"pip ((?:uninstall|install) [^&\n]+)", said):
+        pip(*words.split())
+    assert f"Mooncake is installed once: mooncake-transfer-engine {TRIED[-1]}." in doctor(pip.environment)
+    assert "dataplane" not in pip("check")

@@ -33,7 +33,11 @@ KNOWN_BACKENDS: Final[dict[str, str]] = {
     "shm_store": "dataplane-shm",
     "redis_store": "dataplane-redis",
     "tq_simple": "dataplane-tq-simple",
-    "tq_mooncake": "dataplane-mooncake",
+    "tq_mooncake": "dataplane-mooncake-backend",
+}
+#: What to install, where that is more than this distribution.
+_INSTALL: Final = {
+    "tq_mooncake": "dataplane-mooncake (where a CUDA wheel of Mooncake is installed: dataplane-mooncake-backend)",
 }
 
 #: Commands of this project, in the order of the help -> the distribution that contains it, and what it does.
@@ -138,7 +142,7 @@ def unknown_plugin(group: str, name: str, kind: str) -> UnknownBackendError:
         parts.append(f"Did you mean '{near}'?")
     known = name if name in packages else near if near not in found else None
     if known in packages:
-        parts.append(f"Install '{known}' with: pip install {packages[known]}")
+        parts.append(f"Install '{known}' with: pip install {_INSTALL.get(known, packages[known])}")
     return UnknownBackendError(
         f"{kind} '{name}' is not installed. Found: {', '.join(found) or 'none'}.", hint=" ".join(parts) or None
     )

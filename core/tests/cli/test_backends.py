@@ -35,5 +35,5 @@ def test_every_backend_of_this_project_is_known_with_its_package():
     found = {}
     for path in (Path(__file__).parents[3] / "plugins").glob("*/pyproject.toml"):
         project = tomllib.loads(path.read_text())["project"]
-        found |= dict.fromkeys(project["entry-points"]["dataplane.backends"], project["name"])
+        found |= dict.fromkeys(project.get("entry-points", {}).get("dataplane.backends", ()), project["name"])
     assert found == KNOWN_BACKENDS

@@ -1,6 +1,7 @@
 """The house's doors: what core may import, and what importing it may do."""
 
 import ast
+import functools
 import importlib
 import json
 import subprocess
@@ -26,11 +27,18 @@ OURS = (
 )
 
 
+@functools.cache
+def nodes_of(path):
+    """The statements of a file that import, and the whole of it at first."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))]
+
+
 def imports(path):
     """(module, whether at module level) of every import in a file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree, *nodes = nodes_of(path)
     top = set(map(id, tree.body))
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, id(node) in top) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -125,7 +133,7 @@ OUTSIDE = [
 
 def modules_of_core(path):
     """The modules of core that a file imports from, as parts of their names behind ``dataplane_core``."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dataplane_core."):
             yield node.module.split(".")[1:]
 
@@ -153,15 +161,25 @@ def test_wings_and_other_packages_enter_a_wing_by_its_face():
     assert found == []
 
 
-def test_no_circle_of_imports_within_a_wing():
+def circle(source):
+    """The modules of a package that import each other, or one that does. Also imports for types count."""
+    modules = {
+        ".".join(path.relative_to(source.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in source.rglob("*.py")
+    }
     edges = {}
-    for path in SOURCE.rglob("*.py"):
-        parts = list(path.relative_to(SOURCE).with_suffix("").parts)
-        edges["/".join(parts)] = {"/".join(each) for each in modules_of_core(path)}
+    for name, path in modules.items():
+        nodes = [node for node in nodes_of(path) if isinstance(node, ast.ImportFrom)]
+        found = [(node.module, f"{node.module}.{alias.name}") for node in nodes for alias in node.names]
+        edges[name] = {inner if inner in modules else module for module, inner in found}
     while leaves := [name for name, imported in edges.items() if not imported & edges.keys()]:
         for name in leaves:
             del edges[name]
-    assert not edges, f"these modules import each other, or one that does: {sorted(edges)}"
+    return sorted(edges)
+
+
+def test_no_circle_of_imports_within_core():
+    assert circle(SOURCE) == []
 
 
 @pytest.mark.parametrize("wing", [name for name in WINGS if (SOURCE / name).is_dir()])
@@ -169,3 +187,29 @@ def test_a_face_says_what_lives_in_the_wing_and_what_others_may_import(wing):
     face = importlib.import_module(f"dataplane_core.{wing}")
     assert len((face.__doc__ or "").strip().splitlines()) >= 3  # what lives here; a blank line; who calls it
     assert all(hasattr(face, name) for name in face.__all__)
+
+
+# --- backends ---------------------------------------------------------------------------------------------------------
+
+BACKENDS = sorted(path.parent for path in ROOT.glob("plugins/*/src/*/__init__.py"))
+
+
+@pytest.mark.parametrize("source", BACKENDS, ids=lambda source: source.name)
+def test_no_circle_of_imports_within_a_backend(source):
+    assert circle(source) == []
+
+
+def test_no_backend_imports_another_but_tq_mooncake_which_enters_by_a_face():
+    found = []
+    for source in BACKENDS:
+        others = {each.name for each in BACKENDS} - {source.name}
+        for path in source.rglob("*.py"):
+            for module in {module for module, _ in imports(path) if named(module, others)}:
+                if (
+                    source.name != "dataplane_mooncake"
+                    or not module.startswith("dataplane_tq_simple")
+                    or "._" in module
+                ):
+                    found.append(f"{path.relative_to(ROOT)}: {module}")
+    assert len(BACKENDS) >= 5
+    assert found == []

@@ -48,13 +48,3 @@ def test_a_master_that_may_not_be_executed_is_an_error_with_its_mode(tmp_path, m
     ((said, mends),) = findings(Level.ERROR, segment_size_bytes=64 << 20)
     assert said == f"{path} is not executable (mode 644)."
     assert mends == f"Run: chmod +x {path}"
-
-
-def test_two_wheels_over_each_other_are_an_error(tmp_path, monkeypatch):
-    folder = tmp_path / "mooncake_transfer_engine-0.3.13.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mooncake-transfer-engine\nVersion: 0.3.13\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    ((said, mends),) = findings(Level.ERROR, segment_size_bytes=64 << 20)
-    assert "2 distributions install the module mooncake" in said
-    assert mends.startswith("Remove them all and install one: pip uninstall -y ")

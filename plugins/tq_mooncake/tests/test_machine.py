@@ -20,24 +20,46 @@ def test_this_machine_has_what_it_needs():
     machine.check_master()
 
 
-def test_two_wheels_over_each_other_are_named(tmp_path, monkeypatch, connect):
-    folder = tmp_path / "mooncake_transfer_engine-0.3.13.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mooncake-transfer-engine\nVersion: 0.3.13\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+@pytest.fixture
+def wheels(monkeypatch):
+    """Stands in for the wheels that are installed: ``wheels({name: version})``."""
+
+    def stand_in(versions):
+        there = metadata.version
+
+        def version(name):
+            if name in machine.DISTRIBUTIONS and name not in versions:
+                raise metadata.PackageNotFoundError(name)
+            return versions.get(name) or there(name)
+
+        monkeypatch.setattr(machine.metadata, "version", version)
+
+    return stand_in
+
+
+@pytest.mark.parametrize("name", machine.DISTRIBUTIONS)
+def test_each_wheel_will_do_in_a_version_that_was_tried(wheels, name):
+    for version in machine.TRIED:
+        wheels({name: version})
+        machine.check_distributions()
+    wheels({name: "0.2.0"})
+    with pytest.raises(ConfigError, match=rf"{name} 0\.2\.0 is installed, with which this package was not tried"):
+        machine.check_distributions()
+
+
+def test_two_wheels_over_each_other_are_named_and_the_one_for_cuda_is_kept(wheels, connect):
+    wheels({"mooncake-transfer-engine-non-cuda": machine.TRIED[-1], "mooncake-transfer-engine": "0.3.13"})
     with pytest.raises(ConfigError, match=r"2 distributions install the module mooncake") as error:
         connect()
     assert "'mooncake-transfer-engine 0.3.13'" in str(error.value)
-    assert "pip uninstall -y mooncake-transfer-engine-non-cuda mooncake-transfer-engine && pip install" in str(
-        error.value
+    assert "mooncake-transfer-engine-non-cuda mooncake-transfer-engine && pip install" in str(error.value)
+    assert error.value.hint.endswith(
+        f"pip install dataplane-mooncake-backend mooncake-transfer-engine=={machine.TRIED[-1]}"
     )
 
 
-def test_no_wheel_is_said(monkeypatch):
-    def absent(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(machine.metadata, "version", absent)
+def test_no_wheel_is_said(wheels):
+    wheels({})
     with pytest.raises(ConfigError, match="pip install mooncake-transfer-engine-non-cuda=="):
         machine.check_distributions()
 
@@ -46,7 +68,7 @@ def test_no_wheel_is_said(monkeypatch):
     ("library", "command"),
     [
         ("libibverbs.so.1", "apt-get install libibverbs1"),
-        ("libcudart.so.12", "pip uninstall -y mooncake-transfer-engine-non-cuda mooncake-transfer-engine"),
+        ("libcudart.so.12", "pip uninstall -y mooncake-transfer-engine-non-cuda && pip install"),
     ],
 )
 def test_a_missing_library_is_named_and_the_cause_kept(tmp_path, monkeypatch, connect, library, command):

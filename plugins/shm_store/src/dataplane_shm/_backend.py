@@ -18,7 +18,6 @@ from dataplane_core.backends import (
     Finding,
     LedgerBackend,
     OwnedProcess,
-    PrivateFolder,
     RefsGoneError,
     last_words,
 )
@@ -27,10 +26,11 @@ from dataplane_core.host_memory import Arena, check_capacity, memory_limit
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
 from dataplane_shm import _payload
+from dataplane_shm._diagnosis import diagnose
 from dataplane_shm._layout import Layout
 from dataplane_shm._messages import Begin, ClaimOrWait, Drop, Find, Place, PutWhole, Statistics, Status
 from dataplane_shm._session import Connection, Pin
-from dataplane_shm.config import ShmConfig
+from dataplane_shm.config import ShmConfig, arena_bytes_for, store_folder
 
 __all__ = ["ShmBackend"]
 
@@ -89,8 +89,6 @@ class ShmBackend(LedgerBackend):
     @classmethod
     def diagnose(cls, config: ShmConfig, *, deadline: float) -> Iterable[Finding]:
         """Checks the system, the memory that may be used, and the running store."""
-        from dataplane_shm._diagnosis import diagnose
-
         return diagnose(config, deadline)
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -249,13 +247,3 @@ class ShmBackend(LedgerBackend):
     def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
         # the store frees payload by itself; only the conformance kit, which loses payload on purpose, comes here
         self._connected().call("delete", deadline, Drop(list(refs)))
-
-
-def store_folder(namespace: str) -> PrivateFolder:
-    """The folder of the store of that name."""
-    return PrivateFolder("shm", namespace, "ledger.sock")
-
-
-def arena_bytes_for(capacity_bytes: int) -> int:
-    """The size of the arena of a store: its capacity and room for tables, and for cleared rows that are still read."""
-    return capacity_bytes + capacity_bytes // 4 + (64 << 20)

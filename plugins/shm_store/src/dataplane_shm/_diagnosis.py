@@ -13,10 +13,9 @@ from typing import Final
 from dataplane_core.backends import Finding, Level, PrivateFolder
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.host_memory import memory_limit
-from dataplane_shm._backend import arena_bytes_for, store_folder
 from dataplane_shm._messages import Status
 from dataplane_shm._session import Connection
-from dataplane_shm.config import ShmConfig
+from dataplane_shm.config import ShmConfig, arena_bytes_for, store_folder
 
 __all__ = ["diagnose", "huge_pages"]
 

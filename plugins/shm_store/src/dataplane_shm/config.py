@@ -1,12 +1,12 @@
-"""The options of the ``shm_store`` backend."""
+"""The options of the ``shm_store`` backend, and what follows from them: where a store lies, and its size."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from dataplane_core.backends import CapacityOptions, SizeBytes
+from dataplane_core.backends import CapacityOptions, PrivateFolder, SizeBytes
 
-__all__ = ["ShmConfig"]
+__all__ = ["ShmConfig", "arena_bytes_for", "store_folder"]
 
 
 class ShmConfig(CapacityOptions):
@@ -28,3 +28,13 @@ class ShmConfig(CapacityOptions):
     touch_ahead_bytes: SizeBytes = Field(default=256 << 20, ge=0)
     """Memory that is made ready in the background before it is used. The store starts with it, and makes as much more
     ready whenever less than half of it is left."""
+
+
+def store_folder(namespace: str) -> PrivateFolder:
+    """The folder of the store of that name."""
+    return PrivateFolder("shm", namespace, "ledger.sock")
+
+
+def arena_bytes_for(capacity_bytes: int) -> int:
+    """The size of the arena of a store: its capacity and room for tables, and for cleared rows that are still read."""
+    return capacity_bytes + capacity_bytes // 4 + (64 << 20)

@@ -10,7 +10,7 @@ from dataplane_core.spec import Capability
 from dataplane_mooncake._diagnosis import diagnose
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import check_machine, check_master
-from dataplane_tq_simple._backend import QueueBackend
+from dataplane_tq_simple import QueueBackend
 
 if TYPE_CHECKING:
     from dataplane_mooncake._engine import Engine

@@ -25,9 +25,8 @@ from dataplane_mooncake._master import Master
 from dataplane_mooncake._store import StoreSettings, endpoint_of, open_engine, pinned_in
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import NodeMemory, check_machine, check_memory
-from dataplane_tq_simple._actors import get_within
-from dataplane_tq_simple._cluster import Instance
 from dataplane_tq_simple.addresses import announced_address
+from dataplane_tq_simple.engines import Instance, get_within
 
 __all__ = ["MooncakeInstance", "Segment", "SegmentHost", "this_nodes_address"]
 
@@ -137,7 +136,7 @@ class MooncakeInstance(Instance):
     """
 
     prefix = "tqm-"
-    distribution = "dataplane-mooncake"
+    distribution = "dataplane-mooncake-backend"
     protocol = 6
 
     def __init__(self, *args: Any) -> None:

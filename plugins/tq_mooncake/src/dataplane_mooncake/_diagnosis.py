@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 
 from dataplane_core.backends import Finding
 from dataplane_core.errors import ConfigError
@@ -26,7 +27,7 @@ __all__ = ["diagnose"]
 
 def diagnose(config: TQMooncakeConfig) -> Iterator[Finding]:
     """Findings for these options; see `Backend.diagnose`."""
-    yield _finding(check_distributions, f"Mooncake is installed once: {', '.join(installed())}.")
+    yield _finding(check_distributions, f"Mooncake is installed once: {' '.join(chain(*installed().items()))}.")
     yield _finding(check_library, "Mooncake's library loads.")
     if config.master_address is None:
         yield _finding(check_master, "mooncake_master exists and is executable.")

@@ -37,9 +37,7 @@ from dataplane_mooncake._store import (
     StoreSettings,
 )
 from dataplane_mooncake.machine import check_machine
-from dataplane_tq_simple._actors import ActorWatch
-from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._queue import QueueEngine
+from dataplane_tq_simple.engines import ActorWatch, QueueEngine, UnitsGoneError
 
 __all__ = ["Engine"]
 
@@ -243,6 +241,8 @@ class Engine(QueueEngine):
     def _master_came_back(self, store: Store, what: str, error: EngineError, deadline: float) -> bool:
         """Whether a call failed because the master had died. If so, waits until it is back and has its segments.
 
+        False if the master does not say so in time: what made the call fail is then the better answer.
+
         Raises:
             BackendUnavailableError: It is not back by the deadline, or the instance is dead.
         """
@@ -255,18 +255,21 @@ class Engine(QueueEngine):
             return found
 
         waits = False
-        while not there():
-            waits = True
-            self._watch().check()
-            self._refresh(deadline)
-            if time.monotonic() + 2 * _COMES_BACK_S >= deadline:
-                raise BackendUnavailableError(
-                    f"{what} failed: the mooncake_master at {self._instance.details['master']} of instance "
-                    f"{self.config.instance!r} died, and was not back by the deadline ({error}).",
-                    hint="The process that bootstrapped the instance starts it again: try again, or raise "
-                    "op_timeout_s.",
-                ) from error
-            time.sleep(_COMES_BACK_S)
+        try:
+            while not there():
+                waits = True
+                self._watch().check()
+                self._refresh(deadline)
+                if time.monotonic() + 2 * _COMES_BACK_S >= deadline:
+                    raise BackendUnavailableError(
+                        f"{what} failed: the mooncake_master at {self._instance.details['master']} of instance "
+                        f"{self.config.instance!r} died, and was not back by the deadline ({error}).",
+                        hint="The process that bootstrapped the instance starts it again: try again, or raise "
+                        "op_timeout_s.",
+                    ) from error
+                time.sleep(_COMES_BACK_S)
+        except OperationTimeoutError:
+            return False
         # the first request to a new master may fail; and it does not know what a put began with the old one
         return waits or error.code in (NOT_FOUND, UNREACHABLE)
 

@@ -6,17 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import ray
 import ray.exceptions
 
 from dataplane_mooncake._master import Master
 
-if TYPE_CHECKING:
-    from dataplane_mooncake._cluster import MooncakeInstance
-
-__all__ = ["Keeper"]
+__all__ = ["Keeper", "Kept"]
 
 _logger = logging.getLogger(__name__)
 
@@ -27,6 +24,22 @@ _AGAIN_S: Final = 1.0
 _ASK_S: Final = 0.5
 #: Seconds that the storage units have to let go of a dead master, and the controller to publish what changed.
 _LET_GO_S: Final = 30.0
+
+
+class Kept(Protocol):
+    """What a `Keeper` asks of an instance."""
+
+    def unmount_all(self, deadline: float) -> None:
+        """Has all units let go of their segments. A dead unit counts as having done so."""
+
+    def mount_all(self, deadline: float) -> None:
+        """Has all units that had a segment mount a new one, at a master that knows of no others."""
+
+    def unit_died(self, actor: str, deadline: float) -> None:
+        """Tells clients that the segment of a unit is gone."""
+
+    def unit_came_back(self, actor: str, deadline: float) -> None:
+        """Has a unit that was started again mount a segment."""
 
 
 class _Unit:
@@ -56,7 +69,7 @@ class Keeper:
     """
 
     def __init__(
-        self, instance: MooncakeInstance, master: Master | None, units: Mapping[str, tuple[Any, str]], start_s: float
+        self, instance: Kept, master: Master | None, units: Mapping[str, tuple[Any, str]], start_s: float
     ) -> None:
         self._instance = instance
         self._master = master

@@ -29,41 +29,63 @@ __all__ = [
     "master_path",
 ]
 
-#: The wheels that install the module ``mooncake``, and what each is built for. This package depends on the first.
+#: The wheels that install the module ``mooncake``, and what each is built for. This package depends on none of them.
 DISTRIBUTIONS: Final[Mapping[str, str]] = {
     "mooncake-transfer-engine-non-cuda": "no CUDA",
     "mooncake-transfer-engine": "CUDA 12",
     "mooncake-transfer-engine-cuda13": "CUDA 13",
 }
-_OURS: Final = next(iter(DISTRIBUTIONS))
-_VERSION: Final = "0.3.13.post1"
-_INSTALL: Final = f"pip install {_OURS}=={_VERSION}"
+#: The versions with which this package was tried, oldest first. It relies on more than Mooncake documents.
+TRIED: Final = ("0.3.11.post1", "0.3.12.post1", "0.3.13", "0.3.13.post1")
+_PLAIN, *_FOR_CUDA = DISTRIBUTIONS
+_INSTALL: Final = f"pip install {_PLAIN}=={TRIED[-1]}"
+#: The package that is this one and the wheel without CUDA.
+_WITH_WHEEL: Final = "dataplane-mooncake"
 
 _DEVICES: Final = Path("/sys/class/infiniband")
 _MIB: Final = 1024 * 1024
 
 
-def installed() -> list[str]:
+def installed() -> dict[str, str]:
     """Names and versions of the installed wheels. There should be exactly one."""
-    found = []
+    found = {}
     for name in DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found.append(f"{name} {metadata.version(name)}")
+            found[name] = metadata.version(name)
     return found
 
 
 def check_distributions() -> None:
-    """Checks that exactly one of the three wheels is installed. Several overwrite each other's files."""
+    """Checks that exactly one of the three wheels is installed, of a version that was tried.
+
+    Several overwrite each other's files.
+    """
     found = installed()
-    if len(found) == 1:
-        return
     if not found:
-        raise ConfigError("no Mooncake is installed.", hint=f"Install it: {_INSTALL}")
-    names = " ".join(each.split()[0] for each in found)
-    raise ConfigError(
-        f"{len(found)} distributions install the module mooncake over each other: {preview(found)}. Expected one.",
-        hint=f"Remove them all and install one: pip uninstall -y {names} && {_INSTALL}",
-    )
+        raise ConfigError(
+            "no Mooncake is installed.",
+            hint=f"Install one: {_INSTALL} (it needs no CUDA, and works on hosts with GPUs too). If other libraries "
+            f"need one for CUDA: {' or '.join(_FOR_CUDA)}, in this version.",
+        )
+    if len(found) > 1:
+        names = [name for name in (_WITH_WHEEL, *found) if name in found or _is_installed(name)]
+        (kept, *_) = [name for name in found if name != _PLAIN]  # other libraries may need this one
+        raise ConfigError(
+            f"{len(found)} distributions install the module mooncake over each other: "
+            f"{preview(f'{name} {version}' for name, version in found.items())}. Expected one.",
+            hint=f"Remove them all and install one: pip uninstall -y {' '.join(names)} && pip install "
+            f"dataplane-mooncake-backend {kept}=={TRIED[-1]}",
+        )
+    ((name, version),) = found.items()
+    if version not in TRIED:
+        raise ConfigError(
+            f"{name} {version} is installed, with which this package was not tried. Expected {' or '.join(TRIED)}.",
+            hint=f"Run: pip install {name}=={TRIED[-1]}",
+        )
+
+
+def _is_installed(name: str) -> bool:
+    return any(True for _ in metadata.distributions(name=name))
 
 
 def check_library() -> Any:
@@ -80,11 +102,11 @@ def check_library() -> Any:
             hint = "Install it, for TCP too: apt-get install libibverbs1 (Debian, Ubuntu), dnf install libibverbs."
         elif "libcuda" in reason or "libcudart" in reason:
             hint = (
-                "The installed Mooncake is built for a CUDA that this machine lacks. Install the one without CUDA: "
-                f"pip uninstall -y {' '.join(DISTRIBUTIONS)} && {_INSTALL}"
+                "The installed Mooncake is built for a CUDA that this machine lacks. Install the one without: "
+                f"pip uninstall -y {' '.join(installed())} && {_INSTALL}"
             )
         else:
-            hint = f"Reinstall it: pip uninstall -y {' '.join(DISTRIBUTIONS)} && {_INSTALL}"
+            hint = _reinstall()
         raise ConfigError(f"Mooncake's library does not load: {reason}.", hint=hint) from error
 
 
@@ -99,7 +121,11 @@ def master_path() -> Path:
         path = Path(folder) / "mooncake_master"
         if path.is_file():
             return path
-    raise ConfigError("the installed Mooncake has no mooncake_master.", hint=f"Install one that has it: {_INSTALL}")
+    raise ConfigError("the installed Mooncake has no mooncake_master.", hint=_reinstall())
+
+
+def _reinstall() -> str:
+    return f"Reinstall it: pip install --force-reinstall --no-deps {next(iter(installed()), _PLAIN)}=={TRIED[-1]}"
 
 
 def check_master() -> None:

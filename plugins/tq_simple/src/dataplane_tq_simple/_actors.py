@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import ray
 import ray.exceptions
@@ -16,12 +16,10 @@ import ray.exceptions
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
 from dataplane_tq_simple._exchange import LineBrokenError, Peer
 
-if TYPE_CHECKING:
-    from dataplane_tq_simple._cluster import Instance
-
 __all__ = [
     "NAMESPACE",
     "ActorWatch",
+    "Controlled",
     "ControllerWatch",
     "cause",
     "controller_dead",
@@ -29,6 +27,7 @@ __all__ = [
     "get_within",
     "lookup",
     "named_actors",
+    "nodes_for_units",
 ]
 
 NAMESPACE: Final = "dataplane"
@@ -65,6 +64,17 @@ def named_actors(prefix: str) -> list[str]:
     """The names of our actors that begin so."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     return [each["name"] for each in actors if each["namespace"] == NAMESPACE and each["name"].startswith(prefix)]
+
+
+def nodes_for_units() -> list[str]:
+    """The nodes that get the units in turn, this node first. Without nodes that have no CPUs, if others have.
+
+    Ray's own spread strategy looks at the reserved resources, but units reserve next to none.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    workers = [node["NodeID"] for node in alive if node["Resources"].get("CPU", 0) > 0]
+    return sorted(workers or [node["NodeID"] for node in alive], key=lambda node: (node != here, node))
 
 
 def get_within(ref: Any, what: str, deadline: float) -> Any:
@@ -139,6 +149,19 @@ def controller_dead(instance: str, error: BaseException) -> BackendUnavailableEr
     )
 
 
+class Controlled(Protocol):
+    """What a `ControllerWatch` uses of an instance."""
+
+    config: Any
+    controller: Peer
+
+    def ask_line(self) -> Any:
+        """Asks the controller where it answers. Returns a Ray reference to the answer, for `line_in`."""
+
+    def line_in(self, answer: Any) -> Peer:
+        """The line in that answer."""
+
+
 class ControllerWatch:
     """Asks Ray where a controller that keeps a journal is, while an exchange waits for it.
 
@@ -147,7 +170,7 @@ class ControllerWatch:
         peers: Where the exchange takes the controller to be; other actors are not watched.
     """
 
-    def __init__(self, instance: Instance, peers: Sequence[Peer]) -> None:
+    def __init__(self, instance: Controlled, peers: Sequence[Peer]) -> None:
         self._instance = instance
         self._peers = [peer for peer in peers if peer.actor == instance.controller.actor]
         self._asked: Any = None

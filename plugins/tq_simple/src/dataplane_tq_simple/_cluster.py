@@ -41,6 +41,7 @@ from dataplane_tq_simple._actors import (
     get_within,
     lookup,
     named_actors,
+    nodes_for_units,
 )
 from dataplane_tq_simple._controller import Controller
 from dataplane_tq_simple._exchange import Peer
@@ -49,7 +50,7 @@ from dataplane_tq_simple._sampler import LedgerSampler
 from dataplane_tq_simple.addresses import check_address
 from dataplane_tq_simple.config import QueueConfig
 
-__all__ = ["Instance", "check_cpus", "cpu_error", "nodes_for_units"]
+__all__ = ["Instance", "check_cpus", "cpu_error"]
 
 # Environment variables of the processes that an instance starts. A value in the bootstrapping client's environment
 # wins.
@@ -410,17 +411,6 @@ class Instance(ABC):
 
 def _actor_env() -> dict[str, Any]:
     return {"env_vars": {name: os.environ.get(name, value) for name, value in _ACTOR_ENV.items()}}
-
-
-def nodes_for_units() -> list[str]:
-    """The nodes that get the units in turn, this node first. Without nodes that have no CPUs, if others have.
-
-    Ray's own spread strategy looks at the reserved resources, but units reserve next to none.
-    """
-    here = ray.get_runtime_context().get_node_id()
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    workers = [node["NodeID"] for node in alive if node["Resources"].get("CPU", 0) > 0]
-    return sorted(workers or [node["NodeID"] for node in alive], key=lambda node: (node != here, node))
 
 
 def _create(config: QueueConfig, name: str, create: Callable[[], Any], deadline: float) -> Any:

@@ -15,20 +15,19 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import ray
 import ray.exceptions
 import zmq as _zmq
-from transfer_queue.utils.zmq_utils import create_zmq_socket
 from zmq.utils.monitor import recv_monitor_message
 
-from dataplane_tq_simple._actors import lookup, named_actors
+from dataplane_tq_simple import _privates
+from dataplane_tq_simple._actors import lookup, named_actors, nodes_for_units
 from dataplane_tq_simple._book import Started, UnitBook
-from dataplane_tq_simple._cluster import Instance, nodes_for_units
 from dataplane_tq_simple._sampler import LedgerSampler
 
-__all__ = ["Keeper"]
+__all__ = ["Keeper", "UnitMaker"]
 
 _logger = logging.getLogger(__name__)
 zmq: Any = _zmq  # its type stubs are partial
@@ -42,6 +41,19 @@ _ASK_S: Final = 0.2
 _REACH_S: Final = 0.5
 #: A node that is lost without a word is noticed after about so many milliseconds.
 _HEARTBEAT_MS: Final = 15_000
+
+
+class UnitMaker(Protocol):
+    """How a keeper makes and asks the units of an instance. The class of an instance is one."""
+
+    def unit_prefix(self, config: Any) -> str:
+        """What the actor names of its units start with."""
+
+    def create_unit(self, config: Any, name: str, node: str, *, added: bool = False) -> Any:
+        """Creates the actor of a storage unit. Its creator owns it."""
+
+    def ask_unit(self, handle: Any) -> Any:
+        """Asks a unit for its address. Returns a Ray reference to the answer."""
 
 
 @dataclass(slots=True)
@@ -72,7 +84,7 @@ class Keeper:
         sampler: Has the book, and knows which rows are garbage.
     """
 
-    def __init__(self, instance: type[Instance], config: Any, sampler: LedgerSampler) -> None:
+    def __init__(self, instance: UnitMaker, config: Any, sampler: LedgerSampler) -> None:
         self._instance = instance
         self._config = config
         self._sampler = sampler
@@ -141,7 +153,7 @@ class Keeper:
                 del self._ears[name]
         for name, (actor, started) in live.items():
             if name not in self._ears:
-                peer = create_zmq_socket(self._context, zmq.DEALER, started.ip)
+                peer = _privates.new_socket(self._context, zmq.DEALER, started.ip)
                 peer.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS // 3)
                 peer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_MS)
                 bad = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import ray
-from transfer_queue.storage.simple_storage import SimpleStorageUnit
-from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
+from dataplane_tq_simple import _privates
 from dataplane_tq_simple._actors import NAMESPACE, lookup
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._cluster import Instance
@@ -29,14 +28,9 @@ _FOLLOW_S: Final = 1.0
 _LATE_S: Final = 60.0
 _MOST_LATE: Final = 250_000
 
-_TransferQueueUnit: Any = SimpleStorageUnit.__ray_metadata__.modified_class
 
-
-class StorageUnit(_TransferQueueUnit):  # type: ignore[misc]  # has no types
+class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
     """TransferQueue's storage unit as an importable class.
-
-    TransferQueue exports only a Ray actor class, which Ray sends to the worker by value, together with the settings
-    that the driver's module has read. An importable class is sent by reference, so a unit reads its own environment.
 
     Each start is a new life of the unit, without rows. It refuses requests that are meant for an earlier one, which
     reach it if it got the same port.
@@ -51,7 +45,7 @@ class StorageUnit(_TransferQueueUnit):  # type: ignore[misc]  # has no types
     """
 
     def __init__(self, config: Any, follows: tuple[str, str] | None = None) -> None:
-        _TransferQueueUnit.__init__(self, config)
+        _privates.UnitClass.__init__(self, config)
         self._late: tuple[set[int], set[int]] = (set(), set())  # handles: the newer ones, and those before
         self._forget_at = time.monotonic() + _LATE_S
         if follows is not None:
@@ -60,9 +54,7 @@ class StorageUnit(_TransferQueueUnit):  # type: ignore[misc]  # has no types
 
     def started(self) -> Started:
         """Where it is reached, and its life."""
-        info = self.zmq_server_info
-        node = ray.get_runtime_context().get_node_id()
-        return Started(self.storage_unit_id, info.ip, info.ports["put_get_socket"], node)
+        return Started(_privates.unit_id(self), *_privates.unit_server(self), ray.get_runtime_context().get_node_id())
 
     # without super(): Ray may send a copy of this class, of which ``self`` is then an instance
 
@@ -70,10 +62,10 @@ class StorageUnit(_TransferQueueUnit):  # type: ignore[misc]  # has no types
         handles = data_parts.body["global_indexes"]
         if not all(late.isdisjoint(handles) for late in self._late if late):
             return self._error("its rows were deleted before they came.")
-        return self._refused(data_parts) or _TransferQueueUnit._handle_put(self, data_parts)
+        return self._refused(data_parts) or _privates.answer_put(self, data_parts)
 
     def _handle_get(self, data_parts: Any) -> Any:
-        return self._refused(data_parts) or _TransferQueueUnit._handle_get(self, data_parts)
+        return self._refused(data_parts) or _privates.answer_get(self, data_parts)
 
     def _handle_clear(self, data_parts: Any) -> Any:
         refused = self._refused(data_parts)
@@ -81,17 +73,20 @@ class StorageUnit(_TransferQueueUnit):  # type: ignore[misc]  # has no types
             return refused
         if len(self._late[0]) >= _MOST_LATE or time.monotonic() >= self._forget_at:
             self._late, self._forget_at = (set(), self._late[0]), time.monotonic() + _LATE_S
-        self._late[0].update(set(data_parts.body["global_indexes"]) - self.storage_data._active_keys)
-        return _TransferQueueUnit._handle_clear(self, data_parts)
+        self._late[0].update(set(data_parts.body["global_indexes"]) - _privates.active_keys(self))
+        return _privates.answer_clear(self, data_parts)
 
     def _refused(self, request: Any) -> Any | None:
-        if request.body.get(LIFE_KEY, self.storage_unit_id) == self.storage_unit_id:
+        life = _privates.unit_id(self)
+        if request.body.get(LIFE_KEY, life) == life:
             return None
         return self._error(f"{OTHER_LIFE}: the unit was started again.")
 
     def _error(self, message: str) -> Any:
-        return ZMQMessage.create(
-            request_type=ZMQRequestType.PUT_GET_ERROR, sender_id=self.storage_unit_id, body={"message": message}
+        return _privates.Message.create(
+            request_type=_privates.RequestType.PUT_GET_ERROR,
+            sender_id=_privates.unit_id(self),
+            body={"message": message},
         )
 
 

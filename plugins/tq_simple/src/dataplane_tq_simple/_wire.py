@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from transfer_queue.storage.simple_storage import KEY_NOT_FOUND_MARKER
-from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
 from dataplane_core.backends import RefsGoneError
 from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError
 from dataplane_tq_simple._errors import UnitsGoneError
+from dataplane_tq_simple._privates import Message, RequestType, key_not_found
 from dataplane_tq_simple._sampler import CALL_FIELD, CALL_KEY, CALL_PARTITION
 
 __all__ = [
@@ -93,9 +92,7 @@ _get_reply_decoder = msgspec.msgpack.Decoder(_GetReply)
 
 
 def _request(kind: Any, receiver: str, body: dict[str, Any]) -> Frames:
-    frames: Frames = ZMQMessage.create(
-        request_type=kind, sender_id=_SENDER, receiver_id=receiver, body=body
-    ).serialize()
+    frames: Frames = Message.create(request_type=kind, sender_id=_SENDER, receiver_id=receiver, body=body).serialize()
     return frames
 
 
@@ -112,13 +109,13 @@ def _refused(receiver: str, what: str, reply: Any) -> BackendError | UnitsGoneEr
 def open_partition_request(receiver: str) -> Frames:
     """The request that creates the partition to which calls are addressed."""
     body = {"data_fields": [], "batch_size": 1, "partition_id": CALL_PARTITION, "mode": "insert"}
-    return _request(ZMQRequestType.GET_META, receiver, body)
+    return _request(RequestType.GET_META, receiver, body)
 
 
 def read_open_partition_reply(receiver: str, frames: Frames) -> None:
     """Raises `BackendError` unless the partition was created."""
-    reply = ZMQMessage.deserialize(frames)
-    if reply.request_type != ZMQRequestType.GET_META_RESPONSE:
+    reply = Message.deserialize(frames)
+    if reply.request_type != RequestType.GET_META_RESPONSE:
         raise _refused(receiver, f"to open the partition {CALL_PARTITION!r}", reply)
 
 
@@ -133,7 +130,7 @@ def call_request(receiver: str, call: bytes) -> Frames:
         "task_name": CALL_PARTITION,
         "sampling_config": {CALL_KEY: call},
     }
-    return _request(ZMQRequestType.GET_META, receiver, body)
+    return _request(RequestType.GET_META, receiver, body)
 
 
 def read_call_reply(receiver: str, frames: Frames) -> bytes:
@@ -142,8 +139,8 @@ def read_call_reply(receiver: str, frames: Frames) -> bytes:
     Raises:
         BackendError: The controller refused the call, or has no sampler of ours.
     """
-    reply = ZMQMessage.deserialize(frames)
-    if reply.request_type != ZMQRequestType.GET_META_RESPONSE:
+    reply = Message.deserialize(frames)
+    if reply.request_type != RequestType.GET_META_RESPONSE:
         raise _refused(receiver, "a call", reply)
     meta = reply.body["metadata"]
     if not meta.custom_meta or CALL_KEY not in meta.custom_meta[0]:
@@ -205,7 +202,7 @@ def put_request(receiver: str, life: str, chunk: Chunk, rows: Sequence[memoryvie
             raise InvalidRequestError(f"row {position} has {row.nbytes} bytes. Expected at most {MAX_ROW_BYTES}.")
     cells = [row if row.nbytes < LARGE_ROW_BYTES else np.frombuffer(row, dtype=np.uint8) for row in rows]
     body = {"global_indexes": chunk.handles, "data": {_COLUMN: cells}, "data_parser": None, LIFE_KEY: life}
-    return _request(ZMQRequestType.PUT_DATA, receiver, body)
+    return _request(RequestType.PUT_DATA, receiver, body)
 
 
 def check_put_reply(receiver: str, frames: Frames, chunk: Chunk) -> None:
@@ -216,8 +213,8 @@ def check_put_reply(receiver: str, frames: Frames, chunk: Chunk) -> None:
         UnitsGoneError: The unit was started again, and holds none of the rows.
         BackendError: Any other refusal.
     """
-    reply = ZMQMessage.deserialize(frames)
-    if reply.request_type == ZMQRequestType.PUT_DATA_RESPONSE:
+    reply = Message.deserialize(frames)
+    if reply.request_type == RequestType.PUT_DATA_RESPONSE:
         return
     error = _refused(receiver, f"to store {len(chunk.handles)} rows", reply)
     if "capacity exceeded" in error.message:
@@ -228,7 +225,7 @@ def check_put_reply(receiver: str, frames: Frames, chunk: Chunk) -> None:
 def get_request(receiver: str, life: str, handles: list[int]) -> Frames:
     """A read of the rows ``handles``."""
     body = {"global_indexes": handles, "fields": [_COLUMN], LIFE_KEY: life}
-    return _request(ZMQRequestType.GET_DATA, receiver, body)
+    return _request(RequestType.GET_DATA, receiver, body)
 
 
 def read_get_reply(receiver: str, frames: Frames, chunk: Chunk) -> list[memoryview]:
@@ -249,7 +246,7 @@ def read_get_reply(receiver: str, frames: Frames, chunk: Chunk) -> list[memoryvi
         return [row if isinstance(row, memoryview) else _large_row(row, frames) for row in rows]
     message = reply.body.message or reply.request_type
     # A unit that never stored a row reports an unknown field. It means the same: the rows do not exist.
-    if KEY_NOT_FOUND_MARKER in message or f"field '{_COLUMN}' not found" in message:
+    if key_not_found in message or f"field '{_COLUMN}' not found" in message:
         raise RefsGoneError(f"{receiver} lacks some of the {len(chunk.handles)} rows asked for: {message}")
     if OTHER_LIFE in message:
         raise RefsGoneError(f"{receiver} was started again.", handles=chunk.handles)
@@ -263,11 +260,11 @@ def _large_row(header: msgspec.msgpack.Ext, frames: Frames) -> memoryview:
 
 def delete_request(receiver: str, life: str, handles: list[int]) -> Frames:
     """A request to delete the rows ``handles``. The unit ignores rows that do not exist."""
-    return _request(ZMQRequestType.CLEAR_DATA, receiver, {"global_indexes": handles, LIFE_KEY: life})
+    return _request(RequestType.CLEAR_DATA, receiver, {"global_indexes": handles, LIFE_KEY: life})
 
 
 def check_delete_reply(receiver: str, frames: Frames, chunk: Chunk) -> None:
     """Raises `BackendError` unless the unit deleted the chunk; `UnitsGoneError` if it was started again."""
-    reply = ZMQMessage.deserialize(frames)
-    if reply.request_type != ZMQRequestType.CLEAR_DATA_RESPONSE:
+    reply = Message.deserialize(frames)
+    if reply.request_type != RequestType.CLEAR_DATA_RESPONSE:
         raise _refused(receiver, f"to delete {len(chunk.handles)} rows", reply)

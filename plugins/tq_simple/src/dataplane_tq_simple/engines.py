@@ -1,0 +1,17 @@
+"""What a backend is built from whose ledger runs in TransferQueue's controller, and whose rows lie elsewhere.
+
+`QueueEngine` is a client's connection: it has the calls to the ledger, and a subclass moves the rows. `Instance`
+starts, finds and ends the actors: a subclass says what a storage unit is. The backend's class derives from
+`QueueBackend`, its options from `QueueConfig`; these two are in `dataplane_tq_simple`, which imports no Ray.
+``dataplane_mooncake`` is made so.
+
+Importing this module imports Ray and TransferQueue.
+"""
+
+from dataplane_tq_simple._actors import ActorWatch, get_within
+from dataplane_tq_simple._cluster import Instance
+from dataplane_tq_simple._errors import UnitsGoneError
+from dataplane_tq_simple._exchange import Watch
+from dataplane_tq_simple._queue import QueueEngine
+
+__all__ = ["ActorWatch", "Instance", "QueueEngine", "UnitsGoneError", "Watch", "get_within"]

@@ -1,0 +1,59 @@
+"""Each private name of TransferQueue that is used has one definition, and is where its docstring says."""
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import dataplane_tq_simple
+
+SOURCE = Path(dataplane_tq_simple.__file__).parent
+#: These talk to TransferQueue too.
+OTHERS = {"_exchange.py", "_sampler.py"}
+
+
+def names():
+    """What the docstrings in ``_privates.py`` name. Read, not imported: an import ends at the first that moved."""
+    body = ast.parse((SOURCE / "_privates.py").read_text()).body
+    texts = [ast.get_docstring(node) for node in body if isinstance(node, ast.FunctionDef)]
+    texts += [node.value.value for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    return [found for text in texts for found in re.findall(r"^``(\w[\w.]*:[\w.]+)``", text)]
+
+
+def is_there(name):
+    """Looks in the source: Ray has made something else of the classes, and their attributes come with an object."""
+    module, _, path = name.partition(":")
+    outer, _, attribute = path.partition(".")
+    found = importlib.import_module(module)
+    if not attribute:
+        return hasattr(found, outer)
+    tree = ast.parse(inspect.getsource(found))
+    (owner,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == outer] or [ast.Pass()]
+    methods = {node.name for node in ast.walk(owner) if isinstance(node, ast.FunctionDef)}
+    kept = {
+        node.attr for node in ast.walk(owner) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    return attribute in methods | kept
+
+
+def test_transfer_queue_has_moved_none_of_them():
+    assert [name for name in names() if not is_there(name)] == []
+
+
+def test_one_that_moved_would_be_noticed():
+    storage = "transfer_queue.storage.simple_storage"
+    moved = [f"{storage}:Gone", f"{storage}:SimpleStorageUnit._handle_gone", f"{storage}:StorageUnitData._gone_keys"]
+    assert not any(map(is_there, moved))
+
+
+def test_each_has_a_definition_and_no_other_module_uses_transfer_queue():
+    tree = ast.parse((SOURCE / "_privates.py").read_text())
+    (exported,) = [node.value for node in tree.body if isinstance(node, ast.Assign)]
+    assert len(names()) == len(exported.elts)
+    users = {
+        path.name
+        for path in SOURCE.rglob("*.py")
+        if re.search(r"^\s*(from|import) transfer_queue", path.read_text(), re.M)
+    }
+    assert users - OTHERS == {"_privates.py"}

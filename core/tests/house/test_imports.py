@@ -91,6 +91,7 @@ WINGS = (
         "host_memory",
         "codec",
         "ledger",
+        "hosting",
         "backends",
         "middleware",
         "saves",

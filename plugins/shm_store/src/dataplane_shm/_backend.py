@@ -22,17 +22,16 @@ from dataplane_core.backends import (
     RefsGoneError,
     last_words,
 )
-from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
 from dataplane_core.host_memory import Arena, check_capacity, memory_limit
+from dataplane_core.hosting import Layout, Pin, Place, Session, UnixAddress, decode_about
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
 from dataplane_shm import _payload
-from dataplane_shm._layout import Layout
-from dataplane_shm._messages import Begin, ClaimOrWait, Drop, Find, Place, PutWhole, Statistics, Status
-from dataplane_shm._session import Connection, Pin
+from dataplane_shm._messages import MESSAGES, About, Begin, Drop, Find, PutWhole, Statistics, Status
 from dataplane_shm.config import ShmConfig
 
-__all__ = ["ShmBackend"]
+__all__ = ["ShmBackend", "open_store"]
 
 _POLL_S: Final = 0.005
 #: A put of at most this many bytes is one request: the copy into it costs less than a second request.
@@ -54,6 +53,27 @@ class _PlacedCells(Located):
     pin: Pin
 
 
+class _Address(UnixAddress):
+    """The socket of a store."""
+
+    def failure(self, what: str, error: Exception, *, connecting: bool) -> DataPlaneError:
+        """As `Address.failure`."""
+        if isinstance(error, TimeoutError):
+            return OperationTimeoutError(f"{what} timed out: the ledger's process of {self.path} does not answer.")
+        if connecting:
+            return BackendUnavailableError(
+                f"{what} failed: no store runs at {self.path}: {error}.",
+                hint="Start its owner, connect(config, bootstrap=True), as the same user on this host and with the "
+                "same namespace.",
+            )
+        return BackendUnavailableError(
+            f"{what} failed: the ledger's process of {self.path} has ended, and its data with it.",
+            retryable=False,
+            hint="It ends with the client that bootstrapped the store. Close this client, start a new owner with "
+            "connect(config, bootstrap=True), then register the partitions and produce their samples again.",
+        )
+
+
 class ShmBackend(LedgerBackend):
     """Payload lies in shared memory, which every client maps. The ledger runs in a process of its own, which the
     bootstrapping client starts and ends. Linux only.
@@ -73,7 +93,8 @@ class ShmBackend(LedgerBackend):
         super().__init__(config)
         self._folder = store_folder(config.namespace)
         self._process: OwnedProcess | None = None
-        self._connection: Connection | None = None
+        self._session: Session | None = None
+        self._arena: Arena | None = None
         self._read_only: Arena | None = None  # for views
         self._begun: dict[int, list[int]] = {}  # puts that are begun and not committed -> their writes
         self._placed: dict[int, tuple[int, Layout]] = {}  # write id -> extent, until it is written
@@ -102,21 +123,20 @@ class ShmBackend(LedgerBackend):
         if bootstrap:
             self._folder.claim(deadline)
             self._launch(deadline)
-        self._connection = Connection(self._folder.socket, deadline)
-        welcome = self._connection.welcome
-        shared = {"capacity_bytes": welcome.capacity_bytes, "on_full": welcome.on_full}
+        self._session, about, arena = open_store(self._folder, deadline)
+        shared = {"capacity_bytes": about.capacity_bytes, "on_full": about.on_full}
         self.config = self.config.model_copy(update=shared)
-        arena = self._connection.arena
-        arena.touch_in_background(0, welcome.touched_bytes)
+        self._arena = arena
+        arena.touch_in_background(0, about.touched_bytes)
         if self.config.views:
             self._read_only = Arena(os.dup(arena.fd), read_only=True)
-            self._read_only.touch_in_background(0, welcome.touched_bytes)
+            self._read_only.touch_in_background(0, about.touched_bytes)
 
     def stop(self) -> None:
         """Disconnects. The bootstrapping client also ends the store. Views stay valid."""
-        connection, self._connection, self._read_only = self._connection, None, None
-        if connection is not None and not self._begun:  # else a thread may still write: the session ends after it
-            connection.finish()
+        session, self._session, self._arena, self._read_only = self._session, None, None, None
+        if session is not None and not self._begun:  # else a thread may still write: the session ends after it
+            session.finish()
         if self._process is not None:
             self._process.end()
             self._process = None
@@ -153,19 +173,24 @@ class ShmBackend(LedgerBackend):
                 raise OperationTimeoutError("connect timed out: the ledger's process does not start.")
             time.sleep(_POLL_S)
 
-    def _connected(self) -> Connection:
-        if self._connection is None:
+    def _connected(self) -> Session:
+        if self._session is None:
             raise BackendUnavailableError("the backend is not started.", retryable=False)
-        return self._connection
+        return self._session
+
+    def _memory(self) -> Arena:
+        if self._arena is None:
+            raise BackendUnavailableError("the backend is not started.", retryable=False)
+        return self._arena
 
     # --- the ledger ---------------------------------------------------------------------------------------------------
 
     def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
-        connection = self._connected()
+        session = self._connected()
         if isinstance(command, commands.Locate):
-            pin = connection.new_pin()
+            pin = session.new_pin()
             try:
-                found = connection.call(command.op, deadline, Find(command, pin.number))
+                found = session.call(command.op, deadline, Find(command, pin.number))
             except BaseException:
                 pin.release()  # the traceback refers to it
                 raise
@@ -176,28 +201,14 @@ class ShmBackend(LedgerBackend):
                 self._placed.pop(write_id, None)
         if isinstance(command, commands.CommitPut) and self._begun.pop(command.write_id, None) is None:
             return cast("Reply", [])  # it was committed by the request that began it
-        return connection.call(command.op, deadline, command)
+        return session.call(command.op, deadline, command)
 
     def _waking_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
-        connection = self._connected()
-        request: Any
-        if isinstance(command, commands.ClaimSamples):
-            token, request = command.token, ClaimOrWait(command)
-        else:
-            assert isinstance(command, commands.WaitForRoom)
-            token, request = command.ticket, command
-        waits = False
-        try:
-            reply: Any = connection.call_waiting(command.op, deadline, request, token, wake)
-            waits = not (isinstance(command, commands.ClaimSamples) and (reply.answered or command.explain))
-            return cast("Reply", reply)
-        finally:
-            if not waits:
-                connection.end_waiting(token)
+        return self._connected().call_waiting(command.op, deadline, command, wake)
 
     def _stop_waiting(self, token: str) -> None:
-        if self._connection is not None:
-            self._connection.end_waiting(token, tell=True)
+        if self._session is not None:
+            self._session.end_waiting(token, tell=True)
 
     def _begin(self, begin: commands.BeginPut, bundles: Sequence[Bundle], deadline: float) -> int:
         stored = [bundle for bundle in bundles if bundle.columns]
@@ -231,8 +242,9 @@ class ShmBackend(LedgerBackend):
         if write_id not in self._placed:
             return  # it went with the request that began the put
         offset, layout = self._placed.pop(write_id)
-        connection = self._connected()  # held until the copy ends: the extent is free when the session ends
-        _payload.write(connection.arena.bytes[offset : offset + layout.size_bytes], layout, list(columns.values()))
+        session = self._connected()  # held until the copy ends: the extent is free when the session ends
+        _payload.write(self._memory().bytes[offset : offset + layout.size_bytes], layout, list(columns.values()))
+        del session
 
     def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         assert isinstance(located, _PlacedCells)
@@ -244,7 +256,7 @@ class ShmBackend(LedgerBackend):
             columns = _payload.view(window, located, located.places, num_samples)
             if columns is not None:
                 return columns
-        return _payload.read(self._connected().arena.bytes, located, located.places)
+        return _payload.read(self._memory().bytes, located, located.places)
 
     def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
         # the store frees payload by itself; only the conformance kit, which loses payload on purpose, comes here
@@ -254,6 +266,15 @@ class ShmBackend(LedgerBackend):
 def store_folder(namespace: str) -> PrivateFolder:
     """The folder of the store of that name."""
     return PrivateFolder("shm", namespace, "ledger.sock")
+
+
+def open_store(folder: PrivateFolder, deadline: float) -> tuple[Session, About, Arena]:
+    """Connects to a store: the session, what the store says about itself, and its memory."""
+    session = Session(_Address(folder.socket), MESSAGES, deadline)
+    if not session.descriptors:
+        raise BackendUnavailableError(f"connect failed: what listens at {folder.socket} is no store.", retryable=False)
+    os.set_inheritable(session.descriptors[0], False)  # a program that inherits it would keep the memory
+    return session, decode_about(session.welcome, About), Arena(session.descriptors[0])
 
 
 def arena_bytes_for(capacity_bytes: int) -> int:

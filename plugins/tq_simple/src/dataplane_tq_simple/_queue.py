@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, NoReturn, Self
 
 import ray
 
-from dataplane_core.backends import CallId
+from dataplane_core.hosting import CallId
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
 from dataplane_core.spec import new_id
 from dataplane_tq_simple import _wire

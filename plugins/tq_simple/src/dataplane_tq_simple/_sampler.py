@@ -32,7 +32,8 @@ from dataplane_tq_simple._line import CallServer
 from dataplane_tq_simple._pickles import dumps
 
 if TYPE_CHECKING:
-    from dataplane_core.backends import CallId, RecordedLedger
+    from dataplane_core.backends import RecordedLedger
+    from dataplane_core.hosting import CallId
 
 __all__ = [
     "CALL_FIELD",

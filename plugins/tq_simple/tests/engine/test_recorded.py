@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dataplane_core.backends import CallId
+from dataplane_core.hosting import CallId
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidRequestError
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec

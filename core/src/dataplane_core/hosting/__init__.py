@@ -17,6 +17,7 @@ from dataplane_core.hosting.messages import (
     Request,
     StopWaiting,
     decode_about,
+    decode_welcome,
 )
 from dataplane_core.hosting.server import Server, listen_at, listen_on, new_token
 from dataplane_core.hosting.session import Address, Lanes, Pin, Session, TcpAddress, UnixAddress, Watch
@@ -49,6 +50,7 @@ __all__ = [
     "Wanted",
     "Watch",
     "decode_about",
+    "decode_welcome",
     "listen_at",
     "listen_on",
     "new_token",

@@ -18,8 +18,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar
 
 from dataplane_core.errors import ClientClosedError, OperationTimeoutError
+from dataplane_core.hosting import Watch
 from dataplane_mooncake._ending import Endpoint, end_connections, skip_cpp_teardown
-from dataplane_tq_simple._exchange import Watch
 
 __all__ = ["POLL_S", "Call", "add_peers", "bounded"]
 

@@ -117,8 +117,6 @@ def _instrumented(name: str) -> Target:
 
     ours = ["dataplane_core", "dataplane_redis", "dataplane_shm", "dataplane_tq_simple"]
     with atheris.instrument_imports(include=ours):
-        include=["dataplane_core", "dataplane_redis", "dataplane_shm", "dataplane_tq_simple"]
-    ):
         for module in [each for each in sys.modules if each.startswith("dataplane_") or each == "targets"]:
             del sys.modules[module]
         import targets

@@ -105,7 +105,8 @@ class ControllerHost(LedgerHost):
             case AddUnits():
                 return self._noted(self.book.add_units(request.count))
             case RemoveUnit():
-                return self._noted(self.book.remove_unit(request.name, request.now))
+                self.book.remove_unit(request.name, request.now)
+                return self._noted(None)
         return super().answer(request, client)
 
     def _noted(self, outcome: Any) -> Any:

@@ -224,12 +224,15 @@ class QueueEngine:
             ClientClosedError: This engine is closed.
         """
         deadline = time.monotonic() + timeout_s
+        reply: _Reply
         if self._lanes is None:
-            return self._call(request, wake, None, deadline)
+            reply = self._call(request, wake, None, deadline)
+            return reply
         with self._lanes.lease(timeout_s) as call_id:
             while True:
                 try:
-                    return self._call(request, wake, call_id, deadline)
+                    reply = self._call(request, wake, call_id, deadline)
+                    return reply
                 except LineBrokenError:  # Ray may start the controller again
                     if self._closed:
                         raise ClientClosedError(f"call {_name(request)!r}: this client is closed.") from None

@@ -53,7 +53,7 @@ def server_pids(client: DataPlaneClient) -> dict[str, int]:
     for store in getattr(client._backend, "_stores", [client._backend]):
         engine = getattr(store, "_engine", None)
         if engine is not None:  # a backend in TransferQueue's controller
-            add("controller", int(engine.call("~ping", timeout_s=30.0)["pid"]))
+            add("controller", engine.controller_pid(timeout_s=30.0))
     for child in psutil.Process().children(recursive=True):  # Ray's processes are among them
         words = " ".join(child.cmdline())
         if "StorageUnit" in words:

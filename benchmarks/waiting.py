@@ -114,7 +114,7 @@ def store_process(client: DataPlaneClient) -> psutil.Process:
     """The process that keeps the store's control plane."""
     engine = getattr(client._backend, "_engine", None)
     if engine is not None:
-        return psutil.Process(engine.call("~ping", timeout_s=10.0)["pid"])
+        return psutil.Process(engine.controller_pid(timeout_s=10.0))
     for child in psutil.Process().children(recursive=True):
         if "redis-server" in child.name():
             return child

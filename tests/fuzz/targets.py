@@ -50,6 +50,18 @@ from dataplane_core.codec.frames import unframe_ragged
 from dataplane_core.codec.header import KIND_TENSOR
 from dataplane_core.errors import DataPlaneError, OperationTimeoutError
 from dataplane_core.host_memory import Arena
+from dataplane_core.hosting import (
+    CallId,
+    ClaimOrWait,
+    Client,
+    ExtentService,
+    Layout,
+    Place,
+    Release,
+    StopWaiting,
+    decode_about,
+    decode_welcome,
+)
 from dataplane_core.ledger import Command, Ledger, LedgerService, StateReader, commands, to_state
 from dataplane_core.plugins import connect_backend
 from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
@@ -66,8 +78,12 @@ from dataplane_redis._session import Session as RedisSession
 from dataplane_redis._wakes import Wakes
 from dataplane_shm import _messages as shm
 from dataplane_shm._backend import ShmBackend
-from dataplane_shm._layout import Layout
+from dataplane_shm._messages import MESSAGES
 from dataplane_shm._store import Store
+from dataplane_tq_simple import _messages as tq
+from dataplane_tq_simple._book import Started
+from dataplane_tq_simple._host import ControllerHost
+from dataplane_tq_simple._service import PlacingLedgerService
 
 __all__ = ["TARGETS", "Target", "resources"]
 
@@ -499,41 +515,42 @@ def _shm_requests() -> list[bytes]:
         shm.PutWhole(put, _layout(2), bytes(16)),
         shm.Begin(apart, [_layout(2), _layout(1)]),
         shm.Find(commands.Locate("p", ["q0_g0", "q1_g1"], ["x"]), 7),
-        shm.Release([7]),
-        shm.ClaimOrWait(_claim("u", "m")),
-        shm.StopWaiting("m"),
+        Release([7]),
+        ClaimOrWait(_claim("u", "m")),
+        StopWaiting("m"),
         shm.Drop([(100, 0)]),
         shm.Status(),
         *(_BEFORE[1], _BEFORE[3]),
         *_THEN,
     ]
-    return [shm.encode_request(each)[4:] for each in made]
+    data = [MESSAGES.encode_request(each)[4:] for each in made]
+    return [*data, MESSAGES.encode_request(commands.CommitPut(1000), CallId("c", 0, 1, 9.0))[4:]]
 
 
 def _read_shm_request(data: bytes) -> None:
     """A forged request to the process of the ledger, and then those of another client."""
-    request = shm.decode_request(data)
-    store = Store(_arena(), LedgerService(capacity_bytes=_ARENA_BYTES))
+    request, _ = MESSAGES.decode_request(data)
+    store = Store(ExtentService(_arena()), LedgerService(capacity_bytes=_ARENA_BYTES))
     other, forger = store.begin_session(), store.begin_session()
-    store.handle(commands.Register("d", ["x"], None, ["t"], None, {}, "other"), other)
+    store.answer(commands.Register("d", ["x"], None, ["t"], None, {}, "other"), other)
     kept = commands.BeginPut("d", ["a"], {"x": _X}, [8], write_id=400, ttl_s=9.0)
-    store.handle(shm.PutWhole(kept, _layout(1), b"12345678"), other)
+    store.answer(shm.PutWhole(kept, _layout(1), b"12345678"), other)
     for command in _BEFORE[:1]:
-        store.handle(command, other)
+        store.answer(command, other)
     for command in (_BEFORE[1], _BEFORE[3]):
         assert isinstance(command, commands.BeginPut)
-        store.handle(shm.Begin(command, [_layout(2)] + [_layout(1)] * len(command.splits)), forger)
-        store.handle(commands.CommitPut(command.write_id or 0), forger)
-    attempt(lambda: store.handle(request, forger))
-    attempt(lambda: store.handle(shm.Find(commands.Locate("p", ["q0_g0"], ["x"]), 8), other))
-    placed: Any = attempt(lambda: store.handle(shm.Find(commands.Locate("d", ["a"], ["x"]), 9), other))
+        store.answer(shm.Begin(command, [_layout(2)] + [_layout(1)] * len(command.splits)), forger)
+        store.answer(commands.CommitPut(command.write_id or 0), forger)
+    attempt(lambda: store.answer(request, forger))
+    attempt(lambda: store.answer(shm.Find(commands.Locate("p", ["q0_g0"], ["x"]), 8), other))
+    placed: Any = attempt(lambda: store.answer(shm.Find(commands.Locate("d", ["a"], ["x"]), 9), other))
     if placed is not None and not placed.gone and placed.places.keys() == {400}:
         offset = placed.places[400].offset
         assert _arena().bytes[offset : offset + 8].tobytes() == b"12345678", "a client's request changed others' bytes"
-    store.handle(shm.Status(), other)
+    store.answer(shm.Status(), other)
     store.end_session(forger)
-    attempt(lambda: store.handle(commands.Clear("p", None), other))
-    store.handle(shm.Status(), other)
+    attempt(lambda: store.answer(commands.Clear("p", None), other))
+    store.answer(shm.Status(), other)
 
 
 @functools.cache
@@ -541,7 +558,7 @@ def _placed() -> shm.Placed:
     part = commands.Part(100, ("x",), (0,), [0, 1], [0, 1])
     ragged = commands.Part(200, ("y",), (0,), [0, 1], [1, 0])
     located = commands.Located([part, ragged], {"x": _X, "y": _X})
-    places = {100: shm.Place(0, _layout(2), 2), 200: shm.Place(4096, _ragged_layout(2), 2)}
+    places = {100: Place(0, _layout(2), 2), 200: Place(4096, _ragged_layout(2), 2)}
     return shm.Placed(located, places, [])
 
 
@@ -552,34 +569,35 @@ def _shm_replies() -> list[bytes]:
         (shm.Status, shm.Statistics(1, 2, 3, 4, 5, 6)),
         (shm.Begin, shm.Begun(7, [0, 64])),
     ]
-    made = [(shm.REQUESTS.index(kind), shm.encode_reply(reply)[4:]) for kind, reply in replies]
+    made = [(_KINDS.index(kind), MESSAGES.encode_reply(reply)[4:]) for kind, reply in replies]
     for command in (*_BEFORE, *_THEN):
         try:
-            reply = shm.encode_reply(service.call(command))[4:]
+            reply = MESSAGES.encode_reply(service.call(command))[4:]
         except Exception as error:
-            reply = shm.encode_error(error)[4:]
-        made.append((shm.REQUESTS.index(type(command)), reply))
+            reply = MESSAGES.encode_error(error)[4:]
+        made.append((_KINDS.index(type(command)), reply))
     return [bytes([number]) + reply for number, reply in made]
 
 
 def _read_shm_reply(data: bytes) -> object:
-    request: Any = object.__new__(shm.REQUESTS[data[0] % len(shm.REQUESTS)]) if data else shm.Status()
-    attempt(lambda: shm.decode_reply(_FIND, data[1:]))
-    attempt(lambda: shm.decode_welcome(data[1:]))
-    return shm.decode_reply(request, data[1:])
+    request: Any = object.__new__(_KINDS[data[0] % len(_KINDS)]) if data else shm.Status()
+    attempt(lambda: MESSAGES.decode_reply(_FIND, data[1:]))
+    attempt(lambda: decode_about(decode_welcome(data[1:]), shm.About))
+    return MESSAGES.decode_reply(request, data[1:])
 
 
+_KINDS: Final = (shm.Begin, shm.PutWhole, shm.Find, shm.Drop, shm.Status, ClaimOrWait, *commands.COMMANDS)
 _FIND: Final = shm.Find(commands.Locate("p", ["a", "b"], ["x", "y"]), 1)
 
 
-class _ToldConnection:
-    """A connection to a ledger's process that gives the reply that it is told."""
+class _ToldSession:
+    """A session with a ledger's process that gives the reply that it is told."""
 
     def __init__(self) -> None:
-        self.arena, self.reply = _arena(), b""
+        self.reply = b""
 
     def call(self, what: str, deadline: float, request: Any) -> Any:
-        return shm.decode_reply(request, self.reply)
+        return MESSAGES.decode_reply(request, self.reply)
 
     def new_pin(self) -> Any:
         return SimpleNamespace(number=1)
@@ -589,27 +607,27 @@ class _ToldShm(ShmBackend):
     """The backend, with a ledger's process that gives the reply that it is told."""
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
-        connection: Any = _ToldConnection()
-        self._connection = connection
+        session: Any = _ToldSession()
+        self._session, self._arena = session, _arena()
 
     def stop(self) -> None:
         pass
 
 
 @functools.cache
-def _shm_client() -> tuple[DataPlaneClient, _ToldConnection]:
+def _shm_client() -> tuple[DataPlaneClient, _ToldSession]:
     client = resources.enter_context(
         connect_backend(_ToldShm, DataPlaneConfig(backend="shm_store", announce_s=None), bootstrap=True)
     )
-    connection: Any = client._backend._connection
-    return client, connection
+    session: Any = client._backend._session
+    return client, session
 
 
 def _read_shm_payload(data: bytes) -> object:
     """A forged reply that says where cells are, and the read that follows."""
-    client, connection = _shm_client()
-    connection.reply = data
-    connection.arena.bytes[4096 : 4096 + 24].view("int64")[:] = [0, 2, 5]  # the offsets of the ragged column
+    client, session = _shm_client()
+    session.reply = data
+    _arena().bytes[4096 : 4096 + 24].view("int64")[:] = [0, 2, 5]  # the offsets of the ragged column
     return client.get_samples(["a", "b"], "p", ["x", "y"])
 
 
@@ -621,6 +639,34 @@ SHM_REPLY: Final = Form(
     lambda tree: bytes([tree[0] % 256, tree[1] % 2]) + _pack(tree[2]),
 )
 SHM_PAYLOAD: Final = Form(lambda data: _unpack(data[1:]), lambda tree: b"\0" + _pack(tree))
+
+# --- tq_simple --------------------------------------------------------------------------------------------------------
+
+
+def _tq_requests() -> list[bytes]:
+    made: list[Any] = [
+        tq.Ping(),
+        tq.BeginNear(commands.BeginPut("p", ["a"], {"x": _X}, [8], ttl_s=9.0), "n0"),
+        tq.ViewUnits(-1),
+        tq.UnitRecords(),
+        tq.AddUnits(2),
+        tq.RemoveUnit("unit-1", True),
+        ClaimOrWait(_claim("u", "m")),
+    ]
+    return [tq.MESSAGES.encode_request(each)[4:] for each in made]
+
+
+def _read_tq_request(data: bytes) -> None:
+    """A forged request to the controller, and then that of another client."""
+    request, _ = tq.MESSAGES.decode_request(data)
+    host = ControllerHost(PlacingLedgerService())
+    host.book.begin("actor-", [(f"unit-{each}", f"actor-{each}", Started("a", "ip", 1, f"n{each}")) for each in (0, 1)])
+    client = Client(1)
+    host.answer(_BEFORE[0], client)
+    attempt(lambda: host.answer(request, client))
+    host.answer(tq.ViewUnits(-1), client)
+    host.answer(commands.ListPartitions(), client)
+
 
 # --- redis_store ------------------------------------------------------------------------------------------------------
 
@@ -878,8 +924,9 @@ TARGETS: Final[dict[str, Target]] = {
         Target("save manifest", _whole_manifests, _read_manifest),
         Target("save", _manifests, _read_save, JSON),
         Target("shm request", _shm_requests, _read_shm_request, SHM_REQUEST),
+        Target("tq request", _tq_requests, _read_tq_request, SHM_REQUEST),
         Target("shm reply", _shm_replies, _read_shm_reply, SHM_REPLY),
-        Target("shm payload", lambda: [shm.encode_reply(_placed())[4:]], _read_shm_payload, SHM_PAYLOAD),
+        Target("shm payload", lambda: [MESSAGES.encode_reply(_placed())[4:]], _read_shm_payload, SHM_PAYLOAD),
         Target("redis value", _redis_values, _read_redis_value, REDIS_TAGS),
         Target("redis reply", _redis_replies, _read_redis_reply, REDIS_REPLY),
         Target("redis rows", _arrays, _read_arrays),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dataplane_core.backends import CallId, RecordedLedger, TakenError, journal_file
+from dataplane_core.backends import RecordedLedger, TakenError, journal_file
 from dataplane_core.errors import (
     BackendUnavailableError,
     CorruptDataError,
@@ -20,6 +20,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     StalePartitionError,
 )
+from dataplane_core.hosting import CallId
 from dataplane_core.ledger import commands, to_state
 from dataplane_core.spec import FieldSpec
 

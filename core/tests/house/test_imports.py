@@ -102,6 +102,7 @@ WINGS = (
         "host_memory",
         "codec",
         "ledger",
+        "hosting",
         "backends",
         "middleware",
         "saves",

@@ -5,13 +5,13 @@ import gc
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,6 @@ from dataplane_core import connect
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClaimTimeoutError, OperationTimeoutError
 from dataplane_core.host_memory import memory_limit
 from dataplane_core.spec import GetRequest
-from dataplane_shm import _session
 
 WAIT_S = 60.0
 IDS = ["a", "b", "c", "d"]
@@ -235,7 +234,7 @@ except ConnectionError:
 
 
 def test_what_is_no_request_ends_only_that_connection(owner):
-    connection = owner._backend._connection
+    connection = owner._backend._session
     channel = connection._take("the test's", time.monotonic() + WAIT_S)
     channel.sendall(bytes([2, 0, 0, 0, 250, 250]))
     assert channel.recv(10) == b""
@@ -312,13 +311,14 @@ def test_numbers_and_strings_of_numpy_are_taken_as_pythons(owner):
 
 def test_an_interrupted_request_is_not_answered_to_the_next(owner, monkeypatch):
     put(owner)
-    receive = _session._receive
+    session = owner._backend._session
+    receive = session._receive
 
     def interrupted(channel, deadline):
         receive(channel, deadline)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_session, "_receive", interrupted)
+    monkeypatch.setattr(session, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         owner.get_samples(IDS, "p", ["y"])
     monkeypatch.undo()
@@ -340,7 +340,7 @@ def stopped(process):
 
 def test_a_read_that_gave_up_holds_nothing_though_the_ledgers_process_gets_to_it_later(owner):
     put(owner)
-    connection = owner._backend._connection
+    connection = owner._backend._session
     other = connection._take("the test's", time.monotonic() + WAIT_S)
     request = GetRequest(partition_id="p", sample_ids=IDS, fields=["y"], deadline=time.monotonic() + 0.2)
     with stopped(owner._backend._process):
@@ -356,10 +356,10 @@ def test_a_read_that_gave_up_holds_nothing_though_the_ledgers_process_gets_to_it
 def test_a_pin_that_ends_while_nothing_can_be_sent_ends_with_a_later_request(owner, config, monkeypatch):
     put(owner)
     with viewing(config) as client:
-        connection = client._backend._connection
+        connection = client._backend._session
         view = client.get_samples(IDS, "p", ["y"])
-        _session._close_all(socket.socket(), connection._idle)
-        monkeypatch.setattr(connection, "_path", Path("/nowhere"))
+        connection._idle.pop().close()
+        monkeypatch.setattr(connection, "_address", replace(connection._address, path=Path("/nowhere")))
         del view
         with pytest.raises(BackendUnavailableError):
             client.list_samples("p")
@@ -371,22 +371,23 @@ def test_a_pin_that_ends_while_nothing_can_be_sent_ends_with_a_later_request(own
 
 def test_a_pin_that_ends_while_all_sockets_are_in_use_ends_when_one_is_free(owner, config, monkeypatch):
     put(owner)
-    receive = _session._receive
     with viewing(config) as client:
+        session = client._backend._session
+        receive = session._receive
         views = [client.get_samples(IDS, "p", ["y"])]
 
         def drop(channel, deadline):
             views.clear()
             return receive(channel, deadline)
 
-        monkeypatch.setattr(_session, "_receive", drop)
+        monkeypatch.setattr(session, "_receive", drop)
         client.list_samples("p")
         monkeypatch.undo()
         eventually(lambda: statistics(owner).pinned_bytes == 0)
 
 
 def test_programs_that_a_client_starts_do_not_inherit_the_memory(owner):
-    assert not os.get_inheritable(owner._backend._connection.arena.fd)
+    assert not os.get_inheritable(owner._backend._arena.fd)
 
 
 def test_the_ledgers_process_may_open_as_many_files_as_the_system_allows(config):
@@ -419,7 +420,7 @@ def test_a_ledgers_process_without_file_descriptors_serves_on_rests_and_accepts_
 
 
 def test_a_client_without_file_descriptors_says_so_loses_nothing_and_goes_on(owner):
-    connection = owner._backend._connection
+    connection = owner._backend._session
     put(owner)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     idle = [connection._idle.pop() for _ in range(len(connection._idle))]
@@ -441,32 +442,7 @@ def test_what_no_longer_waits_leaves_nothing_in_its_client(owner):
         with contextlib.suppress(ClaimTimeoutError):
             owner.claim_meta("p", "train", ["x"], size, timeout_s=0.01)
     owner.clear_samples(None, "p")
-    assert not owner._backend._connection._waiting
-
-
-def test_a_socket_whose_queue_is_full_is_waited_for(tmp_path):
-    path = tmp_path / "s"
-    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as waiting:
-        listener.bind(str(path))
-        listener.listen(0)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                channel = waiting.enter_context(socket.socket(socket.AF_UNIX))
-                channel.setblocking(False)
-                channel.connect(str(path))
-        with pytest.raises(OperationTimeoutError):
-            _session.Connection(path, time.monotonic() + 0.1)
-
-
-def test_a_message_that_comes_in_many_parts():
-    one, other = socket.socketpair()
-    with one, other:
-        message = os.urandom(10_000_000)
-        data = len(message).to_bytes(4, "little") + message
-        sender = threading.Thread(target=lambda: [one.sendall(data[:1]), time.sleep(0.05), one.sendall(data[1:])])
-        sender.start()
-        assert _session._receive(other, time.monotonic() + WAIT_S) == message
-        sender.join()
+    assert not owner._backend._session._waiting
 
 
 def test_threads_of_one_client_work_side_by_side(owner):

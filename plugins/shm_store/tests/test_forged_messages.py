@@ -1,26 +1,13 @@
 """Messages on the socket that no client of this package sends: refused, and without harm to other clients."""
 
-import msgspec
 import pytest
 
-from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError
+from dataplane_core.errors import InvalidRequestError
 from dataplane_core.host_memory import Arena
+from dataplane_core.hosting import ExtentService, Layout, Release
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import FieldSpec
-from dataplane_shm._layout import Layout
-from dataplane_shm._messages import (
-    Begin,
-    Drop,
-    Find,
-    PutWhole,
-    Release,
-    Status,
-    decode_reply,
-    decode_request,
-    decode_welcome,
-    encode_error,
-    encode_request,
-)
+from dataplane_shm._messages import MESSAGES, Begin, Drop, Find, PutWhole, Status
 from dataplane_shm._store import Store
 
 SPECS = {"x": FieldSpec("tensor", "uint8", 1)}
@@ -35,7 +22,7 @@ def layout(num_rows=2, step=8, size_bytes=None):
 
 
 def sent(request):
-    return decode_request(encode_request(request)[4:])
+    return MESSAGES.decode_request(MESSAGES.encode_request(request)[4:])
 
 
 @pytest.mark.parametrize(
@@ -57,59 +44,26 @@ def test_a_request_whose_parts_do_not_fit_is_refused(request_):
         sent(request_)
 
 
-@pytest.mark.parametrize("message", [b"", b"\xff", b"\x00", b"\x00\xc1", b"\x03\x91" + b"\x91" * 200_000, b"\x00\xdf"])
-def test_what_is_no_request_is_refused(message):
-    with pytest.raises(InvalidRequestError, match="is no request"):
-        decode_request(message)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        *(b"", b"\x00", b"\x00\xa1\xff", b"\x01\x93\xa1x\xa1y\x80", b"\x01\x93\xa8preview \xa1y\x80", b"\x01\xc1"),
-        b"\x01" + msgspec.msgpack.encode(["BackendError", "why", {"hint": ["no", "text"]}]),
-        b"\x01" + msgspec.msgpack.encode(["LeaseExpiredError", "why", {"sample_ids": 3}]),
-    ],
-)
-def test_what_is_no_reply_is_an_error_of_the_backend(message):
-    with pytest.raises(BackendError, match="sent what this client cannot read") as caught:
-        decode_reply(Status(), message)
-    assert str(caught.value)
-    with pytest.raises(BackendError):
-        decode_welcome(message)
-
-
-def test_an_error_of_a_reply_has_all_its_attributes():
-    error = CapacityExceededError("full", hint="clear", ask_again_s=0.5)
-    with pytest.raises(CapacityExceededError, match="full clear") as caught:
-        decode_reply(Status(), encode_error(error)[4:])
-    assert vars(caught.value) == vars(error)
-    with pytest.raises(CapacityExceededError) as caught:
-        decode_reply(Status(), b"\x01" + msgspec.msgpack.encode(["CapacityExceededError", "full", {}]))
-    assert caught.value.retryable
-    assert caught.value.ask_again_s == 0.0
-
-
 @pytest.fixture
 def store():
-    made = Store(Arena.create(1 << 16), LedgerService())
+    made = Store(ExtentService(Arena.create(1 << 16)), LedgerService())
     session = made.begin_session()
-    made.handle(commands.Register("p", ["x"], None, [], None, {}, "e"), session)
-    made.handle(PutWhole(PUT, layout(), bytes(16)), session)
+    made.answer(commands.Register("p", ["x"], None, [], None, {}, "e"), session)
+    made.answer(PutWhole(PUT, layout(), bytes(16)), session)
     return made, session
 
 
 def test_a_pin_that_is_used_twice_holds_what_it_names_last(store):
     made, session = store
     for _ in range(2):
-        made.handle(Find(commands.Locate("p", ["a"], ["x"]), 7), session)
-    made.handle(Release([7]), session)
-    assert made.handle(Status(), session).pinned_bytes == 0
-    made.handle(commands.Clear("p", None), session)
-    assert made.handle(Status(), session).num_extents == 0
+        made.answer(Find(commands.Locate("p", ["a"], ["x"]), 7), session)
+    made.answer(Release([7]), session)
+    assert made.answer(Status(), session).pinned_bytes == 0
+    made.answer(commands.Clear("p", None), session)
+    assert made.answer(Status(), session).num_extents == 0
 
 
 def test_rows_that_do_not_exist_are_not_dropped(store):
     made, session = store
-    made.handle(Drop([(1, -1), (1, 2), (9, 0)]), session)
-    assert made.handle(Find(commands.Locate("p", ["a", "b"], ["x"]), 7), session).gone == []
+    made.answer(Drop([(1, -1), (1, 2), (9, 0)]), session)
+    assert made.answer(Find(commands.Locate("p", ["a", "b"], ["x"]), 7), session).gone == []

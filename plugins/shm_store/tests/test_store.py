@@ -7,10 +7,10 @@ import pytest
 
 from dataplane_core.errors import CapacityExceededError, StalePartitionError
 from dataplane_core.host_memory import Arena
+from dataplane_core.hosting import ClaimOrWait, ExtentService, Layout, Release
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import FieldSpec
-from dataplane_shm._layout import Layout
-from dataplane_shm._messages import Begin, ClaimOrWait, Drop, Find, PutWhole, Release, Status, StopWaiting
+from dataplane_shm._messages import Begin, Drop, Find, Status
 from dataplane_shm._store import Store
 
 SPECS = {"x": FieldSpec("tensor", "uint8", 1)}
@@ -23,14 +23,15 @@ class Clients:
     def __init__(self, capacity_bytes=None):
         self.now = 0.0
         self.arena = Arena.create(ARENA)
-        self.store = Store(self.arena, LedgerService(capacity_bytes, clock=lambda: self.now))
+        self.extents = ExtentService(self.arena)
+        self.store = Store(self.extents, LedgerService(capacity_bytes, clock=lambda: self.now))
         self.session = self.store.begin_session()
         self.pins = iter(range(1, 1 << 30))
         self.writes = iter(range(1, 1 << 30, 100))  # of several extents, each has an id
         self.call(commands.Register("p", ["x"], None, [], None, {}, "e1"))
 
     def call(self, request, session=None):
-        return self.store.handle(request, session or self.session)
+        return self.store.answer(request, session or self.session)
 
     def begin(self, ids, length, session=None, ttl_s=30.0, ticket=None):
         layout = Layout([])
@@ -132,23 +133,6 @@ def test_a_session_that_ends_waits_for_nothing():
     assert woken == ["other put", "other"]
 
 
-def test_a_claim_that_did_not_wait_for_the_reply_keeps_nobody_waiting():
-    """It stopped waiting before the store read its question."""
-    clients, woken = Clients(), []
-    clients.session.wake = lambda token: woken.append(token) or True
-    clients.call(commands.Register("p", ["x"], None, ["t"], None, {}, "e2"))
-    asked = [
-        ClaimOrWait(commands.ClaimSamples("p", "t", ["x"], 1, all_or_nothing=True, lease_s=None, token=token))
-        for token in ("first", "second")
-    ]
-    clients.call(StopWaiting("first"))
-    for each in asked:
-        clients.call(each)
-    clients.store.take_back(asked[0], clients.session)
-    clients.put(["a"], 500, 1)
-    assert woken == ["second"]
-
-
 def test_an_abandoned_put_keeps_its_place_until_its_writer_says_that_it_stopped(clients):
     write_id, data = clients.begin(["a"], 1000, ttl_s=1.0)
     clients.now = 2.0
@@ -171,28 +155,6 @@ def test_rows_that_were_cleared_are_room_for_others(clients):
     assert [set(row.tolist()) for row in rows] == [{i - 2} for i in range(2, 60, 4)]
 
 
-def test_a_client_that_did_not_wait_for_the_reply_holds_nothing(clients):
-    """It released the pin, or aborted the put, before the store read the request."""
-    clients.put(["a"], 1000, 1)
-    pin = next(clients.pins)
-    find = Find(commands.Locate("p", ["a"], ["x"]), pin)
-    clients.call(Release([pin]))
-    clients.call(find)
-    clients.store.take_back(find, clients.session)
-    layout = Layout([])
-    layout.add_dense(1, 1000, 1000)
-    for kind, data in ((Begin, ([layout],)), (PutWhole, (layout, bytes(1000)))):
-        put = commands.BeginPut("p", ["b"], SPECS, [1000], write_id=next(clients.writes), ttl_s=30.0)
-        clients.call(commands.AbortPut(put.write_id))
-        with pytest.raises(StalePartitionError, match="gave it up"):
-            clients.call(kind(put, *data))
-    assert (clients.status.pinned_bytes, clients.status.num_extents) == (0, 1)
-    assert clients.call(commands.ListSamples("p")).sample_ids == ["a"]
-    for _ in range(5000):  # as a client does after each commit that was refused
-        clients.call(commands.AbortPut(next(clients.writes)))
-    assert len(clients.session.aborted) <= 1000
-
-
 def test_dropped_payload_is_said_to_be_gone(clients):
     clients.put(["a", "b"], 10, 1)
     clients.call(Drop([(1, 0)]))
@@ -206,9 +168,9 @@ def test_room_is_not_searched_again_until_something_changed(clients, monkeypatch
         clients.put([f"n{count}"], 3000, 1)
     pin, _ = clients.find(["n3"])
     searches = []
-    make_room = clients.store._extents.make_room
+    make_room = clients.extents._extents.make_room
     monkeypatch.setattr(
-        clients.store._extents, "make_room", lambda size, move: searches.append(size) or make_room(size, move)
+        clients.extents._extents, "make_room", lambda size, move: searches.append(size) or make_room(size, move)
     )
     for size in (5000, 6000, 5000):
         with pytest.raises(CapacityExceededError):

@@ -12,7 +12,7 @@ from dataplane_core.backends.journal_records import Record
 from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
 from dataplane_core.backends.owned_process import OwnedProcess, last_words
 from dataplane_core.backends.private_folder import PrivateFolder
-from dataplane_core.backends.recorded_ledger import CallId, RecordedLedger, TakenError
+from dataplane_core.backends.recorded_ledger import RecordedLedger, TakenError
 from dataplane_core.backends.row_store import RowStoreBackend, framed_columns
 from dataplane_core.backends.spread import ledger_of, spread_over
 from dataplane_core.config import SizeBytes
@@ -22,7 +22,6 @@ __all__ = [
     "Backend",
     "BlobStore",
     "Bundle",
-    "CallId",
     "CapacityOptions",
     "Finding",
     "LedgerBackend",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn, Protocol, cast
@@ -138,6 +138,7 @@ class Journal:
         self._store = store
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
+        self._wake: Callable[[], bool] | None = None  # of the call under way
         self.clock = time.monotonic
         self._loading: _Loading | None = None  # kept for the next call if a call runs out of time
         self._was_overtaken = False  # a newer snapshot replaced the one that was being loaded
@@ -173,8 +174,13 @@ class Journal:
         finally:
             self._lock.release()
 
-    def call(self, deadline: float, command: Command[Reply]) -> Reply:
+    def call(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         """Runs a command after all records of the journal, and records it if it changes anything.
+
+        Args:
+            deadline: On `time.monotonic`'s clock, in seconds.
+            command: The command.
+            wake: See `LedgerService.call`. For a journal of one process: others' commands wake nobody here.
 
         Raises:
             StalePartitionError: The journal was cut or replaced.
@@ -182,6 +188,7 @@ class Journal:
             OperationTimeoutError: The deadline passed. Nothing was written.
         """
         with self.held(deadline, command.op):
+            self._wake = wake
             refused = -1  # the number of the append that returned False last
             while True:
                 self.catch_up(deadline)
@@ -235,7 +242,7 @@ class Journal:
 
     def _ask(self, command: Command[Reply]) -> Reply:
         with self._or_forget():
-            return self._service.call(command)
+            return self._service.call(command, self._wake)
 
     @contextmanager
     def _or_forget(self) -> Iterator[None]:
@@ -385,7 +392,7 @@ class Journal:
                 case Snapshot():
                     self._note_snapshot(command)
                 case _:
-                    return self._service.call(command)
+                    return self._service.call(command, self._wake)
             return cast("Reply", None)
 
     def _note_plan(self, snapshot: str) -> None:

@@ -34,9 +34,10 @@ import msgpack
 from dataplane_core.backends.journal_records import DIGEST_BYTES, seal, unseal
 from dataplane_core.codec import unpack_msgpack
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
+from dataplane_core.hosting import CallId
 from dataplane_core.regular_files import open_regular, read_regular
 
-__all__ = ["CallId", "Entry", "JournalFile", "TakenError"]
+__all__ = ["Entry", "JournalFile", "TakenError"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,22 +46,6 @@ _VERSION: Final = 1
 _LENGTH: Final = struct.Struct(">II")
 _NAME: Final = "journal"
 _OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or bootstrap the instance again."
-
-
-class CallId(NamedTuple):
-    """Identifies a call of a client, so that it is done once however often the client repeats it.
-
-    Attributes:
-        client: Random bits.
-        lane: Of the calls that the client has under way at a time, which one.
-        serial: Grows from call to call of the lane.
-        kept_s: For how many seconds the client may repeat it.
-    """
-
-    client: str
-    lane: int
-    serial: int
-    kept_s: float
 
 
 class Entry(NamedTuple):

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from dataplane_core.backends.journal import Journal, LedgerFailedError
-from dataplane_core.backends.journal_file import CallId, Entry, JournalFile, TakenError
+from dataplane_core.backends.journal_file import Entry, JournalFile, TakenError
 from dataplane_core.backends.journal_records import Begin, Plan, Record, Snapshot
 from dataplane_core.backends.journal_shortening import Shortener
 from dataplane_core.errors import DataPlaneError, OperationTimeoutError
+from dataplane_core.hosting import CallId
 from dataplane_core.ledger import Command, Ref, Reply, commands, to_state, unpack_write_id
 
-__all__ = ["CallId", "RecordedLedger", "TakenError"]
+__all__ = ["RecordedLedger", "TakenError"]
 
 _Result = TypeVar("_Result")
 
@@ -87,15 +88,20 @@ class RecordedLedger:
             self._journal.calling = calling
 
     def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
-        """As `LedgerService.call`, but recorded. Nobody is woken. Answer only after `commit`."""
+        """As `LedgerService.call`, but recorded. Answer only after `commit`."""
         if isinstance(command, commands.BeginPut) and command.write_id is None:
             raise ValueError("a put has no write id; see `take_ids`")
-        reply = self._journal.call(_soon(), command)
+        reply = self._journal.call(_soon(), command, wake)
         if self._shortener.is_due() and (self._shortening is None or not self._shortening.is_alive()):
             run = self._shortener.run
             self._shortening = threading.Thread(target=run, args=(_soon(),), name="dataplane-snapshot", daemon=True)
             self._shortening.start()
         return reply
+
+    def stop_waiting(self, token: str) -> None:
+        """As `LedgerService.stop_waiting`."""
+        with self._journal.held(_soon(), "stop_waiting"):
+            self._journal.service.stop_waiting(token)
 
     def take_ids(self, num_ids: int) -> int:
         """The first of some write ids that are not used yet, for a ledger whose writes are numbered."""

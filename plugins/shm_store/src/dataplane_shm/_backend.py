@@ -23,13 +23,13 @@ from dataplane_core.backends import (
 )
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_core.host_memory import Arena, check_capacity, memory_limit
+from dataplane_core.hosting import Layout, Pin, Place, Session
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
 from dataplane_shm import _payload
 from dataplane_shm._diagnosis import diagnose
-from dataplane_shm._layout import Layout
-from dataplane_shm._messages import Begin, ClaimOrWait, Drop, Find, Place, PutWhole, Statistics, Status
-from dataplane_shm._session import Connection, Pin
+from dataplane_shm._messages import Begin, Drop, Find, PutWhole, Statistics, Status
+from dataplane_shm._opening import open_store
 from dataplane_shm.config import ShmConfig, arena_bytes_for, store_folder
 
 __all__ = ["ShmBackend"]
@@ -73,7 +73,8 @@ class ShmBackend(LedgerBackend):
         super().__init__(config)
         self._folder = store_folder(config.namespace)
         self._process: OwnedProcess | None = None
-        self._connection: Connection | None = None
+        self._session: Session | None = None
+        self._arena: Arena | None = None
         self._read_only: Arena | None = None  # for views
         self._begun: dict[int, list[int]] = {}  # puts that are begun and not committed -> their writes
         self._placed: dict[int, tuple[int, Layout]] = {}  # write id -> extent, until it is written
@@ -100,21 +101,20 @@ class ShmBackend(LedgerBackend):
         if bootstrap:
             self._folder.claim(deadline)
             self._launch(deadline)
-        self._connection = Connection(self._folder.socket, deadline)
-        welcome = self._connection.welcome
-        shared = {"capacity_bytes": welcome.capacity_bytes, "on_full": welcome.on_full}
+        self._session, about, arena = open_store(self._folder, deadline)
+        shared = {"capacity_bytes": about.capacity_bytes, "on_full": about.on_full}
         self.config = self.config.model_copy(update=shared)
-        arena = self._connection.arena
-        arena.touch_in_background(0, welcome.touched_bytes)
+        self._arena = arena
+        arena.touch_in_background(0, about.touched_bytes)
         if self.config.views:
             self._read_only = Arena(os.dup(arena.fd), read_only=True)
-            self._read_only.touch_in_background(0, welcome.touched_bytes)
+            self._read_only.touch_in_background(0, about.touched_bytes)
 
     def stop(self) -> None:
         """Disconnects. The bootstrapping client also ends the store. Views stay valid."""
-        connection, self._connection, self._read_only = self._connection, None, None
-        if connection is not None and not self._begun:  # else a thread may still write: the session ends after it
-            connection.finish()
+        session, self._session, self._arena, self._read_only = self._session, None, None, None
+        if session is not None and not self._begun:  # else a thread may still write: the session ends after it
+            session.finish()
         if self._process is not None:
             self._process.end()
             self._process = None
@@ -151,19 +151,24 @@ class ShmBackend(LedgerBackend):
                 raise OperationTimeoutError("connect timed out: the ledger's process does not start.")
             time.sleep(_POLL_S)
 
-    def _connected(self) -> Connection:
-        if self._connection is None:
+    def _connected(self) -> Session:
+        if self._session is None:
             raise BackendUnavailableError("the backend is not started.", retryable=False)
-        return self._connection
+        return self._session
+
+    def _memory(self) -> Arena:
+        if self._arena is None:
+            raise BackendUnavailableError("the backend is not started.", retryable=False)
+        return self._arena
 
     # --- the ledger ---------------------------------------------------------------------------------------------------
 
     def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
-        connection = self._connected()
+        session = self._connected()
         if isinstance(command, commands.Locate):
-            pin = connection.new_pin()
+            pin = session.new_pin()
             try:
-                found = connection.call(command.op, deadline, Find(command, pin.number))
+                found = session.call(command.op, deadline, Find(command, pin.number))
             except BaseException:
                 pin.release()  # the traceback refers to it
                 raise
@@ -174,28 +179,14 @@ class ShmBackend(LedgerBackend):
                 self._placed.pop(write_id, None)
         if isinstance(command, commands.CommitPut) and self._begun.pop(command.write_id, None) is None:
             return cast("Reply", [])  # it was committed by the request that began it
-        return connection.call(command.op, deadline, command)
+        return session.call(command.op, deadline, command)
 
     def _waking_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
-        connection = self._connected()
-        request: Any
-        if isinstance(command, commands.ClaimSamples):
-            token, request = command.token, ClaimOrWait(command)
-        else:
-            assert isinstance(command, commands.WaitForRoom)
-            token, request = command.ticket, command
-        waits = False
-        try:
-            reply: Any = connection.call_waiting(command.op, deadline, request, token, wake)
-            waits = not (isinstance(command, commands.ClaimSamples) and (reply.answered or command.explain))
-            return cast("Reply", reply)
-        finally:
-            if not waits:
-                connection.end_waiting(token)
+        return self._connected().call_waiting(command.op, deadline, command, wake)
 
     def _stop_waiting(self, token: str) -> None:
-        if self._connection is not None:
-            self._connection.end_waiting(token, tell=True)
+        if self._session is not None:
+            self._session.end_waiting(token, tell=True)
 
     def _begin(self, begin: commands.BeginPut, bundles: Sequence[Bundle], deadline: float) -> int:
         stored = [bundle for bundle in bundles if bundle.columns]
@@ -229,8 +220,9 @@ class ShmBackend(LedgerBackend):
         if write_id not in self._placed:
             return  # it went with the request that began the put
         offset, layout = self._placed.pop(write_id)
-        connection = self._connected()  # held until the copy ends: the extent is free when the session ends
-        _payload.write(connection.arena.bytes[offset : offset + layout.size_bytes], layout, list(columns.values()))
+        session = self._connected()  # held until the copy ends: the extent is free when the session ends
+        _payload.write(self._memory().bytes[offset : offset + layout.size_bytes], layout, list(columns.values()))
+        del session
 
     def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         assert isinstance(located, _PlacedCells)
@@ -242,7 +234,7 @@ class ShmBackend(LedgerBackend):
             columns = _payload.view(window, located, located.places, num_samples)
             if columns is not None:
                 return columns
-        return _payload.read(self._connected().arena.bytes, located, located.places)
+        return _payload.read(self._memory().bytes, located, located.places)
 
     def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
         # the store frees payload by itself; only the conformance kit, which loses payload on purpose, comes here

@@ -14,7 +14,7 @@ from dataplane_core.backends import Finding, Level, PrivateFolder
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.host_memory import memory_limit
 from dataplane_shm._messages import Status
-from dataplane_shm._session import Connection
+from dataplane_shm._opening import open_store
 from dataplane_shm.config import ShmConfig, arena_bytes_for, store_folder
 
 __all__ = ["diagnose", "huge_pages"]
@@ -96,15 +96,15 @@ def _store(folder: PrivateFolder, deadline: float) -> Finding:
     if not folder.socket.exists():
         return Finding.warning(f"{name} is being started or ended.", "Run the doctor again.")
     try:
-        connection = Connection(folder.socket, deadline)
-        statistics = connection.call("doctor", deadline, Status())
+        session, about, _ = open_store(folder, deadline)
+        statistics = session.call("doctor", deadline, Status())
     except DataPlaneError as error:
         hint = "Its owner still runs. Close the owner's client and bootstrap anew."
         return Finding.error(f"{name} does not answer: {error.message}", hint)
     clients = statistics.num_sessions - 1  # without this one
     return Finding.ok(
         f"{name} runs, with {clients} {'client' if clients == 1 else 'clients'}. Of its "
-        f"{connection.welcome.capacity_bytes // _MIB} MiB, {statistics.held_bytes // _MIB} MiB are held. "
+        f"{about.capacity_bytes // _MIB} MiB, {statistics.held_bytes // _MIB} MiB are held. "
         f"{statistics.pinned_bytes // _MIB} MiB are pinned by reads, views and puts. Its memory takes "
         f"{statistics.touched_bytes // _MIB} of at most {statistics.arena_bytes // _MIB} MiB of the system."
     )

@@ -20,10 +20,9 @@ from dataplane_core.codec import (
     merge_pieces,
     rows_in_order,
 )
+from dataplane_core.hosting import Bytes, Column, Layout, Place, offsets_at
 from dataplane_core.ledger import Located, commands
 from dataplane_core.spec import FieldSpec, WireColumn
-from dataplane_shm._layout import Bytes, Column, Layout, offsets_at
-from dataplane_shm._messages import Place
 
 __all__ = ["plan", "read", "view", "write"]
 

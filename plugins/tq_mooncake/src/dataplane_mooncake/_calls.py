@@ -15,13 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from dataplane_core.errors import ClientClosedError, OperationTimeoutError
+from dataplane_core.hosting import Watch
 from dataplane_mooncake._ending import Endpoint, end_connections, skip_cpp_teardown
-
-if TYPE_CHECKING:
-    from dataplane_tq_simple.engines import Watch
 
 __all__ = ["POLL_S", "Call", "add_peers", "bounded"]
 

@@ -137,7 +137,7 @@ class MooncakeInstance(Instance):
 
     prefix = "tqm-"
     distribution = "dataplane-mooncake-backend"
-    protocol = 6
+    protocol = 7
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -60,7 +60,7 @@ class Engine(QueueEngine):
         self._store: Store | None = None
         self._master: MasterWatch | None = None  # of a master that is not started again if it dies
 
-    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+    def call(self, request: Any, *, timeout_s: float, wake: Callable[[], object] | None = None) -> Any:
         """As `QueueEngine.call`, but first checks a master that is not started again: without it, the rows are lost.
 
         Raises:
@@ -68,7 +68,7 @@ class Engine(QueueEngine):
         """
         if self._master is not None:
             self._master.check()
-        return super().call(method, *args, timeout_s=timeout_s)
+        return super().call(request, timeout_s=timeout_s, wake=wake)
 
     def _join(self, deadline: float) -> None:
         config = self.config.model_copy(update=self.own.own_options())

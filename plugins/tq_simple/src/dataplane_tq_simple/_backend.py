@@ -16,6 +16,7 @@ from dataplane_core.ledger import Command, LedgerService, Ref, Reply, commands
 from dataplane_core.spec import Capability, ChangeUnitsRequest, ListUnitsRequest, PutRequest, Scope, UnitList, new_id
 from dataplane_tq_simple._diagnosis import diagnose
 from dataplane_tq_simple._errors import UnitsGoneError
+from dataplane_tq_simple._messages import BeginNear
 from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
 
 if TYPE_CHECKING:
@@ -35,12 +36,11 @@ _AGAIN_S = 0.1
 class QueueBackend(RowStoreBackend, Generic[_Engine]):
     """A backend whose ledger runs in a TransferQueue controller. ``Config`` derives from `QueueConfig`."""
 
-    capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS}
+    capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.WAKES}
     scope = Scope.CLUSTER
     opens_in_forks = False
     why_not_declared: ClassVar[Mapping[str, str]] = {
         Capability.DURABLE: "the payload is in memory; the option `journal` keeps only the ledger",
-        Capability.WAKES: "TransferQueue's controller answers requests, and sends nothing by itself",
         Capability.NO_PICKLE: "TransferQueue's messages and Ray's carry pickles over sockets without authentication",
     }
 
@@ -131,8 +131,14 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
             shutil.rmtree(journal, ignore_errors=True)
 
     def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
-        reply: Reply = self._connected().call("call", command, timeout_s=left_s(deadline))
-        return reply
+        return self._connected().call(command, timeout_s=left_s(deadline))
+
+    def _waking_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
+        return self._connected().call(command, timeout_s=left_s(deadline), wake=wake)
+
+    def _stop_waiting(self, token: str) -> None:
+        if self._engine is not None:
+            self._engine.stop_waiting(token)
 
     def _put(self, request: PutRequest, bundles: Sequence[Bundle], ticket: Any) -> Sequence[Ref]:
         """Tries a put again where storage units ended before it was committed: others take it, or they come back."""
@@ -179,9 +185,8 @@ class TQSimpleBackend(QueueBackend["Engine"]):
 
     def _begin(self, begin: commands.BeginPut, bundles: Sequence[Bundle], deadline: float) -> int:
         engine = self._connected()
-        node = engine.node if self.config.near_writer else None
-        write_id: int = engine.call("begin_put", begin, node, timeout_s=left_s(deadline))
-        return write_id
+        request = BeginNear(begin, engine.node) if self.config.near_writer else begin
+        return engine.call(request, timeout_s=left_s(deadline))
 
     def list_units(self, request: ListUnitsRequest) -> UnitList:
         """Asks the controller."""

@@ -46,7 +46,6 @@ from dataplane_tq_simple._actors import (
 from dataplane_tq_simple._controller import Controller
 from dataplane_tq_simple._exchange import Peer
 from dataplane_tq_simple._ray_calls import end_within
-from dataplane_tq_simple._sampler import LedgerSampler
 from dataplane_tq_simple.addresses import check_address
 from dataplane_tq_simple.config import QueueConfig
 
@@ -131,7 +130,7 @@ class Instance(ABC):
 
         Args:
             config: The options.
-            service_factory: See `LedgerSampler`.
+            service_factory: See `Controller`.
             deadline: On `time.monotonic`'s clock, in seconds.
 
         Raises:
@@ -146,13 +145,12 @@ class Instance(ABC):
         common = {"namespace": NAMESPACE, "runtime_env": _actor_env()}
         handles: dict[str, Any] = {}
         try:
-            sampler = LedgerSampler(service_factory)
             name = cls.controller_name(config)
             journal = config.journal is not None
             controller = ray.remote(Controller).options(
                 name=name, num_cpus=config.controller_num_cpus, max_restarts=-1 if journal else 0, **common
             )
-            create = functools.partial(controller.remote, sampler=sampler, polling_mode=True, keeps_journal=journal)
+            create = functools.partial(controller.remote, service_factory=service_factory, keeps_journal=journal)
             handles[name] = _create(config, name, create, deadline)
             nodes = nodes_for_units()
             for index in range(config.num_storage_units):
@@ -169,6 +167,7 @@ class Instance(ABC):
             num_nodes = sum(node["Alive"] for node in ray.nodes())
             for each in (peer, *units):
                 check_address(each.ip, num_nodes=num_nodes, of=f"the address of the {each.name}")
+            get_within(handles[controller_name].open.remote(), "have the controller open the ledger", deadline)
             instance = cls(config, peer, units, handles)
             instance._prepare(answers, deadline)
             if cls.keeps_units:

@@ -21,14 +21,16 @@ import numpy.typing as npt
 
 from dataplane_core.backends import RefsGoneError
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError, preview
+from dataplane_core.hosting import Watch
 from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple import _wire
+from dataplane_tq_simple._book import View
 from dataplane_tq_simple._cluster import check_cpus
 from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._exchange import Peer, Request, Watch
+from dataplane_tq_simple._exchange import Peer, Request
+from dataplane_tq_simple._messages import AddUnits, RemoveUnit, UnitRecords, ViewUnits
 from dataplane_tq_simple._places import UNIT_PATIENCE_S, Places, UnitWatch
 from dataplane_tq_simple._queue import QueueEngine
-from dataplane_tq_simple._sampler import UNITS
 from dataplane_tq_simple._units import SimpleStorageInstance
 
 __all__ = ["Engine"]
@@ -49,7 +51,7 @@ class Engine(QueueEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._row_bytes: float = _ASSUMED_ROW_BYTES
-        self._places = Places(self._ask_book, self._exchange)
+        self._places = Places(self._view, self._exchange)
 
     def _join(self, deadline: float) -> None:
         self._places.refresh(deadline - time.monotonic())
@@ -57,15 +59,14 @@ class Engine(QueueEngine):
     def _watch_peers(self, peers: Sequence[Peer]) -> Watch:
         if any(peer.actor == self._instance.controller.actor for peer in peers):
             return super()._watch_peers(peers)
-        return UnitWatch(self._places, self._exchange, lambda: self._instance.controller, peers, super()._watch_peers)
+        return UnitWatch(self._places, lambda: self._instance.controller, peers, super()._watch_peers)
 
-    def _ask_book(self, method: str, *args: Any, timeout_s: float) -> Any:
-        return self.call(UNITS, method, *args, timeout_s=timeout_s)
+    def _view(self, version: int, timeout_s: float) -> View | None:
+        return self.call(ViewUnits(version), timeout_s=timeout_s)
 
     def units(self, *, timeout_s: float) -> list[UnitInfo]:
         """The storage units. Raises as `call`."""
-        units, _ = self._ask_book("records", timeout_s=timeout_s)
-        return list(units)
+        return self.call(UnitRecords(), timeout_s=timeout_s)[0]
 
     def add_units(self, count: int, *, timeout_s: float) -> list[UnitInfo]:
         """Starts storage units, and waits until they take rows. Returns them.
@@ -77,9 +78,9 @@ class Engine(QueueEngine):
         """
         deadline = time.monotonic() + timeout_s
         check_cpus(self.config.model_copy(update={"num_storage_units": count, "controller_num_cpus": 0}), deadline)
-        names = self._ask_book("add_units", count, timeout_s=timeout_s)
+        names = self.call(AddUnits(count), timeout_s=timeout_s)
         while True:
-            units, failures = self._ask_book("records", timeout_s=max(0.0, deadline - time.monotonic()))
+            units, failures = self.call(UnitRecords(), timeout_s=max(0.0, deadline - time.monotonic()))
             mine = [each for each in units if each.name in names]
             if len([each for each in mine if each.state != "removed"]) < count:
                 why = [each for each in failures if each.partition(":")[0] in names]
@@ -101,7 +102,7 @@ class Engine(QueueEngine):
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
         deadline = time.monotonic() + timeout_s
-        self._ask_book("remove_unit", name, now, timeout_s=timeout_s)
+        self.call(RemoveUnit(name, now), timeout_s=timeout_s)
         self._places.refresh(deadline - time.monotonic())
 
     def put_rows(

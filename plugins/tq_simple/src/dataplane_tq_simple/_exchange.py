@@ -1,4 +1,4 @@
-"""Requests and replies over ZeroMQ, and calls over plain connections, each with a deadline.
+"""Requests to storage units and their replies, over ZeroMQ, each with a deadline.
 
 TransferQueue's own clients wait for replies without a limit, retry on a schedule of their own, and reset torch's thread
 count around each request. So the engine talks to TransferQueue's sockets itself: the calling thread polls plain
@@ -15,22 +15,21 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import zmq as _zmq
-from transfer_queue.utils.zmq_utils import STORAGE_MANAGER_IDENTITY_PREFIX, create_zmq_socket
 
 from dataplane_core.errors import (
     BackendUnavailableError,
     ClientClosedError,
-    DataPlaneError,
     LostReplyError,
     OperationTimeoutError,
 )
-from dataplane_tq_simple._line import Line
+from dataplane_core.hosting import Watch
+from dataplane_tq_simple._privates import identity_prefix, new_socket
 
-__all__ = ["PATIENCE_S", "Exchange", "LineBrokenError", "Peer", "Question", "Request", "Watch"]
+__all__ = ["PATIENCE_S", "Exchange", "LineBrokenError", "Peer", "Request"]
 
 zmq: Any = _zmq  # its type stubs are partial
 
@@ -45,7 +44,7 @@ _MAX_IDLE = 8
 
 
 class LineBrokenError(LostReplyError):
-    """A connection for calls broke, or leads to a process that is the controller no longer."""
+    """The connection to the controller broke, or leads to a process that is the controller no longer."""
 
 
 class Peer(NamedTuple):
@@ -57,7 +56,7 @@ class Peer(NamedTuple):
         ip: Its address.
         port: Its port.
         life: Of a storage unit: the number of its life. -1: it has none.
-        token: Of a `CallServer`: what clients send it first. Other peers, which speak ZeroMQ, have none.
+        token: Of the controller: what its clients must know.
     """
 
     name: str
@@ -72,26 +71,13 @@ class Request(NamedTuple):
     """One request of an exchange.
 
     Attributes:
-        frames: Builds the message, of a single frame for a `CallServer`. Called when it is about to be sent, so that a
-            long exchange does not hold all its messages at once.
+        frames: Builds the message. Called when it is about to be sent, so that a long exchange does not hold all its
+            messages at once.
         on_reply: Receives the frames of the reply. What it raises ends the exchange.
     """
 
     frames: Callable[[], list[Any]]
     on_reply: Callable[[list[Any]], None]
-
-
-class Watch(Protocol):
-    """Checks whether the peers of a waiting exchange are alive."""
-
-    def check(self) -> None:
-        """Called several times a second. Must not block. Raises `BackendUnavailableError` if a peer is dead."""
-
-    def describe(self) -> str:
-        """What is known about the peers, as a sentence for the timeout's error."""
-
-    def close(self) -> None:
-        """The exchange waits no longer."""
 
 
 class Exchange:
@@ -111,7 +97,7 @@ class Exchange:
         self._none_leased = threading.Condition(self._lock)
         self._closed = False
         # Storage units drop requests of peers whose identity does not start with this prefix.
-        self._identity = f"{STORAGE_MANAGER_IDENTITY_PREFIX}dataplane_{uuid4().hex}"
+        self._identity = f"{identity_prefix}dataplane_{uuid4().hex}"
         self._num_sockets = 0
 
     def run(
@@ -131,7 +117,6 @@ class Exchange:
             patience_s: Seconds without a reply after which it starts to watch the peers.
 
         Raises:
-            LineBrokenError: A connection for calls broke.
             OperationTimeoutError: Not all replies arrived in time. The requests may have been executed or not.
             BackendUnavailableError: A peer is dead, or cannot be reached.
             ClientClosedError: `close` was called before or during the exchange.
@@ -141,29 +126,18 @@ class Exchange:
             raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
         deadline = time.monotonic() + timeout_s
         with ExitStack() as leases:
-            lanes = [
-                (_LineLane if peer.token else _Lane)(peer, leases.enter_context(self._lease(peer)), work)
-                for peer, work in requests
-                if work
-            ]
+            lanes = [_Lane(peer, leases.enter_context(self._lease(peer)), work) for peer, work in requests if work]
             try:
                 self._pump(what, lanes, deadline, timeout_s, patience_s)
             except zmq.ZMQError as error:
                 raise BackendUnavailableError(f"{what} failed: {error}") from error
-            except DataPlaneError:  # some are an `OSError`: a TimeoutError is one
-                raise
-            except OSError as error:
-                names = ", ".join(lane.peer.name for lane in lanes if lane.peer.token)
-                raise LineBrokenError(
-                    f"{what} failed: the connection to the {names} broke: {error}. It may have been executed or not."
-                ) from error
 
     def _pump(self, what: str, lanes: list[_Lane], deadline: float, timeout_s: float, patience_s: float) -> None:
         poller = zmq.Poller()
         for lane in lanes:
             lane.send()
-            poller.register(lane.socket, lane.events)
-        waiting = {lane.key: lane for lane in lanes}
+            poller.register(lane.socket, zmq.POLLIN)
+        waiting = {lane.socket: lane for lane in lanes}
         last_reply = time.monotonic()
         watch: Watch | None = None
         try:
@@ -174,13 +148,10 @@ class Exchange:
                 ready = poller.poll(max(0.0, min(_POLL_S, deadline - now)) * 1000)
                 for key, _ in ready:
                     lane = waiting[key]
-                    events = lane.events
                     lane.receive()
                     if lane.done:
                         poller.unregister(lane.socket)
                         del waiting[key]
-                    elif lane.events != events:
-                        poller.register(lane.socket, lane.events)
                 if ready:
                     last_reply = time.monotonic()
                     if watch is not None:
@@ -216,9 +187,6 @@ class Exchange:
                 )
             idle = self._idle.get(peer)
             socket = idle.pop() if idle else None
-            if isinstance(socket, Line) and not socket.idle:
-                socket.close()
-                socket = None
             self._num_leased += 1
             self._num_sockets += 1
             serial = self._num_sockets
@@ -244,12 +212,7 @@ class Exchange:
                 self._none_leased.notify_all()
 
     def _connect(self, peer: Peer, serial: int) -> Any:
-        if peer.token:
-            try:
-                return Line.connect(peer.ip, peer.port, peer.token)
-            except OSError as error:
-                raise BackendUnavailableError(f"connecting to the {peer.name} failed: {error}") from error
-        socket = create_zmq_socket(self._context, zmq.DEALER, peer.ip, identity=f"{self._identity}_{serial}".encode())
+        socket = new_socket(self._context, zmq.DEALER, peer.ip, identity=f"{self._identity}_{serial}".encode())
         try:
             socket.setsockopt(zmq.LINGER, 0)
             host = f"[{peer.ip}]" if ":" in peer.ip else peer.ip
@@ -258,13 +221,6 @@ class Exchange:
             socket.close(linger=0)
             raise
         return socket
-
-    def ask(self, peer: Peer, frames: list[Any]) -> Question:
-        """Sends a request whose reply is looked for later, while an exchange runs. Close it when you are done."""
-        with self._lock:
-            self._num_sockets += 1
-            serial = self._num_sockets
-        return Question(self._connect(peer, serial), frames)
 
     def forget(self, peers: Collection[Peer]) -> None:
         """Closes the idle sockets to peers that have ended, or that are reached anew."""
@@ -298,26 +254,6 @@ class Exchange:
             self._context.term()
 
 
-class Question:
-    """One request with a socket of its own."""
-
-    def __init__(self, socket: Any, frames: list[Any]) -> None:
-        self._socket = socket
-        socket.send_multipart(frames)
-
-    def reply(self) -> list[Any] | None:
-        """The reply, if it has arrived. Does not block."""
-        try:
-            found: list[Any] = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return None
-        return found
-
-    def close(self) -> None:
-        """Gives up the reply."""
-        self._socket.close(linger=0)
-
-
 class _Lane:
     """The requests of one exchange to one peer: how many are sent, and how many are answered.
 
@@ -326,20 +262,12 @@ class _Lane:
         socket: The socket to it.
     """
 
-    #: What its socket waits for.
-    events: int = zmq.POLLIN
-
     def __init__(self, peer: Peer, socket: Any, requests: Sequence[Request]) -> None:
         self.peer = peer
         self.socket = socket
         self._requests = requests
         self._num_sent = 0
         self._num_answered = 0
-
-    @property
-    def key(self) -> Any:
-        """What a poller calls its socket."""
-        return self.socket
 
     @property
     def done(self) -> bool:
@@ -359,36 +287,6 @@ class _Lane:
         self._num_answered += 1
         self.send()  # before the reply is read: the peer works on it meanwhile
         request.on_reply(frames)
-
-
-class _LineLane(_Lane):
-    """The calls of one exchange to a `CallServer`."""
-
-    @property
-    def events(self) -> int:  # type: ignore[override]
-        """While something waits to be sent, also for room."""
-        return int(zmq.POLLIN | zmq.POLLOUT if self.socket.unsent else zmq.POLLIN)
-
-    @property
-    def key(self) -> Any:
-        return self.socket.fileno()
-
-    def send(self) -> None:
-        """Sends as many calls as may be in flight."""
-        while self._num_sent < len(self._requests) and self._num_sent - self._num_answered < _WINDOW:
-            (call,) = self._requests[self._num_sent].frames()
-            self.socket.send(call)
-            self._num_sent += 1
-
-    def receive(self) -> None:
-        """Sends what waits, and receives the replies that have arrived."""
-        self.socket.flush()
-        self.socket.fill()
-        while not self.done and (reply := self.socket.message()) is not None:
-            request = self._requests[self._num_answered]
-            self._num_answered += 1
-            self.send()
-            request.on_reply([reply])
 
 
 def _closed_error(what: str) -> ClientClosedError:

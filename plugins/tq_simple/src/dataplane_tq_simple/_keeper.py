@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from dataplane_tq_simple import _privates
 from dataplane_tq_simple._actors import lookup, named_actors, nodes_for_units
 from dataplane_tq_simple._book import Started, UnitBook
-from dataplane_tq_simple._sampler import LedgerSampler
+from dataplane_tq_simple._host import ControllerHost
 
 __all__ = ["Keeper", "UnitMaker"]
 
@@ -81,14 +81,14 @@ class Keeper:
     Args:
         instance: The class of the instance, which knows how to make and ask its units.
         config: The options of the instance.
-        sampler: Has the book, and knows which rows are garbage.
+        host: Has the book, and knows which rows are garbage.
     """
 
-    def __init__(self, instance: UnitMaker, config: Any, sampler: LedgerSampler) -> None:
+    def __init__(self, instance: UnitMaker, config: Any, host: ControllerHost) -> None:
         self._instance = instance
         self._config = config
-        self._sampler = sampler
-        self._book: UnitBook = sampler.book
+        self._host = host
+        self._book: UnitBook = host.book
         self._context = zmq.Context()
         self._ears: dict[str, _Ear] = {}
         self._asked: dict[str, _Asked] = {}
@@ -224,7 +224,7 @@ class Keeper:
 
     def _end_removed(self) -> None:
         """Ends the units that are drained."""
-        for actor in self._book.removed(self._sampler.garbage):
+        for actor in self._book.removed(self._host.garbage):
             handle = self._handles.pop(actor, None)
             if handle is not None:  # it may have been removed before it was created
                 ray.kill(handle, no_restart=True)

@@ -5,22 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane_core.errors import preview
-from dataplane_tq_simple import _wire
+from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError, preview
+from dataplane_core.hosting import Watch
 from dataplane_tq_simple._book import LAYOUT_BITS, View
 from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._exchange import PATIENCE_S, Exchange, LineBrokenError, Peer, Question, Watch
-from dataplane_tq_simple._sampler import UNITS, decode_reply, encode_call
+from dataplane_tq_simple._exchange import PATIENCE_S, Exchange, LineBrokenError, Peer
 
 __all__ = ["NOWHERE", "UNIT_PATIENCE_S", "Places", "UnitWatch"]
 
 #: The life of a row whose layout is not known any more: all its rows are deleted.
 NOWHERE: Final = -1
+#: Seconds that the controller may take to answer that question, while replies of units may come.
+_QUESTION_S: Final = 0.1
 #: Seconds without a reply after which a client asks whether a unit has ended, and then between two questions.
 UNIT_PATIENCE_S: Final = 0.2
 
@@ -31,11 +32,11 @@ class Places:
     """The newest `View` that this client has of the book of storage units. Thread-safe.
 
     Args:
-        ask: Asks the book; see `LedgerSampler`.
+        ask: Asks the controller for a newer view than that of a version, within some seconds.
         exchange: Keeps sockets to the units.
     """
 
-    def __init__(self, ask: Callable[..., Any], exchange: Exchange) -> None:
+    def __init__(self, ask: Callable[[int, float], View | None], exchange: Exchange) -> None:
         self._ask = ask
         self._exchange = exchange
         self._lock = threading.Lock()
@@ -48,7 +49,7 @@ class Places:
 
     def refresh(self, timeout_s: float) -> None:
         """Gets the newest view. Raises as `QueueEngine.call`."""
-        self.take(self._ask("view", self.version, timeout_s=timeout_s))
+        self.take(self._ask(self.version, timeout_s))
 
     def take(self, view: View | None) -> None:
         """Takes a newer view. None: there is none."""
@@ -117,7 +118,6 @@ class UnitWatch:
 
     Args:
         places: Gets the answers.
-        exchange: Sends the questions.
         controller: Gives the controller.
         peers: The units.
         watch_controller: Makes a watch of the controller, which is used if it does not answer.
@@ -126,48 +126,45 @@ class UnitWatch:
     def __init__(
         self,
         places: Places,
-        exchange: Exchange,
         controller: Callable[[], Peer],
         peers: Sequence[Peer],
         watch_controller: Callable[[Sequence[Peer]], Watch],
     ) -> None:
         self._places = places
-        self._exchange = exchange
         self._find_controller = controller
-        self._controller = controller()
         self._peers = list(peers)
         self._lives = np.array([peer.life for peer in peers], dtype=np.int64)
         self._watch_controller = watch_controller
         self._watch: Watch | None = None
-        self._question: Question | None = None
         self._ask_at = self._answered_at = time.monotonic()
 
     def check(self) -> None:
         """Raises `UnitsGoneError` if one of them has ended; `BackendUnavailableError` if the controller has."""
+        self._refuse_ended()
+        now = time.monotonic()
+        if now < self._ask_at:
+            return
+        try:
+            self._places.refresh(_QUESTION_S)
+        except (OperationTimeoutError, BackendUnavailableError) as error:
+            if isinstance(error, BackendUnavailableError) and not error.retryable:
+                raise
+            if now - self._answered_at >= PATIENCE_S:
+                self._watch = self._watch or self._watch_controller([self._find_controller()])
+                try:
+                    self._watch.check()
+                except LineBrokenError:  # it was started again: ask it there
+                    self._watch, self._answered_at = None, now
+            return
+        self._watch = None
+        self._answered_at, self._ask_at = now, now + UNIT_PATIENCE_S
+        self._refuse_ended()
+
+    def _refuse_ended(self) -> None:
         alive = self._places.alive(self._lives)
         if not alive.all():
             names = [peer.name for peer, each in zip(self._peers, alive, strict=True) if not each]
             raise UnitsGoneError(f"{preview(names)} ended. What it held is lost.")
-        now = time.monotonic()
-        if self._question is None:
-            if now >= self._ask_at:
-                call = encode_call(UNITS, ("view", self._places.version), None)
-                self._question = self._exchange.ask(self._controller, _wire.call_request(self._controller.name, call))
-            return
-        reply = self._question.reply()
-        if reply is not None:
-            self.close()
-            _, view, _ = decode_reply(_wire.read_call_reply(self._controller.name, reply))
-            self._answered_at, self._ask_at = now, now + UNIT_PATIENCE_S
-            self._places.take(view)
-            self.check()
-        elif now - self._answered_at >= PATIENCE_S:
-            self._watch = self._watch or self._watch_controller([self._controller])
-            try:
-                self._watch.check()
-            except LineBrokenError:  # it was started again: ask it there
-                self.close()
-                self._watch, self._controller, self._answered_at = None, self._find_controller(), now
 
     def describe(self) -> str:
         """What is known, as a sentence."""
@@ -176,7 +173,4 @@ class UnitWatch:
         return "It has not ended: it is stopped, overloaded, or not reachable from this process."
 
     def close(self) -> None:
-        """Gives up the question, if there is one."""
-        question, self._question = self._question, None
-        if question is not None:
-            question.close()
+        """Nothing to give back."""

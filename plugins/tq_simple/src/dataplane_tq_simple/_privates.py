@@ -23,7 +23,7 @@ __all__ = [
     "answer_clear",
     "answer_get",
     "answer_put",
-    "get_metadata",
+    "identity_prefix",
     "key_not_found",
     "new_socket",
     "node_ip",
@@ -53,11 +53,6 @@ def request_port(controller: Any) -> int:
     """``transfer_queue.controller:TransferQueueController._request_handle_socket_port``: where it answers requests."""
     port: int = controller._request_handle_socket_port
     return port
-
-
-def get_metadata(controller: Any, **request: Any) -> Any:
-    """``transfer_queue.controller:TransferQueueController.get_metadata``: creates the partition that calls name."""
-    return controller.get_metadata(**request)
 
 
 def store_config(controller: Any, description: Any) -> None:
@@ -124,6 +119,9 @@ Message: Any = zmq_utils.ZMQMessage
 
 RequestType: Any = zmq_utils.ZMQRequestType
 """``transfer_queue.utils.zmq_utils:ZMQRequestType``: what a message asks for or answers."""
+
+identity_prefix: str = zmq_utils.STORAGE_MANAGER_IDENTITY_PREFIX
+"""``transfer_queue.utils.zmq_utils:STORAGE_MANAGER_IDENTITY_PREFIX``: what the names of a unit's clients begin with."""
 
 new_socket: Any = zmq_utils.create_zmq_socket
 """``transfer_queue.utils.zmq_utils:create_zmq_socket``: a socket with the settings that its servers expect."""

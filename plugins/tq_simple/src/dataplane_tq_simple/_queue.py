@@ -1,30 +1,28 @@
-"""A client's connection to an instance: its life cycle, and calls into the service in TransferQueue's controller.
+"""A client's connection to an instance: its life cycle, and its session with the host in TransferQueue's controller.
 
-The engine does not know what the service does. It gives every call a deadline, and turns failures into clear errors.
+The engine gives every call a deadline, and turns failures into clear errors.
 
 Importing this module imports Ray and TransferQueue (`dataplane_tq_simple` itself does not).
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Final, NoReturn, Self
+from typing import Any, ClassVar, Final, NoReturn, Self, TypeVar
 
 import ray
 
-from dataplane_core.backends import CallId
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
-from dataplane_core.spec import new_id
-from dataplane_tq_simple import _wire
+from dataplane_core.hosting import CallId, Lanes, Request, Session, TcpAddress, Watch
+from dataplane_core.ledger import Command
 from dataplane_tq_simple._cluster import Instance
-from dataplane_tq_simple._exchange import Exchange, LineBrokenError, Peer, Request, Watch
-from dataplane_tq_simple._sampler import PING, decode_reply, encode_call
+from dataplane_tq_simple._exchange import Exchange, LineBrokenError, Peer
+from dataplane_tq_simple._messages import MESSAGES, Ping
 from dataplane_tq_simple._session import RaySession
 
 __all__ = ["QueueEngine"]
@@ -37,6 +35,24 @@ _REPEAT_S: Final = 0.02
 _BROKEN_S: Final = 5.0
 #: Seconds, beyond its deadline, for which the controller keeps the outcome of a call.
 _KEPT_S: Final = 30.0
+
+_Reply = TypeVar("_Reply")
+
+
+@dataclass(frozen=True)
+class _ControllerAddress(TcpAddress):
+    """Where the controller answers."""
+
+    def failure(self, what: str, error: Exception, *, connecting: bool) -> DataPlaneError:
+        """As `Address.failure`."""
+        if isinstance(error, TimeoutError):
+            return OperationTimeoutError(
+                f"{what}: no answer in time from the controller. It may have been executed or not.",
+                hint=str(error) or None,
+            )
+        return LineBrokenError(
+            f"{what} failed: the connection to the controller broke: {error}. It may have been executed or not."
+        )
 
 
 class QueueEngine:
@@ -63,13 +79,12 @@ class QueueEngine:
         self.ray_address: str = ray.get_runtime_context().gcs_address
         self.node: str = ray.get_runtime_context().get_node_id()
         self._instance = instance
-        self._session = session
+        self._ray = session
         self._exchange = Exchange(self._watch_peers)
-        self._clock = _ControllerClock()
-        self._line: Peer | None = None  # where the controller answers calls
+        self._session: Session | None = None  # with the controller
         self._finding = threading.Lock()
         # a controller with a journal may die: calls are repeated, and it does each once
-        self._lanes = None if self.config.journal is None else _Lanes()
+        self._lanes = None if self.config.journal is None else Lanes(_KEPT_S)
         self._close_lock = threading.Lock()
         self._closed = False
 
@@ -81,8 +96,7 @@ class QueueEngine:
 
         Args:
             config: The options.
-            service_factory: Picklable. Called without arguments in the controller's process, it makes the service whose
-                public methods `call` calls. One thread executes all calls, one after the other.
+            service_factory: Makes the ledger in the controller's process; see `Controller`.
             timeout_s: For everything, in seconds. It does not interrupt the start of a local Ray.
 
         Raises:
@@ -100,7 +114,7 @@ class QueueEngine:
             raise
         engine = cls(instance, config, session, bootstrapped=True)
         try:
-            engine._open(deadline)
+            engine._find_session(deadline)
             engine._join(deadline)
             instance.publish(deadline=deadline)
         except BaseException:
@@ -131,8 +145,7 @@ class QueueEngine:
             session.release()
             raise
         try:
-            engine.call(PING, timeout_s=max(0.0, deadline - time.monotonic()))
-            engine._line = engine._line or instance.find_line(deadline=deadline)
+            engine._find_session(deadline)
             engine._join(deadline)
         except BaseException:
             engine.close()
@@ -150,19 +163,6 @@ class QueueEngine:
     def _leave(self) -> None:
         """Undoes `_join`, before a bootstrapping engine ends the instance. Also called where `_join` failed."""
 
-    def _open(self, deadline: float) -> None:
-        """Prepares a new controller for calls, and has it make the service."""
-        name = self._instance.controller.name
-        request = Request(
-            functools.partial(_wire.open_partition_request, name),
-            functools.partial(_wire.read_open_partition_reply, name),
-        )
-        self._exchange.run(
-            "opening the controller", [(self._instance.controller, [request])], timeout_s=deadline - time.monotonic()
-        )
-        self.call(PING, timeout_s=deadline - time.monotonic())
-        self._line = self._line or self._instance.find_line(deadline=deadline)
-
     def close(self) -> None:
         """Ends this connection. Idempotent.
 
@@ -174,6 +174,8 @@ class QueueEngine:
             if self._closed:
                 return
             self._closed = True
+        if self._session is not None:
+            self._session.close()
         self._exchange.close()
         if not self._exchange.forked:
             try:
@@ -181,7 +183,7 @@ class QueueEngine:
                 if self.bootstrapped:
                     self._instance.stop()
             finally:
-                self._session.release()
+                self._ray.release()
 
     def __enter__(self) -> Self:
         return self
@@ -196,159 +198,105 @@ class QueueEngine:
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
-    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Calls a method of the service in the controller. Atomic: calls of all clients run one after the other.
+    def call(
+        self,
+        request: Request[_Reply] | Command[_Reply],
+        *,
+        timeout_s: float,
+        wake: Callable[[], object] | None = None,
+    ) -> _Reply:
+        """Asks the host in the controller. Atomic: requests of all clients run one after the other.
 
-        A call is executed at most once. It is not repeated here after a failure, unless the controller keeps a journal:
-        then it is repeated when the controller was started again, until ``timeout_s`` has passed. A call that the
-        controller receives after that is not executed. The two clocks are compared to within a round trip.
+        A request is executed at most once. It is not repeated here after a failure, unless the controller keeps a
+        journal: then it is repeated when the controller was started again, until ``timeout_s`` has passed. A request
+        that was given up before the controller read it is not executed.
 
         Args:
-            method: Name of a public method.
-            *args: Its arguments; they must pickle.
+            request: The request.
             timeout_s: In seconds.
-
-        Returns:
-            What the method returned.
+            wake: For a claim or a put that waits: see `Session.call_waiting`.
 
         Raises:
-            DataPlaneError: What the method raised; any other exception as a `BackendError` with its traceback.
-            OperationTimeoutError: No answer in time. The call may have been executed or not.
-            LineBrokenError: The connection broke. The call may have been executed or not.
+            DataPlaneError: As the request says; any other exception of the host as a `BackendError`.
+            OperationTimeoutError: No answer in time. It may have been executed or not.
+            LineBrokenError: The connection broke. It may have been executed or not.
             BackendUnavailableError: The controller is dead, or has died and was not back in time.
             ClientClosedError: This engine is closed.
         """
         deadline = time.monotonic() + timeout_s
+        reply: _Reply
         if self._lanes is None:
-            return self._call(method, args, None, deadline, timeout_s)
+            reply = self._call(request, wake, None, deadline)
+            return reply
         with self._lanes.lease(timeout_s) as call_id:
             while True:
                 try:
-                    return self._call(method, args, call_id, deadline, timeout_s)
+                    reply = self._call(request, wake, call_id, deadline)
+                    return reply
                 except LineBrokenError:  # Ray may start the controller again
                     if self._closed:
-                        raise ClientClosedError(f"call {method!r}: this client is closed.") from None
+                        raise ClientClosedError(f"call {_name(request)!r}: this client is closed.") from None
                     if time.monotonic() + _REPEAT_S >= deadline:
                         raise
                     time.sleep(_REPEAT_S)
 
-    def _call(
-        self, method: str, args: tuple[Any, ...], call_id: CallId | None, deadline: float, timeout_s: float
-    ) -> Any:
-        while True:
-            line = None if method == PING and call_id is None else self._find_line(deadline)
-            clock = self._clock
-            call = encode_call(method, args, clock.at_controller(deadline), call_id)
-            reply = self._send_call(method, call, line, deadline)
-            executed, result, controller_time_s = decode_reply(reply)
-            clock.observe(controller_time_s)
-            if executed:
-                return result
-            # The controller took the call for late. The reply has corrected our clock bound, so send the call again.
-            if time.monotonic() >= deadline:
-                raise OperationTimeoutError(
-                    f"call {method!r}: the controller received it only after {timeout_s:g} s, and did not execute it.",
-                )
+    def controller_pid(self, *, timeout_s: float) -> int:
+        """The id of the controller's process. Raises as `call`."""
+        return self.call(Ping(), timeout_s=timeout_s)
 
-    def _find_line(self, deadline: float) -> Peer:
-        """Where the controller answers calls. Only one thread asks Ray."""
-        line = self._line
-        if line is not None:
-            return line
+    def stop_waiting(self, token: str) -> None:
+        """What was called with ``wake`` waits no longer. Does not block for long."""
+        if self._session is not None:
+            self._session.end_waiting(token, tell=True)
+
+    def _call(
+        self,
+        request: Any,
+        wake: Callable[[], object] | None,
+        call_id: CallId | None,
+        deadline: float,
+    ) -> Any:
+        what = f"call {_name(request)!r}"
+        if time.monotonic() >= deadline:
+            raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
+        session = self._find_session(deadline)
+        try:
+            if wake is None:
+                return session.call(what, deadline, request, call_id)
+            return session.call_waiting(what, deadline, request, wake, call_id)
+        except LineBrokenError:
+            if self._session is session and not self._closed:  # the controller may live, and answer elsewhere
+                self._session = None
+            if self._lanes is None:
+                self._check_controller(deadline)
+            raise
+
+    def _find_session(self, deadline: float) -> Session:
+        """The session with the controller. Only one thread asks Ray where it is."""
+        session = self._session
+        if session is not None:
+            return session
         if not self._finding.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise BackendUnavailableError("the controller was not found by the deadline. Nothing was sent.")
         try:
-            if self._line is None:
-                found: Peer = self._instance.find_line(deadline=deadline, closed=lambda: self._closed)
-                self._clock = _ControllerClock()  # it may be another process, on another node
-                self._line = found
-            return self._line
+            if self._closed:
+                raise ClientClosedError("a call: this client is closed.")
+            if self._session is None:
+                line: Peer = self._instance.find_line(deadline=deadline, closed=lambda: self._closed)
+                address = _ControllerAddress(line.ip, line.port, line.token)
+                self._session = Session(address, MESSAGES, deadline, lambda: self._watch_peers([line]))
+            return self._session
         finally:
             self._finding.release()
 
     def _check_controller(self, deadline: float) -> None:
         """Raises `BackendUnavailableError` if the controller is known to be dead, soon after its line broke."""
         try:
-            self._find_line(min(deadline, time.monotonic() + _BROKEN_S))
+            self._find_session(min(deadline, time.monotonic() + _BROKEN_S))
         except DataPlaneError as error:
             if not error.retryable:
                 raise
 
-    def _send_call(self, method: str, call: bytes, line: Peer | None, deadline: float) -> bytes:
-        """Sends a call, and returns the reply. Without a line, over TransferQueue's socket."""
-        replies: list[list[Any]] = []
-        what = f"call {method!r}"
-        if line is None:
-            peer = self._instance.controller
-            request = Request(functools.partial(_wire.call_request, peer.name, call), replies.append)
-            self._exchange.run(what, [(peer, [request])], timeout_s=deadline - time.monotonic())
-            return _wire.read_call_reply(peer.name, replies[0])
-        request = Request(lambda: [call], replies.append)
-        try:
-            self._exchange.run(what, [(line, [request])], timeout_s=deadline - time.monotonic())
-        except BackendUnavailableError as error:
-            if error.retryable and self._line is line:  # the controller may live, and answer elsewhere
-                self._line = None
-                self._exchange.forget([line])
-            if isinstance(error, LineBrokenError) and self._lanes is None:
-                self._check_controller(deadline)
-            raise
-        return bytes(replies[0][0])
 
-
-class _Lanes:
-    """Gives each call an id. Calls that are under way at a time have different lanes."""
-
-    def __init__(self) -> None:
-        self._client = new_id()
-        self._lock = threading.Lock()
-        self._idle: list[int] = []
-        self._serials: list[int] = []  # of each lane
-
-    @contextmanager
-    def lease(self, timeout_s: float) -> Iterator[CallId]:
-        """The id of a call that is repeated for at most ``timeout_s``."""
-        with self._lock:
-            if self._idle:
-                lane = self._idle.pop()
-            else:
-                lane = len(self._serials)
-                self._serials.append(0)
-            self._serials[lane] += 1
-            serial = self._serials[lane]
-        try:
-            yield CallId(self._client, lane, serial, timeout_s + _KEPT_S)
-        finally:
-            with self._lock:
-                self._idle.append(lane)
-
-
-class _ControllerClock:
-    """Translates this process's monotonic clock to the controller's, which may run on another machine.
-
-    Each reply gives a lower bound of the difference between the two clocks. The greatest bound is used, so a deadline
-    is never translated to a later one. The bound shrinks over time by `_DRIFT`, which is more than clocks drift apart.
-    """
-
-    _DRIFT = 1e-4
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._bound_s: float | None = None
-        self._observed_at = 0.0
-
-    def observe(self, controller_time_s: float) -> None:
-        """Learns from the controller's time in a reply that has just arrived."""
-        now = time.monotonic()
-        with self._lock:
-            bound_s = controller_time_s - now
-            if self._bound_s is not None:
-                bound_s = max(bound_s, self._bound_s - self._DRIFT * (now - self._observed_at))
-            self._bound_s, self._observed_at = bound_s, now
-
-    def at_controller(self, time_s: float) -> float | None:
-        """The controller's time at our ``time_s``, or a little earlier; None before the first reply."""
-        with self._lock:
-            if self._bound_s is None:
-                return None
-            return time_s + self._bound_s - self._DRIFT * (time.monotonic() - self._observed_at)
+def _name(request: Any) -> str:
+    return str(getattr(request, "op", type(request).__name__))

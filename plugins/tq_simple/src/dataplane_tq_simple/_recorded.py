@@ -51,6 +51,13 @@ class RecordedService:
             return cast("Reply", self.journal.call(begin, wake))
         return self.journal.call(command, wake)
 
+    def stop_waiting(self, token: str) -> None:
+        """As `LedgerService.stop_waiting`."""
+        self.journal.stop_waiting(token)
+
+    def save_book(self) -> None:
+        """Keeps what has changed in the book of storage units, if there is one."""
+
     def garbage(self) -> list[Ref]:
         """As `LedgerService.garbage`."""
         return self.journal.garbage()

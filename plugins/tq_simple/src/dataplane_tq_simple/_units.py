@@ -108,7 +108,7 @@ class SimpleStorageInstance(Instance):
 
     prefix = "tq-"
     distribution = "dataplane-tq-simple"
-    protocol = 5
+    protocol = 6
     keeps_units = True
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The TransferQueue messages that the engine uses: calls to the controller, rows to and from its units.
+"""The TransferQueue messages that the engine uses: rows to and from the storage units.
 
 A small row is sent and stored as a msgpack binary, the cheapest form of TransferQueue's serialisation: all rows of a
 message share one frame, no row costs Python time of its own, and the unit keeps a separate ``bytes`` object for each. A
@@ -23,24 +23,19 @@ from dataplane_core.backends import RefsGoneError
 from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._privates import Message, RequestType, key_not_found
-from dataplane_tq_simple._sampler import CALL_FIELD, CALL_KEY, CALL_PARTITION
 
 __all__ = [
     "LIFE_KEY",
     "OTHER_LIFE",
     "Chunk",
-    "call_request",
     "check_delete_reply",
     "check_put_reply",
     "delete_request",
     "get_request",
-    "open_partition_request",
     "plan_by_bytes",
     "plan_by_rows",
     "put_request",
-    "read_call_reply",
     "read_get_reply",
-    "read_open_partition_reply",
 ]
 
 #: A message of ``zmq``: one buffer per frame.
@@ -101,55 +96,6 @@ def _refused(receiver: str, what: str, reply: Any) -> BackendError | UnitsGoneEr
     if OTHER_LIFE in str(message):
         return UnitsGoneError(f"{receiver} was started again, and refused {what}.")
     return BackendError(f"{receiver} refused {what}: {message}")
-
-
-# --- the controller --------------------------------------------------------------------------------------------------
-
-
-def open_partition_request(receiver: str) -> Frames:
-    """The request that creates the partition to which calls are addressed."""
-    body = {"data_fields": [], "batch_size": 1, "partition_id": CALL_PARTITION, "mode": "insert"}
-    return _request(RequestType.GET_META, receiver, body)
-
-
-def read_open_partition_reply(receiver: str, frames: Frames) -> None:
-    """Raises `BackendError` unless the partition was created."""
-    reply = Message.deserialize(frames)
-    if reply.request_type != RequestType.GET_META_RESPONSE:
-        raise _refused(receiver, f"to open the partition {CALL_PARTITION!r}", reply)
-
-
-def call_request(receiver: str, call: bytes) -> Frames:
-    """A request for rows that carries the encoded ``call`` to our sampler."""
-    body = {
-        # The field does not exist, so the controller scans nothing. The batch size is 0, so it waits for no row.
-        "data_fields": [CALL_FIELD],
-        "batch_size": 0,
-        "partition_id": CALL_PARTITION,
-        "mode": "fetch",
-        "task_name": CALL_PARTITION,
-        "sampling_config": {CALL_KEY: call},
-    }
-    return _request(RequestType.GET_META, receiver, body)
-
-
-def read_call_reply(receiver: str, frames: Frames) -> bytes:
-    """The bytes that our sampler replied.
-
-    Raises:
-        BackendError: The controller refused the call, or has no sampler of ours.
-    """
-    reply = Message.deserialize(frames)
-    if reply.request_type != RequestType.GET_META_RESPONSE:
-        raise _refused(receiver, "a call", reply)
-    meta = reply.body["metadata"]
-    if not meta.custom_meta or CALL_KEY not in meta.custom_meta[0]:
-        raise BackendError(
-            f"{receiver} answered a call without the sampler of this package: another client of TransferQueue removed "
-            f"its partition {CALL_PARTITION!r} or replaced its sampler.",
-        )
-    answer: bytes = meta.custom_meta[0][CALL_KEY]
-    return answer
 
 
 # --- the storage units -----------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ Importing this module imports Ray and TransferQueue.
 from dataplane_tq_simple._actors import ActorWatch, get_within
 from dataplane_tq_simple._cluster import Instance
 from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._exchange import Watch
 from dataplane_tq_simple._queue import QueueEngine
 
-__all__ = ["ActorWatch", "Instance", "QueueEngine", "UnitsGoneError", "Watch", "get_within"]
+__all__ = ["ActorWatch", "Instance", "QueueEngine", "UnitsGoneError", "get_within"]

@@ -1,4 +1,4 @@
-"""A Ray, and a tiny service that stands in for the ledger."""
+"""A Ray, and what is left in a ledger that tells who has been there."""
 
 from __future__ import annotations
 
@@ -13,49 +13,7 @@ from typing import Any
 import pytest
 
 from dataplane_core.errors import LeaseExpiredError
-
-
-class StandIn:
-    """What calls reach in these tests."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.log: list[str] = []
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def echo(self, value: Any) -> Any:
-        return value
-
-    def add_slowly(self, number: int) -> int:
-        """A read, a pause and a write: loses updates wherever two calls run at once."""
-        before = self.total
-        time.sleep(0.001)
-        self.total = before + number
-        return self.total
-
-    def note(self, text: str) -> list[str]:
-        self.log.append(text)
-        return self.log
-
-    def sleep(self, duration_s: float, begun: str | None = None) -> None:
-        """Makes a file, if one is named, then sleeps."""
-        if begun:
-            Path(begun).touch()
-        time.sleep(duration_s)
-
-    def expire(self) -> None:
-        raise LeaseExpiredError("too late", sample_ids=["a", "b"], hint="Renew sooner.")
-
-    def divide(self, number: int) -> float:
-        return 1 / number
-
-    def return_a_lambda(self) -> Any:
-        return lambda: None
-
-    def exit(self) -> None:
-        sys.exit(3)
+from dataplane_core.ledger import commands
 
 
 def failing_factory() -> object:
@@ -74,8 +32,14 @@ def ray_cluster(ray_address: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def stand_in() -> type:
-    return StandIn
+def note() -> Callable[[Any, str], list[str]]:
+    """Registers a partition of that name, and lists all: ``note(engine, name)``."""
+
+    def leave(engine: Any, name: str, timeout_s: float = 10.0) -> list[str]:
+        engine.call(commands.Register(name, ["x"], None, [], None, {}, name), timeout_s=timeout_s)
+        return list(engine.call(commands.ListPartitions(), timeout_s=timeout_s).partition_ids)
+
+    return leave
 
 
 @pytest.fixture(scope="session")

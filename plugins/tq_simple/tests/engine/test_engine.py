@@ -6,10 +6,8 @@ import itertools
 import os
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,31 +16,34 @@ import ray
 import torch
 
 from dataplane_core.backends import RefsGoneError
-from dataplane_core.errors import BackendError, ClientClosedError, LeaseExpiredError, OperationTimeoutError
+from dataplane_core.errors import ClientClosedError, OperationTimeoutError
+from dataplane_core.ledger import LedgerService, commands
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._errors import UnitsGoneError
+from dataplane_tq_simple._messages import Ping
 
+Note = Callable[..., list[str]]
 _next_handle = iter(range(0, 10**9, 10_000))
 
 _WORKER = """
 import sys
+from dataplane_core.ledger import commands
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 
 address, handle = sys.argv[1:]
 with Engine.attach(TQSimpleConfig(instance="engine", ray_address=address)) as engine:
-    for _ in range(50):
-        engine.call("add_slowly", 1, timeout_s=20)
+    engine.call(commands.Register("job", ["x"], None, [], None, {}, "e"), timeout_s=20)
     engine.put_rows([int(handle)], b"from another job", [0, 16], timeout_s=20)
     assert bytes(engine.get_rows([int(handle)], timeout_s=20)[0]) == b"from another job"
 """
 
 
 @pytest.fixture(scope="module")
-def engine(ray_cluster: str, stand_in: type) -> Iterator[Engine]:
+def engine(ray_cluster: str) -> Iterator[Engine]:
     config = TQSimpleConfig(instance="engine", num_storage_units=2, chunk_size_bytes=64 * 1024)
-    with Engine.bootstrap(config, stand_in) as engine:
+    with Engine.bootstrap(config, LedgerService) as engine:
         yield engine
 
 
@@ -61,73 +62,41 @@ def rows_of(buffer: np.ndarray, offsets: np.ndarray) -> list[bytes]:
 # --- calls -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_call_round_trips(engine: Engine) -> None:
-    ids = [f"prompt{i}_g{i % 8}" for i in range(512)]
-    assert engine.call("echo", ids, timeout_s=10) == ids
-    large = os.urandom(20_000_000)
-    assert engine.call("echo", large, timeout_s=30) == large
-
-
-def test_errors_of_the_service_come_back(engine: Engine) -> None:
-    with pytest.raises(LeaseExpiredError, match="too late"):
-        engine.call("expire", timeout_s=10)
-    with pytest.raises(BackendError, match="ZeroDivisionError"):
-        engine.call("divide", 0, timeout_s=10)
-    with pytest.raises(BackendError, match="SystemExit"):
-        engine.call("exit", timeout_s=10)
-    assert engine.call("echo", 1, timeout_s=10) == 1
-
-
-def test_calls_from_threads_tasks_actors_and_other_jobs_are_atomic(
-    engine: Engine, ray_cluster: str, python: Callable[..., Any]
+def test_calls_from_threads_tasks_actors_and_other_jobs(
+    engine: Engine, ray_cluster: str, python: Callable[..., Any], note: Note
 ) -> None:
     @ray.remote(num_cpus=0)
     class Client:
-        def add(self, count: int) -> None:
+        def note(self, name: str) -> None:
             with Engine.attach(TQSimpleConfig(instance="engine")) as engine:
-                for _ in range(count):
-                    engine.call("add_slowly", 1, timeout_s=20)
+                note(engine, name)
 
     @ray.remote(num_cpus=0)
-    def add(count: int) -> None:
+    def note_in_task(name: str) -> None:
         with Engine.attach(TQSimpleConfig(instance="engine")) as engine:
-            for _ in range(count):
-                engine.call("add_slowly", 1, timeout_s=20)
+            note(engine, name)
 
-    before = engine.call("add_slowly", 0, timeout_s=10)
     handle = next(_next_handle)
     client = Client.remote()
     with ThreadPoolExecutor(9) as pool:
         other_job = pool.submit(python, _WORKER, ray_cluster, str(handle))
-        in_ray = [client.add.remote(50), add.remote(50)]
-        for call in [pool.submit(engine.call, "add_slowly", 1, timeout_s=30) for _ in range(200)]:
+        in_ray = [client.note.remote("actor"), note_in_task.remote("task")]
+        for call in [pool.submit(note, engine, f"thread{number}") for number in range(20)]:
             call.result()
         ray.get(in_ray, timeout=60)
         done = other_job.result()
     assert done.returncode == 0, done.stderr
-    assert engine.call("add_slowly", 0, timeout_s=10) == before + 350
+    noted = engine.call(commands.ListPartitions(), timeout_s=10).partition_ids
+    assert sorted(noted) == sorted(["actor", "task", "job", *(f"thread{number}" for number in range(20))])
     assert bytes(engine.get_rows([handle], timeout_s=10)[0]) == b"from another job"
 
 
-def test_a_call_that_was_given_up_is_not_executed_later(engine: Engine, tmp_path: Path) -> None:
-    begun = tmp_path / "begun"
-    with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(engine.call, "sleep", 1.0, str(begun), timeout_s=60)
-        while not begun.exists():
-            assert not busy.done()
-            time.sleep(0.01)
-        with pytest.raises(OperationTimeoutError, match="'note'"):
-            engine.call("note", "given up", timeout_s=0.2)
-        busy.result()
-    assert "given up" not in engine.call("note", "after", timeout_s=10)
-
-
-def test_no_time_left_means_nothing_is_sent(engine: Engine) -> None:
+def test_no_time_left_means_nothing_is_sent(engine: Engine, note: Note) -> None:
     with pytest.raises(OperationTimeoutError, match="Nothing was sent"):
-        engine.call("note", "never", timeout_s=0)
+        note(engine, "never", 0.0)
     with pytest.raises(OperationTimeoutError, match="Nothing was sent"):
         engine.put_rows([next(_next_handle)], b"x", [0, 1], timeout_s=-1.0)
-    assert "never" not in engine.call("note", "after", timeout_s=10)
+    assert "never" not in note(engine, "after")
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -271,7 +240,7 @@ def test_torchs_thread_count_stays_as_it_was(engine: Engine, num_threads: int) -
         engine.put_rows(handles, buffer, offsets, timeout_s=10)
         engine.get_rows(handles, timeout_s=10)
         engine.delete_rows(handles, timeout_s=10)
-        engine.call("echo", 1, timeout_s=10)
+        engine.call(Ping(), timeout_s=10)
         with Engine.attach(TQSimpleConfig(instance="engine")):
             pass
         assert torch.get_num_threads() == num_threads
@@ -282,7 +251,7 @@ def test_torchs_thread_count_stays_as_it_was(engine: Engine, num_threads: int) -
 def test_an_engine_has_no_threads_of_its_own(engine: Engine) -> None:
     before = threading.active_count()
     with Engine.attach(TQSimpleConfig(instance="engine")) as attached:
-        attached.call("echo", 1, timeout_s=10)
+        attached.call(Ping(), timeout_s=10)
         assert threading.active_count() == before
 
 
@@ -293,13 +262,13 @@ def test_an_engine_cannot_be_pickled(engine: Engine) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_use_after_a_fork_is_refused(engine: Engine) -> None:
-    engine.call("echo", 1, timeout_s=10)
+    engine.call(Ping(), timeout_s=10)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            engine.call("echo", 1, timeout_s=5)
+            engine.call(Ping(), timeout_s=5)
         except ClientClosedError as error:
             os.write(writer, str(error).encode())
             engine.close()  # neither ends the parent's instance nor hangs
@@ -311,7 +280,7 @@ def test_use_after_a_fork_is_refused(engine: Engine) -> None:
         message = pipe.read().decode()
     assert os.waitpid(child, 0)[1] == 0
     assert "fork" in message
-    assert engine.call("echo", 1, timeout_s=10) == 1
+    assert engine.call(Ping(), timeout_s=10)
 
 
 def test_importing_the_package_leaves_the_process_alone(python: Callable[..., Any]) -> None:

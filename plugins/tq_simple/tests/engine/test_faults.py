@@ -22,14 +22,17 @@ from dataplane_core.errors import (
     ClientClosedError,
     OperationTimeoutError,
 )
+from dataplane_core.hosting import Session
+from dataplane_core.ledger import LedgerService, commands
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
-from dataplane_tq_simple._line import Line
+from dataplane_tq_simple._exchange import LineBrokenError
+from dataplane_tq_simple._messages import Ping
 
 
 @pytest.fixture(scope="module")
-def engine(ray_cluster: str, stand_in: type) -> Iterator[Engine]:
-    with Engine.bootstrap(TQSimpleConfig(instance="faults", num_storage_units=2), stand_in) as engine:
+def engine(ray_cluster: str) -> Iterator[Engine]:
+    with Engine.bootstrap(TQSimpleConfig(instance="faults", num_storage_units=2), LedgerService) as engine:
         yield engine
 
 
@@ -54,18 +57,21 @@ def takes(at_least_s: float, at_most_s: float) -> Iterator[None]:
     assert at_least_s - 0.05 <= time.monotonic() - started <= at_most_s  # clocks of waits differ a little
 
 
-def test_a_controller_that_stands_still(engine: Engine) -> None:
-    engine.call("note", "before", timeout_s=10)
-    with stopped(engine.call("pid", timeout_s=10)):
-        with takes(2.0, 15.0), pytest.raises(OperationTimeoutError, match="no answer within 2 s") as error:
-            engine.call("note", "while stopped", timeout_s=2.0)
+def test_a_controller_that_stands_still(engine: Engine, note: Callable[..., list[str]]) -> None:
+    note(engine, "before")
+    with stopped(engine.call(Ping(), timeout_s=10)):
+        with (
+            takes(2.0, 15.0),
+            pytest.raises(OperationTimeoutError, match="no answer in time from") as error,
+        ):
+            note(engine, "while stopped", 2.0)
         assert "did not answer Ray either" in str(error.value)
         with takes(0.3, 10.0), pytest.raises(OperationTimeoutError):
-            engine.call("note", "while stopped", timeout_s=0.3)
+            note(engine, "while stopped", 0.3)
         with takes(0.5, 10.0), pytest.raises(OperationTimeoutError):
             Engine.attach(TQSimpleConfig(instance="faults"), timeout_s=0.5)
         engine.put_rows([1, 2], b"ab", [0, 1, 2], timeout_s=10)  # the units go on
-    assert engine.call("note", "after", timeout_s=10) == ["before", "after"]
+    assert note(engine, "after") == ["before", "after"]
 
 
 def test_a_storage_unit_that_stands_still(engine: Engine, unit_pid: Callable[[str, int], int]) -> None:
@@ -79,7 +85,7 @@ def test_a_storage_unit_that_stands_still(engine: Engine, unit_pid: Callable[[st
             with takes(0.5, 10.0), pytest.raises(OperationTimeoutError, match="storage unit-1"):
                 operation()
         assert bytes(engine.get_rows([10], timeout_s=10)[0]) == b"a"
-        assert engine.call("echo", 1, timeout_s=10) == 1
+        assert engine.call(Ping(), timeout_s=10)
     # What it received meanwhile it carries out late, and no reply of that is taken for another's.
     assert [bytes(row) for row in engine.get_rows([10, 11], timeout_s=10)] == [b"a", b"b"]
     engine.delete_rows([12, 13], timeout_s=10)
@@ -126,24 +132,23 @@ def test_a_delete_that_overtakes_a_put_which_was_given_up_leaves_none_of_its_row
             assert not set(handles) & ask(lambda self: self.storage_data._active_keys)
 
 
-def test_closing_ends_what_other_threads_wait_for(ray_cluster: str, stand_in: type, engine: Engine) -> None:
+def test_closing_ends_what_other_threads_wait_for(ray_cluster: str, engine: Engine) -> None:
     attached = Engine.attach(TQSimpleConfig(instance="faults"))
-    with ThreadPoolExecutor(1) as pool, takes(0.0, 20.0):
-        waiting = pool.submit(attached.call, "sleep", 3.0, timeout_s=60)
-        time.sleep(0.3)
-        with takes(0.0, 10.0):
-            attached.close()
+    with ThreadPoolExecutor(1) as pool, stopped(engine.call(Ping(), timeout_s=10)):
+        waiting = pool.submit(attached.call, Ping(), timeout_s=60)
+        eventually(lambda: attached._session is not None and len(attached._session._used) == 1)
+        attached.close()
         with pytest.raises(ClientClosedError):
             waiting.result(timeout=10)
-    assert engine.call("echo", 1, timeout_s=10) == 1
+    assert engine.call(Ping(), timeout_s=10)
 
 
-def test_a_killed_controller(ray_cluster: str, stand_in: type) -> None:
-    with Engine.bootstrap(TQSimpleConfig(instance="mortal"), stand_in) as engine:
-        os.kill(engine.call("pid", timeout_s=10), signal.SIGKILL)
+def test_a_killed_controller(ray_cluster: str) -> None:
+    with Engine.bootstrap(TQSimpleConfig(instance="mortal"), LedgerService) as engine:
+        os.kill(engine.call(Ping(), timeout_s=10), signal.SIGKILL)
         dead = "controller of instance 'mortal' is dead"
         with takes(0.0, 30.0), pytest.raises(BackendUnavailableError, match=dead) as error:
-            engine.call("echo", 1, timeout_s=60)
+            engine.call(Ping(), timeout_s=60)
         assert not error.value.retryable
         assert isinstance(error.value.__cause__, ray.exceptions.RayActorError)
         with takes(0.0, 30.0), pytest.raises(BackendUnavailableError):
@@ -153,52 +158,48 @@ def test_a_killed_controller(ray_cluster: str, stand_in: type) -> None:
 def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(
     ray_cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost: list[Line] = []
-    send, fill = Line.send, Line.fill
+    lost: list[commands.CommitPut] = []
+    call = Session.call
 
-    def note(line: Line, message: bytes) -> None:
-        if b"CommitPut" in message:
-            lost.append(line)
-        send(line, message)
-
-    def lose(line: Line) -> None:
-        fill(line)  # the reply arrives, so the put is committed
-        if lost == [line]:
-            lost.append(line)
-            raise ConnectionResetError("reset by the test")
+    def lose(self: Session, what: str, deadline: float, request: Any, *args: Any) -> Any:
+        reply = call(self, what, deadline, request, *args)
+        if isinstance(request, commands.CommitPut) and not lost:
+            lost.append(request)
+            raise LineBrokenError("reset by the test.")
+        return reply
 
     with connect({"backend": "tq_simple", "options": {"instance": "breaks", "ray_address": ray_cluster}}) as client:
         client.register_partition("p", ["x"], None, ["train"])
-        monkeypatch.setattr(Line, "send", note)
-        monkeypatch.setattr(Line, "fill", lose)
+        monkeypatch.setattr(Session, "call", lose)
         client.put_samples(["a", "b"], "p", {"x": [[1, 2], [3, 4]]})
-        assert len(lost) == 2
+        assert len(lost) == 1
         assert client.claim_meta("p", "train", ["x"], 3, blocking=False).sample_ids == ["a", "b"]
         assert client.get_samples(["a", "b"], "p", ["x"])["x"].tolist() == [[1, 2], [3, 4]]
         assert [each.num_rows for each in client.list_units()] == [2]
 
 
-def test_bootstrapping_beside_a_dead_controller_says_so(ray_cluster: str, stand_in: type) -> None:
+def test_bootstrapping_beside_a_dead_controller_says_so(ray_cluster: str) -> None:
     config = TQSimpleConfig(instance="headless")
-    with Engine.bootstrap(config, stand_in) as engine:
-        os.kill(engine.call("pid", timeout_s=10), signal.SIGKILL)
+    with Engine.bootstrap(config, LedgerService) as engine:
+        os.kill(engine.call(Ping(), timeout_s=10), signal.SIGKILL)
         with (
             takes(0.0, 25.0),
             pytest.raises(AlreadyRunningError, match="its controller is dead, but its storage units"),
         ):
-            Engine.bootstrap(config, stand_in)
-    with Engine.bootstrap(config, stand_in) as engine:  # once its owner has closed it
-        assert engine.call("echo", 1, timeout_s=10) == 1
+            Engine.bootstrap(config, LedgerService)
+    with Engine.bootstrap(config, LedgerService) as engine:  # once its owner has closed it
+        assert engine.call(Ping(), timeout_s=10)
 
 
 _OWN_RAY_LOSES_ITS_HEAD = """
 import os, time
 import psutil
 from dataplane_tq_simple import TQSimpleConfig, _cluster
+from dataplane_core.ledger import LedgerService
 from dataplane_tq_simple._engine import Engine
 
 _cluster._END_ACTORS_S = 2.0  # Ray's own threads spin all that time
-engine = Engine.bootstrap(TQSimpleConfig(ray_num_cpus=1), dict)
+engine = Engine.bootstrap(TQSimpleConfig(ray_num_cpus=1), LedgerService)
 (head,) = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
 rest = psutil.Process().children(recursive=True)
 head.kill()

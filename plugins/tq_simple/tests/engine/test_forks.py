@@ -39,12 +39,14 @@ def forked():
 _BY_OURS = (
     _CHILD
     + """
+from dataplane_core.ledger import LedgerService
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple._messages import Ping
 
-with Engine.bootstrap(TQSimpleConfig(instance="forks", ray_address=sys.argv[1]), dict) as engine:
+with Engine.bootstrap(TQSimpleConfig(instance="forks", ray_address=sys.argv[1]), LedgerService) as engine:
     forked()
-    assert engine.call("get", 1, timeout_s=20) is None
+    assert engine.call(Ping(), timeout_s=20)
 forked()  # closed, and disconnected from Ray
 """
 )

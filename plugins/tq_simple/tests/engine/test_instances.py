@@ -26,17 +26,22 @@ from dataplane_core.errors import (
     LeaseExpiredError,
     OperationTimeoutError,
 )
+from dataplane_core.ledger import LedgerService
 from dataplane_tq_simple import TQSimpleConfig, _cluster
 from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple._messages import Ping
 from dataplane_tq_simple._session import RaySession
+
+Note = Callable[..., list[str]]
 
 _OWN_RAY = """
 import json
 import psutil, ray
+from dataplane_core.ledger import LedgerService
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 
-first = Engine.bootstrap(TQSimpleConfig(ray_num_cpus=1), dict)
+first = Engine.bootstrap(TQSimpleConfig(ray_num_cpus=1), LedgerService)
 second = Engine.attach(TQSimpleConfig())
 assert ray.is_initialized() and ray.cluster_resources()["CPU"] == 1
 for engine in (first, second):
@@ -54,11 +59,13 @@ print(json.dumps(started))
 
 _CRASHING_OWNER = """
 import sys, time
+from dataplane_core.ledger import LedgerService
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple._messages import Ping
 
-engine = Engine.bootstrap(TQSimpleConfig(instance="crash", ray_address=sys.argv[1]), dict)
-print(engine.call("~ping", timeout_s=10)["pid"], flush=True)
+engine = Engine.bootstrap(TQSimpleConfig(instance="crash", ray_address=sys.argv[1]), LedgerService)
+print(engine.call(Ping(), timeout_s=10), flush=True)
 time.sleep(100)
 """
 
@@ -73,13 +80,13 @@ def test_options_are_checked() -> None:
 
 
 @pytest.mark.long
-def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster: str, stand_in: type) -> None:
+def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster: str, note: Note) -> None:
     with (
-        Engine.bootstrap(TQSimpleConfig(instance="one", ray_address=ray_cluster), stand_in) as one,
-        Engine.bootstrap(TQSimpleConfig(instance="two", storage_unit_size=3, unit_num_cpus=0.5), stand_in) as two,
+        Engine.bootstrap(TQSimpleConfig(instance="one", ray_address=ray_cluster), LedgerService) as one,
+        Engine.bootstrap(TQSimpleConfig(instance="two", storage_unit_size=3, unit_num_cpus=0.5), LedgerService) as two,
     ):
-        one.call("note", "one", timeout_s=10)
-        assert two.call("note", "two", timeout_s=10) == ["two"]
+        note(one, "one")
+        assert note(two, "two") == ["two"]
         one.put_rows([7], b"one", [0, 3], timeout_s=10)
         two.put_rows([7], b"two", [0, 3], timeout_s=10)
         assert bytes(one.get_rows([7], timeout_s=10)[0]) == b"one"
@@ -92,8 +99,8 @@ def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_clust
             assert bytes(attached.get_rows([7], timeout_s=10)[0]) == b"two"
         attached.close()
         with pytest.raises(ClientClosedError):
-            attached.call("note", "closed", timeout_s=10)
-        assert two.call("note", "still", timeout_s=10) == ["two", "still"]
+            note(attached, "closed")
+        assert note(two, "still") == ["two", "still"]
 
         two.put_rows([8], b"a", [0, 1], timeout_s=10)
         with pytest.raises(CapacityExceededError, match="2 existing"):
@@ -103,9 +110,9 @@ def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_clust
 
         started = time.monotonic()
         with pytest.raises(AlreadyRunningError, match="'one' is already running"):
-            Engine.bootstrap(TQSimpleConfig(instance="one", num_storage_units=3), stand_in)
+            Engine.bootstrap(TQSimpleConfig(instance="one", num_storage_units=3), LedgerService)
         assert time.monotonic() - started < 20
-        assert one.call("note", "more", timeout_s=10) == ["one", "more"]
+        assert note(one, "more") == ["one", "more"]
 
         with pytest.raises(
             BackendUnavailableError, match=r"no instance 'three' runs on .* there: 'one', 'two'"
@@ -117,36 +124,36 @@ def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_clust
 @ray.remote(num_cpus=0)
 def attach_and_ask_for_the_pid(config: TQSimpleConfig) -> int:
     with Engine.attach(config, timeout_s=60, wait_s=60) as engine:
-        return int(engine.call("pid", timeout_s=10))
+        return int(engine.call(Ping(), timeout_s=10))
 
 
 @pytest.mark.long
 def test_close_ends_the_processes_and_the_name_can_be_used_again(
-    ray_cluster: str, stand_in: type, unit_pid: Callable[[str, int], int], wait_until_gone: Callable[..., None]
+    ray_cluster: str, note: Note, unit_pid: Callable[[str, int], int], wait_until_gone: Callable[..., None]
 ) -> None:
     config = TQSimpleConfig(instance="again")
-    engine = Engine.bootstrap(config, stand_in)
-    pids = [engine.call("pid", timeout_s=10), unit_pid("again", 0)]
+    engine = Engine.bootstrap(config, LedgerService)
+    pids = [engine.call(Ping(), timeout_s=10), unit_pid("again", 0)]
     attached = Engine.attach(config)
     engine.close()
     engine.close()
     wait_until_gone(*pids)
     assert ray.is_initialized()  # it was not the engine that started Ray
     with pytest.raises(ClientClosedError):
-        engine.call("pid", timeout_s=10)
+        engine.call(Ping(), timeout_s=10)
     with pytest.raises(ClientClosedError):
         engine.put_rows([1], b"a", [0, 1], timeout_s=10)
     started = time.monotonic()
     with pytest.raises(BackendUnavailableError, match="controller of instance 'again' is dead"):
-        attached.call("pid", timeout_s=30)
+        attached.call(Ping(), timeout_s=30)
     assert time.monotonic() - started < 20
     attached.close()
 
     # The name is free, and who wants to attach waits for the instance to come up.
     late = attach_and_ask_for_the_pid.remote(config)
-    with Engine.bootstrap(config, stand_in) as engine:
-        assert engine.call("note", "afresh", timeout_s=10) == ["afresh"]
-        assert ray.get(late, timeout=60) == engine.call("pid", timeout_s=10)
+    with Engine.bootstrap(config, LedgerService) as engine:
+        assert note(engine, "afresh") == ["afresh"]
+        assert ray.get(late, timeout=60) == engine.call(Ping(), timeout_s=10)
 
 
 def test_a_service_that_cannot_be_built_leaves_nothing_behind(ray_cluster: str, broken_factory: Any) -> None:
@@ -155,13 +162,11 @@ def test_a_service_that_cannot_be_built_leaves_nothing_behind(ray_cluster: str, 
     assert not [a for a in ray.util.list_named_actors(all_namespaces=True) if "broken" in a["name"]]
 
 
-def test_too_few_cpus_are_reported_with_numbers_and_at_once(
-    ray_cluster: str, stand_in: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_few_cpus_are_reported_with_numbers_and_at_once(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TQSimpleConfig(instance="cpus", controller_num_cpus=1, unit_num_cpus=4, num_storage_units=2)
     started = time.monotonic()
     with pytest.raises(BackendUnavailableError, match=r"needs 9 CPUs .* 8 free of 8") as error:
-        Engine.bootstrap(config, stand_in)
+        Engine.bootstrap(config, LedgerService)
     assert time.monotonic() - started < 10
     assert not error.value.retryable
     assert "unit_num_cpus to 0" in str(error.value)
@@ -174,7 +179,7 @@ def test_too_few_cpus_are_reported_with_numbers_and_at_once(
     ray.get(busy.ready.remote(), timeout=60)
     monkeypatch.setattr("dataplane_tq_simple._cluster._SETTLE_S", 0.5)
     with pytest.raises(BackendUnavailableError, match=r"needs 2 CPUs .* 1 free of 8") as error:
-        Engine.bootstrap(TQSimpleConfig(instance="cpus", unit_num_cpus=2), stand_in)
+        Engine.bootstrap(TQSimpleConfig(instance="cpus", unit_num_cpus=2), LedgerService)
     assert error.value.retryable
     ray.kill(busy)
 
@@ -221,7 +226,7 @@ def test_a_crashed_owner_takes_its_instance_along(
         assert owner.stdout is not None
         controller_pid = int(owner.stdout.readline())
         with Engine.attach(TQSimpleConfig(instance="crash")) as attached:
-            assert attached.call("get", "key", timeout_s=10) is None
+            assert attached.call(Ping(), timeout_s=10) == controller_pid
             attached.add_units(1, timeout_s=60)
             pids = [controller_pid, unit_pid("crash", 0), unit_pid("crash", 1)]
             owner.send_signal(signal.SIGKILL)

@@ -3,7 +3,7 @@
 A dense column is its rows, one after the other. A ragged column is a table of N + 1 offsets (int64, in elements),
 then its rows end to end. Every table and every column begins at a multiple of 16 bytes, large ones of 64.
 
-Numpy only: the process of the ledger uses this module too.
+Numpy only: processes that host extents have no torch.
 """
 
 from __future__ import annotations

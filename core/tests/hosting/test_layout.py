@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane_shm._layout import Layout, offsets_at, squeeze
+from dataplane_core.hosting.layout import Layout, offsets_at, squeeze
 
 
 @st.composite

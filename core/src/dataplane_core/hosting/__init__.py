@@ -1,0 +1,58 @@
+"""A ledger, and a service of extents, served to other processes.
+
+What lives here: one encoding of commands and replies (`Messages`), one loop that answers clients over a Unix socket or
+over TCP (`Server`), what it serves (`LedgerHost`, `ExtentService`), and a client's `Session` with it. Backends whose
+ledger is in another process use it: shm_store, and those in TransferQueue's controller.
+"""
+
+from dataplane_core.hosting.extents import ExtentService, ExtentStatistics, Holds, Place, Wanted
+from dataplane_core.hosting.host import Client, Host, LedgerHost
+from dataplane_core.hosting.layout import Bytes, Column, Layout, offsets_at
+from dataplane_core.hosting.messages import (
+    VERSION,
+    CallId,
+    ClaimOrWait,
+    Messages,
+    Release,
+    Request,
+    StopWaiting,
+    decode_about,
+    decode_welcome,
+)
+from dataplane_core.hosting.server import Server, listen_at, listen_on, new_token
+from dataplane_core.hosting.session import Address, Lanes, Pin, Session, TcpAddress, UnixAddress, Watch
+
+__all__ = [
+    "VERSION",
+    "Address",
+    "Bytes",
+    "CallId",
+    "ClaimOrWait",
+    "Client",
+    "Column",
+    "ExtentService",
+    "ExtentStatistics",
+    "Holds",
+    "Host",
+    "Lanes",
+    "Layout",
+    "LedgerHost",
+    "Messages",
+    "Pin",
+    "Place",
+    "Release",
+    "Request",
+    "Server",
+    "Session",
+    "StopWaiting",
+    "TcpAddress",
+    "UnixAddress",
+    "Wanted",
+    "Watch",
+    "decode_about",
+    "decode_welcome",
+    "listen_at",
+    "listen_on",
+    "new_token",
+    "offsets_at",
+]

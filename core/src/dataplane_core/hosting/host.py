@@ -1,0 +1,141 @@
+"""`Host`: what a server serves, and `LedgerHost`: a ledger, with the claims and puts of its clients that wait."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from dataplane_core.hosting.messages import CallId, ClaimOrWait, Messages, StopWaiting
+from dataplane_core.ledger import Command, Reply, commands
+from dataplane_core.spec import Claim, new_id
+
+__all__ = ["Client", "Host", "LedgerHost", "Service"]
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """A client, as its host sees it: from the begin of its session to the end, however it ends.
+
+    Attributes:
+        number: Its number, never used again by this host.
+        key: Identifies it among the sessions of all hosts.
+        waits: Tokens of its claims that wait.
+        tickets: Those of its puts that wait for room.
+        ended: Whether it is gone.
+        wake: Tells it that a claim or a put, named by its token or ticket, is to ask again. False if it is gone. It
+            never blocks.
+    """
+
+    number: int
+    key: str = field(default_factory=new_id)
+    waits: set[str] = field(default_factory=set)
+    tickets: set[str] = field(default_factory=set)
+    ended: bool = False
+    wake: Callable[[str], bool] = lambda token: False
+
+
+class Host(ABC):
+    """What a server serves. The server's thread calls it, one call after the other.
+
+    Attributes:
+        messages: The requests that it knows.
+        descriptors: The file descriptors that each client gets, where the socket can pass them.
+    """
+
+    messages: Messages
+    descriptors: Sequence[int] = ()
+
+    def __init__(self) -> None:
+        self._clients: dict[str, Client] = {}  # by key
+        self._numbers = itertools.count(1)
+
+    def begin_session(self) -> Client:
+        """A client connects."""
+        client = self._new_client(next(self._numbers))
+        self._clients[client.key] = client
+        return client
+
+    def client(self, key: str) -> Client | None:
+        """The client with that key, or None if its session has ended, or is one of another host."""
+        return self._clients.get(key)
+
+    def end_session(self, client: Client) -> None:
+        """A client is gone. A subclass gives up what it held."""
+        client.ended = True
+        del self._clients[client.key]
+
+    def about(self) -> Any:
+        """What clients are told when they connect."""
+        return None
+
+    @abstractmethod
+    def answer(self, request: Any, client: Client, call: CallId | None = None) -> Any:
+        """Answers a request or a command. Must not block: it would delay every client.
+
+        Args:
+            request: What came.
+            client: From whom.
+            call: The id of the call, if it may be repeated.
+
+        Raises:
+            DataPlaneError: As the request says. The client raises it.
+        """
+
+    def settle(self) -> None:  # noqa: B027  (most have nothing to settle)
+        """Called before replies are sent, once for all requests that had arrived together. Must not raise."""
+
+    def _new_client(self, number: int) -> Client:
+        return Client(number)
+
+
+class Service(Protocol):
+    """A ledger with a clock: `LedgerService`, or one that is recorded."""
+
+    def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply: ...
+    def stop_waiting(self, token: str) -> None: ...
+
+
+class LedgerHost(Host):
+    """A host of a ledger. Clients that wait are woken, and a client that is gone keeps nobody waiting.
+
+    Args:
+        service: The ledger.
+    """
+
+    messages = Messages()
+
+    def __init__(self, service: Service) -> None:
+        super().__init__()
+        self._service = service
+
+    def answer(self, request: Any, client: Client, call: CallId | None = None) -> Any:
+        """Answers a command of the ledger, or a request of this wing."""
+        match request:
+            case ClaimOrWait():
+                return self._claim_or_wait(request.claim, client)
+            case StopWaiting():
+                client.waits.discard(request.token)
+                return self._service.stop_waiting(request.token)
+            case commands.WaitForRoom():
+                (client.tickets.add if request.wait_s > 0 else client.tickets.discard)(request.ticket)
+                return self._service.call(request, partial(client.wake, request.ticket))
+        return self._service.call(request)
+
+    def end_session(self, client: Client) -> None:
+        """Gives up what the client waited for: others get the samples, and the room."""
+        super().end_session(client)
+        for token in client.waits:
+            self._service.stop_waiting(token)
+        for ticket in client.tickets:
+            self._service.call(commands.WaitForRoom(ticket, 0, wait_s=0.0))
+
+    def _claim_or_wait(self, claim: commands.ClaimSamples, client: Client) -> Claim:
+        client.waits.discard(claim.token)
+        found = self._service.call(claim, partial(client.wake, claim.token))
+        if not (found.answered or claim.explain):
+            client.waits.add(claim.token)
+        return found

@@ -1,0 +1,355 @@
+"""The messages between clients and a host, and their form: msgpack, read by type, without pickle.
+
+A message on a socket is its length (4 bytes, little-endian) and its bytes. The first message on a connection is a
+`Hello`. A request is one byte, its number, and the request. A reply is one byte, 0 or 1 for an error, and the reply. A
+request whose class says that it is not ``answered`` has none. On the connection that began a session, which carries no
+requests, the host sends the lease token of a claim, or the ticket of a put, that is to ask again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar, get_args, get_origin
+
+import msgspec
+import numpy as np
+
+from dataplane_core import errors
+from dataplane_core.errors import BackendError, DataPlaneError
+from dataplane_core.ledger import Command, check_command, commands
+from dataplane_core.spec import Claim
+
+__all__ = [
+    "VERSION",
+    "CallId",
+    "ClaimOrWait",
+    "Hello",
+    "Messages",
+    "Release",
+    "Request",
+    "StopWaiting",
+    "Welcome",
+    "decode_about",
+    "decode_hello",
+    "decode_wake",
+    "decode_welcome",
+    "encode",
+]
+
+#: Clients and hosts speak the same version. It changes with the form of any message, the ledger's commands included.
+VERSION: Final = 5
+
+Reply = TypeVar("Reply", covariant=True)
+_T = TypeVar("_T")
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """The first message of a connection.
+
+    Attributes:
+        version: The version that the client speaks.
+        key: The key of the session that the connection belongs to. None: it begins a new one, and ends it when it
+            closes. The reply is then a `Welcome`, with the host's file descriptors.
+        token: The first half of the host's token, if it has one.
+    """
+
+    version: int
+    key: str | None = None
+    token: bytes = b""
+
+
+class Welcome(msgspec.Struct, array_like=True):
+    """The reply to the `Hello` that begins a session.
+
+    Attributes:
+        version: The version that the host speaks.
+        session: The number of the session at this host.
+        key: What further connections of the session show. No other host knows it, such as the next at this address.
+        token: The second half of the host's token: it is the one that the client means.
+        about: What the host says about itself; see `decode_about`.
+    """
+
+    version: int
+    session: int
+    key: str = ""
+    token: bytes = b""
+    about: msgspec.Raw = msgspec.Raw(b"\xc0")
+
+
+class CallId(NamedTuple):
+    """Identifies a call of a client, so that it is done once however often the client repeats it.
+
+    Attributes:
+        client: Random bits.
+        lane: Of the calls that the client has under way at a time, which one.
+        serial: Grows from call to call of the lane.
+        kept_s: For how many seconds the client may repeat it.
+    """
+
+    client: str
+    lane: int
+    serial: int
+    kept_s: float
+
+
+class _Once(msgspec.Struct, array_like=True):
+    """A request with the id of its call: its number, and its bytes."""
+
+    call: CallId
+    number: int
+    request: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[Reply]):
+    """A request that is not a command of the ledger.
+
+    Attributes:
+        answered: Whether it has a reply.
+    """
+
+    answered: ClassVar[bool] = True
+
+    def check(self) -> None:
+        """Raises `InvalidRequestError` if its parts do not fit together. Called for what came over a socket."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimOrWait(Request[Claim]):
+    """A claim whose client waits to be woken if it is handed nothing. Raises as `commands.ClaimSamples`."""
+
+    claim: commands.ClaimSamples
+
+    def check(self) -> None:
+        """As `Request.check`."""
+        check_command(self.claim)
+
+
+@dataclass(frozen=True, slots=True)
+class StopWaiting(Request[None]):
+    """A claim, or a put that waits for room, no longer waits."""
+
+    answered = False
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Request[None]):
+    """Ends pins. Numbers that hold nothing are ignored."""
+
+    answered = False
+    pins: list[int]
+
+
+def _plain(value: Any) -> object:
+    """A value of numpy, or of a subclass, as Python's own.
+
+    Raises:
+        NotImplementedError: Neither. That is how msgspec wants to be told.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    raise NotImplementedError(f"a value of {type(value).__name__} cannot be sent")
+
+
+class _Failure(msgspec.Struct, array_like=True):
+    """An error on its way to the client: its class in `dataplane_core.errors`, its message and its attributes."""
+
+    name: str
+    message: str
+    attributes: dict[str, Any]
+
+
+class _Kind(msgspec.Struct):
+    """A kind of request, and how it and its reply are read."""
+
+    number: int
+    request: Any
+    reply: Any
+
+
+def _reply_type(request: type[Any]) -> Any:
+    """The type that a request is answered with: the argument of ``Request[...]`` or ``Command[...]``."""
+    for cls in request.__mro__:
+        for base in cls.__dict__.get("__orig_bases__", ()):
+            if get_origin(base) in (Request, Command):
+                return get_args(base)[0]
+    raise TypeError(f"{request.__name__} names no reply")
+
+
+_decoder = msgspec.msgpack.Decoder
+_failure_decoder: Final = _decoder(_Failure)
+_hello_decoder: Final = _decoder(Hello)
+_welcome_decoder: Final = _decoder(Welcome)
+_wake_decoder: Final = _decoder(str)
+_once_decoder: Final = _decoder(_Once)
+#: What reading a damaged message may raise.
+_UNREADABLE: Final = (msgspec.MsgspecError, ValueError, IndexError, RecursionError)
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=_plain)
+#: The first byte of a request of this wing, of a command, of a request of a host, and of one with the id of its call.
+_WING, _COMMANDS, _OWN, _ONCE = 0, 16, 128, 255
+
+
+def encode(message: Any, first: bytes = b"") -> bytes:
+    """A message as it goes over a socket.
+
+    Raises:
+        InvalidRequestError: It holds what msgpack cannot carry, such as invalid Unicode, or is larger than 4 GiB.
+    """
+    try:
+        body = first + _packed(message)
+        return len(body).to_bytes(4, "little") + body
+    except OverflowError as error:
+        raise errors.InvalidRequestError(f"the request cannot be sent: {error}") from error
+
+
+def _packed(message: Any) -> bytes:
+    try:
+        return _encoder.encode(message)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise errors.InvalidRequestError(f"the request cannot be sent: {error}") from error
+
+
+class Messages:
+    """The requests that a host and its clients know: the ledger's commands, those of this wing, and the host's own.
+
+    Args:
+        *own: Classes of the host's own requests, dataclasses. Their order is part of the form of messages.
+        errors: Further errors that may travel, beside those of `dataplane_core.errors`.
+    """
+
+    def __init__(self, *own: type[Request[Any]], errors: Iterable[type[DataPlaneError]] = ()) -> None:
+        self._kinds: dict[type[Any], _Kind] = {}
+        self._by_number: dict[int, _Kind] = {}
+        for first, kinds in ((_WING, _OF_THE_WING), (_COMMANDS, commands.COMMANDS), (_OWN, own)):
+            for number, request in enumerate(kinds, first):
+                kind = _Kind(number, _decoder(request), _decoder(_reply_type(request)))
+                self._kinds[request] = self._by_number[number] = kind
+        self._errors = {each.__name__: each for each in errors}
+
+    def encode_request(self, request: Request[Any] | Command[Any], call: CallId | None = None) -> bytes:
+        """A request as it goes over a socket, for a call that may be repeated with its id."""
+        number = self._kinds[type(request)].number
+        if call is None:
+            return encode(request, bytes((number,)))
+        return encode(_Once(call, number, msgspec.Raw(_packed(request))), bytes((_ONCE,)))
+
+    def decode_request(self, message: bytes) -> tuple[Any, CallId | None]:
+        """Reads a request, and the id of its call.
+
+        Raises:
+            InvalidRequestError: It is no request, or its parts do not fit together.
+        """
+        try:
+            number, body, call = message[0], memoryview(message)[1:], None
+            if number == _ONCE:
+                once = _once_decoder.decode(body)
+                number, body, call = once.number, memoryview(once.request), once.call
+            request = self._by_number[number].request.decode(body)
+        except (*_UNREADABLE, KeyError) as error:
+            raise errors.InvalidRequestError(f"a message to the ledger's process is no request: {error}.") from error
+        if isinstance(request, Command):
+            check_command(request)
+        else:
+            request.check()
+        return request, call
+
+    def encode_reply(self, reply: Any) -> bytes:
+        """A reply as it goes over a socket."""
+        return encode(reply, b"\0")
+
+    def encode_error(self, error: BaseException) -> bytes:
+        """An error as it goes over a socket. Errors that are not of the data plane become a `BackendError`."""
+        if not isinstance(error, DataPlaneError) or self._class_of(type(error).__name__) is not type(error):
+            error = BackendError(f"the ledger's process failed: {type(error).__name__}: {error}")
+        attributes = {name: value for name, value in vars(error).items() if not name.startswith("__")}
+        return encode(_Failure(type(error).__name__, error.message, attributes), b"\1")
+
+    def decode_reply(self, request: Request[Reply] | Command[Reply], message: bytes) -> Reply:
+        """Reads the reply to a request.
+
+        Raises:
+            BackendError: It is no reply to this request.
+            DataPlaneError: The reply is an error.
+        """
+        try:
+            body = memoryview(message)[1:]
+            if not message[0]:
+                reply: Reply = self._kinds[type(request)].reply.decode(body)
+                return reply
+            error = self._error(_failure_decoder.decode(body))
+        except _UNREADABLE as cause:
+            raise _unreadable(cause) from cause
+        raise error
+
+    def _class_of(self, name: str) -> type[DataPlaneError] | None:
+        found = self._errors.get(name) or getattr(errors, name, None)
+        return found if isinstance(found, type) and issubclass(found, DataPlaneError) else None
+
+    def _error(self, failure: _Failure) -> DataPlaneError:
+        cls = self._class_of(failure.name)
+        if cls is None:
+            raise ValueError(f"it names the error {failure.name[:100]!r}")
+        # by the constructor, so that each attribute has a value
+        error = errors.rebuild_error(cls, failure.message, vars(cls(failure.message)), None)
+        for name, default in list(vars(error).items()):
+            value = _frozen(failure.attributes.get(name, default))
+            if type(value) is not type(default) and not (default is None and type(value) is str):
+                raise ValueError(f"an error's {name} is a {type(value).__name__}")
+            setattr(error, name, value)
+        return error
+
+
+_OF_THE_WING: Final[tuple[type[Request[Any]], ...]] = (ClaimOrWait, StopWaiting, Release)
+
+
+def decode_hello(message: bytes) -> Hello:
+    """Reads the first message of a connection. Raises `msgspec.MsgspecError` if it is none."""
+    return _hello_decoder.decode(message)
+
+
+def decode_wake(message: bytes) -> str:
+    """Reads the token or ticket of what is to ask again. Raises `msgspec.MsgspecError` if it is none."""
+    return _wake_decoder.decode(message)
+
+
+def decode_welcome(message: bytes) -> Welcome:
+    """Reads the reply to the `Hello` that begins a session.
+
+    Raises:
+        BackendError: It is none.
+    """
+    try:
+        return _welcome_decoder.decode(message)
+    except _UNREADABLE as cause:
+        raise _unreadable(cause) from cause
+
+
+def decode_about(welcome: Welcome, form: type[_T]) -> _T:
+    """Reads what a host says about itself.
+
+    Raises:
+        BackendError: It is something else.
+    """
+    try:
+        return msgspec.msgpack.decode(welcome.about, type=form)
+    except _UNREADABLE as cause:
+        raise _unreadable(cause) from cause
+
+
+def _unreadable(cause: Exception) -> BackendError:
+    return BackendError(f"the ledger's process sent what this client cannot read: {cause}.")
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, as errors hold them."""
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return {key: _frozen(each) for key, each in value.items()}
+    return value

@@ -1,0 +1,290 @@
+"""`Server`: one thread that answers the clients of a host, over a Unix socket or over TCP.
+
+A request whose client has hung up is not carried out: it was given up, and what the client does next, such as to abort
+a put or to end a pin, may have been read already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dataplane_core.hosting.host import Client, Host
+from dataplane_core.hosting.messages import VERSION, Hello, Welcome, decode_hello, encode
+
+__all__ = ["HALF_BYTES", "Server", "listen_at", "listen_on", "new_token"]
+
+_log = logging.getLogger(__name__)
+
+#: Size of each half of a token. A client shows the first half, and the server answers with the second.
+HALF_BYTES: Final = 32
+_RECEIVE_BYTES: Final = 1 << 18
+#: Seconds until clients are accepted again that could not be, and between two looks for those that say nothing.
+_LOOK_S: Final = 1.0
+#: Seconds in which who connects must say who it is, and the bytes that it may take for that.
+_GREETING_S: Final = 30.0
+_GREETING_BYTES: Final = 1 << 12
+
+
+def listen_at(path: Path) -> socket.socket:
+    """A Unix socket for this user only. Who sees the path can connect."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made = path.with_name(".new")
+    listener.bind(str(made))
+    made.chmod(0o600)
+    listener.listen(1024)
+    made.rename(path)
+    return listener
+
+
+def listen_on(ip: str) -> socket.socket:
+    """A TCP socket at this address, on a free port."""
+    return socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET, backlog=1024)
+
+
+def new_token() -> bytes:
+    """A token for a server that is reached over TCP."""
+    return secrets.token_bytes(2 * HALF_BYTES)
+
+
+class _Connection:
+    """A connection.
+
+    Attributes:
+        client: Whose it is; None before its `Hello`.
+        begins: Whether it began the session, which then ends with it.
+        until: When it must have said who it is.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self.client: Client | None = None
+        self.begins = False
+        self.until = time.monotonic() + _GREETING_S
+        self.received = bytearray()
+        self.unsent = bytearray()
+
+
+class Server:
+    """Answers the clients of a host, one request after the other.
+
+    Args:
+        host: The host.
+        listener: Where clients connect. Over a Unix socket, those of another user are refused.
+        token: What clients must know. Without one, everybody who can connect is served.
+        between: Called before the server waits for requests.
+    """
+
+    def __init__(
+        self, host: Host, listener: socket.socket, token: bytes = b"", between: Callable[[], None] = lambda: None
+    ) -> None:
+        self._host = host
+        self._messages = host.messages
+        self._token = token
+        self._between = between
+        self._listener = listener
+        listener.setblocking(False)
+        self._is_unix = listener.family == socket.AF_UNIX
+        self._selector = selectors.DefaultSelector()
+        self._accept_at: float | None = 0.0  # when to accept clients again; None: they are accepted
+        self._strangers: set[_Connection] = set()
+        self._settles = type(host).settle is not Host.settle
+        self._replies: list[tuple[_Connection, bytes]] = []  # that are sent once they are settled
+        self._close, self._closed = socket.socketpair()
+        self._selector.register(self._closed, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Answers clients until `close`."""
+        while True:
+            self._between()
+            now = time.monotonic()
+            if self._accept_at is not None and now >= self._accept_at:
+                self._selector.register(self._listener, selectors.EVENT_READ)
+                self._accept_at = None
+            for stranger in [each for each in self._strangers if now >= each.until]:
+                self._drop(stranger)
+            looks = self._strangers or self._accept_at is not None
+            for key, events in self._selector.select(_LOOK_S if looks else None):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._closed:
+                    self._end()
+                    return
+                else:
+                    self._try(key.data, partial(self._serve, key.data, events))
+            self._reply()
+
+    def close(self) -> None:
+        """Ends all connections and `run`. From another thread."""
+        self._close.close()
+
+    def _end(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+        self._listener.close()
+
+    def _try(self, connection: _Connection, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (OSError, EOFError, msgspec.MsgspecError):  # the client is gone, or none of ours
+            self._drop(connection)
+        except Exception:  # no message of one client may end the service of all
+            _log.exception("a client's connection is closed")
+            self._drop(connection)
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            channel, _ = self._listener.accept()
+        except BlockingIOError:  # the client is gone again
+            return
+        except OSError as error:  # most likely too many open files
+            _log.warning("no client is accepted for %s s: %s", _LOOK_S, error)
+            self._selector.unregister(self._listener)
+            self._accept_at = time.monotonic() + _LOOK_S
+            return
+        try:
+            channel.setblocking(False)
+            if self._is_unix:
+                credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+                _, user, _ = struct.unpack("3i", credentials)
+                if user != os.getuid():
+                    raise PermissionError(f"user {user} is another one")
+            else:
+                channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection = _Connection(channel)
+            self._selector.register(channel, selectors.EVENT_READ, connection)
+        except OSError:  # it has gone already, or is refused
+            channel.close()
+            return
+        self._strangers.add(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        self._strangers.discard(connection)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.channel)
+        connection.channel.close()
+        if connection.begins and connection.client is not None:
+            connection.begins = False
+            self._host.end_session(connection.client)
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._send(connection, b"")
+        if events & selectors.EVENT_READ:
+            self._read(connection)
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            data = connection.channel.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            raise EOFError
+        received = connection.received
+        received += data
+        while len(received) >= 4:
+            end = 4 + int.from_bytes(received[:4], "little")
+            if connection.client is None and end > _GREETING_BYTES:
+                raise EOFError
+            if len(received) < end:
+                return
+            message = bytes(received[4:end])
+            del received[:end]
+            if connection.client is None:
+                self._welcome(connection, decode_hello(message))
+            else:
+                self._answer(connection, connection.client, message)
+
+    def _answer(self, connection: _Connection, client: Client, message: bytes) -> None:
+        if client.ended:
+            raise EOFError
+        request, call = self._messages.decode_request(message)
+        answered = getattr(request, "answered", True)
+        if answered and _hung_up(connection.channel):
+            raise EOFError
+        try:
+            reply = self._messages.encode_reply(self._host.answer(request, client, call))
+        except Exception as error:  # the client raises it
+            reply = self._messages.encode_error(error)
+        if not answered:
+            return
+        if self._settles:
+            self._replies.append((connection, reply))
+        else:
+            self._send(connection, reply)
+
+    def _reply(self) -> None:
+        """Sends the replies to all requests that had arrived together."""
+        if not self._replies:
+            return
+        self._host.settle()
+        replies, self._replies = self._replies, []
+        for connection, reply in replies:
+            if connection.channel.fileno() >= 0:  # else it was dropped
+                self._try(connection, partial(self._send, connection, reply))
+
+    def _welcome(self, connection: _Connection, hello: Hello) -> None:
+        mine, theirs = self._token[:HALF_BYTES], self._token[HALF_BYTES:]
+        if not hmac.compare_digest(hello.token, mine):
+            raise EOFError
+        self._strangers.discard(connection)
+        if hello.key is not None:
+            connection.client = self._host.client(hello.key)
+            if connection.client is None:
+                raise EOFError  # the session has ended, or is one of a host that has
+            return
+        client = connection.client = self._host.begin_session()
+        connection.begins = True
+        client.wake = partial(self._wake, connection)
+        about = msgspec.Raw(msgspec.msgpack.encode(self._host.about()))
+        welcome = encode(Welcome(VERSION, client.number, client.key, theirs, about))
+        if self._host.descriptors:
+            socket.send_fds(connection.channel, [welcome], list(self._host.descriptors))
+        else:
+            self._send(connection, welcome)
+
+    def _wake(self, connection: _Connection, token: str) -> bool:
+        """Sends a token to the client that waits with it. False if the client is gone."""
+        if not connection.begins:
+            return False
+        try:
+            self._send(connection, encode(token))
+        except OSError:  # its end is noticed when the connection is read
+            return False
+        return True
+
+    def _send(self, connection: _Connection, data: bytes) -> None:
+        """Sends data, and keeps what the socket does not take yet."""
+        unsent = connection.unsent
+        had = bool(unsent)
+        unsent += data
+        with contextlib.suppress(BlockingIOError):
+            del unsent[: connection.channel.send(unsent)]
+        if bool(unsent) != had:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+            self._selector.modify(connection.channel, events, connection)
+
+
+def _hung_up(channel: socket.socket) -> bool:
+    """Whether a client that has asked something does not wait for the reply any more."""
+    try:
+        return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False

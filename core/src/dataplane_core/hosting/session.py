@@ -1,0 +1,531 @@
+"""`Session`: a client's session with a host, over a Unix socket or over TCP."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import itertools
+import os
+import socket
+import struct
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar, cast
+
+import msgspec
+
+from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
+from dataplane_core.hosting.messages import (
+    VERSION,
+    CallId,
+    ClaimOrWait,
+    Hello,
+    Messages,
+    Release,
+    Request,
+    StopWaiting,
+    Welcome,
+    decode_wake,
+    decode_welcome,
+    encode,
+)
+from dataplane_core.hosting.server import HALF_BYTES
+from dataplane_core.ledger import Command, commands
+from dataplane_core.spec import new_id
+
+__all__ = ["Address", "Lanes", "Pin", "Session", "TcpAddress", "UnixAddress", "Watch"]
+
+Reply = TypeVar("Reply")
+
+_RECEIVE_BYTES: Final = 1 << 18
+_POLL_S: Final = 0.01
+#: Seconds that sending a release may take.
+_RELEASE_S: Final = 1.0
+#: Seconds without an answer after which a call begins to watch the host, and between two looks.
+_PATIENCE_S: Final = 1.0
+_LOOK_S: Final = 0.1
+#: The most descriptors that a host passes.
+_MOST_DESCRIPTORS: Final = 4
+
+
+class Watch(Protocol):
+    """Checks whether a host is alive whose answer a call waits for."""
+
+    def check(self) -> None:
+        """Called several times a second. Must not block. Raises `BackendUnavailableError` if it is dead."""
+
+    def describe(self) -> str:
+        """What is known about it, as a sentence for the timeout's error."""
+
+    def close(self) -> None:
+        """Nobody waits any longer."""
+
+
+class Address(ABC):
+    """Where a host is. A backend derives from it to say, in its own words, that a call failed.
+
+    Attributes:
+        token: What the host's clients must know.
+    """
+
+    token: bytes = b""
+
+    @abstractmethod
+    def connect(self, deadline: float) -> socket.socket:
+        """A connection to it. Raises `OSError`."""
+
+    @abstractmethod
+    def failure(self, what: str, error: Exception, *, connecting: bool) -> DataPlaneError:
+        """The error of a call.
+
+        Args:
+            what: The operation.
+            error: `TimeoutError`, with what is known about the host, another `OSError`, or `EOFError`.
+            connecting: Whether the session was not begun yet.
+        """
+
+
+@dataclass(frozen=True)
+class UnixAddress(Address):
+    """The path of a Unix socket of the same user."""
+
+    path: Path
+
+    def connect(self, deadline: float) -> socket.socket:
+        """As `Address.connect`. Refuses the socket of another user."""
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            channel.settimeout(_left_s(deadline))
+            self._reach(channel, deadline)
+            _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user != os.getuid():
+                raise BackendUnavailableError(f"{self.path} belongs to another user.", retryable=False)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def _reach(self, channel: socket.socket, deadline: float) -> None:
+        while True:
+            try:
+                return channel.connect(str(self.path))
+            except BlockingIOError:  # more connect at once than the listening socket takes
+                if time.monotonic() >= deadline:
+                    raise TimeoutError from None
+                time.sleep(_POLL_S)
+
+
+@dataclass(frozen=True)
+class TcpAddress(Address):
+    """The address and port of a host, and its token."""
+
+    ip: str
+    port: int
+    token: bytes
+
+    def connect(self, deadline: float) -> socket.socket:
+        """As `Address.connect`."""
+        channel = socket.socket(socket.AF_INET6 if ":" in self.ip else socket.AF_INET)
+        try:
+            channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            channel.settimeout(_left_s(deadline))
+            channel.connect((self.ip, self.port))
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+
+class Pin:
+    """A read's hold on what it reads: it keeps its place and bytes. It ends with this object."""
+
+    def __init__(self, session: Session, number: int) -> None:
+        self.number = number
+        self.release = weakref.finalize(self, Session.release, session, number)
+        self.release.atexit = False  # the session ends then, and with it all pins
+
+
+class Session:
+    """A session with a host. Thread-safe; not usable after a fork.
+
+    The session lasts as long as this object, or until `finish` or `close`: its first socket closes then. On it, a
+    thread receives which of the claims and puts that wait are to ask again. Requests use further sockets, one for each
+    that is under way, so threads do not wait for each other. A socket whose request was interrupted is closed, which
+    tells the host that nobody waits for the reply.
+
+    Args:
+        address: Where the host is.
+        messages: The requests that it knows.
+        deadline: On `time.monotonic`'s clock, in seconds.
+        watch: Makes a watch of the host, for calls that wait long.
+
+    Attributes:
+        welcome: What the host says about itself.
+        descriptors: The file descriptors that it passed. They are the caller's.
+
+    Raises:
+        DataPlaneError: What the address makes of a failure.
+    """
+
+    def __init__(
+        self, address: Address, messages: Messages, deadline: float, watch: Callable[[], Watch] | None = None
+    ) -> None:
+        self._address = address
+        self._messages = messages
+        self._make_watch = watch
+        self._pid = os.getpid()
+        self._idle: deque[socket.socket] = deque()
+        self._used: set[socket.socket] = set()
+        self._unreleased: set[int] = set()  # pins that ended, until the host was told
+        self._pins = itertools.count(1)
+        self._live_pins: set[int] = set()
+        self._finished = self._closed = False
+        self._waiting: dict[str, Callable[[], object]] = {}  # token of what waits -> how to wake it
+        self._listener: threading.Thread | None = None
+        self._listener_lock = threading.Lock()
+        self._connected = False
+        self._first = self._open("connect", deadline, None)
+        _open_sessions.add(self)
+        self._end = weakref.finalize(self, _end_session, self._first, self._idle)
+        self._end.atexit = False  # threads may still write to shared memory; the kernel closes the sockets after them
+        try:
+            data = self._receive(self._first, deadline, with_descriptors=True)
+            self.welcome: Welcome = decode_welcome(data)
+            mine = address.token[HALF_BYTES:]
+            if not hmac.compare_digest(self.welcome.token, mine):
+                raise ConnectionAbortedError("the other side does not know the token")
+        except (OSError, EOFError) as error:
+            self._end()
+            raise self._failure("connect", error) from error
+        if self.welcome.version != VERSION:
+            self._end()
+            raise BackendUnavailableError(
+                f"connect refused: the other side speaks version {self.welcome.version} of the messages. "
+                f"Expected {VERSION}.",
+                retryable=False,
+                hint="Install the same version of dataplane-core for all processes.",
+            )
+        self._connected = True
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def call(
+        self, what: str, deadline: float, request: Request[Reply] | Command[Reply], call: CallId | None = None
+    ) -> Reply:
+        """Sends a request and returns the reply.
+
+        Args:
+            what: The operation, for messages.
+            deadline: On `time.monotonic`'s clock, in seconds.
+            request: The request.
+            call: The id of the call, the same when it is repeated.
+
+        Raises:
+            DataPlaneError: The reply is an error, or what the address makes of a failure.
+            OperationTimeoutError: No reply in time. The host does not begin with the request any more.
+            ClientClosedError: The session was closed, or belongs to the process that this one is a fork of.
+        """
+        if time.monotonic() >= deadline:
+            raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
+        message = self._messages.encode_request(request, call)
+        released = list(self._unreleased)
+        if released:
+            message = self._messages.encode_request(Release(released)) + message
+        with self._channel(what, deadline) as channel:
+            channel.settimeout(_left_s(deadline))
+            channel.sendall(message)
+            self._unreleased.difference_update(released)
+            reply = self._receive(channel, deadline)
+        if self._unreleased:  # pins that ended while all sockets were in use
+            self._send_releases()
+        return self._messages.decode_reply(request, reply)
+
+    def call_waiting(
+        self,
+        what: str,
+        deadline: float,
+        command: Command[Reply],
+        wake: Callable[[], object],
+        call: CallId | None = None,
+    ) -> Reply:
+        """As `call`, for a claim that waits, or a put that says that it waits for room.
+
+        Unless the claim is answered, ``wake`` is called in a thread when it is to ask again, until `end_waiting`.
+        """
+        request: Any = command
+        if isinstance(command, commands.ClaimSamples):
+            token, request = command.token, ClaimOrWait(command)
+        else:
+            assert isinstance(command, commands.WaitForRoom)
+            token = command.ticket
+        with self._listener_lock:
+            if self._listener is None:
+                listener = threading.Thread(
+                    target=_listen, args=(self._first, self._waiting), name="dataplane-wakes", daemon=True
+                )
+                listener.start()
+                self._listener = listener
+        self._waiting[token] = wake
+        waits = False
+        try:
+            reply: Any = self.call(what, deadline, request, call)
+            waits = not (isinstance(command, commands.ClaimSamples) and (reply.answered or command.explain))
+            return cast("Reply", reply)
+        finally:
+            if not waits:
+                self.end_waiting(token)
+
+    def end_waiting(self, token: str, *, tell: bool = False) -> None:
+        """Nothing waits with this token any longer. With ``tell``, the host does not know that yet."""
+        self._waiting.pop(token, None)
+        if tell:
+            self._tell(StopWaiting(token))
+
+    # --- pins and the end ---------------------------------------------------------------------------------------------
+
+    def new_pin(self) -> Pin:
+        """A new pin, to be sent with a request that locates payload."""
+        pin = Pin(self, next(self._pins))
+        self._live_pins.add(pin.number)
+        return pin
+
+    def finish(self) -> None:
+        """Ends the session as soon as no pin is left, even if something refers to this object, such as a traceback."""
+        self._finished = True
+        self._end_if_finished()
+
+    def _end_if_finished(self) -> None:
+        if self._finished and not self._live_pins:
+            self._end()
+
+    def close(self) -> None:
+        """Ends the session now. Calls that are under way raise `ClientClosedError`. Nothing happens in a fork."""
+        if os.getpid() != self._pid:
+            return
+        self._closed = True
+        for channel in list(self._used):
+            with contextlib.suppress(OSError):
+                channel.shutdown(socket.SHUT_RDWR)
+        self._end()
+
+    def release(self, number: int) -> None:
+        """Ends a pin. Does not wait for a reply. If it cannot be sent now, the next request sends it too."""
+        self._unreleased.add(number)
+        self._send_releases()
+        self._live_pins.discard(number)
+        self._end_if_finished()
+
+    def _send_releases(self) -> None:
+        try:
+            channel = self._idle.pop()
+        except IndexError:
+            return  # all sockets are in use: the request that ends next sends it
+        numbers = list(self._unreleased)
+        if self._send_on(channel, Release(numbers)):
+            self._unreleased.difference_update(numbers)
+
+    def _tell(self, request: Request[None]) -> None:
+        """Sends a request that has no reply."""
+        try:
+            channel = self._take("tell", time.monotonic() + _RELEASE_S)
+        except (BackendUnavailableError, OperationTimeoutError, ClientClosedError):
+            return  # the host has ended, or hangs
+        self._send_on(channel, request)
+
+    def _send_on(self, channel: socket.socket, request: Request[None]) -> bool:
+        try:
+            channel.settimeout(_RELEASE_S)
+            channel.sendall(self._messages.encode_request(request))
+        except BaseException as error:
+            channel.close()
+            if not isinstance(error, OSError):  # the host has ended, or hangs
+                raise
+            return False
+        self._idle.append(channel)
+        return True
+
+    def close_in_fork(self) -> None:
+        """Closes the sockets that a fork of the process inherited, without ending the session."""
+        _close_all(self._first, self._idle)
+
+    # --- sockets ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _channel(self, what: str, deadline: float) -> Iterator[socket.socket]:
+        """A socket for one call. It is kept for others only if the call ends without an error."""
+        channel = self._take(what, deadline)
+        self._used.add(channel)
+        try:
+            yield channel
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, DataPlaneError):  # some are an `OSError`
+                raise
+            if isinstance(error, (OSError, EOFError)):
+                raise self._failure(what, error) from error
+            raise
+        finally:
+            self._used.discard(channel)
+        self._idle.append(channel)
+
+    def _take(self, what: str, deadline: float) -> socket.socket:
+        if os.getpid() != self._pid:
+            raise ClientClosedError(
+                f"this client was opened by process {self._pid} and is used by its fork {os.getpid()}. Expected the "
+                "process that opened it.",
+                hint="Start such processes by spawn, not by fork, and attach a client of its own in each.",
+            )
+        if self._closed:
+            raise ClientClosedError(f"{what}: this client is closed.")
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._open(what, deadline, self.welcome.key)
+
+    def _open(self, what: str, deadline: float, key: str | None) -> socket.socket:
+        try:
+            channel = self._address.connect(deadline)
+        except DataPlaneError:
+            raise
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise BackendUnavailableError(
+                    f"{what} failed: this process can open no further socket: {error}.",
+                    hint="The limit is that of open files (ulimit -n). Each thread that is in an operation has a "
+                    "socket.",
+                ) from error
+            raise self._failure(what, error) from error
+        try:
+            channel.sendall(encode(Hello(VERSION, key, self._address.token[:HALF_BYTES])))
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, OSError):
+                raise self._failure(what, error) from error
+            raise
+        return channel
+
+    def _failure(self, what: str, error: Exception) -> DataPlaneError:
+        if self._closed:
+            return ClientClosedError(f"{what}: this client is closed.")
+        return self._address.failure(what, error, connecting=not self._connected)
+
+    def _receive(self, channel: socket.socket, deadline: float, *, with_descriptors: bool = False) -> bytes:
+        """The next message. While it does not come, the host is watched."""
+        received, end = bytearray(), 4
+        watch: Watch | None = None
+        began = time.monotonic()
+        try:
+            while len(received) < end:
+                left_s = _left_s(deadline)
+                channel.settimeout(left_s if self._make_watch is None else min(left_s, _LOOK_S))
+                try:
+                    if with_descriptors:
+                        data, self.descriptors, _, _ = socket.recv_fds(channel, _RECEIVE_BYTES, _MOST_DESCRIPTORS)
+                    else:
+                        data = channel.recv(_RECEIVE_BYTES)
+                except TimeoutError:
+                    now = time.monotonic()
+                    if now >= deadline or self._make_watch is None:
+                        raise TimeoutError("" if watch is None else watch.describe()) from None
+                    if now - began >= _PATIENCE_S:
+                        watch = watch or self._make_watch()
+                        watch.check()
+                    continue
+                if not data:
+                    raise EOFError("the connection was closed")
+                received += data
+                with_descriptors = False
+                if len(received) >= 4:
+                    end = 4 + int.from_bytes(received[:4], "little")
+        finally:
+            if watch is not None:
+                watch.close()
+        return bytes(memoryview(received)[4:end])
+
+
+class Lanes:
+    """Gives each call of a client an id. Calls that are under way at a time have different lanes.
+
+    Args:
+        kept_s: Seconds, beyond the deadline of a call, for which it may be asked for.
+    """
+
+    def __init__(self, kept_s: float) -> None:
+        self._client = new_id()
+        self._kept_s = kept_s
+        self._lock = threading.Lock()
+        self._idle: list[int] = []
+        self._serials: list[int] = []  # of each lane
+
+    @contextmanager
+    def lease(self, timeout_s: float) -> Iterator[CallId]:
+        """The id of a call that is repeated for at most ``timeout_s``."""
+        with self._lock:
+            if self._idle:
+                lane = self._idle.pop()
+            else:
+                lane = len(self._serials)
+                self._serials.append(0)
+            self._serials[lane] += 1
+            serial = self._serials[lane]
+        try:
+            yield CallId(self._client, lane, serial, timeout_s + self._kept_s)
+        finally:
+            with self._lock:
+                self._idle.append(lane)
+
+
+def _end_session(first: socket.socket, idle: deque[socket.socket]) -> None:
+    with contextlib.suppress(OSError):
+        first.shutdown(socket.SHUT_RDWR)  # it wakes the thread that listens on it
+    _close_all(first, idle)
+
+
+def _close_all(first: socket.socket, idle: deque[socket.socket]) -> None:
+    first.close()
+    while idle:
+        idle.pop().close()
+
+
+def _left_s(deadline: float) -> float:
+    """Seconds that are left; a little more than 0, which would mean not to wait at all."""
+    return max(deadline - time.monotonic(), 1e-3)
+
+
+def _listen(first: socket.socket, waiting: dict[str, Callable[[], object]]) -> None:
+    """Wakes what waits, as the host says. When the connection ends, wakes all, so that they notice."""
+    received = bytearray()
+    try:
+        first.settimeout(None)
+        while data := first.recv(_RECEIVE_BYTES):
+            received += data
+            while len(received) >= 4 and len(received) >= (end := 4 + int.from_bytes(received[:4], "little")):
+                wake = waiting.get(decode_wake(bytes(received[4:end])))
+                del received[:end]
+                if wake is not None:
+                    wake()
+    except (OSError, msgspec.MsgspecError):  # the host has ended, or sends what is no token
+        pass
+    for wake in list(waiting.values()):
+        wake()
+
+
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    for session in list(_open_sessions):
+        session.close_in_fork()
+
+
+# a fork that lives on would otherwise keep the sessions of its parent, and their pins
+os.register_at_fork(after_in_child=_close_in_fork)

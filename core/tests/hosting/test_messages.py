@@ -1,0 +1,115 @@
+"""The form of messages: fixed bytes, and what is not of that form is refused."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dataplane_core.errors import BackendError, BackendUnavailableError, CapacityExceededError, InvalidRequestError
+from dataplane_core.hosting import CallId, ClaimOrWait, Messages, Release, StopWaiting
+from dataplane_core.hosting.messages import VERSION, Hello, Welcome, decode_hello, decode_welcome, encode
+from dataplane_core.ledger import Located, commands
+from dataplane_core.spec import FieldSpec
+
+MESSAGES = Messages()
+X = {"x": FieldSpec("tensor", "int64", 1)}
+CALL = CallId("c", 0, 1, 2.0)
+LOCATED = Located([commands.Part(7, ("x",), (0,), [0], [1])], X)
+FULL = CapacityExceededError("full", hint="clear", ask_again_s=0.5)
+REQUESTS = {
+    "claim": ClaimOrWait(
+        commands.ClaimSamples("p", "t", ["x"], 2, all_or_nothing=True, lease_s=None, tag_filter=None, token="k")
+    ),
+    "stop": StopWaiting("m"),
+    "release": Release([7]),
+    "begin": commands.BeginPut("p", ["a"], X, [8], [{"n": 1}], write_id=2**40, ttl_s=9.0, splits=[]),
+    "clients": commands.ListClients(),
+}
+
+
+def written():
+    """Name -> the bytes of a message."""
+    return {
+        "hello": encode(Hello(VERSION, "k", b"t")),
+        "welcome": encode(Welcome(VERSION, 1, "k", b"t")),
+        **{name: MESSAGES.encode_request(request) for name, request in REQUESTS.items()},
+        "once": MESSAGES.encode_request(commands.CommitPut(7), CALL),
+        "reply": MESSAGES.encode_reply(LOCATED),
+        "error": MESSAGES.encode_error(FULL),
+    }
+
+
+def test_the_bytes_of_messages_change_only_with_their_version():
+    """If they do, raise `VERSION`, and write the file anew."""
+    lines = [f"{name} {data.hex()}" for name, data in written().items()]
+    assert lines == Path(__file__).with_name(f"messages_{VERSION}.txt").read_text().splitlines()
+
+
+def test_what_was_written_is_read():
+    data = {name: message[4:] for name, message in written().items()}
+    assert decode_hello(data["hello"]) == Hello(VERSION, "k", b"t")
+    assert decode_welcome(data["welcome"]).session == 1
+    for name, request in REQUESTS.items():
+        assert MESSAGES.decode_request(data[name]) == (request, None)
+    assert MESSAGES.decode_request(data["once"]) == (commands.CommitPut(7), CALL)
+    assert MESSAGES.decode_reply(commands.Locate("p", ["a"], ["x"]), data["reply"]) == LOCATED
+    with pytest.raises(CapacityExceededError, match="full clear") as caught:
+        MESSAGES.decode_reply(REQUESTS["begin"], data["error"])
+    assert vars(caught.value) == vars(FULL)
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"\x80", b"\x10", b"\x10\xc1", b"\x00\x91" + b"\x91" * 200_000, b"\xff\x93", b"\xff\x90"]
+)
+def test_what_is_no_request_is_refused(message):
+    with pytest.raises(InvalidRequestError, match="is no request"):
+        MESSAGES.decode_request(message)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        commands.Ack("p", "t", ["a"], []),
+        ClaimOrWait(commands.ClaimSamples("p", "t", ["x"], 0, all_or_nothing=True, lease_s=None, token="k")),
+    ],
+)
+def test_a_request_whose_parts_do_not_fit_is_refused(request_):
+    with pytest.raises(InvalidRequestError):
+        MESSAGES.decode_request(MESSAGES.encode_request(request_)[4:])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        *(b"", b"\x00", b"\x00\xa1\xff", b"\x01\x93\xa1x\xa1y\x80", b"\x01\x93\xa8preview \xa1y\x80", b"\x01\xc1"),
+        b"\x01" + msgspec.msgpack.encode(["BackendError", "why", {"hint": ["no", "text"]}]),
+        b"\x01" + msgspec.msgpack.encode(["LeaseExpiredError", "why", {"sample_ids": 3}]),
+    ],
+)
+def test_what_is_no_reply_is_an_error_of_the_backend(message):
+    with pytest.raises(BackendError, match="sent what this client cannot read") as caught:
+        MESSAGES.decode_reply(REQUESTS["clients"], message)
+    assert str(caught.value)
+    with pytest.raises(BackendError):
+        decode_welcome(message)
+
+
+def test_an_attribute_that_an_error_lacks_has_its_usual_value():
+    with pytest.raises(CapacityExceededError) as caught:
+        MESSAGES.decode_reply(
+            REQUESTS["begin"], b"\x01" + msgspec.msgpack.encode(["CapacityExceededError", "full", {}])
+        )
+    assert caught.value.retryable
+    assert caught.value.ask_again_s == 0.0
+
+
+class OwnError(BackendUnavailableError):
+    """An error of a host's own."""
+
+
+def test_an_error_of_a_host_travels_only_between_those_that_know_it():
+    knows = Messages(errors=[OwnError])
+    with pytest.raises(OwnError, match="gone"):
+        knows.decode_reply(REQUESTS["begin"], knows.encode_error(OwnError("gone"))[4:])
+    with pytest.raises(BackendError, match="OwnError: gone"):
+        MESSAGES.decode_reply(REQUESTS["begin"], MESSAGES.encode_error(OwnError("gone"))[4:])

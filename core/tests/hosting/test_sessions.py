@@ -1,0 +1,386 @@
+"""A host and its clients, over a Unix socket and over TCP: who may connect, and what ends with whom."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+
+from dataplane_core.errors import (
+    BackendError,
+    BackendUnavailableError,
+    ClientClosedError,
+    LostReplyError,
+    OperationTimeoutError,
+    UnknownPartitionError,
+)
+from dataplane_core.hosting import (
+    LedgerHost,
+    Messages,
+    Request,
+    Server,
+    Session,
+    TcpAddress,
+    UnixAddress,
+    listen_at,
+    listen_on,
+    new_token,
+    server,
+)
+from dataplane_core.hosting.messages import VERSION, Hello, encode
+from dataplane_core.ledger import LedgerService, commands
+from dataplane_core.spec import FieldSpec
+
+LONG_S = 60.0
+X = {"x": FieldSpec("tensor", "int64", 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Echo(Request[bytes]):
+    """Answered with itself."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hold(Request[None]):
+    """Keeps the host's thread until the test lets it go on."""
+
+
+class TestHost(LedgerHost):
+    """A ledger, and two requests of its own."""
+
+    __test__ = False
+    messages = Messages(Echo, Hold)
+
+    def __init__(self):
+        super().__init__(LedgerService())
+        self.held, self.go_on = threading.Event(), threading.Event()
+
+    def answer(self, request, client, call=None):
+        if isinstance(request, Echo):
+            return request.data
+        if isinstance(request, Hold):
+            self.held.set()
+            assert self.go_on.wait(LONG_S)
+            return None
+        return super().answer(request, client, call)
+
+
+class Failing:
+    """What an address of these tests makes of a failure."""
+
+    def failure(self, what, error, *, connecting):
+        kind = OperationTimeoutError if isinstance(error, TimeoutError) else LostReplyError
+        return kind(f"{what} failed: {error or 'no answer'}")
+
+
+class Unix(Failing, UnixAddress):
+    pass
+
+
+class Tcp(Failing, TcpAddress):
+    pass
+
+
+@contextlib.contextmanager
+def running(address_of):
+    """A host that runs: the host, its server, and its address."""
+    host = TestHost()
+    listener, token, address = address_of()
+    server_ = Server(host, listener, token)
+    thread = threading.Thread(target=server_.run)
+    thread.start()
+    try:
+        yield host, server_, address
+    finally:
+        host.go_on.set()
+        server_.close()
+        thread.join()
+
+
+def over_tcp(ip="127.0.0.1"):
+    listener, token = listen_on(ip), new_token()
+    return listener, token, Tcp(ip, listener.getsockname()[1], token)
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def hosted(request, tmp_path):
+    path = tmp_path / "s"
+    with running(over_tcp if request.param == "tcp" else lambda: (listen_at(path), b"", Unix(path))) as found:
+        yield found
+
+
+def soon():
+    return time.monotonic() + LONG_S
+
+
+def session_with(address, **options):
+    return Session(address, TestHost.messages, soon(), **options)
+
+
+def eventually(condition):
+    give_up = soon()
+    while not condition():
+        assert time.monotonic() < give_up, "the condition did not come true"
+        time.sleep(0.005)
+
+
+def ended(channel):
+    """Whether the host closes a connection, and sends nothing before."""
+    channel.settimeout(LONG_S)
+    try:
+        return channel.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def register(session, partition="p"):
+    session.call("register", soon(), commands.Register(partition, ["x"], None, ["t"], None, {}, "e"))
+
+
+def partitions(session):
+    return session.call("list", soon(), commands.ListPartitions()).partition_ids
+
+
+def claim(token):
+    return commands.ClaimSamples("p", "t", ["x"], 1, all_or_nothing=True, lease_s=None, token=token)
+
+
+def put(session, sample_id):
+    begin = commands.BeginPut("p", [sample_id], X, [8], ttl_s=9.0)
+    session.call("commit", soon(), commands.CommitPut(session.call("begin", soon(), begin)))
+
+
+def test_messages_of_any_size_and_from_many_threads_are_answered_to_who_asked(hosted):
+    session = session_with(hosted[2])
+
+    def ask(number):
+        for size in (0, 1, 3_000_000, number):
+            data = bytes([number]) * size
+            assert session.call("echo", soon(), Echo(data)) == data
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(4)))
+    with pytest.raises(UnknownPartitionError):
+        session.call("describe", soon(), commands.Describe("nothing"))
+    session.close()
+
+
+def test_a_request_that_was_given_up_is_not_carried_out(hosted):
+    host, _, address = hosted
+    one, other = session_with(address), session_with(address)
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(other.call, "hold", soon(), Hold())
+        assert host.held.wait(LONG_S)
+        with pytest.raises(OperationTimeoutError):
+            one.call("register", time.monotonic() + 0.05, commands.Register("p", ["x"], None, [], None, {}, "e"))
+        host.go_on.set()
+        busy.result()
+    assert partitions(one) == []
+    with pytest.raises(OperationTimeoutError, match="Nothing was sent"):
+        one.call("list", time.monotonic(), commands.ListPartitions())
+    for each in (one, other):
+        each.close()
+
+
+def test_what_waits_is_woken_and_what_ended_keeps_nobody_waiting(hosted):
+    dead, alive = session_with(hosted[2]), session_with(hosted[2])
+    woken = threading.Event()
+    register(alive)
+    assert not dead.call_waiting("claim", soon(), claim("dead"), lambda: None).answered
+    assert not alive.call_waiting("claim", soon(), claim("alive"), woken.set).answered
+    dead.close()
+    eventually(lambda: len(hosted[0]._clients) == 1)
+    put(alive, "a")
+    assert woken.wait(LONG_S)
+    assert alive.call_waiting("claim", soon(), claim("alive"), woken.set).sample_ids == ["a"]
+    assert not alive._waiting
+    alive.close()
+
+
+def test_who_waits_notices_that_the_host_has_ended(tmp_path):
+    woken = threading.Event()
+    with running(over_tcp) as (_, _, address):
+        session = session_with(address)
+        register(session)
+        session.call_waiting("claim", soon(), claim("k"), woken.set)
+    assert woken.wait(LONG_S)
+    with pytest.raises(LostReplyError):
+        partitions(session)
+
+
+def test_closing_ends_the_calls_of_other_threads(hosted):
+    host, _, address = hosted
+    session = session_with(address)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(session.call, "hold", soon(), Hold())
+        assert host.held.wait(LONG_S)
+        session.close()
+        with pytest.raises(ClientClosedError):
+            waiting.result()
+    with pytest.raises(ClientClosedError):
+        partitions(session)
+
+
+def test_a_call_that_waits_long_watches_the_host(hosted, monkeypatch):
+    monkeypatch.setattr("dataplane_core.hosting.session._PATIENCE_S", 0.0)
+    host, _, address = hosted
+
+    class Watch:
+        def check(self):
+            raise BackendUnavailableError("the host is dead.")
+
+        def close(self):
+            closed.append(True)
+
+    closed = []
+    session = session_with(address, watch=Watch)
+    with pytest.raises(BackendUnavailableError, match="is dead"):
+        session.call("hold", soon(), Hold())
+    assert closed == [True]
+    host.go_on.set()
+    assert session.call("echo", soon(), Echo(b"a")) == b"a"
+    session.close()
+
+
+def test_use_after_a_fork_is_refused_and_leaves_the_parents_session(hosted):
+    session = session_with(hosted[2])
+    child = os.fork()
+    if child == 0:
+        try:
+            partitions(session)
+        except ClientClosedError:
+            session.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert partitions(session) == []
+    session.close()
+
+
+# --- strangers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("garbage", [os.urandom(64), b"GET / HTTP/1.1\r\n\r\n", encode(Hello(VERSION))])
+def test_who_does_not_know_the_token_is_not_served(garbage):
+    with running(over_tcp) as (_, _, address), socket.create_connection((address.ip, address.port)) as channel:
+        channel.sendall(garbage)
+        assert ended(channel)
+
+
+def test_a_host_that_does_not_know_the_token_is_not_believed():
+    with running(over_tcp) as (_, server_, address):
+        server_._token = server_._token[: server.HALF_BYTES] + os.urandom(server.HALF_BYTES)
+        with pytest.raises(LostReplyError, match="does not know the token"):
+            session_with(address)
+
+
+def test_who_says_nothing_is_dropped_in_time(monkeypatch):
+    monkeypatch.setattr(server, "_GREETING_S", 0.0)
+    with running(over_tcp) as (_, _, address), socket.create_connection((address.ip, address.port)) as channel:
+        assert ended(channel)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="this machine has no IPv6")
+def test_an_ipv6_address_is_reached():
+    with running(lambda: over_tcp("::1")) as (_, _, address):
+        session = session_with(address)
+        assert partitions(session) == []
+        session.close()
+
+
+def test_what_is_no_request_ends_only_its_connection(hosted):
+    session = session_with(hosted[2])
+    channel = session._take("the test's", soon())
+    channel.sendall(bytes([2, 0, 0, 0, 250, 250]))
+    assert ended(channel)
+    channel.close()
+    assert partitions(session) == []
+    session.close()
+
+
+def test_a_session_with_a_key_of_another_host_is_refused(hosted):
+    _, _, address = hosted
+    session = session_with(address)
+    session.welcome.key = "of another"
+    with pytest.raises(LostReplyError):
+        partitions(session)
+    session.close()
+
+
+def test_a_host_without_file_descriptors_serves_on_and_accepts_later(hosted):
+    address = hosted[2]
+    session = session_with(address)
+    register(session)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    with ThreadPoolExecutor(1) as pool:
+        late = address.connect(soon())
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 2, hard))
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            for _ in range(20):
+                assert partitions(session) == ["p"]
+        finally:
+            for each in held:
+                os.close(each)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        late.close()
+        later = pool.submit(session_with, address).result()
+    assert partitions(later) == ["p"]
+    later.close()
+    session.close()
+
+
+def test_a_client_that_takes_no_replies_does_not_keep_others_waiting(hosted):
+    slow, other = session_with(hosted[2]), session_with(hosted[2])
+    channel = slow._take("the test's", soon())
+    channel.setblocking(False)
+    message = TestHost.messages.encode_request(Echo(bytes(4_000_000)))
+    for _ in range(3):
+        with contextlib.suppress(BlockingIOError):
+            channel.send(message)
+    assert other.call("echo", soon(), Echo(b"quick")) == b"quick"
+    channel.close()
+    for each in (slow, other):
+        each.close()
+
+
+def test_a_socket_whose_queue_is_full_is_waited_for(tmp_path):
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as waiting:
+        listener.bind(str(path))
+        listener.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                channel = waiting.enter_context(socket.socket(socket.AF_UNIX))
+                channel.setblocking(False)
+                channel.connect(str(path))
+        with pytest.raises(OperationTimeoutError):
+            Session(Unix(path), Messages(), time.monotonic() + 0.1)
+
+
+def test_what_listens_and_speaks_something_else_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def speak():
+            channel, _ = listener.accept()
+            with channel:
+                channel.recv(1000)
+                channel.sendall(encode({"no": "welcome"}))
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(speak)
+            with pytest.raises(BackendError, match="cannot read"):
+                Session(Tcp("127.0.0.1", listener.getsockname()[1], b""), Messages(), soon())

@@ -1,0 +1,43 @@
+"""Connects to a store that runs on this host."""
+
+from __future__ import annotations
+
+import os
+
+from dataplane_core.backends import PrivateFolder
+from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
+from dataplane_core.host_memory import Arena
+from dataplane_core.hosting import Session, UnixAddress, decode_about
+from dataplane_shm._messages import MESSAGES, About
+
+__all__ = ["open_store"]
+
+
+class _Address(UnixAddress):
+    """The socket of a store."""
+
+    def failure(self, what: str, error: Exception, *, connecting: bool) -> DataPlaneError:
+        """As `Address.failure`."""
+        if isinstance(error, TimeoutError):
+            return OperationTimeoutError(f"{what} timed out: the ledger's process of {self.path} does not answer.")
+        if connecting:
+            return BackendUnavailableError(
+                f"{what} failed: no store runs at {self.path}: {error}.",
+                hint="Start its owner, connect(config, bootstrap=True), as the same user on this host and with the "
+                "same namespace.",
+            )
+        return BackendUnavailableError(
+            f"{what} failed: the ledger's process of {self.path} has ended, and its data with it.",
+            retryable=False,
+            hint="It ends with the client that bootstrapped the store. Close this client, start a new owner with "
+            "connect(config, bootstrap=True), then register the partitions and produce their samples again.",
+        )
+
+
+def open_store(folder: PrivateFolder, deadline: float) -> tuple[Session, About, Arena]:
+    """Connects to a store: the session, what the store says about itself, and its memory."""
+    session = Session(_Address(folder.socket), MESSAGES, deadline)
+    if not session.descriptors:
+        raise BackendUnavailableError(f"connect failed: what listens at {folder.socket} is no store.", retryable=False)
+    os.set_inheritable(session.descriptors[0], False)  # a program that inherits it would keep the memory
+    return session, decode_about(session.welcome, About), Arena(session.descriptors[0])

@@ -654,6 +654,7 @@ local function join_groups(P, names, heads, joining, seqs)
   for _, name in ipairs(names) do
     local g = heads[name] or {seq = seqs[name], broken = false, count = 0, listed = 0, first = ''}
     heads[name] = g
+    if g.count == 0 then g.seq = seqs[name] end
     join_group(P, name, g, joining[name])
     if is_whole(P, g) then call('HINCRBY', P.meta, 'whole', 1) end
   end

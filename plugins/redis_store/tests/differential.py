@@ -14,17 +14,15 @@ import argparse
 import contextlib
 import random
 import sys
-import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.errors import AlreadyDoneError, CapacityExceededError, DataPlaneError
+from dataplane_core.errors import AlreadyDoneError, DataPlaneError
 from dataplane_core.ledger import Ledger, commands
 from dataplane_core.ledger.clients import ClientRegister
 from dataplane_core.plugins import connect_backend
@@ -211,7 +209,10 @@ _DRAW: dict[str, tuple[float, Callable[[random.Random], dict[str, Any]]]] = {
     "ask_for_room": (4, _ago),
     "give_up_waiting": (1, _ago),
     "repeat": (2, _ago),
-    "locate": (6, lambda dice: _named(dice) | {"ids": _ids(dice, 3), "fields": dice.sample(FIELDS, dice.randint(1, 2))}),
+    "locate": (
+        6,
+        lambda dice: _named(dice) | {"ids": _ids(dice, 3), "fields": dice.sample(FIELDS, dice.randint(1, 2))},
+    ),
     "list_samples": (
         3,
         lambda dice: (
@@ -283,7 +284,7 @@ class _Both:
         except AlreadyDoneError:
             return None
         except DataPlaneError as error:
-            return _Refusal(type(error).__name__, {name: each for name, each in _facts(error)})
+            return _Refusal(type(error).__name__, dict(_facts(error)))
 
     def both(
         self,
@@ -360,7 +361,7 @@ class _Both:
         known = self.ledger._partitions.get(name)
         epoch = {None: None, "now": known and known.info.epoch, "old": "e-1"}[epoch]
         write_id, request_id = self.count * 100, f"r{self.count}"
-        specs = {each: SPEC for each in fields}
+        specs = dict.fromkeys(fields, SPEC)
         if strange:
             specs[fields[-1]] = (OTHER, OPEN)[self.count % 2]
         together = fields if shared is None else fields[:-1]
@@ -639,7 +640,9 @@ class _Both:
         if wrong:
             tokens = ["nobody's", *tokens[1:]]
         request_id = f"s{self.count}"
-        asked = self.asked(partition_id=name, task_name=task, sample_ids=ids, lease_tokens=tokens, request_id=request_id)
+        asked = self.asked(
+            partition_id=name, task_name=task, sample_ids=ids, lease_tokens=tokens, request_id=request_id
+        )
         told: dict[str, Any] = {"request_id": request_id, "left_s": 30.0}
         if op == "renew":
             command: Any = commands.Renew(name, task, ids, tokens, lease_s, **told)
@@ -821,7 +824,7 @@ class Store:
                 for each, names in (
                     (_claims, ("_LOOK_ROWS", "_GIVE_ROWS")),
                     (_overview, ("_LIST_ROWS", "_SCAN")),
-                    (_reads, ("_LIST_ROWS", "_LOCATE_ROWS")),
+                    (_reads, ("_LIST_ROWS", "_LOCATE_ROWS", "INLINE_ROWS")),
                     (_backend, ("_CLEAR_ROWS",)),
                 ):
                     for name in names:
@@ -844,24 +847,23 @@ class Store:
 
 
 def run(store: Store, history: History) -> tuple[int, str] | None:
-    """Runs a history. Returns the number of the step after which the two differ and how, or None."""
+    """Runs a history. Returns after how many steps the two differ and how, or None."""
     with store.opened(history.options) as both:
-        number = 0
         try:
-            for number, (name, arguments) in enumerate(history.steps):
+            for name, arguments in history.steps:
                 both.step(name, arguments)
-            number = len(history.steps)
             both.end()
         except Exception as error:  # also what neither must raise
-            return number, f"{type(error).__name__}: {error}"
+            return both.count, f"{type(error).__name__}: {error}"
     return None
 
 
-def shrink(store: Store, history: History) -> History:
-    """A history that still differs, with as few steps as leaving out steps can reach."""
+def shrink(store: Store, history: History) -> History | None:
+    """A history that still differs, with as few steps as leaving out steps can reach. None: now it does not differ."""
     failed = run(store, history)
-    assert failed is not None
-    steps = history.steps[: failed[0] + 1]
+    if failed is None:
+        return None
+    steps = history.steps[: failed[0]]
     size = len(steps) // 2
     while size:
         at = 0
@@ -871,7 +873,7 @@ def shrink(store: Store, history: History) -> History:
             if found is None:
                 at += size
             else:
-                steps = shorter[: found[0] + 1]
+                steps = shorter[: found[0]]
         size //= 2
     return History(history.options, steps)
 
@@ -884,10 +886,10 @@ def simulate(store: Store, seeds: Sequence[int], num_steps: int = EPISODE) -> No
     """
     for seed in seeds:
         history = History.drawn(seed, num_steps)
-        if run(store, history) is not None:
-            small = shrink(store, history)
-            found = run(store, small)
-            assert found is not None
+        found = run(store, history)
+        if found is not None:
+            small = shrink(store, history) or history
+            found = run(store, small) or found
             lines = "\n".join(f"    {step}," for step in small.steps)
             raise Difference(f"seed {seed}: {found[1]}\nHistory({small.options}, [\n{lines}\n])")
 

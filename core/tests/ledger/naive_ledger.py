@@ -125,7 +125,8 @@ class NaiveLedger:
         self.pending[write] = put | {"known": known}
         self.sizes |= {(write, place): size for place in range(len(ids))}
 
-    def commit(self, write: int) -> None:
+    def commit(self, write: int, now: float) -> None:
+        self.reap(now) if self.self_expiring else None
         put = self.pending.pop(write, None)
         if put is None or self.parts.get(put["name"]) is not put["part"]:
             raise Refused("StalePartitionError")

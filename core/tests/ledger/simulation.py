@@ -206,7 +206,7 @@ class _Run:
     def commit(self, ago: int) -> None:
         if ago < len(self.writes):
             write = self.writes.pop(-1 - ago)
-            self.both(commands.CommitPut(write), lambda: self.model.commit(write))
+            self.both(commands.CommitPut(write), lambda: self.model.commit(write, self.now))
 
     def abort(self, ago: int) -> None:
         if ago < len(self.writes):

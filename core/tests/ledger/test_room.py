@@ -31,8 +31,8 @@ class Puts:
             return False
 
     def clear(self, *names):
-        _, freed = self.ledger.apply(commands.Clear("p", names), 0.0)
-        self.ledger.apply(commands.Collected(freed), 0.0)
+        _, freed = self.ledger.apply(commands.Clear("p", names), self.now)
+        self.ledger.apply(commands.Collected(freed), self.now)
 
 
 def test_a_large_put_is_not_starved_by_small_ones():
@@ -132,8 +132,8 @@ def test_who_gave_up_or_died_is_forgotten(wait_s, gone_after):
     assert puts.put("a", 50)
     assert not puts.put("large", 80, wait_s=wait_s)
     assert not puts.put("small", 10)
-    puts.clear("a")
     puts.now += gone_after - 0.01
+    puts.clear("a")
     assert not puts.put("b", 90)  # there is no room for it beside the large one
     puts.now += 0.02
     assert puts.put("small", 10)

@@ -26,6 +26,9 @@ from dataplane_core.config import DataPlaneConfig
 from dataplane_core.plugins import connect_backend
 from dataplane_redis import RedisBackend, _claims, _wakes
 
+if str(Path(__file__).parent) not in sys.path:  # modules beside the tests can be imported by them
+    sys.path.insert(0, str(Path(__file__).parent))
+
 
 class Server:
     """A `redis-server` of a test's own, on TCP and a unix socket; as a node of a cluster with a bus port besides."""

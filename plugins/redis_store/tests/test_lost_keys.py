@@ -1,11 +1,17 @@
 """A key that was evicted or deleted: each operation answers as if it were there, or says that something was lost."""
 
+import time
+
 import pytest
 import redis
 import torch
 from tensordict import TensorDict
 
+from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import LostSamplesError, StalePartitionError
+from dataplane_core.plugins import connect_backend
+from dataplane_redis import RedisBackend
+from dataplane_redis._wire import pack_strings
 
 GROUP = 70  # so many members take two lists
 
@@ -16,11 +22,19 @@ def columns(ids, **fields):
     )
 
 
+def starts_waiting(client):
+    """A claim that the server is to wake, whose client is gone."""
+    required, waiter = pack_strings(["x", "y"]), b"c" * 8 + b"token"
+    asked = ("rows", "train", 9, 1, -1.0, "token", "holder", required, b"", 100, 100, b"", b"c" * 8, waiter, 0)
+    reply = client._backend._session.run("test", time.monotonic() + 60, "claim", *asked)
+    assert (reply[0], reply[-1]) == (b"wait", 1)
+
+
 def fill(client):
     """Uses every kind of key. Returns a leased claim of each partition."""
     client.register_partition("rows", ["x", "y"], 12, ["train", "other"])
     client.put_samples(list("abcdef"), "rows", columns("abcdef", x=1), tags=[{"v": each} for each in range(6)])
-    shared = TensorDict({"y": torch.ones(1, 40_000).expand(2, -1)}, batch_size=[2])
+    shared = TensorDict({"y": torch.ones(1, 9_000).expand(2, -1)}, batch_size=[2])
     client.put_samples(["a", "b"], "rows", shared)
     client.put_samples(["c", "d"], "rows", columns("cd", y=2))
     client.put_samples(["z"], "rows", columns("z", x=1))
@@ -28,17 +42,20 @@ def fill(client):
     client.claim_meta("rows", "other", ["x"], 1)
     client.claim_meta("rows", "train", ["x"], 1, tag_filter={"v": (">=", 3)}, lease_s=600)
     with pytest.raises(TimeoutError):
-        client.claim_meta("rows", "train", ["x"], 3, tag_filter={"v": (">=", 4)}, timeout_s=0.05)
+        client.claim_meta("rows", "train", ["x"], 3, tag_filter={"v": (">=", 4)}, timeout_s=0)
     leased = client.claim_meta("rows", "train", ["x"], 2, lease_s=600)
     nacked = client.claim_meta("rows", "train", ["x"], 1, lease_s=600)
     client.nack(nacked)  # it is queued now
     members = [f"q_g{each}" for each in range(GROUP)]
+    starts_waiting(client)
     client.register_partition("groups", ["x"], None, ["train"], grpo_group_size=GROUP)
     client.put_samples(members, "groups", columns(members, x=1))
     grouped = client.claim_meta("groups", "train", ["x"], GROUP, lease_s=600)
     more = [f"r_g{each}" for each in range(GROUP)]
     client.put_samples(more, "groups", columns(more, x=1))
     client.put_samples(["s_g0"], "groups", columns(["s_g0"], x=1))
+    client.put_samples(["zz"], "rows", TensorDict({"y": torch.ones(1, 9_000)}, batch_size=[1]))
+    client._backend._session.run("test", time.monotonic() + 60, "clear", "rows", b"", ["zz"], 0)  # it is to be deleted
     return leased, grouped
 
 
@@ -68,21 +85,21 @@ OPERATIONS = {
     "list_fields": lambda client, *_: client.list_fields(list("abcdef"), "rows"),
     "get": lambda client, *_: client.get_samples(list("abcdef"), "rows", ["x"])["x"].tolist(),
     "get_large": lambda client, *_: client.get_samples(["a", "b"], "rows", ["y"])["y"].shape,
-    "claim": lambda client, *_: ids_of(client.claim_meta("rows", "train", ["x"], 2, timeout_s=1)),
-    "claim_new_fields": lambda client, *_: ids_of(client.claim_meta("rows", "other", ["x", "y"], 3, timeout_s=1)),
+    "claim": lambda client, *_: ids_of(client.claim_meta("rows", "train", ["x"], 2, timeout_s=0)),
+    "claim_new_fields": lambda client, *_: ids_of(client.claim_meta("rows", "other", ["x", "y"], 3, timeout_s=0)),
     "claim_filtered": lambda client, *_: ids_of(
-        client.claim_meta("rows", "train", ["x"], 2, tag_filter={"v": (">=", 4)}, timeout_s=1)
+        client.claim_meta("rows", "train", ["x"], 2, tag_filter={"v": (">=", 4)}, timeout_s=0)
     ),
-    "claim_group": lambda client, *_: ids_of(client.claim_meta("groups", "train", ["x"], GROUP, timeout_s=1)),
+    "claim_group": lambda client, *_: ids_of(client.claim_meta("groups", "train", ["x"], GROUP, timeout_s=0)),
     "ack": lambda client, leased, _: client.ack(leased),
     "ack_group": lambda client, _, grouped: client.ack(grouped),
     "nack": lambda client, leased, _: (
         client.nack(leased),
-        ids_of(client.claim_meta("rows", "train", ["x"], 4, timeout_s=1)),
+        ids_of(client.claim_meta("rows", "train", ["x"], 4, timeout_s=0)),
     ),
     "nack_group": lambda client, _, grouped: (
         client.nack(grouped),
-        ids_of(client.claim_meta("groups", "train", ["x"], 2 * GROUP, timeout_s=1)),
+        ids_of(client.claim_meta("groups", "train", ["x"], 2 * GROUP, timeout_s=0)),
     ),
     "renew": lambda client, leased, _: client.renew(leased, 600),
     "consumed": lambda client, *_: client.check_consumption_status("rows", ["other"]),
@@ -103,7 +120,7 @@ OPERATIONS = {
 LATER = {
     "list": OPERATIONS["list"],
     "get": lambda client, *_: client.get_samples(["c"], "rows", ["x", "y"])["y"].tolist(),
-    "claim": lambda client, *_: ids_of(client.claim_meta("rows", "other", ["x"], 1, timeout_s=0.05)),
+    "claim": lambda client, *_: ids_of(client.claim_meta("rows", "other", ["x"], 1, timeout_s=0)),
     "describe": OPERATIONS["describe"],
 }
 
@@ -119,55 +136,65 @@ def outcome(act, *args):
 
 
 class Store:
-    """A filled store, which can be brought back."""
+    """A filled store, which can be brought back. It is a cluster of one node, so it has every kind of key."""
 
-    def __init__(self, server, connect):
-        self._admin = redis.Redis(unix_socket_path=str(server.socket))
-        self._url, self._connect = server.url, connect
-        client = self.connected(bootstrap=True)
-        self.leases = fill(client)
-        self._dumps = {key: self._admin.dump(key) for key in self._admin.keys()}
-        self._epochs = {name: self._admin.hget("dp:{lost}:p:" + name, "epoch") for name in ("rows", "groups")}
+    def __init__(self, server):
+        self.server = redis.Redis(unix_socket_path=str(server.socket))
+        options = {"url": server.url, "namespace": "lost"}
+        config = DataPlaneConfig(backend="redis_store", options=options, op_timeout_s=60.0, announce_s=None)
+        self.client = connect_backend(RedisBackend, config, bootstrap=True)
+        self.leases = fill(self.client)
+        keys = [key for key in self.server.keys() if b":why:" not in key]
+        self._dumps = {key: (max(0, self.server.pttl(key)), self.server.dump(key)) for key in keys}
+        self._epochs = {name: self.server.hget("dp:{lost}:p:" + name, "epoch") for name in ("rows", "groups")}
 
-    def connected(self, bootstrap=False):
-        return self._connect(url=self._url, namespace="lost", bootstrap=bootstrap)
-
-    def keys(self, operation):
+    def keys(self, operation=""):
         """Those that an operation may need: without the other partition's."""
         other = self._epochs["rows" if "group" in operation else "groups"]
-        return [key for key in sorted(self._dumps) if other not in key]
+        return [key for key in sorted(self._dumps) if other not in key or not operation]
+
+    def begin(self, key):
+        """All is there again, but for a key."""
+        with self.server.pipeline(transaction=False) as pipe:
+            pipe.flushall()
+            for name, dump in self._dumps.items():
+                if name != key:
+                    pipe.restore(name, *dump)
+            pipe.execute()
 
     def run(self, operation, key):
         """The outcome of an operation, and of what later operations see, without a key."""
-        with self._admin.pipeline() as pipe:
-            pipe.flushall()
-            for name, dump in self._dumps.items():
-                pipe.restore(name, 0, dump)
-            pipe.execute()
-        client = self.connected()
-        if key is not None:
-            self._admin.delete(key)
-        try:
-            first = outcome(OPERATIONS[operation], client, *self.leases)
-            return [first, *(outcome(act, client) for act in LATER.values())]
-        finally:
-            client.close()
+        self.begin(key)
+        first = outcome(OPERATIONS[operation], self.client, *self.leases)
+        return [first, *(outcome(act, self.client) for act in LATER.values())]
 
 
 @pytest.fixture(scope="module")
 def store(start_servers):
     """One for all operations."""
+    server = start_servers(cluster=True)
+    server.admin("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+    give_up = time.monotonic() + 60
+    while not server.is_in_cluster():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    made = Store(server)
+    yield made
+    made.server.close()
+    made.client.close()
 
-    from dataplane_core.config import DataPlaneConfig
-    from dataplane_core.plugins import connect_backend
-    from dataplane_redis import RedisBackend
 
-    def connect(url, namespace, bootstrap):
-        options = {"url": url, "namespace": namespace}
-        config = DataPlaneConfig(backend="redis_store", options=options, op_timeout_s=20.0, announce_s=None)
-        return connect_backend(RedisBackend, config, bootstrap=bootstrap)
-
-    return Store(start_servers(), connect)
+def test_every_kind_of_key_is_there(store):
+    """In common.lua, a key's name follows `base:` at the start of a line, or is a column of its own below `base:e:`."""
+    parts = {
+        key.decode().split(store._epochs[name].decode() + ":")[-1].split(":")[0]
+        for key in store.keys()
+        for name in ("rows", "groups")
+        if store._epochs[name] in key
+    }
+    assert parts >= {*"rtowxslunghkqavcf", "li", "uc", "gm", "vw", "fs", "wq", "wk"}
+    others = {key.decode().removeprefix("dp:{lost}:").split(":")[0] for key in store.keys()}
+    assert others >= {"instance", "parts", "pending", "marks", "p", "w", "gone", "waiters"}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -183,3 +210,21 @@ def test_without_any_one_key_nothing_is_wrong_in_silence(store, operation):
             if got != expected:
                 wrong[key, name] = (expected, got)
     assert not wrong, "\n".join(f"{key}: {each}" for key, each in wrong.items())
+
+
+def test_what_is_left_without_any_one_key_can_be_dropped(store):
+    left = {}
+    for key in store.keys():
+        store.begin(key)
+        if outcome(store.client.list_partitions) == "lost":  # another namespace is needed then
+            continue
+        for name in ("rows", "groups"):
+            store.client.clear_samples(None, name)
+        store.client._backend._litter.collect(1, time.monotonic() + 60)
+        found = [each for each in store.server.keys() if store.server.pttl(each) == -1]
+        parts = [each for each in found if b":w:" in each or any(epoch in each for epoch in store._epochs.values())]
+        held = int(store.server.hget("dp:{lost}:instance", "held") or 0)
+        # the names of queues are listed in vw only; a server looks for rows that gone listed when its history changes
+        if (parts or held) and not key.endswith((b":vw", b":gone")):
+            left[key] = parts, held
+    assert not left, "\n".join(f"{key}: {each}" for key, each in left.items())

@@ -210,7 +210,7 @@ class Ledger:
         if known is not None and command.if_exists == "keep":
             known.extend(command)
             return known.info, []
-        _, freed = self._drop(command.partition_id, None)
+        _, freed = self._drop(command.partition_id, None, now)
         info = PartitionInfo.requested(command)
         tasks = {name: Task() for name in command.consumer_tasks}
         self._undo.append((self._set_partitions, dict(self._partitions)))
@@ -233,8 +233,8 @@ class Ledger:
         self._reap(now)
         partition, known = self._check_begin(command, self._capacity_bytes, now)
         size_bytes = command.size_bytes
-        if size_bytes:
-            self._room.enter(command.ticket, size_bytes)
+        if size_bytes and self._capacity_bytes is not None:
+            self._room.enter(command.ticket, size_bytes, self._capacity_bytes - self.held_bytes)
         write_id = command.write_id
         if write_id is None:
             write_id = self._next_write
@@ -273,6 +273,7 @@ class Ledger:
 
     @_apply.register
     def _commit_put(self, command: commands.CommitPut, now: float) -> list[Ref]:
+        self._reap(now)
         write_id = command.write_id
         pending = self._take_pending(write_id)
         if pending is None:
@@ -292,7 +293,7 @@ class Ledger:
                 current = [partition.rows.get(sample_id) for sample_id in put.sample_ids]
                 self._check_put(partition, put, current)
         except Exception:
-            self._abandon(write_id, put)
+            self._abandon(write_id, put, now)
             raise
         partition.version += 1
         self._note_done(put.request_id, put.ttl_s, now)
@@ -302,7 +303,7 @@ class Ledger:
     def _abort_put(self, command: commands.AbortPut, now: float) -> list[Ref]:
         pending = self._take_pending(command.write_id)
         if pending is not None:
-            return self._abandon(command.write_id, pending.put)
+            return self._abandon(command.write_id, pending.put, now)
         return [ref for ref, put in self._garbage.items() if put == command.write_id]
 
     @_apply.register
@@ -413,7 +414,7 @@ class Ledger:
             )
         freed = partition.write_rows(PutWrites(writes, len(put.sample_ids)), put, self._next_seq, now)
         self._next_seq += len(put.sample_ids)
-        return self._free(partition, freed)
+        return self._free(partition, freed, now)
 
     def _refuse_done(self, partition_id: str, request_id: str | None) -> None:
         if request_id in self._done:
@@ -584,17 +585,17 @@ class Ledger:
             partition = self._partitions.get(partition_id)
             if partition is not None and task_name in partition.tasks:
                 partition.end_lease(task_name, token, sample_ids)
-        self._give_up(command.writes)
+        self._give_up(command.writes, now)
         self._done.forget(command.done)
 
     # --- clearing -----------------------------------------------------------------------------------------------------
 
     @_apply.register
     def _clear(self, command: commands.Clear, now: float) -> tuple[int, list[Ref]]:
-        count, _ = self._drop(command.partition_id, command.sample_ids)
+        count, _ = self._drop(command.partition_id, command.sample_ids, now)
         return count, self.garbage(now)
 
-    def _drop(self, partition_id: str, sample_ids: Sequence[str] | None) -> tuple[int, list[Ref]]:
+    def _drop(self, partition_id: str, sample_ids: Sequence[str] | None, now: float) -> tuple[int, list[Ref]]:
         """As `Clear`, but returns only the refs that this call freed."""
         partition = self._partitions.get(partition_id)
         if partition is None:
@@ -603,7 +604,7 @@ class Ledger:
             self._undo.append((self._set_partitions, dict(self._partitions)))
             del self._partitions[partition_id]
             refs = [ref for row in partition.rows.values() for ref in row.refs]
-            return len(partition.rows), self._free(partition, refs)
+            return len(partition.rows), self._free(partition, refs, now)
         gone: list[Ref] = []
         count = 0
         partition.note_rows(sample_ids)
@@ -615,7 +616,7 @@ class Ledger:
         if count:
             partition.version += 1
             partition.tidy()
-        return count, self._free(partition, gone)
+        return count, self._free(partition, gone, now)
 
     def garbage(self, now: float) -> list[Ref]:
         """Refs that are free and not yet reported as `Collected`, including those of abandoned puts."""
@@ -627,7 +628,7 @@ class Ledger:
         for ref in command.refs:
             self._garbage.pop((ref[0], ref[1]), None)
 
-    def _free(self, partition: Partition, refs: list[Ref]) -> list[Ref]:
+    def _free(self, partition: Partition, refs: list[Ref], now: float) -> list[Ref]:
         """Gives up one reference per ref of a partition. Returns the refs that no sample refers to any longer."""
         freed: list[Ref] = []
         for ref in refs:
@@ -646,11 +647,12 @@ class Ledger:
                 del self._writes[write_id]
             self._garbage[ref] = None
             freed.append(ref)
-        self._room.freed |= bool(freed)
+        if freed:
+            self._room.freed_at = now
         return freed
 
-    def _abandon(self, write_id: int, put: commands.BeginPut) -> list[Ref]:
-        self._room.freed = True
+    def _abandon(self, write_id: int, put: commands.BeginPut, now: float) -> list[Ref]:
+        self._room.freed_at = now
         self.held_bytes -= put.size_bytes
         refs = [(write.write_id, pos) for write in put.writes(write_id) for pos in range(len(write.row_bytes))]
         self._garbage.update(dict.fromkeys(refs, write_id))
@@ -658,16 +660,16 @@ class Ledger:
 
     def _reap(self, now: float) -> None:
         if self._self_expiring:
-            self._give_up(self._abandoned(now))
+            self._give_up(self._abandoned(now), now)
 
     def _abandoned(self, now: float) -> list[int]:
         return [write_id for write_id, pending in self._pending.items() if pending.expires_at <= now]
 
-    def _give_up(self, writes: Iterable[int]) -> None:
+    def _give_up(self, writes: Iterable[int], now: float) -> None:
         for write_id in writes:
             pending = self._take_pending(write_id)
             if pending is not None:
-                self._abandon(write_id, pending.put)
+                self._abandon(write_id, pending.put, now)
 
     def _take_pending(self, write_id: int) -> Pending | None:
         pending = self._pending.get(write_id)

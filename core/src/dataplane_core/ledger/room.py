@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Final
 
 __all__ = ["RoomQueue"]
@@ -43,7 +44,6 @@ class RoomQueue:
 
     waiting: dict[str, _Waiting] = field(default_factory=dict)
     freed_at: float = float("-inf")
-    freed: bool = False  # since `freed_at` was last set
 
     def wait(self, ticket: str, size_bytes: int, now: float, wait_s: float) -> None:
         """Adds a put, or notes that it still waits, for at most ``wait_s`` seconds more. 0: it gave up."""
@@ -68,30 +68,33 @@ class RoomQueue:
 
     def num_ahead(self, ticket: str | None, size_bytes: int, free_bytes: int, capacity_bytes: int, now: float) -> int:
         """How many waiting puts a put, which fits, must wait for; 0: it may take its room."""
-        if self.freed:
-            self.freed, self.freed_at = False, now
         self._drop_expired(now)
-        ahead: list[_Waiting] = []
-        for each, waiting in self.waiting.items():
-            if each == ticket:
-                break
-            ahead.append(waiting)
-        if not ahead or sum(each.size_bytes for each in ahead) + size_bytes <= free_bytes:
+        ahead = self._ahead(ticket)
+        if _leaves_room(ahead, size_bytes, free_bytes):
             return 0
         quiet = now - max(self.freed_at, ahead[0].since) >= _QUIET_S
         if quiet and all(each.passed_bytes + size_bytes <= capacity_bytes for each in ahead):
             return 0
         return len(ahead)
 
-    def enter(self, ticket: str | None, size_bytes: int) -> None:
-        """A put takes its room."""
-        for each, waiting in self.waiting.items():
-            if each == ticket:
-                break
-            waiting.passed_bytes += size_bytes
+    def enter(self, ticket: str | None, size_bytes: int, free_bytes: int) -> None:
+        """A put takes its room, of ``free_bytes``."""
+        ahead = self._ahead(ticket)
+        if not _leaves_room(ahead, size_bytes, free_bytes):
+            for waiting in ahead:
+                waiting.passed_bytes += size_bytes
         if ticket is not None:
             self.waiting.pop(ticket, None)
+
+    def _ahead(self, ticket: str | None) -> list[_Waiting]:
+        """The puts that wait ahead of this one."""
+        return [waiting for _, waiting in takewhile(lambda each: each[0] != ticket, self.waiting.items())]
 
     def _drop_expired(self, now: float) -> None:
         for ticket in [each for each, waiting in self.waiting.items() if waiting.expires_at <= now]:
             del self.waiting[ticket]
+
+
+def _leaves_room(ahead: Sequence[_Waiting], size_bytes: int, free_bytes: int) -> bool:
+    """Whether a put can take its room, and those ahead of it theirs."""
+    return not ahead or sum(each.size_bytes for each in ahead) + size_bytes <= free_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -206,12 +207,14 @@ class Claims:
         num_ready = min(int(num_ready), request.batch_size)
         return Claim(num_ready=num_ready, shortfall=shortfall, version=version, ask_again_s=ask_again_s)
 
-    def _shortfall(self, what: str, deadline: float, question: tuple[str, str, bytes, bytes]) -> Any:
+    def _shortfall(
+        self, what: str, deadline: float, question: tuple[str, str, bytes, bytes], whose: bytes = b""
+    ) -> Any:
         """The reply of the script ``shortfall``, run until it has looked at all rows or the deadline comes."""
         reply: Any = None
         while reply is None or (reply[0] == b"again" and time.monotonic() < deadline - _COUNT_RESERVE_S):
             try:
-                reply = self._session.run(what, deadline, "shortfall", *question, _LOOK_ROWS)
+                reply = self._session.run(what, deadline, "shortfall", *question, _LOOK_ROWS, whose)
             except OperationTimeoutError:
                 if reply is None:
                     raise
@@ -219,8 +222,8 @@ class Claims:
         return reply
 
     def count(self, what: str, partition_id: str, task_name: str, required: bytes, deadline: float) -> tuple[int, int]:
-        """How many samples with these fields are ready for a task, and how many it has on lease."""
-        reply = self._shortfall(what, deadline, (partition_id, task_name, required, b""))
+        """How many samples with these fields are ready for a task now, and how many it has on lease."""
+        reply = self._shortfall(what, deadline, (partition_id, task_name, required, b""), os.urandom(16))
         if reply[0] not in (b"ok", b"again"):
             _refusals.raise_task(partition_id, task_name, reply)
         return int(reply[1]), int(reply[2])
@@ -295,7 +298,7 @@ def _settle_many(run: Callable[..., Any], ids: Sequence[str], tokens: Sequence[s
         if reply[0] != b"ok":
             return reply
         _, epoch, group_size, _ = reply
-        lost: list[bytes] = []
+        lost: set[bytes] = set()
         part = None
         tokens_of: dict[bytes, bytes] = {}
         named: dict[bytes, int] = {}
@@ -304,7 +307,7 @@ def _settle_many(run: Callable[..., Any], ids: Sequence[str], tokens: Sequence[s
         for some, some_tokens in _chunks(ids, tokens, group_size):
             reply = run("check", epoch, some, some_tokens)
             if reply[0] == b"lost":
-                lost += reply[1]
+                lost.update(reply[1])
             elif reply[0] == b"part":
                 part = part or reply
             elif reply[0] != b"ok":
@@ -316,8 +319,8 @@ def _settle_many(run: Callable[..., Any], ids: Sequence[str], tokens: Sequence[s
                     tokens_of[lease] = token
                     named[lease] = named.get(lease, 0) + count
                     held.setdefault(lease, rows)
-        if lost:
-            return [b"lost", lost]
+        if lost:  # in the order of the request
+            return [b"lost", [each for each in map(to_bytes, ids) if each in lost]]
         if part:
             return part
         # rows never join a lease: if its count equals the named rows, here and at the commit, it holds exactly these

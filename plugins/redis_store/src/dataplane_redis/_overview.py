@@ -194,25 +194,28 @@ class Overview:
         """Reads cursors and history, in parts. Starts again if the partition is registered again meanwhile."""
         what = f"export_partition('{request.partition_id}')"
         consumed: dict[str, list[str]] = {}
+        present: set[str] = set()
         epoch, seq = b"", b"0"
         while seq:
             reply = self._session.run(
                 what, request.deadline, "consumed_ids", request.partition_id, epoch, seq, _LIST_ROWS
             )
             if reply[0] == b"changed":
-                consumed, epoch, seq = {}, b"", b"0"
+                consumed, present, epoch, seq = {}, set(), b"", b"0"
                 continue
             if reply[0] != b"ok":
                 _refusals.raise_partition(request.partition_id, reply)
-            _, ids, epoch, seq, tasks = reply
+            _, some, epoch, seq, tasks = reply
+            ids = list(map(text_of, some))
+            present.update(ids)
             for name, marks in tuples_of(tasks, 2):
                 given = consumed.setdefault(text_of(name), [])
-                given += [text_of(each) for each, mark in zip(ids, marks.decode(), strict=True) if mark == "1"]
+                given += [each for each, mark in zip(ids, marks.decode(), strict=True) if mark == "1"]
         rows = b"%s:e:%s:" % (self._session.base, epoch)
-        cleared = [text_of(each) for each in self._scan(what, request.deadline, b"SSCAN", rows + b"x") if each != MARK]
+        ever = {text_of(each) for each in self._scan(what, request.deadline, b"SSCAN", rows + b"x") if each != MARK}
         heads = self._scan(what, request.deadline, b"HSCAN", rows + b"g")
         broken = [text_of(name) for name, head in tuples_of(heads, 2) if head and _GROUP_HEAD.unpack_from(head)[1]]
-        return PartitionState(consumed=consumed, cleared_ids=sorted(set(cleared)), broken_groups=sorted(set(broken)))
+        return PartitionState(consumed=consumed, cleared_ids=sorted(ever - present), broken_groups=sorted(set(broken)))
 
     def _scan(self, what: str, deadline: float, command: bytes, key: bytes) -> Iterator[bytes]:
         """The members of a set or a hash, in parts."""

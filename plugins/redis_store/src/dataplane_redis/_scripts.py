@@ -19,7 +19,7 @@ from typing import Final
 __all__ = ["SCRIPTS", "STORE_VERSION", "Script"]
 
 #: The version of keys and scripts. A client refuses an instance of another version.
-STORE_VERSION: Final = 7
+STORE_VERSION: Final = 8
 
 #: Operation -> the flags of its script. Scripts that free memory, or need almost none, may also run while the server is
 #: out of memory.

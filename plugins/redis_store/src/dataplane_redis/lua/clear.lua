@@ -3,7 +3,13 @@
 local name, epoch, ids, whole = unpack(cmsgpack.unpack(ARGV[1]))
 reap()
 leave_mark()
-local P = whole == 1 and find_partition(name) or open_partition(name, nil, ALL_PARTS)  -- a damaged one can be dropped
+local P
+if whole == 1 then
+  -- define here: find_rest
+  P = find_rest(name)
+else
+  P = open_partition(name, nil, ALL_PARTS)
+end
 if not P or (epoch ~= '' and epoch ~= P.epoch) then return {'ok', 0, has_trash(), ''} end
 if whole == 1 then
   -- define here: drop_partition

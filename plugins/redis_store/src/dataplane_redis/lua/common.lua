@@ -8,7 +8,7 @@
 --                        it; clock: the time of the store in seconds, and the server's clock at that time; held:
 --                        payload bytes; seq: the order of first writes; r:<write>: the payload bytes of a put that is
 --                        begun and not committed
---   base:parts           set: the partitions
+--   base:parts           hash: partition -> its epoch
 --   base:pending         zset: puts begun and not committed, by the time when they count as abandoned
 --   base:marks           hash: caller -> the number of its last call that acknowledged something, see below
 --   base:clients         hash: client -> "<time>:<its announcement>"
@@ -210,9 +210,9 @@ end
 
 -- The partition is not there: ends the script if it should be.
 local function check_unknown(name)
-  local listed = call('SMISMEMBER', BASE .. ':parts', name, MARK)
-  if listed[1] == 1 then lost('p') end
-  if listed[2] == 0 then lost('parts') end
+  local listed = call('HMGET', BASE .. ':parts', name, MARK)
+  if listed[1] then lost('p') end
+  if not listed[2] then lost('parts') end
 end
 
 -- The parts that a partition has from its registration on; x only with num, g only with groups, and h for each task.
@@ -260,7 +260,7 @@ end
 
 local function unknown_partition()
   local names = {}
-  for _, name in ipairs(call('SRANDMEMBER', BASE .. ':parts', 7)) do
+  for _, name in ipairs(call('HRANDFIELD', BASE .. ':parts', 7)) do
     if name ~= MARK then names[#names + 1] = name end
   end
   return {'unknown_partition', names}
@@ -654,6 +654,7 @@ local function join_groups(P, names, heads, joining, seqs)
   for _, name in ipairs(names) do
     local g = heads[name] or {seq = seqs[name], broken = false, count = 0, listed = 0, first = ''}
     heads[name] = g
+    if g.count == 0 then g.seq = seqs[name] end
     join_group(P, name, g, joining[name])
     if is_whole(P, g) then call('HINCRBY', P.meta, 'whole', 1) end
   end

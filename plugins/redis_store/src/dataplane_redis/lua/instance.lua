@@ -28,7 +28,7 @@ end
 local same = action == 'bootstrap' and found[3] == capacity_bytes and found[4] == on_full
 if found[5] and not same then return {'other', found[3], found[4]} end
 if not found[2] then  -- see MARK in common.lua
-  redis.call('SADD', KEYS[1] .. ':parts', '\255')
+  redis.call('HSET', KEYS[1] .. ':parts', '\255', '')
   redis.call('ZADD', KEYS[1] .. ':pending', '+inf', '\255')
 end
 id, buckets = found[2] or id, found[7] or buckets  -- its payload is already there

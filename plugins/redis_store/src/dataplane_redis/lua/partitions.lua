@@ -1,5 +1,5 @@
 -- Replies {"ok", the names of the registered partitions}.
-local names, listed = {}, call('SMEMBERS', BASE .. ':parts')
+local names, listed = {}, call('HKEYS', BASE .. ':parts')
 for _, name in ipairs(listed) do
   if name ~= MARK then names[#names + 1] = name end
 end

@@ -1,6 +1,6 @@
 -- Request: {partition, epoch, info, num (-1: none), group (-1: none), tasks, whether to keep an earlier registration}.
 local name, epoch, info, num, group, tasks, keep = unpack(cmsgpack.unpack(ARGV[1]))
-local old = find_partition(name)  -- a damaged one is dropped
+local old = find_rest(name)
 if old and keep == 1 then return {'changed'} end
 leave_mark()
 if old then drop_partition(old) end
@@ -19,7 +19,7 @@ for i, task in ipairs(tasks) do
   args[#args + 1] = i - 1
 end
 batched('HSET', meta, args)
-call('SADD', BASE .. ':parts', name)
+call('HSET', BASE .. ':parts', name, epoch)
 local P = find_partition(name)
 for _, part in ipairs({'r', 't', 's', 'n', 'k', 'vw'}) do call('HSET', P.at .. part, MARK, '') end
 for task = 0, P.ntasks - 1 do call('HSET', P.at .. 'h:' .. task, MARK, '') end

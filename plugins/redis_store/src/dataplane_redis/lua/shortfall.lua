@@ -1,11 +1,12 @@
--- Request: {partition, task, required (as a layout), filter (packed conditions, "": none), rows to look at}. Finds
+-- Request: {partition, task, required (as a layout), filter (packed conditions, "": none), rows to look at, whose
+-- count it is ("": that of all who ask the same)}. Finds
 -- why a claim gets no more samples, as dataplane_core.errors.Shortfall describes it. Looks at about that many rows per
 -- call. Replies {"again", ...} with the counts so far, or {"ok", ...} at the end: ready rows, leased rows, {id, holder,
 -- seconds left, ...} of the first, rows that do not match the filter, rows in incomplete groups, {group, members, ...}
 -- of the first, rows that lack fields, {{id, field, ...}, ...} of the first. Claims that ask the same share one count,
 -- and a count that took several calls is kept for a short time. So if many claims time out at once, the rows are looked
 -- at only once.
-local name, task_name, required, filter, budget = unpack(cmsgpack.unpack(ARGV[1]))
+local name, task_name, required, filter, budget, whose = unpack(cmsgpack.unpack(ARGV[1]))
 -- Milliseconds for which an unfinished count is kept, and the most for which a finished one is reused: one for each so
 -- many rows that it looked at.
 local KEEP_MS, ROWS_PER_MS = 2000, 20
@@ -17,7 +18,7 @@ local fields, held_key = strings_of(required), P.at .. 'h:' .. task
 local conditions = filter ~= '' and cmsgpack.unpack(filter)
 local S = {at = '0', ready = 0, leased = 0, first = {}, passed = 0, incomplete = 0, groups = {}, lost = {},
   lacking = 0, cells = {}, rows = 0}
-local question = P.epoch .. '|' .. task .. '|' .. #required .. '|' .. required .. filter
+local question = P.epoch .. '|' .. task .. '|' .. #required .. '|' .. required .. filter .. whose
 local kept_at = BASE .. ':why:' .. redis.sha1hex(question)
 local kept = call('GET', kept_at)
 if kept then S = cmsgpack.unpack(kept) end

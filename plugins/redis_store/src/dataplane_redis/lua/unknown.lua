@@ -9,13 +9,14 @@ local function condemn(writes)
   local function look(set)
     for i, found in ipairs(call('SMISMEMBER', set, unpack(writes))) do known[i] = known[i] or found == 1 end
   end
-  local names = call('SMEMBERS', BASE .. ':parts')
-  if #names == 0 or call('EXISTS', BASE .. ':pending') == 0 then return 0 end  -- lost: nobody knows what is referred to
-  for _, name in ipairs(names) do
-    local epoch = name ~= MARK and call('HGET', BASE .. ':p:' .. name, 'epoch')
-    local set = epoch and BASE .. ':e:' .. epoch .. ':u'
-    if name ~= MARK and not (epoch and call('EXISTS', set) == 1) then return 0 end
-    if set then look(set) end
+  local epochs = call('HVALS', BASE .. ':parts')
+  if #epochs == 0 or call('EXISTS', BASE .. ':pending') == 0 then return 0 end  -- lost: nobody knows what is referred to
+  for _, epoch in ipairs(epochs) do
+    if epoch ~= '' then  -- else it is that of the MARK
+      local set = BASE .. ':e:' .. epoch .. ':u'
+      if call('EXISTS', set) == 0 then return 0 end
+      look(set)
+    end
   end
   for _, epoch in ipairs(call('SMEMBERS', BASE .. ':trash')) do look(BASE .. ':trash:' .. epoch) end
   local gone = {}

@@ -23,6 +23,7 @@ __all__ = [
     "INPUT_LENGTHS_TAG",
     "LP_SEED_FIELDS",
     "MESSAGE_LOG",
+    "MESSAGE_LOG_FIELDS",
     "MICRO_BATCH_INDICES",
     "MICRO_BATCH_LENGTHS",
     "MULTIMODAL_FIELDS",
@@ -118,8 +119,9 @@ TURN_ROLES_FIELD: Final = "turn_roles"
 TURN_CONTENTS_FIELD: Final = "turn_contents"
 RESPONSE_TOKEN_LENGTHS_FIELD: Final = "response_token_lengths"
 
-#: What `read_columns` puts the turns under if it is asked for them. Never stored.
+#: What `read_columns` puts the turns under if it is asked for them, never stored; and what it makes them of.
 MESSAGE_LOG: Final = "message_log"
+MESSAGE_LOG_FIELDS: Final = (INPUT_IDS_FIELD, TURN_LENGTHS_FIELD, TURN_ROLES_FIELD, TURN_CONTENTS_FIELD)
 
 
 def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Broadcast of a `BatchedDataDict` from a replica group's leader to its siblings.
+"""Broadcast of a value, such as a batch, from a replica group's leader to its siblings.
 
 There are two phases. The first broadcasts a small descriptor object: names, dtypes, shapes and all values that are not
 tensors; or the leader's failure. The second broadcasts the bytes of all tensors, those inside list and object columns
@@ -16,7 +16,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ __all__ = ["broadcast_from_leader", "group_device"]
 _LEADER: Final = 0
 #: Large enough that the time of a broadcast is that of its bytes, small beside a batch.
 _BUCKET_BYTES: Final = 4 << 20
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,15 @@ class _ObjectArray:
 
 
 @dataclass(frozen=True, slots=True)
+class _Batch:
+    """Placeholder for a batch."""
+
+    batch_class: type[BatchedDataDict]
+    columns: dict[str, Any]
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class _TensorInfo:
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -76,16 +87,12 @@ class _TensorInfo:
 class _Descriptor:
     """The object that the first phase broadcasts."""
 
-    batch_class: type[BatchedDataDict]
-    columns: dict[str, Any]
-    attributes: dict[str, Any]
+    value: Any
     tensors: list[_TensorInfo]
 
 
-def broadcast_from_leader(
-    produce: Callable[[], BatchedDataDict], *, group: dist.ProcessGroup, leader: int = _LEADER
-) -> BatchedDataDict:
-    """The leader makes a batch, and every rank of the group gets it. Collective over ``group``.
+def broadcast_from_leader(produce: Callable[[], _T], *, group: dist.ProcessGroup, leader: int = _LEADER) -> _T:
+    """The leader makes a value, and every rank of the group gets it. Collective over ``group``.
 
     The siblings block until the leader is done, or until the group's timeout. That timeout must be longer than the data
     plane's ``op_timeout_s``.
@@ -96,9 +103,9 @@ def broadcast_from_leader(
         leader: Group rank of the leader. A result of a pipeline comes from its last rank.
 
     Returns:
-        On the leader, what ``produce`` returned. On siblings, a copy with the same class, column order, dtypes, values,
-        jagged containers, object columns and extra attributes such as ``micro_batch_indices``. Each tensor is on the
-        same type of device as on the leader.
+        On the leader, what ``produce`` returned. On siblings, a copy. Batches in it have the same class, column order,
+        dtypes, values, jagged containers, object columns and extra attributes such as ``micro_batch_indices``. Each
+        tensor is on the same type of device as on the leader.
 
     Raises:
         ReplicaLeaderError: On siblings, if ``produce`` raised (its error is the cause), or if the leader's process is
@@ -106,7 +113,8 @@ def broadcast_from_leader(
     """
     if dist.get_rank(group) == leader:
         return _send(produce, group)
-    return _receive(group, leader)
+    received: _T = _receive(group, leader)
+    return received
 
 
 def group_device(group: dist.ProcessGroup, preferred: str = "cpu") -> torch.device:
@@ -126,17 +134,14 @@ def group_device(group: dist.ProcessGroup, preferred: str = "cpu") -> torch.devi
 # --- the leader ------------------------------------------------------------------------------------------------------
 
 
-def _send(produce: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> BatchedDataDict:
+def _send(produce: Callable[[], _T], group: dist.ProcessGroup) -> _T:
     try:
-        batch = produce()
+        value = produce()
         tensors = _Tensors()
-        descriptor = _Descriptor(
-            batch_class=type(batch),
-            columns={name: _take_out(column, tensors) for name, column in batch.data.items()},
-            attributes={name: _take_out(value, tensors) for name, value in vars(batch).items() if name != "data"},
-            tensors=[_TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.device.type) for tensor in tensors],
-        )
-        # fails here if a column cannot be pickled, so that the siblings get the error; later they would hang
+        described = _take_out(value, tensors)
+        infos = [_TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.device.type) for tensor in tensors]
+        descriptor = _Descriptor(described, infos)
+        # fails here if a part cannot be pickled, so that the siblings get the error; later they would hang
         pickle.dumps(descriptor)
         contents = [_as_bytes(tensor) for tensor in tensors]
         buckets = _buckets(contents, group)
@@ -146,7 +151,7 @@ def _send(produce: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> B
     own_rank = dist.get_rank(group)
     _broadcast_object(descriptor, group, own_rank)
     _broadcast_buckets(buckets, group, own_rank, receive=False)
-    return batch
+    return value
 
 
 def _send_failure(error: BaseException, group: dist.ProcessGroup) -> None:
@@ -160,7 +165,7 @@ def _send_failure(error: BaseException, group: dist.ProcessGroup) -> None:
 
 
 class _Tensors(list[Tensor]):
-    """The tensors of a batch. One that columns share, such as the offsets of jagged columns, is there once."""
+    """The tensors of a value. One that columns share, such as the offsets of jagged columns, is there once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,6 +196,9 @@ def _take_out(value: Any, tensors: _Tensors) -> Any:
         return tuple(_take_out(item, tensors) for item in value)
     if type(value) is dict:
         return {key: _take_out(item, tensors) for key, item in value.items()}
+    if isinstance(value, BatchedDataDict):
+        attributes = {name: item for name, item in vars(value).items() if name != "data"}
+        return _Batch(type(value), _take_out(value.data, tensors), _take_out(attributes, tensors))
     if isinstance(value, np.ndarray) and value.dtype == object:
         return _ObjectArray([_take_out(item, tensors) for item in value.ravel()], value.shape)
     return value
@@ -210,18 +218,13 @@ def _take_out_jagged(value: Tensor, tensors: _Tensors) -> _JaggedSlot:
 # --- the siblings ----------------------------------------------------------------------------------------------------
 
 
-def _receive(group: dist.ProcessGroup, leader: int) -> BatchedDataDict:
+def _receive(group: dist.ProcessGroup, leader: int) -> Any:
     with _collective_errors_name_the_leader():
         descriptor = _broadcast_object(None, group, leader)
     if isinstance(descriptor, ReplicaLeaderError):
         descriptor.message = f"no batch for rank {dist.get_rank()}: {descriptor.message}"
         raise descriptor
-    tensors = _receive_tensors(descriptor.tensors, group, leader)
-    columns = {name: _put_back(column, tensors) for name, column in descriptor.columns.items()}
-    batch: BatchedDataDict = descriptor.batch_class(columns)
-    for name, value in descriptor.attributes.items():
-        setattr(batch, name, _put_back(value, tensors))
-    return batch
+    return _put_back(descriptor.value, _receive_tensors(descriptor.tensors, group, leader))
 
 
 @contextlib.contextmanager
@@ -259,6 +262,10 @@ def _put_back(value: Any, tensors: Sequence[Tensor]) -> Any:
         for position, item in enumerate(value.items):  # assigning a list would make equal-length items a matrix
             array[position] = _put_back(item, tensors)
         return array.reshape(value.shape)
+    if isinstance(value, _Batch):
+        batch = value.batch_class(_put_back(value.columns, tensors))
+        vars(batch).update(_put_back(value.attributes, tensors))
+        return batch
     if type(value) is list:
         return [_put_back(item, tensors) for item in value]
     if type(value) is tuple:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -138,11 +138,11 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
     def _get_data_parallel_group(self) -> dist.ProcessGroup | None:
         return megatron_data_parallel_group()
 
-    def _read(self, meta: KVBatchMeta, layout: Literal["padded", "jagged"], dp_aligned: bool) -> BatchedDataDict:
-        batch = super()._read(meta, layout, dp_aligned)
+    def _read(self, meta: KVBatchMeta, dp_aligned: bool) -> tuple[BatchedDataDict, dict[str, Any]]:
+        batch, padding = super()._read(meta, dp_aligned)
         if self.routing_replay is not None and ROUTED_EXPERTS_FIELD in batch:
             self.routing_replay.check(batch[ROUTED_EXPERTS_FIELD], meta.sequence_lengths)
-        return batch
+        return batch, padding
 
     # --- lengths ------------------------------------------------------------------------------------------------------
 
@@ -200,12 +200,12 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
         if dist.get_rank(group) != last:
             compute()
 
-        def result_as_batch() -> BatchedDataDict:
+        def plain_result() -> Any:
             result = compute()
             # a plain dict, so that its tensors are broadcast as tensors
-            return BatchedDataDict({"result": [dict(result) if isinstance(result, Mapping) else result]})
+            return dict(result) if isinstance(result, Mapping) else result
 
-        return broadcast_from_leader(result_as_batch, group=group, leader=last)["result"][0]
+        return broadcast_from_leader(plain_result, group=group, leader=last)
 
 
 def model_config(model: Any) -> Any:

@@ -22,9 +22,9 @@ from torch import Tensor
 from dataplane_core.batch import (
     BatchedDataDict,
     SlicedDataDict,
+    add_message_logs,
     pad_columns,
     read_columns,
-    rebuild_message_logs,
     token_columns,
     write_columns,
 )
@@ -39,16 +39,12 @@ from dataplane_core.errors import (
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
     GLOBAL_FORWARD_PAD_SEQLEN,
-    INPUT_IDS_FIELD,
     INPUT_LENGTHS_FIELD,
-    MESSAGE_LOG,
+    MESSAGE_LOG_FIELDS,
     MULTIMODAL_FIELDS,
     PER_TOKEN_FIELDS,
     PLAN_KEYS,
     ROUTED_EXPERTS_FIELD,
-    TURN_CONTENTS_FIELD,
-    TURN_LENGTHS_FIELD,
-    TURN_ROLES_FIELD,
 )
 from dataplane_core.sharding import REPLICATED_AXES, NamedSharding
 from dataplane_integrations.ahead import check_depth, read_ahead
@@ -65,8 +61,8 @@ FetchPolicy: TypeAlias = Literal["auto", "independent", "leader_broadcast"]
 
 #: ``extra_info`` key: names the read of `DataPlaneWorkerMixin.hold_presharded` whose rows a call works on.
 HELD_ROWS: Final = "held_rows"
-#: On rows that were read: the arguments of `pad_columns`; the broadcast takes it along.
-_PADDING: Final = "padding"
+#: Rows as they were read, and the arguments of `pad_columns`; None: they are padded.
+_Rows: TypeAlias = tuple[BatchedDataDict, dict[str, Any] | None]
 #: In place of a number of microbatches: this rank could not plan.
 _NO_PLAN: Final = -1
 
@@ -191,7 +187,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         fetch_policy: FetchPolicy = "auto",
         preprocess: Callable[[Any, BatchedDataDict], BatchedDataDict] | None = None,
         dp_aligned_seq_len: bool = True,
-        read: Callable[[], BatchedDataDict] | None = None,
+        read: Callable[[], _Rows] | None = None,
         message_logs: bool = False,
     ) -> BatchedDataDict:
         """Reads the rows and fields of ``meta``. Collective over the replica group, unless ``independent``.
@@ -223,11 +219,10 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             )
 
         if message_logs:
-            wanted = [INPUT_IDS_FIELD, TURN_LENGTHS_FIELD, TURN_ROLES_FIELD, TURN_CONTENTS_FIELD]
-            meta = meta.with_fields(wanted)
-        read_rows = read or functools.partial(self._read, meta, layout, dp_aligned_seq_len)
+            meta = meta.with_fields(MESSAGE_LOG_FIELDS)
+        read_rows = read or functools.partial(self._read, meta, dp_aligned_seq_len)
 
-        def check_and_read() -> BatchedDataDict:
+        def check_and_read() -> _Rows:
             self._check_leader_is_first(cast(dist.ProcessGroup, group))
             return read_rows()
 
@@ -245,17 +240,16 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             and dp_aligned_seq_len
             and not message_logs
         ):
-            batch = held
+            batch, padding = held, None
         elif group is None or dist.get_world_size(group) == 1:
-            batch = read_rows()
+            batch, padding = read_rows()
         else:
-            batch = broadcast_from_leader(check_and_read, group=group)
+            batch, padding = broadcast_from_leader(check_and_read, group=group)
             self._check_leader_is_first(group)  # only now: an error before the broadcast would make other ranks wait
-        batch = _padded(batch, meta)
-        if message_logs and batch:
-            views = {"token_ids": INPUT_IDS_FIELD, "generation_logprobs": "generation_logprobs"}
-            views = {key: name for key, name in views.items() if name in batch}
-            batch[MESSAGE_LOG] = rebuild_message_logs(batch, token_fields=views)
+        if layout == "padded" and padding is not None:
+            pad_columns(batch, meta, **padding)
+        if message_logs:
+            add_message_logs(batch)
         return batch if preprocess is None else preprocess(self, batch)
 
     def _check_leader_is_first(self, group: dist.ProcessGroup) -> None:
@@ -266,16 +260,15 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "be the group's first. Build the group in the order of the axes."
             )
 
-    def _read(self, meta: KVBatchMeta, layout: Literal["padded", "jagged"], dp_aligned: bool) -> BatchedDataDict:
-        """Reads the rows unpadded. How to pad them is noted on the batch, so that all ranks pad as the reader says."""
-        padding = {
+    def _read(self, meta: KVBatchMeta, dp_aligned: bool) -> tuple[BatchedDataDict, dict[str, Any]]:
+        """Reads the rows unpadded. Returns them and the arguments of `pad_columns`, so that all ranks pad alike."""
+        padding: dict[str, Any] = {
             # 0 is the number of an expert
             "pad_value_dict": {ROUTED_EXPERTS_FIELD: -1, **self._pad_value_dict()},
             "pad_to_seqlen": self._forward_pad_seqlen(meta) if dp_aligned else 0,
         }
         try:
-            client = self._require_dp_client()
-            batch = read_columns(client, meta, layout="jagged" if layout == "padded" else layout)
+            batch = read_columns(self._require_dp_client(), meta, layout="jagged")
         except MissingDataError as error:
             if any(ROUTED_EXPERTS_FIELD in fields for fields in error.missing_cells.values()):
                 error.hint = (
@@ -283,10 +276,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                     f"first write with required_fields=['{ROUTED_EXPERTS_FIELD}'] refuses a batch without it."
                 )
             raise
-        if layout == "padded":
-            padding["token_aligned_fields"] = self._token_columns(batch, meta)
-            vars(batch)[_PADDING] = padding
-        return batch
+        padding["token_aligned_fields"] = self._token_columns(batch, meta)
+        return batch, padding
 
     def _token_columns(self, batch: BatchedDataDict, meta: KVBatchMeta) -> list[str]:
         """The columns of rows just read that are padded to the token length."""
@@ -312,11 +303,10 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         Returns:
             The rows with their plan, and the meta in the same order. A plan made here changes the order.
         """
-        plan = {key: meta.extra_info[key] for key in PLAN_KEYS if meta.extra_info.get(key) is not None}
-        if not plan:
+        plan = [meta.extra_info.get(key) for key in PLAN_KEYS]
+        if all(part is None for part in plan):
             return self._apply_packing_prep(data, meta, stage, gbs)
-        for key, value in plan.items():
-            setattr(data, key, value)
+        data.micro_batch_indices, data.micro_batch_lengths, data.elem_counts_per_gb = plan
         return data, meta
 
     @overload
@@ -595,13 +585,13 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         alone = group is None or dist.get_world_size(group) == 1
         reads_here = alone or dist.get_rank(group) == 0
 
-        def read_portion(meta: KVBatchMeta) -> BatchedDataDict:
-            batch = self._read(meta, "padded", True)
-            return _padded(batch, meta) if alone else batch
+        def read_portion(meta: KVBatchMeta) -> _Rows:
+            batch, padding = self._read(meta, True)
+            return (pad_columns(batch, meta, **padding), None) if alone else (batch, padding)
 
         reads = [functools.partial(read_portion, meta) for meta in metas]
 
-        def train(meta: KVBatchMeta, read: Callable[[], BatchedDataDict]) -> None:
+        def train(meta: KVBatchMeta, read: Callable[[], _Rows]) -> None:
             data, _ = self._attach_or_repack_pack_metadata(self._fetch(meta, read=read), meta, "train")
             self._before_method()
             worker.train_microbatch(data)
@@ -662,11 +652,6 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "global_loss, grad_norm and all_mb_metrics."
             )
         return {**result, "is_replica_leader": self._is_replica_leader()}
-
-
-def _padded(batch: BatchedDataDict, meta: KVBatchMeta) -> BatchedDataDict:
-    padding = vars(batch).pop(_PADDING, None)
-    return batch if padding is None else pad_columns(batch, meta, **padding)
 
 
 def _without_repeats(meta: KVBatchMeta, fields: Mapping[str, Any]) -> tuple[KVBatchMeta, Mapping[str, Any]]:

@@ -15,13 +15,14 @@ from dataplane_core.batch.jagged import (
     stack_or_nest,
     to_nested_by_length,
 )
-from dataplane_core.batch.message_log import rebuild_message_logs, split_message_logs
+from dataplane_core.batch.message_log import add_message_logs, rebuild_message_logs, split_message_logs
 from dataplane_core.batch.tokens import token_columns
 from dataplane_core.batch.transfer import kv_first_write, pad_columns, read_columns, write_columns
 
 __all__ = [
     "BatchedDataDict",
     "SlicedDataDict",
+    "add_message_logs",
     "kv_first_write",
     "materialize",
     "pack_jagged_fields",

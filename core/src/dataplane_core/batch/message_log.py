@@ -9,7 +9,7 @@ Shape legend: ``N`` samples, ``S`` padded sequence length.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,14 @@ from dataplane_core.codec import is_jagged, jagged_parts
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.schema import (
     INPUT_IDS_FIELD,
+    MESSAGE_LOG,
     RESPONSE_TOKEN_LENGTHS_FIELD,
     TURN_CONTENTS_FIELD,
     TURN_LENGTHS_FIELD,
     TURN_ROLES_FIELD,
 )
 
-__all__ = ["rebuild_message_logs", "split_message_logs"]
+__all__ = ["add_message_logs", "rebuild_message_logs", "split_message_logs"]
 
 
 def split_message_logs(
@@ -129,6 +130,17 @@ def rebuild_message_logs(
                 start += length
         logs.append(turns)
     return logs
+
+
+def add_message_logs(columns: MutableMapping[str, Any]) -> None:
+    """Adds the column ``message_log`` to `schema.MESSAGE_LOG_FIELDS` that were read: what `rebuild_message_logs` makes.
+
+    If ``generation_logprobs`` were read, the turns have views of them too. Without columns, nothing is added.
+    """
+    if columns:
+        views = {"token_ids": INPUT_IDS_FIELD, "generation_logprobs": "generation_logprobs"}
+        views = {key: name for key, name in views.items() if name in columns}
+        columns[MESSAGE_LOG] = rebuild_message_logs(columns, token_fields=views)
 
 
 def _rows(column: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -17,7 +17,7 @@ from dataplane_core._compiler_marks import not_compiled
 from dataplane_core.arguments import check_columns, check_dict, check_iterable, check_meta, check_number, takes
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.jagged import materialize, pack_jagged_fields, to_tensordict
-from dataplane_core.batch.message_log import rebuild_message_logs
+from dataplane_core.batch.message_log import add_message_logs
 from dataplane_core.batch.padding import find_cut
 from dataplane_core.batch.tokens import as_lengths, row_lengths, token_columns
 from dataplane_core.codec import (
@@ -32,16 +32,12 @@ from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
     GLOBAL_FORWARD_PAD_SEQLEN,
-    INPUT_IDS_FIELD,
     INPUT_LENGTHS_FIELD,
     INPUT_LENGTHS_TAG,
-    MESSAGE_LOG,
+    MESSAGE_LOG_FIELDS,
     MULTIMODAL_FIELDS,
     PAD_TO_MULTIPLE,
     PER_TOKEN_FIELDS,
-    TURN_CONTENTS_FIELD,
-    TURN_LENGTHS_FIELD,
-    TURN_ROLES_FIELD,
     padded_length,
 )
 from dataplane_core.spec import check_tags
@@ -92,9 +88,7 @@ def read_columns(
         token_aligned_fields: Names of the token columns. Default: `token_columns`, with ``meta.sequence_lengths``, else
             the column ``input_lengths`` or ``input_ids``, as the lengths.
         ragged_fields: Names of columns that the default never treats as token columns, so that they keep their width.
-        message_logs: Also read the columns of `split_message_logs` and ``input_ids``, and return the turns that
-            `rebuild_message_logs` makes of them as the column ``message_log``. If ``generation_logprobs`` are read, the
-            turns have views of them too.
+        message_logs: Also read the columns of `split_message_logs` and ``input_ids``, and `add_message_logs`.
 
     Returns:
         A BatchedDataDict, owned by the caller; object columns as ``np.ndarray(dtype=object)``.
@@ -110,7 +104,7 @@ def read_columns(
             "the columns to read."
         )
     if message_logs:
-        names = [*names, INPUT_IDS_FIELD, TURN_LENGTHS_FIELD, TURN_ROLES_FIELD, TURN_CONTENTS_FIELD]
+        names = [*names, *MESSAGE_LOG_FIELDS]
     td = client.get_samples(meta.sample_ids, meta.partition_id, list(dict.fromkeys(names)))
     columns = materialize(td, "jagged" if layout == "padded" else layout)
     if layout == "padded":
@@ -123,10 +117,8 @@ def read_columns(
             token_aligned_fields=token_aligned_fields,
             ragged_fields=ragged_fields,
         )
-    if message_logs and columns:
-        views = {"token_ids": INPUT_IDS_FIELD, "generation_logprobs": "generation_logprobs"}
-        views = {key: name for key, name in views.items() if name in columns}
-        columns[MESSAGE_LOG] = rebuild_message_logs(columns, token_fields=views)
+    if message_logs:
+        add_message_logs(columns)
     return columns
 
 

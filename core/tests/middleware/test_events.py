@@ -14,7 +14,7 @@ from dataplane_core.middleware import EventFile, Metrics, OperationEvent
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
 def event(**changes):

@@ -73,7 +73,7 @@ class EventFile:
     """Appends a JSON line per operation, and per step, to a file.
 
     Processes of one host can share a file, because a line is written at once. A full disk may leave a part of a line.
-    The next event begins on a line of its own.
+    The next event begins on a line of its own. So a line may be empty, where two processes wrote at once.
 
     A line has ``at`` (the end, in seconds
     since 1970), ``op``, ``partition``, ``rows``, ``bytes`` and ``seconds``; where they apply ``task``, ``fields``,
@@ -135,7 +135,7 @@ class EventFile:
             data = (json.dumps({"at": round(time.time(), 6), **line}) + "\n").encode()
             descriptor = self._file.fileno()
             end = os.fstat(descriptor).st_size  # 0 for a pipe
-            if end and os.pread(descriptor, 1, end - 1) != b"\n":  # perhaps of another process
+            if end and os.pread(descriptor, 1, end - 1) != b"\n":  # half a line, or one that another process is writing
                 data = b"\n" + data
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

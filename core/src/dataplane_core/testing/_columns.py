@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
@@ -23,11 +24,12 @@ __all__ = [
     "NUM_ROWS",
     "batch",
     "bits",
-    "cases",
     "check_column",
     "ids",
     "items_of",
     "jagged",
+    "layouts_of",
+    "naming",
     "random_cells",
     "rows_of",
     "same_items",
@@ -99,6 +101,15 @@ def rows_of(column: Any, num_rows: int) -> list[torch.Tensor]:
         rows = [column[index] for index in range(column.shape[0])]
     assert len(rows) == num_rows, f"expected {num_rows} rows, got {len(rows)}"
     return rows
+
+
+@contextmanager
+def naming(column: str) -> Iterator[None]:
+    """Adds the name of a column to what is wrong with it."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"'{column}': {error}") from None
 
 
 def check_column(column: Any, expected: Sequence[torch.Tensor]) -> None:
@@ -283,6 +294,6 @@ LAYOUTS: Final[dict[str, Callable[[torch.dtype, int], Laid]]] = {
 }
 
 
-def cases() -> list[tuple[torch.dtype, str]]:
-    """Every pair of a dtype and a layout that torch supports."""
-    return [(dtype, layout) for layout in LAYOUTS for dtype in DTYPES if dtype in _ONLY_FOR.get(layout, ALL_DTYPES)]
+def layouts_of(dtype: torch.dtype) -> list[str]:
+    """The layouts that torch supports for a dtype."""
+    return [layout for layout in LAYOUTS if dtype in _ONLY_FOR.get(layout, ALL_DTYPES)]

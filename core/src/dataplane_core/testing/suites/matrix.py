@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +14,16 @@ from dataplane_core.testing._base import Suite
 from dataplane_core.testing._columns import (
     DTYPES,
     LAYOUTS,
+    NUM_ROWS,
     as_object_array,
     as_objects,
     bits,
-    cases,
     check_column,
     ids,
     items_of,
     jagged,
+    layouts_of,
+    naming,
     random_cells,
     same_items,
 )
@@ -108,27 +109,32 @@ def _check_batch(store: Store, data: st.DataObject) -> None:
 class MatrixSuite(Suite, chapter="matrix"):
     """Every dtype, layout and shape."""
 
-    @pytest.mark.parametrize(("dtype", "layout"), cases(), ids=[f"{_name(d)}-{layout}" for d, layout in cases()])
-    def test_columns_come_back_bit_for_bit(self, store: Store, dtype: torch.dtype, layout: str) -> None:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=_NAMES)
+    def test_columns_come_back_bit_for_bit(self, store: Store, dtype: torch.dtype) -> None:
         """Contract: "Dtype and values come back bit for bit (NaN payloads too), for torch's integer, floating, bool,
         complex, bfloat16 and float8 dtypes." and "Rows of equal shape come back stacked dense. Other rows come back as
         one torch.jagged nested tensor, with its min and max length known; rows may have length 0." and "(N,) stays
         (N,), and (N, 1) stays (N, 1)."
 
         Check first: the WireFormat of the backend (dtypes, promote_1d, zero_length_rows, ragged). It must declare only
-        what the engine can carry. Core encodes the rest.
+        what the engine can carry. Core encodes the rest. The error names the layout.
         """
-        column, rows = LAYOUTS[layout](dtype, 7)
-        partition = store.register("x")
-        names = ids(len(rows))
-        store.put(partition, names, x=column)
-        found = store.get(partition, names)
-        assert list(found.keys()) == ["x"]
-        check_column(found["x"], rows)
-        order = [len(rows) - 1, 0, len(rows) - 1]
-        check_column(store.get(partition, [names[place] for place in order])["x"], [rows[place] for place in order])
-        if len({tuple(row.shape) for row in rows}) == 1:
-            assert tuple(found["x"].shape) == (len(rows), *rows[0].shape)
+        laid = {layout: LAYOUTS[layout](dtype, 7) for layout in layouts_of(dtype)}
+        partition = store.register(*laid)
+        for num_rows in sorted({len(rows) for _, rows in laid.values()}):
+            names = ids(num_rows, f"{num_rows}_")
+            put = {layout: each for layout, each in laid.items() if len(each[1]) == num_rows}
+            store.put(partition, names, columns={layout: column for layout, (column, _) in put.items()})
+            order = [num_rows - 1, 0, num_rows - 1]
+            found = store.get(partition, names, *put)
+            picked = store.get(partition, [names[place] for place in order], *put)
+            assert list(found.keys()) == list(put)
+            for layout, (_, rows) in put.items():
+                with naming(layout):
+                    check_column(found[layout], rows)
+                    check_column(picked[layout], [rows[place] for place in order])
+                    if len({tuple(row.shape) for row in rows}) == 1:
+                        assert tuple(found[layout].shape) == (num_rows, *rows[0].shape)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=_name)
     def test_nan_payloads_survive(self, store: Store, dtype: torch.dtype) -> None:
@@ -145,61 +151,67 @@ class MatrixSuite(Suite, chapter="matrix"):
         store.put(partition, ids(5), x=column)
         assert bits(store.get(partition, ids(5))["x"]) == data
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=_NAMES)
-    def test_dtypes_ride_side_by_side(self, store: Store, dtype: torch.dtype) -> None:
+    def test_dtypes_ride_side_by_side(self, store: Store) -> None:
         """Contract: "Within a registration a field keeps one kind (tensor, object), dtype, rank and trailing shape".
 
         Check first: what the hook keeps per field, such as a dtype or a shape, must not be used for the next field of
         the same put.
         """
-        partition = store.register("x")
-        other = DTYPES[(DTYPES.index(dtype) + 1) % len(DTYPES)]
         columns = {
-            "a": random_cells(dtype, (3,), 1),
-            "b": random_cells(other, (3, 2), 2),
-            "c": random_cells(dtype, (3, 1, 2), 3),
+            f"{name}_{seed}": random_cells(dtype, (3, *cell), seed)
+            for name, dtype in zip(_NAMES, DTYPES, strict=True)
+            for seed, cell in enumerate(((), (2,), (1, 2)))
         }
+        partition = store.register(*columns)
         store.put(partition, ids(3), columns=columns)
-        found = store.get(partition, ids(3), "c", "a", "b")
+        found = store.get(partition, ids(3), *reversed(columns))
         for name, column in columns.items():
-            check_column(found[name], list(column.unbind()))
+            with naming(name):
+                check_column(found[name], list(column.unbind()))
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=_NAMES)
-    def test_every_dtype_joins_across_puts(self, store: Store, dtype: torch.dtype) -> None:
+    def test_every_dtype_joins_across_puts(self, store: Store) -> None:
         """Contract: "Exactly one row per id given, in that order" and "Dtype and values come back bit for bit".
 
         Check first: the torch operators that join and select rows. Some of them do not support uint16 to uint64, float8
-        and complex32.
+        and complex32. The error names the dtype.
         """
-        partition = store.register("x")
-        rows = [random_cells(dtype, (length, 2), place) for place, length in enumerate((3, 3, 0, 1, 3, 3))]
-        scalars = random_cells(dtype, (6,), 9)
+        rows = {
+            name: [random_cells(dtype, (length, 2), place) for place, length in enumerate((3, 3, 0, 1, 3, 3))]
+            for name, dtype in zip(_NAMES, DTYPES, strict=True)
+        }
+        scalars = {name: random_cells(dtype, (6,), 9) for name, dtype in zip(_NAMES, DTYPES, strict=True)}
+        partition = store.register(*_NAMES, *(f"{name}_s" for name in _NAMES))
         for start, stop in ((0, 2), (2, 4), (4, 6)):
-            store.put(partition, ids(6)[start:stop], x=jagged(rows[start:stop]), s=scalars[start:stop].clone())
+            columns = {name: jagged(each[start:stop]) for name, each in rows.items()}
+            columns |= {f"{name}_s": each[start:stop].clone() for name, each in scalars.items()}
+            store.put(partition, ids(6)[start:stop], columns=columns)
         for order in ([5, 0, 2, 4, 1, 3], [4, 0, 1], [3, 2], [1, 5]):
-            found = store.get(partition, [f"s{place}" for place in order], "x", "s")
-            check_column(found["x"], [rows[place] for place in order])
-            check_column(found["s"], [scalars[place] for place in order])
+            found = store.get(partition, [f"s{place}" for place in order], *rows, *(f"{name}_s" for name in rows))
+            for name in _NAMES:
+                with naming(name):
+                    check_column(found[name], [rows[name][place] for place in order])
+                    check_column(found[f"{name}_s"], [scalars[name][place] for place in order])
 
     # --- objects ------------------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("make", [as_objects, as_object_array], ids=["NonTensorStack", "object_array"])
     @pytest.mark.parametrize("kind", list(_ITEMS))
-    def test_objects_come_back_equal(self, store: Store, kind: str, make: Callable[..., Any]) -> None:
+    def test_objects_come_back_equal(self, store: Store, kind: str) -> None:
         """Contract: "Object columns come back with equal items."
 
         Check first: wire.objects. Native items must be stored as they are, encoded items as bytes. The item None must
         not be taken for a missing cell.
         """
         items = _ITEMS[kind]
-        partition = store.register("o")
-        store.put(partition, ids(len(items)), o=make(*items))
-        found = items_of(store.get(partition, ids(len(items)), "o")["o"])
-        assert len(found) == len(items)
-        for index, (read, written) in enumerate(zip(found, items, strict=True)):
-            assert same_items(read, written), f"item {index} was read as {read!r}, expected {written!r}"
-        (last,) = items_of(store.get(partition, [f"s{len(items) - 1}"], "o")["o"])
-        assert same_items(last, items[-1])
+        partition = store.register("stack", "array")
+        store.put(partition, ids(len(items)), stack=as_objects(*items), array=as_object_array(*items))
+        found = store.get(partition, ids(len(items)), "stack", "array")
+        last = store.get(partition, [f"s{len(items) - 1}"], "stack", "array")
+        for name in ("stack", "array"):
+            read = items_of(found[name])
+            assert len(read) == len(items)
+            for index, (item, written) in enumerate(zip(read, items, strict=True)):
+                assert same_items(item, written), f"item {index} was read as {item!r}, expected {written!r}"
+            assert same_items(items_of(last[name])[0], items[-1])
 
     def test_any_batch_comes_back(self, store: Store) -> None:
         """Contract: "Dtype and values come back bit for bit".
@@ -210,21 +222,22 @@ class MatrixSuite(Suite, chapter="matrix"):
 
     # --- a second way in ----------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("layout", ["scalars", "vectors", "jagged_with_empty_rows", "trailing_dims", "expanded"])
     @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.bool, torch.float32], ids=_name)
-    def test_the_engine_holds_what_was_put(self, store: Store, dtype: torch.dtype, layout: str) -> None:
+    def test_the_engine_holds_what_was_put(self, store: Store, dtype: torch.dtype) -> None:
         """Contract: "Dtype and values come back bit for bit".
 
         Check first: raw_get of your test class must read the cell of that sample. If it does, look at the encoding:
-        this test finds an error in the encoding that the decoding undoes.
+        this test finds an error in the encoding that the decoding undoes. The error names the layout.
         """
-        column, rows = LAYOUTS[layout](dtype, 11)
-        partition = store.register("x")
-        names = ids(len(rows))
-        store.put(partition, names, x=column)
-        for name, row in zip(names, rows, strict=True):
-            raw = store.raw_payload(partition, name, "x", row.dim())
-            assert raw == bits(row), f"the engine's cell of '{name}' is not the row put"
+        layouts = ("scalars", "vectors", "jagged_with_empty_rows", "trailing_dims", "expanded")
+        laid = {layout: LAYOUTS[layout](dtype, 11) for layout in layouts}
+        partition = store.register(*laid)
+        names = ids(NUM_ROWS)
+        store.put(partition, names, columns={layout: column for layout, (column, _) in laid.items()})
+        for layout, (_, rows) in laid.items():
+            for name, row in zip(names, rows, strict=True):
+                raw = store.raw_payload(partition, name, layout, row.dim())
+                assert raw == bits(row), f"the engine's cell of '{name}' in '{layout}' is not the row put"
 
     def test_the_engine_holds_the_objects_put(self, store: Store) -> None:
         """Contract: "Object columns come back with equal items."

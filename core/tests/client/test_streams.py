@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -236,7 +237,7 @@ def test_closing_a_stream_or_its_client_ends_a_wait(client, end, prefetch):
 
 def test_closing_a_stream_whose_thread_is_between_two_batches_ends_a_wait(client):
     batches = stream(client, "p", "t", ["x"], 1)
-    batches._feed._free = threading.Semaphore(0)
+    batches._feed._free = SimpleQueue()
     waiting = Background(lambda: next(batches))
     eventually(lambda: len(batches._feed._threads) == 2, what="both threads run")
     batches.close()

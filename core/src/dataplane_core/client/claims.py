@@ -23,6 +23,7 @@ from dataplane_core.client.overview import Overview
 from dataplane_core.client.waiting import ClaimWait, Waiters, wait_for_claim
 from dataplane_core.errors import (
     BackendError,
+    ClientClosedError,
     DataPlaneError,
     InvalidRequestError,
     UnknownPartitionError,
@@ -285,6 +286,8 @@ class Claims(Overview):
                 claim = self._claim_noted(request)
             else:
                 claim = wait_for_claim(self._wait_of(request, timeout_s, since), self._claim_noted, waiters)
+            if self._closes_after is not None:
+                raise ClientClosedError("the client was closed while the store answered a claim.")
             return self._claimed(request, claim), claim
         except BaseException:  # an interrupt, or the client was closed
             self._give_back_claim(request.token)
@@ -319,7 +322,8 @@ class Claims(Overview):
                 self._call("nack", nack, SettleReply)
 
     def _wait_of(self, request: ClaimRequest, timeout_s: float, since: Callable[[], float] | None) -> ClaimWait:
-        return ClaimWait(request, timeout_s, self._pacer, wakes=Capability.WAKES in self._capabilities, since=since)
+        wakes = Capability.WAKES in self._capabilities
+        return ClaimWait(request, timeout_s, self._pacer, wakes=wakes, entrance=self._entrance, since=since)
 
     def _must_prepare(self, request: ClaimRequest) -> bool:
         """Whether `_prepare_claim` has anything to do, which may take calls."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ import pluggy
 from dataplane_core._compiler_marks import with_methods_not_compiled
 from dataplane_core.backends import Backend
 from dataplane_core.client.announcing import Announcer, RunningCall
+from dataplane_core.client.entrance import Entrance
 from dataplane_core.client.field_names import FieldNames
 from dataplane_core.client.forks import fork_hint, open_clients
 from dataplane_core.client.limits import limit_hint
@@ -72,6 +74,7 @@ class Connection:
     ) -> Self:
         client = object.__new__(cls)
         client._begin(config, backend, manager.hook, bootstrap)
+        client._entrance.guard(manager, backend)
         starting = "the backend"
         try:
             backend.start(bootstrap=bootstrap, deadline=deadline)
@@ -115,7 +118,10 @@ class Connection:
         self._to_stop: list[Any] = [backend]  # what `close` has not stopped yet
         self._pid = os.getpid()
         # A signal handler may use the client in the middle of any line of an operation of the same thread. So what all
-        # operations change is changed by single steps of C, and a lock that they take may be taken again.
+        # operations change is changed by single steps of C, and a lock that they take may be taken again. The backend
+        # need not care: no thread enters it twice.
+        self._entrance = Entrance()
+        self._closes_after: int | None = None  # the thread whose operation closes the client when it ends
         self._calls: set[RunningCall] = set()
         # token -> the thread, request and reply of a claim that was handed samples and has not returned them yet
         self._handed: dict[str, tuple[int, ClaimRequest, Claim]] = {}
@@ -164,14 +170,20 @@ class Connection:
 
         A client that bootstrapped its backend ends what it started. A client that attached leaves it running.
 
-        In a signal handler, it does not wait for the operation that the handler interrupted. That one raises
-        `ClientClosedError` if the handler returns; what it claimed under a lease is given back.
+        In a signal handler, it does not wait for the operation that the handler interrupted. What that one claims under
+        a lease is given back. If the store is in the middle of its work for it, the client is closed when that ends,
+        or when the handler raises.
         """
         if self._pid != os.getpid():
             return  # a forked child must not end what its parent uses
+        if self._is_left_alone():
+            return  # the store's own processes end with this one
+        self._closed = True  # if it is interrupted while it waits, it can be repeated
+        self._waiters.close()
+        if self._entrance.is_below:
+            self._closes_after = threading.get_ident()
+            return
         with self._close_lock:
-            self._closed = True  # if it is interrupted while it waits, it can be repeated
-            self._waiters.close()
             self._give_back_claims()
             until = time.monotonic() + self._config.op_timeout_s
             while self._others_run() and time.monotonic() < until:
@@ -184,6 +196,10 @@ class Connection:
         """Whether operations of other threads run. One of this thread goes on only after the close."""
         this = threading.get_ident()
         return any(call.thread_id != this for call in list(self._calls))
+
+    def _is_left_alone(self) -> bool:
+        """Whether the interpreter ends while other threads are in operations: they never go on, and may hold locks."""
+        return sys.is_finalizing() and self._others_run()
 
     def _give_back_claims(self) -> None:
         """Gives back what claims were handed that this thread will not return."""
@@ -238,6 +254,8 @@ class Connection:
                 backend=self.backend_name,
                 hint=fork_hint(type(self._backend)),
             )
+        if self._is_left_alone():
+            raise ClientClosedError("the interpreter ends, while other threads were in the middle of calls.")
         call = RunningCall(operation, partition_id)
         try:
             self._calls.add(call)
@@ -249,6 +267,9 @@ class Connection:
             raise
         finally:
             self._calls.discard(call)
+            if self._closes_after == call.thread_id and not self._entrance.is_below:
+                self._closes_after = None
+                self.close()
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:

@@ -223,7 +223,10 @@ class Feed(_AnyFeed):
         self._closes = closes
         self._told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whether to end now
         self._ready: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
-        self._free = threading.Semaphore(terms.prefetch)
+        # one token per batch that may be read ahead; not a semaphore, whose lock a signal handler could find taken
+        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(terms.prefetch):
+            self._free.put(None)
         self._threads: list[threading.Thread] = []
 
     def next(self) -> Item | None:
@@ -243,7 +246,7 @@ class Feed(_AnyFeed):
             self._waiters.wake()  # the claim that is ahead has to end in time from now on
         found = self._ready.get()
         self._asked_at = math.inf
-        self._free.release()
+        self._free.put(None)
         return self._given(found)
 
     def batches(self) -> Iterator[Any]:
@@ -310,7 +313,7 @@ class Feed(_AnyFeed):
     def _read_ahead(self) -> None:
         found: Item | BaseException | None
         while True:
-            self._free.acquire()
+            self._free.get()
             try:
                 found = None if self._waiters.closed else self._fetch()
             except BaseException as error:  # the next `next` raises it
@@ -330,7 +333,7 @@ class Feed(_AnyFeed):
 
     def _give_back(self) -> None:
         self._waiters.close()
-        self._free.release()
+        self._free.put(None)
         for thread in self._threads[1:]:
             thread.join(self._sync.config.op_timeout_s)
         self._held.give_back()

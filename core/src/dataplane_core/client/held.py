@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
 from collections.abc import Callable
 
@@ -28,27 +27,23 @@ class HeldMetas:
         self._client = client
         self._lease_s = lease_s
         self._most_held_s = most_held_s
-        # by the `id` of the claim's meta: that meta, so that no other one gets its id; its samples whose leases are
+        # Changed by single steps only, and without a lock: a signal handler may come between any two.
+        # By the `id` of the claim's meta: that meta, so that no other one gets its id; its samples whose leases are
         # held; and until when
         self._held: dict[int, tuple[KVBatchMeta, KVBatchMeta, float]] = {}
-        self._lock = threading.Lock()
 
     def add(self, meta: KVBatchMeta) -> None:
         """Holds what was claimed. An empty batch has no leases."""
         if meta.sample_ids:
-            with self._lock:
-                self._held[id(meta)] = meta, meta, time.monotonic() + self._most_held_s
+            self._held[id(meta)] = meta, meta, time.monotonic() + self._most_held_s
 
     def discard(self, meta: KVBatchMeta) -> None:
         """Lets go of a meta that was acked."""
-        with self._lock:
-            self._held.pop(id(meta), None)
+        self._held.pop(id(meta), None)
 
     def renew(self) -> bool:
         """Renews the leases, and lets go of those that have ended. Returns whether any are left. Blocks."""
-        with self._lock:
-            held = list(self._held.items())
-        for key, (claimed, meta, until) in held:
+        for key, (claimed, meta, until) in list(self._held.items()):
             try:
                 if time.monotonic() <= until:
                     left = _of_held(lambda some: self._client.renew(some, self._lease_s), meta)
@@ -59,21 +54,19 @@ class HeldMetas:
                 left = None  # it was cleared, or is lost: its ack says so
             except DataPlaneError:
                 continue  # the store may answer the next time
-            with self._lock:
-                if left is None:
-                    self._held.pop(key, None)
-                elif key in self._held:
-                    self._held[key] = claimed, left, until
+            if left is None:
+                self._held.pop(key, None)
+            elif key in self._held:  # if it is acked now, the next renewal drops it
+                self._held[key] = claimed, left, until
         return bool(self._held)
 
     def give_back(self, meta: KVBatchMeta | None = None) -> None:
         """Gives back one meta, or all. Blocks."""
-        with self._lock:
-            keys = list(self._held) if meta is None else [id(meta)]
-            metas = [self._held.pop(key)[1] for key in keys if key in self._held]
-        for each in metas:
-            with contextlib.suppress(DataPlaneError):  # the client or its store has ended
-                _of_held(self._client.nack, each)
+        for key in list(self._held) if meta is None else [id(meta)]:
+            held = self._held.pop(key, None)
+            if held is not None:
+                with contextlib.suppress(DataPlaneError):  # the client or its store has ended
+                    _of_held(self._client.nack, held[1])
 
 
 def _of_held(call: Callable[[KVBatchMeta], object], meta: KVBatchMeta) -> KVBatchMeta | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from dataplane_core.client.entrance import Entrance
 from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, Shortfall, preview
 from dataplane_core.ledger import LONGEST_PAUSE_S, Pacer, backoff_s
 from dataplane_core.spec import Bell, Claim, ClaimRequest, Wake
@@ -27,6 +28,7 @@ class ClaimWait:
         timeout_s: How long to wait, in seconds.
         pacer: Shared by all claims that wait on this client.
         wakes: Whether the backend wakes claims.
+        entrance: The way into the backend.
         since: The moment from which ``timeout_s`` counts; it may change. Infinity: it does not count yet. Default: now.
     """
 
@@ -37,10 +39,12 @@ class ClaimWait:
         pacer: Pacer,
         *,
         wakes: bool,
+        entrance: Entrance,
         since: Callable[[], float] | None = None,
     ) -> None:
         self.request = request
         self._wakes = wakes
+        self._entrance = entrance
         self._timeout_s = timeout_s
         self._pacer = pacer
         self._start = time.monotonic()
@@ -57,7 +61,7 @@ class ClaimWait:
         finally:
             self._pacer.leave(self.request.token)
             if self.request.wake is not None:
-                self.request.wake.end()
+                self._entrance.enter("claim_meta", self.request.wake.end)
 
     def prepare(self) -> ClaimRequest:
         """The request of the next question."""

@@ -49,7 +49,7 @@ class Pacer:
         self._clock = clock
         self._next_at = float("-inf")
         self._waiting: dict[str, float] = {}  # waiter -> the time until which it is counted, unless it asks again
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may claim while its thread has the lock
 
     def pause_s(self, waiter: str) -> float:
         """The least number of seconds until this waiter asks again. It is counted until then and a little longer.
@@ -59,8 +59,8 @@ class Pacer:
         """
         with self._lock:
             now = self._clock()
-            for each in [each for each, until in self._waiting.items() if until <= now]:
-                del self._waiting[each]
+            for each in [each for each, until in list(self._waiting.items()) if until <= now]:
+                self._waiting.pop(each, None)
             num_others = len(self._waiting) - (waiter in self._waiting)
             free_at = max(self._next_at, now - _BURST * self._slot_s)
             self._next_at = min(free_at, now + num_others * self._slot_s) + self._slot_s

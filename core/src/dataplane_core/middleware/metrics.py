@@ -113,7 +113,7 @@ class Metrics(OperationMiddleware):
         super().__init__(on_event=on_event, events_file=events_file)
         self._on_event: Any = self.config.on_event
         self._event_file: EventFile | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may use the client in the middle of `snapshot`
         self._totals: dict[str, _Total] = {}
         self._held: dict[str, _Held] = {}
         self._live_bytes = 0  # of all partitions

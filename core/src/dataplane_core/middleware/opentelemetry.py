@@ -70,7 +70,7 @@ class OpenTelemetry(OperationMiddleware):
         super().__init__(**options)
         self._tracer: Tracer = trace.NoOpTracer()
         self._backend = ""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may claim in the middle of a claim
         self._waiting: dict[str, int] = {}  # token of a claim -> when it first asked
 
     def start(self, context: MiddlewareContext) -> None:

@@ -140,7 +140,7 @@ class _Endpoint:
     """The endpoint of a process, its metrics, and the clients that use it."""
 
     _shared: ClassVar[_Endpoint | None] = None
-    _sharing: ClassVar[threading.Lock] = threading.Lock()
+    _sharing = threading.RLock()  # a signal handler may close another client of the process
 
     @classmethod
     def join(cls, client: Prometheus, config: PrometheusConfig) -> _Endpoint:

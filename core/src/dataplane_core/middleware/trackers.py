@@ -19,7 +19,7 @@ class _StepListener(ABC):
     """Adds up events until the trainer says that a step has ended. Several clients may share it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may use the client in the middle of `step`
         self._sums: dict[str, float] = {}
 
     def __call__(self, event: OperationEvent) -> None:

@@ -162,7 +162,7 @@ class Store:
 
     _shared: ClassVar[dict[tuple[int, StoreSettings], Store]] = {}
     _setting_up: ClassVar[dict[tuple[int, StoreSettings], threading.Lock]] = {}  # held by who sets an engine up
-    _shared_lock: ClassVar[threading.Lock] = threading.Lock()
+    _shared_lock = threading.RLock()  # a signal handler may use another client of the process
 
     def __init__(self, settings: StoreSettings) -> None:
         self.settings = settings
@@ -180,7 +180,7 @@ class Store:
         self._ending = False  # whether a thread is ending calls that were given up
         self._num_ended = 0  # connections that were shut down, and that the engine may still use
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # as above
         self._idle = threading.Condition(self._lock)
 
     # --- sharing -----------------------------------------------------------------------------------------------------

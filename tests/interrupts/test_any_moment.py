@@ -1,0 +1,167 @@
+"""Interrupts at random moments of every call of a client: the store stays whole, and the client can be used and closed."""
+
+import ctypes
+import random
+import signal
+import threading
+import uuid
+
+import pytest
+import torch
+from dataplane_sqlite_example import SQLiteStore
+
+from dataplane_core import connect
+from dataplane_core.backends import RecordedLedger
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.plugins import connect_backend
+from dataplane_core.spec import Capability
+from dataplane_noop import NoopBackend
+
+#: Per partition, so that the checks stay short.
+NUM_ROUNDS = 25
+
+
+class Recorded(NoopBackend):
+    """Its ledger is recorded in a folder, by the client's own process."""
+
+    capabilities = NoopBackend.capabilities - {Capability.WAKES, Capability.CLIENTS}
+    folder = None
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._service = RecordedLedger(self.folder, sync=False)
+
+    def stop(self):
+        super().stop()
+        self._service.close()
+
+    def _new_write_id(self, num_ids):
+        return self._service.take_ids(num_ids)
+
+    def _stop_waiting(self, token):
+        pass
+
+
+@pytest.fixture(params=["noop", "journal", "recorded", "shm_store", "redis_store"])
+def client(request, tmp_path):
+    kind, name = request.param, f"interrupts-{uuid.uuid4().hex[:8]}"
+    settings = {"op_timeout_s": 300}  # a call that is never answered lets the test time out
+    if kind == "journal":
+        config = DataPlaneConfig(backend="journal", options={"path": str(tmp_path / "store")}, **settings)
+        opened = connect_backend(SQLiteStore, config)
+    elif kind == "recorded":
+        backend = type("Backend", (Recorded,), {"folder": tmp_path})
+        opened = connect_backend(backend, DataPlaneConfig(backend="recorded", **settings))
+    else:
+        options = {"noop": {}, "shm_store": {"capacity_bytes": 1 << 24}}.get(kind, {})
+        opened = connect({"backend": kind, "options": {"namespace": name, **options} if options else {}, **settings})
+    yield opened
+    opened.close()
+
+
+class Interrupts:
+    """Raises in the main thread at random moments: as a signal does, and in turn as another thread does."""
+
+    def __init__(self):
+        self.moments = random.Random(0)
+        self.count = 0
+
+    def __call__(self, *_):
+        self.count += 1
+        if self.count % 2:
+            raise KeyboardInterrupt
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(threading.main_thread().ident), ctypes.py_object(KeyboardInterrupt)
+        )
+
+    def cut(self, work):
+        """Repeats some work until it is cut off."""
+        number = self.count
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 10 ** self.moments.uniform(-5.5, -2.2))
+            while self.count == number:
+                work()
+            work()  # Python swallows what is raised in a `__del__`
+        except KeyboardInterrupt:
+            pass
+
+
+@pytest.fixture
+def interrupts():
+    before, limit = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)  # pytest's time limit
+    each = Interrupts()
+    signal.signal(signal.SIGALRM, each)
+    yield each
+    signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_REAL, *limit)
+
+
+class Run:
+    """Puts, claims, acks and clears in one partition, and notes what was answered."""
+
+    def __init__(self, client, partition_id):
+        self.client, self.partition_id = client, partition_id
+        self.begun = {}  # sample -> its value
+        self.put = set()
+        self.claimed = []
+        self.acking, self.acked = set(), set()
+        self.clearing, self.cleared = set(), set()
+        client.register_partition(partition_id, ["x", "y"], None, ["t"])
+
+    def work(self):
+        client, number = self.client, len(self.begun)
+        ids = [f"{number}", f"{number + 1}"]
+        self.begun.update(dict.fromkeys(ids, number))
+        columns = {"x": torch.full((2, 3), number), "y": [f"text {number}"] * 2}
+        client.put_samples(ids, self.partition_id, columns)
+        self.put.update(ids)
+        meta = client.claim_meta(self.partition_id, "t", ["x", "y"], 2, blocking=False, lease_s=3600.0)
+        self.claimed += meta.sample_ids
+        self.acking.update(meta.sample_ids)
+        client.ack(meta)
+        self.acked.update(meta.sample_ids)
+        if number % 4 == 0:
+            self.clearing.update(meta.sample_ids)
+            client.clear_samples(meta.sample_ids, self.partition_id)
+            self.cleared.update(meta.sample_ids)
+
+    def check(self):
+        client = self.client
+        assert not client._calls
+        held = set(client.list_samples(self.partition_id).sample_ids)
+        assert self.put - self.clearing <= held <= self.begun.keys() - self.cleared
+        for sample_id in self.begun.keys() - self.put:  # of a put that was cut off
+            first = str(self.begun[sample_id])
+            assert len(held & {first, str(int(first) + 1)}) in (0, 2) or first in self.clearing
+        assert len(self.claimed) == len(set(self.claimed))
+        found = client.describe(self.partition_id)
+        (task,) = found.tasks.values()
+        assert found.num_samples == len(held)
+        assert task.num_ready + task.num_leased + task.num_consumed == len(held)
+        assert len(self.acked & held) <= task.num_consumed <= len(self.acking & held)
+
+    def check_values(self):
+        """Every cell that is held is whole. What no claim was given comes now, and nothing else."""
+        client = self.client
+        held = client.list_samples(self.partition_id).sample_ids
+        if held:
+            columns = client.get_samples(held, self.partition_id, ["x", "y"])
+            assert columns["x"].tolist() == [[self.begun[each]] * 3 for each in held]
+            assert list(columns["y"]) == [f"text {self.begun[each]}" for each in held]
+        (task,) = client.describe(self.partition_id).tasks.values()
+        rest = client.claim_meta(self.partition_id, "t", ["x"], len(held) + 1, blocking=False)
+        assert len(rest.sample_ids) == task.num_ready
+        assert not self.acked.intersection(rest.sample_ids)
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(20_000, marks=[pytest.mark.long, pytest.mark.timeout(7200)])])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_store_stays_whole_and_the_client_usable(client, interrupts, count):
+    for first in range(0, count, NUM_ROUNDS):
+        run = Run(client, f"p{first}")
+        for _ in range(NUM_ROUNDS):
+            interrupts.cut(run.work)
+            run.check()
+        run.check_values()
+        client.clear_samples(None, run.partition_id)
+    client.close()

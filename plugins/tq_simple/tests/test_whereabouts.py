@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -10,7 +11,7 @@ import time
 import pytest
 
 from dataplane_core.errors import BackendUnavailableError, ConfigError
-from dataplane_tq_simple import TQSimpleConfig, _whereabouts
+from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig, _whereabouts
 
 _OWNER = """
 import sys, time
@@ -68,25 +69,46 @@ def find(tmp_path, monkeypatch):
     return lambda: _whereabouts.find(TQSimpleConfig(), "tq-default")
 
 
-def test_the_owner_that_runs_is_found_and_no_other(start, find, tmp_path):
+@pytest.fixture
+def doctor(find, monkeypatch):
+    """What `dataplane doctor tq_simple` says: level and text of each finding."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def ask():
+        found = TQSimpleBackend.diagnose(TQSimpleConfig(), deadline=time.monotonic() + 60)
+        return "\n".join(f"{each.level}: {each.what} {each.hint}" for each in found)
+
+    return ask
+
+
+def test_the_owner_that_runs_is_found_and_no_other(start, find, doctor, tmp_path):
     with pytest.raises(BackendUnavailableError, match="Bootstrap it first") as nothing:
         find()
     assert nothing.value.retryable
-    killed, owner = start(_OWNER, "127.0.0.1:1"), start(_OWNER, "127.0.0.1:2")
-    assert killed.stdout.readline() == owner.stdout.readline() == "left\n"
-    with pytest.raises(
-        ConfigError, match=r"2 of that name run on this host, on the Rays at 127\.0\.0\.1:1, 127\.0\.0\.1:2"
-    ):
-        find()
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    assert find() == "127.0.0.1:2"
+    assert "ok: No process of this user runs instance 'default' on this host." in doctor()
+    with socket.create_server(("127.0.0.1", 0)) as ray:
+        address = f"127.0.0.1:{ray.getsockname()[1]}"
+        killed, owner = start(_OWNER, "127.0.0.1:1"), start(_OWNER, address)
+        assert killed.stdout.readline() == owner.stdout.readline() == "left\n"
+        with pytest.raises(ConfigError, match=r"2 of that name run on this host, on the Rays at 127\.0\.0\.1:1, 127"):
+            find()
+        said = doctor()
+        assert f"ok: A process of this user runs instance 'default' on this host, on the Ray at {address}." in said
+        assert "on the Ray at 127.0.0.1:1, but nothing listens there. Its Ray has died." in said
+        assert "error: 2 processes of this user run an instance 'default'" in said
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        assert "warning: The folder" in doctor()
+        assert find() == address
+        assert "error" not in doctor()
+        assert "warning: The folder" not in doctor()
     (home,) = tmp_path.iterdir()
-    assert [each.name for each in home.iterdir() if not each.name.startswith(".")] == ["tq-default@127.0.0.1:2"]
+    assert [each.name for each in home.iterdir() if not each.name.startswith(".")] == [f"tq-default@{address}"]
     home.chmod(0o755)
     with pytest.raises(BackendUnavailableError, match="other users can access") as refused:
         find()
     assert not refused.value.retryable
+    assert "error: connect refused: other users can access" in doctor()
 
 
 def test_a_name_is_not_the_beginning_of_another(find):

@@ -79,8 +79,9 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
 
     @classmethod
     def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
-        """The engine's packages, the Ray cluster that would be used, its CPUs and this node's address in it."""
-        return diagnose(config, deadline)
+        """The engine's packages, the Ray cluster that would be used, its CPUs and this node's address in it; or the
+        instance that runs on this host."""
+        return diagnose(config, deadline, lambda: cls._engine_class().instance_class.controller_name(config))
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Starts the instance on Ray, or attaches to it."""

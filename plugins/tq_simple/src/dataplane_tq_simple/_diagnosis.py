@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Final
 
@@ -17,10 +18,12 @@ __all__ = ["diagnose"]
 
 _DISTRIBUTION: Final = "dataplane-tq-simple"
 _ENGINE: Final = "TransferQueue"
+#: Seconds that a Ray of this host has to accept a connection.
+_ANSWERS_S: Final = 5.0
 
 
-def diagnose(config: QueueConfig, deadline: float) -> Iterator[Finding]:
-    """Findings for these options; see `Backend.diagnose`."""
+def diagnose(config: QueueConfig, deadline: float, find_name: Callable[[], str]) -> Iterator[Finding]:
+    """Findings for these options; see `Backend.diagnose`. ``find_name`` gives the name of the controller's actor."""
     packages = list(_packages())
     yield from packages
     if any(finding.level is Level.ERROR for finding in packages):
@@ -28,7 +31,7 @@ def diagnose(config: QueueConfig, deadline: float) -> Iterator[Finding]:
     yield _journal(config)
     address = config.ray_address or os.environ.get("RAY_ADDRESS")
     if address is None:
-        yield _local(config)
+        yield from _owners(config, find_name())
     else:
         yield from _running(config, deadline)
 
@@ -71,6 +74,51 @@ def _journal(config: QueueConfig) -> Finding:
         f"The controller keeps a journal in {folder}, and answers {when}. If it dies, Ray starts it again on any node: "
         "all of them must see this folder."
     )
+
+
+def _owners(config: QueueConfig, name: str) -> Iterator[Finding]:
+    """What owners of this name have left on this host; if none runs, what a new one would find."""
+    from dataplane_tq_simple import _whereabouts
+
+    try:
+        owners = _whereabouts.look(name)
+    except DataPlaneError as error:
+        yield Finding.error(error.message, error.hint)
+        return
+    running = [owner for owner in owners if owner.runs]
+    instance = f"instance '{config.instance}'"
+    for owner in owners:
+        where = f"{instance} on this host, on the Ray at {owner.address}"
+        if not owner.runs:
+            yield Finding.warning(
+                f"The folder {owner.folder.path} is left from an owner of {instance} that was killed.",
+                f"The next process that attaches removes it. Or run: rm -r {owner.folder.path}",
+            )
+        elif _answers(owner.address):
+            yield Finding.ok(f"A process of this user runs {where}. Others of this user find it by its name.")
+        else:
+            yield Finding.error(
+                f"A process of this user says that it runs {where}, but nothing listens there.",
+                "Its Ray has died. Close that process's client, or end the process; then bootstrap again.",
+            )
+    if len(running) > 1:
+        yield Finding.error(
+            f"{len(running)} processes of this user run an {instance} on this host, so one that attaches by the name "
+            "alone is refused.",
+            "Set ray_address to one of these addresses, or give each an `instance` of its own.",
+        )
+    if not running:
+        yield Finding.ok(f"No process of this user runs {instance} on this host.")
+        yield _local(config)
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _local(config: QueueConfig) -> Finding:

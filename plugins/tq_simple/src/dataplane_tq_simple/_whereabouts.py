@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
 import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
@@ -19,7 +19,7 @@ from dataplane_core.backends import PrivateFolder
 from dataplane_core.errors import BackendUnavailableError, ConfigError, DataPlaneError
 from dataplane_tq_simple.config import QueueConfig
 
-__all__ = ["claim_name", "cluster_is_known", "find", "leave"]
+__all__ = ["Owner", "claim_name", "cluster_is_known", "find", "leave", "look"]
 
 _logger = logging.getLogger(__name__)
 _MARK: Final = "@"  # no instance's name holds it
@@ -49,25 +49,54 @@ def leave(name: str, address: str, deadline: float) -> PrivateFolder | None:
     return folder
 
 
-def find(config: QueueConfig, name: str) -> str:
-    """The address of the Ray on which an instance of this user runs.
+class Owner(NamedTuple):
+    """A process of this user that has bootstrapped an instance.
+
+    Attributes:
+        folder: What it left.
+        address: Of its Ray.
+        secured: Whether that asks for a token.
+        runs: Whether it runs. If not, it was killed.
+    """
+
+    folder: PrivateFolder
+    address: str
+    secured: bool
+    runs: bool
+
+
+def look(name: str) -> list[Owner]:
+    """What owners of instances of this name have left on this host. Changes nothing.
 
     Raises:
-        BackendUnavailableError: None runs on this host; retryable. Or other users can access the folder: not retryable.
-        ConfigError: Several of this name run, each on a Ray of its own.
+        BackendUnavailableError: Other users can access the folder; not retryable.
     """
     home = _folder(name)
+    if not home.path.parent.exists():
+        return []
+    home.check_home()
     found = []
-    if home.path.parent.exists():
-        home.check_home()
-        for each in home.path.parent.glob(f"{name}{_MARK}*"):
-            folder = _folder(each.name)
-            if folder.is_owned:
-                found.append(each.name.partition(_MARK)[2].partition(_MARK))
-            else:
-                with contextlib.suppress(DataPlaneError, OSError):  # its owner was killed
-                    folder.claim(time.monotonic())
-                    folder.release()
+    for each in sorted(home.path.parent.glob(f"{name}{_MARK}*")):
+        folder = _folder(each.name)
+        _, address, *token = each.name.split(_MARK)
+        found.append(Owner(folder, address, bool(token), folder.is_owned))
+    return found
+
+
+def find(config: QueueConfig, name: str) -> str:
+    """The address of the Ray on which an instance of this user runs. Removes what killed owners left.
+
+    Raises:
+        BackendUnavailableError: None runs on this host; retryable. Or as `look`.
+        ConfigError: Several of this name run, each on a Ray of its own.
+    """
+    owners = look(name)
+    for owner in owners:
+        if not owner.runs:
+            with contextlib.suppress(DataPlaneError, OSError):
+                owner.folder.claim(time.monotonic())
+                owner.folder.release()
+    found = [owner for owner in owners if owner.runs]
     if not found:
         raise BackendUnavailableError(
             f"cannot attach to instance {config.instance!r}: no process of this user runs one on this host, and no "
@@ -78,14 +107,13 @@ def find(config: QueueConfig, name: str) -> str:
     if len(found) > 1:
         raise ConfigError(
             f"cannot attach to instance {config.instance!r}: {len(found)} of that name run on this host, on the Rays "
-            f"at {', '.join(sorted(address for address, *_ in found))}.",
+            f"at {', '.join(owner.address for owner in found)}.",
             hint="Set ray_address to one of them, or give each an `instance` of its own.",
         )
-    address, _, secured = found[0]
-    if secured:
+    if found[0].secured:
         # else Ray, which is given an address, would not use the user's token, though the owner's Ray asks for it
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    return address
+    return found[0].address
 
 
 def _folder(name: str) -> PrivateFolder:

@@ -39,8 +39,8 @@ from dataplane_core import KVBatchMeta, connect, kv_first_write
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
-from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
-from dataplane_integrations.worker import FetchPolicy
+from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_integrations.trainer.worker import FetchPolicy
 
 RANKS: Final = 4
 WAYS: Final[tuple[FetchPolicy, ...]] = ("leader_broadcast", "independent")

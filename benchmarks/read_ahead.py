@@ -24,7 +24,7 @@ from dataplane_core import KVBatchMeta, connect, kv_first_write
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
 from dataplane_integrations.replay import StreamingConsumer
-from dataplane_integrations.worker import DataPlaneWorkerMixin
+from dataplane_integrations.trainer.worker import DataPlaneWorkerMixin
 
 ROWS: Final = 128
 

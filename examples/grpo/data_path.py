@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
-from dataplane_integrations.batching import Batching, DynamicBatching, SequencePacking
+from dataplane_integrations.trainer.batching import Batching, DynamicBatching, SequencePacking
 
 from .cluster import Actors, wait_for
 from .config import RunConfig

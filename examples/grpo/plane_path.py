@@ -20,10 +20,10 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.middleware import Metrics
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.attach import DataPlaneClientMixin
-from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
-from dataplane_integrations.megatron import MegatronDataPlaneMixin
 from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
 from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
+from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_integrations.trainer.megatron import MegatronDataPlaneMixin
 
 from .cluster import Actors, reporting
 from .config import RunConfig

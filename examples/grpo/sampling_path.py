@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dataplane_core.meta import KVBatchMeta
-from dataplane_integrations.dynamic_sampling import DynamicSampling
+from dataplane_integrations.rollout import DynamicSampling
 
 from .cluster import reporting
 from .config import RunConfig

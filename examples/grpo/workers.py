@@ -221,7 +221,7 @@ class PolicyWorker(KeepsTrainingState):
         }
 
     def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
-        """`train` on portions of one global batch; see `dataplane_integrations.worker.SplitStepWorker`."""
+        """`train` on portions of one global batch; see `dataplane_integrations.trainer.worker.SplitStepWorker`."""
         self.model.train()
         self.optimizer.zero_grad()
         self._open_step = _OpenStep(loss_fn, mbs)

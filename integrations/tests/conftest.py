@@ -72,7 +72,7 @@ _PRELOADED = [
     "torch.distributed.fsdp",
     "megatron.core.hyper_comm_grid",
     "megatron.core.models.gpt",  # imports torch._dynamo too
-    "dataplane_integrations.worker",
+    "dataplane_integrations.trainer.worker",
     "dataplane_redis",
 ]
 

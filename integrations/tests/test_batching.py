@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dataplane_core.errors import ConfigError
-from dataplane_integrations.batching import Batching, DynamicBatching, SequencePacking
+from dataplane_integrations.trainer.batching import Batching, DynamicBatching, SequencePacking
 
 KEYS = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
 

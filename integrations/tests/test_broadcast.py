@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dataplane_core.batch import BatchedDataDict, SlicedDataDict
 from dataplane_core.codec import ALL_DTYPES
-from dataplane_integrations.broadcast import broadcast_from_leader, group_device
+from dataplane_integrations.trainer.broadcast import broadcast_from_leader, group_device
 
 
 def _as_bytes(tensor: torch.Tensor) -> bytes:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.errors import DataPlaneError, MissingDataError
-from dataplane_integrations.broadcast import broadcast_from_leader
 from dataplane_integrations.errors import ReplicaLeaderError
+from dataplane_integrations.trainer.broadcast import broadcast_from_leader
 
 
 def _run(rank: int, produce: Any) -> Any:

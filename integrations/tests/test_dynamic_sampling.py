@@ -11,9 +11,8 @@ import torch
 from dataplane_core import KVBatchMeta, connect
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError
-from dataplane_integrations.dynamic_sampling import DynamicSampling, all_match, tag_varies
 from dataplane_integrations.errors import SamplingExhaustedError
-from dataplane_integrations.rollout import RolloutReceipt, mint_sample_ids
+from dataplane_integrations.rollout import DynamicSampling, RolloutReceipt, all_match, mint_sample_ids, tag_varies
 
 GOOD, SOLVED, HOPELESS = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
 Generate = Callable[[Sequence[list[float]]], KVBatchMeta]

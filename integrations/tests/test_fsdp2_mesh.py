@@ -11,7 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dataplane_core import connect
 from dataplane_core.errors import DataPlaneError
-from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin, mesh_coords, mesh_data_parallel_group, mesh_replica_group
+from dataplane_integrations.trainer.fsdp2 import (
+    FSDP2DataPlaneMixin,
+    mesh_coords,
+    mesh_data_parallel_group,
+    mesh_replica_group,
+)
 
 LAYOUTS = {
     "pure data parallel": ((4,), ("dp",)),

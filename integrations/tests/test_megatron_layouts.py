@@ -19,8 +19,8 @@ from dataplane_core import KVBatchMeta, shard_meta_for_dp
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PAD_TO_MULTIPLE
-from dataplane_integrations.batching import Batching, SequencePacking
-from dataplane_integrations.megatron import MegatronDataPlaneMixin, megatron_pad_multiple
+from dataplane_integrations.trainer.batching import Batching, SequencePacking
+from dataplane_integrations.trainer.megatron import MegatronDataPlaneMixin, megatron_pad_multiple
 
 #: The groups that share rows, by the order of axes that Megatron gives ranks: tensor, context, data, pipeline.
 LAYOUTS: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
@@ -168,7 +168,7 @@ def test_a_worker_before_megatron_is_initialized_says_so(ranks: Any) -> None:
 
 def test_importing_the_module_imports_no_megatron() -> None:
     program = (
-        "import sys, dataplane_integrations.megatron\n"
+        "import sys, dataplane_integrations.trainer.megatron\n"
         "sys.exit(any(name.split('.')[0] == 'megatron' for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

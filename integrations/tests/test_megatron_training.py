@@ -19,8 +19,8 @@ from tiny_policy import loss_of
 from dataplane_core import KVBatchMeta, connect, kv_first_write, shard_meta_for_dp
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
-from dataplane_integrations.batching import Batching, DynamicBatching, SequencePacking
-from dataplane_integrations.results import aggregate_training_results
+from dataplane_integrations.trainer.batching import Batching, DynamicBatching, SequencePacking
+from dataplane_integrations.trainer.results import aggregate_training_results
 
 LENGTHS = [5, 2, 7, 3, 6, 4, 7, 2]
 #: The longest row rounded up to what sequence and context parallelism divide by.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dataplane_core import BatchedDataDict, KVBatchMeta, connect, kv_first_write, read_columns
 from dataplane_core.errors import ConfigError
-from dataplane_integrations.mimo import (
+from dataplane_integrations.trainer.mimo import (
     _find_rank_module,
     _needs_data_for_module,
     get_megatron_mimo_dp_info,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dataplane_core import BatchedDataDict, SlicedDataDict
-from dataplane_integrations.mimo import slice_batch_for_megatron_mimo
+from dataplane_integrations.trainer.mimo import slice_batch_for_megatron_mimo
 
 
 def rows(count: int, *trailing: int) -> torch.Tensor:

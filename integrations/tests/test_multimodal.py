@@ -14,7 +14,7 @@ from dataplane_core import KVBatchMeta, connect, kv_first_write, shard_meta_for_
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
-from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 
 IDS = [f"q{row // 2}_g{row % 2}" for row in range(8)]
 LENGTHS = [6, 3, 8, 5, 7, 2, 4, 4]

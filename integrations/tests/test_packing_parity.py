@@ -16,7 +16,7 @@ from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PLAN_KEYS
 from dataplane_integrations import DataPlaneWorkerMixin
-from dataplane_integrations.batching import Batching, DynamicBatching, SequencePacking
+from dataplane_integrations.trainer.batching import Batching, DynamicBatching, SequencePacking
 
 SHARDS, GLOBAL_BATCH, ROWS = 2, 16, 32
 WAYS = {

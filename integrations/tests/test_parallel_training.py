@@ -22,8 +22,8 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.codec import ALL_DTYPES
 from dataplane_core.errors import MissingDataError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
-from dataplane_integrations.batching import Batching, DynamicBatching, SequencePacking
 from dataplane_integrations.errors import ReplicaLeaderError
+from dataplane_integrations.trainer.batching import Batching, DynamicBatching, SequencePacking
 
 LENGTHS = [5, 2, 7, 3, 6, 4, 8, 2]
 STEPS = 3

@@ -20,9 +20,9 @@ from dataplane_core.errors import (
 )
 from dataplane_core.schema import DP_TRAIN_FIELDS, GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations import DataPlanePolicy
-from dataplane_integrations.batching import Batching, DynamicBatching
 from dataplane_integrations.errors import WorkerFailedError
-from dataplane_integrations.groups import InProcessWorkerGroup
+from dataplane_integrations.trainer.batching import Batching, DynamicBatching
+from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 
 Write = Callable[..., KVBatchMeta]
 

@@ -11,7 +11,7 @@ import pytest
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.errors import PlacementError, WorkerFailedError
-from dataplane_integrations.ray_actors import ActorRequest, check_placement, start_actors
+from dataplane_integrations.ray import ActorRequest, check_placement, start_actors
 
 
 class Rank:
@@ -75,7 +75,7 @@ def test_gpus_that_the_cluster_lacks_are_said(local_ray: Any) -> None:
 
 def test_an_actor_larger_than_every_node_is_named(local_ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # two nodes of 4: the sum would do; a second node takes longer to start than all these tests
-    monkeypatch.setattr("dataplane_integrations.ray_actors._nodes", lambda: [{"CPU": 4.0}, {"CPU": 4.0}])
+    monkeypatch.setattr("dataplane_integrations.ray.actors._nodes", lambda: [{"CPU": 4.0}, {"CPU": 4.0}])
     requests = [ActorRequest(name="small", cls=Rank), ActorRequest(name="large", cls=Rank, num_cpus=6)]
     with pytest.raises(PlacementError, match="'large' cannot be placed: it asks for 6 CPUs, the largest of 2 nodes"):
         check_placement(requests)

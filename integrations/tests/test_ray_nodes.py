@@ -12,7 +12,7 @@ import pytest
 
 from dataplane_core.errors import ConfigError, UnknownBackendError
 from dataplane_integrations.errors import PlacementError
-from dataplane_integrations.ray_nodes import (
+from dataplane_integrations.ray import (
     backend_runtime_env,
     check_backend_on_nodes,
     require_backend_on_nodes,
@@ -83,7 +83,7 @@ DRIVER = """
 import sys
 sys.path.insert(0, sys.argv[2])
 import ray
-from dataplane_integrations.ray_nodes import backend_runtime_env, require_backend_on_nodes
+from dataplane_integrations.ray import backend_runtime_env, require_backend_on_nodes
 env = backend_runtime_env("elsewhere", packages=[sys.argv[3]])
 ray.init(address=sys.argv[1], runtime_env=env, log_to_driver=False, logging_level="ERROR")
 sys.path.pop(0)

@@ -82,7 +82,7 @@ def test_the_first_failure_ends_the_wait_and_is_the_cause(group: RayWorkerGroup)
 def test_a_leaders_own_error_is_told_rather_than_its_siblings(
     group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataplane_integrations.ray._CAUSE_GRACE_S", 60.0)
+    monkeypatch.setattr("dataplane_integrations.ray.worker_group._CAUSE_GRACE_S", 60.0)
     error = _fail(group, "sibling", "peer", "leader")
     assert error.worker == "policy worker 2"
 
@@ -99,15 +99,17 @@ def test_after_a_failure_the_others_have_the_grace_together(
     failing, other, _ = group._actors
     calls = {"first": failing.fail.remote("leader"), **{str(n): other.echo.remote(n) for n in range(20)}}
     monkeypatch.setattr(local_ray, "wait", an_answer_every_2_s)
-    monkeypatch.setattr("dataplane_integrations.ray.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("dataplane_integrations.ray._CAUSE_GRACE_S", 3.0)
+    monkeypatch.setattr("dataplane_integrations.ray.worker_group.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("dataplane_integrations.ray.worker_group._CAUSE_GRACE_S", 3.0)
     with pytest.raises(WorkerFailedError, match="first failed"):
         wait_for_all(calls, timeout_s=60.0, doing="training")
     assert now == [5.0], "the failure came after 2 s"
 
 
 def test_a_death_explains_the_errors_of_its_peers(group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataplane_integrations.ray._CAUSE_GRACE_S", 60.0)  # Ray may take seconds to see a death
+    monkeypatch.setattr(
+        "dataplane_integrations.ray.worker_group._CAUSE_GRACE_S", 60.0
+    )  # Ray may take seconds to see a death
     error = _fail(group, "peer", "die", "sibling", timeout_s=90.0)
     assert error.worker == "policy worker 1"
     assert error.died

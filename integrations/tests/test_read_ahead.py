@@ -18,9 +18,9 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, MissingDataError
 from dataplane_integrations.ahead import read_ahead
 from dataplane_integrations.errors import ReplicaLeaderError, WorkerFailedError
-from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
-from dataplane_integrations.groups import InProcessWorkerGroup
-from dataplane_integrations.policy import DataPlanePolicy
+from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_integrations.trainer.groups import InProcessWorkerGroup
+from dataplane_integrations.trainer.policy import DataPlanePolicy
 
 WAIT_S = 30.0
 DEPTHS = [0, 1, 2, 9]

@@ -16,8 +16,8 @@ from dataplane_core.errors import DataPlaneError, InvalidRequestError, MissingDa
 from dataplane_core.ledger import commands
 from dataplane_core.middleware import Metrics
 from dataplane_integrations.errors import ReplicaLeaderError
-from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
-from dataplane_integrations.worker import HELD_ROWS
+from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_integrations.trainer.worker import HELD_ROWS
 
 SHAPES = [(2, 1, 2), (1, 2, 2), (2, 2, 1)]
 

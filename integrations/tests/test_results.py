@@ -18,8 +18,8 @@ from dataplane_integrations.errors import (
     WorkerFailedError,
     WorkerTimeoutError,
 )
-from dataplane_integrations.groups import InProcessWorkerGroup, check_dp_ranks
-from dataplane_integrations.results import aggregate_training_results, theoretical_tflops
+from dataplane_integrations.trainer.groups import InProcessWorkerGroup, check_dp_ranks
+from dataplane_integrations.trainer.results import aggregate_training_results, theoretical_tflops
 
 
 def _result(dp: int, leader: bool, **more: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataplane_core.batch import read_columns, rebuild_message_logs
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import ClientClosedError, InvalidRequestError
 from dataplane_core.ledger import group_of
-from dataplane_integrations.rollout_actor import SyncRolloutActor, flatten_message_logs
+from dataplane_integrations.rollout import SyncRolloutActor, flatten_message_logs
 
 
 def turn(role: str, *tokens: int, **more: Any) -> dict[str, Any]:

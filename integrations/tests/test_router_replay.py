@@ -25,9 +25,9 @@ from dataplane_core.errors import DataPlaneError, InvalidRequestError, MissingDa
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.errors import WorkerFailedError
-from dataplane_integrations.groups import InProcessWorkerGroup
 from dataplane_integrations.rollout import DataPlaneRolloutMixin
-from dataplane_integrations.router_replay import (
+from dataplane_integrations.trainer.groups import InProcessWorkerGroup
+from dataplane_integrations.trainer.router_replay import (
     RoutingReplay,
     context_parallel_tokens,
     fill_missing_routes,

@@ -19,11 +19,11 @@ from dataplane_core import KVBatchMeta
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
 from dataplane_integrations import DataPlanePolicy
-from dataplane_integrations.batching import Batching, DynamicBatching
 from dataplane_integrations.errors import WorkerFailedError
-from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
 from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
 from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
+from dataplane_integrations.trainer.batching import Batching, DynamicBatching
+from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 from dataplane_testkit._timing import STARTS_S, eventually
 
 pytestmark = pytest.mark.long  # `make test` has a whole run of the example over the same backend and workers

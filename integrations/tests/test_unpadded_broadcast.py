@@ -19,9 +19,9 @@ from dataplane_core.batch import BatchedDataDict, stack_or_nest
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
-from dataplane_integrations.broadcast import broadcast_from_leader
 from dataplane_integrations.errors import ReplicaLeaderError
-from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_integrations.trainer.broadcast import broadcast_from_leader
+from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 
 PAD_ID = 7
 

@@ -28,8 +28,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from dataplane_core.batch import BatchedDataDict
-from dataplane_integrations.megatron import MegatronDataPlaneMixin
-from dataplane_integrations.router_replay import RoutingReplay, lay_out_routed_experts
+from dataplane_integrations.trainer.megatron import MegatronDataPlaneMixin
+from dataplane_integrations.trainer.router_replay import RoutingReplay, lay_out_routed_experts
 
 VOCAB, WIDTH, HEADS, LAYERS, CONTEXT = 16, 16, 4, 2, 16
 LEARNING_RATE = 0.1

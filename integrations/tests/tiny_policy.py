@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 from dataplane_core.batch import BatchedDataDict
-from dataplane_integrations.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 
 VOCAB, WIDTH, HEADS, CONTEXT = 16, 16, 4, 16
 

@@ -13,7 +13,7 @@ from dataplane_core import connect, errors
 from dataplane_core.config import load_config
 from dataplane_core.plugins import load_backend
 from dataplane_integrations import DataPlaneWorkerMixin
-from dataplane_integrations.groups import InProcessWorkerGroup
+from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 

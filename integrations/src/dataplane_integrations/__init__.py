@@ -1,6 +1,8 @@
-"""`dataplane` in a trainer: the workers' side, the driver's side, the rollout actor's first write."""
+"""`dataplane` in a trainer: rooms for its workers and driver, its rollouts, its replay buffer, and Ray.
 
-from dataplane_integrations.policy import DataPlanePolicy
-from dataplane_integrations.worker import DataPlaneWorkerMixin
+Trainers import it. Between the rooms: `weights`, `attach`, `ahead` and `errors`.
+"""
+
+from dataplane_integrations.trainer import DataPlanePolicy, DataPlaneWorkerMixin
 
 __all__ = ["DataPlanePolicy", "DataPlaneWorkerMixin"]

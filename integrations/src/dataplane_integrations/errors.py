@@ -57,7 +57,7 @@ class SamplingExhaustedError(DataPlaneError, RuntimeError):
     """Dynamic sampling used up its generations before it had the wanted number of groups.
 
     Attributes:
-        counts: What became of the groups (`dataplane_integrations.dynamic_sampling.SamplingCounts`), or None.
+        counts: What became of the groups (`dataplane_integrations.rollout.dynamic_sampling.SamplingCounts`), or None.
     """
 
     def __init__(self, message: str, *, counts: Any = None, **kwargs: Any) -> None:

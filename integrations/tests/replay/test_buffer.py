@@ -26,7 +26,6 @@ from dataplane_integrations.errors import (
     ReservationLostError,
     WorkerFailedError,
 )
-from dataplane_integrations.groups import InProcessWorkerGroup
 from dataplane_integrations.replay import (
     InOrderPolicy,
     ReadyFirstPolicy,
@@ -38,6 +37,7 @@ from dataplane_integrations.replay import (
     group_of,
     parse_sample_id,
 )
+from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 
 Make = Callable[..., ReplayBuffer]
 Held = Callable[[], list[str]]

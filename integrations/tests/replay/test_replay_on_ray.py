@@ -17,7 +17,7 @@ from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError
-from dataplane_integrations.ray_actors import ActorRequest, start_actors
+from dataplane_integrations.ray import ActorRequest, start_actors
 from dataplane_integrations.replay import (
     Collector,
     InOrderPolicy,

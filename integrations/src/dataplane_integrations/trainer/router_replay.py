@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from dataplane_core.codec import jagged_parts
 from dataplane_core.errors import InvalidRequestError, UnsupportedOperationError
 from dataplane_core.schema import ROUTED_EXPERTS_FIELD
-from dataplane_integrations.megatron import model_config
 
 __all__ = [
     "MissingRoutes",
@@ -35,6 +34,7 @@ __all__ = [
     "context_parallel_tokens",
     "fill_missing_routes",
     "lay_out_routed_experts",
+    "model_config",
 ]
 
 #: What becomes of a token that the rollout recorded no experts for: the ``router`` chooses them, or the rows are
@@ -407,6 +407,14 @@ class _LayerRouting:
         if self.records:
             self.used = chosen.detach()
         return values, chosen
+
+
+def model_config(model: Any) -> Any:
+    """The config of a Megatron module, wrapped or not, or of the first of its chunks; None if it has none."""
+    first = model[0] if isinstance(model, Sequence) and model else model
+    while first is not None and not hasattr(first, "config"):
+        first = getattr(first, "module", None)  # wrappers such as Float16Module
+    return getattr(first, "config", None)
 
 
 def _modules(model: nn.Module | Sequence[nn.Module]) -> Iterator[nn.Module]:

@@ -10,7 +10,7 @@ from dataplane_core.errors import InvalidRequestError, LostSamplesError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PAD_TO_MULTIPLE, padded_length
 from dataplane_core.sharding import shard_meta_for_dp
-from dataplane_integrations.batching import Batching, Stage
+from dataplane_integrations.trainer.batching import Batching, Stage
 
 __all__ = ["ReplaceLost", "Shards", "batch_size"]
 

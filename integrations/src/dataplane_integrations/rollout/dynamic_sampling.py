@@ -20,7 +20,7 @@ from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import TagFilter, check_tag_filter, matches
 from dataplane_integrations.errors import SamplingExhaustedError
-from dataplane_integrations.rollout import RolloutReceipt
+from dataplane_integrations.rollout.first_write import RolloutReceipt
 
 __all__ = ["DynamicSampling", "GroupRule", "SamplingCounts", "all_match", "tag_varies"]
 

@@ -89,7 +89,7 @@ def require_backend_on_nodes(
             f"backend '{backend}' cannot run on {len(bad)} of {len(reports)} nodes: {lines}. Expected it on every node "
             "that runs an actor.",
             backend=backend,
-            hint="Or let Ray install it: runtime_env=backend_runtime_env(...) of dataplane_integrations.ray_nodes.",
+            hint="Or let Ray install it: runtime_env=backend_runtime_env(...) of dataplane_integrations.ray.nodes.",
         )
     return reports
 

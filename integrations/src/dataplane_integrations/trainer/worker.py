@@ -49,9 +49,9 @@ from dataplane_core.schema import (
 from dataplane_core.sharding import REPLICATED_AXES, NamedSharding
 from dataplane_integrations.ahead import check_depth, read_ahead
 from dataplane_integrations.attach import DataPlaneClientMixin
-from dataplane_integrations.batching import Batching, Stage
-from dataplane_integrations.broadcast import broadcast_from_leader, group_device
 from dataplane_integrations.errors import ReplicaLeaderError
+from dataplane_integrations.trainer.batching import Batching, Stage
+from dataplane_integrations.trainer.broadcast import broadcast_from_leader, group_device
 
 __all__ = ["HELD_ROWS", "DataPlaneWorkerMixin", "FetchPolicy", "PolicyWorker", "SplitStepWorker"]
 
@@ -641,7 +641,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         if missing:
             raise UnsupportedOperationError(
                 f"{type(self).__name__} cannot train in portions: it lacks {', '.join(missing)}. Expected the methods "
-                "of dataplane_integrations.worker.SplitStepWorker; train_presharded needs none of them."
+                "of dataplane_integrations.trainer.worker.SplitStepWorker; train_presharded needs none of them."
             )
         return cast(SplitStepWorker, self)
 

@@ -30,7 +30,7 @@ from dataplane_core.schema import (
     TURN_ROLES_FIELD,
 )
 from dataplane_integrations.attach import DataPlaneSource
-from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
+from dataplane_integrations.rollout.first_write import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
 
 __all__ = ["SyncRolloutActor", "flatten_message_logs"]
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.errors import ReplicaLeaderError, WorkerFailedError, WorkerTimeoutError
-from dataplane_integrations.groups import check_dp_ranks
+from dataplane_integrations.trainer.groups import check_dp_ranks
 
 __all__ = ["RayWorkerGroup", "wait_for_all"]
 

@@ -27,13 +27,13 @@ from dataplane_core.schema import (
     fields_with_optional_routed_experts,
 )
 from dataplane_core.spec import Scope
-from dataplane_integrations._shards import ReplaceLost, Shards, batch_size
 from dataplane_integrations.ahead import check_depth
 from dataplane_integrations.attach import DataPlaneSource
-from dataplane_integrations.batching import Batching, Stage
-from dataplane_integrations.groups import WorkerGroup
-from dataplane_integrations.results import FlopsTracker, aggregate_training_results, theoretical_tflops
-from dataplane_integrations.worker import HELD_ROWS, DataPlaneWorkerMixin
+from dataplane_integrations.trainer._shards import ReplaceLost, Shards, batch_size
+from dataplane_integrations.trainer.batching import Batching, Stage
+from dataplane_integrations.trainer.groups import WorkerGroup
+from dataplane_integrations.trainer.results import FlopsTracker, aggregate_training_results, theoretical_tflops
+from dataplane_integrations.trainer.worker import HELD_ROWS, DataPlaneWorkerMixin
 
 __all__ = ["DataPlanePolicy", "Timer"]
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dataplane_core.errors import ConfigError, UnsupportedOperationError
 from dataplane_integrations.attach import DataPlaneSource
-from dataplane_integrations.worker import DataPlaneWorkerMixin
+from dataplane_integrations.trainer.worker import DataPlaneWorkerMixin
 
 __all__ = ["FSDP2DataPlaneMixin", "mesh_coords", "mesh_data_parallel_group", "mesh_replica_group"]
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.errors import PlacementError, WorkerFailedError, WorkerTimeoutError
-from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
+from dataplane_integrations.ray.worker_group import RayWorkerGroup, wait_for_all
 
 __all__ = ["ActorGroup", "ActorRequest", "check_placement", "start_actors"]
 
@@ -113,7 +113,7 @@ def start_actors(
     Args:
         requests: The actors.
         runtime_env: Ray's environment of their processes; see
-            `dataplane_integrations.ray_nodes.backend_runtime_env`.
+            `dataplane_integrations.ray.nodes.backend_runtime_env`.
         reserve_cpus: Logical CPUs to leave for other actors that will start later, such as a backend's.
         timeout_s: For all actors together, in seconds, including the download of packages.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,12 +22,10 @@ from dataplane_core.errors import InvalidRequestError, UnsupportedOperationError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import PAD_TO_MULTIPLE, ROUTED_EXPERTS_FIELD, padded_length
 from dataplane_integrations.attach import DataPlaneSource
-from dataplane_integrations.batching import Stage
-from dataplane_integrations.broadcast import broadcast_from_leader
-from dataplane_integrations.worker import DataPlaneWorkerMixin
-
-if TYPE_CHECKING:
-    from dataplane_integrations.router_replay import RoutingReplay
+from dataplane_integrations.trainer.batching import Stage
+from dataplane_integrations.trainer.broadcast import broadcast_from_leader
+from dataplane_integrations.trainer.router_replay import RoutingReplay, model_config
+from dataplane_integrations.trainer.worker import DataPlaneWorkerMixin
 
 __all__ = [
     "MegatronDataPlaneMixin",
@@ -35,7 +33,6 @@ __all__ = [
     "megatron_data_parallel_group",
     "megatron_pad_multiple",
     "megatron_replica_group",
-    "model_config",
 ]
 
 #: Megatron's model-parallel group and the group made here for it. If Megatron has another group now, it was initialized
@@ -206,14 +203,6 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
             return dict(result) if isinstance(result, Mapping) else result
 
         return broadcast_from_leader(plain_result, group=group, leader=last)
-
-
-def model_config(model: Any) -> Any:
-    """The config of a Megatron module, wrapped or not, or of the first of its chunks; None if it has none."""
-    first = model[0] if isinstance(model, Sequence) and model else model
-    while first is not None and not hasattr(first, "config"):
-        first = getattr(first, "module", None)  # wrappers such as Float16Module
-    return getattr(first, "config", None)
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------

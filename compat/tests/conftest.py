@@ -1,0 +1,6 @@
+"""Lets tests import what lies beside this file."""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))

@@ -1,0 +1,27 @@
+"""The rollout side: the first write of a step's rows, an actor that generates them, and sampling until enough are kept.
+
+Rollout actors derive from its classes; the driver reads their receipts.
+"""
+
+from dataplane_integrations.rollout.actor import SyncRolloutActor, flatten_message_logs
+from dataplane_integrations.rollout.dynamic_sampling import (
+    DynamicSampling,
+    GroupRule,
+    SamplingCounts,
+    all_match,
+    tag_varies,
+)
+from dataplane_integrations.rollout.first_write import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
+
+__all__ = [
+    "DataPlaneRolloutMixin",
+    "DynamicSampling",
+    "GroupRule",
+    "RolloutReceipt",
+    "SamplingCounts",
+    "SyncRolloutActor",
+    "all_match",
+    "flatten_message_logs",
+    "mint_sample_ids",
+    "tag_varies",
+]

@@ -22,9 +22,10 @@ import redis
 import torch
 from tensordict import TensorDict
 
+from dataplane_core.client.connection import LATEST_END
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.plugins import connect_backend
-from dataplane_redis import RedisBackend, _claims, _wakes
+from dataplane_redis import RedisBackend, _acknowledged, _claims, _wakes
 
 if str(Path(__file__).parent) not in sys.path:  # modules beside the tests can be imported by them
     sys.path.insert(0, str(Path(__file__).parent))
@@ -411,6 +412,37 @@ def only_woken(monkeypatch):
     monkeypatch.setattr(_wakes, "_ASK_MOST_S", 1000.0)
     monkeypatch.setattr(_claims, "_LOOK_AGAIN_WOKEN_S", 1000.0)
     monkeypatch.setattr(_claims, "_COUNT_AFTER_S", 1000.0)
+
+
+@pytest.fixture
+def hurries():
+    """The operations of a block have so many seconds in all; those before it had their usual time."""
+
+    @contextlib.contextmanager
+    def limit(seconds):
+        before = LATEST_END.set(time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            LATEST_END.reset(before)
+
+    return limit
+
+
+@pytest.fixture
+def hardly_waits(monkeypatch):
+    """In the block, servers wait for replicas for a moment only, however long the operation may take."""
+
+    @contextlib.contextmanager
+    def limit():
+        pack = _acknowledged._pack_wait
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                _acknowledged, "_pack_wait", lambda number, synced, _: pack(number, synced, time.monotonic() + 0.02)
+            )
+            yield
+
+    return limit
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Redis' scripts and the ledger take the same random steps, and reply the same: see `differential`."""
 
 import pytest
-from differential import History, Store, run, simulate
+from differential import Store, run, simulate
+from random_history import History
 
 from dataplane_core.ledger import partition
 

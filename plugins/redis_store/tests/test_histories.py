@@ -18,6 +18,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.spec import PutRequest, RegisterRequest
 from dataplane_redis import Acknowledged, LostCallsError, _acknowledged
+from dataplane_redis._scripts import STORE_VERSION
 
 SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
 
@@ -388,8 +389,8 @@ def test_a_client_that_takes_an_instance_over_keeps_what_it_is(plain, connect):
 def test_an_instance_of_another_version_is_refused(plain, connect):
     plain.admin("SET", "dp:{older}:instance", '{"version": 1}')
     for bootstrap in (True, False):
-        with pytest.raises(ValueError, match=r"of version 1\. Expected 7"):
+        with pytest.raises(ValueError, match=rf"of version 1\. Expected {STORE_VERSION}"):
             connect(url=plain.url, namespace="older", bootstrap=bootstrap)
-    plain.admin("HSET", "dp:{newer}:instance", "version", "8")
-    with pytest.raises(ValueError, match=r"of version 8\. Expected 7"):
+    plain.admin("HSET", "dp:{newer}:instance", "version", "1000")
+    with pytest.raises(ValueError, match=rf"of version 1000\. Expected {STORE_VERSION}"):
         connect(url=plain.url, namespace="newer")

@@ -132,14 +132,15 @@ def test_an_operation_of_which_any_reply_was_lost_is_carried_out_once(plain, cut
     assert not plain.admin("KEYS", "dp:{repeats}:w:*")
 
 
-def test_the_error_at_the_deadline_says_what_is_known(plain, cutter, connect):
-    made = connect(url=f"redis://127.0.0.1:{cutter.port}/0", namespace="known", op_timeout_s=1.0)
+def test_the_error_at_the_deadline_says_what_is_known(plain, cutter, connect, hurries):
+    made = connect(url=f"redis://127.0.0.1:{cutter.port}/0", namespace="known")
     made.register_partition("p", ["x"], None, ["train"])
     cutter.pass_on, cutter.refuses = 0, True
-    with pytest.raises(LostReplyError, match=r"It may have been done or not\. It was repeated: ") as caught:
+    repeated = r"It may have been done or not\. It was repeated: "
+    with hurries(2.0), pytest.raises(LostReplyError, match=repeated) as caught:
         made.put_samples(["a"], "p", TensorDict({"x": torch.ones(1, 2)}, batch_size=[1]))
     assert caught.value.outcome == "unknown"
-    with pytest.raises(BackendUnavailableError, match=r"It was not done\.") as caught:
+    with hurries(1.0), pytest.raises(BackendUnavailableError, match=r"It was not done\.") as caught:
         made.put_samples(["b"], "p", TensorDict({"x": torch.ones(1, 2)}, batch_size=[1]))
     assert caught.value.outcome == "not_done"
     cutter.refuses = False

@@ -45,11 +45,11 @@ def calls(client, name, held):
     }
 
 
-def test_what_is_acknowledged_waits_for_replicas(start_server, connect):
+def test_what_is_acknowledged_waits_for_replicas(start_server, connect, hardly_waits):
     primary = start_server()
     replica = start_server().follow(primary)
     options = {"url": primary.url, "namespace": "waits", "wait_replicas": 1}
-    client, hasty = connect(**options), connect(bootstrap=False, op_timeout_s=0.6, **options)
+    client = connect(**options)
     client.register_partition("p", ["x"], None, ["train", "other", "third"])
     client.put_samples([f"s{row}" for row in range(12)], "p", columns(12, SMALL))
 
@@ -65,8 +65,8 @@ def test_what_is_acknowledged_waits_for_replicas(start_server, connect):
     client.list_samples("p")
     some = held()
     assert num_waits(primary) == before  # ack notices a claim that was lost, so it need not wait
-    with replica.stopped():
-        for name, call in calls(hasty, "two", some).items():
+    with replica.stopped(), hardly_waits():
+        for name, call in calls(client, "two", some).items():
             with pytest.raises(OperationTimeoutError, match="made the change, but 0 of 1 replicas have it") as caught:
                 call()
             assert caught.value.retryable, name

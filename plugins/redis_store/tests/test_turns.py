@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -41,32 +40,6 @@ def fill(client, group_size=None, num_samples=None):
     ids = [f"q{number // 4}_g{number % 4}" for number in range(_COUNT)]
     put(client, ids)
     return ids
-
-
-def test_a_claim_that_does_not_wait_gets_all_that_it_can_though_a_script_sees_few_of_them(client, monkeypatch):
-    monkeypatch.setattr(_claims, "_LOOK_ROWS", 500)
-    client.register_partition("p", ["x", "y"], None, ["train"])
-    ids = [f"s{number}" for number in range(1100)]
-    put(client, ids)
-    ready = [ids[0], *ids[1000:]]
-    client.put_samples(ready, "p", TensorDict({"y": torch.ones(len(ready))}, batch_size=[len(ready)]))
-    assert client.claim_meta("p", "train", ["x", "y"], 50, blocking=False).sample_ids == ready[:50]
-    assert client.claim_meta("p", "train", ["x", "y"], 90, blocking=False).sample_ids == ready[50:]
-
-
-@pytest.mark.parametrize("group_size", [None, 4], ids=["rows", "groups"])
-@pytest.mark.parametrize("lease_s", [None, 60.0], ids=["for good", "leased"])
-def test_a_claim_of_many_rows_gives_all_of_them_in_order(client, scripts_of, group_size, lease_s):
-    ids = fill(client, group_size)
-    replies = scripts_of(client)
-    meta = client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=lease_s)
-    assert meta.sample_ids == ids
-    assert len(replies) >= _COUNT / 100
-    assert client.check_consumption_status("p", ["train"]) == (lease_s is None)
-    if lease_s is not None:
-        client.ack(meta)
-        client.ack(meta)
-        assert client.check_consumption_status("p", ["train"])
 
 
 def test_a_claim_of_many_rows_keeps_others_of_its_task_out(client, other, scripts_of):
@@ -114,26 +87,6 @@ def test_rows_of_a_claim_whose_client_dies_on_the_way_go_back(client, plain):
     died = subprocess.run([sys.executable, "-c", _DIES, plain.url, client.config.options["namespace"]], timeout=60)
     assert died.returncode == -signal.SIGKILL
     assert client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=30.0).sample_ids == ids
-
-
-@pytest.mark.parametrize("group_size", [None, 4], ids=["rows", "groups"])
-def test_settling_many_rows_settles_all(client, scripts_of, group_size):
-    ids = fill(client, group_size)
-    meta = client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=60)
-    client.renew(meta, 60)
-    client.nack(meta)
-    with pytest.raises(LeaseExpiredError):
-        client.ack(meta)
-    first = client.claim_meta("p", "train", ["x"], 400, timeout_s=10.0, lease_s=60)
-    second = client.claim_meta("p", "train", ["x"], 600, timeout_s=10.0, lease_s=60)
-    assert first.sample_ids + second.sample_ids == ids
-    part = first.slice(200, 400).concat(second.slice(0, 300))  # a part of either
-    replies = scripts_of(client)
-    client.nack(part)
-    assert len(replies) > 10
-    assert client.claim_meta("p", "train", ["x"], 500, timeout_s=10.0).sample_ids == part.sample_ids
-    client.ack(first.slice(0, 200).concat(second.slice(300, 600)))
-    assert client.check_consumption_status("p", ["train"])
 
 
 @pytest.mark.parametrize("at", [2, 9, 12], ids=["at the check", "after the check", "at the split"])
@@ -188,30 +141,6 @@ def test_a_nack_ends_where_what_it_gives_back_to_goes_on_the_way(client, other, 
     replies = scripts_of(client, 12, go)
     client.nack(meta)
     assert 12 < len(replies) < 20
-
-
-def test_part_of_a_group_is_refused_among_many_rows(client):
-    fill(client, 4)
-    meta = client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=10.0, lease_s=60)
-    with pytest.raises(ValueError, match="it names 3 of the 4 samples held of group 'q100'"):
-        client.ack(meta.drop([400]))
-    client.ack(meta)
-
-
-def held_bytes(client):
-    session = client._backend._session
-    return session.command("test", time.monotonic() + 5, b"HGET", session.base + b":instance", b"held")
-
-
-def test_many_rows_are_cleared_and_listed(client):
-    ids = fill(client)
-    assert client.list_samples("p").sample_ids == ids
-    client.clear_samples(ids[:-50], "p")
-    assert client.list_samples("p").sample_ids == ids[-50:]
-    assert held_bytes(client) != b"0"
-    client.clear_samples(ids, "p")
-    assert client.list_samples("p").size == 0
-    assert held_bytes(client) == b"0"
 
 
 def test_a_clear_in_turns_leaves_a_later_registration_alone(client, other, scripts_of):

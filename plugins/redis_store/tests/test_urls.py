@@ -230,12 +230,10 @@ def test_of_clients_that_come_at_the_same_time_one_bootstraps(plain, connect):
 
 
 def test_nothing_listens(connect):
-    start = time.monotonic()
     with pytest.raises(BackendUnavailableError, match="cannot be reached") as caught:
         connect(url="redis://127.0.0.1:1", op_timeout_s=3)
     assert caught.value.retryable
     assert caught.value.__cause__ is not None
-    assert time.monotonic() - start < 15
 
 
 def test_a_cluster_node_that_serves_the_namespace(start_server, connect):

@@ -1,4 +1,4 @@
-"""Interrupts at random moments of every call of a client: the store stays whole, and the client goes on or closes."""
+"""Interrupts at random moments of all calls of a client leave the store whole, and the client usable."""
 
 import ctypes
 import random

@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn, Protocol, cast
 
@@ -137,7 +137,7 @@ class Journal:
     def __init__(self, store: JournalStore, capacity_bytes: int | None) -> None:
         self._store = store
         self._capacity_bytes = capacity_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # says who has it; nobody takes it twice
         self._wake: Callable[[], bool] | None = None  # of the call under way
         self.clock = time.monotonic
         self._loading: _Loading | None = None  # kept for the next call if a call runs out of time
@@ -146,12 +146,14 @@ class Journal:
 
     def _forget(self) -> None:
         """Drops the replayed state: the next call replays the journal from its beginning."""
+        self._is_cut = True  # whether a change of the state was begun and not completed
         self._service = LedgerService(clock=self._read_clock, ledger=Ledger(self_expiring=False))
         self._store_id = ""
         self._next_seq = 0
         self._last = b""  # the bytes of record `_next_seq - 1`
         self.snapshots = Snapshots()
         self.tail: list[bytes] | None = None
+        self._is_cut = False
 
     def _read_clock(self) -> float:
         return self.clock()
@@ -165,14 +167,18 @@ class Journal:
         Raises:
             OperationTimeoutError: Other threads held it until the deadline.
         """
-        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise OperationTimeoutError(
-                f"{what}: other threads of this client waited for the store until the deadline. Nothing was written."
-            )
         try:
+            if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise OperationTimeoutError(
+                    f"{what}: other threads of this client waited for the store until the deadline. Nothing was "
+                    "written."
+                )
+            if self._is_cut:
+                self._forget()
             yield
-        finally:
-            self._lock.release()
+        finally:  # an interrupt may come before any instruction, also before it is known whether the lock was taken
+            with suppress(RuntimeError):  # it was not
+                self._lock.release()
 
     def call(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         """Runs a command after all records of the journal, and records it if it changes anything.
@@ -246,20 +252,19 @@ class Journal:
 
     @contextmanager
     def _or_forget(self) -> Iterator[None]:
-        """If a call of the ledger fails or is interrupted, drops the state: the next call replays the journal again."""
+        """If a call of the ledger fails or is interrupted, the next call drops the state and replays the journal."""
         try:
+            self._is_cut = True
             yield
+            self._is_cut = False
         except DataPlaneError:  # a regular answer, the same in every process
+            self._is_cut = False
             raise
         except Exception as error:
-            self._forget()
             raise LedgerFailedError(
                 f"the ledger failed on what the journal holds: {type(error).__name__}: {error}.",
                 hint=_BROKEN,
             ) from error
-        except BaseException:
-            self._forget()
-            raise
 
     # --- state --------------------------------------------------------------------------------------------------------
 

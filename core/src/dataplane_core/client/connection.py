@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import sys
@@ -47,6 +48,8 @@ _MAKE_ROOM: Final = "Make room on the disk, then call again."
 LATEST_END: Final = ContextVar("LATEST_END", default=float("inf"))
 #: Seconds that `close` has left for the rest after operations took all of ``op_timeout_s``.
 _STOP_S: Final = 0.25
+#: Seconds that calls of daemon threads may take to end when the program ends.
+_EXIT_S: Final = 5.0
 #: Seconds between two looks of a close whether operations run.
 _LOOK_S: Final = 0.002
 
@@ -254,8 +257,8 @@ class Connection:
                 backend=self.backend_name,
                 hint=fork_hint(type(self._backend)),
             )
-        if self._is_left_alone():
-            raise ClientClosedError("the interpreter ends, while other threads were in the middle of calls.")
+        if self._is_left_alone() or (_exits and threading.current_thread() is not threading.main_thread()):
+            raise ClientClosedError("the program ends, and calls of other threads with it.")
         call = RunningCall(operation, partition_id)
         try:
             self._calls.add(call)
@@ -328,3 +331,22 @@ class Connection:
                 f"{operation}: the backend returned {type(reply).__name__}. Expected {reply_type.__name__}."
             )
         return reply
+
+
+_exits = False
+
+
+@atexit.register
+def _end_calls() -> None:
+    """Has the calls of daemon threads end before the interpreter does.
+
+    Python ends each thread that comes back to it after that. Where it comes from C++, such as a copy of torch's, that
+    aborts the process, and its status is lost.
+    """
+    global _exits
+    _exits = True
+    until = time.monotonic() + _EXIT_S
+    for client in [each for each in list(open_clients) if isinstance(each, Connection) and each._pid == os.getpid()]:
+        client._waiters.close()
+        while client._others_run() and time.monotonic() < until:
+            time.sleep(_LOOK_S)

@@ -1,0 +1,6 @@
+"""Lets test files of this folder import each other."""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))

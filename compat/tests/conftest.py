@@ -1,4 +1,4 @@
-"""Lets tests import what lies beside this file."""
+"""Lets test files of this folder import each other."""
 
 import os
 import sys

@@ -37,7 +37,7 @@ from dataplane_mooncake._store import (
     StoreSettings,
 )
 from dataplane_mooncake.machine import check_machine
-from dataplane_tq_simple.engines import ActorWatch, QueueEngine, UnitsGoneError
+from dataplane_tq_simple.engines import ActorWatch, QueueEngine, UnitsGoneError, check_head
 
 __all__ = ["Engine"]
 
@@ -257,8 +257,8 @@ class Engine(QueueEngine):
         waits = False
         try:
             while not there():
-                waits = True
-                self._watch().check()
+                waits, watch = True, self._watch()
+                check_head(self.config.instance)
                 self._refresh(deadline)
                 if time.monotonic() + 2 * _COMES_BACK_S >= deadline:
                     raise BackendUnavailableError(
@@ -268,6 +268,7 @@ class Engine(QueueEngine):
                         "op_timeout_s.",
                     ) from error
                 time.sleep(_COMES_BACK_S)
+                watch.check()  # Ray has had the time to answer
         except OperationTimeoutError:
             return False
         # the first request to a new master may fail; and it does not know what a put began with the old one

@@ -36,7 +36,7 @@ DISTRIBUTIONS: Final[Mapping[str, str]] = {
     "mooncake-transfer-engine-cuda13": "CUDA 13",
 }
 #: The versions with which this package was tried, oldest first. It relies on more than Mooncake documents.
-TRIED: Final = ("0.3.11.post1", "0.3.12.post1", "0.3.13", "0.3.13.post1")
+TRIED: Final = ("0.3.13.post1",)
 _PLAIN, *_FOR_CUDA = DISTRIBUTIONS
 _INSTALL: Final = f"pip install {_PLAIN}=={TRIED[-1]}"
 #: The package that is this one and the wheel without CUDA.

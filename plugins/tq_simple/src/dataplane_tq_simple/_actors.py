@@ -6,6 +6,7 @@ Importing this module imports Ray.
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
@@ -22,6 +23,7 @@ __all__ = [
     "Controlled",
     "ControllerWatch",
     "cause",
+    "check_head",
     "controller_dead",
     "data_plane_error",
     "get_within",
@@ -34,6 +36,8 @@ NAMESPACE: Final = "dataplane"
 #: Seconds between two questions to a controller, and to one that does not run.
 _ASK_S: Final = 1.0
 _ASK_SOON_S: Final = 0.1
+#: Seconds that Ray's head has to accept a connection.
+_REACH_S: Final = 0.5
 
 
 def cause(error: BaseException) -> str:
@@ -138,6 +142,28 @@ class ActorWatch:
             return "Ray knows nothing about them at the moment."
         names = ", ".join(peer.name for peer in self._alive)
         return f"The process of the {names} is alive, but busy with other requests or not reachable from this process."
+
+
+def check_head(instance: str) -> None:
+    """For a process of the instance that does not answer: Ray, without its head, starts nothing again.
+
+    Raises:
+        BackendUnavailableError: Nothing listens where the head of this process's Ray was.
+    """
+    address = ray.get_runtime_context().gcs_address
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except ConnectionRefusedError as error:
+        raise BackendUnavailableError(
+            f"instance {instance!r} is dead, and so is the head of its Ray: nothing listens at {address}. A local Ray "
+            "ends with the process that bootstrapped the instance.",
+            retryable=False,
+            hint="What it held is lost. Bootstrap it again in a new process: Ray ends those whose head is gone within "
+            "a minute.",
+        ) from error
+    except OSError:
+        return  # says nothing about the head
 
 
 def controller_dead(instance: str, error: BaseException) -> BackendUnavailableError:

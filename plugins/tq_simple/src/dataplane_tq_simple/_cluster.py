@@ -36,6 +36,7 @@ from dataplane_tq_simple._actors import (
     NAMESPACE,
     ActorWatch,
     ControllerWatch,
+    check_head,
     controller_dead,
     data_plane_error,
     get_within,
@@ -301,6 +302,8 @@ class Instance(ABC):
             except (OperationTimeoutError, BackendUnavailableError) as error:
                 if isinstance(error.__cause__, ray.exceptions.ActorDiedError):
                     raise controller_dead(self.config.instance, error.__cause__) from error.__cause__
+                if ray.is_initialized():
+                    check_head(self.config.instance)
                 late = time.monotonic() + _ASK_AGAIN_S >= deadline
                 if late and error.retryable and self.config.journal is not None:
                     raise BackendUnavailableError(

@@ -83,7 +83,8 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
             _privates.set_config(self, told)
         self._keeps = self._host.noted(_KEEPER_NOTE)
         if self._keeps is not None:
-            self._keeper = Keeper(*pickle.loads(self._keeps), self._host)
+            instance, config = pickle.loads(self._keeps)
+            self._keeper = Keeper(instance, config, self._host)
             self._keeper.come_back()
 
     def line(self) -> tuple[int, bytes, str, int]:

@@ -1,12 +1,13 @@
 """`dataplane doctor tq_simple`: every fault here is a real one."""
 
-import json
 import socket
+import sys
 import time
 
 import pytest
 
 from dataplane_core.backends import Level
+from dataplane_core.cli import _examination
 from dataplane_tq_simple import TQSimpleBackend
 from dataplane_tq_simple.config import TQSimpleConfig
 
@@ -20,6 +21,15 @@ def findings(level, **options):
 @pytest.fixture(autouse=True)
 def no_address(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def test_a_cluster_that_is_not_there_is_an_error():
+    """Before this process is connected to one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        ((what, _),) = findings(Level.ERROR, ray_address=address)
+    assert f"cannot connect to Ray at '{address}'" in what
 
 
 def test_a_local_ray_of_too_few_cpus_is_an_error_with_the_numbers():
@@ -49,21 +59,6 @@ def test_a_running_cluster_of_too_few_cpus_is_an_error_with_the_numbers(ray_clus
     assert f"The Ray cluster at {ray_cluster} has 8 logical CPUs on 1 node." in dict(findings(Level.OK, **options))
 
 
-def test_a_cluster_that_is_not_there_is_an_error(python):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-        source = (
-            "import time\nfrom dataplane_tq_simple import TQSimpleBackend\n"
-            "from dataplane_tq_simple.config import TQSimpleConfig\n"
-            f"config = TQSimpleConfig(ray_address={address!r})\n"
-            "print([each for each in TQSimpleBackend.diagnose(config, deadline=time.monotonic() + 60)][-1])\n"
-        )
-        done = python(source)
-    assert "Level.ERROR" in done.stdout, done.stderr
-    assert f"cannot connect to Ray at '{address}'" in done.stdout
-
-
 def test_another_version_of_the_engine_is_an_error_with_the_command(tmp_path, monkeypatch):
     info = tmp_path / "transferqueue-0.0.9.dist-info"
     info.mkdir()
@@ -74,17 +69,11 @@ def test_another_version_of_the_engine_is_an_error_with_the_command(tmp_path, mo
     assert hint.startswith("Run: pip install 'TransferQueue==")
 
 
-def test_the_command_names_the_shared_library_that_the_engine_lacks(tmp_path, python):
+def test_the_command_names_the_shared_library_that_the_engine_lacks(tmp_path, monkeypatch):
     (tmp_path / "transfer_queue.py").write_text("import ctypes\nctypes.CDLL('libacme_fabric.so.7')\n")
-    done = python(
-        "import os, sys\n"
-        "os.environ['PYTHONPATH'] = sys.argv[1]\n"
-        "from dataplane_core.cli import main\n"
-        "sys.exit(main(['doctor', 'tq_simple', '--json']))\n",
-        str(tmp_path),
-    )
-    assert done.returncode == 1, done.stderr
-    pickles, library = json.loads(done.stdout)[0]["findings"]
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transfer_queue", raising=False)
+    pickles, library = _examination.diagnose("tq_simple", None)
     assert (pickles["level"], library["level"]) == ("warning", "error")
     assert "unpickles what reaches its sockets" in pickles["what"]
     assert "libacme_fabric.so.7: cannot open shared object file" in library["what"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -24,7 +25,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.hosting import Session
 from dataplane_core.ledger import LedgerService, commands
-from dataplane_tq_simple import TQSimpleConfig
+from dataplane_tq_simple import TQSimpleConfig, _cluster
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._exchange import LineBrokenError
 from dataplane_tq_simple._messages import Ping
@@ -143,16 +144,23 @@ def test_closing_ends_what_other_threads_wait_for(ray_cluster: str, engine: Engi
     assert engine.call(Ping(), timeout_s=10)
 
 
-def test_a_killed_controller(ray_cluster: str) -> None:
-    with Engine.bootstrap(TQSimpleConfig(instance="mortal"), LedgerService) as engine:
+def test_a_killed_controller(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls and new clients are told at once, and an owner that would take its place; later it may."""
+    monkeypatch.setattr(_cluster, "_SETTLE_S", 0.5)  # for which a new owner waits for the units to end
+    config = TQSimpleConfig(instance="mortal")
+    with Engine.bootstrap(config, LedgerService) as engine:
         os.kill(engine.call(Ping(), timeout_s=10), signal.SIGKILL)
         dead = "controller of instance 'mortal' is dead"
-        with takes(0.0, 30.0), pytest.raises(BackendUnavailableError, match=dead) as error:
+        with pytest.raises(BackendUnavailableError, match=dead) as error:
             engine.call(Ping(), timeout_s=60)
         assert not error.value.retryable
         assert isinstance(error.value.__cause__, ray.exceptions.RayActorError)
-        with takes(0.0, 30.0), pytest.raises(BackendUnavailableError):
-            Engine.attach(TQSimpleConfig(instance="mortal"), wait_s=0.5)
+        with pytest.raises(BackendUnavailableError):
+            Engine.attach(config, wait_s=0.5)
+        with pytest.raises(AlreadyRunningError, match="its controller is dead, but its storage units"):
+            Engine.bootstrap(config, LedgerService)
+    with Engine.bootstrap(config, LedgerService) as engine:  # once its owner has closed it
+        assert engine.call(Ping(), timeout_s=10)
 
 
 def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(
@@ -178,36 +186,28 @@ def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(
         assert [each.num_rows for each in client.list_units()] == [2]
 
 
-def test_bootstrapping_beside_a_dead_controller_says_so(ray_cluster: str) -> None:
-    config = TQSimpleConfig(instance="headless")
-    with Engine.bootstrap(config, LedgerService) as engine:
-        os.kill(engine.call(Ping(), timeout_s=10), signal.SIGKILL)
-        with (
-            takes(0.0, 25.0),
-            pytest.raises(AlreadyRunningError, match="its controller is dead, but its storage units"),
-        ):
-            Engine.bootstrap(config, LedgerService)
-    with Engine.bootstrap(config, LedgerService) as engine:  # once its owner has closed it
-        assert engine.call(Ping(), timeout_s=10)
-
-
 _OWN_RAY_LOSES_ITS_HEAD = """
-import os, time
+import os, signal
 import psutil
-from dataplane_tq_simple import TQSimpleConfig, _cluster
+from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger import LedgerService
+from dataplane_tq_simple import TQSimpleConfig, _cluster, _session
 from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple._messages import Ping
 
-_cluster._END_ACTORS_S = 2.0  # Ray's own threads spin all that time
+_cluster._END_ACTORS_S = _session._SHUTDOWN_S = 2.0  # Ray's own threads spin all that time
 engine = Engine.bootstrap(TQSimpleConfig(ray_num_cpus=1), LedgerService)
 (head,) = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
 rest = psutil.Process().children(recursive=True)
 head.kill()
 head.wait()
-engine.put_rows([1], b"a", [0, 1], timeout_s=20)  # data goes on
-started = time.monotonic()
+engine.put_rows([1], b"a", [0, 1], timeout_s=60)  # data goes on
+os.kill(engine.call(Ping(), timeout_s=60), signal.SIGKILL)
+try:
+    engine.call(Ping(), timeout_s=60)
+except BackendUnavailableError as error:
+    print(error.retryable, error, flush=True)
 engine.close()
-print(time.monotonic() - started, flush=True)
 for each in rest:
     try:
         each.kill()
@@ -220,8 +220,8 @@ os._exit(0)
 def test_closing_ends_though_rays_head_is_dead(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = python(_OWN_RAY_LOSES_ITS_HEAD, timeout_s=150)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.splitlines()[-1]) < 40.0
     assert "within 2 s: its head node is dead or does not respond" in done.stderr
+    assert re.search(r"False .* is dead, and so is the head of its Ray: .* in a new process", done.stdout)
 
 
 def test_actors_run_at_the_priority_of_any_other_process(engine: Engine) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 _CHILD = """
-import os, signal, sys, time
+import os, signal, sys
 import dataplane_core  # and so torch, but no backend
 
 def forked():
@@ -20,13 +18,11 @@ def forked():
             from dataplane_core.errors import BackendUnavailableError
             options = {"instance": "forks", "ray_address": sys.argv[1]}
             for bootstrap in (False, True):
-                started = time.monotonic()
                 try:
                     connect({"backend": "tq_simple", "options": options, "op_timeout_s": 60}, bootstrap=bootstrap)
                 except BackendUnavailableError as error:
                     assert "was forked from one that used Ray" in error.message, error
                     assert "spawn" in error.hint and not error.retryable
-                    assert time.monotonic() - started < 20
                 else:
                     os._exit(3)
             os._exit(0)
@@ -36,35 +32,28 @@ def forked():
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 """
 
-_BY_OURS = (
+_PROGRAM = (
     _CHILD
     + """
+import ray
+ray.init(address=sys.argv[1], configure_logging=False, log_to_driver=False)
+assert "dataplane_tq_simple._cluster" not in sys.modules
+forked()  # by who calls ray.init
+ray.shutdown()
+
 from dataplane_core.ledger import LedgerService
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import Ping
 
 with Engine.bootstrap(TQSimpleConfig(instance="forks", ray_address=sys.argv[1]), LedgerService) as engine:
-    forked()
+    forked()  # by who connected a client
     assert engine.call(Ping(), timeout_s=20)
-forked()  # closed, and disconnected from Ray
-"""
-)
-
-_BY_THE_USER = (
-    _CHILD
-    + """
-import ray
-ray.init(address=sys.argv[1], configure_logging=False, log_to_driver=False)
-assert "dataplane_tq_simple._cluster" not in sys.modules
-forked()
+forked()  # by who has closed it, and is disconnected from Ray
 """
 )
 
 
-@pytest.mark.parametrize("program", [_BY_OURS, _BY_THE_USER], ids=["connected_by_a_client", "by_ray_init"])
-def test_connecting_in_a_fork_is_refused_and_says_what_works(
-    ray_cluster: str, python: Callable[..., Any], program: str
-) -> None:
-    done = python(program, ray_cluster, timeout_s=150)
+def test_connecting_in_a_fork_is_refused_and_says_what_works(ray_server: str, python: Callable[..., Any]) -> None:
+    done = python(_PROGRAM, ray_server, timeout_s=300)
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,15 @@ REQUIRED_verl := tests/verl/requirements.txt
 TESTS_trl     := examples/trl/tests
 TESTS_verl    := -c tests/verl/pytest.ini --rootdir tests/verl tests/verl
 
-.PHONY: help setup lock demo test test-long $(addprefix test-,$(TRAINERS)) check format fuzz soak backends-page docs wheels clean
+# The oldest versions that the packages below say they accept, in an environment of its own. The wheel of torch from PyPI
+# brings CUDA (3 GB): give the name of another one by TORCH_MINIMUM.
+MINIMUM       := core plugins/noop plugins/shm_store plugins/redis_store
+TORCH_MINIMUM ?= torch==2.7.0
+# Not run: what needs datasets or Ray, whose own bounds are higher. And old versions of tensordict warn of lists.
+UNLIKE_MINIMUM := --ignore core/tests/batch/test_inputs.py --ignore core/tests/codec/test_arrow_types.py \
+	-W "ignore:You are setting a list of elements:FutureWarning"
+
+.PHONY: help setup lock demo test test-long test-minimum $(addprefix test-,$(TRAINERS)) check format fuzz soak backends-page docs wheels clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +71,18 @@ test: setup  ## Run the tests (13 minutes on 2 cores)
 test-long: setup  ## Run all tests, with the long proofs
 	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST)
 	$(MAKE) $(addprefix test-,$(TRAINERS))
+
+test-minimum: .venv-minimum/.installed  ## Run the tests of core, noop, shm_store, redis_store with the oldest versions
+	.venv-minimum/bin/python -m pytest -m "not long" $(UNLIKE_MINIMUM) $(addsuffix /tests,$(MINIMUM))
+
+.venv-minimum/.installed: $(addsuffix /pyproject.toml,$(MINIMUM)) scripts/lower_bounds.py tests/minimum.txt
+	@PYTHON=$(PYTHON) bash scripts/system_packages.sh
+	test -x .venv-minimum/bin/python || $(PYTHON) -m venv .venv-minimum
+	.venv-minimum/bin/python -m pip install --quiet --upgrade pip
+	$(PYTHON) scripts/lower_bounds.py $(MINIMUM) | grep -v ^torch== > .venv-minimum/constraints.txt
+	.venv-minimum/bin/python -m pip install --quiet "$(TORCH_MINIMUM)"
+	.venv-minimum/bin/python -m pip install --quiet -c .venv-minimum/constraints.txt -r tests/minimum.txt
+	@touch $@
 
 test-trl:  ## Run the tests of examples/trl, in an environment of its own
 test-verl:  ## Run the tests with verl, in an environment of its own
@@ -109,4 +129,4 @@ wheels: setup  ## Build a wheel of every package under dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist $(foreach p,$(PACKAGES),./$(p))
 
 clean:  ## Remove the virtual environment and what runs left behind
-	rm -rf $(VENV) $(addprefix .venv-,$(TRAINERS)) out site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-minimum $(addprefix .venv-,$(TRAINERS)) out site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,10 @@
-"""Names that come from a store may hold what a terminal or a page obeys. Commands show it by escapes."""
+"""What a terminal or a page obeys may be in names of a store. Commands, pages and logs show it by escapes."""
 
 import io
 import os
 import xml.etree.ElementTree as ElementTree
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,10 @@ from rich.console import Console
 from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_core.errors import UnknownPartitionError
+from dataplane_core.spec import UnitInfo
+from dataplane_testkit.chaos import Call, Finding, History
+from dataplane_testkit.chaos.page import page
+from dataplane_testkit.report import Report, Result
 from dataplane_tools._top import Looks, screen
 
 #: An escape sequence that clears a screen, a C1 control, a new line, NUL, an override of direction, markup.
@@ -66,6 +72,23 @@ def test_flow_writes_a_page_that_xml_allows(client, config, tmp_path, capsys):
     page = (tmp_path / "out" / "flow.html").read_text()
     assert "<b>" not in page
     assert all(line.isprintable() for line in page.split("\n"))
+
+
+def test_units_reports_pages_and_logs(client, capsys, caplog, monkeypatch):
+    told = SimpleNamespace(list_units=lambda: [UnitInfo(name=EVIL, state=EVIL, node=EVIL, address=EVIL)])
+    monkeypatch.setattr("dataplane_core.cli._units.attach", lambda path: nullcontext(told))
+    assert main(["units", "config.yaml", "list"]) == 0
+    check(capsys.readouterr().out)
+
+    result = Result(EVIL, EVIL, "core", "fail", EVIL, 0.0)
+    check(Report(EVIL, EVIL, EVIL, 1, EVIL, EVIL, (EVIL,), {EVIL: EVIL}, (result,)).to_markdown())
+    names = {"process": "w0.1", "partition": EVIL, "samples": (EVIL,), "fields": (EVIL,), "error": EVIL}
+    call = Call(number=1, operation="put", begin_s=0.0, **names)
+    found = Finding(rule="puts", text=EVIL, partition=EVIL, samples=(EVIL,), calls=(call,))
+    check(page(EVIL, EVIL, [(found, History(calls=(call,)))], EVIL))
+
+    client.put_samples(["c"], EVIL, {f"{EVIL}2": torch.zeros(1)})
+    check(caplog.text)
 
 
 def test_errors_and_metas(client):

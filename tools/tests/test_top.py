@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,22 +110,36 @@ def test_in_a_pipe_it_refers_to_inspect(tmp_path, capsys):
     assert "needs a terminal. In a pipe, use dataplane inspect." in capsys.readouterr().err
 
 
-def test_in_a_terminal(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, options: {capacity_bytes: 50000000}}")
-    with connect(str(path)) as client:
-        client.register_partition("step-1", ["x"], 16, ["train"])
-        client.put_samples(["a"], "step-1", {"x": torch.zeros(1)})
+def read_until(terminal, text):
+    """What the terminal shows, from now until it shows the text."""
+    seen = ""
+    until = time.monotonic() + 120.0
+    while text not in seen and time.monotonic() < until:
+        if select.select([terminal], [], [], 1.0)[0]:
+            seen += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(terminal, 65536).decode(errors="replace"))
+    assert text in seen
+    return seen
+
+
+def store(path, partition):
+    client = connect(path)
+    client.register_partition(partition, ["x"], 16, ["train"])
+    client.put_samples(["a"], partition, {"x": torch.zeros(1)})
+    return client
+
+
+def test_in_a_terminal_it_waits_for_the_next_store_when_one_ends(tmp_path):
+    path = str(tmp_path / "config.yaml")
+    Path(path).write_text("{backend: shm_store, options: {capacity_bytes: 50000000}}")
+    with store(path, "step-1"):
         pid, terminal = pty.fork()
         if pid == 0:
             os.environ.update(TERM="xterm", COLUMNS="118", LINES="30")
-            os.execv(sys.executable, [sys.executable, "-m", "dataplane_core", "top", str(path)])
-        seen = ""
-        until = time.monotonic() + 120.0
-        while "step-1" not in seen and time.monotonic() < until:
-            if select.select([terminal], [], [], 1.0)[0]:
-                seen += os.read(terminal, 65536).decode(errors="replace")
-        assert re.search(r"written +1/16", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen))
+            os.execv(sys.executable, [sys.executable, "-m", "dataplane_core", "top", path])
+        assert re.search(r"written +1/16", read_until(terminal, "step-1"))
+    read_until(terminal, "waiting for the store: ")
+    with store(path, "step-2"):
+        read_until(terminal, "step-2")
         os.kill(pid, signal.SIGINT)
         while True:  # its last words must be read, or it cannot end
             try:

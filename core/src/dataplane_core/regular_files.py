@@ -17,7 +17,7 @@ def open_regular(path: Path) -> BinaryIO:
     Raises:
         OSError: There is no such file, it cannot be read, or it is a pipe, a socket, a device or a folder.
     """
-    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 # the caller closes it
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()

@@ -138,6 +138,8 @@ def check_column(column: Any, expected: Sequence[torch.Tensor]) -> None:
 
 def items_of(column: Any) -> list[Any]:
     """The items of an object column that was read."""
+    if isinstance(column, list):  # what older versions of tensordict give for td[name]
+        return list(column)
     assert hasattr(column, "tolist"), f"expected a NonTensorStack, got a {type(column).__name__}"
     found: list[Any] = column.tolist()
     return found

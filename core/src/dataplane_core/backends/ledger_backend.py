@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -70,9 +70,11 @@ from dataplane_core.spec import (
     PutRequest,
     RegisterRequest,
     RenewRequest,
+    Request,
     SampleList,
     SetCursorRequest,
     SettleReply,
+    SettleRequest,
     SharedRows,
     WireBatch,
     WireColumn,
@@ -106,6 +108,12 @@ _REFUSALS: Final = (
     UnknownPartitionError,
     UnsupportedOperationError,
 )
+
+
+#: The fields of each command.
+_FIELDS: Final = {kind: tuple(each.name for each in fields(kind)) for kind in commands.COMMANDS}
+
+_C = TypeVar("_C", bound=Command[Any])
 
 
 class CapacityOptions(BaseModel):
@@ -203,23 +211,13 @@ class LedgerBackend(Backend, ABC):
 
     def register_partition(self, request: RegisterRequest) -> PartitionInfo:
         """Opens a partition."""
-        register = commands.Register(
-            request.partition_id,
-            request.fields,
-            request.num_samples,
-            request.consumer_tasks,
-            request.grpo_group_size,
-            request.enums,
-            request.epoch,
-            request.if_exists,
-        )
-        info, freed = self._ledger(request.deadline, register)
+        info, freed = self._ask(commands.Register, request)
         self._collect_if_possible(freed, request.deadline)
         return info
 
     def describe_partition(self, request: DescribeRequest) -> PartitionInfo:
         """Reads a registration."""
-        return self._ledger(request.deadline, commands.Describe(request.partition_id))
+        return self._ask(commands.Describe, request)
 
     def put_samples(self, request: PutRequest) -> PutReply:
         """Reserves, stores and commits. If there is no room, tries again, unless ``on_full`` is ``raise``."""
@@ -238,11 +236,7 @@ class LedgerBackend(Backend, ABC):
             )
         if not request.columns:
             tags = request.tags or [{}] * num_samples
-            put = commands.PutTags(
-                *(request.partition_id, request.sample_ids, tags, request.epoch),
-                request_id=request.request_id,
-                left_s=_left_s(request.deadline),
-            )
+            put = _command(commands.PutTags, request, tags=tags, left_s=_left_s(request.deadline))
             self._ledger(request.deadline, put)
             return
         self._finish_undoing(request.deadline)
@@ -255,7 +249,7 @@ class LedgerBackend(Backend, ABC):
         """Locates the cells and fetches them. Repeats both if the cells were overwritten in between."""
         gone: set[Ref] = set()
         before: Located | None = None
-        locate = commands.Locate(request.partition_id, request.sample_ids, request.fields)
+        locate = _command(commands.Locate, request)
         while True:
             located = self._ledger(request.deadline, locate)
             try:
@@ -279,23 +273,7 @@ class LedgerBackend(Backend, ABC):
 
     def claim(self, request: ClaimRequest) -> Claim:
         """Hands out ready samples."""
-        claim = commands.ClaimSamples(
-            request.partition_id,
-            request.task_name,
-            request.required_fields,
-            request.batch_size,
-            all_or_nothing=request.all_or_nothing,
-            lease_s=request.lease_s,
-            tag_filter=request.tag_filter,
-            token=request.token,
-            holder=request.holder,
-            sampler=request.sampler,
-            dp_rank=request.dp_rank,
-            dp_size=request.dp_size,
-            batch_index=request.batch_index,
-            batch_epoch=request.batch_epoch,
-            explain=request.explain,
-        )
+        claim = _command(commands.ClaimSamples, request)
         wake = request.wake
         if wake is None:
             return self._ledger(request.deadline, claim)
@@ -315,53 +293,50 @@ class LedgerBackend(Backend, ABC):
 
     def renew(self, request: RenewRequest) -> SettleReply:
         """Extends leases."""
-        return self._settle(request, commands.Renew, request.lease_s)
+        return self._settle(request, commands.Renew)
 
     def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:
         """Asks the ledger."""
-        consumed = self._ledger(request.deadline, commands.Consumed(request.partition_id, request.task_names))
-        return ConsumptionReply(consumed=consumed)
+        return ConsumptionReply(consumed=self._ask(commands.Consumed, request))
 
     def clear_samples(self, request: ClearRequest) -> ClearReply:
         """Drops rows, then deletes their payload and what crashed writers left."""
         self._finish_undoing(request.deadline)
-        count, garbage = self._ledger(request.deadline, commands.Clear(request.partition_id, request.sample_ids))
+        count, garbage = self._ask(commands.Clear, request)
         self._collect(garbage, request.deadline)
         return ClearReply(num_samples=count)
 
     def list_samples(self, request: ListRequest) -> SampleList:
         """Lists ids and tags."""
-        listing = commands.ListSamples(request.partition_id, request.tag_filter, request.sample_ids)
-        return self._ledger(request.deadline, listing)
+        return self._ask(commands.ListSamples, request)
 
     def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:
         """Lists the registered partitions."""
-        return self._ledger(request.deadline, commands.ListPartitions())
+        return self._ask(commands.ListPartitions, request)
 
     def inspect_partition(self, request: InspectRequest) -> PartitionDescription:
         """Counts what a partition holds."""
-        return self._ledger(request.deadline, commands.Inspect(request.partition_id))
+        return self._ask(commands.Inspect, request)
 
     def list_fields(self, request: FieldsRequest) -> FieldList:
         """Lists the produced fields of samples."""
-        return self._ledger(request.deadline, commands.ListFields(request.partition_id, request.sample_ids))
+        return self._ask(commands.ListFields, request)
 
     def announce(self, request: AnnounceRequest) -> AnnounceReply:
         """Lists a client."""
-        return self._ledger(request.deadline, commands.Announce(request.client, request.ttl_s))
+        return self._ask(commands.Announce, request)
 
     def list_clients(self, request: ListClientsRequest) -> ClientList:
         """Lists the clients."""
-        return self._ledger(request.deadline, commands.ListClients())
+        return self._ask(commands.ListClients, request)
 
     def export_partition(self, request: ExportRequest) -> PartitionState:
         """Reads cursors and history."""
-        return self._ledger(request.deadline, commands.Export(request.partition_id))
+        return self._ask(commands.Export, request)
 
     def set_cursor(self, request: SetCursorRequest) -> SettleReply:
         """Sets which samples a task has been given."""
-        cursor = commands.SetCursor(request.partition_id, request.task_name, request.sample_ids, request.create)
-        return SettleReply(num_samples=self._ledger(request.deadline, cursor))
+        return SettleReply(num_samples=self._ask(commands.SetCursor, request))
 
     # --- what a storage author may override ---------------------------------------------------------------------------
 
@@ -391,6 +366,10 @@ class LedgerBackend(Backend, ABC):
             self._store(each, bundle.columns, len(bundle.row_bytes), deadline)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
+
+    def _ask(self, kind: type[Command[Reply]], request: Request) -> Reply:
+        """Sends the command that says what the request says."""
+        return self._ledger(request.deadline, _command(kind, request))
 
     def _find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
         """Which refs of a failed read are gone, if the engine did not say. Default: all."""
@@ -469,18 +448,14 @@ class LedgerBackend(Backend, ABC):
         together, *apart = bundles
         splits = [commands.Split(tuple(each.columns), each.row_bytes, each.positions) for each in apart]
         drawn = self._new_write_id(len(request.sample_ids) + sum(len(each.row_bytes) for each in apart))
-        begin = commands.BeginPut(
-            request.partition_id,
-            request.sample_ids,
-            request.specs,
-            together.row_bytes,
-            request.tags,
-            request.epoch,
+        begin = _command(
+            commands.BeginPut,
+            request,
+            row_bytes=together.row_bytes,
             write_id=drawn,
             splits=splits,
             ticket=None if ticket is None else ticket.id,
             ttl_s=_left_s(request.deadline) + _ABANDON_GRACE_S,
-            request_id=request.request_id,
         )
         try:
             write_id = self._begin(begin, bundles, request.deadline)
@@ -535,11 +510,18 @@ class LedgerBackend(Backend, ABC):
         with suppress(Exception):
             self._collect(refs, deadline)
 
-    def _settle(self, request: Any, kind: Callable[..., commands.Settle], *extra: float) -> SettleReply:
-        leased = (request.partition_id, request.task_name, request.sample_ids, request.lease_tokens)
-        settle = kind(*leased, *extra, request_id=request.request_id, left_s=_left_s(request.deadline))
+    def _settle(self, request: SettleRequest, kind: type[commands.Settle]) -> SettleReply:
+        settle = _command(kind, request, tokens=request.lease_tokens, left_s=_left_s(request.deadline))
         self._ledger(request.deadline, settle)
         return SettleReply(num_samples=len(request.sample_ids))
+
+
+def _command(kind: type[_C], request: Request, **others: Any) -> _C:
+    """A command with the fields of a request that have the same names, and others."""
+    for name in _FIELDS[kind]:
+        if name not in others:
+            others[name] = getattr(request, name)
+    return kind(**others)
 
 
 def _left_s(deadline: float) -> float:

@@ -5,9 +5,9 @@ Trainers use it through `dataplane_core.connect`; the registry makes it.
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
 from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
-from dataplane_core.client.checks import check_count, check_seconds
+from dataplane_core.client.checks import check_count
 from dataplane_core.client.client import DataPlaneClient
-from dataplane_core.client.feeds import RENEWED_AFTER, Collate, Feed, Uneven, terms_of
+from dataplane_core.client.feeds import RENEWED_AFTER, Collate, Feed, Terms, Uneven
 from dataplane_core.client.forks import refuse_in_fork
 from dataplane_core.client.overview import common_fields
 from dataplane_core.client.saving import read_to_save
@@ -23,12 +23,11 @@ __all__ = [
     "OperationCancelledError",
     "Stream",
     "StreamBatch",
+    "Terms",
     "Uneven",
     "check_count",
-    "check_seconds",
     "common_fields",
     "read_to_save",
     "refuse_in_fork",
     "stream",
-    "terms_of",
 ]

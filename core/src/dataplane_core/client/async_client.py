@@ -232,9 +232,10 @@ class AsyncDataPlaneClient:
         bound.apply_defaults()
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
         with client._operation("claim_meta", given["partition_id"]):
-            request = client._claim_request(**given)
-            timeout_s = given["timeout_s"] if given["blocking"] else None
-            return (await self._claim_until(request, timeout_s, client._waiters))[0]
+            blocking, timeout_s, batch_index = map(given.pop, ("blocking", "timeout_s", "batch_index"))
+            request = ClaimRequest(all_or_nothing=blocking, deadline=math.inf, **given)
+            client._checked_claim(request, timeout_s, batch_index)
+            return (await self._claim_until(request, timeout_s if blocking else None, client._waiters))[0]
 
     # --- its end ------------------------------------------------------------------------------------------------------
 

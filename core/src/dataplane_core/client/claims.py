@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -128,20 +129,20 @@ class Claims(Overview):
             ['p0_g0', 'p0_g1']
         """
         with self._operation("claim_meta", partition_id):
-            request = self._claim_request(
-                partition_id,
-                task_name,
-                required_fields,
-                batch_size,
-                dp_rank,
-                blocking,
-                timeout_s,
-                lease_s,
-                tag_filter,
-                sampler,
-                dp_size,
-                batch_index,
+            request = ClaimRequest(
+                partition_id=partition_id,
+                task_name=task_name,
+                required_fields=required_fields,  # type: ignore[arg-type] # `_checked_claim` makes a list of it
+                batch_size=batch_size,
+                all_or_nothing=blocking,
+                lease_s=lease_s,
+                tag_filter=tag_filter,  # type: ignore[arg-type] # and brings this into its full form
+                sampler=sampler,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                deadline=math.inf,
             )
+            self._checked_claim(request, timeout_s, batch_index)
             return self._claim_until(request, timeout_s if blocking else None, self._waiters)[0]
 
     def ack(self, meta: KVBatchMeta) -> None:
@@ -221,55 +222,30 @@ class Claims(Overview):
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
-    def _claim_request(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: Sequence[str],
-        batch_size: int,
-        dp_rank: int | None,
-        blocking: bool,
-        timeout_s: float,
-        lease_s: float | None,
-        tag_filter: TagFilter | None,
-        sampler: Sampler,
-        dp_size: int | None,
-        batch_index: int | None,
-    ) -> ClaimRequest:
-        """Checks the arguments of `claim_meta`."""
+    def _checked_claim(self, request: ClaimRequest, timeout_s: float, batch_index: int | None) -> ClaimRequest:
+        """Checks a request of the arguments of `claim_meta`, and completes it. Changes and returns it."""
         self._require(Capability.CLAIMS, "claim_meta")
-        check_name("partition_id", partition_id)
-        check_name("task_name", task_name)
-        check_sampler(sampler, dp_rank, dp_size, batch_index)
-        if sampler != "first_write" or dp_rank is not None:
+        check_name("partition_id", request.partition_id)
+        check_name("task_name", request.task_name)
+        check_sampler(request.sampler, request.dp_rank, request.dp_size, batch_index)
+        if request.sampler != "first_write" or request.dp_rank is not None:
             self._require(Capability.SAMPLERS, "claim_meta(sampler=..., dp_rank=...)")
-        with self._state:
-            counted = self._batches.get((partition_id, task_name, dp_rank), (None, 0))
-        batch_epoch, index = counted if batch_index is None else (None, batch_index)
-        names = check_names("required_fields", required_fields)
-        check_count("batch_size", batch_size)
+        if batch_index is None:
+            with self._state:
+                key = (request.partition_id, request.task_name, request.dp_rank)
+                request.batch_epoch, request.batch_index = self._batches.get(key, (None, 0))
+        else:
+            request.batch_index = batch_index
+        request.required_fields = check_names("required_fields", request.required_fields)
+        check_count("batch_size", request.batch_size)
         check_seconds("timeout_s", timeout_s, at_least_zero=True)
-        if lease_s is not None:
+        if request.lease_s is not None:
             self._require(Capability.LEASES, "claim_meta(lease_s=...)")
-            check_seconds("lease_s", lease_s)
-        condition = check_tag_filter(tag_filter)
-        if condition is not None:
+            check_seconds("lease_s", request.lease_s)
+        request.tag_filter = check_tag_filter(request.tag_filter)
+        if request.tag_filter is not None:
             self._require(Capability.TAG_FILTERS, "claim_meta(tag_filter=...)")
-        return ClaimRequest(
-            partition_id=partition_id,
-            task_name=task_name,
-            required_fields=names,
-            batch_size=batch_size,
-            all_or_nothing=blocking,
-            lease_s=lease_s,
-            tag_filter=condition,
-            sampler=sampler,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            batch_index=index,
-            batch_epoch=batch_epoch,
-            deadline=float("inf"),
-        )
+        return request
 
     def _claim_until(
         self,

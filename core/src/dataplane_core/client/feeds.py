@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +29,13 @@ from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Claim, ClaimRequest
 
-__all__ = ["RENEWED_AFTER", "AsyncFeed", "Collate", "Feed", "Item", "Terms", "Uneven", "terms_of"]
+__all__ = ["RENEWED_AFTER", "AsyncFeed", "Collate", "Feed", "Item", "Terms", "Uneven"]
 
 #: The batches of a rank in turn: those that the client was not given yet.
 _IN_TURN: Final = repeat(None)
+
+#: Which arguments of `DataPlaneClient.claim_meta` a stream passes on.
+_CLAIM_ARGUMENTS: Final = {"dp_rank", "tag_filter", "sampler", "dp_size"}
 
 #: A lease is renewed after this share of it.
 RENEWED_AFTER: Final = 1 / 3
@@ -47,18 +50,41 @@ Uneven: TypeAlias = Literal["equal", "drop", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a stream claims and reads, and how; the same for all kinds of streams."""
+    """The arguments of `stream`; those of all kinds of streams. ``claim`` are the further ones of ``claim_meta``."""
 
-    claim: dict[str, Any]  # the arguments of claim_meta, but for its timeout
+    partition_id: str
+    task_name: str
     fields: list[str]
+    batch_size: int
+    lease_s: float
     prefetch: int
-    timeout_s: float
     collate: Collate
-    uneven: Uneven
+    timeout_s: float
+    uneven: Uneven | None
+    claim: Mapping[str, Any]
+    most_held_s: float = math.inf  # after which a batch that is not acked is given back
+
+    def __post_init__(self) -> None:
+        check_seconds("lease_s", self.lease_s)
+        check_seconds("timeout_s", self.timeout_s, at_least_zero=True)
+        if self.most_held_s != math.inf:
+            check_seconds("most_held_s", self.most_held_s)
+        if self.prefetch != 0:
+            check_count("prefetch", self.prefetch)
+        if not self.claim.keys() <= _CLAIM_ARGUMENTS:
+            raise InvalidRequestError(
+                f"of claim_meta only {sorted(_CLAIM_ARGUMENTS)} can be given here, got {sorted(self.claim)}."
+            )
+        if self.uneven is not None and self.uneven not in get_args(Uneven):
+            raise InvalidRequestError(f"uneven must be one of {', '.join(get_args(Uneven))}, got {self.uneven!r}.")
+        if self.uneven is not None and self.dp_size is None:
+            raise InvalidRequestError(
+                "uneven says what ranks do that get no samples: it needs a dp_rank and a dp_size."
+            )
 
     @property
-    def lease_s(self) -> float:
-        return float(self.claim["lease_s"])
+    def dp_size(self) -> int | None:
+        return self.claim.get("dp_size")
 
     @property
     def renewed_after_s(self) -> float:
@@ -70,7 +96,17 @@ class Terms:
         Raises:
             DataPlaneError: The arguments are refused.
         """
-        return client._claim_request(**self.claim, blocking=True, timeout_s=self.timeout_s, batch_index=batch_index)
+        request = ClaimRequest(
+            partition_id=self.partition_id,
+            task_name=self.task_name,
+            required_fields=self.fields,
+            batch_size=self.batch_size,
+            all_or_nothing=True,
+            lease_s=self.lease_s,
+            deadline=math.inf,
+            **self.claim,
+        )
+        return client._checked_claim(request, self.timeout_s, batch_index)
 
     def is_given(self, claim: Claim) -> bool:
         """Whether the loop gets a batch. All ranks decide the same.
@@ -78,13 +114,12 @@ class Terms:
         Raises:
             InvalidRequestError: Some ranks get no samples, and ``uneven`` is "error".
         """
-        dp_size = self.claim["dp_size"]
-        if self.uneven == "equal" or claim.num_ranks in (None, dp_size):
+        if self.uneven in (None, "equal") or claim.num_ranks in (None, self.dp_size):
             return True
         if self.uneven == "error":
             raise InvalidRequestError(
-                f"stream('{self.claim['partition_id']}', '{self.claim['task_name']}') ended: the samples that are left "
-                f"give a batch to {claim.num_ranks} of {dp_size} ranks. They were given back.",
+                f"stream('{self.partition_id}', '{self.task_name}') ended: the samples that are left give a batch to "
+                f"{claim.num_ranks} of {self.dp_size} ranks. They were given back.",
                 hint="With uneven='equal' the other ranks get an empty batch; with 'drop' none gets these samples.",
             )
         return False
@@ -98,57 +133,13 @@ class Item:
     batch: Any
 
 
-def terms_of(
-    partition_id: str,
-    task_name: str,
-    fields: Sequence[str],
-    batch_size: int,
-    *,
-    lease_s: float,
-    prefetch: int,
-    collate: Collate,
-    timeout_s: float,
-    uneven: Uneven | None,
-    claim: Mapping[str, Any],
-) -> Terms:
-    """Checks the arguments of `stream`, as far as that needs no client."""
-    check_seconds("lease_s", lease_s)
-    check_seconds("timeout_s", timeout_s, at_least_zero=True)
-    if prefetch != 0:
-        check_count("prefetch", prefetch)
-    defaults = {"dp_rank": None, "tag_filter": None, "sampler": "first_write", "dp_size": None}
-    if not claim.keys() <= defaults.keys():
-        raise InvalidRequestError(f"of claim_meta only {sorted(defaults)} can be given here, got {sorted(claim)}.")
-    if uneven is not None and uneven not in get_args(Uneven):
-        raise InvalidRequestError(f"uneven must be one of {', '.join(get_args(Uneven))}, got {uneven!r}.")
-    if uneven is not None and claim.get("dp_size") is None:
-        raise InvalidRequestError("uneven needs a dp_rank and a dp_size: it says what ranks do that get no samples.")
-    names = list(fields)
-    arguments = {
-        "partition_id": partition_id,
-        "task_name": task_name,
-        "required_fields": names,
-        "batch_size": batch_size,
-        "lease_s": lease_s,
-        **defaults,
-        **claim,
-    }
-    return Terms(arguments, names, prefetch, timeout_s, collate, uneven or "equal")
-
-
 class _AnyFeed:
     """What `Feed` and `AsyncFeed` share. Feeds do not refer to their streams, so that these can be collected."""
 
-    def __init__(
-        self,
-        client: DataPlaneClient,
-        terms: Terms,
-        most_held_s: float = math.inf,
-        batch_indexes: Iterable[int | None] = _IN_TURN,
-    ) -> None:
+    def __init__(self, client: DataPlaneClient, terms: Terms, batch_indexes: Iterable[int | None] = _IN_TURN) -> None:
         self._sync = client
         self._terms = terms
-        self._held = HeldMetas(client, terms.lease_s, most_held_s)
+        self._held = HeldMetas(client, terms.lease_s, terms.most_held_s)
         self._waiters = Waiters("the stream or its client was closed while the next batch was waited for.")
         self._asked_at = math.inf  # since when `next` waits; infinity: it does not
         self._ended = False
@@ -159,7 +150,7 @@ class _AnyFeed:
         """The request of the next claim, which waits while the ``with`` lasts."""
         client, terms = self._sync, self._terms
         with (
-            client._operation("claim_meta", terms.claim["partition_id"]),
+            client._operation("claim_meta", terms.partition_id),
             client._waiters.waiting(self._waiters.close),
         ):
             yield terms.request(client, next(self._batch_indexes))
@@ -205,7 +196,6 @@ class Feed(_AnyFeed):
     Args:
         client: Claims and reads.
         terms: What it claims and reads.
-        most_held_s: Seconds after which a batch that is not acked is given back.
         batch_indexes: Which batches of a rank it claims. Default: those that the client was not given yet.
         closes: Whether the client ends with the feed.
     """
@@ -215,11 +205,10 @@ class Feed(_AnyFeed):
         client: DataPlaneClient,
         terms: Terms,
         *,
-        most_held_s: float = math.inf,
         batch_indexes: Iterable[int | None] = _IN_TURN,
         closes: bool = False,
     ) -> None:
-        super().__init__(client, terms, most_held_s, batch_indexes)
+        super().__init__(client, terms, batch_indexes)
         self._closes = closes
         self._told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whether to end now
         self._ready: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()

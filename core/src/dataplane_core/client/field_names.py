@@ -8,7 +8,7 @@ from typing import Final
 
 from dataplane_core import schema
 from dataplane_core.entry_points import nearest
-from dataplane_core.errors import InvalidRequestError, preview
+from dataplane_core.errors import InvalidRequestError, preview, printable
 from dataplane_core.spec import PartitionInfo
 
 __all__ = ["FieldNames"]
@@ -72,4 +72,4 @@ class FieldNames:
             raise InvalidRequestError(
                 f"{where} refused: {told}{end}", hint="Register the field, or leave strict_fields out of the config."
             )
-        _log.warning("%s: %s If it is right, register it.", where, told)
+        _log.warning("%s", printable(f"{where}: {told} If it is right, register it."))

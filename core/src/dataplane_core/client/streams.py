@@ -10,7 +10,7 @@ from typing import Any, Self, overload
 
 from dataplane_core.client.async_client import AsyncDataPlaneClient
 from dataplane_core.client.client import DataPlaneClient
-from dataplane_core.client.feeds import AsyncFeed, Collate, Feed, Item, Terms, Uneven, terms_of
+from dataplane_core.client.feeds import AsyncFeed, Collate, Feed, Item, Terms, Uneven
 from dataplane_core.meta import KVBatchMeta
 
 __all__ = ["AsyncStream", "Stream", "StreamBatch", "stream"]
@@ -130,18 +130,8 @@ def stream(
         True
         >>> client.close()
     """
-    terms = terms_of(
-        partition_id,
-        task_name,
-        fields,
-        batch_size,
-        lease_s=lease_s,
-        prefetch=prefetch,
-        collate=collate or StreamBatch,
-        timeout_s=timeout_s,
-        uneven=uneven,
-        claim=claim,
-    )
+    batch = collate or StreamBatch
+    terms = Terms(partition_id, task_name, list(fields), batch_size, lease_s, prefetch, batch, timeout_s, uneven, claim)
     kind = AsyncStream if isinstance(client, AsyncDataPlaneClient) else Stream
     return kind(client, terms)  # type: ignore[arg-type]
 

@@ -97,14 +97,14 @@ def _items(what: str, column: Any) -> list[Any]:
 
     column = _joined(column)
     if not _holds_extensions(what, column.type):
-        return column.to_pylist()  # type: ignore[no-any-return]
+        return column.to_pylist()  # type: ignore[no-any-return] # pyarrow has no types
     if column.null_count:
         known = iter(_items(what, column.drop_null()))
         return [next(known) if valid else None for valid in column.is_valid().to_pylist()]
     if isinstance(column.type, pa.BaseExtensionType):
         found = _values_of_extension(what, column, {})
         if not isinstance(found, torch.Tensor):
-            return found  # type: ignore[no-any-return]
+            return found  # type: ignore[no-any-return] # pyarrow has no types
         return found.tolist() if found.dim() == 1 else list(found.unbind())
     if _is_list(column.type):
         values = iter(_items(what, column.flatten()))

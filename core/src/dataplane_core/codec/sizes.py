@@ -47,7 +47,7 @@ def cell_nbytes(column: WireColumn | SharedRows, num_samples: int) -> Any:
             return np.fromiter(map(len, column), dtype=np.int64, count=len(column))
         return np.fromiter((_item_nbytes(item) for item in column), dtype=np.int64, count=len(column))
     if column.is_nested:
-        values, offsets = column.values(), column.offsets()  # type: ignore[attr-defined]
+        values, offsets = column.values(), column.offsets()  # type: ignore[attr-defined] # torch's stubs lack them
         row = values.element_size() * (values[:1].numel() if values.shape[0] else 0)
         return offsets.diff().numpy() * row
     return column.nbytes // max(num_samples, 1)

@@ -364,7 +364,7 @@ def _check_frames(name: str, column: Any, num_samples: int) -> Sequence[BytesLik
         if not isinstance(each, (bytes, bytearray, memoryview)):
             raise _mismatch(name, f"a {type(each).__name__}", "frames: bytes, bytearray or memoryview")
     _check_count(name, len(column), num_samples)
-    return column  # type: ignore[no-any-return]
+    return column  # type: ignore[no-any-return] # a backend's column is of any type; it was looked at above
 
 
 def _decode_objects(name: str, column: Any, num_samples: int, wire: WireFormat, allow_pickle: bool) -> NonTensorStack:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from dataplane_core.client import Collate, DataPlaneClient, Feed, StreamBatch, Uneven, check_seconds, terms_of
+from dataplane_core.client import Collate, DataPlaneClient, Feed, StreamBatch, Terms, Uneven
 from dataplane_core.config import load_config
 from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
@@ -76,20 +76,19 @@ class StreamingDataset(IterableDataset[StreamBatch]):
         super().__init__()
         self._client = config if isinstance(config, DataPlaneClient) else None
         self._config = None if self._client is not None else load_config(config)
-        check_seconds("most_held_s", most_held_s)
-        self._most_held_s = most_held_s
         collate = StreamBatch if collate is None else partial(_collated, collate)
-        self._terms = terms_of(
+        self._terms = Terms(
             partition_id,
             task_name,
-            fields,
+            list(fields),
             batch_size,
-            lease_s=lease_s,
-            prefetch=0,
-            collate=collate,
-            timeout_s=timeout_s,
-            uneven=uneven,
-            claim=claim,
+            lease_s,
+            0,
+            collate,
+            timeout_s,
+            uneven,
+            claim,
+            most_held_s,
         )
         self._feed: Feed | None = None
 
@@ -98,9 +97,9 @@ class StreamingDataset(IterableDataset[StreamBatch]):
         client = self._client or connect(self._config, bootstrap=False)
         worker = get_worker_info()
         options: dict[str, Any] = {}
-        if worker is not None and self._terms.claim["dp_rank"] is not None:
+        if worker is not None and self._terms.claim.get("dp_rank") is not None:
             options["batch_indexes"] = itertools.count(worker.id, worker.num_workers)
-        self._feed = Feed(client, self._terms, most_held_s=self._most_held_s, closes=self._client is None, **options)
+        self._feed = Feed(client, self._terms, closes=self._client is None, **options)
         yield from self._feed.batches()
 
     def loader(self, client: DataPlaneClient, num_workers: int = 0, **options: Any) -> StreamingLoader:
@@ -123,7 +122,7 @@ class StreamingDataset(IterableDataset[StreamBatch]):
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` checks. What was trained on is in the store, which `DataPlaneClient.save` saves."""
-        return {"partition_id": self._terms.claim["partition_id"], "task_name": self._terms.claim["task_name"]}
+        return {"partition_id": self._terms.partition_id, "task_name": self._terms.task_name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Checks that a state is of the same partition and task. The next iteration gives what was not acked.
@@ -138,8 +137,7 @@ class StreamingDataset(IterableDataset[StreamBatch]):
         return {**self.__dict__, "_feed": None}
 
     def __repr__(self) -> str:
-        claim = self._terms.claim
-        return f"<StreamingDataset partition {claim['partition_id']!r}, task {claim['task_name']!r}>"
+        return f"<StreamingDataset partition {self._terms.partition_id!r}, task {self._terms.task_name!r}>"
 
 
 class StreamingLoader:

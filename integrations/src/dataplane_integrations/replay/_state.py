@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-from dataplane_core.errors import DataPlaneError, InvalidRequestError, preview
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, preview, printable
 from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.attach import DataPlaneClientMixin, DataPlaneSource
@@ -267,7 +267,7 @@ class BufferState(DataPlaneClientMixin):
             _log.warning(
                 "'%s': %d groups were dropped without being trained on. At weight version %d they are too old for %r. "
                 "Their prompts are %s.",
-                self.partition_id,
+                printable(self.partition_id),
                 self._num_late,
                 self._weight_version,
                 self._policy,

@@ -16,7 +16,14 @@ from typing import Any, Final, Protocol
 
 from dataplane_core.batch import BatchedDataDict, read_columns, write_columns
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import ConfigError, InvalidRequestError, LostSamplesError, UnknownPartitionError, preview
+from dataplane_core.errors import (
+    ConfigError,
+    InvalidRequestError,
+    LostSamplesError,
+    UnknownPartitionError,
+    preview,
+    printable,
+)
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.plugins import connect
 from dataplane_core.schema import (
@@ -495,7 +502,7 @@ class DataPlanePolicy:
             _log.warning(
                 "the rows of '%s' have %s, which the workers do not read: name them in %s_fields, or set router_replay "
                 "for '%s'.",
-                meta.partition_id,
+                printable(meta.partition_id),
                 preview(left_out),
                 stage,
                 ROUTED_EXPERTS_FIELD,

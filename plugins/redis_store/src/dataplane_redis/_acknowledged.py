@@ -27,6 +27,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     StalePartitionError,
     preview,
+    printable,
 )
 from dataplane_redis._link import Link
 from dataplane_redis._protocol import Command, is_temporary_refusal, pack
@@ -320,7 +321,7 @@ class Acknowledgements:
             self._noted = deque(each for each in self._noted if id(each[0]) not in gone)
             self._num_samples = sum(len(call.sample_ids) for _, call in self._noted)
             self._lost += calls
-            _log.error("the store went back to an older state, without %s", _shown(calls))
+            _log.error("the store went back to an older state, without %s", printable(_shown(calls)))
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:

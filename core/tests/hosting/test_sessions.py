@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import socket
 import threading
 import time
@@ -314,32 +313,6 @@ def test_a_session_with_a_key_of_another_host_is_refused(hosted):
     session.welcome.key = "of another"
     with pytest.raises(LostReplyError):
         partitions(session)
-    session.close()
-
-
-def test_a_host_without_file_descriptors_serves_on_and_accepts_later(hosted):
-    address = hosted[2]
-    session = session_with(address)
-    register(session)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held = []
-    with ThreadPoolExecutor(1) as pool:
-        late = address.connect(soon())
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 2, hard))
-            with contextlib.suppress(OSError):
-                while True:
-                    held.append(os.dup(0))
-            for _ in range(20):
-                assert partitions(session) == ["p"]
-        finally:
-            for each in held:
-                os.close(each)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        late.close()
-        later = pool.submit(session_with, address).result()
-    assert partitions(later) == ["p"]
-    later.close()
     session.close()
 
 

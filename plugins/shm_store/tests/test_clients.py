@@ -233,15 +233,6 @@ except ConnectionError:
     assert done.stdout == "True\n", done.stderr
 
 
-def test_what_is_no_request_ends_only_that_connection(owner):
-    connection = owner._backend._session
-    channel = connection._take("the test's", time.monotonic() + WAIT_S)
-    channel.sendall(bytes([2, 0, 0, 0, 250, 250]))
-    assert channel.recv(10) == b""
-    channel.close()
-    put(owner)
-
-
 # --- several at once --------------------------------------------------------------------------------------------------
 
 

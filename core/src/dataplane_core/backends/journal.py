@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn, Protocol, cast
 
-from dataplane_core.backends.journal_records import DIGEST_BYTES, READABLE, Begin, Plan, Record, Snapshot
+from dataplane_core.backends.journal_records import DIGEST_BYTES, VERSION, Begin, Plan, Record, Snapshot
 from dataplane_core.backends.snapshot import ChunkGoneError, SnapshotReader, head
 from dataplane_core.errors import (
     BackendError,
@@ -441,7 +441,7 @@ class Journal:
                         hint="Call again: the next call goes on from there.",
                     )
             first = loading.head
-            if first is None or first["v"] not in READABLE or first["store"] != named.store:
+            if first is None or first["v"] != VERSION or first["store"] != named.store:
                 raise ValueError("its head is of another store or version")
             if not (fits(first["seq"], int) and fits(first["prev"], bytes) and fits(loading.tail, Sequence[bytes])):
                 raise ValueError("its head or its records hold what they cannot hold")

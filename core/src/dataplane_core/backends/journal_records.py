@@ -40,7 +40,6 @@ from dataplane_core.spec import FieldSpec, fits
 __all__ = [
     "DIGEST_BYTES",
     "OPS",
-    "READABLE",
     "VERSION",
     "Begin",
     "Plan",
@@ -50,10 +49,8 @@ __all__ = [
     "unseal",
 ]
 
-#: The version of the format that this module writes.
+#: The version of the format.
 VERSION: Final = 7
-#: The versions that it reads.
-READABLE: Final = (3, 4, 5, 6, VERSION)
 #: Length of a digest.
 DIGEST_BYTES: Final = 16
 _OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or begin a new store."
@@ -147,28 +144,6 @@ _ALL: Final[tuple[type[Command[Any]], ...]] = (Begin, Plan, Snapshot, *commands.
 _CLASSES: Final = {each.op: each for each in _ALL if not each.reads}
 #: Op -> the fields that a record of it holds, in order.
 OPS: Final[Mapping[str, Mapping[str, _Kind]]] = {op: _kinds(each) for op, each in _CLASSES.items()}
-#: Version -> op -> fields that this version and earlier ones do not have, with their values there.
-_ABSENT: Final[Mapping[int, Mapping[str, Mapping[str, Any]]]] = {
-    3: {commands.BeginPut.op: {"splits": []}},
-    4: {
-        commands.Register.op: {"if_exists": "replace"},
-        commands.ClaimSamples.op: {
-            "sampler": "first_write",
-            "dp_rank": None,
-            "dp_size": None,
-            "batch_index": 0,
-            "batch_epoch": None,
-        },
-    },
-    5: {
-        commands.BeginPut.op: {"request_id": None},
-        **{
-            each.op: {"request_id": None, "left_s": 0.0}
-            for each in (commands.PutTags, commands.Ack, commands.Nack, commands.Renew)
-        },
-        commands.Expire.op: {"done": []},
-    },
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,21 +179,19 @@ class Record:
         """
         body = unseal(data)
         if body is None:
-            _refuse_other_version(data, seq)
             raise CorruptDataError(
                 f"journal record {seq} cannot be read: its {len(data)} bytes do not agree with their digest."
             )
         try:
             held = unpack_msgpack(body)
-            readable = held["v"] in READABLE
+            version = held["v"]
         except (ValueError, TypeError, KeyError) as error:
             raise _unreadable(seq, error) from error
-        if not readable:
-            _refuse_version(held["v"], seq)
+        if version != VERSION:
+            raise CorruptDataError(
+                f"journal record {seq} is of version {version}. Expected {VERSION}.", hint=_OTHER_VERSION_HINT
+            )
         try:
-            for version, absent in _ABSENT.items():
-                if held["v"] <= version:
-                    held.update(absent.get(held["op"], {}))
             kinds = OPS[held["op"]]
             known = {name: kind.unpack(_typed(name, held[name], kind)) for name, kind in kinds.items()}
             unknown = held.keys() - known.keys() - {"v", "seq", "prev", "op"}
@@ -253,20 +226,3 @@ def _typed(name: str, value: Any, kind: _Kind) -> Any:
     if not fits(value, kind.form):
         raise TypeError(f"{name} holds what it cannot hold")
     return value
-
-
-def _refuse_other_version(data: bytes, seq: int) -> None:
-    """Raises if the record has the format of versions before 3: a list whose first item is the version."""
-    try:
-        held = unpack_msgpack(data, ext_hook=lambda code, content: content)
-    except (ValueError, TypeError):
-        return
-    if isinstance(held, list) and held and isinstance(held[0], int):
-        _refuse_version(held[0], seq)
-
-
-def _refuse_version(version: Any, seq: int) -> None:
-    raise CorruptDataError(
-        f"journal record {seq} is of version {version}. Expected {', '.join(map(str, READABLE[:-1]))} or {VERSION}.",
-        hint=_OTHER_VERSION_HINT,
-    )

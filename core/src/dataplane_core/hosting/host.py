@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from dataplane_core.hosting.messages import CallId, ClaimOrWait, Messages, StopWaiting
 from dataplane_core.ledger import Command, Reply, commands
@@ -107,23 +107,17 @@ class LedgerHost(Host):
     """
 
     messages = Messages()
+    #: Type of a request -> its handler. All other requests are commands, which go to the ledger as they are.
+    handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any, Any], Any]]] = {}
 
     def __init__(self, service: Service) -> None:
         super().__init__()
         self._service = service
 
     def answer(self, request: Any, client: Client, call: CallId | None = None) -> Any:
-        """Answers a command of the ledger, or a request of this wing."""
-        match request:
-            case ClaimOrWait():
-                return self._claim_or_wait(request.claim, client)
-            case StopWaiting():
-                client.waits.discard(request.token)
-                return self._service.stop_waiting(request.token)
-            case commands.WaitForRoom():
-                (client.tickets.add if request.wait_s > 0 else client.tickets.discard)(request.ticket)
-                return self._service.call(request, partial(client.wake, request.ticket))
-        return self._service.call(request)
+        """Answers a command of the ledger, or a request that has a handler."""
+        handler = self.handlers.get(type(request))
+        return self._service.call(request) if handler is None else handler(self, request, client)
 
     def end_session(self, client: Client) -> None:
         """Gives up what the client waited for: others get the samples, and the room."""
@@ -133,9 +127,25 @@ class LedgerHost(Host):
         for ticket in client.tickets:
             self._service.call(commands.WaitForRoom(ticket, 0, wait_s=0.0))
 
-    def _claim_or_wait(self, claim: commands.ClaimSamples, client: Client) -> Claim:
+    def _claim_or_wait(self, request: ClaimOrWait, client: Client) -> Claim:
+        claim = request.claim
         client.waits.discard(claim.token)
         found = self._service.call(claim, partial(client.wake, claim.token))
         if not (found.answered or claim.explain):
             client.waits.add(claim.token)
         return found
+
+    def _stop_waiting(self, request: StopWaiting, client: Client) -> None:
+        client.waits.discard(request.token)
+        self._service.stop_waiting(request.token)
+
+    def _wait_for_room(self, request: commands.WaitForRoom, client: Client) -> None:
+        (client.tickets.add if request.wait_s > 0 else client.tickets.discard)(request.ticket)
+        self._service.call(request, partial(client.wake, request.ticket))
+
+
+LedgerHost.handlers = {
+    ClaimOrWait: LedgerHost._claim_or_wait,
+    StopWaiting: LedgerHost._stop_waiting,
+    commands.WaitForRoom: LedgerHost._wait_for_room,
+}

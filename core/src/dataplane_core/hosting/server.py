@@ -114,18 +114,28 @@ class Server:
             if self._accept_at is not None and now >= self._accept_at:
                 self._selector.register(self._listener, selectors.EVENT_READ)
                 self._accept_at = None
-            for stranger in [each for each in self._strangers if now >= each.until]:
-                self._drop(stranger)
+            if self._strangers:
+                for stranger in [each for each in self._strangers if now >= each.until]:
+                    self._drop(stranger)
             looks = self._strangers or self._accept_at is not None
-            for key, events in self._selector.select(_LOOK_S if looks else None):
-                if key.fileobj is self._listener:
+            ready = self._selector.select(_LOOK_S if looks else None)
+            for key, events in ready:
+                connection: _Connection | None = key.data
+                if connection is None:
+                    if key.fileobj is self._closed:
+                        self._end()
+                        return
                     self._accept()
-                elif key.fileobj is self._closed:
-                    self._end()
-                    return
-                else:
-                    self._try(key.data, partial(self._serve, key.data, events))
-            self._reply()
+                    continue
+                try:
+                    if events & selectors.EVENT_READ:
+                        self._read(connection)
+                    if events & selectors.EVENT_WRITE and connection.unsent:
+                        self._send(connection, b"")
+                except Exception as error:
+                    self._fail(connection, error)
+            if self._replies:
+                self._reply()
 
     def close(self) -> None:
         """Ends all connections and `run`. From another thread."""
@@ -137,14 +147,11 @@ class Server:
         self._selector.close()
         self._listener.close()
 
-    def _try(self, connection: _Connection, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except (OSError, EOFError, msgspec.MsgspecError):  # the client is gone, or none of ours
-            self._drop(connection)
-        except Exception:  # no message of one client may end the service of all
-            _log.exception("a client's connection is closed")
-            self._drop(connection)
+    def _fail(self, connection: _Connection, error: Exception) -> None:
+        """Ends a connection. No message of one client may end the service of all."""
+        if not isinstance(error, (OSError, EOFError, msgspec.MsgspecError)):  # else the client is gone, or none of ours
+            _log.error("a client's connection is closed", exc_info=error)
+        self._drop(connection)
 
     # --- connections --------------------------------------------------------------------------------------------------
 
@@ -183,12 +190,6 @@ class Server:
         if connection.begins and connection.client is not None:
             connection.begins = False
             self._host.end_session(connection.client)
-
-    def _serve(self, connection: _Connection, events: int) -> None:
-        if events & selectors.EVENT_WRITE:
-            self._send(connection, b"")
-        if events & selectors.EVENT_READ:
-            self._read(connection)
 
     def _read(self, connection: _Connection) -> None:
         try:
@@ -232,13 +233,14 @@ class Server:
 
     def _reply(self) -> None:
         """Sends the replies to all requests that had arrived together."""
-        if not self._replies:
-            return
         self._host.settle()
         replies, self._replies = self._replies, []
         for connection, reply in replies:
             if connection.channel.fileno() >= 0:  # else it was dropped
-                self._try(connection, partial(self._send, connection, reply))
+                try:
+                    self._send(connection, reply)
+                except Exception as error:
+                    self._fail(connection, error)
 
     def _welcome(self, connection: _Connection, hello: Hello) -> None:
         mine, theirs = self._token[:HALF_BYTES], self._token[HALF_BYTES:]

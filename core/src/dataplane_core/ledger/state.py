@@ -71,7 +71,7 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "task_name": str,
         "dp_rank": int,
         "indexes": Sequence[int],
-        "batches": Sequence[tuple[Sequence[str], str | None, bool] | None],
+        "batches": Sequence[tuple[Sequence[str], str | None, bool]],
         "last_seqs": Sequence[int],
         "num_ranks": Sequence[int | None],
         "gone": Sequence[int],
@@ -105,11 +105,8 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
     "garbage": {"refs": Sequence[tuple[bytes, Sequence[int]]], "put": bytes | None},
     "done": {"kept": int, "first": int, "request_ids": Sequence[str], "left_s": float},
 }
-#: What earlier versions of the format lack.
-_ABSENT: Final = {("writes", "num_sharers"), ("writes", "open"), ("partition", "num_cleared")} | {
-    *(("rows", "ages_s"), ("pending", "splits"), ("pending", "ttl_s"), ("pending", "request_id"), ("garbage", "put")),
-    *(("batches", "last_seqs"), ("batches", "gone"), ("batches", "num_ranks"), ("batches", "ended")),
-}
+#: What a section may lack.
+_ABSENT: Final = {("writes", "open"), ("batches", "num_ranks"), ("batches", "ended")}
 _HOLD: Final[Mapping[str, Any]] = {
     "task_name": str,
     "token": str,
@@ -210,11 +207,10 @@ class StateReader:
             ledger._next_seq = section["next_seq"]
             ledger.held_bytes = section["held_bytes"]
         elif part == "writes":
-            shared = section.get("num_sharers") or [[]] * len(section["write_ids"])  # none in version 3 of the format
-            opened = section.get("open") or [[]] * len(section["write_ids"])  # none in version 7 of the format
-            names = ("write_ids", "fields", "row_bytes", "num_live")
-            columns = zip(_columns(section, *names), shared, opened, strict=True)
-            for (each, fields, row_bytes, num_live), num_sharers, some in columns:
+            opened = section.get("open") or [[]] * len(section["write_ids"])
+            names = ("write_ids", "fields", "row_bytes", "num_live", "num_sharers")
+            columns = zip(_columns(section, *names), opened, strict=True)
+            for (each, fields, row_bytes, num_live, num_sharers), some in columns:
                 write_id = unpack_write_id(each)
                 self._write_ids.append(write_id)
                 slots = slots_of(tuple(fields))
@@ -227,13 +223,13 @@ class StateReader:
             partition.seen.update(section["sample_ids"])
         elif part == "batches" and partition is not None:
             key = (section["task_name"], section["dp_rank"])
-            partition.batches[key] = _restore_batches(section, ledger._next_seq - 1)
+            partition.batches[key] = _restore_batches(section)
         elif part == "rows" and partition is not None:
             _restore_rows(partition, section, self._write_ids, now)
         elif part == "pending":
             ledger._pending[unpack_write_id(section["write_id"])] = _restore_pending(ledger, section, now)
         elif part == "garbage":
-            put = section.get("put")  # none in version 3 of the format
+            put = section["put"]
             ledger._garbage.update(
                 dict.fromkeys(unpack_refs(section["refs"]), None if put is None else unpack_write_id(put))
             )
@@ -293,7 +289,7 @@ def _partition_state(partition: Partition, places: Mapping[int, int], now: float
         "epoch": info.epoch,
         **info.registration(),
         "specs": {name: spec.to_text() for name, spec in partition.specs.items()},
-        "poisoned_groups": sorted(partition.broken_groups),  # the name of this key in version 3 of the format
+        "poisoned_groups": sorted(partition.broken_groups),
         "version": partition.version,
         "num_cleared": partition.num_cleared,
     }
@@ -358,22 +354,17 @@ def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Parti
         specs=_unpack_specs(section["specs"]),
         broken_groups=set(section["poisoned_groups"]),
         version=section["version"],
-        num_cleared=section.get("num_cleared", 0),  # not in versions 3 and 4 of the format
+        num_cleared=section["num_cleared"],
     )
 
 
-def _restore_batches(section: Mapping[str, Any], last_seq: int) -> RankBatches:
-    """Reads what a rank was given. Before version 7 of the format, no batch had its last number."""
-    restored = RankBatches(gone=list(section.get("gone", ())), ended=list(section.get("ended", ())))
-    batches = section["batches"]
-    last_seqs = section.get("last_seqs") or [last_seq] * len(batches)
-    num_ranks = section.get("num_ranks") or [None] * len(batches)
-    for index, batch, last, num in zip(section["indexes"], batches, last_seqs, num_ranks, strict=True):
-        if batch is None:  # as before version 7
-            restored.forget(index)
-        else:
-            sample_ids, token, exhausted = batch
-            restored.kept[index] = Batch(sample_ids, token, exhausted, last, num)
+def _restore_batches(section: Mapping[str, Any]) -> RankBatches:
+    """Reads what a rank was given."""
+    restored = RankBatches(gone=list(section["gone"]), ended=list(section.get("ended", ())))
+    columns = _columns(section, "indexes", "batches", "last_seqs")
+    num_ranks = section.get("num_ranks") or [None] * len(section["indexes"])
+    for (index, (sample_ids, token, exhausted), last), num in zip(columns, num_ranks, strict=True):
+        restored.kept[index] = Batch(sample_ids, token, exhausted, last, num)
     return restored
 
 
@@ -383,7 +374,6 @@ def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: l
     if not all(partition.specs.keys() >= set(names) for names in patterns):
         raise ValueError("a field has no spec")
     num_rows = len(partition.rows) + len(section["sample_ids"])
-    ages_s = section.get("ages_s") or [0.0] * len(section["sample_ids"])  # none in versions 3 and 4 of the format
     rows: list[Row] = []
     last = next((row.seq for row in reversed(partition.rows.values())), 0)
     if any(seq <= before for before, seq in pairwise([last, *section["seqs"]])):
@@ -391,8 +381,8 @@ def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: l
     if any(len(flat) % 3 or min(flat, default=0) < 0 for flat in section["cells"]):
         raise ValueError("its cells refer to no write")
     found: dict[tuple[int, ...], tuple[Cells, Join]] = {}
-    columns = zip(_columns(section, "sample_ids", "seqs", "tags", "cells"), ages_s, strict=True)
-    for (sample_id, seq, tags, flat), age_s in columns:
+    columns = _columns(section, "sample_ids", "seqs", "tags", "cells", "ages_s")
+    for sample_id, seq, tags, flat, age_s in columns:
         shared = (*flat[0::3], *flat[1::3])
         known = found.get(shared)
         if known is None:
@@ -435,9 +425,9 @@ def _restore_pending(ledger: Ledger, section: Mapping[str, Any], now: float) -> 
         *(section["partition_id"], section["sample_ids"], _unpack_specs(section["specs"])),
         *(section["row_bytes"], section["tags"], section["epoch"]),
         write_id=unpack_write_id(section["write_id"]),
-        splits=unpack_splits(section.get("splits", ())),
-        ttl_s=section.get("ttl_s", section["left_s"]),  # none in version 5 of the format, and no id
-        request_id=section.get("request_id"),
+        splits=unpack_splits(section["splits"]),
+        ttl_s=section["ttl_s"],
+        request_id=section["request_id"],
     )
     check_command(put)
     return Pending(put, section["version"], known, expires_at=now + section["left_s"])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from dataplane_core.errors import CapacityExceededError, StalePartitionError
-from dataplane_core.hosting import CallId, Client, ExtentService, Holds, LedgerHost, Place, Release, Wanted
+from dataplane_core.hosting import Client, ExtentService, Holds, LedgerHost, Place, Release, Wanted
 from dataplane_core.ledger import Command, LedgerService, Ref, commands
 from dataplane_shm._messages import (
     MESSAGES,
@@ -69,11 +68,6 @@ class Store(LedgerHost):
             self._ledger.call(commands.AbortPut(write_id))
         super().end_session(client)
         self._sweep()
-
-    def answer(self, request: Any, client: Client, call: CallId | None = None) -> Any:
-        """As `LedgerHost.answer`."""
-        handler = _HANDLERS.get(type(request))
-        return super().answer(request, client, call) if handler is None else handler(self, request, client)
 
     def _new_client(self, number: int) -> Client:
         return _Client(number)
@@ -176,8 +170,8 @@ class Store(LedgerHost):
             self._ledger.call(commands.Collected(garbage))
 
 
-#: Type of a request -> its handler. All others are those of any host of a ledger.
-_HANDLERS: Final[Mapping[type[Any], Callable[[Store, Any, Any], Any]]] = {
+Store.handlers = {
+    **LedgerHost.handlers,
     Begin: Store._begin,
     PutWhole: Store._put_whole,
     Find: Store._find,

@@ -145,7 +145,7 @@ class _Choice:
 class UnitBook:
     """The units, their lives, the layouts, and what each life holds. Thread-safe.
 
-    The controller's request thread and the keeper's thread use it. No method blocks.
+    The server's thread in the controller and the keeper's thread use it. No method blocks.
 
     Attributes:
         changed: Set when the keeper has something to do.

@@ -4,8 +4,8 @@ Trainers use it through `dataplane_core.connect`; the registry makes it.
 """
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
+from dataplane_core.arguments import check_count
 from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
-from dataplane_core.client.checks import check_count
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.feeds import RENEWED_AFTER, Collate, Feed, Terms, Uneven
 from dataplane_core.client.forks import refuse_in_fork

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from dataplane_core.arguments import check_count as check_count
-from dataplane_core.arguments import check_list
+from dataplane_core.arguments import check_count, check_list
 from dataplane_core.errors import BackendError, InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.spec import PartitionInfo, Sampler, check_text
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from dataplane_core._compiler_marks import with_methods_not_compiled
-from dataplane_core.arguments import check_meta
+from dataplane_core.arguments import check_count, check_meta
 from dataplane_core.client.checks import (
-    check_count,
     check_counts,
     check_name,
     check_names,

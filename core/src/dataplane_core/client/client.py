@@ -16,9 +16,8 @@ from typing import Any, Final
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core._compiler_marks import with_methods_not_compiled
-from dataplane_core.arguments import check_meta
+from dataplane_core.arguments import check_count, check_meta
 from dataplane_core.client.checks import (
-    check_count,
     check_counts,
     check_enum,
     check_ids,

@@ -53,8 +53,11 @@ class Entrance:
             self._inside.discard(this)
 
     def guard(self, manager: pluggy.PluginManager, backend: Backend) -> None:
-        """Lets the hooks of a backend be called through this."""
+        """Lets the hooks of a backend be called through this.
+
+        pluggy declares the function of a hook as final, but has no other way to put something around the innermost one.
+        """
         for caller in manager.get_hookcallers(backend) or ():
             for hook in caller.get_hookimpls():
                 if hook.plugin is backend:
-                    hook.function = partial(self.enter, caller.name, hook.function)
+                    hook.function = partial(self.enter, caller.name, hook.function)  # type: ignore[misc]

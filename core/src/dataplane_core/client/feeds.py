@@ -19,8 +19,9 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 from tensordict import TensorDict
 
+from dataplane_core.arguments import check_count
 from dataplane_core.client.async_client import AsyncDataPlaneClient
-from dataplane_core.client.checks import check_count, check_seconds
+from dataplane_core.client.checks import check_seconds
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.held import HeldMetas
 from dataplane_core.client.waiting import Waiters

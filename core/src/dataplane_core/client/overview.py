@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Final
 
 from dataplane_core._compiler_marks import with_methods_not_compiled
-from dataplane_core.client.checks import check_count, check_counts, check_ids, check_name, check_names
+from dataplane_core.arguments import check_count
+from dataplane_core.client.checks import check_counts, check_ids, check_name, check_names
 from dataplane_core.client.connection import Connection
 from dataplane_core.errors import BackendError, MissingDataError, UnknownPartitionError, UnknownTaskError, preview
 from dataplane_core.meta import KVBatchMeta

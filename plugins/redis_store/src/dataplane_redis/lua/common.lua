@@ -260,8 +260,8 @@ end
 
 local function unknown_partition()
   local names = {}
-  for _, name in ipairs(call('HRANDFIELD', BASE .. ':parts', 7)) do
-    if name ~= MARK then names[#names + 1] = name end
+  for _, name in ipairs(call('HKEYS', BASE .. ':parts')) do
+    if name ~= MARK and #names < 6 then names[#names + 1] = name end
   end
   return {'unknown_partition', names}
 end

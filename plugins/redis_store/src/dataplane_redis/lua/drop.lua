@@ -10,7 +10,9 @@ end
 -- What a damaged registration does not say, its rows do: lists the writes that they refer to, and replies their bytes.
 local function recount(P)
   local seen, bytes, writes = {}, 0, {}
-  for _, row in ipairs(call('HVALS', P.at .. 'r')) do
+  local rows = call('HGETALL', P.at .. 'r')
+  for i = 2, #rows, 2 do
+    local row = rows[i]
     for at = 9, #row, REF do
       local place = string.sub(row, at, at + 19)
       if not seen[place] then

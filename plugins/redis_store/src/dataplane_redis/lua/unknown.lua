@@ -9,16 +9,16 @@ local function condemn(writes)
   local function look(set)
     for i, found in ipairs(call('SMISMEMBER', set, unpack(writes))) do known[i] = known[i] or found == 1 end
   end
-  local epochs = call('HVALS', BASE .. ':parts')
+  local epochs = call('HGETALL', BASE .. ':parts')
   if #epochs == 0 or call('EXISTS', BASE .. ':pending') == 0 then return 0 end  -- lost: nobody knows what is referred to
-  for _, epoch in ipairs(epochs) do
-    if epoch ~= '' then  -- else it is that of the MARK
-      local set = BASE .. ':e:' .. epoch .. ':u'
+  for i = 2, #epochs, 2 do
+    if epochs[i] ~= '' then  -- else it is that of the MARK
+      local set = BASE .. ':e:' .. epochs[i] .. ':u'
       if call('EXISTS', set) == 0 then return 0 end
       look(set)
     end
   end
-  for _, epoch in ipairs(call('SMEMBERS', BASE .. ':trash')) do look(BASE .. ':trash:' .. epoch) end
+  for _, epoch in ipairs(call('SRANDMEMBER', BASE .. ':trash', 1e9)) do look(BASE .. ':trash:' .. epoch) end
   local gone = {}
   for i, write in ipairs(writes) do
     if not known[i] then

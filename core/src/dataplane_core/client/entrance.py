@@ -57,4 +57,5 @@ class Entrance:
         for caller in manager.get_hookcallers(backend) or ():
             for hook in caller.get_hookimpls():
                 if hook.plugin is backend:
-                    hook.function = partial(self.enter, caller.name, hook.function)
+                    # pluggy has no other place between the middleware and the backend
+                    hook.function = partial(self.enter, caller.name, hook.function)  # type: ignore[misc]

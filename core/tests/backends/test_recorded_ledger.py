@@ -431,13 +431,15 @@ def test_a_note_that_is_the_work_of_a_call_is_made_once_however_soon_the_journal
     assert client.ledger.notes["units"] == b"four"
 
 
-def test_capacity_and_abandoned_puts_are_as_without_a_journal(tmp_path: Path) -> None:
+def test_capacity_and_abandoned_puts_are_as_without_a_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = RecordedLedger(tmp_path, 20)
+    now = ledger._file.now()
+    monkeypatch.setattr(ledger._file, "now", lambda: now)
     ledger.call(commands.Register("p", ["x"], None, ["train"], None, {}, "e"))
-    first = ledger.call(commands.BeginPut("p", ["a"], X, [16], write_id=ledger.take_ids(1), ttl_s=0.05))
+    first = ledger.call(commands.BeginPut("p", ["a"], X, [16], write_id=ledger.take_ids(1), ttl_s=60.0))
     with pytest.raises(DataPlaneError, match="16 of 20 bytes are held"):
         ledger.call(commands.BeginPut("p", ["b"], X, [16], write_id=ledger.take_ids(1), ttl_s=60.0))
-    time.sleep(0.1)
+    now += 61.0
     ledger.call(commands.BeginPut("p", ["b"], X, [16], write_id=ledger.take_ids(1), ttl_s=60.0))
     with pytest.raises(StalePartitionError):
         ledger.call(commands.CommitPut(first))

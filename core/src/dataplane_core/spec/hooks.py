@@ -6,7 +6,8 @@ request's attributes before ``yield`` and return another reply after it.
 
 Core checks these before it calls a hook: sample ids are unique, non-empty strings; lists are not empty; columns are
 encoded in the backend's `WireFormat` and have one row per id; tags are valid. Hooks run in the process of the client
-and in the caller's thread, possibly in several threads at once. They must return or raise before ``deadline``.
+and in the caller's thread, possibly in several threads at once, but never in the middle of another hook of the same
+client and thread. They must return or raise before ``deadline``.
 """
 
 from __future__ import annotations

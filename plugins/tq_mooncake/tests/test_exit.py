@@ -6,14 +6,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 
 import pytest
 import ray
 import torch
 from tensordict import TensorDict
 
-#: Makes one job after the other: forks of a process that has imported what takes long, but not Mooncake's library,
-#: whose threads a fork would not have. A job ends as any script does, at its last line; then its status is printed.
+from dataplane_core import connect
+
+#: Small; and a busy machine may need long to start the master.
+SMALL = {"local_buffer_size_bytes": 4 << 20, "master_start_s": 85}
+
+#: Makes a job of each ending, again and again: forks of a process that has imported what takes long, but not Mooncake's
+#: library, whose threads a fork would not have. A job ends as any script does, at its last line; then its status is
+#: printed. Each line begins with the ending.
 _JOBS = """
 import os, sys
 import ray, torch
@@ -22,14 +29,22 @@ from dataplane_core import connect
 from dataplane_core.errors import OperationTimeoutError
 from dataplane_core.plugins import load_backend
 
-address, ending, times = sys.argv[1:]
+address, times, *endings = sys.argv[1:]
 load_backend("tq_mooncake")
 assert "mooncake.store" not in sys.modules
 for _ in range(int(times)):
-    job = os.fork()
-    if not job:
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]), flush=True)
+    jobs = {}
+    for ending in endings:
+        job = os.fork()
+        if not job:
+            break
+        jobs[job] = ending
+    else:
+        while jobs:
+            job, status = os.wait()
+            print(jobs.pop(job), os.waitstatus_to_exitcode(status), flush=True)
+        continue
+    break  # this is a job
 else:
     sys.exit()
 
@@ -38,7 +53,7 @@ config = {"backend": "tq_mooncake", "options": options, "op_timeout_s": 120}
 client = connect(config, bootstrap=False)
 hasty = connect({**config, "op_timeout_s": 1.5}, bootstrap=False)
 assert client.get_samples(["s0"], "p", ["x"])["x"].sum() == 0
-print("ready", flush=True)
+print(ending, "ready", flush=True)
 os.read(0, 1)
 try:
     if ending == "after_a_put":
@@ -46,7 +61,7 @@ try:
     else:
         hasty.get_samples(["s0", "s1"], "p", ["x"])
 except OperationTimeoutError:
-    print("handled", flush=True)
+    print(ending, "handled", flush=True)
 if ending == "after_close":
     hasty.close()
     client.close()
@@ -82,26 +97,32 @@ _ENDINGS = {
 }
 
 
+@pytest.fixture(scope="module")
+def unit(ray_address):
+    """The process of the one storage unit of an instance with two rows."""
+    options = {"instance": "exit", "ray_address": ray_address, "segment_size_bytes": 64 << 20, **SMALL}
+    with connect({"backend": "tq_mooncake", "options": options, "op_timeout_s": 90}) as client:
+        client.register_partition("p", ["x"], None, ["train"])
+        client.put_samples(["s0", "s1"], "p", TensorDict({"x": torch.zeros(2, 400_000)}, batch_size=[2]))
+        unit = ray.get_actor("tqm-exit/unit-0", namespace="dataplane")
+        yield ray.get(unit.__ray_call__.remote(lambda _: os.getpid()), timeout=60)
+
+
 @pytest.fixture
-def unit_pid(ray_address, connect):
-    """The process of the one storage unit of an instance with two rows; it runs again at the end."""
-    client = connect(instance="exit", ray_address=ray_address, segment_size_bytes=64 << 20)
-    client.register_partition("p", ["x"], None, ["train"])
-    client.put_samples(["s0", "s1"], "p", TensorDict({"x": torch.zeros(2, 400_000)}, batch_size=[2]))
-    unit = ray.get_actor("tqm-exit/unit-0", namespace="dataplane")
-    pid = ray.get(unit.__ray_call__.remote(lambda _: os.getpid()), timeout=60)
-    yield pid
-    os.kill(pid, signal.SIGCONT)
+def unit_pid(unit):
+    """The same; it runs again at the end."""
+    yield unit
+    os.kill(unit, signal.SIGCONT)
 
 
 @pytest.fixture
 def start_jobs(ray_address, tmp_path):
-    """Starts the process that makes jobs of one ending, with a file for what they say to standard error."""
+    """Starts the process that makes jobs of these endings, and a file for what they say to standard error."""
     with contextlib.ExitStack() as stack:
 
-        def start(ending, times):
-            errors = stack.enter_context((tmp_path / ending).open("w+"))
-            command = [sys.executable, "-c", _JOBS, ray_address, ending, str(times)]
+        def start(endings, times):
+            errors = stack.enter_context((tmp_path / "errors").open("w+"))
+            command = [sys.executable, "-c", _JOBS, ray_address, str(times), *endings]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
             jobs = stack.enter_context(subprocess.Popen(command, **pipes, text=True, start_new_session=True))
             stack.callback(end, jobs)
@@ -109,7 +130,7 @@ def start_jobs(ray_address, tmp_path):
 
         def end(jobs):
             if jobs.poll() is None:
-                os.killpg(jobs.pid, signal.SIGKILL)  # with the job that it waits for
+                os.killpg(jobs.pid, signal.SIGKILL)  # with the jobs that it waits for
 
         yield start
 
@@ -120,34 +141,32 @@ _LONG = [pytest.mark.long, pytest.mark.timeout(580)]
 @pytest.mark.parametrize(("times", "num_endings"), [(1, 3), pytest.param(20, 6, marks=_LONG)])
 def test_a_job_that_gave_up_a_call_ends_with_its_own_status(unit_pid, start_jobs, tmp_path, times, num_endings):
     endings = dict(list(_ENDINGS.items())[:num_endings])
-    all_jobs = {ending: start_jobs(ending, times) for ending in endings}
+    jobs = start_jobs(endings, times)
 
-    def read():
-        """The next line of each."""
-        return {ending: jobs.stdout.readline().strip() for ending, jobs in all_jobs.items()}
-
-    def errors():
-        return {ending: (tmp_path / ending).read_text()[-2000:] for ending in endings}
+    def read(num_lines):
+        """The words of the next lines of each ending."""
+        said = defaultdict(list)
+        for _ in range(num_lines * len(endings)):
+            ending, word = jobs.stdout.readline().split() or ("nothing", (tmp_path / "errors").read_text()[-2000:])
+            said[ending].append(word)
+        return said
 
     for _ in range(times):
-        assert read() == dict.fromkeys(endings, "ready"), errors()
+        assert read(1) == {ending: ["ready"] for ending in endings}
         os.kill(unit_pid, signal.SIGSTOP)
         started = time.monotonic()
-        for jobs in all_jobs.values():
-            jobs.stdin.write("\n")
-            jobs.stdin.flush()
-        handled, ended = read(), read()
+        jobs.stdin.write("\n" * len(endings))
+        jobs.stdin.flush()
+        assert read(2) == {ending: ["handled", str(status)] for ending, status in endings.items()}
         assert time.monotonic() - started < 45, "the engine's own limit of a minute, not ours"
-        assert handled == dict.fromkeys(endings, "handled"), errors()
-        assert ended == {ending: str(status) for ending, status in endings.items()}, errors()
         os.kill(unit_pid, signal.SIGCONT)
 
 
 def test_a_job_whose_threads_are_in_puts_when_it_ends_ends_with_its_own_status(unit_pid, start_jobs, tmp_path):
     ending = "with_threads_that_put"
-    jobs = start_jobs(ending, 6)
+    jobs = start_jobs([ending], 6)
     for _ in range(6):
-        assert jobs.stdout.readline() == "ready\n"
+        assert jobs.stdout.readline() == f"{ending} ready\n"
         jobs.stdin.write("\n")
         jobs.stdin.flush()
-        assert jobs.stdout.readline() == "0\n", (tmp_path / ending).read_text()[-2000:]
+        assert jobs.stdout.readline() == f"{ending} 0\n", (tmp_path / "errors").read_text()[-2000:]

@@ -208,6 +208,22 @@ def test_a_process_has_one_engine_which_its_last_client_closes(client, connect, 
     assert torch.equal(others[1].get_samples(ids(4), "p", ["x"])["x"], rows(4, 100)["x"])
 
 
+_BY_NAME = """
+import sys
+from dataplane_core import connect
+options = {"instance": "store", "local_buffer_size_bytes": 4 << 20}
+with connect({"backend": "tq_mooncake", "op_timeout_s": 90, "options": options}, bootstrap=False) as client:
+    print(client.get_samples(["s0"], "p", ["x"])["x"].shape)
+"""
+
+
+def test_a_process_of_this_host_attaches_with_the_name_alone(client):
+    client.put_samples(ids(1), "p", rows(1, 100))
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run([sys.executable, "-c", _BY_NAME], capture_output=True, text=True, timeout=300, env=env)
+    assert done.stdout.endswith("torch.Size([1, 100])\n"), done.stderr
+
+
 class Noting:
     """An engine that notes when it deletes rows and when it is closed."""
 
@@ -315,6 +331,18 @@ def test_a_full_store_says_so_leaks_nothing_and_takes_later_puts(client):
         client.put_samples(ids(2, "c"), "p", rows(2, MIB, seed=round_))
         assert torch.equal(client.get_samples(ids(2, "c"), "p", ["x"])["x"], rows(2, MIB, seed=round_)["x"])
         client.clear_samples(ids(24, "a") + ids(2, "c"), "p")
+
+
+def no_answer(_):
+    raise OperationTimeoutError("no answer within 0.167 s. It may have been executed or not.")
+
+
+def test_a_full_store_is_the_reason_also_if_the_deadline_comes_while_the_master_is_asked_again(client, monkeypatch):
+    monkeypatch.setattr(client._backend._engine._store, "there", no_answer)
+    with pytest.raises(CapacityExceededError, match=r"2 segments of 16 MiB .* have no room") as refused:
+        client.put_samples(ids(40), "p", rows(40, MIB))
+    assert "It may have been executed" not in str(refused.value)
+    assert list(client.list_samples("p").sample_ids) == []
 
 
 def test_a_put_that_waits_for_room_goes_on_when_there_is_some(client, connect, ray_address):

@@ -125,5 +125,3 @@ def test_processes_with_the_name_alone_share_an_instance(start):
     answers = [next(line for line in iter(each.stdout.readline, "") if line in ("False\n", "True\n")) for each in autos]
     assert sorted(answers) == ["False\n", "True\n"]
     assert attaches.communicate(timeout=240)[0].endswith("[1.0]\n")
-    elsewhere = start(_ATTACHES.replace('"attach_wait_s": 240', '"attach_wait_s": 0.1'), RAY_ADDRESS="127.0.0.1:1")
-    assert "cannot connect to Ray at '127.0.0.1:1'" in elsewhere.communicate(timeout=240)[0]

@@ -111,7 +111,9 @@ _REFUSALS: Final = (
 
 
 #: The fields of each command.
-_FIELDS: Final = {kind: tuple(each.name for each in fields(kind)) for kind in commands.COMMANDS}
+_FIELDS: Final[Mapping[type[Any], tuple[str, ...]]] = {
+    kind: tuple(each.name for each in fields(kind)) for kind in commands.COMMANDS
+}
 
 _C = TypeVar("_C", bound=Command[Any])
 

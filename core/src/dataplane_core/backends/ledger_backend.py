@@ -111,7 +111,7 @@ _REFUSALS: Final = (
 
 
 #: The fields of each command.
-_FIELDS: Final[Mapping[type, tuple[str, ...]]] = {
+_FIELDS: Final[Mapping[type[Any], tuple[str, ...]]] = {
     kind: tuple(each.name for each in fields(kind)) for kind in commands.COMMANDS
 }
 

@@ -1,7 +1,8 @@
 """`Server`: one thread that answers the clients of a host, over a Unix socket or over TCP.
 
 A request whose client has hung up is not carried out: it was given up, and what the client does next, such as to abort
-a put or to end a pin, may have been read already.
+a put or to end a pin, may have been read already. Over a Unix socket, that is so only if several connections have
+something to be read, or if the connection is new, and only then the server looks.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class _Connection:
         client: Whose it is; None before its `Hello`.
         begins: Whether it began the session, which then ends with it.
         until: When it must have said who it is.
+        is_new: Whether it has asked nothing yet. It may have waited to be accepted.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -74,6 +76,7 @@ class _Connection:
         self.client: Client | None = None
         self.begins = False
         self.until = time.monotonic() + _GREETING_S
+        self.is_new = True
         self.received = bytearray()
         self.unsent = bytearray()
 
@@ -98,6 +101,7 @@ class Server:
         self._listener = listener
         listener.setblocking(False)
         self._is_unix = listener.family == socket.AF_UNIX
+        self._may_be_late = True  # whether what came now may have been given up, and something after it been read
         self._selector = selectors.DefaultSelector()
         self._accept_at: float | None = 0.0  # when to accept clients again; None: they are accepted
         self._strangers: set[_Connection] = set()
@@ -119,6 +123,7 @@ class Server:
                     self._drop(stranger)
             looks = self._strangers or self._accept_at is not None
             ready = self._selector.select(_LOOK_S if looks else None)
+            self._may_be_late = len(ready) > 1 or not self._is_unix
             for key, events in ready:
                 connection: _Connection | None = key.data
                 if connection is None:
@@ -218,8 +223,9 @@ class Server:
             raise EOFError
         request, call = self._messages.decode_request(message)
         answered = getattr(request, "answered", True)
-        if answered and _hung_up(connection.channel):
+        if answered and (self._may_be_late or connection.is_new) and _hung_up(connection.channel):
             raise EOFError
+        connection.is_new = False
         try:
             reply = self._messages.encode_reply(self._host.answer(request, client, call))
         except Exception as error:  # the client raises it

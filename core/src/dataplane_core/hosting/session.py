@@ -231,7 +231,7 @@ class Session:
 
         Raises:
             DataPlaneError: The reply is an error, or what the address makes of a failure.
-            OperationTimeoutError: No reply in time. The host does not begin with the request any more.
+            OperationTimeoutError: No reply in time. It may have been carried out or not.
             ClientClosedError: The session was closed, or belongs to the process that this one is a fork of.
         """
         if time.monotonic() >= deadline:

@@ -9,6 +9,7 @@ import pytest
 from dataplane_core.backends import Level
 from dataplane_core.cli import main
 from dataplane_redis import RedisBackend
+from dataplane_redis._scripts import STORE_VERSION
 from dataplane_redis.config import RedisConfig
 
 _SECRET = "hunter2-of-the-doctor"
@@ -100,11 +101,11 @@ def test_a_server_with_replicas_may_lose_its_newest_writes(start_server):
 def test_an_instance_of_another_version_is_an_error(plain, connect):
     connect(url=plain.url, namespace="doctored")
     assert findings(Level.ERROR, url=plain.url, namespace="doctored") == []
-    plain.admin("HSET", "dp:{doctored}:instance", "version", "8")
+    plain.admin("HSET", "dp:{doctored}:instance", "version", "1000")
     plain.admin("SET", "dp:{aged}:instance", '{"version": 1}')
-    for namespace, version in (("doctored", 8), ("aged", 1)):
+    for namespace, version in (("doctored", 1000), ("aged", 1)):
         ((what, _),) = findings(Level.ERROR, url=plain.url, namespace=namespace)
-        assert f"holds an instance of version {version}. Expected 7." in what
+        assert f"holds an instance of version {version}. Expected {STORE_VERSION}." in what
 
 
 def test_a_server_that_is_not_there_is_an_error(tmp_path):

@@ -21,13 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _exported(module: str) -> list[str]:
-    """Its ``__all__``, from the source: importing would change this process's settings."""
+    """Its ``__all__``, if it has one, from the source: importing would change this process's settings."""
     package, *parts = module.split(".")
     folder = ROOT / package.removeprefix("dataplane_") / "src" / package
     file = folder.joinpath(*parts)
     source = (file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text(encoding="utf-8")
-    (exported,) = re.findall(r"^__all__ = (\[.*?\])$", source, re.DOTALL | re.MULTILINE)
-    names: list[str] = ast.literal_eval(exported)
+    found = re.findall(r"^__all__(?:: list\[str\])? = (\[.*?\])$", source, re.DOTALL | re.MULTILINE)
+    names: list[str] = ast.literal_eval(found[0]) if found else []
     return names
 
 

@@ -10,7 +10,7 @@ from dataplane_core.codec.lists import list_as
 from dataplane_core.codec.objects import copy_item, decode_item, encode_item
 from dataplane_core.codec.packed import unpack_msgpack, unpack_msgpack_stream
 from dataplane_core.codec.pieces import Piece, StoredColumn, merge_pieces, rows_in_order
-from dataplane_core.codec.plain import plain
+from dataplane_core.codec.python_values import plain
 from dataplane_core.codec.rows import (
     EmptyLists,
     TensorRows,

@@ -527,5 +527,6 @@ def _close_in_fork() -> None:
         session.close_in_fork()
 
 
-# a fork that lives on would otherwise keep the sessions of its parent, and their pins
-os.register_at_fork(after_in_child=_close_in_fork)
+if hasattr(os, "register_at_fork"):
+    # a fork that lives on would otherwise keep the sessions of its parent, and their pins
+    os.register_at_fork(after_in_child=_close_in_fork)

@@ -213,13 +213,13 @@ class LedgerBackend(Backend, ABC):
 
     def register_partition(self, request: RegisterRequest) -> PartitionInfo:
         """Opens a partition."""
-        info, freed = self._ask(commands.Register, request)
+        info, freed = self._carry_out(commands.Register, request)
         self._collect_if_possible(freed, request.deadline)
         return info
 
     def describe_partition(self, request: DescribeRequest) -> PartitionInfo:
         """Reads a registration."""
-        return self._ask(commands.Describe, request)
+        return self._carry_out(commands.Describe, request)
 
     def put_samples(self, request: PutRequest) -> PutReply:
         """Reserves, stores and commits. If there is no room, tries again, unless ``on_full`` is ``raise``."""
@@ -299,46 +299,46 @@ class LedgerBackend(Backend, ABC):
 
     def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:
         """Asks the ledger."""
-        return ConsumptionReply(consumed=self._ask(commands.Consumed, request))
+        return ConsumptionReply(consumed=self._carry_out(commands.Consumed, request))
 
     def clear_samples(self, request: ClearRequest) -> ClearReply:
         """Drops rows, then deletes their payload and what crashed writers left."""
         self._finish_undoing(request.deadline)
-        count, garbage = self._ask(commands.Clear, request)
+        count, garbage = self._carry_out(commands.Clear, request)
         self._collect(garbage, request.deadline)
         return ClearReply(num_samples=count)
 
     def list_samples(self, request: ListRequest) -> SampleList:
         """Lists ids and tags."""
-        return self._ask(commands.ListSamples, request)
+        return self._carry_out(commands.ListSamples, request)
 
     def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:
         """Lists the registered partitions."""
-        return self._ask(commands.ListPartitions, request)
+        return self._carry_out(commands.ListPartitions, request)
 
     def inspect_partition(self, request: InspectRequest) -> PartitionDescription:
         """Counts what a partition holds."""
-        return self._ask(commands.Inspect, request)
+        return self._carry_out(commands.Inspect, request)
 
     def list_fields(self, request: FieldsRequest) -> FieldList:
         """Lists the produced fields of samples."""
-        return self._ask(commands.ListFields, request)
+        return self._carry_out(commands.ListFields, request)
 
     def announce(self, request: AnnounceRequest) -> AnnounceReply:
         """Lists a client."""
-        return self._ask(commands.Announce, request)
+        return self._carry_out(commands.Announce, request)
 
     def list_clients(self, request: ListClientsRequest) -> ClientList:
         """Lists the clients."""
-        return self._ask(commands.ListClients, request)
+        return self._carry_out(commands.ListClients, request)
 
     def export_partition(self, request: ExportRequest) -> PartitionState:
         """Reads cursors and history."""
-        return self._ask(commands.Export, request)
+        return self._carry_out(commands.Export, request)
 
     def set_cursor(self, request: SetCursorRequest) -> SettleReply:
         """Sets which samples a task has been given."""
-        return SettleReply(num_samples=self._ask(commands.SetCursor, request))
+        return SettleReply(num_samples=self._carry_out(commands.SetCursor, request))
 
     # --- what a storage author may override ---------------------------------------------------------------------------
 
@@ -369,7 +369,7 @@ class LedgerBackend(Backend, ABC):
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
-    def _ask(self, kind: type[Command[Reply]], request: Request) -> Reply:
+    def _carry_out(self, kind: type[Command[Reply]], request: Request) -> Reply:
         """Sends the command that says what the request says."""
         return self._ledger(request.deadline, _command(kind, request))
 

@@ -101,6 +101,11 @@ def run(
         Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
         arguments = [str(file), "-c", str(Path(folder, "pytest.ini")), "--rootdir", folder]
         arguments += ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-o", "console_output_style=classic"]
+        # of the package itself, which holds this command and no assertion
+        arguments += [
+            "-W",
+            "ignore:Module already imported so cannot be rewritten; dataplane_testkit:pytest.PytestAssertRewriteWarning",
+        ]
         arguments += ["--disable-warnings"]  # the report lists them
         if first_failure:
             arguments += ["-x"]

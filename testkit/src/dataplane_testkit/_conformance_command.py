@@ -102,10 +102,8 @@ def run(
         arguments = [str(file), "-c", str(Path(folder, "pytest.ini")), "--rootdir", folder]
         arguments += ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-o", "console_output_style=classic"]
         # of the package itself, which holds this command and no assertion
-        arguments += [
-            "-W",
-            "ignore:Module already imported so cannot be rewritten; dataplane_testkit:pytest.PytestAssertRewriteWarning",
-        ]
+        told = "Module already imported so cannot be rewritten; dataplane_testkit"
+        arguments += ["-W", f"ignore:{told}:pytest.PytestAssertRewriteWarning"]
         arguments += ["--disable-warnings"]  # the report lists them
         if first_failure:
             arguments += ["-x"]

@@ -88,7 +88,7 @@ def test_units_reports_pages_and_logs(client, capsys, caplog, monkeypatch):
     check(page(EVIL, EVIL, [(found, History(calls=(call,)))], EVIL))
 
     client.put_samples(["c"], EVIL, {f"{EVIL}2": torch.zeros(1)})
-    check(caplog.text)
+    check("\n".join(caplog.messages))
 
 
 def test_errors_and_metas(client):

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -85,7 +86,8 @@ def test_rows_that_move_while_they_are_read_are_not_lost():
         def _fetch(self, located, num_samples, deadline):
             if len(moves) < 6:  # each time another row of one write, so that the rest is named again
                 moves.append(None)
-                put(self.client, [f"s{len(moves)}"])
+                with ThreadPoolExecutor(1) as another:
+                    another.submit(put, self.client, [f"s{len(moves)}"]).result()
             return super()._fetch(located, num_samples, deadline)
 
     with open_client(Moves) as client:

@@ -1,5 +1,6 @@
 """Ctrl-C, other signals and `__del__` at any moment of an operation leave a client that can be used, and closed."""
 
+import gc
 import random
 import signal
 import threading
@@ -17,10 +18,12 @@ from dataplane_noop import NoopBackend
 @pytest.fixture
 def handle():
     """Sets the handler of SIGALRM, which `interrupt_after` sends."""
+    gc.disable()  # Python swallows what is raised while it collects
     before, limit = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)  # pytest's time limit
     yield lambda handler: signal.signal(signal.SIGALRM, lambda *_: handler())
     signal.signal(signal.SIGALRM, before)
     signal.setitimer(signal.ITIMER_REAL, *limit)
+    gc.enable()
 
 
 def interrupt_after(seconds):

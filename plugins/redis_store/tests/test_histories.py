@@ -292,7 +292,8 @@ def test_a_server_that_gets_its_first_replica_lost_nothing(pair, start_server, m
         connection = acquire(what, deadline)
         monkeypatch.setattr(link, "_acquire", acquire)
         start_server().follow(server)
-        assert one.list_samples("p").sample_ids == ["a"]  # on a new connection
+        with ThreadPoolExecutor(1) as another:
+            assert another.submit(one.list_samples, "p").result().sample_ids == ["a"]  # on a new connection
         return connection
 
     monkeypatch.setattr(link, "_acquire", replica_joins)

@@ -233,8 +233,10 @@ class Ledger:
         self._reap(now)
         partition, known = self._check_begin(command, self._capacity_bytes, now)
         size_bytes = command.size_bytes
-        if size_bytes and self._capacity_bytes is not None:
-            self._room.enter(command.ticket, size_bytes, self._capacity_bytes - self.held_bytes)
+        if size_bytes:
+            # a ledger that a journal replays does not know its capacity, so it counts all that went ahead
+            free_bytes = 0 if self._capacity_bytes is None else self._capacity_bytes - self.held_bytes
+            self._room.enter(command.ticket, size_bytes, free_bytes)
         write_id = command.write_id
         if write_id is None:
             write_id = self._next_write

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import defaultdict
 
 import pytest
@@ -154,11 +153,9 @@ def test_a_job_that_gave_up_a_call_ends_with_its_own_status(unit_pid, start_jobs
     for _ in range(times):
         assert read(1) == {ending: ["ready"] for ending in endings}
         os.kill(unit_pid, signal.SIGSTOP)
-        started = time.monotonic()
         jobs.stdin.write("\n" * len(endings))
         jobs.stdin.flush()
         assert read(2) == {ending: ["handled", str(status)] for ending, status in endings.items()}
-        assert time.monotonic() - started < 45, "the engine's own limit of a minute, not ours"
         os.kill(unit_pid, signal.SIGCONT)
 
 

@@ -190,27 +190,41 @@ def test_a_face_says_what_lives_in_the_wing_and_what_others_may_import(wing):
     assert all(hasattr(face, name) for name in face.__all__)
 
 
-# --- backends ---------------------------------------------------------------------------------------------------------
+# --- other packages ---------------------------------------------------------------------------------------------------
 
-BACKENDS = sorted(path.parent for path in ROOT.glob("plugins/*/src/*/__init__.py"))
+PACKAGES = sorted(
+    path.parent
+    for pattern in ("plugins/*/src/*/__init__.py", "*/src/*/__init__.py")
+    for path in ROOT.glob(pattern)
+    if path.parent != SOURCE
+)
 
 
-@pytest.mark.parametrize("source", BACKENDS, ids=lambda source: source.name)
-def test_no_circle_of_imports_within_a_backend(source):
+@pytest.mark.parametrize("source", PACKAGES, ids=lambda source: source.name)
+def test_no_circle_of_imports_within_a_package(source):
     assert circle(source) == []
 
 
-def test_no_backend_imports_another_but_tq_mooncake_which_enters_by_a_face():
+def test_no_package_imports_another_but_tq_mooncake_which_enters_by_a_face():
     found = []
-    for source in BACKENDS:
-        others = {each.name for each in BACKENDS} - {source.name}
+    for source in PACKAGES:
+        others = {each.name for each in PACKAGES} - {source.name}
         for path in source.rglob("*.py"):
             for module in {module for module, _ in imports(path) if named(module, others)}:
-                if (
-                    source.name != "dataplane_mooncake"
-                    or not module.startswith("dataplane_tq_simple")
-                    or "._" in module
-                ):
+                entered = source.name == "dataplane_mooncake" and named(module, ["dataplane_tq_simple"])
+                if not entered or "._" in module:
                     found.append(f"{path.relative_to(ROOT)}: {module}")
-    assert len(BACKENDS) >= 5
+    assert {"dataplane_integrations", "dataplane_noop", "dataplane_testkit"} <= {each.name for each in PACKAGES}
+    assert found == []
+
+
+def test_rooms_of_a_package_enter_each_other_by_their_faces():
+    found = []
+    for source in PACKAGES:
+        rooms = [f"{source.name}.{path.parent.name}" for path in source.glob("*/__init__.py")]
+        for path in source.rglob("*.py"):
+            own = ".".join((source.name, *path.relative_to(source).parts[:1]))
+            for module in {module for module, _ in imports(path) if named(module, set(rooms) - {own})}:
+                if "._" in module:
+                    found.append(f"{path.relative_to(ROOT)}: {module}")
     assert found == []

@@ -273,7 +273,7 @@ def _check_form(section: Mapping[str, Any], part: Any) -> None:
     for name, form in _FORMS[part].items():
         if name in section:
             if not fits(section[name], form):
-                raise ValueError(f"{name!r} of section {part!r} holds what it cannot hold")
+                raise ValueError(f"{name!r} of section {part!r} has a part of a wrong type")
         elif (part, name) not in _ABSENT:
             raise ValueError(f"section {part!r} lacks {name!r}")
 
@@ -400,7 +400,7 @@ def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: l
         raise ValueError("a sample is there twice")
     for held in section["holds"]:
         if not holds(held, _HOLD) or min(held["rows"], default=0) < 0:
-            raise ValueError("a lease holds what it cannot hold")
+            raise ValueError("a lease has a part of a wrong type")
         task_name, done = held["task_name"], held["done"]
         expires_at = 0.0 if done else now + held["left_s"]
         hold = Hold(held["token"], held["holder"], expires_at, done)

@@ -66,13 +66,13 @@ def unpack_rows(block: bytes, *, allow_pickle: bool = False) -> tuple[dict[str, 
         start = _SIZE.size + size
         held = unpack_msgpack(view[_SIZE.size : start])
         if not (isinstance(held, dict) and holds(held, _BLOCK)):
-            raise ValueError("its head holds what it cannot hold")
+            raise ValueError("its head has a part of a wrong type")
         num_rows, head = held["num_rows"], held["head"]
         columns: dict[str, WireColumn | SharedRows] = {}
         specs: dict[str, FieldSpec] = {}
         for column in held["columns"]:
             if not holds(column, _COLUMN) or min(column["sizes"], default=0) < 0:
-                raise ValueError("a column holds what it cannot hold")
+                raise ValueError("a column has a part of a wrong type")
             sizes, index = column["sizes"], column["index"]
             if not sizes or num_rows != len(sizes if index is None else index):
                 raise ValueError("a column has another number of rows")

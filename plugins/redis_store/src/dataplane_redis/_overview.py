@@ -259,7 +259,7 @@ def _told(text: bytes, forms: Mapping[str, Any]) -> dict[str, Any]:
     try:
         told = json.loads(text)
         if not (isinstance(told, dict) and holds(told, forms)):
-            raise ValueError("it holds what it cannot hold")
+            raise ValueError("it has a part of a wrong type")
         return told
     except (ValueError, TypeError, RecursionError) as error:
         raise CorruptDataError(

@@ -67,6 +67,7 @@ _HOOKS: dict[str, tuple[type[DataPlaneError], Callable[[Store, str], Any], Capab
         lambda s, p: (s.hooks.clear(p, None), s.hooks.describe(p)),
         None,
     ),
+    "listing_of_no_partition": (UnknownPartitionError, lambda s, p: s.hooks.listing(s.new_id()), Capability.LISTING),
     "claim_of_no_task": (UnknownTaskError, lambda s, p: s.hooks.claim(p, 1, task="nobody"), Capability.CLAIMS),
     "claim_from_no_partition": (
         UnknownPartitionError,

@@ -45,8 +45,6 @@ from dataplane_testkit.suites.tag_filters import TagFilterSuite
 from dataplane_testkit.suites.units import UnitSuite
 from dataplane_testkit.suites.wakes import WakeSuite
 
-__all__ = ["SUITES", "BackendConformance"]
-
 
 class BackendConformance(
     # pytest runs the tests of the last base first: smoke tests first, slow tests last

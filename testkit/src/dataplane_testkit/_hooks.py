@@ -42,8 +42,6 @@ from dataplane_core.spec import (
     new_id,
 )
 
-__all__ = ["Hooks"]
-
 _R = TypeVar("_R")
 
 

@@ -18,8 +18,6 @@ from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_object_array, batch
 from dataplane_testkit._store import Store
 
-__all__ = ["ArgumentSuite"]
-
 #: The error, what its message must contain, and the call on a partition that is registered.
 _Case = tuple[type[Exception], str, Callable[[Store, str], Any]]
 

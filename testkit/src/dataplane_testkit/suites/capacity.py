@@ -18,8 +18,6 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import BOUNDED_BYTES, Store, not_declared
 from dataplane_testkit._timing import PROMPT_S, Background
 
-__all__ = ["CapacitySuite"]
-
 _ROWS_THAT_FIT = 8
 #: The store has room for eight rows and some overhead of the engine, but not for twelve rows.
 _ROW = BOUNDED_BYTES // 10

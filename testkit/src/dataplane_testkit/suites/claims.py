@@ -18,8 +18,6 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import Background, bounded, eventually
 
-__all__ = ["ClaimSuite"]
-
 _LONG_S = 60.0
 
 

@@ -10,8 +10,6 @@ from dataplane_testkit._columns import ids, jagged
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 
-__all__ = ["ClearSuite"]
-
 
 class ClearSuite(Suite, chapter="clear"):
     """Clears of samples and of partitions."""

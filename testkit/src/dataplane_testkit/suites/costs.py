@@ -18,8 +18,6 @@ from dataplane_testkit._columns import batch, ids, jagged, rows_of
 from dataplane_testkit._copies import allocated
 from dataplane_testkit._store import Store, not_run
 
-__all__ = ["OPERATIONS", "CostSuite"]
-
 _ROWS = 32
 
 _Call = Callable[[DataPlaneClient, str, Any], Any]

@@ -25,8 +25,6 @@ from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids
 from dataplane_testkit._store import Store
 
-__all__ = ["ErrorSuite"]
-
 
 def _put(store: Store, partition: str, *names: str, value: float = 1.0) -> None:
     store.hooks.put(partition, names, batch(len(names), x=torch.full((len(names),), value)))

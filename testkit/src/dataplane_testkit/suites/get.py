@@ -14,8 +14,6 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import bounded
 
-__all__ = ["GetSuite"]
-
 
 class GetSuite(Suite, chapter="get"):
     """Reads."""

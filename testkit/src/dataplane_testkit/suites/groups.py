@@ -10,8 +10,6 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import bounded
 
-__all__ = ["GroupSuite"]
-
 
 def _group(name: str, size: int = 3) -> list[str]:
     return [f"{name}_g{index}" for index in range(size)]

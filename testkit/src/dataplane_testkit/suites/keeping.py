@@ -12,8 +12,6 @@ from dataplane_testkit._columns import as_objects, ids
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 
-__all__ = ["KeepingSuite"]
-
 
 class KeepingSuite(Suite, chapter="keep"):
     """A registration that keeps what is there."""

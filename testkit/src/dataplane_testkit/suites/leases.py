@@ -17,8 +17,6 @@ from dataplane_testkit._columns import ids
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import bounded
 
-__all__ = ["LeaseSuite"]
-
 #: The duration of a lease that does not expire during a test, and of one that a test waits for.
 _LONG_S = 600.0
 _SHORT_S = 0.1

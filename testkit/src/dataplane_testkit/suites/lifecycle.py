@@ -26,8 +26,6 @@ from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, bounded
 from dataplane_testkit._workers import call, read_items
 from dataplane_testkit.suites.costs import OPERATIONS
 
-__all__ = ["LifecycleSuite"]
-
 #: Seconds that the owner of a store starts later than the client that attaches.
 _LATE_S: Final = 0.3
 #: Processes that connect at the same time.

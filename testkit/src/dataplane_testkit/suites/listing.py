@@ -10,8 +10,6 @@ from dataplane_testkit._columns import ids
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 
-__all__ = ["ListingSuite"]
-
 
 class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
     """Lists of the samples of a partition."""

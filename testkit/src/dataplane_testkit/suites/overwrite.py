@@ -10,8 +10,6 @@ from dataplane_testkit._columns import as_objects, check_column, ids, items_of, 
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 
-__all__ = ["OverwriteSuite"]
-
 
 class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
     """Puts of cells that are already produced."""

@@ -19,8 +19,6 @@ from dataplane_testkit._columns import as_objects, batch, check_column, ids, ite
 from dataplane_testkit._store import Store, not_run
 from dataplane_testkit._timing import bounded
 
-__all__ = ["PutSuite"]
-
 _FIRST: dict[str, Callable[[], Any]] = {
     "scalars": lambda: torch.zeros(2, dtype=torch.int64),
     "vectors": lambda: torch.zeros(2, 3, dtype=torch.int64),

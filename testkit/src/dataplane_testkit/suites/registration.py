@@ -11,8 +11,6 @@ from dataplane_testkit._columns import as_objects, ids
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 
-__all__ = ["RegistrationSuite"]
-
 _ODD_NAMES = [
     "a b",
     "x" * 300,

@@ -15,8 +15,6 @@ from dataplane_testkit._columns import ids
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 
-__all__ = ["SamplerSuite"]
-
 
 def _put(store: Store, partition: str, lengths: list[int], first: int = 0) -> None:
     names = ids(first + len(lengths))[first:]

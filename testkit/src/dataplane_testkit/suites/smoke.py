@@ -21,8 +21,6 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import PROMPT_S
 
-__all__ = ["SmokeSuite"]
-
 #: Rows of the larger tests. With so many rows, a store that loses one in a hundred is nearly always caught.
 _ROWS: Final = 400
 #: Rows of one put.

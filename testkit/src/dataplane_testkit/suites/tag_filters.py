@@ -14,8 +14,6 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import bounded
 
-__all__ = ["TagFilterSuite"]
-
 _TAGS: list[dict[str, Any]] = [
     {"version": 5, "score": 0.5, "split": "a", "kept": True},
     {"version": 6, "score": -1.5, "split": "b", "kept": False},

@@ -18,8 +18,6 @@ from unittest import mock
 import wrapt
 from torch import compiler
 
-__all__ = ["load_compiler", "not_compiled", "with_methods_not_compiled"]
-
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 _Class = TypeVar("_Class", bound=type)

@@ -10,8 +10,6 @@ from typing import Any, Final, Self
 from dataplane_core._compiler_marks import not_compiled
 from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient
 
-__all__ = ["ThroughAsyncio"]
-
 _THREADS: Final = 4
 
 

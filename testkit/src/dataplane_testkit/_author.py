@@ -14,8 +14,6 @@ from dataplane_core.backends import Backend
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.plugins import load_backend
 
-__all__ = ["AUTHORS_NAMES", "MOST_COPIES", "AuthorsClass", "ConformanceError", "Disturbance"]
-
 #: Operation -> the default for how many copies of the payload a client may hold at once. One copy is always needed. The
 #: others are for the engine's format and its messages.
 MOST_COPIES: Final[Mapping[str, float]] = {"put_samples": 4.0, "get_samples": 2.5}

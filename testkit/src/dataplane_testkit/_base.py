@@ -16,8 +16,6 @@ from dataplane_testkit._author import AUTHORS_NAMES, MOST_COPIES, AuthorsClass, 
 from dataplane_testkit._marks import CHAPTER, PROVES, Proof, chapter_of, declares, label_of, needs_of
 from dataplane_testkit._store import NOT_DECLARED, Deployment, Store
 
-__all__ = ["Suite", "deviation_of", "kit_members"]
-
 
 class Suite(AuthorsClass):
     """Base of the suites and of `BackendConformance`. The kit's classes give a chapter; an author's class does not."""

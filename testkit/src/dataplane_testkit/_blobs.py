@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataplane_core.backends import Backend, BlobStore, Record
 from dataplane_core.errors import preview
 
-__all__ = ["journal_state", "new_keys", "of_all", "recorded_keys"]
-
 
 def new_keys(count: int) -> list[str]:
     """Keys that nobody has used, of ASCII letters and digits like core's own keys."""

@@ -18,24 +18,6 @@ from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core.codec import ALL_DTYPES
 
-__all__ = [
-    "DTYPES",
-    "LAYOUTS",
-    "NUM_ROWS",
-    "batch",
-    "bits",
-    "check_column",
-    "ids",
-    "items_of",
-    "jagged",
-    "layouts_of",
-    "naming",
-    "random_cells",
-    "rows_of",
-    "same_items",
-    "shared",
-]
-
 #: Every dtype of the contract, in a fixed order.
 DTYPES: Final = sorted(ALL_DTYPES, key=str)
 

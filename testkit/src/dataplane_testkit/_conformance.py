@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from dataplane_testkit._base import Suite
+from dataplane_testkit.suites.arguments import ArgumentSuite
 from dataplane_testkit.suites.blobs import BlobSuite
 from dataplane_testkit.suites.bounds import BoundSuite
 from dataplane_testkit.suites.capabilities import CapabilitySuite
@@ -34,7 +35,6 @@ from dataplane_testkit.suites.overview import OverviewSuite
 from dataplane_testkit.suites.overwrite import OverwriteSuite
 from dataplane_testkit.suites.processes import ProcessSuite
 from dataplane_testkit.suites.put import PutSuite
-from dataplane_testkit.suites.put_refusals import PutRefusalSuite
 from dataplane_testkit.suites.races import RaceSuite
 from dataplane_testkit.suites.registration import RegistrationSuite
 from dataplane_testkit.suites.repeats import RepeatSuite
@@ -44,8 +44,6 @@ from dataplane_testkit.suites.smoke import SmokeSuite
 from dataplane_testkit.suites.tag_filters import TagFilterSuite
 from dataplane_testkit.suites.units import UnitSuite
 from dataplane_testkit.suites.wakes import WakeSuite
-
-__all__ = ["SUITES", "BackendConformance"]
 
 
 class BackendConformance(
@@ -60,6 +58,7 @@ class BackendConformance(
     BoundSuite,
     FaultSuite,
     ErrorSuite,
+    ArgumentSuite,
     CapacitySuite,
     ConsumptionSuite,
     RoomSuite,
@@ -81,7 +80,6 @@ class BackendConformance(
     MultimodalSuite,
     MatrixSuite,
     GetSuite,
-    PutRefusalSuite,
     PutSuite,
     KeepingSuite,
     RegistrationSuite,

@@ -20,8 +20,6 @@ from dataplane_core.plugins import load_backend
 if TYPE_CHECKING:
     from dataplane_testkit import Report
 
-__all__ = ["run", "run_chaos"]
-
 _TEST = """\
 import json
 

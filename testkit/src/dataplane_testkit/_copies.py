@@ -12,8 +12,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Allocated", "allocated"]
-
 _R = TypeVar("_R")
 
 

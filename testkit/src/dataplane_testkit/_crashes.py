@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from dataplane_testkit._store import Deployment
     from dataplane_testkit._workers import Worker
 
-__all__ = ["LEASED", "MOST_LOST", "PLAIN", "Aftermath", "aftermath"]
-
 #: The two tasks: claims of the first are leased, claims of the second are not.
 LEASED: Final = "leased"
 PLAIN: Final = "plain"

@@ -36,15 +36,11 @@ from dataplane_core.spec import (
     RenewRequest,
     SampleList,
     SettleReply,
-    TagFilter,
     UnitInfo,
     UnitList,
     WireBatch,
-    check_tag_filter,
     new_id,
 )
-
-__all__ = ["Hooks"]
 
 _R = TypeVar("_R")
 
@@ -77,21 +73,21 @@ class Hooks:
         enums: Mapping[str, Sequence[str]] | None = None,
     ) -> PartitionInfo:
         """``register_partition``."""
-        request = RegisterRequest(
+        return self._ask(
+            PartitionInfo,
+            "register_partition",
+            RegisterRequest,
             partition_id=partition_id,
             fields=list(fields),
             num_samples=num_samples,
             consumer_tasks=list(tasks),
             grpo_group_size=group_size,
             enums={name: list(words) for name, words in (enums or {}).items()},
-            deadline=self._deadline(),
         )
-        return self._call("register_partition", request, PartitionInfo)
 
     def describe(self, partition_id: str) -> PartitionInfo:
         """``describe_partition``."""
-        request = DescribeRequest(partition_id=partition_id, deadline=self._deadline())
-        return self._call("describe_partition", request, PartitionInfo)
+        return self._ask(PartitionInfo, "describe_partition", DescribeRequest, partition_id=partition_id)
 
     def put(
         self,
@@ -105,7 +101,10 @@ class Hooks:
     ) -> PutReply:
         """``put_samples``, with the fields encoded in the backend's wire format."""
         columns, specs = ({}, {}) if fields is None else encode_columns(fields, len(sample_ids), self._wire)
-        request = PutRequest(
+        return self._ask(
+            PutReply,
+            "put_samples",
+            PutRequest,
             partition_id=partition_id,
             sample_ids=list(sample_ids),
             columns=columns,
@@ -113,16 +112,12 @@ class Hooks:
             tags=None if tags is None else [dict(row) for row in tags],
             epoch=epoch,
             request_id=request_id or new_id(),
-            deadline=self._deadline(),
         )
-        return self._call("put_samples", request, PutReply)
 
     def get(self, partition_id: str, sample_ids: Sequence[str], fields: Sequence[str]) -> WireBatch:
         """``get_samples``, with the columns in the wire format."""
-        request = GetRequest(
-            partition_id=partition_id, sample_ids=list(sample_ids), fields=list(fields), deadline=self._deadline()
-        )
-        return self._call("get_samples", request, WireBatch)
+        about = {"partition_id": partition_id, "sample_ids": list(sample_ids), "fields": list(fields)}
+        return self._ask(WireBatch, "get_samples", GetRequest, **about)
 
     def read(self, partition_id: str, sample_ids: Sequence[str], fields: Sequence[str]) -> dict[str, Any]:
         """``get_samples``, with the columns decoded."""
@@ -130,64 +125,38 @@ class Hooks:
         return decode_columns(reply.columns, reply.specs, len(sample_ids), self._wire)
 
     def claim(
-        self,
-        partition_id: str,
-        batch_size: int,
-        fields: Sequence[str] = ("x",),
-        *,
-        task: str = "train",
-        all_or_nothing: bool = False,
-        lease_s: float | None = None,
-        tag_filter: TagFilter | None = None,
-        explain: bool = False,
+        self, partition_id: str, batch_size: int, fields: Sequence[str] = ("x",), task: str = "train", **more: Any
     ) -> Claim:
-        """``claim``."""
-        request = ClaimRequest(
-            partition_id=partition_id,
-            task_name=task,
-            required_fields=list(fields),
-            batch_size=batch_size,
-            all_or_nothing=all_or_nothing,
-            lease_s=lease_s,
-            tag_filter=check_tag_filter(tag_filter),
-            explain=explain,
-            deadline=self._deadline(),
-        )
-        return self._call("claim", request, Claim)
+        """``claim``. ``more`` are further attributes of the request."""
+        about: dict[str, Any] = {"partition_id": partition_id, "task_name": task, "required_fields": list(fields)}
+        about |= {"batch_size": batch_size, "all_or_nothing": False, "lease_s": None, "tag_filter": None, **more}
+        return self._ask(Claim, "claim", ClaimRequest, **about)
 
     def consumed(self, partition_id: str, tasks: Sequence[str] = ("train",)) -> ConsumptionReply:
         """``check_consumption``."""
-        request = ConsumptionRequest(partition_id=partition_id, task_names=list(tasks), deadline=self._deadline())
-        return self._call("check_consumption", request, ConsumptionReply)
+        about = {"partition_id": partition_id, "task_names": list(tasks)}
+        return self._ask(ConsumptionReply, "check_consumption", ConsumptionRequest, **about)
 
     def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> ClearReply:
         """``clear_samples``."""
-        request = ClearRequest(
-            partition_id=partition_id,
-            sample_ids=None if sample_ids is None else list(sample_ids),
-            deadline=self._deadline(),
-        )
-        return self._call("clear_samples", request, ClearReply)
+        names = None if sample_ids is None else list(sample_ids)
+        return self._ask(ClearReply, "clear_samples", ClearRequest, partition_id=partition_id, sample_ids=names)
 
-    def listing(self, partition_id: str, tag_filter: TagFilter | None = None) -> SampleList:
+    def listing(self, partition_id: str) -> SampleList:
         """``list_samples``."""
-        request = ListRequest(
-            partition_id=partition_id, tag_filter=check_tag_filter(tag_filter), deadline=self._deadline()
-        )
-        return self._call("list_samples", request, SampleList)
+        return self._ask(SampleList, "list_samples", ListRequest, partition_id=partition_id, tag_filter=None)
 
     def announce(self, client: ClientInfo, ttl_s: float) -> AnnounceReply:
         """``announce``."""
-        request = AnnounceRequest(client=client, ttl_s=ttl_s, deadline=self._deadline())
-        return self._call("announce", request, AnnounceReply)
+        return self._ask(AnnounceReply, "announce", AnnounceRequest, client=client, ttl_s=ttl_s)
 
     def clients(self) -> Sequence[ClientInfo]:
         """``list_clients``."""
-        return self._call("list_clients", ListClientsRequest(deadline=self._deadline()), ClientList).clients
+        return self._ask(ClientList, "list_clients", ListClientsRequest).clients
 
     def units(self) -> Sequence[UnitInfo]:
         """``list_units``."""
-        return self._call("list_units", ListUnitsRequest(deadline=self._deadline()), UnitList).units
+        return self._ask(UnitList, "list_units", ListUnitsRequest).units
 
     def _settle(
         self,
@@ -197,32 +166,27 @@ class Hooks:
         sample_ids: Sequence[str],
         tokens: Sequence[str],
         *,
-        task: str = "train",
         request_id: str | None = None,
         **lease_s: float,
     ) -> SettleReply:
-        request = request_type(
-            partition_id=partition_id,
-            task_name=task,
-            sample_ids=list(sample_ids),
-            lease_tokens=list(tokens),
-            request_id=request_id or new_id(),
-            deadline=self._deadline(),
+        about: dict[str, Any] = {
+            "partition_id": partition_id,
+            "task_name": "train",
+            "sample_ids": list(sample_ids),
             **lease_s,
-        )
-        return self._call(operation, request, SettleReply)
+        }
+        about |= {"lease_tokens": list(tokens), "request_id": request_id or new_id()}
+        return self._ask(SettleReply, operation, request_type, **about)
 
     ack = partialmethod(_settle, "ack", AckRequest)
     nack = partialmethod(_settle, "nack", NackRequest)
     #: Needs ``lease_s`` as a keyword argument.
     renew = partialmethod(_settle, "renew", RenewRequest)
 
-    def _call(self, operation: str, request: Any, reply_type: type[_R]) -> _R:
+    def _ask(self, reply_type: type[_R], operation: str, request_type: Any, **about: Any) -> _R:
+        request = request_type(**about, deadline=time.monotonic() + self._deadline_s)
         reply = getattr(self._backend, operation)(request)
         assert isinstance(reply, reply_type), (
             f"hook '{operation}' returned {type(reply).__name__}, expected {reply_type.__name__}"
         )
         return reply
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self._deadline_s

@@ -11,21 +11,6 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 from dataplane_core.backends import Backend
 from dataplane_core.spec import Capability, Scope
 
-__all__ = [
-    "CHAPTER",
-    "PROVES",
-    "Proof",
-    "Rule",
-    "chapter_of",
-    "declares",
-    "label_of",
-    "lasts",
-    "limit_of",
-    "needs_of",
-    "proves",
-    "rule_of",
-]
-
 #: What a test proves: the core of the contract, a capability, or a scope wider than one process.
 Proof: TypeAlias = Capability | Scope | Literal["core"]
 

@@ -15,8 +15,6 @@ import yaml
 from dataplane_core.errors import ConfigError
 from dataplane_core.plugins import KNOWN_BACKENDS, find_plugins
 
-__all__ = ["run"]
-
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 _PYPROJECT: Final = """\

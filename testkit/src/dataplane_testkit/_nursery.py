@@ -16,8 +16,6 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-__all__ = ["Nursery"]
-
 #: Seconds that the process may take to start and import torch, or to reply, on a loaded machine.
 _START_S: Final = 120.0
 #: Seconds that it may take to end after it was killed.

@@ -7,8 +7,6 @@ import random
 
 from hypothesis import HealthCheck, Phase, settings
 
-__all__ = ["is_long", "kit_settings", "new_seed"]
-
 
 def is_long() -> bool:
     """Whether ``DATAPLANE_HYPOTHESIS_PROFILE=long`` is set."""

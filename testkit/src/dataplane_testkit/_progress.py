@@ -11,8 +11,6 @@ import pytest
 from dataplane_testkit._base import Suite
 from dataplane_testkit._marks import declares, needs_of, rule_of
 
-__all__ = ["Progress", "estimate_s"]
-
 #: Test -> the seconds that it typically takes on a store of one host, if it takes longer than most tests.
 _TYPICAL_S: Final[Mapping[str, float]] = {
     "test_random_histories_agree_with_the_ledger": 12.0,

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-__all__ = ["PROMPT_S", "STARTS_S", "Background", "bounded", "eventually", "in_threads"]
-
 _R = TypeVar("_R")
 
 #: The most seconds that a call may take that must not wait, on a loaded machine. The environment variable sets it.

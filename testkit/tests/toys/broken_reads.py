@@ -156,7 +156,7 @@ class TurnsNoneIntoText(NoopBackend):
         return WireBatch(columns=columns, specs=reply.specs)
 
 
-@breaks("test_tensors_may_be_reused_after_put")
+@breaks("test_what_was_put_may_be_reused")
 class KeepsTheCallersMemory(NoopBackend):
     """Stores references to what it was handed."""
 

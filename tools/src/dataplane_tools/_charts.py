@@ -10,19 +10,6 @@ from typing import Final, TypeAlias
 
 from dataplane_core.errors import printable
 
-__all__ = [
-    "COLORS",
-    "STYLE",
-    "Bars",
-    "Panel",
-    "Points",
-    "escape",
-    "picture",
-    "show_bytes",
-    "show_count",
-    "show_seconds",
-]
-
 Points: TypeAlias = Sequence[tuple[float, float]]
 
 #: Colours of series that people with colour blindness can tell apart (Okabe and Ito), on white and on black.

@@ -32,8 +32,6 @@ from dataplane_tools._charts import (
     show_seconds,
 )
 
-__all__ = ["draw_files", "draw_store"]
-
 #: Where a run keeps its events, beside its other files.
 _EVENTS_NAME: Final = "events.jsonl"
 #: No number of an operation is greater.

@@ -25,19 +25,6 @@ from dataplane_core.errors import (
 from dataplane_core.plugins import connect
 from dataplane_core.spec import Capability, ClientInfo, FieldSpec, PartitionDescription
 
-__all__ = [
-    "attach",
-    "call_text",
-    "capacity_of",
-    "client_report",
-    "lag_of",
-    "look",
-    "partition_report",
-    "run",
-    "size_text",
-    "table",
-]
-
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 _STACKS_TIMEOUT_S: Final = 20.0
 _MOST_INTERVAL_S: Final = 86400.0

@@ -25,8 +25,6 @@ from dataplane_core.errors import DataPlaneError, InvalidRequestError, Unsupport
 from dataplane_core.spec import Capability, ClientInfo, Scope
 from dataplane_tools._inspect import attach
 
-__all__ = ["Federation", "run"]
-
 _LABELS: Final = ("host", "pid", "role")
 #: Seconds that a process has to answer. Prometheus waits for 10 by default.
 _TIMEOUT_S: Final = 3.0

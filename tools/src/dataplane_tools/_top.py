@@ -25,8 +25,6 @@ from dataplane_tools._inspect import (
     size_text,
 )
 
-__all__ = ["Looks", "run", "screen"]
-
 #: Seconds between two questions.
 _PAUSE_S: Final = 1.0
 #: The store answers questions of `top` for at most this share of the time.

@@ -10,8 +10,6 @@ from dataplane_core.errors import printable
 from dataplane_core.spec import UnitInfo
 from dataplane_tools._inspect import attach, size_text, table
 
-__all__ = ["run"]
-
 
 def run(config_path: str, *, add: int = 0, remove: str | None = None, now: bool = False, as_json: bool = False) -> int:
     """Adds or removes storage units, if asked to. Prints all units.

@@ -18,8 +18,6 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import ClaimTimeoutError, ConfigError, UnknownPartitionError
 from dataplane_core.spec import Capability
 
-__all__ = ["Claims"]
-
 _SETTINGS: Final = f"{HIDDEN_PARTITION}settings"
 _PLANS: Final = f"{HIDDEN_PARTITION}plans"
 #: The plans whose rows may not have been acked yet.

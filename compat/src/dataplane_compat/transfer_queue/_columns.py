@@ -16,17 +16,6 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from dataplane_core.codec import as_columns, plain
 from dataplane_core.spec import TagValue
 
-__all__ = [
-    "column_of_rows",
-    "columns_to_put",
-    "one_row",
-    "parsed",
-    "rows_of",
-    "tags_to_put",
-    "tags_to_show",
-    "to_batch",
-]
-
 #: Fields whose rows, if they have two dims, have the tokens in the second one: M-RoPE's (4, L). The store wants the dim
 #: that differs from row to row first, so they are stored as (L, 4).
 _TOKENS_LAST: Final = frozenset({"position_ids"})

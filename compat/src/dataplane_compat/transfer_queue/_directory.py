@@ -8,8 +8,6 @@ from __future__ import annotations
 import sys
 from typing import Any, Final
 
-__all__ = ["cluster_address", "look_up", "publish", "withdraw"]
-
 _NAME: Final = "TransferQueueController"
 _NAMESPACE: Final = "transfer_queue"
 #: Seconds to wait for an answer.

@@ -18,17 +18,6 @@ from typing import Final
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, UnknownPartitionError, preview
 
-__all__ = [
-    "FIRST_OF_KEYS",
-    "HIDDEN_PARTITION",
-    "Numbers",
-    "check_keys",
-    "id_of_number",
-    "index_of",
-    "is_number",
-    "number_of",
-]
-
 #: Partitions whose names begin with it are ours and are not listed.
 HIDDEN_PARTITION: Final = "~tq:"
 _NUMBERED: Final = "~index:"

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["KVBatchMeta", "check_order", "copied", "merged_info", "shares"]
-
 
 def copied(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Independent copies of dicts whose values are nearly always primitives."""

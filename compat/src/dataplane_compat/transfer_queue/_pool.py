@@ -12,8 +12,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, ParamSpec, TypeVar
 
-__all__ = ["end_threads", "in_threads"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -16,8 +16,6 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import MissingDataError, SchemaMismatchError, UnknownPartitionError
 from dataplane_core.spec import FieldSpec
 
-__all__ = ["KEY", "TAGS", "Row", "find_rows", "meta_of", "put_rows", "schema_of"]
-
 #: Where a `BatchMeta` keeps the sample ids, and the tags that the store had when it was made.
 KEY, TAGS = "_key", "_tags"
 

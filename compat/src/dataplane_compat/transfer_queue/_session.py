@@ -21,8 +21,6 @@ from dataplane_core import DataPlaneConfig, connect
 from dataplane_core.config import load_config
 from dataplane_core.errors import ConfigError
 
-__all__ = ["CONFIG_VARIABLE", "Session", "attached", "current", "end", "find_config", "start"]
-
 #: Environment variable: the path of a config file.
 CONFIG_VARIABLE: Final = "DATAPLANE_CONFIG"
 

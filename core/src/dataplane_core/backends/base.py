@@ -12,8 +12,6 @@ from pydantic import BaseModel, ConfigDict
 from dataplane_core.backends.diagnosis import Finding
 from dataplane_core.spec import CONTRACT_VERSION, Capability, Scope, WireFormat
 
-__all__ = ["REQUIRED_OPERATIONS", "Backend", "NoOptions", "required_operations"]
-
 
 class NoOptions(BaseModel):
     """The options of a backend that has none."""

@@ -23,8 +23,6 @@ from dataplane_core.errors import PluginSignatureError, UnsupportedOperationErro
 from dataplane_core.ledger import Command, LedgerService, Reply, commands
 from dataplane_core.spec import Capability, Scope
 
-__all__ = ["BlobStore"]
-
 _CAPABILITIES: Final = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
 #: Commands that end an operation, so the journal may be shortened after them. A claim or a renewal is not one of them:
 #: the time would be lost from the lease.

@@ -17,8 +17,6 @@ from dataplane_core.codec import cell_nbytes, num_rows, row_nbytes
 from dataplane_core.errors import BackendError
 from dataplane_core.spec import SharedRows, WireColumn
 
-__all__ = ["APART_SHARE", "Bundle", "bundles_of"]
-
 #: How much the rows of columns that are apart may cost, as a share of the put.
 APART_SHARE: Final = 0.04
 #: Columns whose cells have fewer bytes on average are never apart.

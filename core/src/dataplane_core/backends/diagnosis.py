@@ -11,8 +11,6 @@ import socket
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Finding", "Level", "check_announced_address", "missing_library", "never_reachable"]
-
 
 class Level(StrEnum):
     """How bad a finding is."""

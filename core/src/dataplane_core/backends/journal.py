@@ -37,8 +37,6 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import Command, Ledger, LedgerService, Reply, StateReader, commands, to_state
 from dataplane_core.spec import fits, new_id
 
-__all__ = ["Journal", "JournalStore", "LedgerFailedError", "Snapshots"]
-
 _ANOTHER_HISTORY: Final = (
     "The store was cut or set back to an older copy. What this client wrote, claimed or acked since then may be lost: "
     "claim and read again, and write again what is missing."

@@ -37,8 +37,6 @@ from dataplane_core.errors import BackendUnavailableError, CorruptDataError
 from dataplane_core.hosting import CallId
 from dataplane_core.regular_files import open_regular, read_regular
 
-__all__ = ["Entry", "JournalFile", "TakenError"]
-
 _log = logging.getLogger(__name__)
 
 _VERSION: Final = 1

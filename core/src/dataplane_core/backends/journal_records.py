@@ -37,18 +37,6 @@ from dataplane_core.ledger import (
 )
 from dataplane_core.spec import FieldSpec, fits
 
-__all__ = [
-    "DIGEST_BYTES",
-    "OPS",
-    "VERSION",
-    "Begin",
-    "Plan",
-    "Record",
-    "Snapshot",
-    "seal",
-    "unseal",
-]
-
 #: The version of the format.
 VERSION: Final = 7
 #: Length of a digest.

@@ -26,8 +26,6 @@ from dataplane_core.backends.snapshot import Chunks, chunk_key, pack_chunks
 from dataplane_core.errors import OperationTimeoutError
 from dataplane_core.spec import new_id
 
-__all__ = ["Shortener", "ShorteningStore"]
-
 _log = logging.getLogger(__name__)
 
 #: A snapshot is due when the records since the last one exceed both this many bytes and this share of its size.

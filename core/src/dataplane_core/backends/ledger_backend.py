@@ -81,8 +81,6 @@ from dataplane_core.spec import (
     new_id,
 )
 
-__all__ = ["LEDGER_CAPABILITIES", "CapacityOptions", "LedgerBackend", "RefsGoneError"]
-
 #: The capabilities of every backend on a ledger. A ledger on one host, which serves all clients, also has ``clients``;
 #: one whose payload is in processes that come and go, ``units``.
 LEDGER_CAPABILITIES: Final[frozenset[Capability]] = (OPERATIONS - {Capability.CLIENTS, Capability.UNITS}) | {

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-__all__ = ["OwnedProcess", "last_words"]
-
 #: Waits until standard input closes, which means that the owner is gone. Then ends the process, and removes the folder
 #: and the lock file.
 _WATCHER: Final = 'read line; kill -"$1" "$2"; [ -z "$3" ] || rm -rf "$3"; [ -z "$4" ] || rm -f "$4"'

@@ -22,8 +22,6 @@ from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError
 with contextlib.suppress(ImportError):  # Windows has none, and no backend that needs this folder runs there
     import fcntl
 
-__all__ = ["PrivateFolder"]
-
 _POLL_S: Final = 0.01
 #: Seconds that the watcher of a killed owner may take to remove the folder and the lock.
 _CLEANUP_S: Final = 0.5

@@ -17,8 +17,6 @@ from dataplane_core.errors import BackendError, FrameError
 from dataplane_core.ledger import Located, Ref
 from dataplane_core.spec import WireColumn, WireFormat
 
-__all__ = ["RowStoreBackend", "framed_columns"]
-
 
 class RowStoreBackend(LedgerBackend):
     """All operations, on a ledger and rows of bytes. A row's handle is an integer that is never used again."""

@@ -23,8 +23,6 @@ from dataplane_core.backends.journal_records import DIGEST_BYTES, VERSION, seal,
 from dataplane_core.codec import unpack_msgpack_stream
 from dataplane_core.errors import CorruptDataError
 
-__all__ = ["ChunkGoneError", "Chunks", "SnapshotReader", "chunk_key", "head", "pack_chunks"]
-
 #: The approximate size of a chunk. A single larger section makes a larger chunk.
 _CHUNK_BYTES: Final = 1 << 20
 

@@ -28,8 +28,6 @@ from dataplane_core.spec import (
     UnitList,
 )
 
-__all__ = ["SpreadBackend", "ledger_of", "spread_over"]
-
 #: Between the number of a store and the name that a storage unit has there.
 _SEPARATOR: Final = ":"
 

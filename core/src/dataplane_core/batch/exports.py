@@ -22,8 +22,6 @@ from dataplane_core.spec import TagValue, check_tags
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["to_arrow", "to_numpy"]
-
 #: Dtypes that numpy lacks, and the smallest one of numpy's that holds all of their values.
 _WIDER: Final = {
     torch.complex32: torch.complex64,

@@ -15,8 +15,6 @@ import torch
 from dataplane_core.batch.rows import checked_num_rows
 from dataplane_core.errors import InvalidRequestError, preview
 
-__all__ = ["all_gather_columns"]
-
 
 @dataclass(frozen=True, slots=True)
 class _TensorForm:

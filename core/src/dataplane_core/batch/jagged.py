@@ -39,17 +39,6 @@ from dataplane_core.codec import (
 )
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
-__all__ = [
-    "materialize",
-    "pack_jagged_fields",
-    "pack_per_token_field",
-    "response_from_nested",
-    "stack_or_nest",
-    "to_nested_by_length",
-    "to_tensordict",
-]
-
-
 # --- pack -------------------------------------------------------------------------------------------------------------
 
 

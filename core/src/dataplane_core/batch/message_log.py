@@ -27,8 +27,6 @@ from dataplane_core.schema import (
     TURN_ROLES_FIELD,
 )
 
-__all__ = ["add_message_logs", "rebuild_message_logs", "split_message_logs"]
-
 
 def split_message_logs(
     message_logs: Sequence[Sequence[Mapping[str, Any]]], *, response_roles: Collection[str] = ("assistant",)

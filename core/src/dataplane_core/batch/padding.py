@@ -20,8 +20,6 @@ from dataplane_core.codec import byte_array, host_tensor
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.schema import ATTENTION_MASK_FIELD, INPUT_IDS_FIELD, PER_TOKEN_FIELDS
 
-__all__ = ["find_cut"]
-
 #: The dtypes whose first bit is a sign, so that it does not tell zero from other values.
 _SIGNED_ZERO: Final = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}

@@ -18,18 +18,6 @@ from dataplane_core.arguments import check_list
 from dataplane_core.codec import carrier, jagged_parts, num_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
-__all__ = [
-    "Column",
-    "UnsupportedColumnError",
-    "check_pad_value",
-    "checked_num_rows",
-    "concatenate",
-    "object_array",
-    "objects_of",
-    "select_rows",
-    "slice_rows",
-]
-
 #: A column: rows along dim 0.
 Column: TypeAlias = torch.Tensor | list[Any] | np.ndarray[Any, Any]
 

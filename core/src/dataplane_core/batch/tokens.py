@@ -14,8 +14,6 @@ from dataplane_core.codec import is_jagged, jagged_parts
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.schema import INPUT_IDS_FIELD, MULTIMODAL_FIELDS, PER_TOKEN_FIELDS
 
-__all__ = ["as_lengths", "is_per_sample", "row_lengths", "token_columns"]
-
 
 def token_columns(
     columns: Mapping[str, Any],

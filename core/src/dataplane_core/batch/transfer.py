@@ -45,8 +45,6 @@ from dataplane_core.spec import check_tags
 if TYPE_CHECKING:
     from dataplane_core.client import DataPlaneClient
 
-__all__ = ["kv_first_write", "pad_columns", "read_columns", "write_columns"]
-
 
 @not_compiled
 @takes(

@@ -9,8 +9,6 @@ from dataplane_core.cli._isolated import ask
 from dataplane_core.errors import DataPlaneError, printable
 from dataplane_core.plugins import find_plugins, load_backend
 
-__all__ = ["describe", "run"]
-
 
 def run(*, load: bool, as_json: bool) -> int:
     """Prints the list. Returns 1 if a backend fails to load or two distributions register a name, else 0."""

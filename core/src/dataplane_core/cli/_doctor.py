@@ -17,8 +17,6 @@ from dataplane_core.config import DataPlaneConfig, load_config
 from dataplane_core.entry_points import MIDDLEWARE_GROUP, find_plugins, unknown_plugin
 from dataplane_core.errors import ConfigError, DataPlaneError, printable
 
-__all__ = ["run"]
-
 _EXAMINATION: Final = "dataplane_core.cli._examination"
 _NOTHING: Final = {"level": "ok", "what": "It needs nothing from this machine.", "hint": None}
 _WIDTH: Final = 118

@@ -13,8 +13,6 @@ from dataplane_core.errors import ConfigError, DataPlaneError, PluginImportError
 from dataplane_core.plugins import load_backend
 from dataplane_core.spec import Capability
 
-__all__ = ["diagnose", "diagnose_all"]
-
 #: Seconds that the checks of one backend may wait for servers, not counting its imports.
 _DEADLINE_S: Final = 20.0
 

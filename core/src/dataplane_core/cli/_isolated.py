@@ -10,8 +10,6 @@ from typing import Any
 
 from dataplane_core.errors import DataPlaneError
 
-__all__ = ["ask"]
-
 _TIMEOUT_S = 120
 _CODE = "from dataplane_core.cli._isolated import answer; answer()"
 

@@ -8,8 +8,6 @@ from typing import TypeAlias
 
 from dataplane_core.entry_points import find_plugins
 
-__all__ = ["Command", "backends", "complete_backends", "doctor"]
-
 #: What an entry point of ``dataplane.commands`` returns: runs the command, and returns its exit status. The entry point
 #: is called with the command's parser, and adds its arguments to it. What the command needs is imported when it runs.
 Command: TypeAlias = Callable[[argparse.Namespace], int]

@@ -19,8 +19,6 @@ from dataplane_core.backends import Backend
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.spec import AnnounceReply, AnnounceRequest, Bell, CallInfo, ClientInfo, new_id
 
-__all__ = ["Announcer", "RunningCall"]
-
 #: Seconds after which a new client announces itself first. Short programs do not.
 _FIRST_S: Final = 1.0
 #: Seconds between two announcements of each client, per client of the store. All clients together then announce

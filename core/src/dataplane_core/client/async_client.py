@@ -25,8 +25,6 @@ from dataplane_core.errors import DataPlaneError, OperationTimeoutError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
 
-__all__ = ["AsyncDataPlaneClient", "OperationCancelledError", "Outcome"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -15,8 +15,6 @@ from typing import Any, Generic, TypeVar
 from dataplane_core.client.limits import limit_hint
 from dataplane_core.errors import BackendError
 
-__all__ = ["Call", "CallThreads"]
-
 _R = TypeVar("_R")
 
 

@@ -52,8 +52,6 @@ from dataplane_core.spec import (
     lengths_of,
 )
 
-__all__ = ["Claims"]
-
 #: How many registrations a client remembers.
 _MOST_INFOS: Final = 1024
 #: Seconds that a look at the registered fields may take. It is advice, which must not hold up a put or a claim.

@@ -67,8 +67,6 @@ from dataplane_core.spec import (
     new_id,
 )
 
-__all__ = ["DataPlaneClient"]
-
 _DAMAGED: Final = (
     "They were damaged in the store or on the way. Clear these samples and produce them again. The middleware "
     "wire_guard also finds damage that leaves the bytes readable."

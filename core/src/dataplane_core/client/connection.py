@@ -37,8 +37,6 @@ from dataplane_core.ledger import Pacer
 from dataplane_core.middleware import MiddlewareContext
 from dataplane_core.spec import Capability, Claim, ClaimRequest, PartitionInfo, Scope
 
-__all__ = ["LATEST_END", "Connection"]
-
 _R = TypeVar("_R")
 
 #: Errors of the system when a disk, or somebody's share of it, is full.

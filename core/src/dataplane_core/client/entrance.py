@@ -12,8 +12,6 @@ import pluggy
 from dataplane_core.backends import Backend
 from dataplane_core.errors import UnsupportedOperationError
 
-__all__ = ["Entrance"]
-
 _R = TypeVar("_R")
 
 

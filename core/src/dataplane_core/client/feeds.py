@@ -30,8 +30,6 @@ from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Claim, ClaimRequest
 
-__all__ = ["RENEWED_AFTER", "AsyncFeed", "Collate", "Feed", "Item", "Terms", "Uneven"]
-
 #: The batches of a rank in turn: those that the client was not given yet.
 _IN_TURN: Final = repeat(None)
 

@@ -11,8 +11,6 @@ from dataplane_core.entry_points import nearest
 from dataplane_core.errors import InvalidRequestError, preview, printable
 from dataplane_core.spec import PartitionInfo
 
-__all__ = ["FieldNames"]
-
 _log = logging.getLogger(__name__)
 
 #: Fields that producers add to any registration, so they are not told when they are written.

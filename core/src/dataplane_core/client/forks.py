@@ -10,8 +10,6 @@ from dataplane_core.backends import Backend
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.spec import Scope
 
-__all__ = ["fork_hint", "open_clients", "refuse_in_fork"]
-
 
 class _Client(Protocol):
     """The part of a client that this module uses: its backend, and the process that opened it."""

@@ -11,8 +11,6 @@ from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.errors import ClientClosedError, DataPlaneError, LeaseExpiredError
 from dataplane_core.meta import KVBatchMeta
 
-__all__ = ["HeldMetas"]
-
 
 class HeldMetas:
     """Metas of claims that are not acked yet, as far as it knows. Safe for threads.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 
-__all__ = ["limit_hint"]
-
 _NO_THREAD = (
     "This process may start no more threads: raise its limit of processes and threads (ulimit -u, or pids.max of its "
     "container), or end threads that nobody needs."

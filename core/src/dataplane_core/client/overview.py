@@ -38,8 +38,6 @@ from dataplane_core.spec import (
     lengths_of,
 )
 
-__all__ = ["Overview", "common_fields"]
-
 #: Fields whose names begin with it belong to middleware. Callers do not see them.
 _HIDDEN: Final = "~"
 

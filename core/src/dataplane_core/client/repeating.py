@@ -14,8 +14,6 @@ from dataplane_core.errors import (
     Outcome,
 )
 
-__all__ = ["carry_out_once"]
-
 _R = TypeVar("_R")
 
 #: Seconds until the first repetition. Each later pause is twice as long, up to the most.

@@ -32,8 +32,6 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.saves import SavedFiles, pack_rows, tensor_rows, unpack_rows, write_save
 from dataplane_core.spec import FieldSpec, PartitionDescription, PartitionState, TagValue, fits, holds
 
-__all__ = ["load", "read_to_save", "save"]
-
 _KIND: Final = "dataplane-partitions"
 #: Size of a block that is aimed at, the rows of the first block of a partition, and the most rows of any.
 _BLOCK_BYTES: Final = 16 << 20

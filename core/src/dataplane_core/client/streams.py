@@ -13,8 +13,6 @@ from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.feeds import AsyncFeed, Collate, Feed, Item, Terms, Uneven
 from dataplane_core.meta import KVBatchMeta
 
-__all__ = ["AsyncStream", "Stream", "StreamBatch", "stream"]
-
 
 @dataclass(frozen=True, slots=True)
 class StreamBatch:

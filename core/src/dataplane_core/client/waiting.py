@@ -12,8 +12,6 @@ from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, Shortfal
 from dataplane_core.ledger import LONGEST_PAUSE_S, Pacer, backoff_s
 from dataplane_core.spec import Bell, Claim, ClaimRequest, Wake
 
-__all__ = ["ClaimWait", "Waiters", "wait_for_claim"]
-
 #: Seconds that the last question of a waiting claim may take after its timeout.
 _LAST_ASK_S: Final = 1.0
 

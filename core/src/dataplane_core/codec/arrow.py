@@ -16,8 +16,6 @@ from dataplane_core.codec.lists import column_of_array, column_of_list
 from dataplane_core.codec.tensors import Ragged, dense_or_jagged, offsets_of
 from dataplane_core.errors import DataPlaneError, InvalidTypeError
 
-__all__ = ["column_of_arrow"]
-
 #: Under these names, a column's schema keeps an extension type that this process does not know.
 _NAME: Final = b"ARROW:extension:name"
 _PARAMETERS: Final = b"ARROW:extension:metadata"

@@ -38,15 +38,6 @@ from dataplane_core.codec.tensors import (
 )
 from dataplane_core.errors import FrameError, InvalidRequestError
 
-__all__ = [
-    "frame_ragged",
-    "join_row",
-    "join_rows",
-    "ragged_of_items",
-    "split_rows",
-    "unframe_ragged",
-]
-
 _Int64: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 #: Cells of more bytes are views of one buffer; smaller ones are byte strings. These take less time each. Also, the

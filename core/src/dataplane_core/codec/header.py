@@ -16,20 +16,6 @@ import torch
 from dataplane_core.codec.tensors import DTYPE_CODES, BytesLike, byte_view, from_bytes, host_tensor
 from dataplane_core.errors import FrameError, InvalidTypeError
 
-__all__ = [
-    "HEADER_SIZE",
-    "KIND_OBJECT",
-    "KIND_TENSOR",
-    "MAX_CELL_BYTES",
-    "MAX_RANK",
-    "Header",
-    "check_extent",
-    "pack_header",
-    "pack_tensor",
-    "parse_header",
-    "unpack_tensor",
-]
-
 _DTYPE_OF_CODE: Final = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 MAGIC: Final = b"DPF"

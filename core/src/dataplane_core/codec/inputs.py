@@ -19,8 +19,6 @@ from dataplane_core.codec.lists import column_of_array, column_of_list
 from dataplane_core.codec.rows import TensorRows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 
-__all__ = ["Columns", "as_column", "as_columns"]
-
 _LISTS: Final = (list, tuple)
 
 

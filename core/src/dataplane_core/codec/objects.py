@@ -27,16 +27,6 @@ from dataplane_core.codec.tensors import (
 )
 from dataplane_core.errors import FrameError, InvalidTypeError
 
-__all__ = [
-    "MAX_DEPTH",
-    "check_items",
-    "copy_item",
-    "decode_item",
-    "decode_items",
-    "encode_item",
-    "encode_items",
-]
-
 #: Lists and dicts may be nested this deep.
 MAX_DEPTH: Final = 128
 

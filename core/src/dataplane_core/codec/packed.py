@@ -9,8 +9,6 @@ import msgpack
 
 from dataplane_core.codec.tensors import BytesLike
 
-__all__ = ["unpack_msgpack", "unpack_msgpack_stream"]
-
 #: A message of more bytes is first parsed without building objects, so that forged lengths in it cannot make the
 #: decoder allocate more than the message holds: lists may be nested 500 deep, each said to be as long as the message.
 _TRUSTED_SIZE: Final = 1024

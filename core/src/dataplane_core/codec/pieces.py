@@ -24,8 +24,6 @@ from dataplane_core.codec.tensors import (
 )
 from dataplane_core.spec import WireColumn
 
-__all__ = ["Piece", "StoredColumn", "merge_pieces", "rows_in_order"]
-
 #: A dense tensor (N, ...), N rows of differing length, or a list of N items.
 StoredColumn: TypeAlias = torch.Tensor | Ragged | list[object]
 

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["plain"]
-
 
 def plain(item: Any) -> Any:
     """An item with Python numbers for numpy's, and lists for tuples; also inside of dicts and lists."""

@@ -27,18 +27,6 @@ from dataplane_core.codec.tensors import (
 from dataplane_core.errors import SchemaMismatchError
 from dataplane_core.spec import FieldSpec, SharedRows
 
-__all__ = [
-    "EmptyLists",
-    "TensorRows",
-    "empty_columns",
-    "num_rows",
-    "object_column",
-    "take_dense",
-    "take_ragged",
-    "take_rows",
-    "with_empty_rows",
-]
-
 
 class EmptyLists(list[list[Any]]):
     """A column of empty lists, which say nothing about their type: it leaves its field open."""

@@ -21,8 +21,6 @@ from tensordict import NonTensorData, NonTensorStack
 from dataplane_core.codec.rows import take_rows
 from dataplane_core.codec.tensors import ByteArray, JaggedColumns, Ragged, byte_array
 
-__all__ = ["LARGE_CELL_BYTES", "Repeats", "equal_rows", "same_memory", "spread"]
-
 #: Only columns whose cells have at least so many bytes on average are looked at.
 LARGE_CELL_BYTES: Final = 128 << 10
 #: Bytes read at each of so many places of a cell, to tell most cells apart without reading them.

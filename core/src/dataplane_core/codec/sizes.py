@@ -10,8 +10,6 @@ import torch
 
 from dataplane_core.spec import SharedRows, WireColumn
 
-__all__ = ["cell_nbytes", "row_nbytes"]
-
 
 def row_nbytes(columns: Mapping[str, WireColumn | SharedRows], num_samples: int) -> list[int]:
     """Payload bytes per row, summed over all columns.

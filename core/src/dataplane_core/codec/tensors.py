@@ -19,36 +19,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from dataplane_core.errors import InvalidTypeError, SchemaMismatchError
 from dataplane_core.host_memory import recycled_bytes
 
-__all__ = [
-    "ALL_DTYPES",
-    "DTYPE_CODES",
-    "ByteArray",
-    "BytesLike",
-    "JaggedColumns",
-    "Ragged",
-    "bounds_of",
-    "byte_array",
-    "byte_slices",
-    "byte_view",
-    "carrier",
-    "dense_or_jagged",
-    "empty_tensor",
-    "from_byte_tensor",
-    "from_bytes",
-    "gather_rows",
-    "host_tensor",
-    "is_jagged",
-    "jagged_parts",
-    "join_bytes",
-    "offsets_of",
-    "pad_front",
-    "pad_rows",
-    "ragged_of_dense",
-    "ragged_of_nested",
-    "ragged_of_rows",
-    "to_nested",
-]
-
 BytesLike: TypeAlias = bytes | bytearray | memoryview
 ByteArray: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 

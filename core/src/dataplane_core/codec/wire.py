@@ -63,8 +63,6 @@ from dataplane_core.errors import (
 )
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
 
-__all__ = ["decode_columns", "encode_columns"]
-
 _OBJECTS: Final = FieldSpec.of_objects()
 _OPEN: Final = FieldSpec.of_empty_lists()
 

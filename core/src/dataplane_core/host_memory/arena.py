@@ -17,8 +17,6 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["Arena"]
-
 #: Values of `madvise` that Python's mmap module lacks (Linux 5.14): fill page tables ahead of use.
 _POPULATE_READ: Final = 22
 _POPULATE_WRITE: Final = 23

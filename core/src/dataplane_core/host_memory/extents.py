@@ -16,8 +16,6 @@ from typing import Final
 
 from sortedcontainers import SortedList
 
-__all__ = ["Extent", "Extents"]
-
 _GRANULE: Final = 64
 
 

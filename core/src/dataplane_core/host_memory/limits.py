@@ -7,8 +7,6 @@ from pathlib import Path
 
 from dataplane_core.errors import ConfigError
 
-__all__ = ["MemoryLimit", "check_capacity", "memory_limit"]
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["recycled_bytes"]
-
 #: Arrays of fewer bytes are left to malloc, which reuses its memory too.
 _LEAST_BYTES: Final = 1 << 20
 #: How much unused memory this process keeps for later. The blocks that were unused for longest are given up first.

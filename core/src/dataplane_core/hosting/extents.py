@@ -20,8 +20,6 @@ from dataplane_core.host_memory import Arena, Extent, Extents
 from dataplane_core.hosting.layout import Layout, squeeze
 from dataplane_core.ledger import Ref
 
-__all__ = ["ExtentService", "ExtentStatistics", "Holds", "Place", "Wanted"]
-
 #: Bytes of an extent without rows that are squeezed at least. Less is not worth the work.
 _LEAST_DEAD: Final = 64
 

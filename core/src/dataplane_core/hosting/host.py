@@ -13,8 +13,6 @@ from dataplane_core.hosting.messages import CallId, ClaimOrWait, Messages, StopW
 from dataplane_core.ledger import Command, Reply, commands
 from dataplane_core.spec import Claim, new_id
 
-__all__ = ["Client", "Host", "LedgerHost", "Service"]
-
 
 @dataclass(slots=True, eq=False)
 class Client:

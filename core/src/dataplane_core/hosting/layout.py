@@ -14,8 +14,6 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-__all__ = ["Bytes", "Column", "Layout", "offsets_at", "squeeze"]
-
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 

@@ -20,23 +20,6 @@ from dataplane_core.errors import BackendError, DataPlaneError
 from dataplane_core.ledger import Command, check_command, commands
 from dataplane_core.spec import Claim
 
-__all__ = [
-    "VERSION",
-    "CallId",
-    "ClaimOrWait",
-    "Hello",
-    "Messages",
-    "Release",
-    "Request",
-    "StopWaiting",
-    "Welcome",
-    "decode_about",
-    "decode_hello",
-    "decode_wake",
-    "decode_welcome",
-    "encode",
-]
-
 #: Clients and hosts speak the same version. It changes with the form of any message, the ledger's commands included.
 VERSION: Final = 5
 

@@ -26,8 +26,6 @@ import msgspec
 from dataplane_core.hosting.host import Client, Host
 from dataplane_core.hosting.messages import VERSION, Hello, Welcome, decode_hello, encode
 
-__all__ = ["HALF_BYTES", "Server", "listen_at", "listen_on", "new_token"]
-
 _log = logging.getLogger(__name__)
 
 #: Size of each half of a token. A client shows the first half, and the server answers with the second.

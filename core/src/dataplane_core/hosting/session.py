@@ -41,8 +41,6 @@ from dataplane_core.hosting.server import HALF_BYTES
 from dataplane_core.ledger import Command, commands
 from dataplane_core.spec import new_id
 
-__all__ = ["Address", "Lanes", "Pin", "Session", "TcpAddress", "UnixAddress", "Watch"]
-
 Reply = TypeVar("Reply")
 
 _RECEIVE_BYTES: Final = 1 << 18

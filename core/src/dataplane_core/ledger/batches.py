@@ -10,8 +10,6 @@ from typing import Final
 
 from dataplane_core.ledger.rows import Row
 
-__all__ = ["Batch", "RankBatches"]
-
 #: How many of the batches that a rank was given before are looked at when it is given another one.
 _LOOKED_AT: Final = 2
 

@@ -15,8 +15,6 @@ from dataplane_core.ledger import commands
 from dataplane_core.ledger.commands import Command
 from dataplane_core.spec import check_tag_filter
 
-__all__ = ["check_command"]
-
 #: The most payload bytes of a put, data-parallel ranks of a claim, and ids.
 _MOST_BYTES: Final = 1 << 50
 _MOST_RANKS: Final = 1 << 20

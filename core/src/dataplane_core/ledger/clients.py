@@ -7,8 +7,6 @@ from itertools import islice
 
 from dataplane_core.spec import ClientInfo
 
-__all__ = ["ClientRegister"]
-
 
 class ClientRegister:
     """Lists clients until their time is over. Pure, like the ledger."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-__all__ = ["KEPT_S", "DoneRequests"]
-
 #: Seconds after the deadline of a request for which its id is kept, at least.
 KEPT_S: Final = 60.0
 #: Ids that come within so many seconds are forgotten together.

@@ -10,8 +10,6 @@ from typing import Final, TypeAlias
 
 from dataplane_core.ledger.rows import Hold, Row
 
-__all__ = ["Leases"]
-
 #: Finds a lease that is neither settled nor cleared, by sample id, the row's ``seq`` and task.
 _Find: TypeAlias = Callable[[str, int, str], "tuple[Row, Hold] | None"]
 #: The heap is rebuilt when it has this many entries more than twice the running leases.

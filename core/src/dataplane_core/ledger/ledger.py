@@ -62,8 +62,6 @@ from dataplane_core.spec import (
     matches,
 )
 
-__all__ = ["Ledger"]
-
 #: A journal records that the ids of requests are forgotten if they are at least so many.
 _FORGOTTEN_TOGETHER: Final = 1000
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["ASKS_PER_S", "LEAST_ROOM_PAUSE_S", "LONGEST_PAUSE_S", "Pacer", "backoff_s"]
-
 #: How many times per second all waiters of one store ask together, unless this needs pauses above the longest one.
 ASKS_PER_S: Final = 50.0
 #: The longest pause of a waiter between two questions, in seconds, however many wait.

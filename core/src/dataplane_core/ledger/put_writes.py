@@ -9,8 +9,6 @@ from dataplane_core.ledger import commands
 from dataplane_core.ledger.rows import Cells, Row, packed_positions
 from dataplane_core.ledger.views import ReadyView
 
-__all__ = ["Change", "PutWrites"]
-
 
 class Change(NamedTuple):
     """What a put changes in all rows that have the same cells before.

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Final
 
-__all__ = ["RoomQueue"]
-
 #: A put that did not say for this many seconds that it still waits is dropped from the queue.
 _KEPT_S: Final = 30.0
 #: After so many seconds in which no room became free, later puts may pass those that wait.

@@ -10,22 +10,6 @@ from typing import Final, NamedTuple, TypeAlias
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.spec import TagValue
 
-__all__ = [
-    "NO_CELLS",
-    "NO_TAGS",
-    "Cells",
-    "Claimable",
-    "Group",
-    "Hold",
-    "Join",
-    "Ref",
-    "Row",
-    "group_of",
-    "join",
-    "packed_positions",
-    "positions_in",
-]
-
 #: Names the payload of one row of one put: ``(write_id, pos)``.
 Ref: TypeAlias = tuple[int, int]
 

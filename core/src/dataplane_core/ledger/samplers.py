@@ -14,8 +14,6 @@ from dataplane_core.ledger.views import ReadySet
 from dataplane_core.schema import INPUT_LENGTHS_TAG
 from dataplane_core.spec import Sampler
 
-__all__ = ["SAMPLERS", "Draw", "ranks_of"]
-
 
 class Draw(Protocol):
     """How a sampler chooses."""

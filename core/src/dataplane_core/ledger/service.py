@@ -23,8 +23,6 @@ from dataplane_core.ledger.rows import Ref
 from dataplane_core.ledger.waiting import WaitingClaims
 from dataplane_core.spec import AnnounceReply, Claim, ClientList
 
-__all__ = ["LedgerService"]
-
 _R = TypeVar("_R")
 
 #: Seconds between two questions of the first put in the queue for room.

@@ -10,8 +10,6 @@ from dataplane_core.errors import LeaseHolder, Shortfall
 from dataplane_core.ledger.rows import Claimable, Row
 from dataplane_core.spec import matches
 
-__all__ = ["find_shortfall"]
-
 #: How many of each kind are named.
 _NUM_NAMED: Final = 3
 

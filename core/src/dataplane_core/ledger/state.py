@@ -32,17 +32,6 @@ from dataplane_core.ledger.partition import Partition, Task
 from dataplane_core.ledger.rows import NO_CELLS, Cells, Group, Hold, Holder, Join, Ref, Row, group_of, packed_positions
 from dataplane_core.spec import FieldSpec, PartitionInfo, TagValue, fits, holds
 
-__all__ = [
-    "StateReader",
-    "pack_refs",
-    "pack_splits",
-    "pack_write_id",
-    "to_state",
-    "unpack_refs",
-    "unpack_splits",
-    "unpack_write_id",
-]
-
 #: Part -> what its section holds.
 _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
     "ledger": {"next_write": int, "next_seq": int, "held_bytes": int},

@@ -16,8 +16,6 @@ from typing import Any, Final
 from dataplane_core.ledger.rows import Claimable
 from dataplane_core.spec import matches
 
-__all__ = ["ReadySet", "ReadyView"]
-
 #: A filter is dropped if no claim used it for this many seconds; if there are too many, the least recently used go.
 _FILTER_IDLE_S: Final = 60.0
 _MOST_FILTERS: Final = 1024

@@ -11,8 +11,6 @@ from dataplane_core.ledger import commands
 from dataplane_core.ledger.pacing import LONGEST_PAUSE_S
 from dataplane_core.ledger.samplers import ranks_of
 
-__all__ = ["WaitingClaims"]
-
 #: How many questions of a partition are looked at after each change of it. The others are asked again by their clients.
 _MOST_QUESTIONS: Final = 16
 #: A claim that has not asked again so many seconds after it was woken is dropped: others get the samples meanwhile.

@@ -16,8 +16,6 @@ from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.plugins import connect
 
-__all__ = ["StreamingDataset", "StreamingLoader"]
-
 
 class StreamingDataset(IterableDataset[StreamBatch]):
     """The batches of a task, for a `DataLoader` with any number of workers, forked or spawned, persistent or not.

@@ -13,8 +13,6 @@ from dataplane_core.backends import Backend, required_operations
 from dataplane_core.errors import ConfigError, PluginSignatureError
 from dataplane_core.spec import CONTRACT_VERSION, DataPlaneSpec
 
-__all__ = ["OPERATION_NAMES", "build_manager", "check_backend_class"]
-
 #: The names of all hooks.
 OPERATION_NAMES: Final[tuple[str, ...]] = tuple(
     name for name, member in vars(DataPlaneSpec).items() if not name.startswith("_") and inspect.isfunction(member)

@@ -25,8 +25,6 @@ from dataplane_core.middleware import Middleware, MiddlewareContext
 from dataplane_core.plugins.manager import build_manager, check_backend_class
 from dataplane_core.spec import Scope
 
-__all__ = ["Bootstrap", "connect", "connect_async", "connect_backend", "load_backend"]
-
 _M = TypeVar("_M", bound=BaseModel)
 
 #: True: start and own what the backend needs. False: attach to what runs. ``"auto"``: what is possible.

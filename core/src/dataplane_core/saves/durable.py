@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["sync_folder", "write_file"]
-
 
 def write_file(path: Path, parts: Iterable[bytes | bytearray]) -> None:
     """Writes a new file and syncs its content to the disk. Its name is durable only after `sync_folder`.

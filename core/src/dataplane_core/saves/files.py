@@ -34,8 +34,6 @@ from dataplane_core.regular_files import open_regular, read_regular
 from dataplane_core.saves.durable import sync_folder, write_file
 from dataplane_core.spec import fits
 
-__all__ = ["SavedFiles", "write_save"]
-
 MANIFEST: Final = "manifest.json"
 VERSION: Final = 2
 _ROWS_PREFIX: Final = "rows-"

@@ -19,8 +19,6 @@ from dataplane_core.codec import BytesLike, EmptyLists, TensorRows, decode_colum
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat, holds
 
-__all__ = ["pack_rows", "tensor_rows", "unpack_rows"]
-
 _FRAMES: Final = WireFormat(bytes=True, shared_rows=True)
 _SIZE: Final = struct.Struct("<Q")
 #: What the head of a block holds, and each of its columns.

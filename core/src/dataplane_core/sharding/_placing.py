@@ -16,8 +16,6 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PLACERS", "Ints", "stable_argsort"]
-
 Ints: TypeAlias = NDArray[np.int64]
 _Placed: TypeAlias = tuple[Ints, Ints]
 

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from dataplane_core.errors import InvalidRequestError
 
-__all__ = ["REPLICATED_AXES", "NamedSharding"]
-
 #: Axes along which ranks work on the same rows, so that one rank reads and writes for all of them.
 REPLICATED_AXES: Final[tuple[str, ...]] = ("tensor_parallel", "context_parallel", "pipeline_parallel")
 

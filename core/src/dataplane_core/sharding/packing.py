@@ -28,21 +28,6 @@ import numpy as np
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.sharding._placing import PLACERS, Ints, stable_argsort
 
-__all__ = [
-    "PACKERS",
-    "PackingMetrics",
-    "SequencePacker",
-    "as_sizes",
-    "concatenative",
-    "first_fit_decreasing",
-    "first_fit_shuffle",
-    "get_packer",
-    "modified_first_fit_decreasing",
-    "pack_flat",
-    "packing_metrics",
-]
-
-
 # --- the packers -----------------------------------------------------------------------------------------------------
 
 

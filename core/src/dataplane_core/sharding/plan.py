@@ -19,16 +19,6 @@ from dataplane_core.schema import PLAN_KEYS, padded_length
 from dataplane_core.sharding._placing import stable_argsort
 from dataplane_core.sharding.packing import PACKERS, as_sizes, pack_flat
 
-__all__ = [
-    "DynamicBatchingArgs",
-    "SequencePackingArgs",
-    "ShardPlan",
-    "plan_dynamic_batches",
-    "plan_even_shards",
-    "plan_packed_batches",
-    "plan_uneven_shards",
-]
-
 
 class DynamicBatchingArgs(TypedDict):
     """How microbatches are cut by token count.

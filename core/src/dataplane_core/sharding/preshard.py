@@ -13,8 +13,6 @@ from dataplane_core.meta import KVBatchMeta, values_at
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PLAN_KEYS
 from dataplane_core.sharding.plan import ShardPlan, plan_dynamic_batches, plan_even_shards, plan_packed_batches
 
-__all__ = ["shard_meta_for_dp"]
-
 
 @takes(
     meta=check_meta,

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Final, Literal
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GUARANTEES", "OPERATIONS", "Capability", "Scope", "WireFormat"]
-
 
 class Capability(StrEnum):
     """An operation or guarantee that a backend may declare.

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SharedRows", "WireColumn"]
-
 #: One column as a backend sees it: a dense or jagged tensor, or a list of row tensors, of frames or of items.
 WireColumn: TypeAlias = "torch.Tensor | list[Any]"
 

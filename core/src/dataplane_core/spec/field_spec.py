@@ -11,8 +11,6 @@ from dataplane_core.errors import CorruptDataError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FieldSpec"]
-
 _OBJECTS: Final = "object::0:"
 #: The dtype of a field of which only empty lists are known.
 _OPEN: Final = "unknown"

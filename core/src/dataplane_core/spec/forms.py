@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, TypeAlias, Union, get_args, get_origin
 
-__all__ = ["AnyFloat", "fits", "holds"]
-
 #: Any float, also NaN, which ``float`` does not accept: a time must be a number.
 AnyFloat: TypeAlias = Annotated[float, "or NaN"]
 

@@ -56,8 +56,6 @@ from dataplane_core.spec.requests import (
     SetCursorRequest,
 )
 
-__all__ = ["CONTRACT_VERSION", "DataPlaneSpec", "hookimpl", "hookspec"]
-
 #: The version of the contract that this core speaks.
 CONTRACT_VERSION: Final = 1
 

@@ -12,28 +12,6 @@ from dataplane_core.spec.columns import SharedRows, WireColumn
 from dataplane_core.spec.field_spec import FieldSpec
 from dataplane_core.spec.tags import TagValue
 
-__all__ = [
-    "AnnounceReply",
-    "CallInfo",
-    "Claim",
-    "ClearReply",
-    "ClientInfo",
-    "ClientList",
-    "ConsumptionReply",
-    "FieldList",
-    "PartitionDescription",
-    "PartitionInfo",
-    "PartitionList",
-    "PartitionState",
-    "PutReply",
-    "SampleList",
-    "SettleReply",
-    "TaskDescription",
-    "UnitInfo",
-    "UnitList",
-    "WireBatch",
-]
-
 #: What `PartitionInfo` has besides its epoch.
 _REGISTRATION: Final = ("fields", "num_samples", "consumer_tasks", "grpo_group_size", "enums")
 

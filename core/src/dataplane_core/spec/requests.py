@@ -17,38 +17,6 @@ from dataplane_core.spec.field_spec import FieldSpec
 from dataplane_core.spec.replies import ClientInfo
 from dataplane_core.spec.tags import TagValue
 
-__all__ = [
-    "AckRequest",
-    "AnnounceRequest",
-    "Bell",
-    "ChangeUnitsRequest",
-    "ClaimRequest",
-    "ClearRequest",
-    "ConsumptionRequest",
-    "DescribeRequest",
-    "ExportRequest",
-    "FieldsRequest",
-    "GetRequest",
-    "IfExists",
-    "InspectRequest",
-    "ListClientsRequest",
-    "ListPartitionsRequest",
-    "ListRequest",
-    "ListUnitsRequest",
-    "NackRequest",
-    "PartitionRequest",
-    "PutRequest",
-    "RegisterRequest",
-    "RenewRequest",
-    "Request",
-    "Sampler",
-    "SetCursorRequest",
-    "SettleRequest",
-    "Wake",
-    "new_id",
-    "this_process",
-]
-
 #: Which ready samples a claim gives. ``first_write``: in order of first write. ``freshest``: the last written first.
 #: ``balanced``: in order of first write, divided among the ranks so that each gets about as many tokens.
 Sampler: TypeAlias = Literal["first_write", "freshest", "balanced"]

@@ -10,17 +10,6 @@ from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_core.schema import INPUT_LENGTHS_TAG
 from dataplane_core.spec.forms import AnyFloat
 
-__all__ = [
-    "FILTER_OPERATORS",
-    "TagFilter",
-    "TagValue",
-    "check_tag_filter",
-    "check_tags",
-    "check_text",
-    "lengths_of",
-    "matches",
-]
-
 TagValue: TypeAlias = bool | int | AnyFloat | str | None
 #: Tag name -> the value that the tag must equal, or ``(operator, operand)``.
 TagFilter: TypeAlias = Mapping[str, Any]

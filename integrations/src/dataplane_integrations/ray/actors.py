@@ -16,8 +16,6 @@ from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.errors import PlacementError, WorkerFailedError, WorkerTimeoutError
 from dataplane_integrations.ray.worker_group import RayWorkerGroup, wait_for_all
 
-__all__ = ["ActorGroup", "ActorRequest", "check_placement", "start_actors"]
-
 #: Seconds in which Ray may still count the resources of actors that have just ended.
 _SETTLE_S: Final = 3.0
 _POLL_S: Final = 0.1

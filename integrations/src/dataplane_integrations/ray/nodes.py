@@ -15,8 +15,6 @@ from dataplane_core.errors import ConfigError
 from dataplane_core.plugins import BACKEND_GROUP, PluginRecord, find_plugins, load_backend
 from dataplane_integrations.errors import PlacementError
 
-__all__ = ["NodeReport", "backend_runtime_env", "check_backend_on_nodes", "require_backend_on_nodes"]
-
 #: Longest excerpt of a node's report, in characters: pip writes pages.
 _EXCERPT: Final = 600
 

@@ -13,8 +13,6 @@ from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.errors import ReplicaLeaderError, WorkerFailedError, WorkerTimeoutError
 from dataplane_integrations.trainer.groups import check_dp_ranks
 
-__all__ = ["RayWorkerGroup", "wait_for_all"]
-
 #: Seconds to wait for errors of other workers once one has failed: the first report may not be of the first failure.
 _CAUSE_GRACE_S: Final = 3.0
 

@@ -18,8 +18,6 @@ from dataplane_integrations.replay._ids import Reservation
 from dataplane_integrations.replay._remote import RemoteReplayBuffer
 from dataplane_integrations.rollout import RolloutReceipt
 
-__all__ = ["AsyncCollector", "AsyncRollout"]
-
 #: Generates the reserved groups; returns what `Rollout` returns.
 AsyncRollout: TypeAlias = Callable[
     [Sequence[Reservation]], "Awaitable[Mapping[str, Any] | KVBatchMeta | RolloutReceipt]"

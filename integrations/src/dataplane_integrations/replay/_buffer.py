@@ -21,8 +21,6 @@ from dataplane_integrations.replay._ids import INCARNATION_TAG, Reservation
 from dataplane_integrations.replay._policies import BufferView
 from dataplane_integrations.replay._state import BufferState
 
-__all__ = ["ReplayBuffer"]
-
 
 class ReplayBuffer(BufferState):
     """Records which groups are being generated, ready and in training. A staleness rule limits them. Thread-safe.

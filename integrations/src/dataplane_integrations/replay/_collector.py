@@ -33,8 +33,6 @@ from dataplane_integrations.replay._ids import Reservation
 from dataplane_integrations.replay._remote import RemoteReplayBuffer
 from dataplane_integrations.rollout import RolloutReceipt
 
-__all__ = ["Collector", "CollectorCounts", "Rollout"]
-
 #: Generates the reserved groups. Returns their columns (rows in the order of the reservations' ``sample_ids``), which
 #: the collector then writes; or their meta or receipt, if the rollout actor has written them.
 Rollout: TypeAlias = Callable[[Sequence[Reservation]], "Mapping[str, Any] | KVBatchMeta | RolloutReceipt"]

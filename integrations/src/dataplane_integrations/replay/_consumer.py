@@ -26,8 +26,6 @@ from dataplane_core.spec import TagFilter
 from dataplane_integrations.ahead import check_depth, read_ahead
 from dataplane_integrations.replay._ids import WEIGHT_VERSION_TAG
 
-__all__ = ["ClaimedBatch", "StreamingConsumer"]
-
 #: At the end of a partition: seconds between two checks whether a dead consumer's leases have expired.
 _END_POLL_S: Final = 0.1
 #: Seconds after which a claim ahead of its turn looks whether it is still wanted.

@@ -13,8 +13,6 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.replay._ids import Reservation
 from dataplane_integrations.replay._policies import GroupView
 
-__all__ = ["BufferCounts", "Group"]
-
 
 @dataclass(slots=True, kw_only=True)
 class BufferCounts:

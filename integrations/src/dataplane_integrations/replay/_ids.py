@@ -9,15 +9,6 @@ from typing import Any, Final
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.spec import TagValue
 
-__all__ = [
-    "COLLECTOR_TAG",
-    "INCARNATION_TAG",
-    "PROMPT_TAG",
-    "WEIGHT_VERSION_TAG",
-    "Reservation",
-    "parse_sample_id",
-]
-
 #: Tags of every row that a collector writes: the version of the weights that generated it, the number of its prompt,
 #: the name of the collector, and the number of the collector's start.
 WEIGHT_VERSION_TAG: Final = "weight_version"

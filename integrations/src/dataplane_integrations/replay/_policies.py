@@ -15,16 +15,6 @@ from dataclasses import dataclass
 
 from dataplane_core.errors import InvalidRequestError
 
-__all__ = [
-    "BufferView",
-    "GroupView",
-    "InOrderPolicy",
-    "ReadyFirstPolicy",
-    "StalenessPolicy",
-    "TargetStepPolicy",
-    "WindowedPolicy",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:

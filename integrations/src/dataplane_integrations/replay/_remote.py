@@ -14,8 +14,6 @@ from dataplane_integrations.ray import wait_for_all
 from dataplane_integrations.replay._buffer import ReplayBuffer
 from dataplane_integrations.replay._groups import BufferCounts
 
-__all__ = ["RemoteReplayBuffer"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

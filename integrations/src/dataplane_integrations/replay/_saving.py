@@ -17,8 +17,6 @@ from dataplane_core.spec import Capability, FieldSpec
 from dataplane_integrations.replay._buffer import ReplayBuffer
 from dataplane_integrations.replay._remote import RemoteReplayBuffer
 
-__all__ = ["RestoredReplay", "restore_replay", "save_replay"]
-
 #: The name of the format of a save.
 _KIND: Final = "dataplane-replay"
 #: Rows of a block. Only one block is in memory at a time.

@@ -21,8 +21,6 @@ from dataplane_integrations.replay._ids import Reservation, group_name
 from dataplane_integrations.replay._policies import BufferView, GroupView, StalenessPolicy
 from dataplane_integrations.rollout import mint_sample_ids
 
-__all__ = ["BufferState"]
-
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 

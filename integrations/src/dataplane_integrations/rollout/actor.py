@@ -32,8 +32,6 @@ from dataplane_core.schema import (
 from dataplane_integrations.attach import DataPlaneSource
 from dataplane_integrations.rollout.first_write import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
 
-__all__ = ["SyncRolloutActor", "flatten_message_logs"]
-
 _TOKENS: Final = "token_ids"
 _LOGPROBS: Final = "generation_logprobs"
 #: Columns of one value per row that a rollout must have; the driver gets them.

@@ -22,8 +22,6 @@ from dataplane_core.spec import TagFilter, check_tag_filter, matches
 from dataplane_integrations.errors import SamplingExhaustedError
 from dataplane_integrations.rollout.first_write import RolloutReceipt
 
-__all__ = ["DynamicSampling", "GroupRule", "SamplingCounts", "all_match", "tag_varies"]
-
 #: Decides on a group from its rows' tags: True keeps it.
 GroupRule: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], bool]
 

@@ -19,8 +19,6 @@ from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.attach import DataPlaneClientMixin
 
-__all__ = ["DataPlaneRolloutMixin", "RolloutReceipt", "mint_sample_ids"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutReceipt:

@@ -12,8 +12,6 @@ from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PAD_TO_MULTIPLE, pa
 from dataplane_core.sharding import shard_meta_for_dp
 from dataplane_integrations.trainer.batching import Batching, Stage
 
-__all__ = ["ReplaceLost", "Shards", "batch_size"]
-
 #: ``extra_info`` key: ``replace_lost`` has left rows out. Later calls with the meta may not find whole global batches.
 _SHORTENED: Final = "replace_lost_left_rows_out"
 

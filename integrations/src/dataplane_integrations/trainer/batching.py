@@ -8,8 +8,6 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 from dataplane_core.errors import ConfigError
 
-__all__ = ["Batching", "DynamicBatching", "SequencePacking", "ShardArgs", "Stage"]
-
 #: What the rows are for. A forward alone needs less memory, so its microbatches may have another token limit.
 Stage: TypeAlias = Literal["train", "logprob"]
 

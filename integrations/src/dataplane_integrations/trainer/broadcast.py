@@ -27,8 +27,6 @@ from dataplane_core.batch import BatchedDataDict
 from dataplane_core.errors import InvalidTypeError
 from dataplane_integrations.errors import ReplicaLeaderError
 
-__all__ = ["broadcast_from_leader", "group_device"]
-
 #: Group rank of the leader: 0 on every replicated axis.
 _LEADER: Final = 0
 #: Large enough that the time of a broadcast is that of its bytes, small beside a batch.

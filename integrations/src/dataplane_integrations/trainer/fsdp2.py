@@ -16,8 +16,6 @@ from dataplane_core.errors import ConfigError, UnsupportedOperationError
 from dataplane_integrations.attach import DataPlaneSource
 from dataplane_integrations.trainer.worker import DataPlaneWorkerMixin
 
-__all__ = ["FSDP2DataPlaneMixin", "mesh_coords", "mesh_data_parallel_group", "mesh_replica_group"]
-
 _REPLICATED: Final = {
     "cp": "context_parallel",
     "context_parallel": "context_parallel",

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.errors import WorkerFailedError
 
-__all__ = ["InProcessWorkerGroup", "WorkerGroup", "check_dp_ranks"]
-
 
 class WorkerGroup(Protocol):
     """The policy workers, as the driver calls them. `dataplane_integrations.ray.RayWorkerGroup` is one."""

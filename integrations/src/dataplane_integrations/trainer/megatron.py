@@ -27,14 +27,6 @@ from dataplane_integrations.trainer.broadcast import broadcast_from_leader
 from dataplane_integrations.trainer.router_replay import RoutingReplay, model_config
 from dataplane_integrations.trainer.worker import DataPlaneWorkerMixin
 
-__all__ = [
-    "MegatronDataPlaneMixin",
-    "megatron_coords",
-    "megatron_data_parallel_group",
-    "megatron_pad_multiple",
-    "megatron_replica_group",
-]
-
 #: Megatron's model-parallel group and the group made here for it. If Megatron has another group now, it was initialized
 #: again.
 _made: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None

@@ -26,16 +26,6 @@ from torch import Tensor
 from dataplane_core.batch import BatchedDataDict, SlicedDataDict
 from dataplane_core.errors import ConfigError, InvalidRequestError
 
-__all__ = [
-    "LANGUAGE_MODULE",
-    "MODALITY_INPUTS",
-    "ModuleGrid",
-    "get_megatron_mimo_dp_info",
-    "get_megatron_mimo_sampling_info",
-    "get_megatron_mimo_shared_dp_info",
-    "slice_batch_for_megatron_mimo",
-]
-
 #: The name of the language model among the modules.
 LANGUAGE_MODULE: Final = "language"
 #: The key of a batch that holds the encoders' inputs, by module.

@@ -42,8 +42,6 @@ from dataplane_integrations.trainer.groups import WorkerGroup
 from dataplane_integrations.trainer.results import FlopsTracker, aggregate_training_results, theoretical_tflops
 from dataplane_integrations.trainer.worker import HELD_ROWS, DataPlaneWorkerMixin
 
-__all__ = ["DataPlanePolicy", "Timer"]
-
 _log = logging.getLogger(__name__)
 #: Seconds to wait for the workers after a failure: some hang in a collective with the failed ones and do not answer.
 _PATIENCE_AFTER_FAILURE_S: Final = 2.0

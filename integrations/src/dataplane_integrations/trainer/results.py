@@ -7,8 +7,6 @@ from typing import Any, Final, Protocol
 
 from dataplane_core.errors import InvalidRequestError
 
-__all__ = ["FlopsTracker", "aggregate_training_results", "leaders_of", "theoretical_tflops"]
-
 #: Dense 16-bit floating-point peak of a device in TFLOP/s, by a part of its name.
 _PEAK_TFLOPS_16_BIT: Final = {
     "B200": 2250.0,

@@ -27,16 +27,6 @@ from dataplane_core.codec import jagged_parts
 from dataplane_core.errors import InvalidRequestError, UnsupportedOperationError
 from dataplane_core.schema import ROUTED_EXPERTS_FIELD
 
-__all__ = [
-    "MissingRoutes",
-    "RecordedRouting",
-    "RoutingReplay",
-    "context_parallel_tokens",
-    "fill_missing_routes",
-    "lay_out_routed_experts",
-    "model_config",
-]
-
 #: What becomes of a token that the rollout recorded no experts for: the ``router`` chooses them, or the rows are
 #: refused (``refuse``). The last token of a row never has any: generation does not run it.
 MissingRoutes: TypeAlias = Literal["router", "refuse"]

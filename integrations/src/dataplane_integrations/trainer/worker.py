@@ -53,8 +53,6 @@ from dataplane_integrations.errors import ReplicaLeaderError
 from dataplane_integrations.trainer.batching import Batching, Stage
 from dataplane_integrations.trainer.broadcast import broadcast_from_leader, group_device
 
-__all__ = ["HELD_ROWS", "DataPlaneWorkerMixin", "FetchPolicy", "PolicyWorker", "SplitStepWorker"]
-
 #: Who reads from the store: every rank (``independent``), or only the leader of each replica group, which then
 #: broadcasts. ``auto``: the leader if the group has several ranks.
 FetchPolicy: TypeAlias = Literal["auto", "independent", "leader_broadcast"]

@@ -13,8 +13,6 @@ from dataplane_core.ledger import Command, LedgerService, Located, Ref, Reply
 from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
 from dataplane_noop._segments import Segment
 
-__all__ = ["NoopBackend"]
-
 
 class NoopBackend(LedgerBackend):
     """The reference backend: every operation of the contract, scope process. It waits for nothing but a lock."""

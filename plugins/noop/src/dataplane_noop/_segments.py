@@ -12,8 +12,6 @@ import torch
 from dataplane_core.codec import Piece, Ragged, StoredColumn, jagged_parts, merge_pieces
 from dataplane_core.spec import WireColumn
 
-__all__ = ["Segment"]
-
 
 class Segment:
     """The columns of one put, and which of its rows exist. Never changed in place: readers need no lock."""

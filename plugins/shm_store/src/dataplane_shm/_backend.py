@@ -32,8 +32,6 @@ from dataplane_shm._messages import Begin, Drop, Find, PutWhole, Statistics, Sta
 from dataplane_shm._opening import open_store
 from dataplane_shm.config import ShmConfig, arena_bytes_for, store_folder
 
-__all__ = ["ShmBackend"]
-
 _POLL_S: Final = 0.005
 #: A put of at most this many bytes is one request: the copy into it costs less than a second request.
 _FEW_BYTES: Final = 16 << 10

@@ -17,8 +17,6 @@ from dataplane_shm._messages import Status
 from dataplane_shm._opening import open_store
 from dataplane_shm.config import ShmConfig, arena_bytes_for, store_folder
 
-__all__ = ["diagnose", "huge_pages"]
-
 _MIB: Final = 1 << 20
 _HUGE_PAGES: Final = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 

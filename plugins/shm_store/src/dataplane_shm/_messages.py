@@ -11,8 +11,6 @@ from dataplane_core.errors import InvalidRequestError
 from dataplane_core.hosting import Layout, Messages, Place, Request
 from dataplane_core.ledger import Located, Ref, check_command, commands
 
-__all__ = ["MESSAGES", "About", "Begin", "Begun", "Drop", "Find", "Placed", "PutWhole", "Statistics", "Status"]
-
 
 class About(msgspec.Struct, array_like=True):
     """What the store says about itself to a client that connects.

@@ -10,8 +10,6 @@ from dataplane_core.host_memory import Arena
 from dataplane_core.hosting import Session, UnixAddress, decode_about
 from dataplane_shm._messages import MESSAGES, About
 
-__all__ = ["open_store"]
-
 
 class _Address(UnixAddress):
     """The socket of a store."""

@@ -24,8 +24,6 @@ from dataplane_core.hosting import Bytes, Column, Layout, Place, offsets_at
 from dataplane_core.ledger import Located, commands
 from dataplane_core.spec import FieldSpec, WireColumn
 
-__all__ = ["plan", "read", "view", "write"]
-
 
 def plan(columns: Sequence[WireColumn], num_rows: int) -> Layout:
     """Where columns will lie in the extent of a put.

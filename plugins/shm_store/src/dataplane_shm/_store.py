@@ -23,8 +23,6 @@ from dataplane_shm._messages import (
     Status,
 )
 
-__all__ = ["Store"]
-
 #: Seconds after which a put that found no room in the arena asks again.
 _ASK_AGAIN_S: Final = 0.02
 

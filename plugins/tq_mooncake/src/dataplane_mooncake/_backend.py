@@ -15,8 +15,6 @@ from dataplane_tq_simple import QueueBackend
 if TYPE_CHECKING:
     from dataplane_mooncake._engine import Engine
 
-__all__ = ["TQMooncakeBackend"]
-
 
 class TQMooncakeBackend(QueueBackend["Engine"]):
     """All clients of an instance connect to one controller, and to Mooncake's segments on any node of the cluster."""

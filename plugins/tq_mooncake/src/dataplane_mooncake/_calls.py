@@ -21,8 +21,6 @@ from dataplane_core.errors import ClientClosedError, OperationTimeoutError
 from dataplane_core.hosting import Watch
 from dataplane_mooncake._ending import Endpoint, end_connections, skip_cpp_teardown
 
-__all__ = ["POLL_S", "Call", "add_peers", "bounded"]
-
 _Result = TypeVar("_Result")
 
 #: Seconds between two checks of a waiting caller whether its client was closed.

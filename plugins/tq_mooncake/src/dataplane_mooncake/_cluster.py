@@ -28,8 +28,6 @@ from dataplane_mooncake.machine import NodeMemory, check_machine, check_memory
 from dataplane_tq_simple.addresses import announced_address
 from dataplane_tq_simple.engines import Instance, get_within
 
-__all__ = ["MooncakeInstance", "Segment", "SegmentHost", "this_nodes_address"]
-
 _SIGN_BYTES: Final = 64
 #: How often a storage unit may be given the endpoint of a dead one, before it is an error.
 _NUM_OPENS: Final = 5

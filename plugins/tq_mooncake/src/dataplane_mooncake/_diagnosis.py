@@ -22,8 +22,6 @@ from dataplane_mooncake.machine import (
 )
 from dataplane_tq_simple.addresses import announced_address
 
-__all__ = ["diagnose"]
-
 
 def diagnose(config: TQMooncakeConfig) -> Iterator[Finding]:
     """Findings for these options; see `Backend.diagnose`."""

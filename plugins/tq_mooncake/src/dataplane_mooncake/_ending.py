@@ -15,8 +15,6 @@ from collections.abc import Collection
 
 import psutil
 
-__all__ = ["Endpoint", "end_connections", "listening_ports", "parse_endpoint", "skip_cpp_teardown"]
-
 #: An address and a port.
 Endpoint = tuple[str, int]
 

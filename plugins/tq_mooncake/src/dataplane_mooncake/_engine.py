@@ -39,8 +39,6 @@ from dataplane_mooncake._store import (
 from dataplane_mooncake.machine import check_machine
 from dataplane_tq_simple.engines import ActorWatch, QueueEngine, UnitsGoneError, check_head
 
-__all__ = ["Engine"]
-
 _MIB: Final = 1024 * 1024
 #: Seconds between two looks whether a master is back.
 _COMES_BACK_S: Final = 0.1

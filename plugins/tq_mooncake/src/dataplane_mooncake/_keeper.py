@@ -13,8 +13,6 @@ import ray.exceptions
 
 from dataplane_mooncake._master import Master
 
-__all__ = ["Keeper", "Kept"]
-
 _logger = logging.getLogger(__name__)
 
 #: Seconds between two looks, and after a failure.

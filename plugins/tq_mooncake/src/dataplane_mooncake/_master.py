@@ -20,8 +20,6 @@ from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_mooncake._ending import parse_endpoint
 from dataplane_mooncake.machine import check_master, master_path
 
-__all__ = ["Master", "MasterWatch"]
-
 _POLL_S: Final = 0.02
 #: Number of starts, each on other ports: another process may take a port between our check and the master's bind.
 _NUM_STARTS: Final = 3

@@ -28,20 +28,6 @@ from dataplane_mooncake._calls import POLL_S, Call, add_peers, bounded
 from dataplane_mooncake._ending import Endpoint, end_connections, parse_endpoint
 from dataplane_mooncake.machine import check_library
 
-__all__ = [
-    "FULL",
-    "NOT_FOUND",
-    "TRANSFER_FAILED",
-    "UNREACHABLE",
-    "EngineError",
-    "RowsMissing",
-    "Store",
-    "StoreSettings",
-    "endpoint_of",
-    "open_engine",
-    "pinned_in",
-]
-
 _Bytes = npt.NDArray[np.uint8]
 
 #: Codes that the engine returns: no segment has room; no such row; the master does not answer.

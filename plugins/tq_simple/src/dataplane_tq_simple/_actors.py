@@ -17,21 +17,6 @@ import ray.exceptions
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
 from dataplane_tq_simple._exchange import LineBrokenError, Peer
 
-__all__ = [
-    "NAMESPACE",
-    "ActorWatch",
-    "Controlled",
-    "ControllerWatch",
-    "cause",
-    "check_head",
-    "controller_dead",
-    "data_plane_error",
-    "get_within",
-    "lookup",
-    "named_actors",
-    "nodes_for_units",
-]
-
 NAMESPACE: Final = "dataplane"
 #: Seconds between two questions to a controller, and to one that does not run.
 _ASK_S: Final = 1.0

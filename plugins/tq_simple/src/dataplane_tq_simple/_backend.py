@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from dataplane_tq_simple._queue import QueueEngine
     from dataplane_tq_simple._recorded import RecordedService
 
-__all__ = ["QueueBackend", "TQSimpleBackend", "left_s"]
-
 _Engine = TypeVar("_Engine", bound="QueueEngine")
 
 #: Seconds after which a put is tried again whose storage unit ended.

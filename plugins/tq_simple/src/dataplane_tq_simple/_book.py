@@ -18,8 +18,6 @@ from dataplane_core.ledger import Ref, commands
 from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple._errors import UnitsGoneError
 
-__all__ = ["FIRST_LAYOUT", "LAYOUT_BITS", "UNITS_NOTE", "Life", "Started", "UnitBook", "View", "life_of"]
-
 #: A handle is ``layout << LAYOUT_BITS | number``. The ledger's own numbers stay below ``1 << LAYOUT_BITS``.
 LAYOUT_BITS: Final = 40
 #: The layout of handles that are numbers alone: all units with which the instance started.

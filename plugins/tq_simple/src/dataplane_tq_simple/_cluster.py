@@ -50,8 +50,6 @@ from dataplane_tq_simple._ray_calls import end_within
 from dataplane_tq_simple.addresses import check_address
 from dataplane_tq_simple.config import QueueConfig
 
-__all__ = ["Instance", "check_cpus", "cpu_error"]
-
 # Environment variables of the processes that an instance starts. A value in the bootstrapping client's environment
 # wins.
 # - A unit moves bytes and computes nothing: one torch thread is enough. With more threads than cores, TransferQueue

@@ -27,8 +27,6 @@ from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost
 from dataplane_tq_simple._keeper import Keeper, UnitMaker
 
-__all__ = ["Controller"]
-
 #: The notes of the journal: what attaching clients are told, and what a keeper of units needs.
 _DESCRIPTION_NOTE = "description"
 _KEEPER_NOTE = "keeper"

@@ -14,8 +14,6 @@ from dataplane_core.backends import Finding, Level, check_announced_address, mis
 from dataplane_core.errors import DataPlaneError
 from dataplane_tq_simple.config import QueueConfig
 
-__all__ = ["diagnose"]
-
 _DISTRIBUTION: Final = "dataplane-tq-simple"
 _ENGINE: Final = "TransferQueue"
 #: Seconds that a Ray of this host has to accept a connection.

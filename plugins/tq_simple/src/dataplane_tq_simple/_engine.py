@@ -33,8 +33,6 @@ from dataplane_tq_simple._places import UNIT_PATIENCE_S, Places, UnitWatch
 from dataplane_tq_simple._queue import QueueEngine
 from dataplane_tq_simple._units import SimpleStorageInstance
 
-__all__ = ["Engine"]
-
 # Assumed size of a row in bytes, until an engine has read some.
 _ASSUMED_ROW_BYTES = 32 * 1024
 

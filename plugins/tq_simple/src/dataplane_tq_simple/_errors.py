@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataplane_core.errors import BackendUnavailableError
 
-__all__ = ["UnitsGoneError"]
-
 
 class UnitsGoneError(BackendUnavailableError):
     """A storage unit has ended, and a request to it was not carried out; or no unit takes rows.

@@ -29,8 +29,6 @@ from dataplane_core.errors import (
 from dataplane_core.hosting import Watch
 from dataplane_tq_simple._privates import identity_prefix, new_socket
 
-__all__ = ["PATIENCE_S", "Exchange", "LineBrokenError", "Peer", "Request"]
-
 zmq: Any = _zmq  # its type stubs are partial
 
 # Seconds between two checks of a waiting exchange whether the engine was closed.

@@ -16,8 +16,6 @@ from dataplane_tq_simple._messages import MESSAGES, AddUnits, BeginNear, Ping, R
 if TYPE_CHECKING:
     from dataplane_core.backends import RecordedLedger
 
-__all__ = ["ControllerHost"]
-
 _logger = logging.getLogger(__name__)
 
 #: The exit status of a controller that may answer nobody any more.

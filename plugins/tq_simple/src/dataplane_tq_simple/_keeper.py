@@ -27,8 +27,6 @@ from dataplane_tq_simple._actors import lookup, named_actors, nodes_for_units
 from dataplane_tq_simple._book import Started, UnitBook
 from dataplane_tq_simple._host import ControllerHost
 
-__all__ = ["Keeper", "UnitMaker"]
-
 _logger = logging.getLogger(__name__)
 zmq: Any = _zmq  # its type stubs are partial
 

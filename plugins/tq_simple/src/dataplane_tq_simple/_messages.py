@@ -11,8 +11,6 @@ from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple._book import View
 from dataplane_tq_simple._errors import UnitsGoneError
 
-__all__ = ["MESSAGES", "AddUnits", "BeginNear", "Ping", "RemoveUnit", "UnitRecords", "ViewUnits"]
-
 
 @dataclass(frozen=True, slots=True)
 class Ping(Request[int]):

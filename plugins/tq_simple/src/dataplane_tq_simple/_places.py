@@ -16,8 +16,6 @@ from dataplane_tq_simple._book import LAYOUT_BITS, View
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._exchange import PATIENCE_S, Exchange, LineBrokenError, Peer
 
-__all__ = ["NOWHERE", "UNIT_PATIENCE_S", "Places", "UnitWatch"]
-
 #: The life of a row whose layout is not known any more: all its rows are deleted.
 NOWHERE: Final = -1
 #: Seconds that the controller may take to answer that question, while replies of units may come.

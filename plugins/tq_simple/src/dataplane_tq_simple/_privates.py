@@ -14,26 +14,6 @@ from transfer_queue.controller import TransferQueueController
 from transfer_queue.storage import simple_storage
 from transfer_queue.utils import zmq_utils
 
-__all__ = [
-    "ControllerClass",
-    "Message",
-    "RequestType",
-    "UnitClass",
-    "active_keys",
-    "answer_clear",
-    "answer_get",
-    "answer_put",
-    "identity_prefix",
-    "key_not_found",
-    "new_socket",
-    "node_ip",
-    "request_port",
-    "set_config",
-    "store_config",
-    "unit_id",
-    "unit_server",
-]
-
 # --- the controller --------------------------------------------------------------------------------------------------
 
 ControllerClass: Any = TransferQueueController.__ray_metadata__.modified_class

@@ -25,8 +25,6 @@ from dataplane_tq_simple._exchange import Exchange, LineBrokenError, Peer
 from dataplane_tq_simple._messages import MESSAGES, Ping
 from dataplane_tq_simple._session import RaySession
 
-__all__ = ["QueueEngine"]
-
 _logger = logging.getLogger(__name__)
 
 #: Seconds before a call is repeated whose line broke.

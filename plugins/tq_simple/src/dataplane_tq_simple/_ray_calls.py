@@ -13,8 +13,6 @@ import ray
 
 from dataplane_core.errors import BackendUnavailableError
 
-__all__ = ["end_within", "refuse_fork"]
-
 _logger = logging.getLogger(__name__)
 
 #: Threads that Ray's core runs in every connected process. One of them is enough as proof.

@@ -15,8 +15,6 @@ from dataplane_core.ledger import Command, Ref, Reply, commands
 from dataplane_tq_simple._book import UNITS_NOTE, UnitBook
 from dataplane_tq_simple._service import Placing
 
-__all__ = ["PlacingRecordedService", "RecordedService"]
-
 
 class RecordedService:
     """As a `LedgerService`, but recorded in a folder.

@@ -12,8 +12,6 @@ from dataplane_core.ledger import Command, LedgerService, Reply, commands
 from dataplane_tq_simple._book import UnitBook
 from dataplane_tq_simple._errors import UnitsGoneError
 
-__all__ = ["Placing", "PlacingLedgerService"]
-
 
 class Placing(ABC):
     """Places puts on storage units, and refuses to commit one of whose units has ended."""

@@ -18,8 +18,6 @@ from dataplane_core.host_memory import check_capacity
 from dataplane_tq_simple._ray_calls import end_within, refuse_fork
 from dataplane_tq_simple.config import QueueConfig
 
-__all__ = ["RaySession"]
-
 # Seconds that Ray may take to end a connection. After that, this process goes on without an answer: the call would wait
 # for a dead head node.
 _DISCONNECT_S = 15.0

@@ -19,9 +19,6 @@ from dataplane_tq_simple._cluster import Instance
 from dataplane_tq_simple._wire import LIFE_KEY, OTHER_LIFE
 from dataplane_tq_simple.config import TQSimpleConfig
 
-__all__ = ["SimpleStorageInstance", "StorageUnit"]
-
-
 #: Seconds between two looks of a unit that no process owns whether its instance still runs.
 _FOLLOW_S: Final = 1.0
 #: For how many seconds at least a unit remembers rows that were deleted before they came, and about how many of them.

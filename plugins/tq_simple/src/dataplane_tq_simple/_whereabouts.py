@@ -19,8 +19,6 @@ from dataplane_core.backends import PrivateFolder
 from dataplane_core.errors import BackendUnavailableError, ConfigError, DataPlaneError
 from dataplane_tq_simple.config import QueueConfig
 
-__all__ = ["Owner", "claim_name", "cluster_is_known", "find", "leave", "look"]
-
 _logger = logging.getLogger(__name__)
 _MARK: Final = "@"  # no instance's name holds it
 

@@ -24,20 +24,6 @@ from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRe
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._privates import Message, RequestType, key_not_found
 
-__all__ = [
-    "LIFE_KEY",
-    "OTHER_LIFE",
-    "Chunk",
-    "check_delete_reply",
-    "check_put_reply",
-    "delete_request",
-    "get_request",
-    "plan_by_bytes",
-    "plan_by_rows",
-    "put_request",
-    "read_get_reply",
-]
-
 #: A message of ``zmq``: one buffer per frame.
 Frames = list[Any]
 

@@ -15,8 +15,6 @@ from dataplane_testkit.chaos.rows import check_rows
 from dataplane_testkit.chaos.rules import Finding
 from dataplane_testkit.chaos.timeline import Timeline
 
-__all__ = ["check", "shrunk"]
-
 #: The most findings of one rule that are returned.
 _MOST: Final = 2
 #: The most checks for which a history is shortened.

@@ -13,8 +13,6 @@ from dataplane_testkit.chaos.history import OK, REFUSED, UNKNOWN, Call
 from dataplane_testkit.chaos.rules import Finding, finding
 from dataplane_testkit.chaos.timeline import Timeline
 
-__all__ = ["check_claims"]
-
 #: Seconds by which the clock of a store may be coarser than that of the history.
 _SLACK_S: Final = 0.02
 #: Seconds by which the end of a claim that waited may be late. If it is later, its process had no time to look.

@@ -23,8 +23,6 @@ from dataplane_core.errors import (
     OperationTimeoutError,
 )
 
-__all__ = ["OK", "REFUSED", "UNKNOWN", "Call", "Event", "History", "Recorder", "Seen", "read_calls"]
-
 #: The outcomes of a call: it did what it says, it changed nothing, or one of both.
 Outcome: TypeAlias = Literal["ok", "refused", "unknown"]
 OK: Final = "ok"

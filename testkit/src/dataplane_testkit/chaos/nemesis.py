@@ -17,8 +17,6 @@ from dataplane_testkit.chaos.history import Event
 from dataplane_testkit.chaos.schedule import Disruption
 from dataplane_testkit.chaos.worker import live
 
-__all__ = ["Nemesis"]
-
 #: Seconds between two looks at workers that end.
 _LOOK_S: Final = 0.02
 #: Seconds for which it looks for the start of a call of the worker that it is about to kill or stop, and between two

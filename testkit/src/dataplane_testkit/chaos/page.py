@@ -10,8 +10,6 @@ from dataplane_core.errors import printable
 from dataplane_testkit.chaos.history import OK, REFUSED, Call, Event, History
 from dataplane_testkit.chaos.rules import RULES, Finding
 
-__all__ = ["page"]
-
 #: The most calls that the page lists per finding, and the most samples that it names per call.
 _MOST_CALLS: Final = 60
 _MOST_SAMPLES: Final = 6

@@ -11,8 +11,6 @@ from dataplane_testkit.chaos.history import OK, REFUSED, Call, Event
 from dataplane_testkit.chaos.rules import Finding, finding
 from dataplane_testkit.chaos.timeline import Timeline
 
-__all__ = ["check_rows"]
-
 #: Operations whose replies show cells or tags of samples.
 _SHOWS: Final = ("get", "claim", "list", "saved")
 

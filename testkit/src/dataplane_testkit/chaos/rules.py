@@ -8,8 +8,6 @@ from typing import Final
 
 from dataplane_testkit.chaos.history import Call
 
-__all__ = ["RULES", "Finding"]
-
 #: Rule -> the sentence of docs/contract.md.
 RULES: Final[Mapping[str, str]] = {
     "committed": "Returns only when the write is committed and visible to every other client",

@@ -39,8 +39,6 @@ from dataplane_testkit.chaos.rules import Finding
 from dataplane_testkit.chaos.schedule import BASE, KINDS, LATER, PARTITIONS, TASKS, Plan, disruptions, steps
 from dataplane_testkit.chaos.worker import Hands, live, seen_of, tags_seen
 
-__all__ = ["Settings", "Verdict", "run_chaos"]
-
 #: The batch size of the claims of the audit.
 _AUDIT_CLAIMS: Final = 64
 #: The most claims of the audit per task and partition. No store holds so many samples.

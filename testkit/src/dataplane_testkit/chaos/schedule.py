@@ -11,20 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = [
-    "BASE",
-    "KINDS",
-    "LATER",
-    "PARTITIONS",
-    "TASKS",
-    "Disruption",
-    "Plan",
-    "Step",
-    "Task",
-    "disruptions",
-    "steps",
-]
-
 PARTITIONS: Final = ("p0", "p1")
 #: The fields that are put together first, and the one that is put later.
 BASE: Final = ("x", "y", "o")

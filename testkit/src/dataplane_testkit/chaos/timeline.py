@@ -15,8 +15,6 @@ from typing import Final
 
 from dataplane_testkit.chaos.history import OK, REFUSED, Call, History
 
-__all__ = ["Put", "Timeline", "Wipe"]
-
 #: The operations that drop what a partition held.
 _WIPES: Final = ("clear", "register")
 

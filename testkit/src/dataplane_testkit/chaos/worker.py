@@ -19,8 +19,6 @@ from dataplane_testkit._columns import as_objects, bits, items_of, rows_of
 from dataplane_testkit.chaos.history import Recorder, Seen
 from dataplane_testkit.chaos.schedule import BASE, LATER, PARTITIONS, TASKS, Plan, Step, steps
 
-__all__ = ["Hands", "live", "seen_of", "tags_seen"]
-
 #: How many samples a process remembers per partition, to read, replace and clear them.
 _KNOWN: Final = 60
 #: The samples that all processes write, read and clear, and the share of these calls that go to them.

@@ -21,8 +21,6 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import in_threads
 
-__all__ = ["BlobSuite"]
-
 _MANY: Final = 300
 _LARGE_BYTES: Final = (16 << 20) + 3
 _THREADS: Final = 8

@@ -18,8 +18,6 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import PROMPT_S, Background, bounded
 
-__all__ = ["BoundSuite"]
-
 _HOOKS: dict[str, tuple[Callable[[Store, str], Any], Capability | None]] = {
     "register_partition": (lambda s, p: s.hooks.within(-1).register(p), None),
     "describe_partition": (lambda s, p: s.hooks.within(-1).describe(p), None),

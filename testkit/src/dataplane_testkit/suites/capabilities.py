@@ -17,8 +17,6 @@ from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids
 from dataplane_testkit._store import Store, not_run
 
-__all__ = ["CapabilitySuite"]
-
 
 def _leased(partition: str) -> KVBatchMeta:
     return KVBatchMeta(partition, "train", ["s0"], lease_tokens=["token"])

@@ -18,8 +18,6 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import BOUNDED_BYTES, Store, not_declared
 from dataplane_testkit._timing import PROMPT_S, Background
 
-__all__ = ["CapacitySuite"]
-
 _ROWS_THAT_FIT = 8
 #: The store has room for eight rows and some overhead of the engine, but not for twelve rows.
 _ROW = BOUNDED_BYTES // 10
@@ -43,51 +41,35 @@ def _put(client: DataPlaneClient, partition: str, names: list[str], value: int =
 class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
     """These tests use a separate store with room for eight rows."""
 
-    def test_a_full_store_raises(self, store: Store) -> None:
-        """Contract: "with raise it fails at once."
+    def test_nothing_is_evicted(self, store: Store) -> None:
+        """Contract: "with raise it fails at once. Nothing is ever evicted."
 
         Check first: the put must reserve its bytes before it stores anything. If they do not fit, it must raise
-        CapacityExceededError.
-        """
-        client, partition = _full(store)
-        with store.refusal(RuntimeError) as caught:
-            _put(client, partition, ids(4, "n"))
-        assert isinstance(caught.value, CapacityExceededError)
-        assert caught.value.retryable
-        with pytest.raises(KeyError):
-            client.get_samples(["n0"], partition, ["x"])
-
-    def test_nothing_is_evicted(self, store: Store) -> None:
-        """Contract: "Nothing is ever evicted."
-
-        Check first: a full store must refuse the put. If the engine evicts data by default, switch that off.
+        CapacityExceededError. If the engine evicts data by default, switch that off.
         """
         client, partition = _full(store)
         for _ in range(3):
-            with store.refusal(RuntimeError):
+            with store.refusal(CapacityExceededError) as caught:
                 _put(client, partition, ids(4, "n"))
+            assert isinstance(caught.value, RuntimeError)
+            assert caught.value.retryable
+        with pytest.raises(KeyError):
+            client.get_samples(["n0"], partition, ["x"])
         found = client.get_samples(ids(_ROWS_THAT_FIT), partition, ["x"])["x"]
         assert torch.equal(found, _rows(_ROWS_THAT_FIT, 1))
         if store.declares(Capability.CLAIMS):
             meta = client.claim_meta(partition, "train", ["x"], 99, blocking=False)
             assert meta.sample_ids == ids(_ROWS_THAT_FIT)
 
-    def test_cleared_samples_make_room(self, store: Store) -> None:
+    def test_what_is_cleared_makes_room(self, store: Store) -> None:
         """Contract: "the store holds at most capacity_bytes of payload."
 
-        Check first: when a clear of samples returns, the bytes of its rows must be free.
+        Check first: when a clear returns, or a new registration, the bytes of the rows that it dropped must be free.
         """
         client, partition = _full(store)
         client.clear_samples(ids(4), partition)
         _put(client, partition, ids(4, "n"))
         assert torch.equal(client.get_samples(["n3"], partition, ["x"])["x"], _rows(1, 2))
-
-    def test_cleared_partitions_make_room(self, store: Store) -> None:
-        """Contract: "the store holds at most capacity_bytes of payload."
-
-        Check first: a clear or a new registration of a partition must free the bytes of all its rows.
-        """
-        client, partition = _full(store)
         client.register_partition(partition, ["x"], None, ["train"])
         _put(client, partition, ids(_ROWS_THAT_FIT, "n"))
         client.clear_samples(None, partition)

@@ -18,8 +18,6 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 
-__all__ = ["ClientSuite"]
-
 
 def _client(role: str = "a role", calls: Iterable[CallInfo] = ()) -> ClientInfo:
     calls = list(calls)

@@ -10,8 +10,6 @@ from dataplane_testkit._columns import ids
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 
-__all__ = ["ConsumptionSuite"]
-
 
 def _consumed(store: Store, partition: str, *tasks: str) -> bool:
     return store.client.check_consumption_status(partition, list(tasks or ("train",)))

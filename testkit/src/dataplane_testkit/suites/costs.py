@@ -18,56 +18,51 @@ from dataplane_testkit._columns import batch, ids, jagged, rows_of
 from dataplane_testkit._copies import allocated
 from dataplane_testkit._store import Store, not_run
 
-__all__ = ["CostSuite"]
-
 _ROWS = 32
 
-#: Operation -> the client's call on a partition of `_ROWS` samples with a leased claim, its hook, its capability.
-_CALLS: dict[str, tuple[Callable[[DataPlaneClient, str, Any], Any], str, Capability | None]] = {
-    "register_partition": (
-        lambda c, p, held: c.register_partition(p, ["x", "y"], None, ["train"]),
-        "register_partition",
-        None,
-    ),
-    "put_samples": (
-        lambda c, p, held: c.put_samples(ids(50, "new"), p, {f"f{i}": torch.zeros(50) for i in range(8)}),
-        "put_samples",
-        None,
-    ),
-    "get_samples": (
-        lambda c, p, held: c.get_samples([*ids(_ROWS), *ids(_ROWS)], p, ["x", "y"]),
-        "get_samples",
-        None,
-    ),
-    "put_samples_of_tags": (lambda c, p, held: c.put_samples(ids(2), p, None, [{"n": 1}] * 2), "put_samples", None),
-    "claim_meta": (
-        lambda c, p, held: c.claim_meta(p, "train", ["x"], 8, blocking=False),
-        "claim",
-        Capability.CLAIMS,
-    ),
-    "claim_meta_that_need_not_wait": (
-        lambda c, p, held: c.claim_meta(p, "train", ["x"], 8),
-        "claim",
-        Capability.CLAIMS,
-    ),
-    "ack": (lambda c, p, held: c.ack(held), "ack", Capability.LEASES),
-    "nack": (lambda c, p, held: c.nack(held), "nack", Capability.LEASES),
-    "renew": (lambda c, p, held: c.renew(held, 60.0), "renew", Capability.LEASES),
-    "check_consumption_status": (
-        lambda c, p, held: c.check_consumption_status(p, ["train"]),
-        "check_consumption",
-        Capability.CLAIMS,
-    ),
-    "clear_samples": (lambda c, p, held: c.clear_samples([*ids(4), *ids(4)], p), "clear_samples", None),
-    "clear_samples_of_all": (lambda c, p, held: c.clear_samples(None, p), "clear_samples", None),
-    "list_samples": (lambda c, p, held: c.list_samples(p), "list_samples", Capability.LISTING),
+_Call = Callable[[DataPlaneClient, str, Any], Any]
+
+#: Capability -> operation -> the client's call on a partition of `_ROWS` samples with a leased claim, and its hook.
+_CALLS: dict[Capability | None, dict[str, tuple[_Call, str]]] = {
+    None: {
+        "register_partition": (
+            lambda c, p, held: c.register_partition(p, ["x", "y"], None, ["train"]),
+            "register_partition",
+        ),
+        "put_samples": (
+            lambda c, p, held: c.put_samples(ids(50, "new"), p, {f"f{i}": torch.zeros(50) for i in range(8)}),
+            "put_samples",
+        ),
+        "put_samples_of_tags": (lambda c, p, held: c.put_samples(ids(2), p, None, [{"n": 1}] * 2), "put_samples"),
+        "get_samples": (lambda c, p, held: c.get_samples([*ids(_ROWS), *ids(_ROWS)], p, ["x", "y"]), "get_samples"),
+        "clear_samples": (lambda c, p, held: c.clear_samples([*ids(4), *ids(4)], p), "clear_samples"),
+        "clear_samples_of_all": (lambda c, p, held: c.clear_samples(None, p), "clear_samples"),
+    },
+    Capability.CLAIMS: {
+        "claim_meta": (lambda c, p, held: c.claim_meta(p, "train", ["x"], 8, blocking=False), "claim"),
+        "claim_meta_that_need_not_wait": (lambda c, p, held: c.claim_meta(p, "train", ["x"], 8), "claim"),
+        "check_consumption_status": (
+            lambda c, p, held: c.check_consumption_status(p, ["train"]),
+            "check_consumption",
+        ),
+    },
+    Capability.LEASES: {
+        "ack": (lambda c, p, held: c.ack(held), "ack"),
+        "nack": (lambda c, p, held: c.nack(held), "nack"),
+        "renew": (lambda c, p, held: c.renew(held, 60.0), "renew"),
+    },
+    Capability.LISTING: {"list_samples": (lambda c, p, held: c.list_samples(p), "list_samples")},
+    Capability.CLIENTS: {"list_clients": (lambda c, p, held: c.list_clients(), "list_clients")},
+    Capability.UNITS: {"list_units": (lambda c, p, held: c.list_units(), "list_units")},
 }
+#: Operation -> its call, its hook and the capability that it needs.
+OPERATIONS = {name: (*call, need) for need, calls in _CALLS.items() for name, call in calls.items()}
 
 
 class CostSuite(Suite, chapter="costs"):
     """Hook calls and copies of the payload."""
 
-    @pytest.mark.parametrize("operation", list(_CALLS))
+    @pytest.mark.parametrize("operation", list(OPERATIONS))
     def test_an_operation_costs_one_hook_call(self, store: Store, operation: str) -> None:
         """Contract: "Core does the following once, for all backends: argument checks, empty batches, repeated ids in a
         read" and "A backend's hooks get unique, non-empty ids and columns encoded in its wire format."
@@ -75,7 +70,7 @@ class CostSuite(Suite, chapter="costs"):
         Check first: core, not the backend: one call of the client must be one call of the hook, whatever the size of
         the batch, not one per tensor or row.
         """
-        call, hook, capability = _CALLS[operation]
+        call, hook, capability = OPERATIONS[operation]
         store.require(capability)
         partition = store.register("x", "y", *(f"f{i}" for i in range(8)))
         store.put(partition, ids(_ROWS), x=torch.arange(_ROWS), y=torch.zeros(_ROWS, 3))

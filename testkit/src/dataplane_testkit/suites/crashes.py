@@ -15,8 +15,6 @@ from dataplane_testkit._crashes import LEASED, MOST_LOST, PLAIN, Aftermath, afte
 from dataplane_testkit._marks import lasts, proves
 from dataplane_testkit._store import Store
 
-__all__ = ["CrashSuite"]
-
 #: Time limit in seconds. The first of these tests does all the kills.
 _LIMIT_S = 900.0
 

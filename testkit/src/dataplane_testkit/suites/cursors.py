@@ -15,8 +15,6 @@ from dataplane_testkit._columns import as_objects, bits, ids, items_of, jagged, 
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 
-__all__ = ["CursorSuite"]
-
 
 class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
     """`list_consumed`, `reset_consumption`, `save` and `load`."""

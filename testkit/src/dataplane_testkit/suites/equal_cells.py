@@ -15,8 +15,6 @@ from dataplane_testkit._columns import as_objects, batch, bits, check_column, id
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import BOUNDED_BYTES, Store, not_declared
 
-__all__ = ["EqualCellsSuite"]
-
 #: Elements of a cell that is large enough to be stored once.
 _LENGTH = 40_000
 #: Which image each sample has.

@@ -25,8 +25,6 @@ from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids
 from dataplane_testkit._store import Store
 
-__all__ = ["ErrorSuite"]
-
 
 def _put(store: Store, partition: str, *names: str, value: float = 1.0) -> None:
     store.hooks.put(partition, names, batch(len(names), x=torch.full((len(names),), value)))
@@ -67,6 +65,7 @@ _HOOKS: dict[str, tuple[type[DataPlaneError], Callable[[Store, str], Any], Capab
         lambda s, p: (s.hooks.clear(p, None), s.hooks.describe(p)),
         None,
     ),
+    "listing_of_no_partition": (UnknownPartitionError, lambda s, p: s.hooks.listing(s.new_id()), Capability.LISTING),
     "claim_of_no_task": (UnknownTaskError, lambda s, p: s.hooks.claim(p, 1, task="nobody"), Capability.CLAIMS),
     "claim_from_no_partition": (
         UnknownPartitionError,

@@ -31,8 +31,6 @@ from dataplane_testkit._columns import as_objects, ids, items_of
 from dataplane_testkit._store import Store, not_declared
 from dataplane_testkit._timing import Background, bounded, eventually
 
-__all__ = ["FaultSuite"]
-
 _LONG_S = 600.0
 _SHORT_S = 0.1
 

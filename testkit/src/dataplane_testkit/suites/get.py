@@ -14,8 +14,6 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import bounded
 
-__all__ = ["GetSuite"]
-
 
 class GetSuite(Suite, chapter="get"):
     """Reads."""
@@ -106,14 +104,18 @@ class GetSuite(Suite, chapter="get"):
         """Contract: "A missing sample, or a cell not yet produced, raises a subclass of KeyError".
 
         Check first: if the engine returns nothing, the hook must raise MissingDataError. It must not return an empty
-        reply.
+        reply. A field that nobody wrote has no field spec yet; its cells are missing like any others.
         """
-        partition = store.register("x")
+        partition = store.register("x", "y")
         with store.refusal(KeyError, "'a'"):
             store.get(partition, ["a"])
         store.put(partition, ["a"], x=torch.zeros(1))
         with store.refusal(KeyError, "'b'"):
             store.get(partition, ["b"])
+        with store.refusal(KeyError, "y"):
+            store.get(partition, ["a"], "y")
+        with store.refusal(KeyError, "unheard_of"):
+            store.get(partition, ["a"], "x", "unheard_of")
 
     def test_get_of_missing_cells_names_them(self, store: Store) -> None:
         """Contract: "A missing sample, or a cell not yet produced, raises a subclass of KeyError that names the first
@@ -131,30 +133,16 @@ class GetSuite(Suite, chapter="get"):
             store.get(partition, ids(6), "y", "x")
         assert caught.value.missing_cells == {"s0": ("y",), "s2": ("y",), "s3": ("y",)}
 
-    def test_get_names_what_is_missing_behind_a_large_row(self, store: Store) -> None:
+    @pytest.mark.parametrize(("count", "length"), [(1, 1 << 16), (999, 1)], ids=["a_large_row", "many"])
+    def test_get_names_what_is_missing_behind_others(self, store: Store, count: int, length: int) -> None:
         """Contract: "A missing sample, or a cell not yet produced, raises a subclass of KeyError".
 
-        Check first: an engine that sends small rows in another way than large ones must check all rows before it
-        chooses the way.
+        Check first: the hook must check all requested ids up to the last, however many there are. An engine that sends
+        small rows in another way than large ones must do so before it chooses the way.
         """
         partition = store.register("x", "y")
-        store.put(partition, ["large"], x=torch.zeros(1, 1 << 16, dtype=torch.uint8))
-        store.put(partition, ["bare"], y=torch.zeros(1))
-        with store.refusal(MissingDataError, "'gone'") as caught:
-            store.get(partition, ["large", "gone"])
-        assert caught.value.missing_samples == ("gone",)
-        with store.refusal(MissingDataError, "'bare'", "x") as caught:
-            store.get(partition, ["large", "bare"])
-        assert caught.value.missing_cells == {"bare": ("x",)}
-
-    def test_get_names_what_is_missing_at_the_end_of_many(self, store: Store) -> None:
-        """Contract: "A missing sample, or a cell not yet produced, raises a subclass of KeyError".
-
-        Check first: the hook must check all requested ids up to the last, however many there are.
-        """
-        partition = store.register("x", "y")
-        there = ids(999)
-        store.put(partition, there, x=torch.arange(999))
+        there = ids(count)
+        store.put(partition, there, x=torch.zeros(count, length, dtype=torch.uint8))
         store.put(partition, ["bare"], y=torch.zeros(1))
         with store.refusal(MissingDataError, "'gone'") as caught:
             store.get(partition, [*there, "gone"])
@@ -163,32 +151,7 @@ class GetSuite(Suite, chapter="get"):
             store.get(partition, [*there, "bare"])
         assert caught.value.missing_cells == {"bare": ("x",)}
 
-    def test_get_of_a_field_that_nobody_wrote_raises(self, store: Store) -> None:
-        """Contract: "A missing sample, or a cell not yet produced, raises a subclass of KeyError".
-
-        Check first: a field that nobody wrote has no field spec yet. The hook must treat its cells like any other
-        missing cells.
-        """
-        partition = store.register("x", "y")
-        store.put(partition, ["a"], x=torch.zeros(1))
-        with store.refusal(KeyError, "y"):
-            store.get(partition, ["a"], "y")
-        with store.refusal(KeyError, "unheard_of"):
-            store.get(partition, ["a"], "x", "unheard_of")
-
     # --- arguments ----------------------------------------------------------------------------------------------------
-
-    def test_select_fields_is_required(self, store: Store) -> None:
-        """Contract: "select_fields is required."
-
-        Check first: core, not the backend: core must refuse this call before it calls the hook.
-        """
-        partition = store.register("x")
-        store.put(partition, ["a"], x=torch.zeros(1))
-        with store.refusal(ValueError, "select_fields"):
-            store.client.get_samples(["a"], partition, [])
-        with pytest.raises(TypeError):
-            store.client.get_samples(["a"], partition)  # type: ignore[call-arg]
 
     @proves(Capability.LISTING)
     def test_get_all_fields(self, store: Store) -> None:
@@ -254,7 +217,8 @@ class GetSuite(Suite, chapter="get"):
     def test_what_comes_back_is_owned_by_the_caller(self, store: Store) -> None:
         """Contract: "What comes back is contiguous, detached and owned by the caller."
 
-        Check first: the get_samples hook must return new memory, not the memory of the store.
+        Check first: the get_samples hook must return new memory, not the memory of the store. Repeated rows must be
+        copies.
         """
         partition = store.register("x", "y", "o")
         rows = [torch.tensor([1, 2]), torch.tensor([3])]
@@ -269,17 +233,9 @@ class GetSuite(Suite, chapter="get"):
             check_column(found["x"], rows)
             assert found["y"].tolist() == [[0, 1], [2, 3]]
             assert items_of(found["o"]) == [[1], [2]]
-
-    def test_rows_of_one_read_are_independent(self, store: Store) -> None:
-        """Contract: "owned by the caller."
-
-        Check first: repeated rows must be copies, in dense and in jagged columns.
-        """
-        partition = store.register("x")
-        store.put(partition, ids(2), x=torch.arange(4).view(2, 2))
-        found = store.get(partition, ["s0", "s0", "s1"])["x"]
-        found[0].fill_(-1)
-        assert found.tolist() == [[-1, -1], [0, 1], [2, 3]]
+        repeated = store.get(partition, ["s0", "s0", "s1"], "y")["y"]
+        repeated[0].fill_(-1)
+        assert repeated.tolist() == [[-1, -1], [0, 1], [2, 3]]
 
     # --- the hook -----------------------------------------------------------------------------------------------------
 

@@ -23,9 +23,6 @@ from dataplane_testkit._profiles import is_long
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import in_threads
 
-__all__ = ["GuaranteeSuite"]
-
-
 _NAMES = ids(16)
 
 

@@ -16,8 +16,6 @@ from dataplane_testkit._base import Suite
 from dataplane_testkit._store import Store, not_run
 from dataplane_testkit._timing import in_threads
 
-__all__ = ["JournalSuite"]
-
 #: Enough records to find numbers that are sorted as text, and pages of a hundred.
 _RECORDS: Final = 230
 _WRITERS: Final = 4

@@ -12,21 +12,9 @@ from dataplane_testkit._columns import as_objects, ids
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 
-__all__ = ["KeepingSuite"]
-
 
 class KeepingSuite(Suite, chapter="keep"):
     """A registration that keeps what is there."""
-
-    def test_keep_opens_a_new_partition(self, store: Store) -> None:
-        """Contract: "With if_exists='keep', a partition that is there stays as it is"
-
-        Check first: register_partition with if_exists "keep" must register a partition that is not there.
-        """
-        partition = store.new_id()
-        store.register("x", num_samples=2, tasks=["train"], partition_id=partition, if_exists="keep")
-        store.put(partition, ids(2), x=torch.arange(2))
-        assert store.get(partition, ids(2))["x"].tolist() == [0, 1]
 
     @proves(Capability.CLAIMS)
     def test_keep_leaves_rows_tags_and_cursors(self, store: Store) -> None:
@@ -140,14 +128,6 @@ class KeepingSuite(Suite, chapter="keep"):
             assert sorted(store.get(partition, ids(count))["x"].tolist()) == list(range(count))
             for place in range(count):
                 assert store.claim(partition, count, task=f"task{place}").size == count
-
-    def test_an_unknown_value_is_refused(self, store: Store) -> None:
-        """Contract: "Any other value of if_exists raises ValueError."
-
-        Check first: core, not the backend: core must refuse this call before it calls the hook.
-        """
-        with store.refusal(ValueError, "if_exists"):
-            store.client.register_partition("x", ["x"], None, [], if_exists="keeep")  # type: ignore[arg-type]
 
     @proves(Capability.CLAIMS)
     def test_open_partitions(self, store: Store) -> None:

@@ -10,13 +10,13 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
 
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClientClosedError, ConfigError
+from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Scope
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids
@@ -24,26 +24,12 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store, check_error, not_run
 from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, bounded
 from dataplane_testkit._workers import call, read_items
-
-__all__ = ["LifecycleSuite"]
+from dataplane_testkit.suites.costs import OPERATIONS
 
 #: Seconds that the owner of a store starts later than the client that attaches.
 _LATE_S: Final = 0.3
 #: Processes that connect at the same time.
 _AT_ONCE: Final = 3
-
-_OPERATIONS: dict[str, tuple[Callable[[DataPlaneClient], Any], Capability | None]] = {
-    "register_partition": (lambda client: client.register_partition("p", ["x"], None, ["train"]), None),
-    "put_samples": (lambda client: client.put_samples(["a"], "p", batch(1, x=torch.zeros(1))), None),
-    "put_samples_of_nothing": (lambda client: client.put_samples([], "p"), None),
-    "get_samples": (lambda client: client.get_samples(["a"], "p", ["x"]), None),
-    "claim_meta": (lambda client: client.claim_meta("p", "train", ["x"], 1), Capability.CLAIMS),
-    "check_consumption_status": (lambda client: client.check_consumption_status("p", ["train"]), Capability.CLAIMS),
-    "clear_samples": (lambda client: client.clear_samples(None, "p"), None),
-    "list_samples": (lambda client: client.list_samples("p"), Capability.LISTING),
-    "list_clients": (lambda client: client.list_clients(), Capability.CLIENTS),
-    "list_units": (lambda client: client.list_units(), Capability.UNITS),
-}
 
 
 class LifecycleSuite(Suite, chapter="lifecycle"):
@@ -60,17 +46,17 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         with store.refusal(ClientClosedError):
             client.get_samples(["a"], partition, ["x"])
 
-    @pytest.mark.parametrize("operation", list(_OPERATIONS))
+    @pytest.mark.parametrize("operation", list(OPERATIONS))
     def test_a_closed_client_refuses(self, store: Store, operation: str) -> None:
         """Contract: "Other calls then raise ClientClosedError."
 
         Check first: core, not the backend: core must refuse this call before it calls the hook.
         """
-        call, capability = _OPERATIONS[operation]
+        call, _, capability = OPERATIONS[operation]
         store.require(capability)
-        client = store.deployment.closed_client()
+        held = KVBatchMeta("p", "train", ["s0"], lease_tokens=["token"])
         with store.refusal(ClientClosedError):
-            call(client)
+            call(store.deployment.closed_client(), "p", held)
 
     @proves(Capability.CLAIMS)
     def test_close_ends_waiting_claims(self, store: Store) -> None:

@@ -21,8 +21,6 @@ from dataplane_testkit._columns import as_objects, check_column, items_of, jagge
 from dataplane_testkit._profiles import is_long, kit_settings
 from dataplane_testkit._store import Store
 
-__all__ = ["MachineSuite", "StoreMachine"]
-
 _T = TypeVar("_T")
 
 #: Groups of two, and one surplus member.

@@ -30,8 +30,6 @@ from dataplane_testkit._columns import (
 from dataplane_testkit._profiles import kit_settings
 from dataplane_testkit._store import Store
 
-__all__ = ["MatrixSuite"]
-
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

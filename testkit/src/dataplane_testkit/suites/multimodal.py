@@ -14,8 +14,6 @@ from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, check_column, ids, items_of, jagged, random_cells
 from dataplane_testkit._store import Store
 
-__all__ = ["MultimodalSuite"]
-
 #: Images per sample: none, one or several. Each image has at least 4 patches.
 _GRIDS: tuple[list[list[int]], ...] = ([[1, 2, 2]], [], [[1, 4, 2], [1, 2, 2], [1, 2, 6]], [[2, 2, 2]], [])
 _TOKENS = (7, 3, 12, 9, 1)

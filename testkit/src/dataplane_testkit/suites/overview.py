@@ -13,8 +13,6 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import eventually
 
-__all__ = ["OverviewSuite"]
-
 
 class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
     """Listings and counts."""

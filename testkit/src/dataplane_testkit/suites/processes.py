@@ -14,8 +14,6 @@ from dataplane_testkit._profiles import is_long
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import Background, eventually
 
-__all__ = ["ProcessSuite"]
-
 
 class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
     """What holds within one client must also hold across processes."""

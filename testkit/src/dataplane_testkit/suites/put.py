@@ -1,8 +1,10 @@
-"""`put_samples`: what it writes, and when it returns."""
+"""`put_samples`: what it writes, when it returns, and what it refuses."""
 
 from __future__ import annotations
 
+import datetime
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,11 +19,31 @@ from dataplane_testkit._columns import as_objects, batch, check_column, ids, ite
 from dataplane_testkit._store import Store, not_run
 from dataplane_testkit._timing import bounded
 
-__all__ = ["PutSuite"]
+_FIRST: dict[str, Callable[[], Any]] = {
+    "scalars": lambda: torch.zeros(2, dtype=torch.int64),
+    "vectors": lambda: torch.zeros(2, 3, dtype=torch.int64),
+    "matrices": lambda: torch.zeros(2, 3, 4, dtype=torch.int64),
+    "objects": lambda: as_objects(1, 2),
+}
+
+#: (first write, later write, why it does not fit)
+_MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
+    ("scalars", lambda: torch.zeros(2, dtype=torch.float32), "dtype"),
+    ("scalars", lambda: torch.zeros(2, dtype=torch.int32), "narrower_dtype"),
+    ("scalars", lambda: torch.zeros(2, dtype=torch.uint64), "signedness"),
+    ("scalars", lambda: torch.zeros(2, 1, dtype=torch.int64), "n_to_n1"),
+    ("scalars", lambda: as_objects(1, 2), "tensor_to_object"),
+    ("vectors", lambda: torch.zeros(2, dtype=torch.int64), "lower_rank"),
+    ("vectors", lambda: torch.zeros(2, 3, 1, dtype=torch.int64), "higher_rank"),
+    ("vectors", lambda: torch.zeros(2, 3, dtype=torch.float64), "dtype_of_vectors"),
+    ("vectors", lambda: jagged([torch.zeros(1), torch.zeros(2)]), "dtype_of_jagged"),
+    ("matrices", lambda: torch.zeros(2, 3, 5, dtype=torch.int64), "trailing_shape"),
+    ("objects", lambda: torch.zeros(2, dtype=torch.int64), "object_to_tensor"),
+]
 
 
 class PutSuite(Suite, chapter="put"):
-    """Puts that must succeed."""
+    """What a put writes, and what a put that is refused leaves as it was."""
 
     def test_put_returns_a_receipt(self, store: Store) -> None:
         """Contract: "put_samples(sample_ids, partition_id, fields=None, tags=None) -> meta".
@@ -48,17 +70,19 @@ class PutSuite(Suite, chapter="put"):
     def test_later_puts_add_fields(self, store: Store) -> None:
         """Contract: "A put may add fields to known samples, merge tags key by key".
 
-        Check first: a put of other fields must not change the cells that are already there.
+        Check first: the put must handle each row on its own: create it if it is new, add to it if it is known. It must
+        not change the cells that are already there.
         """
         partition = store.register("x", "y", "z")
-        store.put(partition, ids(4), x=torch.arange(4))
-        store.put(partition, ["s2", "s0"], y=torch.tensor([2.5, 0.5]))
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.put(partition, ["new", "s2", "s0"], y=torch.tensor([9.5, 2.5, 0.5]))
         store.put(partition, ["s1"], y=torch.tensor([1.5]))
         store.put(partition, ["s0"], z=as_objects({"late": True}))
-        assert store.get(partition, ids(4))["x"].tolist() == [0, 1, 2, 3]
-        assert store.get(partition, ["s1", "s0"], "y")["y"].tolist() == [1.5, 0.5]
+        assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2]
+        assert store.get(partition, ["s1", "new", "s0"], "y")["y"].tolist() == [1.5, 9.5, 0.5]
         assert store.get(partition, ["s0"], "z", "x")["z"] == [{"late": True}]
-        assert not store.has(partition, "s3", "y")
+        assert not store.has(partition, "new", "x")
+        assert not store.has(partition, "s1", "z")
 
     def test_a_list_becomes_the_type_that_its_field_has(self, store: Store) -> None:
         """Contract: "A list that fits the type that its field has becomes that type: ints in a field of floats or of
@@ -113,27 +137,16 @@ class PutSuite(Suite, chapter="put"):
             put(["a"], partition, {"x": [[7]]})
             assert store.get(partition, ["a"], "x")["x"].tolist() == [[7]]
 
-    def test_one_put_may_mix_known_and_new_samples(self, store: Store) -> None:
-        """Contract: "A put may add fields to known samples".
-
-        Check first: the put must handle each row on its own: create it if it is new, add to it if it is known.
-        """
-        partition = store.register("x", "y")
-        store.put(partition, ["a", "b"], x=torch.tensor([1, 2]))
-        store.put(partition, ["c", "b", "d"], y=torch.tensor([3, 2, 4]))
-        assert store.get(partition, ["b"], "x", "y")["y"].tolist() == [2]
-        assert store.get(partition, ["b"], "x", "y")["x"].tolist() == [2]
-        assert store.get(partition, ["d", "c"], "y")["y"].tolist() == [4, 3]
-        assert not store.has(partition, "c", "x")
-
     def test_tags_merge_key_by_key(self, store: Store) -> None:
         """Contract: "merge tags key by key".
 
         Check first: a put must update the tags of a row key by key. Keys that it does not name must stay. A put without
-        tags must change none.
+        tags must change none. A put of tags alone creates a row without any cell.
         """
         partition = store.register("x", "y")
-        store.put(partition, ids(2), [{"a": 1, "b": 1}, {"a": 2}], x=torch.arange(2))
+        store.put(partition, ids(2), [{"a": 1, "b": 1}, {"a": 2}])
+        assert not store.has(partition, "s0"), "a row that was put with tags alone has a cell"
+        store.put(partition, ids(2), x=torch.arange(2))
         store.put(partition, ids(2), [{"b": 5}, {"c": None}])
         store.put(partition, ids(2), [{}, {"d": True}], y=torch.arange(2))
         store.put(partition, ["s0"], z=torch.zeros(1))
@@ -178,17 +191,6 @@ class PutSuite(Suite, chapter="put"):
         store.put(partition, ["s0"], x=torch.tensor([7]))
         assert store.get(partition, ids(3))["x"].tolist() == [7, 1, 2]
 
-    def test_tags_need_no_fields(self, store: Store) -> None:
-        """Contract: "put_samples(sample_ids, partition_id, fields=None, tags=None) -> meta Writes cells".
-
-        Check first: a put of tags alone must create the row, without any cell.
-        """
-        partition = store.register("x")
-        store.put(partition, ids(2), [{"n": 1}, {"n": 2}])
-        assert not store.has(partition, "s0"), "a row that was put with tags alone has a cell"
-        store.put(partition, ids(2), x=torch.arange(2))
-        assert store.tags_of(partition) == {"s0": {"n": 1}, "s1": {"n": 2}}
-
     def test_put_without_ids_does_no_io(self, store: Store) -> None:
         """Contract: "Empty ids return an empty meta without I/O."
 
@@ -203,54 +205,36 @@ class PutSuite(Suite, chapter="put"):
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def test_tensors_may_be_reused_after_put(self, store: Store) -> None:
+    def test_what_was_put_may_be_reused(self, store: Store) -> None:
         """Contract: "The caller may reuse its tensors as soon as put returns."
 
-        Check first: the put_samples hook must copy every column that it keeps. A column that core did not convert is
-        the caller's own memory.
+        Check first: the put_samples hook must copy every column that it keeps: a column that core did not convert is
+        the caller's own memory. Native object items must be deep copies, with the tensors in them (use
+        codec.objects.copy_item), and tags copies too.
         """
-        partition = store.register("x", "y", "z")
-        dense, scalars = torch.arange(6).view(3, 2), torch.tensor([1.0, 2.0, 3.0])
-        ragged: Any = jagged([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5, 6])])
-        store.put(partition, ids(3), x=dense, y=scalars, z=ragged)
-        dense.fill_(-1)
-        scalars.fill_(-1)
-        ragged.values().fill_(-1)
-        ragged.offsets().fill_(0)
-        found = store.get(partition, ids(3), "x", "y", "z")
-        assert found["x"].tolist() == [[0, 1], [2, 3], [4, 5]], "the store uses the caller's memory instead of a copy"
-        assert found["y"].tolist() == [1.0, 2.0, 3.0], "the store uses the caller's memory instead of a copy"
-        check_column(found["z"], [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5, 6])])
-
-    def test_objects_may_be_reused_after_put(self, store: Store) -> None:
-        """Contract: "The caller may reuse its tensors as soon as put returns."
-
-        Check first: native object items must be deep copies, including the tensors in them. Use
-        codec.objects.copy_item.
-        """
-        partition = store.register("o")
+        partition = store.register("x", "y", "z", "o")
+        dense, scalars = torch.arange(4).view(2, 2), torch.tensor([1.0, 2.0])
+        ragged: Any = jagged([torch.tensor([1, 2]), torch.tensor([3])])
         item: dict[str, Any] = {"list": [1, 2], "deep": {"tensor": torch.arange(3)}}
-        store.put(partition, ["a"], o=as_objects(item))
+        tags = [{"n": 1}, {"n": 2}]
+        meta = store.put(partition, ids(2), tags, x=dense, y=scalars, z=ragged, o=as_objects(item, None))
+        for mine in (dense, scalars, ragged.values(), item["deep"]["tensor"]):
+            mine.fill_(-1)
+        ragged.offsets().fill_(0)
         item["list"].append(3)
-        item["deep"]["tensor"].fill_(-1)
         item["new"] = 1
-        (found,) = items_of(store.get(partition, ["a"], "o")["o"])
-        assert list(found) == ["list", "deep"]
-        assert found["list"] == [1, 2]
-        assert found["deep"]["tensor"].tolist() == [0, 1, 2]
-
-    def test_tags_may_be_reused_after_put(self, store: Store) -> None:
-        """Contract: "The caller may reuse its tensors as soon as put returns."
-
-        Check first: the hooks must copy tags when they store them and when they return them.
-        """
-        partition = store.register("x")
-        tags = [{"n": 1}]
-        meta = store.put(partition, ["a"], tags, x=torch.zeros(1))
-        tags[0]["n"] = 2
+        tags[0]["n"] = 9
         assert meta.tags is not None
-        meta.tags[0]["n"] = 3
-        assert store.tags_of(partition)["a"] == {"n": 1}
+        meta.tags[1]["n"] = 9
+        found = store.get(partition, ids(2), "x", "y", "z", "o")
+        assert found["x"].tolist() == [[0, 1], [2, 3]], "the store uses the caller's memory instead of a copy"
+        assert found["y"].tolist() == [1.0, 2.0], "the store uses the caller's memory instead of a copy"
+        check_column(found["z"], [torch.tensor([1, 2]), torch.tensor([3])])
+        kept, _ = items_of(found["o"])
+        assert list(kept) == ["list", "deep"]
+        assert (kept["list"], kept["deep"]["tensor"].tolist()) == ([1, 2], [0, 1, 2])
+        if store.declares(Capability.LISTING) or store.declares(Capability.CLAIMS):
+            assert store.tags_of(partition) == {"s0": {"n": 1}, "s1": {"n": 2}}
 
     def test_cuda_tensors_are_copied_to_host(self, store: Store) -> None:
         """Contract: "CUDA tensors are copied to host."
@@ -320,6 +304,84 @@ class PutSuite(Suite, chapter="put"):
         store.put(partition, ids(3), columns=columns)
         found = store.get(partition, ids(3), *columns)
         assert all(torch.equal(found[name], column) for name, column in columns.items())
+
+    # --- the schema ---------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(("first", "later"), [case[:2] for case in _MISMATCHES], ids=[c[2] for c in _MISMATCHES])
+    def test_a_field_keeps_its_schema(self, store: Store, first: str, later: Callable[[], Any]) -> None:
+        """Contract: "Within a registration a field keeps one kind (tensor, object), dtype, rank and trailing shape,
+        fixed by its first write. A put that differs raises ValueError, and nothing is written."
+
+        Check first: compare request.specs with the field specs of the first write before anything is stored.
+        """
+        partition = store.register("x", "y")
+        before = _FIRST[first]()
+        store.put(partition, ["a", "b"], x=before)
+        with store.refusal(ValueError, "x"):
+            store.put(partition, ["c", "d"], [{"n": 1}, {"n": 2}], y=torch.ones(2), x=later())
+        for sample_id in ("c", "d"):
+            for field in ("x", "y"):
+                assert not store.has(partition, sample_id, field), f"the refused put wrote '{field}' of '{sample_id}'"
+        if store.declares(Capability.LISTING):
+            assert store.client.list_samples(partition).sample_ids == ["a", "b"], "the refused put created rows"
+        found = store.get(partition, ["a", "b"])["x"]
+        if first == "objects":
+            assert items_of(found) == [1, 2]
+        else:
+            assert torch.equal(found, before)
+
+    def test_the_schema_is_that_of_the_committed_puts(self, store: Store) -> None:
+        """Contract: "Within a registration a field keeps one kind (tensor, object), dtype, rank and trailing shape" and
+        "A put that differs raises ValueError, and nothing is written."
+
+        Check first: field specs belong to the registration. The commit, not the check before it, must record them, and
+        a clear of all samples by id must not delete them.
+        """
+        partition = store.register("x", "y")
+        store.put(partition, ["a"], x=torch.tensor([1]))
+        store.client.clear_samples(["a"], partition)
+        with store.refusal(ValueError, "x"):
+            store.put(partition, ["b"], x=torch.tensor([1.0]), y=torch.tensor([1.0]))
+        store.put(partition, ["b"], x=torch.tensor([2]), y=torch.tensor([3]))
+        assert store.get(partition, ["b"], "y")["y"].dtype == torch.int64
+
+    def test_the_first_dim_may_differ_per_row(self, store: Store) -> None:
+        """Contract: "The first dim after the batch may differ per row."
+
+        Check first: compare only the rank and the trailing shape of FieldSpec. The length of a row belongs to its cell.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.zeros(2, 3, 2))
+        store.put(partition, ["c"], x=torch.ones(1, 7, 2))
+        store.put(partition, ["d"], x=torch.ones(1, 0, 2))
+        store.put(partition, ["e", "f"], x=jagged([torch.ones(2, 2), torch.ones(5, 2)]))
+        rows = store.get(partition, ["d", "s0", "c", "f"])["x"].unbind()
+        assert [tuple(row.shape) for row in rows] == [(0, 2), (3, 2), (7, 2), (5, 2)]
+
+    def test_an_unknown_partition_is_refused(self, store: Store) -> None:
+        """Contract: "An unknown partition raises KeyError."
+
+        Check first: put_samples must raise UnknownPartitionError. It must not create the partition.
+        """
+        unknown = store.new_id()
+        with store.refusal(KeyError, unknown):
+            store.put(unknown, ["a"], x=torch.zeros(1))
+        with store.refusal(KeyError, unknown):
+            store.put(unknown, ["a"], [{"n": 1}])
+        with store.refusal(KeyError, unknown):
+            store.get(unknown, ["a"])
+
+    def test_allow_pickle_opens_the_set(self, store: Store) -> None:
+        """Contract: "allow_pickle: true in the config opens the set."
+
+        Check first: encoded items must be stored unchanged. Native items must be copied, whatever their type.
+        """
+        client = store.another_client(allow_pickle=True)
+        partition = store.register("o", client=client)
+        items = [(1, 2), {3, 4}, 1j, {"inside": datetime.date(2024, 1, 1)}]
+        client.put_samples(ids(4), partition, batch(4, o=as_objects(*items)))
+        found = items_of(client.get_samples(ids(4), partition, ["o"])["o"])
+        assert found == items
 
     # --- the hook -----------------------------------------------------------------------------------------------------
 

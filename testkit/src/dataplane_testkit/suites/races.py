@@ -19,8 +19,6 @@ from dataplane_testkit._profiles import is_long
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import in_threads
 
-__all__ = ["RaceSuite"]
-
 _FACTOR = 10 if is_long() else 1
 
 

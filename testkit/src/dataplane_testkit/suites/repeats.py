@@ -18,8 +18,6 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import BOUNDED_BYTES, Store
 from dataplane_testkit._timing import in_threads
 
-__all__ = ["RepeatSuite"]
-
 _LONG_S: Final = 600.0
 #: Elements of a row: few, and so many that an engine stores them on another way.
 _SIZES: Final = {"small": 2, "large": 64 * 1024}

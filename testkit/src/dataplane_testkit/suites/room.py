@@ -19,8 +19,6 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import eventually
 
-__all__ = ["RoomSuite"]
-
 _ROWS: Final = 32
 _ROW_BYTES: Final = 64 * 1024
 _PUT_BYTES: Final = _ROWS * _ROW_BYTES

@@ -13,15 +13,13 @@ import pytest
 import torch
 
 from dataplane_core.errors import DataPlaneError
-from dataplane_core.spec import Capability, Scope
+from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._blobs import new_keys, of_all
 from dataplane_testkit._columns import as_objects, check_column, ids, items_of, jagged
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import PROMPT_S
-
-__all__ = ["SmokeSuite"]
 
 #: Rows of the larger tests. With so many rows, a store that loses one in a hundred is nearly always caught.
 _ROWS: Final = 400
@@ -181,18 +179,3 @@ class SmokeSuite(Suite, chapter="smoke"):
         assert not store.has(partition, "s1")
         store.put(partition, ["s1"], x=torch.tensor([-1]))
         assert store.get(partition, ["s1"])["x"].tolist() == [-1]
-
-    @proves(Scope.HOST)
-    def test_smoke_two_clients_share_a_store(self, store: Store) -> None:
-        """Contract: "Returns only when the write is committed and visible to every other client".
-
-        Check first: a client that attaches must reach the same store. It must see what others write before and after it
-        attaches.
-        """
-        partition = store.register("x")
-        store.put(partition, ["mine"], x=torch.tensor([1]))
-        other = store.attached_client()
-        assert other.get_samples(["mine"], partition, ["x"])["x"].tolist() == [1]
-        other.put_samples(["theirs"], partition, {"x": torch.tensor([2])})
-        _readable(store, partition, ["mine", "theirs"], ["x"])
-        assert store.get(partition, ["theirs", "mine"])["x"].tolist() == [2, 1]

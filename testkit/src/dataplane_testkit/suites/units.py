@@ -12,8 +12,6 @@ from dataplane_testkit._hooks import Hooks
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import STARTS_S, eventually
 
-__all__ = ["UnitSuite"]
-
 _NUM_ROWS = 24
 
 

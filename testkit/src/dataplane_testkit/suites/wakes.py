@@ -21,8 +21,6 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import Background, eventually
 
-__all__ = ["WakeSuite"]
-
 #: The timeout of a claim that a test expects to be woken, in seconds.
 _LONG_S: Final = 60.0
 #: Claims that know of no lease ask every 10 s.

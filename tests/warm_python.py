@@ -1,0 +1,76 @@
+"""A Python for programs that only need to be another process: it is forked from one that has imported what takes long.
+
+The fixture `python` of the root's conftest starts this program, with the socket on which it is asked and a pipe whose
+other end closes with the tests. Each program gets the streams, the environment and the folder that it is to have, and
+ends as any other.
+"""
+
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import types
+
+#: Nothing that reads settings from the environment when it is imported, as Ray, TransferQueue and Mooncake do.
+PRELOADED = ("torch._dynamo", "dataplane_core.client", "dataplane_core.plugins", "dataplane_core.middleware")
+
+
+def serve(asked: socket.socket, until: int) -> None:
+    """Forks a program for each message, until the other end of a pipe is closed. Returns in the programs too."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "threads do not come along"
+    while until not in select.select([asked, until], [], [])[0]:
+        connection, _ = asked.accept()
+        message, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait below
+        waits = os.fork()
+        if not waits:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            program = os.fork()
+            if not program:
+                for number, stream in enumerate(streams):
+                    os.dup2(stream, number)
+                for each in (asked, connection):
+                    each.close()
+                os.closerange(3, max(*streams, until) + 1)
+                run(**json.loads(message))
+                return
+        for stream in streams:
+            os.close(stream)
+        if not waits:
+            os.close(until)
+            asked.close()
+            connection.send(str(program).encode())
+            connection.send(str(os.waitpid(program, 0)[1]).encode())
+            os._exit(0)
+        connection.close()
+
+
+def run(words: list[str], variables: dict[str, str], folder: str, session: bool) -> None:
+    """Does what ``python WORDS`` does, in a session of its own if told."""
+    if session:
+        os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    tempfile.tempdir = None
+    if words[0] == "-c":
+        path, code, sys.argv = "", words[1], ["-c", *words[2:]]
+        main = types.ModuleType("__main__")
+    else:
+        with open(words[0], encoding="utf-8") as file:
+            path, code, sys.argv = os.path.dirname(os.path.abspath(words[0])), file.read(), words
+        main = types.ModuleType("__main__")
+        main.__file__ = words[0]
+    sys.path[0] = path
+    sys.modules["__main__"] = main
+    exec(compile(code, words[0] if path else "<string>", "exec"), vars(main))
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

@@ -127,7 +127,7 @@ class Python:
         self._place = place
 
     def start(self, *words: object, **kwargs: Any) -> subprocess.Popen[Any]:
-        """Starts a program: ``start("-c", code, *arguments)`` or ``start(path, *arguments)``, the rest as `Popen`."""
+        """Starts a program: ``start("-c", code, *arguments)``, or a path or ``-m`` first. The rest is as of `Popen`."""
         return _Program(self._place, [str(word) for word in words], **kwargs)
 
     def run(self, *words: object, timeout: float = 120, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -8,6 +8,7 @@ ends as any other.
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -59,6 +60,10 @@ def run(words: list[str], variables: dict[str, str], folder: str, session: bool)
     os.environ.clear()
     os.environ.update(variables)
     tempfile.tempdir = None
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
     if words[0] == "-c":
         path, code, sys.argv = "", words[1], ["-c", *words[2:]]
         main = types.ModuleType("__main__")

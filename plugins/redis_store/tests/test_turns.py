@@ -1,8 +1,6 @@
 """Many rows are claimed, settled and cleared by several scripts, so that none holds the server for long."""
 
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -82,9 +80,9 @@ client.claim_meta("p", "train", ["x"], 1000, lease_s=3600)
 """
 
 
-def test_rows_of_a_claim_whose_client_dies_on_the_way_go_back(client, plain):
+def test_rows_of_a_claim_whose_client_dies_on_the_way_go_back(client, plain, python):
     ids = fill(client)
-    died = subprocess.run([sys.executable, "-c", _DIES, plain.url, client.config.options["namespace"]], timeout=60)
+    died = python.run("-c", _DIES, plain.url, client.config.options["namespace"], check=False)
     assert died.returncode == -signal.SIGKILL
     assert client.claim_meta("p", "train", ["x"], _COUNT, timeout_s=30.0).sample_ids == ids
 

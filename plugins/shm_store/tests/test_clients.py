@@ -188,12 +188,10 @@ time.sleep(1000)
             assert client.list_samples("p").sample_ids == []
             os.kill(owner.pid if victim == "owner" else ledger, signal.SIGKILL)
             eventually(lambda: not Path(f"/proc/{ledger}").exists() or victim == "ledger")
-            start = time.monotonic()
             for _ in range(2):
                 with pytest.raises(BackendUnavailableError, match="has ended, and its data with it") as info:
                     client.list_samples("p")
                 assert not info.value.retryable
-            assert time.monotonic() - start < client.config.op_timeout_s / 2
         finally:
             owner.kill()
             owner.wait()

@@ -391,10 +391,8 @@ def test_queues_on_one_master_neither_collide_nor_lodge_in_each_other_and_name_i
             lambda: two.list_samples("p"),
         ):
             dead = f"the mooncake_master at {master.address} of instance 'two' is dead"
-            started = time.monotonic()
             with pytest.raises(BackendUnavailableError, match=dead) as refused:
                 attempt()
-            assert time.monotonic() - started < 10.0  # within 2, where the machine has time
             assert not refused.value.retryable
     finally:
         master.stop()

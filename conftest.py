@@ -120,7 +120,7 @@ class _Program(subprocess.Popen):  # type: ignore[type-arg]
 class Python:
     """Runs programs as ``python WORDS`` does, in processes that have the imports behind them.
 
-    Not for a program whose imports, flags or search path matter.
+    Not for a program whose imports or flags matter.
     """
 
     def __init__(self, place: str) -> None:
@@ -130,9 +130,11 @@ class Python:
         """Starts a program: ``start("-c", code, *arguments)``, or a path or ``-m`` first. The rest is as of `Popen`."""
         return _Program(self._place, [str(word) for word in words], **kwargs)
 
-    def run(self, *words: object, timeout: float = 120, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: object, timeout: float = 120, check: bool = True, **kwargs: Any
+    ) -> subprocess.CompletedProcess[str]:
         """Runs a program to its end, and returns its output."""
-        with self.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        with self.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs) as program:
             try:
                 said = program.communicate(timeout=timeout)
             except BaseException:

@@ -16,6 +16,8 @@ import sys
 import tempfile
 import types
 
+from forking_ray import python_path
+
 #: Nothing that reads settings from the environment when it is imported, as Ray, TransferQueue and Mooncake do.
 PRELOADED = ("torch._dynamo", "dataplane_core.client", "dataplane_core.plugins", "dataplane_core.middleware")
 
@@ -56,25 +58,23 @@ def run(words: list[str], variables: dict[str, str], folder: str, session: bool)
     """Does what ``python WORDS`` does, in a session of its own if told."""
     if session:
         os.setsid()
+    own_path = python_path()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
     tempfile.tempdir = None
+    first = "" if words[0].startswith("-") else os.path.dirname(os.path.abspath(words[0]))
+    sys.path[:] = [first, *python_path(), *(each for each in sys.path[1:] if each not in own_path)]
+    sys.argv = words[1:] if words[0] == "-m" else [words[0], *words[2 if words[0] == "-c" else 1 :]]
     if words[0] == "-m":
-        sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
-    if words[0] == "-c":
-        path, code, sys.argv = "", words[1], ["-c", *words[2:]]
-        main = types.ModuleType("__main__")
-    else:
-        with open(words[0], encoding="utf-8") as file:
-            path, code, sys.argv = os.path.dirname(os.path.abspath(words[0])), file.read(), words
-        main = types.ModuleType("__main__")
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if words[0] != "-c":
         main.__file__ = words[0]
-    sys.path[0] = path
-    sys.modules["__main__"] = main
-    exec(compile(code, words[0] if path else "<string>", "exec"), vars(main))
+        with open(words[0], encoding="utf-8") as file:
+            words = [words[0], file.read()]
+    exec(compile(words[1], getattr(main, "__file__", "<string>"), "exec"), vars(main))
 
 
 if __name__ == "__main__":

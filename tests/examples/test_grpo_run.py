@@ -123,10 +123,9 @@ def test_a_worker_that_stops_answering_ends_the_run_at_the_deadline(running: Run
     assert_gone(running.family)
 
 
-@pytest.mark.parametrize(
-    "path", ["shm_store", *(pytest.param(name, marks=pytest.mark.long) for name in ("tq_simple", "in-memory"))]
-)
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("path", ["shm_store", "tq_simple", "in-memory"])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_run_leaves_no_process(running: Running, signum: signal.Signals) -> None:
     running.process.send_signal(signum)
     code, _, err = finish(running.process)

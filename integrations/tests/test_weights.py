@@ -36,7 +36,7 @@ def assert_is_version(found, version):
         assert torch.equal(found[name], value.detach()), name
 
 
-@pytest.fixture(params=["noop", "shm_store", "redis_store"])
+@pytest.fixture(params=["noop", *(pytest.param(each, marks=pytest.mark.long) for each in ("shm_store", "redis_store"))])
 def client(request):
     with connect({"backend": request.param}) as client:
         open_weights(client)

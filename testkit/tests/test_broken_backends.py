@@ -20,19 +20,26 @@ _TOYS = Path(__file__).parent / "toys"
 _TIMEOUT_S = 900
 
 
-def _broken(module):
-    """Name of a broken backend -> the test that it must fail."""
+def _toys(module):
+    """A module of the toys."""
     sys.path.insert(0, str(_TOYS))
     try:
-        return {cls.__name__: test for cls, test in importlib.import_module(module).BROKEN.items()}
+        return importlib.import_module(module)
     finally:
         sys.path.remove(str(_TOYS))
 
 
-_BROKEN = _broken("kit_of_broken")
-_BROKEN_BLOBS = _broken("folder_store")
-#: The kit with a capability taken away has a case that the whole kit has not.
-_CONTROLS = [test for test in dict.fromkeys(_BROKEN.values()) if "undeclared" not in test]
+#: Name of a broken backend -> the test that it must fail.
+_BROKEN = {cls.__name__: test for cls, test in _toys("kit_of_broken").BROKEN.items()}
+_BROKEN_BLOBS = {cls.__name__: test for cls, test in _toys("folder_store").BROKEN.items()}
+#: The suite of the kit that holds a test -> the first broken backend that must fail one of it.
+_FIRST = {_toys("kit_of_broken").suite_of(test): name for name, test in reversed((_BROKEN | _BROKEN_BLOBS).items())}
+
+
+def _long_unless(few, name, *more):
+    """A case that `make test` runs if it is one of a few."""
+    return pytest.param(name, *more, marks=() if name in few else pytest.mark.long)
+
 
 #: Class that holds the whole kit or a suite -> which of its tests run.
 _SELECTED = {
@@ -50,19 +57,8 @@ _SELECTED = {
     "TestBootstrapsOverWhatRuns": "with_auto_one_bootstraps",
     "TestHangsInForks": "a_fork_opens",
 }
-
-#: Runs that go on side by side, since they wait most of the time.
-_RUNS = {
-    "broken": [f"kit_of_broken.py::Test{name}::{test}" for name, test in _BROKEN.items()],
-    "right_and_blobs": [
-        *(f"kit_of_broken.py::TestNoopBackend::{test}" for test in _CONTROLS),
-        *(f"kit_of_folder.py::Test{name}::{test}" for name, test in _BROKEN_BLOBS.items()),
-        "kit_of_folder.py::TestFolderStore",
-        "kit_of_folder.py::TestOneCapacity",
-        "kit_of_variants.py",
-    ],
-    "processes": ["kit_of_host.py"],
-}
+#: Right backends that take long.
+_SLOW = ["TestCarriesRows", "TestCarriesBytes"]
 
 
 def _with_toys():
@@ -74,15 +70,31 @@ def _with_toys():
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
+def reports(tmp_path_factory, request):
     """Backend -> its report. Runs in processes of their own, which may hang or break for all we know."""
     folder = tmp_path_factory.mktemp("reports")
+    asked = [each for each in request.session.items if each.path == request.path and hasattr(each, "callspec")]
+    names = {each.callspec.params.get("name", each.callspec.params.get("backend")) for each in asked}
+    runs = {  # side by side, since they wait most of the time
+        "alone": [
+            *(f"kit_of_broken.py::Test{name}::{test}" for name, test in _BROKEN.items() if name in names),
+            *(f"kit_of_folder.py::Test{name}::{test}" for name, test in _BROKEN_BLOBS.items() if name in names),
+            "kit_of_folder.py::TestFolderStore",
+            "kit_of_folder.py::TestOneCapacity",
+            "kit_of_variants.py",
+        ],
+        "processes": ["kit_of_host.py"],
+    }
     environment = {**_with_toys(), "DATAPLANE_CONFORMANCE_PROMPT_S": "4", "DATAPLANE_CONFORMANCE_KILLS": "6"}
     environment.pop("DATAPLANE_HYPOTHESIS_PROFILE", None)
-    selected = [f"({name} and ({tests}))" for name, tests in _SELECTED.items()]
+    selected = [
+        f"({name} and ({tests}))"
+        for name, tests in _SELECTED.items()
+        if name not in _SLOW or name.removeprefix("Test") in names
+    ]
     selection = " or ".join([f"not ({' or '.join(_SELECTED)})", *selected])
     started = {}
-    for run, arguments in _RUNS.items():
+    for run, arguments in runs.items():
         output = (folder / f"{run}.txt").open("w")
         command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "-k", selection]
         command += ["--basetemp", str(folder / run), "--dataplane-json", str(folder / f"{run}.json"), *arguments]
@@ -96,7 +108,7 @@ def reports(tmp_path_factory):
             process.kill()
             process.wait()
     found = {}
-    for run in _RUNS:
+    for run in runs:
         path = folder / f"{run}.json"
         assert path.exists(), (folder / f"{run}.txt").read_text()[-3000:]
         found |= {report["backend"]: report for report in json.loads(path.read_text())}
@@ -108,7 +120,10 @@ def _outcomes(report):
 
 
 @pytest.mark.timeout(_TIMEOUT_S + 60)
-@pytest.mark.parametrize(("name", "test"), [*_BROKEN.items(), *_BROKEN_BLOBS.items()])
+@pytest.mark.parametrize(
+    ("name", "test"),
+    [_long_unless(_FIRST.values(), name, test) for name, test in (_BROKEN | _BROKEN_BLOBS).items()],
+)
 def test_the_test_that_names_the_rule_fails(reports, name, test):
     found = _outcomes(reports[name])[test]
     assert found["outcome"] == "fail", f"{name} passed {test}"
@@ -118,20 +133,13 @@ def test_the_test_that_names_the_rule_fails(reports, name, test):
 
 
 @pytest.mark.timeout(_TIMEOUT_S + 60)
-@pytest.mark.parametrize("test", _CONTROLS)
-def test_the_unbroken_backend_passes(reports, test):
-    found = _outcomes(reports["NoopBackend"])[test]
-    assert found["outcome"] == "pass", found["reason"]
-
-
-@pytest.mark.timeout(_TIMEOUT_S + 60)
 @pytest.mark.parametrize(
     ("backend", "least"),
     [
         ("DeclaresNothing", 150),
         ("DeclaresClaims", 20),
-        ("CarriesRows", 60),
-        ("CarriesBytes", 60),
+        pytest.param("CarriesRows", 60, marks=pytest.mark.long),
+        pytest.param("CarriesBytes", 60, marks=pytest.mark.long),
         ("HostStore", 18),
         ("FolderStore", 35),
         ("StandsStill", 2),
@@ -150,7 +158,7 @@ def test_right_backends_pass(reports, backend, least):
 @pytest.mark.parametrize(
     ("backend", "test"),
     [
-        ("CarriesRows", "test_equal_cells_count_once"),
+        pytest.param("CarriesRows", "test_equal_cells_count_once", marks=pytest.mark.long),
         ("OneCapacity", "test_a_refused_put_leaves_later_ones_alone_for_clients_with_other_room"),
     ],
 )

@@ -40,16 +40,14 @@ def run_kit(clean, project, tmp_path, *select):
     return result["counts"]
 
 
-def test_it_connects_by_name_and_works(clean, project):
+def test_it_connects_by_name_works_and_passes_a_taste_of_the_kit(clean, project, tmp_path):
     done = clean.run("python", "-c", JOB)
     assert done.stdout.strip() == "AcmeStore ['a', 'b'] [1.0, 2.0]", done.stderr
-
-
-def test_its_own_test_file_passes_a_taste_of_the_kit(clean, project, tmp_path):
     select = "order_asked_for or given_once or objects_come_back or overlap or full_store or two_holders"
     assert run_kit(clean, project, tmp_path, "-k", select)["pass"] >= 8
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
-def test_with_a_journal_it_passes_the_whole_kit(clean, tmp_path, few_kills):
+def test_with_a_journal_it_passes_the_whole_kit(clean, tmp_path):
     assert run_kit(clean, generated(clean, "acme_files", "--journal"), tmp_path)["pass"] > 500

@@ -147,15 +147,15 @@ def test_a_job_across_processes_survives_two_kills(installed, tmp_path):
         assert consumed[sample_id] == [tokens, float(number)]
 
 
-@pytest.mark.timeout(60)
 def test_a_process_that_is_stopped_in_a_transaction_holds_others_up_only_to_their_deadline(installed, tmp_path):
     done = installed.run("python", "-c", BESIDE_A_STOPPED_PROCESS, tmp_path / "run.sqlite")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [["OperationTimeoutError"] * 3, [0.0], ["before", "after"]]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
-def test_its_own_test_file_passes_the_whole_kit(installed, tmp_path, few_kills):
+def test_its_own_test_file_passes_the_whole_kit(installed, tmp_path):
     file = tmp_path / "test_conformance.py"
     file.write_text((EXAMPLE / "tests" / "test_conformance.py").read_text(encoding="utf-8"), encoding="utf-8")
     report = tmp_path / "report.json"

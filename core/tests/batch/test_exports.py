@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -158,7 +156,7 @@ def test_a_table_has_ids_and_tags():
             batch.to_arrow(**more)
 
 
-def test_without_pyarrow_it_says_what_to_install():
+def test_without_pyarrow_it_says_what_to_install(python):
     code = """
 import sys
 sys.modules["pyarrow"] = None
@@ -166,7 +164,7 @@ from dataplane_core import to_arrow, to_numpy
 print(to_numpy({"x": [1]})["x"])
 to_arrow({"x": [1]})
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    run = python.run("-c", code, check=False)
     assert run.stdout == "[1]\n"
     assert "ImportError: to_arrow needs pyarrow: pip install 'dataplane-core[arrow]'" in run.stderr
 

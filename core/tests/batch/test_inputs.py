@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 
 import datasets
@@ -582,7 +580,7 @@ def test_a_lazy_stack_of_rows_is_read_as_a_list_of_rows(client, writer):
         writer(client, lazy_stack([TensorDict(row) for row in rows]))
 
 
-def test_tables_are_recognized_without_importing_their_packages():
+def test_tables_are_recognized_without_importing_their_packages(python):
     code = """
 import sys
 from dataplane_core import connect
@@ -592,8 +590,7 @@ with connect({"backend": "noop"}) as client:
     assert client.get_samples(["b"], "p", ["x"])["x"].tolist() == [[2, 3]]
 print(sorted({"pyarrow", "datasets", "pandas"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == "[]\n"
+    assert python.run("-c", code).stdout == "[]\n"
 
 
 def test_a_table_is_read_back_padded(client):

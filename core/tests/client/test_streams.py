@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -365,7 +363,7 @@ def test_a_stream_that_waits_is_listed(client):
             waiting.result()
 
 
-def test_a_program_that_ends_in_the_middle_gives_back_what_it_holds():
+def test_a_program_that_ends_in_the_middle_gives_back_what_it_holds(python):
     program = (
         "import atexit\n"
         "atexit.register(lambda: print(client.describe('p').tasks['t'].num_leased))\n"  # the first runs last
@@ -376,7 +374,7 @@ def test_a_program_that_ends_in_the_middle_gives_back_what_it_holds():
         "batches = stream(client, 'p', 't', ['x'], 1, prefetch=2)\n"
         "next(batches)\nnext(batches)\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    run = python.run("-c", program)
     assert (run.returncode, run.stdout, run.stderr) == (0, "0\n", "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 
 import pytest
@@ -178,3 +179,24 @@ def test_rows_that_claim_too_much_together_are_refused():
     assert unframe_cell(huge).shape == (2**45, 0)
     with pytest.raises(FrameError, match="together"):
         unframe_column([huge] * 9)
+
+
+def test_every_single_byte_of_a_frame_may_be_damaged():
+    for data in (frame_cell(torch.arange(3, dtype=torch.int16)), frame_cell({"k": [1, "a"]})):
+        for at in range(len(data)):
+            for value in range(256):
+                damaged = bytearray(data)
+                damaged[at] = value
+                with contextlib.suppress(FrameError):
+                    unframe_cell(bytes(damaged))
+                with contextlib.suppress(FrameError):
+                    unframe_column([data, bytes(damaged)])
+
+
+def test_every_truncation_of_a_frame_is_refused():
+    for data in (frame_cell(torch.arange(3, dtype=torch.int16)), frame_cell({"k": [1, "a"]})):
+        for size in range(len(data)):
+            with pytest.raises(FrameError):
+                unframe_cell(data[:size])
+            with pytest.raises(FrameError):
+                unframe_column([data, data[:size]])

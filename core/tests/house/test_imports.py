@@ -65,9 +65,10 @@ def test_all_gather_alone_imports_torch_distributed_and_only_when_called():
     assert levels == [False]
 
 
-def test_importing_core_changes_no_environment_opens_no_socket_and_configures_no_logging():
+def test_importing_our_packages_leaves_the_process_alone():
+    """It changes no environment, opens no socket, starts no thread, configures no logging and imports no engine."""
     code = """
-import json, logging, os, socket
+import importlib, importlib.util, json, logging, os, socket, sys, threading
 opened = []
 class Watched(socket.socket):
     def __init__(self, *args, **kwargs):
@@ -76,11 +77,17 @@ class Watched(socket.socket):
 import tensordict, torch, pydantic  # what others do is not ours
 before, handlers, level = dict(os.environ), list(logging.root.handlers), logging.root.level
 socket.socket = Watched
-import dataplane_core, dataplane_core.middleware.metrics, dataplane_core.cli
-print(json.dumps([before == dict(os.environ), opened, handlers == logging.root.handlers, level == logging.root.level]))
+import dataplane_core.middleware.metrics, dataplane_core.cli
+for name in ("noop", "shm", "redis", "tq_simple", "mooncake", "mooncake.machine", "integrations.trainer.megatron"):
+    if importlib.util.find_spec("dataplane_" + name.partition(".")[0]):
+        importlib.import_module("dataplane_" + name)
+print(json.dumps([
+    before == dict(os.environ), opened, threading.active_count(), handlers == logging.root.handlers,
+    level == logging.root.level, sorted({"ray", "transfer_queue", "zmq", "mooncake", "megatron"} & set(sys.modules))
+]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == [True, [], True, True]
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, [], 1, True, True, []]
 
 
 # --- wings ------------------------------------------------------------------------------------------------------------

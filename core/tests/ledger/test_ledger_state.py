@@ -1,4 +1,4 @@
-"""What a ledger's saved state holds beside what `test_ledger_properties` sees: unfinished puts, garbage, names."""
+"""What a ledger's saved state holds beside what `simulation` compares: unfinished puts, garbage, names."""
 
 import msgpack
 import pytest

@@ -1,7 +1,6 @@
 """Puts that wait for room: first come, first served, within a bound."""
 
 import subprocess
-import sys
 import threading
 import time
 
@@ -240,10 +239,10 @@ def test_a_put_whose_client_lost_the_connection_on_which_it_listens_is_woken(cli
     assert done == ["waits"]
 
 
-def test_a_put_whose_client_was_killed_keeps_nobody_waiting_for_long(client, plain):
+def test_a_put_whose_client_was_killed_keeps_nobody_waiting_for_long(client, plain, python):
     put(client, "old", 60)
-    words = [sys.executable, "-c", _WAITS, plain.url, client.config.options["namespace"]]
-    with subprocess.Popen(words, stderr=subprocess.DEVNULL) as process:
+    words = ["-c", _WAITS, plain.url, client.config.options["namespace"]]
+    with python.start(*words, stderr=subprocess.DEVNULL) as process:
         until(lambda: line(client) == 1)
         process.kill()
     put(client, "small", 20)

@@ -153,9 +153,8 @@ def test_a_process_that_is_stopped_in_a_transaction_holds_others_up_only_to_thei
     assert json.loads(done.stdout) == [["OperationTimeoutError"] * 3, [0.0], ["before", "after"]]
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
-def test_its_own_test_file_passes_the_whole_kit(installed, tmp_path):
+def test_its_own_test_file_passes_the_whole_kit(installed, tmp_path, few_kills):
     file = tmp_path / "test_conformance.py"
     file.write_text((EXAMPLE / "tests" / "test_conformance.py").read_text(encoding="utf-8"), encoding="utf-8")
     report = tmp_path / "report.json"

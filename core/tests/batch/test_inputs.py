@@ -601,3 +601,13 @@ def test_a_table_is_read_back_padded(client):
         partition_id="train",
     )
     assert read_columns(client, meta)["input_ids"].tolist() == [[5, 6, 7], [5, 0, 0], [8, 9, 0]]
+
+
+def test_arrays_may_be_changed_after_the_put(client):
+    client.register_partition("changed", ["x", "y"], None, ["trainer"])
+    array, row = np.arange(3.0), np.arange(70_000)  # a large row is stored apart
+    client.put_samples(IDS, "changed", {"x": array, "y": [row, row[:1], row]})
+    array[:], row[:] = 0, 0
+    read = client.get_samples(IDS, "changed", ["x", "y"])
+    assert read["x"].tolist() == [0, 1, 2]
+    assert [each.sum() for each in read["y"].unbind()] == [sum(range(70_000)), 0, sum(range(70_000))]

@@ -5,11 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
-import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 from dataplane_testkit import BackendConformance
 from dataplane_testkit import _progress as progress
@@ -56,32 +52,15 @@ def test_failures_are_told_at_once_with_their_rule_and_how_long_the_rest_takes(p
     assert "F" not in {line.strip() for line in result.outlines}, "letters beside the lines"
 
 
-@pytest.mark.parametrize(
-    ("left_s", "done_s", "took_s", "expected"),
-    [(60, 0, 0, 60), (30, 30, 30, 30), (30, 30, 300, 275), (0, 60, 600, 0), (50, 7, 2, 25)],
-)
-def test_what_was_typical_gives_way_to_what_was_seen(left_s, done_s, took_s, expected):
-    assert progress.estimate_s(left_s, done_s, took_s) == pytest.approx(expected, abs=1)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0, "a few seconds"), (11, "15 s"), (119, "2 min 0 s"), (100, "100 s"), (131, "2 min 15 s")],
-)
-def test_durations_in_words(seconds, words):
-    assert progress._in_words(seconds) == words
-
-
 def test_every_test_with_a_typical_duration_is_there():
     assert set(progress._TYPICAL_S) <= set(dir(BackendConformance))
 
 
-def test_on_a_terminal_one_line_changes(tmp_path):
+def test_on_a_terminal_one_line_changes(tmp_path, python):
     ours, theirs = pty.openpty()
-    code = "import sys; from dataplane_core.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "conformance", "noop", "-k", "smoke or bit_for_bit", "-x"]
+    command = ["-m", "dataplane_core", "conformance", "noop", "-k", "smoke or bit_for_bit", "-x"]
     environment = {**os.environ, "TERM": "xterm"}
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+    with python.start(*command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
         said = b""
         try:

@@ -48,8 +48,12 @@ def first_write(client, fields):
 WRITERS = [put, write, first_write]
 
 
-@pytest.fixture(params=WRITERS, ids=lambda writer: writer.__name__)
+@pytest.fixture(
+    params=[put, *(pytest.param(each, marks=pytest.mark.long) for each in WRITERS[1:])],
+    ids=lambda writer: writer.__name__,
+)
 def writer(request):
+    """A call that writes. All of them take their columns by one function."""
     return request.param
 
 

@@ -207,6 +207,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_closing_ends_though_rays_head_is_dead(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = python(_OWN_RAY_LOSES_ITS_HEAD, timeout_s=150)
     assert done.returncode == 0, done.stderr

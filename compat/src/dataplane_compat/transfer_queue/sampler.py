@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+__all__ = ["BaseSampler", "GRPOGroupNSampler", "RankAwareSampler", "SeqlenBalancedSampler", "SequentialSampler"]
+
 #: Sampled indexes, and those of them that count as consumed.
 _Chosen = tuple[list[int], list[int]]
 

@@ -26,6 +26,14 @@ def _put(columns: Any = None, ids: tuple[str, ...] = ("a", "b"), tags: Any = Non
     return lambda s, p: s.client.put_samples(list(ids), p, columns() if callable(columns) else columns, tags)
 
 
+def _put_into(partition_id: str) -> Callable[[Store, str], Any]:
+    return lambda s, p: s.put(partition_id, ["a"], x=torch.zeros(1))
+
+
+def _get(sample_id: str) -> Callable[[Store, str], Any]:
+    return lambda s, p: s.get(p, [sample_id])
+
+
 def _x(rows: int = 2) -> TensorDict:
     return batch(rows, x=torch.arange(rows))
 
@@ -105,14 +113,8 @@ _CASES: Final[dict[Capability | None, dict[str, _Case]]] = {
             f"put_field_{kind}": (ValueError, "", _put(partial(dict, {name: torch.zeros(2)})))
             for kind, name in _NO_NAMES.items()
         },
-        **{
-            f"put_partition_{kind}": (ValueError, "", lambda s, p, name=name: s.put(name, ["a"], x=torch.zeros(1)))
-            for kind, name in _NO_NAMES.items()
-        },
-        **{
-            f"get_id_{kind}": (ValueError, "", lambda s, p, name=name: s.get(p, [name]))
-            for kind, name in _NO_NAMES.items()
-        },
+        **{f"put_partition_{kind}": (ValueError, "", _put_into(name)) for kind, name in _NO_NAMES.items()},
+        **{f"get_id_{kind}": (ValueError, "", _get(name)) for kind, name in _NO_NAMES.items()},
         "get_no_fields": (ValueError, "select_fields", lambda s, p: s.client.get_samples(["a"], p, [])),
     },
     Capability.CLAIMS: {

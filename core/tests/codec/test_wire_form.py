@@ -100,34 +100,6 @@ def test_objects_travel_as_items_or_as_bytes():
 
 # --- ownership --------------------------------------------------------------------------------------------------------
 
-WIRES = [
-    WireFormat(objects="native"),
-    WireFormat(ragged="rows"),
-    WireFormat(promote_1d=True),
-    WireFormat(dtypes=frozenset({torch.uint8})),
-    WireFormat(zero_length_rows=False),
-    WireFormat(bytes=True),
-]
-
-
-def sources():
-    return {
-        "scalar": torch.ones(3),
-        "dense": torch.ones(3, 2),
-        "jagged": jagged([2, 1, 3], 2),
-        "deep": torch.ones(3, 2, 2, dtype=torch.float64),
-    }
-
-
-def memory(column):
-    tensors = column if isinstance(column, list) else [column]
-    found = set()
-    for each in tensors:
-        if isinstance(each, torch.Tensor):
-            parts = [each.values(), each.offsets()] if each.is_nested else [each]
-            found |= {part.untyped_storage().data_ptr() for part in parts}
-    return found
-
 
 def test_a_contiguous_column_is_encoded_and_decoded_in_place():
     dense = torch.ones(3, 2)

@@ -67,7 +67,7 @@ demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a 
 	$(BIN)/python examples/grpo/train.py --config examples/grpo/config.yaml
 
 test: setup  ## Run the tests (7 minutes on 2 cores)
-	DATAPLANE_CONFORMANCE_KILLS=5 $(PYTEST) -m "not long"
+	DATAPLANE_HYPOTHESIS_PROFILE=brief $(PYTEST) -m "not long"
 
 test-long: setup  ## Run all tests, with the long proofs
 	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST)

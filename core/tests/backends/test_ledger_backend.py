@@ -261,45 +261,6 @@ def test_a_put_whose_commit_got_no_answer_may_be_done_though_it_waited_for_room(
         assert client.list_sample_ids("p") == ["b"]
 
 
-def test_a_large_put_gets_its_room_among_many_small_ones():
-    stop = threading.Event()
-    with open_client(op_timeout_s=60, capacity_bytes=1000) as client:
-
-        def produce(worker):
-            number = 0
-            while not stop.is_set():
-                put(client, [f"{worker}.{number}"], size=50)
-                number += 1
-
-        def consume():
-            while not stop.is_set():
-                meta = client.claim_meta("p", "t", ["x"], 4, blocking=False)
-                client.clear_samples(meta.sample_ids, "p")
-
-        threads = [threading.Thread(target=produce, args=(each,)) for each in range(4)]
-        threads.append(threading.Thread(target=consume))
-        for thread in threads:
-            thread.start()
-        try:
-            for turn in range(3):
-                put(client, [f"large{turn}"], size=900)
-        finally:
-            stop.set()
-            client.clear_samples([f"large{turn}" for turn in range(3)], "p")
-            for thread in threads[:-1]:
-                while thread.is_alive():
-                    client.clear_samples(client.list_samples("p").sample_ids, "p")
-                    thread.join(0.05)
-            threads[-1].join()
-
-
-def test_a_put_that_may_not_wait_is_refused_while_the_store_is_full():
-    with open_client(capacity_bytes=100, on_full="raise") as client:
-        put(client, ["a"], size=60)
-        with pytest.raises(CapacityExceededError, match="60 of 100 bytes are held"):
-            put(client, ["b"], size=60)
-
-
 def test_a_claim_whose_reply_was_lost_waits_no_longer():
     class LosesReplies(NoopBackend):
         def _waking_ledger(self, deadline, command, wake):

@@ -152,11 +152,11 @@ def test_a_killed_reader_holds_nothing(owner, config, other_process):
     assert statistics(owner).held_bytes == 0
 
 
-def test_a_killed_writer_leaves_neither_rows_nor_bytes(owner, config):
+def test_a_killed_writer_leaves_neither_rows_nor_bytes(owner, config, other_process):
     code = """
 from dataplane_shm import _payload
 client.register_partition("w", ["x"], None, [])
-def stop(*_, other_process):
+def stop(*_):
     print("ready", flush=True)
     time.sleep(1000)
 _payload.write = stop

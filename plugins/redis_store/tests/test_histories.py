@@ -35,7 +35,7 @@ def comes_back(server):
 
 def between_begin_and_rows(client, monkeypatch, act):
     """Calls `act` once, when a put has reserved and not yet written."""
-    write, met = client._backend._puts._write, []
+    write, met = client._backend._write, []
 
     def wrapped(*args):
         if not met:
@@ -43,7 +43,7 @@ def between_begin_and_rows(client, monkeypatch, act):
             act()
         return write(*args)
 
-    monkeypatch.setattr(client._backend._puts, "_write", wrapped)
+    monkeypatch.setattr(client._backend, "_write", wrapped)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from dataplane_core.cli import main
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError
 from dataplane_redis import RedisConfig
-from dataplane_redis._instance import check_server
+from dataplane_redis._server import check_server
 
 _SECRET = "s3cret-of-the-test"
 

@@ -153,7 +153,7 @@ def test_clients_that_wait_pace_each_other(client, plain, connect, monkeypatch):
 
 
 def test_a_pause_that_was_for_a_crowd_ends_with_it(client):
-    claims = client._backend._claims
+    claims = client._backend
     claims._set_interval(0.25)
     pauses = [claims._pause_s() for _ in range(64)]
     assert max(pauses) < 2.5  # not 64 times a slot
@@ -191,7 +191,7 @@ def test_every_kind_of_change_wakes_a_waiting_claim(client, plain, connect, monk
         def run():
             given.append(client.claim_meta("p", "train", ["x"], batch_size, timeout_s=20.0, tag_filter=tag_filter))
 
-        claims = client._backend._claims
+        claims = client._backend
         claims._count_at = 0.0
         thread = threading.Thread(target=run)
         thread.start()

@@ -474,23 +474,6 @@ def test_a_put_that_was_given_up_leaves_nothing(plain, connect):
     assert late[0] == b"abandoned"
 
 
-def test_clearing_leaves_no_keys(plain, connect):
-    made = connect(url=plain.url, namespace="tidy")
-    made.register_partition("p", ["x"], None, ["train"], grpo_group_size=2)
-    for number in range(5):
-        made.put_samples([f"q{number}_g0", f"q{number}_g1"], "p", columns(2, 20_000))
-        made.put_samples([f"q{number}_g0"], "p", columns(1, 10), [{"v": 1}])
-    made.claim_meta("p", "train", ["x"], 2, lease_s=5)
-    made.clear_samples(["q0_g0", "q4_g1"], "p")
-    made.clear_samples(None, "p")
-    keys = plain.admin("KEYS", "dp:{tidy}:*")
-    done = [key for key in keys if b":done:" in key]
-    assert all(plain.admin("PTTL", key) > 0 for key in done)  # of puts that may be repeated; they expire
-    names = {key.decode().rpartition(":")[2] for key in keys if key not in done}
-    assert names == {"instance", "marks", "parts", "pending"}
-    assert int(plain.admin("HGET", "dp:{tidy}:instance", "held")) == 0
-
-
 @pytest.mark.parametrize("num_samples", [None, 4])
 def test_ids_that_were_cleared_are_kept_only_where_they_are_counted(plain, connect, num_samples):
     made = connect(url=plain.url, namespace=f"gone{num_samples}")

@@ -161,14 +161,6 @@ def test_a_pause_that_was_for_a_crowd_ends_with_it(client):
     assert claims._pause_s() < 0.1
 
 
-def test_a_lease_that_ends_wakes_a_waiting_claim(client, plain, connect):
-    other = connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])
-    client.register_partition("p", ["x"], None, ["train"])
-    put(client, ["a"])
-    assert other.claim_meta("p", "train", ["x"], 1, lease_s=1.0).size == 1
-    assert client.claim_meta("p", "train", ["x"], 1, timeout_s=20.0).sample_ids == ["a"]
-
-
 def test_a_lease_that_is_renewed_to_an_earlier_end_wakes_a_waiting_claim(plain, client):
     client.register_partition("p", ["x"], None, ["train"])
     put(client, ["a"])

@@ -99,8 +99,7 @@ class Receipt:
     lane: bytes
     number: int
     confirms: Confirms
-    replicas: int
-    synced: bool
+    wait: Callable[[float], Parts]  # makes the command that waits for replicas; nothing: none need to have it
     reply: Any = None  # to the wait for replicas, or the error that came instead; the link sets it, if it waited
     history: bytes = b""  # of its connection, set by the link; later the newest one that is known to have the call
 
@@ -115,11 +114,9 @@ class Receipt:
             return None
         return self.confirms if isinstance(self.confirms, Acknowledged) else self.confirms(reply)
 
-    def next_command(self, reply: Any, deadline: float) -> Parts | None:
+    def next_command(self, reply: Any, deadline: float) -> Parts:
         """The command that must follow on the same connection after this reply: the wait for replicas."""
-        if not (self.replicas or self.synced) or self.call_of(reply) is None:
-            return None
-        return _pack_wait(self.replicas, self.synced, deadline)
+        return self.wait(deadline) if self.call_of(reply) is not None else ()
 
 
 def _pack_wait(replicas: int, synced: bool, deadline: float) -> Parts:
@@ -160,7 +157,7 @@ class Acknowledgements:
             number = self._numbers.get(lane, 0) + 1
             self._numbers[lane] = number
         try:
-            yield Receipt(lane, number, confirms, self._replicas, self._synced)
+            yield Receipt(lane, number, confirms, self.wait)
         finally:
             with self._lock:
                 self._free.append(lane)
@@ -223,7 +220,7 @@ class Acknowledgements:
         ) from reply
 
     def wait(self, deadline: float) -> Parts:
-        """The command that waits until replicas of a node have its payload. Nothing: none needs to."""
+        """The command that waits until replicas have what was sent before it. Nothing: none need to have it."""
         return _pack_wait(self._replicas, self._synced, deadline) if self._replicas or self._synced else ()
 
     def check_wait(self, what: str, label: str, replies: Iterable[Any]) -> None:

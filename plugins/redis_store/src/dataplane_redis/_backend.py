@@ -148,13 +148,9 @@ class RedisBackend(Puts, Reads, Claims):
         session.link = link
         slots = link.follow("connect", deadline, session.base)
         durability = check_server(link, config, deadline)
-        if bootstrap:
-            num_buckets = 1 if slots is None else NUM_BUCKETS
-            session.instance = Instance.bootstrap(
-                link, config, deadline, exclusive=self.exclusive, num_buckets=num_buckets
-            )
-        else:
-            session.instance = Instance.attach(link, config, deadline)
+        action = "attach" if not bootstrap else "bootstrap alone" if self.exclusive else "bootstrap"
+        num_buckets = 1 if slots is None else NUM_BUCKETS
+        session.instance = Instance.connect(action, link, config, deadline, num_buckets)
         self._payload.open(slots or ())
         if config.url is None:
             link.has_ended = functools.partial(has_ended, config.namespace)

@@ -367,7 +367,7 @@ class Link:
     def _ask_for_replicas(self, receipt: Receipt, reply: Any, stream: Stream) -> None:
         """Keeps the reply, or the error that came instead: the call itself has its reply."""
         wait = receipt.next_command(reply, stream.deadline)
-        if wait is not None:
+        if wait:
             stream.send(wait)
             stream.flush()
             try:

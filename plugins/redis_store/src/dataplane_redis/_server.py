@@ -391,13 +391,9 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
     who = link.label[0].upper() + link.label[1:]
     refused = _version_error(who, version)
     yield Finding.ok(f"{who} answers and is Redis {version}.") if refused is None else _error(refused)
-    refused = store_error(who, store_version)
-    if refused is not None:
-        yield _error(refused)
-    refused = _policy_error(who, config, durability)
-    if refused is not None:
-        yield _error(refused)
-    elif durability.maxmemory_policy != "noeviction":
+    refusals = (store_error(who, store_version), _policy_error(who, config, durability))
+    yield from map(_error, filter(None, (*refusals, _fsync_error(who, config, version, durability))))
+    if durability.maxmemory_policy != "noeviction" and config.allow_eviction:
         yield Finding.warning(
             f"{who} has maxmemory-policy '{durability.maxmemory_policy}', which allow_eviction accepts: it may drop "
             "samples that nobody has consumed.",
@@ -412,9 +408,6 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
             "To keep every committed sample, run: redis-cli CONFIG SET appendonly yes; redis-cli CONFIG SET "
             "appendfsync always; redis-cli CONFIG REWRITE",
         )
-    refused = _fsync_error(who, config, version, durability)
-    if refused is not None:
-        yield _error(refused)
     yield from _replication(who, config, replicas)
     if mute is not None:
         yield Finding.warning(

@@ -55,40 +55,27 @@ class Instance:
     num_buckets: int  # that the payload is spread over, see `Placing`; fixed when the namespace was empty
 
     @classmethod
-    def bootstrap(
-        cls, link: Link, config: RedisConfig, deadline: float, *, exclusive: bool = False, num_buckets: int = 1
-    ) -> Instance:
-        """Creates the instance, or takes it over from an earlier client with equal options, if not ``exclusive``."""
-        owner = new_id().encode()
-        action = "bootstrap alone" if exclusive else "bootstrap"
+    def connect(cls, action: str, link: Link, config: RedisConfig, deadline: float, num_buckets: int = 1) -> Instance:
+        """Asks the script ``instance`` to "attach" to the instance; to "bootstrap" it: to create it, or take it over from
+        an earlier client with equal options; or to "bootstrap alone", which takes none over."""
+        owner = b"" if action == "attach" else new_id().encode()
         reply = _ask(link, config, deadline, action, owner, num_buckets)
-        if reply[0] == b"other" and exclusive:
-            raise AlreadyRunningError(
-                f"namespace '{config.namespace}' on {link.label} holds an instance.", retryable=True
+        where = f"namespace '{config.namespace}' on {link.label}"
+        if reply[0] == b"none":
+            raise BackendUnavailableError(
+                f"connect(bootstrap=False) failed: {where} holds no instance.",
+                hint="Bootstrap it first: connect(config, bootstrap=True).",
             )
+        if reply[0] == b"other" and action == "bootstrap alone":
+            raise AlreadyRunningError(f"{where} holds an instance.", retryable=True)
         if reply[0] == b"other":
             raise AlreadyRunningError(
-                f"connect(bootstrap=True) refused: namespace '{config.namespace}' on {link.label} holds a running "
-                f"instance with capacity_bytes {_capacity_of(reply[1])}, on_full '{reply[2].decode()}'. Expected "
-                f"capacity_bytes {config.capacity_bytes}, on_full '{config.on_full}'.",
+                f"connect(bootstrap=True) refused: {where} holds a running instance with capacity_bytes "
+                f"{_capacity_of(reply[1])}, on_full '{reply[2].decode()}'. Expected capacity_bytes "
+                f"{config.capacity_bytes}, on_full '{config.on_full}'.",
                 hint="Attach with bootstrap=False, choose another namespace, or, if its owner died, run: "
                 f"redis-cli HDEL '{base_of(config.namespace).decode()}:instance' owner",
             )
-        return cls._of(reply, owner)
-
-    @classmethod
-    def attach(cls, link: Link, config: RedisConfig, deadline: float) -> Instance:
-        """Finds the instance."""
-        reply = _ask(link, config, deadline, "attach", b"")
-        if reply[0] == b"none":
-            raise BackendUnavailableError(
-                f"connect(bootstrap=False) failed: namespace '{config.namespace}' on {link.label} holds no instance.",
-                hint="Bootstrap it first: connect(config, bootstrap=True).",
-            )
-        return cls._of(reply, b"")
-
-    @classmethod
-    def _of(cls, reply: list[Any], owner: bytes) -> Instance:
         _, number, capacity, on_full, clock, buckets = reply
         offset_s = (
             float(_TIME.unpack_from(clock)[0]) - time.monotonic()

@@ -56,8 +56,8 @@ class Instance:
 
     @classmethod
     def connect(cls, action: str, link: Link, config: RedisConfig, deadline: float, num_buckets: int = 1) -> Instance:
-        """Asks the script ``instance`` to "attach" to the instance; to "bootstrap" it: to create it, or take it over from
-        an earlier client with equal options; or to "bootstrap alone", which takes none over."""
+        """Asks the script ``instance`` to "attach" to the instance; to "bootstrap" it: to create it, or take it over
+        from an earlier client with equal options; or to "bootstrap alone", which takes none over."""
         owner = b"" if action == "attach" else new_id().encode()
         reply = _ask(link, config, deadline, action, owner, num_buckets)
         where = f"namespace '{config.namespace}' on {link.label}"

@@ -27,6 +27,7 @@ from dataplane_core.errors import (
     InvalidRequestError,
     LeaseHolder,
     OperationTimeoutError,
+    UnknownPartitionError,
 )
 from dataplane_core.host_memory import check_capacity
 from dataplane_core.spec import (
@@ -70,7 +71,7 @@ from dataplane_redis._server import (
     has_ended,
     private_url,
 )
-from dataplane_redis._session import Instance, Session, raise_partition, raise_task
+from dataplane_redis._session import Instance, Session
 from dataplane_redis._wakes import Wakes
 from dataplane_redis.config import RedisConfig, base_of
 
@@ -189,7 +190,7 @@ class RedisBackend(Puts, Reads, Claims):
         """
         what = f"register_partition('{request.partition_id}')"
         while True:
-            known = self._read(what, request.partition_id, request.deadline) if request.if_exists == "keep" else None
+            known = self._known(what, request) if request.if_exists == "keep" else None
             if known is None:
                 opened = self._open(what, request)
                 if opened is not None:
@@ -245,16 +246,18 @@ class RedisBackend(Puts, Reads, Claims):
 
     def describe_partition(self, request: DescribeRequest) -> PartitionInfo:
         """Reads a registration."""
-        what = f"describe_partition('{request.partition_id}')"
-        reply = self._session.run(what, request.deadline, "describe", name=request.partition_id)
-        if reply[0] != b"ok":
-            raise_partition(request.partition_id, reply)
-        return _info_of(text_of(reply[1]), reply[2])
+        return _info_of(*self._read(f"describe_partition('{request.partition_id}')", request))
 
-    def _read(self, what: str, partition_id: str, deadline: float) -> tuple[str, bytes] | None:
-        """The epoch and the stored description of a registration. None if there is none."""
-        reply = self._session.run(what, deadline, "describe", name=partition_id)
-        return (text_of(reply[1]), reply[2]) if reply[0] == b"ok" else None
+    def _read(self, what: str, request: DescribeRequest | RegisterRequest | SetCursorRequest) -> tuple[str, bytes]:
+        """The epoch and the stored description of a registration."""
+        _, epoch, text = self._session.run(what, request.deadline, "describe", name=request.partition_id)
+        return text_of(epoch), text
+
+    def _known(self, what: str, request: RegisterRequest | SetCursorRequest) -> tuple[str, bytes] | None:
+        """As `_read`. None if there is none."""
+        with contextlib.suppress(UnknownPartitionError):
+            return self._read(what, request)
+        return None
 
     def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:
         """Lists the registered partitions."""
@@ -267,8 +270,6 @@ class RedisBackend(Puts, Reads, Claims):
         """Counts what a partition holds. Ready and leased samples are counted as for the shortfall of a claim."""
         what = f"describe('{request.partition_id}')"
         reply = self._session.run(what, request.deadline, "inspect", name=request.partition_id)
-        if reply[0] != b"ok":
-            raise_partition(request.partition_id, reply)
         _, epoch, text, specs, num_samples, num_cleared, held_bytes, oldest_s, tasks, leases = reply
         info = _info_of(text_of(epoch), text)
         required = pack_strings(sorted(info.fields))
@@ -327,8 +328,6 @@ class RedisBackend(Puts, Reads, Claims):
             if reply[0] == b"changed":
                 consumed, present, epoch, seq = {}, set(), b"", b"0"
                 continue
-            if reply[0] != b"ok":
-                raise_partition(request.partition_id, reply)
             _, some, epoch, seq, tasks = reply
             ids = list(map(text_of, some))
             present.update(ids)
@@ -355,7 +354,7 @@ class RedisBackend(Puts, Reads, Claims):
         what = f"set_cursor('{request.partition_id}', '{request.task_name}')"
         while True:
             epoch, text, new_text = "", b"", ""
-            known = self._read(what, request.partition_id, request.deadline) if request.create else None
+            known = self._known(what, request) if request.create else None
             if known is not None:
                 info = _info_of(*known)
                 if request.task_name not in info.consumer_tasks:
@@ -375,8 +374,6 @@ class RedisBackend(Puts, Reads, Claims):
             )
             if reply[0] == b"ok":
                 return SettleReply(num_samples=reply[1])
-            if reply[0] != b"changed":
-                raise_task(request.partition_id, request.task_name, reply)
 
     # --- clearing -----------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ from dataplane_redis._scripts import (
     tuples_of,
     unpack_tags,
 )
-from dataplane_redis._session import KEPT_S, Session, raise_task
+from dataplane_redis._session import KEPT_S, Session, raise_unknown
 from dataplane_redis._wakes import Question, Wakes
 
 __all__ = ["Claims"]
@@ -202,8 +202,6 @@ class Claims(Backend):
         if not request.explain:
             return Claim(version=version, ask_again_s=ask_again_s)
         reply = self._shortfall(what, request.deadline, question)
-        if reply[0] not in (b"ok", b"again"):
-            _raise_claim(what, request, reply)
         _, num_ready, num_leased, leased, num_passed, num_incomplete, groups, num_lacking, cells = reply
         shortfall = Shortfall(
             num_leased=int(num_leased),
@@ -237,8 +235,6 @@ class Claims(Backend):
     def _count(self, what: str, partition_id: str, task_name: str, required: bytes, deadline: float) -> tuple[int, int]:
         """How many samples with these fields are ready for a task now, and how many it has on lease."""
         reply = self._shortfall(what, deadline, Question(partition_id, task_name, 0, required, b""), os.urandom(16))
-        if reply[0] not in (b"ok", b"again"):
-            raise_task(partition_id, task_name, reply)
         return int(reply[1]), int(reply[2])
 
     def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:
@@ -395,7 +391,7 @@ def _raise_claim(what: str, request: ClaimRequest, reply: Sequence[Any]) -> NoRe
         raise InvalidRequestError(
             f"{what} refused: batch_size {request.batch_size} is not a multiple of the group size {reply[1]}."
         )
-    raise_task(request.partition_id, request.task_name, reply)
+    raise_unknown(reply, request.partition_id, request.task_name)
 
 
 def _raise_settle(what: str, request: AckRequest | NackRequest | RenewRequest, reply: Sequence[Any]) -> NoReturn:
@@ -412,4 +408,4 @@ def _raise_settle(what: str, request: AckRequest | NackRequest | RenewRequest, r
             f"{what} refused: it names {reply[2]} of the {reply[3]} samples held of group '{text_of(reply[1])}'. "
             "Groups are handed out, settled and renewed as a whole. No row was changed."
         )
-    raise_task(request.partition_id, request.task_name, reply)
+    raise_unknown(reply, request.partition_id, request.task_name)

@@ -38,7 +38,7 @@ from dataplane_redis._payload import Payload
 from dataplane_redis._protocol import PACKED_REPLIES, pack, pack_rows
 from dataplane_redis._scripts import INLINE_BYTES, INLINE_ROWS, SCRIPTS, pack_parts, pack_tags, text_of, tuples_of
 from dataplane_redis._server import setting_of
-from dataplane_redis._session import Session, raise_partition
+from dataplane_redis._session import Session, raise_unknown
 from dataplane_redis._wakes import Wakes
 
 __all__ = ["Puts"]
@@ -374,4 +374,4 @@ def _raise_refused(put: _Put, reply: Sequence[Any]) -> NoReturn:
         )
     if kind == b"too_many":
         raise too_many_samples(what, reply[1], reply[2])
-    raise_partition(request.partition_id, reply)
+    raise_unknown(reply, request.partition_id)

@@ -44,7 +44,7 @@ from dataplane_redis._scripts import (
     unpack_rows,
     unpack_tags,
 )
-from dataplane_redis._session import Session, raise_partition
+from dataplane_redis._session import Session
 
 __all__ = ["Reads"]
 
@@ -125,8 +125,6 @@ class Reads(Backend):
         while True:
             some = ids[first : first + _LOCATE_ROWS]
             reply = self._session.run(what, deadline, "locate", name=partition_id, ids=some, fields=fields, most=most)
-            if reply[0] == b"unknown_partition":
-                raise_partition(partition_id, reply)
             _, found, layouts, now, *sent = reply
             if first and now != epoch:  # the partition was registered again
                 rows, first = [], 0
@@ -218,8 +216,6 @@ class Reads(Backend):
                 ids, tags, epoch, seq, first = [], [], b"", b"0", 0
                 continue
             first += _LIST_ROWS
-            if reply[0] != b"ok":
-                raise_partition(request.partition_id, reply)
             _, some_ids, some_tags, epoch, seq = reply
             ids += map(text_of, some_ids)
             tags += map(unpack_tags, some_tags)

@@ -30,7 +30,7 @@ from dataplane_redis._scripts import SCRIPTS, STORE_VERSION, text_of
 from dataplane_redis._server import raise_if, store_error
 from dataplane_redis.config import RedisConfig, base_of
 
-__all__ = ["KEPT_S", "Instance", "Session", "raise_partition", "raise_task"]
+__all__ = ["KEPT_S", "Instance", "Session", "raise_unknown"]
 
 #: Seconds after the deadline of a request for which the server keeps its id, if it was carried out.
 KEPT_S: Final = 60.0
@@ -145,8 +145,15 @@ class Session:
         return self.link, self.instance
 
     def run(self, what: str, deadline: float, script: str, /, *, confirms: Confirms | None = None, **asked: Any) -> Any:
-        """Runs a script on the values that its file names, and returns the reply; see `script`."""
-        return self.script(what, deadline, script, SCRIPTS[script].pack(asked), confirms=confirms)
+        """Runs a script on the values that its file names, and returns the reply; see `script`.
+
+        Raises:
+            UnknownPartitionError, UnknownTaskError: They are not registered.
+        """
+        reply = self.script(what, deadline, script, SCRIPTS[script].pack(asked), confirms=confirms)
+        if reply[0] in (b"unknown_partition", b"unknown_task"):
+            raise_unknown(reply, asked.get("name", ""), asked.get("task_name", ""))
+        return reply
 
     def script(
         self,
@@ -208,21 +215,11 @@ class Session:
         return self.connected()[0].command(what, deadline, *words)
 
 
-def raise_partition(partition_id: str, reply: Sequence[Any]) -> NoReturn:
-    """Raises what a script refuses: the partition is not registered."""
-    if reply[0] != b"unknown_partition":
-        raise BackendError(f"the server's script replied {reply[0]!r}, which this client does not know.")
-    raise UnknownPartitionError(
-        f"partition '{partition_id}' is not registered.",
-        hint=f"Registered: {preview(sorted(map(text_of, reply[1])), limit=5) or 'none'}.",
-    )
-
-
-def raise_task(partition_id: str, task_name: str, reply: Sequence[Any]) -> NoReturn:
+def raise_unknown(reply: Sequence[Any], partition_id: str, task_name: str = "") -> NoReturn:
     """Raises what a script refuses: the partition or the task is not registered."""
+    if reply[0] not in (b"unknown_partition", b"unknown_task"):
+        raise BackendError(f"the server's script replied {reply[0]!r}, which this client does not know.")
+    hint = f"Registered: {preview(sorted(map(text_of, reply[1])), limit=5) or 'none'}."
     if reply[0] == b"unknown_task":
-        raise UnknownTaskError(
-            f"partition '{partition_id}' has no consumer task '{task_name}'.",
-            hint=f"Registered: {preview(sorted(map(text_of, reply[1])), limit=5) or 'none'}.",
-        )
-    raise_partition(partition_id, reply)
+        raise UnknownTaskError(f"partition '{partition_id}' has no consumer task '{task_name}'.", hint=hint)
+    raise UnknownPartitionError(f"partition '{partition_id}' is not registered.", hint=hint)

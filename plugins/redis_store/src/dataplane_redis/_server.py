@@ -23,7 +23,6 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 
 from dataplane_core.backends import Finding, OwnedProcess, PrivateFolder, last_words
 from dataplane_core.errors import (
-    BackendError,
     BackendUnavailableError,
     ConfigError,
     DataPlaneError,
@@ -304,12 +303,12 @@ def _policy_error(who: str, config: RedisConfig, durability: Durability) -> Conf
     )
 
 
-def store_error(who: str, version: str | None) -> ConfigError | None:
+def store_error(who: str, version: bytes | None) -> ConfigError | None:
     """The error if the namespace holds an instance of another version, else None."""
-    if version in (None, str(STORE_VERSION)):
+    if version in (None, b"%d" % STORE_VERSION):
         return None
     return ConfigError(
-        f"{who} holds an instance of version {version}. Expected {STORE_VERSION}.",
+        f"{who} holds an instance of version {version.decode()}. Expected {STORE_VERSION}.",
         hint="Use the dataplane-redis that wrote it, or another namespace.",
     )
 
@@ -320,9 +319,8 @@ def store_error(who: str, version: str | None) -> ConfigError | None:
 def diagnose(config: RedisConfig, deadline: float) -> Iterator[Finding]:
     """Findings for these options; see `Backend.diagnose`."""
     if config.url is None:
-        yield from _private(deadline)
-    else:
-        yield from _running(config, config.url.get_secret_value(), deadline)
+        return _private(deadline)
+    return _running(config, config.url.get_secret_value(), deadline)
 
 
 def _private(deadline: float) -> Iterator[Finding]:
@@ -374,13 +372,7 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
         base = base_of(config.namespace)
         link.follow("doctor", deadline, base)
         version, durability = _version_of(link, deadline), durability_of(link, config, deadline)
-        try:
-            found = link.command("doctor", deadline, b"HGET", base + b":instance", b"version")
-        except BackendError as error:
-            if "WRONGTYPE" not in str(error):
-                raise
-            found = b"1"  # version 1 stored a string
-        store_version = None if found is None else str(found.decode())
+        store_version = link.command("doctor", deadline, b"HGET", base + b":instance", b"version")
         replicas = int(_info(link, deadline, b"replication").get("connected_slaves", "0"))
         mute = _wake_error(link, base, deadline)
     except DataPlaneError as error:

@@ -118,7 +118,7 @@ def _ask(link: Link, config: RedisConfig, deadline: float, action: str, owner: b
     what = "close" if action == "end" else "connect"
     reply = link.script(what, deadline, script, base_of(config.namespace), script.pack(asked))
     if reply[0] == b"version":
-        raise_if(store_error(link.label, reply[1].decode()))
+        raise_if(store_error(link.label, reply[1]))
     return reply
 
 

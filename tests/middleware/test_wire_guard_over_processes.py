@@ -11,7 +11,7 @@ from dataplane_core import connect
 from dataplane_core.codec import split_rows
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.ledger import commands
-from dataplane_redis._wire import to_bytes, unpack_rows
+from dataplane_redis._scripts import to_bytes, unpack_rows
 
 pytestmark = pytest.mark.timeout(600)  # Ray, a queue and another process start within the first test
 

@@ -102,10 +102,8 @@ def test_an_instance_of_another_version_is_an_error(plain, connect):
     connect(url=plain.url, namespace="doctored")
     assert findings(Level.ERROR, url=plain.url, namespace="doctored") == []
     plain.admin("HSET", "dp:{doctored}:instance", "version", "1000")
-    plain.admin("SET", "dp:{aged}:instance", '{"version": 1}')
-    for namespace, version in (("doctored", 1000), ("aged", 1)):
-        ((what, _),) = findings(Level.ERROR, url=plain.url, namespace=namespace)
-        assert f"holds an instance of version {version}. Expected {STORE_VERSION}." in what
+    ((what, _),) = findings(Level.ERROR, url=plain.url, namespace="doctored")
+    assert f"holds an instance of version 1000. Expected {STORE_VERSION}." in what
 
 
 def test_a_server_that_is_not_there_is_an_error(tmp_path):

@@ -67,8 +67,8 @@ from dataplane_redis import _claims
 _claims._GIVE_ROWS = 100
 client = connect({"backend": "redis_store", "options": {"url": sys.argv[1], "namespace": sys.argv[2]}}, bootstrap=False)
 script, asked = client._backend._session.link.script, []
-def counted(*words):
-    reply = script(*words)
+def counted(*words, **more):
+    reply = script(*words, **more)
     asked.append(reply)
     if len(asked) == 3:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -140,10 +140,3 @@ def test_a_sentinel_that_wants_a_password_is_an_error_that_names_the_options(pla
         assert _SECRET not in what + hint
     found = findings(Level.OK, url=f"{place}?sentinel_password=another")
     assert "answers and is Redis" in found[0][0]
-
-
-def test_the_command_shows_a_machine_without_redis(path, capsys):
-    assert main(["doctor", "redis_store"]) == 1
-    out = capsys.readouterr().out
-    assert "  error    There is no redis-server on the PATH.\n           -> Install it: apt-get install" in out
-    assert out.endswith("1 error, 0 warnings\n")

@@ -116,7 +116,8 @@ class Receipt:
 
     def next_command(self, reply: Any, deadline: float) -> Parts:
         """The command that must follow on the same connection after this reply: the wait for replicas."""
-        return self.wait(deadline) if self.call_of(reply) is not None else ()
+        command = self.wait(deadline)
+        return command if command and self.call_of(reply) is not None else ()
 
 
 def _pack_wait(replicas: int, synced: bool, deadline: float) -> Parts:

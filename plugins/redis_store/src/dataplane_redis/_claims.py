@@ -46,7 +46,7 @@ from dataplane_redis._scripts import (
     unpack_tags,
 )
 from dataplane_redis._session import KEPT_S, Session, raise_unknown
-from dataplane_redis._wakes import Question, Wakes
+from dataplane_redis._wakes import Question, Turns, Wakes
 
 __all__ = ["Claims"]
 
@@ -80,8 +80,8 @@ class Claims(Backend):
         super().__init__(config)
         self._count_at = 0.0
         self._interval_s = 0.0  # between two questions of this client
-        self._next_at = 0.0
-        self._turns = threading.Lock()
+        self._turns = Turns()
+        self._lock = threading.Lock()
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
@@ -162,17 +162,15 @@ class Claims(Backend):
     # Core's Pacer runs in one process, which sees all waiting claims, and has a fixed rate. Here each client sees only
     # its own claims, and its share of the rate depends on how many clients wait.
     def _set_interval(self, interval_s: float) -> None:
-        with self._turns:
+        with self._lock:
             if interval_s < self._interval_s:  # fewer clients wait now: forget the turns given out for more
-                self._next_at = 0.0
+                self._turns.next_at = 0.0
             self._interval_s = interval_s
 
     def _pause_s(self) -> float:
         """How long the claim that has just asked must pause: the claims of this client take turns."""
-        with self._turns:
-            now = time.monotonic()
-            self._next_at = min(max(self._next_at, now), now + _MAX_AHEAD_S) + self._interval_s
-            return self._next_at - now
+        with self._lock:
+            return self._turns.take(self._interval_s, _MAX_AHEAD_S + self._interval_s)
 
     def _pause_of(self, request: ClaimRequest, version: str | None) -> float:
         """How long the claim must pause. Nobody wakes it when a lease ends, so it asks by itself then."""

@@ -99,11 +99,12 @@ class Nodes:
         for address in list(self._known):
             if time.monotonic() >= deadline:
                 return
-            until = min(deadline, time.monotonic() + _CONNECT_S)
-            job = Job(0, pack((b"CLUSTER", b"SLOTS")))
-            self._round([job], {0: address}, until, asking=False)
-            if job.replies and job.refusal() is None and job.replies[0]:
-                self.learn(job.replies[0])
+            try:
+                reply = self._ask(address, min(deadline, time.monotonic() + _CONNECT_S), b"CLUSTER", b"SLOTS")
+            except (RedisError, OSError):
+                continue
+            if reply:
+                self.learn(reply)
                 return
 
     def primaries(self) -> list[Address]:
@@ -150,6 +151,19 @@ class Nodes:
         if not keep:
             stream.connection.disconnect()
 
+    def _ask(self, address: Address, deadline: float, *words: bytes) -> Any:
+        """What one node replies. Raises what redis-py raises, and a refusal."""
+        stream, complete = self._open(address, deadline), False
+        try:
+            stream.send(pack(words))
+            stream.flush()
+            reply, complete = stream.read(), True
+        finally:
+            self._close(address, stream, complete)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def exchange(
@@ -173,11 +187,25 @@ class Nodes:
             OperationTimeoutError: A node did not answer in time.
         """
         last_replies: list[Any] = []
-
-        def attempt(asked: _Asked) -> _Try:
-            return self._round(jobs, asked, deadline, last=last, last_replies=last_replies)
-
-        self._repeat(what, deadline, len(jobs), attempt, again)
+        asked: _Asked = dict.fromkeys(range(len(jobs)))
+        num_rounds = 0
+        while asked:
+            if time.monotonic() >= deadline:
+                raise OperationTimeoutError(f"{what} timed out before it was sent to {self._link.label}.")
+            left = self._round(jobs, asked, deadline, last, last_replies)
+            asked = left.asked
+            num_rounds += 1
+            if left.was_sent and not again:
+                if _is_late(left.error):
+                    self._raise_late(what, left.error)
+                raise LostNodeError(
+                    f"{what} failed: a node of {self._link.label} cannot be reached: {left.error}"
+                ) from left.error
+            if asked and (left.error is not None or num_rounds > _AT_ONCE):
+                if time.monotonic() + _POLL_S >= deadline:
+                    self._raise_late(what, left.error)
+                time.sleep(_POLL_S)
+                self.refresh(deadline)
         return last_replies
 
     def attempt(self, deadline: float, jobs: Sequence[Job]) -> None:
@@ -192,13 +220,29 @@ class Nodes:
             jobs[index].replies = [left.error or BackendUnavailableError("the slot is moving")]
 
     def fetch(self, what: str, deadline: float, reads: Sequence[tuple[int, Read]]) -> list[Any]:
-        """The arrays that reads of slots reply with, see `fetch_arrays`. Raises as `exchange`, or if one is refused."""
+        """The arrays that reads of slots reply with, see `fetch_arrays`. What has moved or was lost is read again by
+        `exchange`. Raises as that, or if a read is refused."""
         found: list[Any] = [None] * len(reads)
-
-        def attempt(asked: _Asked) -> _Try:
-            return self._fetch_round(reads, found, asked, deadline)
-
-        self._repeat(what, deadline, len(reads), attempt, True)
+        left, complete = _Try(), False
+        streams, mine = self._streams([slot for slot, _ in reads], dict.fromkeys(range(len(reads))), deadline, left)
+        try:
+            indices = [mine[address] for address in streams]
+            of_stream = [[reads[index][1] for index in some] for some in indices]
+            for number, each, array in fetch_arrays(list(streams.values()), of_stream):
+                index = indices[number][each]
+                found[index] = array
+                if isinstance(array, ResponseError):
+                    self._sort(index, reads[index][0], [array], left)
+                elif isinstance(array, Exception):
+                    left.asked[index] = None
+            complete = True
+        finally:
+            for address, stream in streams.items():
+                self._close(address, stream, complete)
+        again = {index: Job(reads[index][0], [reads[index][1].packed]) for index in left.asked}
+        self.exchange(what, deadline, list(again.values()), again=True)
+        for index, job in again.items():
+            (found[index],) = job.replies
         for each in found:
             if isinstance(each, Exception):
                 self._link.raise_error(what, each)
@@ -209,37 +253,13 @@ class Nodes:
         keys: list[bytes] = []
         cursor = b"0"
         while True:
-            job = Job(0, pack((b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")))
-            left = self._round([job], {0: address}, deadline, asking=False)
-            refusal = left.error or job.refusal()
-            if refusal is not None:
-                self._link.raise_error(what, refusal)
-            cursor, some = job.replies[0]
+            try:
+                cursor, some = self._ask(address, deadline, b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")
+            except (RedisError, OSError) as error:
+                self._link.raise_error(what, error)
             keys += some
             if cursor == b"0":
                 return keys
-
-    def _repeat(self, what: str, deadline: float, count: int, attempt: Callable[[_Asked], _Try], again: bool) -> None:
-        """Makes rounds until nothing is left to be sent."""
-        asked: _Asked = dict.fromkeys(range(count))
-        num_rounds = 0
-        while asked:
-            if time.monotonic() >= deadline:
-                raise OperationTimeoutError(f"{what} timed out before it was sent to {self._link.label}.")
-            left = attempt(asked)
-            asked = left.asked
-            num_rounds += 1
-            if left.was_sent and not again:
-                if _is_late(left.error):
-                    self._raise_late(what, left.error)
-                raise LostNodeError(
-                    f"{what} failed: a node of {self._link.label} cannot be reached: {left.error}"
-                ) from left.error
-            if asked and (left.error is not None or num_rounds > _AT_ONCE):
-                if time.monotonic() + _POLL_S >= deadline:
-                    self._raise_late(what, left.error)
-                time.sleep(_POLL_S)
-                self.refresh(deadline)
 
     def _raise_late(self, what: str, error: Exception | None) -> NoReturn:
         label = self._link.label
@@ -274,8 +294,6 @@ class Nodes:
         jobs: Sequence[Job],
         asked: _Asked,
         deadline: float,
-        *,
-        asking: bool = True,
         last: Callable[[], Parts] | None = None,
         last_replies: list[Any] | None = None,
     ) -> _Try:
@@ -288,7 +306,7 @@ class Nodes:
             for index in asked:  # in their order, in which neighbours go to different nodes
                 stream = streams.get(node_of[index])
                 if stream is not None:
-                    if asked[index] is not None and asking:
+                    if asked[index] is not None:
                         stream.send(pack((b"ASKING",)))
                     stream.send(jobs[index].packed)
             for stream in streams.values():
@@ -298,7 +316,7 @@ class Nodes:
             for address, stream in streams.items():
                 try:
                     for index in mine[address]:
-                        if asked[index] is not None and asking:
+                        if asked[index] is not None:
                             stream.read()
                         jobs[index].replies = [stream.read() for _ in range(jobs[index].num_replies)]
                     if last is not None and last_replies is not None:
@@ -336,37 +354,6 @@ class Nodes:
                 left.asked[index] = None
                 left.error = reply
                 return
-
-    def _fetch_round(self, reads: Sequence[tuple[int, Read]], found: list[Any], asked: _Asked, deadline: float) -> _Try:
-        left = _Try()
-        moving = {index: address for index, address in asked.items() if address is not None}
-        if moving:  # the reply to ASKING comes before the array, so these few are read in another way
-            jobs = {index: Job(reads[index][0], [reads[index][1].packed]) for index in moving}
-            few = self._round(list(jobs.values()), dict(enumerate(moving.values())), deadline)
-            for number, (index, job) in enumerate(jobs.items()):
-                if number in few.asked:
-                    left.asked[index] = few.asked[number]
-                else:
-                    found[index] = job.refusal() or job.replies[0]
-            left.error = few.error
-        rest: _Asked = {index: None for index in asked if index not in moving}
-        streams, mine = self._streams([slot for slot, _ in reads], rest, deadline, left)
-        complete = False
-        try:
-            indices = [mine[address] for address in streams]
-            of_stream = [[reads[index][1] for index in some] for some in indices]
-            for number, each, array in fetch_arrays(list(streams.values()), of_stream):
-                index = indices[number][each]
-                found[index] = array
-                if isinstance(array, ResponseError):
-                    self._sort(index, reads[index][0], [array], left)
-                elif isinstance(array, Exception):
-                    left.asked[index], left.error = None, array
-            complete = True
-        finally:
-            for address, stream in streams.items():
-                self._close(address, stream, complete)
-        return left
 
 
 def _is_late(error: Exception | None) -> bool:

@@ -31,7 +31,7 @@ from dataplane_redis._protocol import pack
 from dataplane_redis._scripts import to_bytes
 from dataplane_redis._session import Session
 
-__all__ = ["Question", "Wakes"]
+__all__ = ["Question", "Turns", "Wakes"]
 
 _log = logging.getLogger("dataplane_redis")
 
@@ -75,12 +75,17 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class _Line:
-    """The claims of this client that ask the same. They take turns in asking by themselves: the last one given is at
-    ``next_at``."""
+class Turns:
+    """So many claims of this client take turns in asking by themselves. The last turn given is at ``next_at``."""
 
     count: int = 0
     next_at: float = 0.0
+
+    def take(self, each_s: float, most_s: float) -> float:
+        """Seconds until the next turn: so long after the one before it, but at most so long from now."""
+        now = time.monotonic()
+        self.next_at = min(max(self.next_at, now) + each_s, now + most_s)
+        return self.next_at - now
 
 
 class Wakes:
@@ -92,7 +97,7 @@ class Wakes:
         self._channel = b"%s:wake:%s" % (session.base, self.client.hex().encode())
         self._waiting: dict[str, _Waiting] = {}
         self._puts: dict[bytes, threading.Event] = {}  # by write
-        self._lines: dict[Question, _Line] = {}
+        self._lines: dict[Question, Turns] = {}  # the claims that ask the same
         self._left: deque[tuple[Question, str]] = deque()  # claims that ended, while the server thinks that they wait
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -121,7 +126,7 @@ class Wakes:
             waiting = self._waiting.get(token)
             if waiting is None:
                 waiting = self._waiting[token] = _Waiting(wake, question)
-                self._lines.setdefault(question, _Line()).count += 1
+                self._lines.setdefault(question, Turns()).count += 1
                 wake.at_end = partial(self._end, token)
             connection = self._connection
             if connection is None:
@@ -158,10 +163,8 @@ class Wakes:
             waiting = self._waiting.get(token)
             if waiting is None or not waiting.promised or self._connection is None:
                 return None
-            now, line, each_s = time.monotonic(), self._lines[waiting.question], max(_ASK_S, interval_s)
-            most_s = min(_ASK_MOST_S, each_s * line.count)
-            line.next_at = min(max(line.next_at, now) + each_s, now + most_s)
-            return line.next_at - now
+            line, each_s = self._lines[waiting.question], max(_ASK_S, interval_s)
+            return line.take(each_s, min(_ASK_MOST_S, each_s * line.count))
 
     def take_woken(self, token: str) -> bool:
         """Whether this claim was woken since this was asked last."""

@@ -24,12 +24,9 @@ end
 if #gone > 0 then
   local units = gone
   if P.group then
-    units = distinct_groups(gone)
-    local groups, leaving = load_groups(P, units), {}
-    for _, id in ipairs(gone) do
-      local unit = group_of(id)
-      leaving[unit] = (leaving[unit] or 0) + 1
-    end
+    local leaving
+    units, leaving = distinct_groups(gone)
+    local groups = load_groups(P, units)
     for _, unit in ipairs(units) do
       local g = groups[unit]
       if is_whole(P, g) then

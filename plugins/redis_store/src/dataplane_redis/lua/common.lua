@@ -586,16 +586,15 @@ end
 
 local function is_whole(P, g) return g and not g.broken and g.count == P.group end
 
+-- The names of the groups of ids, and how many of the ids each has.
 local function distinct_groups(ids)
-  local seen, names = {}, {}
+  local names, counts = {}, {}
   for _, id in ipairs(ids) do
     local name = group_of(id)
-    if name and not seen[name] then
-      seen[name] = true
-      names[#names + 1] = name
-    end
+    if name and not counts[name] then names[#names + 1] = name end
+    if name then counts[name] = (counts[name] or 0) + 1 end
   end
-  return names
+  return names, counts
 end
 
 -- The units that claims hand out: the rows themselves, or their groups.

@@ -52,18 +52,11 @@ end
 
 -- The first group that the request names only in part, or nil.
 local function find_part()
-  local counts, names = {}, distinct_groups(ids)
-  for _, id in ipairs(ids) do
-    local unit = group_of(id)
-    counts[unit] = (counts[unit] or 0) + 1
-  end
+  local names, counts = distinct_groups(ids)
   local groups = load_groups(P, names)
   for _, unit in ipairs(names) do
     local present = 0
-    local holds_of = hmget(key, groups[unit].members)
-    for i = 1, #holds_of do
-      if holds_of[i] then present = present + 1 end
-    end
+    for _, hold in ipairs(hmget(key, groups[unit].members)) do present = present + (hold and 1 or 0) end
     if present ~= counts[unit] then return {'part', unit, counts[unit], present} end
   end
 end

@@ -76,17 +76,20 @@ def reports(tmp_path_factory, request):
     names = {each.callspec.params.get("name", each.callspec.params.get("backend")) for each in asked}
     names.add("KeepsCursorsInTheClient")
     runs = {  # side by side, since they wait most of the time
-        "alone": [
+        "broken": [
             *(f"kit_of_broken.py::Test{name}::{test}" for name, test in _BROKEN.items() if name in names),
             *(f"kit_of_folder.py::Test{name}::{test}" for name, test in _BROKEN_BLOBS.items() if name in names),
+        ],
+        "others": [
             "kit_of_folder.py::TestFolderStore",
             "kit_of_folder.py::TestOneCapacity",
             "kit_of_variants.py",
+            "kit_of_host.py",
         ],
-        "processes": ["kit_of_host.py"],
     }
     environment = {**_with_toys(), "DATAPLANE_CONFORMANCE_PROMPT_S": "4", "DATAPLANE_CONFORMANCE_KILLS": "6"}
     environment.pop("DATAPLANE_HYPOTHESIS_PROFILE", None)
+    profiles = {"broken": {}, "others": {"DATAPLANE_HYPOTHESIS_PROFILE": "brief"}}
     selected = [f"({name} and ({tests}))" for name, tests in _SELECTED.items() if name.removeprefix("Test") in names]
     selection = " or ".join([f"not ({' or '.join(_SELECTED)})", *selected])
     started = {}
@@ -94,7 +97,8 @@ def reports(tmp_path_factory, request):
         output = (folder / f"{run}.txt").open("w")
         command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "-k", selection]
         command += ["--basetemp", str(folder / run), "--dataplane-json", str(folder / f"{run}.json"), *arguments]
-        started[run] = subprocess.Popen(command, cwd=_TOYS, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        pipes = {"stdout": output, "stderr": subprocess.STDOUT}
+        started[run] = subprocess.Popen(command, cwd=_TOYS, env=environment | profiles[run], **pipes)
         output.close()
     try:
         for process in started.values():

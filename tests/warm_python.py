@@ -71,7 +71,7 @@ def run(words: list[str], variables: dict[str, str], folder: str, session: bool)
         return
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if words[0] != "-c":
-        main.__file__ = words[0]
+        main.__file__ = os.path.abspath(words[0])
         with open(words[0], encoding="utf-8") as file:
             words = [words[0], file.read()]
     exec(compile(words[1], getattr(main, "__file__", "<string>"), "exec"), vars(main))

@@ -127,6 +127,7 @@ def test_a_right_backend_passes_and_leaves_no_page(tmp_path):
 _PROCESSES = {"every_s": 0.5, "pause_s": 0.02, "lease_s": 0.5}
 
 
+@pytest.mark.long
 def test_a_right_store_of_several_processes_passes(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(_TOYS), prepend=":")
     store = importlib.import_module("host_store").HostStore

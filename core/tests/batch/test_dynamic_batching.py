@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane_core.batch import BatchedDataDict
@@ -111,7 +111,6 @@ def cases(draw):
     return lengths, width, shards, shards * per_chunk, draw(st.integers(1, 9)), draw(st.integers(40, 160))
 
 
-@settings(deadline=None)
 @given(cases())
 def test_whatever_the_lengths_plans_are_equal_complete_and_within_the_limit(case):
     lengths, width, shards, batch_size, multiple, limit = case

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane_core.batch import BatchedDataDict
@@ -35,7 +35,6 @@ def test_rows_of_unsigned_numbers_are_picked(dtype):
     assert picked["w"].tolist() == [[4, 5], [0, 1], [4, 5]]
 
 
-@settings(deadline=None)
 @given(st.permutations(range(23)), st.sampled_from([list, torch.tensor, np.array]))
 def test_any_permutation_is_undone_in_any_form(came_from, form):
     batch = batch_of(23).select_indices(came_from)

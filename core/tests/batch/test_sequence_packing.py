@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane_core.batch import BatchedDataDict
@@ -116,7 +116,6 @@ def cases(draw):
     return lengths, shards, batch_size, draw(st.integers(1, 8)), draw(st.integers(120, 300))
 
 
-@settings(deadline=None)
 @given(cases(), st.sampled_from(ALGORITHMS), st.sampled_from(["packer", "largest_first"]))
 def test_whatever_the_lengths_bins_are_complete_within_the_limit_and_equally_many(case, algorithm, order):
     lengths, shards, batch_size, multiple, limit = case

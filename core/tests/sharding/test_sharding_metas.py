@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
@@ -54,7 +54,6 @@ def cases(draw):
     return draw(st.lists(st.integers(0, 64 if kind == "dynamic" else 16), min_size=size, max_size=size)), args
 
 
-@settings(deadline=None)
 @given(cases())
 def test_every_row_goes_to_one_rank_with_its_length_tags_and_lease(case):
     lengths, args = case
@@ -70,7 +69,6 @@ def test_every_row_goes_to_one_rank_with_its_length_tags_and_lease(case):
         assert (shard.partition_id, shard.task_name, shard.fields) == ("train", "actor", ["input_ids"])
 
 
-@settings(deadline=None)
 @given(cases())
 def test_the_order_puts_rank_concatenated_outputs_back(case):
     lengths, args = case
@@ -83,7 +81,6 @@ def test_the_order_puts_rank_concatenated_outputs_back(case):
     assert outputs["id"] == ids
 
 
-@settings(deadline=None)
 @given(cases())
 def test_microbatches_cover_each_chunk_within_the_limit_and_are_equally_many_on_all_ranks(case):
     lengths, args = case

@@ -1,8 +1,6 @@
 """The wire guard: what was put comes back, and what was not is caught and named, on every form of the wire."""
 
 import pickle
-import time
-import zlib
 
 import numpy as np
 import pytest
@@ -10,10 +8,9 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core import DataPlaneConfig, WireFormat, connect
-from dataplane_core.codec import Ragged, byte_array, encode_columns, encode_item
+from dataplane_core.codec import Ragged, byte_array
 from dataplane_core.errors import ConfigError, CorruptDataError, MissingDataError
 from dataplane_core.plugins import connect_backend
-from dataplane_core.spec import PutRequest
 from dataplane_noop import NoopBackend
 
 
@@ -238,111 +235,3 @@ def test_a_put_of_enums_that_is_asked_twice_is_guarded_once():
         )  # as if another client had registered the partition anew
         client.put_samples(["a"], "p", {"role": NonTensorStack("tool")})
         assert client.get_samples(["a"], "p", ["role"])["role"].tolist() == ["tool"]
-
-
-# --- cells of the version that wrote CRC-32 ---------------------------------------------------------------------------
-
-
-def crc_frames(client, column, spec):
-    """The bytes of each cell, as that version took them."""
-    if client._wire.bytes:
-        return column
-    if spec.kind == "object" and client._wire.objects == "native":
-        return [encode_item(item) for item in column]
-    rows = column.unbind() if isinstance(column, torch.Tensor) else column
-    return [bytes(byte_array(row.contiguous())) for row in rows]
-
-
-def put_with_crc(client, ids, fields):
-    """Puts as that version did, past the client."""
-    encoded, specs = encode_columns(fields, len(ids), client._wire)
-    sums = {}
-    for name, column in encoded.items():
-        place = "\0".join(("p", name, specs[name].to_text(), "")).encode()
-        rows = crc_frames(client, column, specs[name])
-        sums[f"~crc32.{name}"] = torch.tensor(
-            [zlib.crc32(place + each.encode() + b"\0" + row) for each, row in zip(ids, rows, strict=True)]
-        )
-    extra, extra_specs = encode_columns(sums, len(ids), client._wire)
-    epoch = client._infos["p"].epoch
-    request = PutRequest(
-        partition_id="p",
-        sample_ids=list(ids),
-        columns={**encoded, **extra},
-        specs={**specs, **extra_specs},
-        tags=None,
-        deadline=time.monotonic() + 60,
-        epoch=epoch,
-    )
-    client._backend.put_samples(request)
-
-
-def test_cells_with_old_checksums_are_read_and_verified(guarded):
-    put_with_crc(guarded, IDS, columns())
-    names = list(columns().keys())
-    back = guarded.get_samples(["c", "a", "b"], "p", names)
-    assert rows_of(back["tokens"]) == [rows_of(columns()["tokens"])[row] for row in (2, 0, 1)]
-    assert torch.equal(back["reward"], columns()["reward"][[2, 0, 1]])
-    assert back["items"].tolist()[0] == b"raw"
-    assert set(back.keys()) == set(names)
-
-
-@pytest.mark.parametrize("name", ["tokens", "dense", "reward", "mask", "items", "~crc32.mask"])
-def test_a_flipped_bit_under_an_old_checksum_is_caught(guarded, name):
-    put_with_crc(guarded, IDS, columns())
-    flip_a_bit(guarded, name, 0)
-    with pytest.raises(CorruptDataError) as caught:
-        guarded.get_samples(IDS, "p", list(columns().keys()))
-    assert caught.value.cells == {"a": (name.removeprefix("~crc32."),)}
-
-
-def mixed(client):
-    """Samples and fields of both versions in one partition: 'a' is old, 'b' new, 'c' has fields of both."""
-    was = columns()
-    put_with_crc(client, ["a"], was[:1])
-    client.put_samples(["b"], "p", was[1:2])
-    old, new = ["tokens", "reward", "items"], ["dense", "other", "mask"]
-    put_with_crc(client, ["c"], was[2:].select(*old))
-    client.put_samples(["c"], "p", was[2:].select(*new))
-
-
-def test_old_and_new_checksums_may_be_mixed_in_one_read(guarded):
-    mixed(guarded)
-    was = columns()
-    back = guarded.get_samples(["b", "c", "a"], "p", list(was.keys()))
-    assert rows_of(back["tokens"]) == [rows_of(was["tokens"])[row] for row in (1, 2, 0)]
-    for name in ("dense", "other", "reward", "mask"):
-        assert torch.equal(back[name], was[name][[1, 2, 0]])
-    items = back["items"].tolist()
-    assert items[:2] == [None, b"raw"]
-    assert torch.equal(items[2]["image"], ITEMS[0]["image"])
-    assert set(back.keys()) == set(was.keys())
-
-
-def test_every_wrong_cell_of_a_mixed_read_is_named(guarded):
-    mixed(guarded)
-    for name in ("mask", "reward"):
-        for segment in guarded._backend._segments.values():
-            column = segment._columns.get(name)
-            if column is not None:
-                (byte_array(column[0]) if isinstance(column[0], torch.Tensor) else column[0])[-1] ^= 1
-    with pytest.raises(CorruptDataError) as caught:
-        guarded.get_samples(IDS, "p", list(columns().keys()))
-    assert {each: sorted(names) for each, names in caught.value.cells.items()} == {
-        each: ["mask", "reward"] for each in IDS
-    }
-
-
-def test_a_new_put_over_old_cells_brings_new_checksums(guarded):
-    put_with_crc(guarded, IDS, columns())
-    guarded.put_samples(["b"], "p", {"reward": torch.tensor([7.0])})
-    assert guarded.get_samples(IDS, "p", ["reward"])["reward"][1] == 7.0
-
-
-def test_what_else_is_missing_from_a_mixed_read_is_still_told(guarded, unguarded):
-    mixed(guarded)
-    unguarded.put_samples(["d"], "p", {"reward": torch.zeros(1)})
-    with pytest.raises(ConfigError, match="'d' in 'reward'"):
-        guarded.get_samples([*IDS, "d"], "p", ["reward"])
-    with pytest.raises(MissingDataError, match="'d' lacks 'mask'"):
-        guarded.get_samples([*IDS, "d"], "p", ["mask"])

@@ -203,7 +203,7 @@ class OverwritesFieldByField(NoopBackend):
         return PutReply(num_samples=len(request.sample_ids))
 
 
-@breaks("test_puts_that_overlap_clears_are_whole_or_nothing")
+@breaks("test_puts_that_overlap_clears_are_whole_or_nothing[clear]")
 class WritesRowByRow(NoopBackend):
     """Declares fenced, but a clear may fall between two rows of one put."""
 

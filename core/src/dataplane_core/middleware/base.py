@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,13 +21,10 @@ class MiddlewareContext:
     Attributes:
         backend: Entry-point name of the backend.
         wire: The backend's wire format: the form of the columns in requests and replies.
-        inner: Given an operation's name and a middleware, the hook of what that middleware wraps: the middleware inside
-            it and the backend. It takes ``request=``. For a wrapper that must ask more than once.
     """
 
     backend: str
     wire: WireFormat
-    inner: Callable[[str, object], Callable[..., Any]]
 
 
 class Middleware:

@@ -13,9 +13,6 @@ Rules:
   reads are not checked.
 - If a client without the guard overwrites guarded cells, their old checksums stay, and a guarded read reports
   corruption.
-- Cells that an earlier version wrote have CRC-32 checksums. They are read and verified too: one of 2**32 random faults
-  is not detected. A read asks for them only if the new checksums are missing. Do not let clients of both versions put
-  the same cells: the checksum of the older version is not updated.
 - Each field takes 8 more bytes per sample, in an extra column with a reserved name. They count for the capacity.
 - With ``allow_pickle`` and a wire of native objects, an item outside the closed set has no bytes. Only its partition,
   sample, field and type are checked.
@@ -25,8 +22,7 @@ Rules:
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -62,8 +58,6 @@ __all__ = ["WireGuard"]
 
 #: What a checksum column's name begins with; the name of the field follows.
 _PREFIX: Final = "~xxh3."
-#: The same of the version that wrote CRC-32. Only read.
-_OLD_PREFIX: Final = "~crc32."
 
 _Sums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -74,12 +68,10 @@ class WireGuard(Middleware):
     def __init__(self) -> None:
         super().__init__()
         self._wire = WireFormat()
-        self._read: Callable[..., WireBatch]
 
     def start(self, context: MiddlewareContext) -> None:
-        """Keeps the backend's wire format, and the way to read again."""
+        """Keeps the backend's wire format."""
         self._wire = context.wire
-        self._read = context.inner("get_samples", self)
 
     @hookimpl(wrapper=True)
     def put_samples(self, request: PutRequest) -> Generator[None, PutReply, PutReply]:
@@ -108,13 +100,19 @@ class WireGuard(Middleware):
             ConfigError: The cells were put by a client without this middleware.
         """
         names = list(request.fields)
-        request.fields = _with_sums(names, ())
+        request.fields = [*names, *(_PREFIX + name for name in names)]
         try:
             batch = yield
         except MissingDataError as error:
-            batch, wrong = self._read_older(request, names, error)
-        else:
-            batch, wrong = self._verify(request, names, (), batch)
+            lacking = _lacking(error)
+            if lacking is None:
+                raise
+            raise ConfigError(
+                f"get_samples('{request.partition_id}') refused: cells were put without wire_guard and have no "
+                f"checksum: '{lacking[0]}' in {preview(lacking[1])}.",
+                hint="List wire_guard in the middleware of every client that puts, or read without it.",
+            ) from error
+        batch, wrong = self._verify(request, names, batch)
         if wrong:
             shown = "; ".join(f"'{sample_id}' in {preview(fields)}" for sample_id, fields in list(wrong.items())[:3])
             more = f"; and {len(wrong) - 3} more samples" if len(wrong) > 3 else ""
@@ -127,71 +125,24 @@ class WireGuard(Middleware):
             )
         return batch
 
-    def _read_older(
-        self, request: GetRequest, names: Sequence[str], error: MissingDataError
-    ) -> tuple[WireBatch, dict[str, list[str]]]:
-        """Reads samples of which some have no checksum of this version; ``error`` is what the read of them raised.
-
-        Asks for the old checksums of the fields that the first such sample lacks. If other samples differ from it, or
-        cells look wrong, the two halves of the samples are read by themselves.
-        """
-        old = _lacking(error)
-        if not old:
-            raise error
-        try:
-            batch = self._read(request=_part(request, names, old, request.sample_ids))
-            batch, wrong = self._verify(request, names, old, batch)
-            # a sample with both checksums was put again by this version: then only the new one counts
-            if not wrong or len(request.sample_ids) == 1:
-                return batch, wrong
-        except MissingDataError as again:
-            lacking = _lacking(again)
-            if not lacking:
-                raise
-            if len(request.sample_ids) == 1:
-                raise ConfigError(
-                    f"get_samples('{request.partition_id}') refused: cells were put without wire_guard and have no "
-                    f"checksum: '{request.sample_ids[0]}' in {preview(lacking)}.",
-                    hint="List wire_guard in the middleware of every client that puts, or read without it.",
-                ) from again
-        middle = len(request.sample_ids) // 2
-        parts = []
-        for ids in (request.sample_ids[:middle], request.sample_ids[middle:]):
-            part = _part(request, names, (), ids)
-            try:
-                parts.append(self._verify(part, names, (), self._read(request=part)))
-            except MissingDataError as missing:
-                parts.append(self._read_older(part, names, missing))
-        (first, wrong), (second, others) = parts
-        columns: dict[str, WireColumn | SharedRows] = {
-            name: [*_rows(column), *_rows(second.columns[name])]
-            for name, column in first.columns.items()
-            if name in second.columns
-        }
-        return WireBatch(columns=columns, specs=first.specs), wrong | others
-
     def _verify(
-        self, request: GetRequest, names: Sequence[str], old: Collection[str], batch: WireBatch
+        self, request: GetRequest, names: Sequence[str], batch: WireBatch
     ) -> tuple[WireBatch, dict[str, list[str]]]:
-        """The batch without checksums, and each sample with its wrong fields. Fields in ``old`` have old checksums."""
+        """The batch without checksums, and each sample with its wrong fields."""
         count = len(request.sample_ids)
         columns = {name: batch.columns[name] for name in names if name in batch.columns}
         specs = {name: batch.specs[name] for name in names if name in batch.specs}
         # the client refuses a wrong number of rows
         checked = [name for name in columns if name in specs and num_rows(columns[name]) == count]
-        kept = [name for name in _with_sums(checked, old)[len(checked) :] if name in batch.columns]
+        kept = [_PREFIX + name for name in checked if _PREFIX + name in batch.columns]
         sums = decode_columns(
             {name: batch.columns[name] for name in kept}, {name: batch.specs[name] for name in kept}, count, self._wire
         )
         wrong: dict[str, list[str]] = {}
         ids = _hashes(request.sample_ids)
         for name in checked:
-            if name in old:
-                written = sums.get(_OLD_PREFIX + name)
-                found = _crc32(request, name, columns[name], specs[name], self._wire)
-            else:
-                written = sums.get(_PREFIX + name)
-                found = _xxh3(request, ids, name, columns[name], specs[name], self._wire)
+            written = sums.get(_PREFIX + name)
+            found = _xxh3(request, ids, name, columns[name], specs[name], self._wire)
             if written is None or written.shape != found.shape:
                 wrong.update({sample_id: [*wrong.get(sample_id, ()), name] for sample_id in request.sample_ids})
                 continue
@@ -200,30 +151,13 @@ class WireGuard(Middleware):
         return WireBatch(columns=columns, specs=specs), wrong
 
 
-def _with_sums(names: Sequence[str], old: Collection[str]) -> list[str]:
-    """The fields, then their checksums."""
-    return [*names, *((_OLD_PREFIX if name in old else _PREFIX) + name for name in names)]
-
-
-def _part(request: GetRequest, names: Sequence[str], old: Collection[str], ids: list[str]) -> GetRequest:
-    return GetRequest(
-        partition_id=request.partition_id, sample_ids=ids, fields=_with_sums(names, old), deadline=request.deadline
-    )
-
-
-def _lacking(error: MissingDataError) -> list[str]:
-    """The fields whose checksums the first sample lacks. Empty if anything else is missing."""
-    cells = error.missing_cells.values()
-    if error.missing_samples or not all(name.startswith((_PREFIX, _OLD_PREFIX)) for names in cells for name in names):
-        return []
-    return [name.removeprefix(_PREFIX).removeprefix(_OLD_PREFIX) for name in next(iter(cells), ())]
-
-
-def _rows(column: WireColumn | SharedRows) -> Sequence[Any]:
-    if isinstance(column, SharedRows):
-        rows = _rows(column.rows)
-        return [rows[row] for row in column.index]
-    return column.unbind() if isinstance(column, torch.Tensor) else column
+def _lacking(error: MissingDataError) -> tuple[str, list[str]] | None:
+    """The first sample that lacks checksums, and their fields. None if anything else is missing."""
+    cells = error.missing_cells
+    if not cells or error.missing_samples or not all(n.startswith(_PREFIX) for names in cells.values() for n in names):
+        return None
+    sample_id, names = next(iter(cells.items()))
+    return sample_id, [name.removeprefix(_PREFIX) for name in names]
 
 
 # --- checksums --------------------------------------------------------------------------------------------------------
@@ -274,20 +208,6 @@ def _mixed(words: _Sums) -> _Sums:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
-
-
-def _crc32(
-    request: GetRequest, name: str, column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat
-) -> torch.Tensor:
-    """The checksums of the version that wrote CRC-32."""
-    place = zlib.crc32("\0".join((request.partition_id, name, spec.to_text(), "")).encode(errors="surrogatepass"))
-    ids = [sample_id.encode(errors="surrogatepass") + b"\0" for sample_id in request.sample_ids]
-    rows = _row_bytes(column, spec, wire)
-    return torch.tensor(
-        [zlib.crc32(row, zlib.crc32(own, place)) for own, row in zip(ids, rows, strict=True)],
-        dtype=torch.int64,
-        device="cpu",
-    )
 
 
 def _row_bytes(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> Iterable[BytesLike]:

@@ -155,16 +155,12 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
         backend.exclusive = exclusive
         backend.attach_wait_s = attach_wait_s
         manager = build_manager(backend, middleware)
-
-        def inner(operation: str, plugin: object) -> Callable[..., Any]:
-            return manager.subset_hook_caller(operation, middleware[: middleware.index(plugin) + 1])
-
         return DataPlaneClient._open(
             config=config,
             backend=backend,
             manager=manager,
             middleware=middleware,
-            context=MiddlewareContext(backend=config.backend, wire=cls.wire, inner=inner),
+            context=MiddlewareContext(backend=config.backend, wire=cls.wire),
             bootstrap=bootstrap,
             deadline=deadline,
         )

@@ -69,6 +69,5 @@ class Group:
             target_step=reservation.target_step,
         )
         values = dict(state["meta"])
-        if not isinstance(values["extra_info"], Mapping):  # a save of an earlier version has it as it is
-            values["extra_info"] = decode_item(b64decode(values["extra_info"]))
+        values["extra_info"] = decode_item(b64decode(values["extra_info"]))
         return cls(reservation, view, KVBatchMeta(**values))

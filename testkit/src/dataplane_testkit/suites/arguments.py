@@ -51,6 +51,16 @@ def _claim(size: int = 1, **arguments: Any) -> Callable[[Store, str], Any]:
     return lambda s, p: s.claim(p, size, **arguments)
 
 
+def _filter(tag_filter: Any) -> Callable[[Store, str], Any]:
+    def ask(store: Store, partition: str) -> None:
+        if store.declares(Capability.CLAIMS):
+            store.claim(partition, 1, tag_filter=tag_filter)
+        else:
+            store.client.list_samples(partition, tag_filter)
+
+    return ask
+
+
 def _renew(lease_s: float) -> Callable[[Store, str], Any]:
     return lambda s, p: s.client.renew(KVBatchMeta(p, "train", ["a"], lease_tokens=["token"]), lease_s)
 
@@ -127,11 +137,11 @@ _CASES: Final[dict[Capability | None, dict[str, _Case]]] = {
         "ack_without_token": (ValueError, "token", lambda s, p: s.client.ack(KVBatchMeta(p, "train", ["a"]))),
     },
     Capability.TAG_FILTERS: {
-        "filter_operator": (ValueError, "tag_filter", _claim(tag_filter={"v": ("~", 1)})),
-        "filter_no_operand": (ValueError, "tag_filter", _claim(tag_filter={"v": (">",)})),
-        "filter_in_a_number": (ValueError, "tag_filter", _claim(tag_filter={"v": ("in", 3)})),
-        "filter_list": (ValueError, "tag_filter", _claim(tag_filter={"v": (">", [1])})),
-        "filter_no_dict": (ValueError, "tag_filter", _claim(tag_filter=["v"])),
+        "filter_operator": (ValueError, "tag_filter", _filter({"v": ("~", 1)})),
+        "filter_no_operand": (ValueError, "tag_filter", _filter({"v": (">",)})),
+        "filter_in_a_number": (ValueError, "tag_filter", _filter({"v": ("in", 3)})),
+        "filter_list": (ValueError, "tag_filter", _filter({"v": (">", [1])})),
+        "filter_no_dict": (ValueError, "tag_filter", _filter(["v"])),
     },
     Capability.SAMPLERS: {
         "sampler": (ValueError, "", _claim(sampler="random")),

@@ -118,14 +118,18 @@ class CapabilitySuite(Suite, chapter="capabilities"):
         """Contract: "Guarantees are tested only where they are declared: scope (process, host, cluster), durable,
         fenced, atomic_overwrite, wakes, repeatable, no_pickle."
 
-        Check first: wire, capabilities, scope and Config must be class attributes of the right types.
+        Check first: wire, capabilities, scope and Config must be class attributes of the right types, readable without
+        a connection. A client repeats them.
         """
-        cls = type(store.backend)
+        cls = store.deployment.backend_class
         assert isinstance(cls.wire, WireFormat)
         assert isinstance(cls.capabilities, frozenset)
         assert all(isinstance(each, Capability) for each in cls.capabilities)
         assert isinstance(cls.scope, Scope)
         assert issubclass(cls.Config, BaseModel)
+        assert (store.client.capabilities, store.client.scope) == (cls.capabilities, cls.scope)
+        assert store.client.backend_name == store.name
+        assert "closed" in repr(store.deployment.closed_client())
 
     def test_operations_that_build_on_claims_declare_them(self, store: Store) -> None:
         """Contract: "groups: with grpo_group_size g, a claim hands out whole groups only" ... "leases: with lease_s, a

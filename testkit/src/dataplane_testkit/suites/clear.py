@@ -94,10 +94,11 @@ class ClearSuite(Suite, chapter="clear"):
         assert store.get(other, ids(3))["x"].tolist() == [100, 101, 102]
 
     def test_a_cleared_partition_is_gone(self, store: Store) -> None:
-        """Contract: "With None, it drops the whole partition, schema included, whoever wrote it."
+        """Contract: "With None, it drops the whole partition, schema included, whoever wrote it." and "An unknown
+        partition raises KeyError."
 
         Check first: after the clear, every operation on the partition must raise UnknownPartitionError until it is
-        registered again. It then has no rows, and its fields have no dtype yet.
+        registered again. None may create it. It then has no rows, and its fields have no dtype yet.
         """
         partition = store.register("x")
         store.put(partition, ids(3), [{"old": 1}] * 3, x=torch.arange(3))
@@ -106,6 +107,8 @@ class ClearSuite(Suite, chapter="clear"):
             store.get(partition, ["s0"])
         with store.refusal(KeyError, partition):
             store.put(partition, ["s0"], x=torch.arange(1))
+        with store.refusal(KeyError, partition):
+            store.put(partition, ["s0"], [{"n": 1}])
         if store.declares(Capability.CLAIMS):
             with store.refusal(KeyError, partition):
                 store.claim(partition, 1)

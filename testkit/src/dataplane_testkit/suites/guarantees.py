@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from dataplane_core.errors import DataPlaneError
@@ -101,12 +102,19 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
             )
 
     @proves(Capability.FENCED)
-    def test_puts_that_overlap_clears_are_whole_or_nothing(self, store: Store) -> None:
+    @pytest.mark.parametrize("what", ["clear", "registration"])
+    def test_puts_that_overlap_clears_are_whole_or_nothing(self, store: Store, what: str) -> None:
         """Contract: "A put that overlaps a clear or a re-registration of the same sample is safe only with fenced".
 
         Check first: the commit must check, in the same atomic step, that the rows and the registration are still those
-        with which the put began.
+        with which the put began. Otherwise the put must fail.
         """
+
+        def act(partition: str) -> None:
+            if what == "clear":
+                store.client.clear_samples(_NAMES, partition)
+            else:
+                store.client.register_partition(partition, ["x", "y"], None, ["train"])
 
         def check(partition: str) -> None:
             there = _whole_or_nothing(store, partition)
@@ -114,22 +122,7 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
                 meta = store.client.list_samples(partition)
                 assert meta.tags == [{"new": 1}] * 16, "a sample that was cleared has its old tags"
 
-        _overlap(store, lambda partition: store.client.clear_samples(_NAMES, partition), check)
-
-    @proves(Capability.FENCED)
-    def test_puts_that_overlap_a_registration_are_whole_or_nothing(self, store: Store) -> None:
-        """Contract: "A put that overlaps a clear or a re-registration of the same sample is safe only with fenced".
-
-        Check first: the commit must check that the registration is still the one in which the put began. Otherwise the
-        put must fail.
-        """
-
-        def check(partition: str) -> None:
-            _whole_or_nothing(store, partition)
-
-        _overlap(
-            store, lambda partition: store.client.register_partition(partition, ["x", "y"], None, ["train"]), check
-        )
+        _overlap(store, act, check)
 
     @proves(Capability.ATOMIC_OVERWRITE)
     def test_reads_see_all_old_or_all_new_cells(self, store: Store) -> None:

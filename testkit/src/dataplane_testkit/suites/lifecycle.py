@@ -146,17 +146,6 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             assert said.startswith("refused"), said
             assert "spawn" in said
 
-    def test_a_client_says_what_it_is(self, store: Store) -> None:
-        """Contract: "Capabilities (dataplane_core.spec.Capability) are of two kinds."
-
-        Check first: wire, capabilities and scope must be class attributes, readable without a connection.
-        """
-        cls = store.deployment.backend_class
-        assert store.client.capabilities == cls.capabilities
-        assert store.client.scope == cls.scope
-        assert store.client.backend_name == store.name
-        assert "closed" in repr(store.deployment.closed_client())
-
     def test_unknown_options_are_refused(self, store: Store) -> None:
         """Contract: "Bootstrapping a store that runs with other options is an error."
 

@@ -153,12 +153,12 @@ class MatrixSuite(Suite, chapter="matrix"):
         """Contract: "Within a registration a field keeps one kind (tensor, object), dtype, rank and trailing shape".
 
         Check first: what the hook keeps per field, such as a dtype or a shape, must not be used for the next field of
-        the same put.
+        the same put. Look also for limits of the engine on the number of columns or keys.
         """
         columns = {
             f"{name}_{seed}": random_cells(dtype, (3, *cell), seed)
             for name, dtype in zip(_NAMES, DTYPES, strict=True)
-            for seed, cell in enumerate(((), (2,), (1, 2)))
+            for seed, cell in enumerate(((), (2,), (1, 2), (3,), (2, 1)))
         }
         partition = store.register(*columns)
         store.put(partition, ids(3), columns=columns)

@@ -110,26 +110,26 @@ class OverviewSuite(Suite, chapter="overview", proof=Capability.LISTING):
         def oldest(task: str) -> LeaseHolder | None:
             return store.client.describe(partition).tasks[task].oldest_lease
 
+        def holds(sample_ids: list[str]) -> LeaseHolder:
+            found = oldest("a")
+            assert found is not None
+            assert found.sample_id in sample_ids
+            return found
+
         assert oldest("a") is None
         first = store.claim(partition, 2, task="a", lease_s=600.0)
         second = store.claim(partition, 2, task="a", lease_s=60.0)
         store.claim(partition, 1, task="b", lease_s=0.05)
         store.client.renew(first, 900.0)
-        found = oldest("a")
-        assert found is not None
-        assert found.sample_id in first.sample_ids
+        found = holds(first.sample_ids)
         assert found.holder == this_process()
         assert 600.0 < found.left_s <= 900.0
         assert found.held_s is not None
         assert 0.0 <= found.held_s < 300.0
         store.client.ack(first.slice(0, 1))
-        found = oldest("a")
-        assert found is not None
-        assert found.sample_id == first.sample_ids[1]
+        holds(first.sample_ids[1:])
         store.client.nack(first.slice(1, 2))
-        found = oldest("a")
-        assert found is not None
-        assert found.sample_id in second.sample_ids
+        holds(second.sample_ids)
         store.client.ack(second)
         assert oldest("a") is None
         eventually(lambda: oldest("b") is None, what="the end of the lease of the other task")

@@ -294,17 +294,6 @@ class PutSuite(Suite, chapter="put"):
         store.put(partition, ["big"], x=big.unsqueeze(0))
         assert torch.equal(store.get(partition, ["big"])["x"][0], big)
 
-    def test_a_hundred_fields(self, store: Store) -> None:
-        """Contract: "further fields may be written".
-
-        Check first: the engine's limits on the number of columns or keys.
-        """
-        partition = store.register("x")
-        columns = {f"field{index}": torch.arange(3) + index for index in range(100)}
-        store.put(partition, ids(3), columns=columns)
-        found = store.get(partition, ids(3), *columns)
-        assert all(torch.equal(found[name], column) for name, column in columns.items())
-
     # --- the schema ---------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize(("first", "later"), [case[:2] for case in _MISMATCHES], ids=[c[2] for c in _MISMATCHES])
@@ -357,19 +346,6 @@ class PutSuite(Suite, chapter="put"):
         store.put(partition, ["e", "f"], x=jagged([torch.ones(2, 2), torch.ones(5, 2)]))
         rows = store.get(partition, ["d", "s0", "c", "f"])["x"].unbind()
         assert [tuple(row.shape) for row in rows] == [(0, 2), (3, 2), (7, 2), (5, 2)]
-
-    def test_an_unknown_partition_is_refused(self, store: Store) -> None:
-        """Contract: "An unknown partition raises KeyError."
-
-        Check first: put_samples must raise UnknownPartitionError. It must not create the partition.
-        """
-        unknown = store.new_id()
-        with store.refusal(KeyError, unknown):
-            store.put(unknown, ["a"], x=torch.zeros(1))
-        with store.refusal(KeyError, unknown):
-            store.put(unknown, ["a"], [{"n": 1}])
-        with store.refusal(KeyError, unknown):
-            store.get(unknown, ["a"])
 
     def test_allow_pickle_opens_the_set(self, store: Store) -> None:
         """Contract: "allow_pickle: true in the config opens the set."

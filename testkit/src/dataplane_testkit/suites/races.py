@@ -18,6 +18,7 @@ from dataplane_testkit._marks import proves
 from dataplane_testkit._profiles import is_long
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import in_threads
+from dataplane_testkit._workers import claim_all
 
 _FACTOR = 10 if is_long() else 1
 
@@ -42,14 +43,7 @@ class RaceSuite(Suite, chapter="races"):
                 store.put(partition, mine, x=torch.arange(len(mine)))
             return []
 
-        def consume() -> list[str]:
-            mine: list[str] = []
-            while True:
-                meta = store.claim(partition, 7, blocking=True, timeout_s=60)
-                if not meta.size:
-                    return mine
-                mine.extend(meta.sample_ids)
-
+        consume = partial(claim_all, store.client, partition, "train", 7, 60.0)
         given = in_threads(partial(produce, 0), partial(produce, 12), *[consume] * 6)
         flat = [name for part in given for name in part]
         assert len(flat) == len(set(flat)), "a sample was given to two claimers"

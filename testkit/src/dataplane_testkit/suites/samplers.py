@@ -103,9 +103,9 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         refused()
         store.client.clear_samples(["s0"], partition)
         refused()
-        store.put(partition, ["s1"], x=torch.arange(1))
+        store.put(partition, ["s0", "s1"], x=torch.arange(2))
         refused()
-        assert store.claim(partition, 3, dp_rank=0).sample_ids == ["s2", "s3", "s1"]
+        assert store.claim(partition, 4, dp_rank=0).sample_ids == ["s2", "s3", "s0", "s1"]
         refused()
 
     def test_balanced_ranks(self, store: Store) -> None:

@@ -20,6 +20,11 @@ def _held(store: Store, name: str) -> int:
     return sum(each.num_rows for each in store.client.list_units() if each.name == name)
 
 
+def _has_ended(store: Store, name: str) -> None:
+    """Waits until a unit is no longer listed."""
+    eventually(lambda: name not in {each.name for each in store.client.list_units()}, STARTS_S, "the end of the unit")
+
+
 class UnitSuite(Suite, chapter="units", proof=Capability.UNITS):
     """`list_units`, `add_units`, `remove_unit`."""
 
@@ -50,11 +55,7 @@ class UnitSuite(Suite, chapter="units", proof=Capability.UNITS):
         for each in range(number + 1):
             assert store.get(partition, ids(_NUM_ROWS, f"put{each}-"))["x"].tolist() == list(range(_NUM_ROWS))
             store.client.clear_samples(ids(_NUM_ROWS, f"put{each}-"), partition)
-        eventually(
-            lambda: new.name not in {each.name for each in store.client.list_units()},
-            within_s=STARTS_S,
-            what="the end of the unit",
-        )
+        _has_ended(store, new.name)
         assert store.get(partition, ids(_NUM_ROWS, "later"))["x"].tolist() == list(range(_NUM_ROWS))
 
     def test_a_unit_that_is_removed_now_loses_its_rows_and_no_others(self, store: Store) -> None:
@@ -82,11 +83,7 @@ class UnitSuite(Suite, chapter="units", proof=Capability.UNITS):
         store.put(partition, lost, x=torch.arange(len(lost)))
         assert store.get(partition, lost)["x"].tolist() == list(range(len(lost)))
         store.client.clear_samples(None, partition)
-        eventually(
-            lambda: new.name not in {each.name for each in store.client.list_units()},
-            within_s=STARTS_S,
-            what="the end of the unit",
-        )
+        _has_ended(store, new.name)
 
     def test_units_that_are_not_there_are_refused(self, store: Store) -> None:
         """Contract: "If there is no such unit, or if it is the only one that takes rows, remove_unit raises

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 #: Clients and hosts speak the same version. It changes with the form of any message, the ledger's commands included.
-VERSION: Final = 5
+VERSION: Final = 6
 
 Reply = TypeVar("Reply", covariant=True)
 _T = TypeVar("_T")

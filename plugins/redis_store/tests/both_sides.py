@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from random_history import NAMES, OPEN, OTHER, SPEC
+from random_history import NAMES
 
 from dataplane_core.errors import AlreadyDoneError, DataPlaneError
 from dataplane_core.ledger import Ledger, commands
@@ -21,6 +21,7 @@ from dataplane_core.spec import (
     ConsumptionRequest,
     DescribeRequest,
     ExportRequest,
+    FieldSpec,
     FieldsRequest,
     GetRequest,
     InspectRequest,
@@ -176,10 +177,9 @@ class BothSides:
         self,
         name: str,
         ids: list[str],
-        fields: list[str],
         shared: list[int] | None,
         sizes: list[int],
-        strange: bool,
+        specs: dict[str, FieldSpec],
         tags: Any,
         ttl_s: float,
         epoch: str | None,
@@ -188,9 +188,7 @@ class BothSides:
         known = self.ledger._partitions.get(name)
         epoch = {None: None, "now": known and known.info.epoch, "old": "e-1"}[epoch]
         write_id, request_id = self.count * 100, f"r{self.count}"
-        specs = dict.fromkeys(fields, SPEC)
-        if strange:
-            specs[fields[-1]] = (OTHER, OPEN)[self.count % 2]
+        fields = list(specs)
         together = fields if shared is None else fields[:-1]
         columns: dict[str, Any] = {
             each: [_cell(write_id, each, row, size) for row, size in enumerate(sizes)] for each in together

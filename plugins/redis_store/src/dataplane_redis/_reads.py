@@ -79,10 +79,7 @@ class Reads(Backend):
             picks = [plan_of(_layouts_of(each)) for each in refs]
             if None in rows or None in picks:
                 _raise_missing(what, request, rows, layouts)
-            specs = _specs_of(layouts, request.fields)
-            opened = _open_cells(request, layouts, refs, picks)
-            if opened:
-                raise OpenCellsError.of_cells(what, opened, {name: specs[name].to_text() for name in opened})
+            specs = _specs_of(what, request, layouts, refs, picks)
             columns, empty = self._fetch(what, request, refs, picks, [len(each) for each in layouts], sent)
             if not empty:
                 return WireBatch(columns=columns, specs=specs)
@@ -237,28 +234,42 @@ def _plan(
     return list(found.items())
 
 
-def _specs_of(layouts: Sequence[Mapping[str, FieldSpec]], fields: Sequence[str]) -> dict[str, FieldSpec]:
-    """The spec of each field. Where some layouts have it open, that of the others."""
+def _specs_of(
+    what: str,
+    request: GetRequest,
+    layouts: Sequence[Mapping[str, FieldSpec]],
+    refs: Sequence[Refs],
+    picks: Sequence[Any],
+) -> dict[str, FieldSpec]:
+    """The spec of each field's cells. Raises `OpenCellsError` if cells of one field have different forms."""
     specs: dict[str, FieldSpec] = {}
-    for layout in layouts:
-        specs.update(
-            {name: spec for name, spec in layout.items() if name in fields and not (spec.is_open and name in specs)}
-        )
-    return specs
-
-
-def _open_cells(
-    request: GetRequest, layouts: Sequence[Mapping[str, FieldSpec]], refs: Sequence[Refs], picks: Sequence[Any]
-) -> dict[str, list[str]]:
-    """Field -> the samples whose cell was written as an empty list of no known type."""
-    opened: dict[str, list[str]] = {}
-    if any(spec.is_open for layout in layouts for name, spec in layout.items() if name in request.fields):
-        for sample_id, each, plan in zip(request.sample_ids, refs, picks, strict=True):
-            for index, pairs in plan:
-                for name in (request.fields[column] for column, _ in pairs):
-                    if layouts[each[index][2]][name].is_open:
-                        opened.setdefault(name, []).append(sample_id)
-    return opened
+    for layout in layouts:  # in the order of their first writes
+        for name in filter(layout.__contains__, request.fields):
+            kept = specs.setdefault(name, layout[name])
+            if kept.is_open:
+                specs[name] = kept.after(layout[name]) or kept
+    others = [  # of each layout, the cells that are not stored as their spec says
+        {
+            name: spec.reading(layout[name].lists)
+            for name, spec in specs.items()
+            if name in layout and layout[name].lists
+        }
+        for layout in layouts
+    ]
+    if all(spec is specs[name] for each in others for name, spec in each.items()):
+        return specs
+    groups: dict[tuple[FieldSpec, ...], list[str]] = {}
+    for sample_id, each, plan in zip(request.sample_ids, refs, picks, strict=True):
+        found = dict(specs)
+        for index, pairs in plan:
+            of_layout = others[each[index][2]]
+            found.update(
+                {name: of_layout[name] for column, _ in pairs if (name := request.fields[column]) in of_layout}
+            )
+        groups.setdefault(tuple(found.values()), []).append(sample_id)
+    if len(groups) > 1:
+        raise OpenCellsError.of_groups(what, groups.values())
+    return dict(zip(specs, *groups, strict=True))
 
 
 def _layouts_of(refs: Refs) -> tuple[int, ...]:

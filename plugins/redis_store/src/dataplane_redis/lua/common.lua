@@ -295,13 +295,19 @@ local function strings_of(packed)
   return strings
 end
 
--- The spec of a field after a write, or nothing if the write does not fit. "unknown": only empty lists were written,
--- which fit all but scalars.
+-- What a field may become that has an open spec. As FieldSpec._may_become.
+local EMPTY, OF_INTS = 'tensor:unknown:1::empty', {int64 = true, float32 = true, float64 = true}
+local function may_become(spec, other)
+  if spec == EMPTY then return not string.match(other, '^tensor:[^:]+:0:') end
+  local rank = string.match(spec, '^tensor:int64:(%d)::ints$')
+  local dtype, other_rank = string.match(other, '^tensor:(%w+):(%d):$')
+  return rank and rank == other_rank and OF_INTS[dtype]
+end
+
+-- The spec of a field after a write, or nothing if the write does not fit. As FieldSpec.after.
 local function spec_after(kept, written)
-  if not kept or kept == written then return written end
-  local open, scalar = 'tensor:unknown:1:', '^tensor:[^:]+:0:'
-  if written == open and not string.match(kept, scalar) then return kept end
-  if kept == open and not string.match(written, scalar) then return written end
+  if not kept or kept == written or may_become(kept, written) then return written end
+  if (written == EMPTY or written == kept .. ':ints') and may_become(written, kept) then return kept end
 end
 
 local function layout_names(P, index)

@@ -47,7 +47,7 @@ local layouts, new_specs, wrong = {}, {}, {'schema'}
 for i, part in ipairs(parts) do layouts[i] = part[1] end
 for i, index in ipairs(hmget(P.at .. 'li', layouts)) do
   parts[i].layout = tonumber(index or nil)
-  if not index then  -- else its specs fit those that are kept
+  if not index or string.find(layouts[i], '::ints', 1, true) then  -- else its specs fit those that are kept
     local strings, fields = strings_of(layouts[i]), {}
     for k = 1, #strings, 2 do fields[#fields + 1] = strings[k] end
     for k, kept in ipairs(hmget(P.at .. 's', fields)) do

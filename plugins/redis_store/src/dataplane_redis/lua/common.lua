@@ -119,8 +119,8 @@ end
 local function hmget(key, names)
   local n = #names
   if n == 0 then return {} end
-  if n <= CHUNK then return call('HMGET', key, unpack(names)) end
-  return ask_many('HMGET', key, names)
+  if n > CHUNK then return ask_many('HMGET', key, names) end
+  return call('HMGET', key, unpack(names))
 end
 
 local function unlink(keys)
@@ -471,8 +471,9 @@ local function reap()
   local pending = BASE .. ':pending'
   local count = call('ZCARD', pending)
   if count == 0 then give_up_all() end
-  if count <= 1 then return end
-  for _, write in ipairs(call('ZRANGEBYSCORE', pending, '-inf', now(), 'LIMIT', 0, 100)) do give_up(write) end
+  if count > 1 then
+    for _, write in ipairs(call('ZRANGEBYSCORE', pending, '-inf', now(), 'LIMIT', 0, 100)) do give_up(write) end
+  end
 end
 
 -- --- views and units -------------------------------------------------------------------------------------------------
@@ -617,12 +618,13 @@ local function join_groups(P, names, heads, joining, seqs)
     if is_whole(P, g) then call('HINCRBY', P.meta, 'whole', 1) end
   end
   save_heads(P, names, heads)
-  if not P.early then return end
-  local groups = load_groups(P, names)
-  for _, name in ipairs(names) do
-    for task = 0, is_whole(P, groups[name]) and P.ntasks - 1 or -1 do
-      if not none_held(hmget(P.at .. 'h:' .. task, groups[name].members)) then
-        call('HINCRBY', P.meta, 'w:' .. task, 1)
+  if P.early then
+    local groups = load_groups(P, names)
+    for _, name in ipairs(names) do
+      for task = 0, is_whole(P, groups[name]) and P.ntasks - 1 or -1 do
+        if not none_held(hmget(P.at .. 'h:' .. task, groups[name].members)) then
+          call('HINCRBY', P.meta, 'w:' .. task, 1)
+        end
       end
     end
   end

@@ -50,17 +50,6 @@ local function look_up()
   return order, rows_of, lost
 end
 
--- The first group that the request names only in part, or nil.
-local function find_part()
-  local names, counts = distinct_groups(ids)
-  local groups = load_groups(P, names)
-  for _, unit in ipairs(names) do
-    local present = 0
-    for _, hold in ipairs(hmget(key, groups[unit].members)) do present = present + (hold and 1 or 0) end
-    if present ~= counts[unit] then return {'part', unit, counts[unit], present} end
-  end
-end
-
 -- Moves rows of a lease to an equal one: a new lease, or the one with the given number.
 local function split(from, number, rows)
   local to = number ~= '' and read_lease(P, number)
@@ -117,8 +106,15 @@ if mode == 'split' then
   return {'ok', leases}
 end
 if #lost > 0 then return {'lost', lost} end
-local part = P.group and find_part()
-if part then return part end
+if P.group then  -- the request names all members that are held, or none
+  local names, counts = distinct_groups(ids)
+  local groups = load_groups(P, names)
+  for _, unit in ipairs(names) do
+    local present = 0
+    for _, hold in ipairs(hmget(key, groups[unit].members)) do present = present + (hold and 1 or 0) end
+    if present ~= counts[unit] then return {'part', unit, counts[unit], present} end
+  end
+end
 if mode == 'check' then
   local found = {}
   for _, lease in ipairs(order) do

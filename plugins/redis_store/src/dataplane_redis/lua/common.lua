@@ -88,13 +88,13 @@ end
 -- The time of the store in seconds. It never goes back. Each client gets it when it connects, and adds the seconds of
 -- its own monotonic clock; the store takes the largest. So a step of a host's clock neither ends nor prolongs leases.
 -- The server's own clock is used only for how long nobody was connected (instance.lua).
-local kept_time, time
+local kept_time, this_time
 local function now()
-  if not time then
+  if not this_time then
     kept_time = struct.unpack('<d', INSTANCE[2])
-    time = math.max(kept_time, (struct.unpack('<d', ASKER, 49)))
+    this_time = math.max(kept_time, (struct.unpack('<d', ASKER, 49)))
   end
-  return time
+  return this_time
 end
 
 -- Stores the time about once per second only, so that a script that changes nothing else stays cheap even if every
@@ -102,8 +102,8 @@ end
 local function keep_time()
   if now() - kept_time < 1 then return end
   local t = call('TIME')
-  kept_time = time
-  call('HSET', BASE .. ':instance', 'clock', struct.pack('<dd', time, t[1] + t[2] / 1e6))
+  kept_time = this_time
+  call('HSET', BASE .. ':instance', 'clock', struct.pack('<dd', this_time, t[1] + t[2] / 1e6))
 end
 
 -- The replies of a command to many members.

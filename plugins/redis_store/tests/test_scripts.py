@@ -92,6 +92,24 @@ def test_a_name_that_is_defined_elsewhere_only_is_found():
     assert undefined_names(text) == {"inner", "two"}
 
 
+def names_given_in(text):
+    """Names of variables, parameters and functions."""
+    text = re.sub(r"--.*", "", text)
+    lists = re.findall(r"\blocal (?!function)([\w, ]+)", text) + re.findall(r"\bfor ([\w, ]+?) (?:=|in)\b", text)
+    lists += re.findall(r"\bfunction ?\w*\(([\w, ]*)", text) + re.findall(r"\blocal function (\w+)", text)
+    return {name for each in lists for name in re.findall(r"\w+", each)}
+
+
+def test_no_script_gives_the_name_of_a_definition_to_something_else():
+    """A block that wants the definition would get the other."""
+    definitions = _scripts._definitions()
+    names = {name for each in definitions for name in each.names}
+    for name, script in SCRIPTS.items():
+        assert not (names_given_in(_scripts._read(name)) | set(script.names)) & names, name
+    for each in definitions:
+        assert not (names_given_in("".join(each.lines)) - each.names) & names, each.names
+
+
 def test_each_definition_is_in_some_script():
     used = "".join(script.text.decode() for script in SCRIPTS.values())
     assert [each.names for each in _scripts._definitions() if each.lines[0] not in used] == []

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import re
 import struct
 from collections import defaultdict
@@ -88,6 +89,7 @@ _NAMES: Final = re.compile(r"local (?:function )?([\w, ]+)")
 _WORD: Final = re.compile(r"\w+")
 _COMMENT: Final = re.compile(r"--.*")
 _REQUEST: Final = re.compile(r"-- Request: \{(.*?)\}", re.DOTALL)
+_SHORT_ELSE: Final = re.compile(r"^( *)(if .*? then) (.+?) else (.+) end$", re.MULTILINE)
 _SHORT_IF: Final = re.compile(r"^( *)(if .*? then) ((?!.*\belse).+) end$", re.MULTILINE)
 
 
@@ -108,16 +110,17 @@ class Script:
 class _Piece:
     """An operation, or a definition of a library: its lines, and the names of the libraries that it uses.
 
-    ``wanted`` has names by the number of the line before which they are defined. For what only blocks after an ``if``
-    use, these are their first lines. All else is defined before the piece, at 0: also what a block in a loop uses,
-    which would define it again and again.
+    ``wanted`` has names by the number of the line before which they are defined: the first one of the block after an
+    ``if`` that has all uses, or one for each branch. All else is defined before the piece, at 0: also what only a block
+    in a ``for`` uses, which would define it again and again.
     """
 
     def __init__(self, text: str, libraries: set[str]) -> None:
         found = _NAMES.match(text)
         self.names = set(_WORD.findall(found.group(1))) if found is not None else set()
+        text = _SHORT_ELSE.sub(r"\1\2\n\1  \3\n\1else\n\1  \4\n\1end", text)
         self.lines = _SHORT_IF.sub(r"\1\2\n\1  \3\n\1end", text).splitlines(keepends=True)
-        wanted: dict[str, set[int]] = defaultdict(set)  # by name; 0: before the piece
+        uses: dict[str, list[tuple[int, ...]]] = defaultdict(list)  # by name: the first lines of the blocks around it
         around: list[tuple[int, int, str]] = []  # the lines that enclose a line: indent, number, first word
         for number, line in enumerate(self.lines):
             code = _COMMENT.sub("", line)
@@ -126,14 +129,19 @@ class _Piece:
                 continue
             while around and around[-1][0] >= indent:
                 around.pop()
-            outer = next((each for each in around if each[2] in ("if", "elseif", "else", "for", "while")), None)
-            for word in libraries.intersection(_WORD.findall(code)) - self.names:
-                wanted[word].add(outer[1] + 1 if outer is not None and outer[2] not in ("for", "while") else 0)
+            outer = itertools.takewhile(lambda each: each[2] != "for", around)
+            blocks = tuple(at + 1 for _, at, word in outer if word in ("if", "elseif", "else"))
+            for name in libraries.intersection(_WORD.findall(code)) - self.names:
+                uses[name].append(blocks)
             around.append((indent, number, code.split()[0]))
         self.wanted: dict[int, set[str]] = defaultdict(set)
-        for name, places in wanted.items():
-            for place in (0,) if 0 in places else places:
-                self.wanted[place].add(name)
+        self.blocks: dict[int, tuple[int, ...]] = {}  # by such a line: those of the blocks around it, and itself
+        for name, places in uses.items():
+            for first in {each[:1] for each in places} if () not in places else [()]:
+                mine = zip(*(each for each in places if each[:1] == first), strict=False)
+                common = tuple(each[0] for each in itertools.takewhile(lambda each: len(set(each)) == 1, mine))
+                self.wanted[common[-1] if common else 0].add(name)
+                self.blocks[common[-1] if common else 0] = common
 
 
 def _read(name: str) -> str:
@@ -162,10 +170,12 @@ def _defined(definitions: Sequence[_Piece], wanted: set[str], known: set[str]) -
 
 def _linked(piece: _Piece, definitions: Sequence[_Piece], known: set[str]) -> str:
     """The text of a piece, with what only its blocks want."""
-    text = ""
+    text, inside = "", {0: known}
     for number, line in enumerate(piece.lines):
         if number and number in piece.wanted:
-            text += _defined(definitions, piece.wanted[number], known)[0]
+            around = known.union(*(inside[each] for each in piece.blocks[number] if each in inside))
+            defined, inside[number] = _defined(definitions, piece.wanted[number], around)
+            text += defined
         text += line
     return text
 

@@ -88,13 +88,13 @@ end
 -- The time of the store in seconds. It never goes back. Each client gets it when it connects, and adds the seconds of
 -- its own monotonic clock; the store takes the largest. So a step of a host's clock neither ends nor prolongs leases.
 -- The server's own clock is used only for how long nobody was connected (instance.lua).
-local kept_time, time
+local kept_time, this_time
 local function now()
-  if not time then
+  if not this_time then
     kept_time = struct.unpack('<d', INSTANCE[2])
-    time = math.max(kept_time, (struct.unpack('<d', ASKER, 49)))
+    this_time = math.max(kept_time, (struct.unpack('<d', ASKER, 49)))
   end
-  return time
+  return this_time
 end
 
 -- Stores the time about once per second only, so that a script that changes nothing else stays cheap even if every
@@ -102,8 +102,8 @@ end
 local function keep_time()
   if now() - kept_time < 1 then return end
   local t = call('TIME')
-  kept_time = time
-  call('HSET', BASE .. ':instance', 'clock', struct.pack('<dd', time, t[1] + t[2] / 1e6))
+  kept_time = this_time
+  call('HSET', BASE .. ':instance', 'clock', struct.pack('<dd', this_time, t[1] + t[2] / 1e6))
 end
 
 -- The replies of a command to many members.
@@ -119,8 +119,8 @@ end
 local function hmget(key, names)
   local n = #names
   if n == 0 then return {} end
-  if n <= CHUNK then return call('HMGET', key, unpack(names)) end
-  return ask_many('HMGET', key, names)
+  if n > CHUNK then return ask_many('HMGET', key, names) end
+  return call('HMGET', key, unpack(names))
 end
 
 local function unlink(keys)
@@ -477,8 +477,9 @@ local function reap()
   local pending = BASE .. ':pending'
   local count = call('ZCARD', pending)
   if count == 0 then give_up_all() end
-  if count <= 1 then return end
-  for _, write in ipairs(call('ZRANGEBYSCORE', pending, '-inf', now(), 'LIMIT', 0, 100)) do give_up(write) end
+  if count > 1 then
+    for _, write in ipairs(call('ZRANGEBYSCORE', pending, '-inf', now(), 'LIMIT', 0, 100)) do give_up(write) end
+  end
 end
 
 -- --- views and units -------------------------------------------------------------------------------------------------
@@ -623,12 +624,13 @@ local function join_groups(P, names, heads, joining, seqs)
     if is_whole(P, g) then call('HINCRBY', P.meta, 'whole', 1) end
   end
   save_heads(P, names, heads)
-  if not P.early then return end
-  local groups = load_groups(P, names)
-  for _, name in ipairs(names) do
-    for task = 0, is_whole(P, groups[name]) and P.ntasks - 1 or -1 do
-      if not none_held(hmget(P.at .. 'h:' .. task, groups[name].members)) then
-        call('HINCRBY', P.meta, 'w:' .. task, 1)
+  if P.early then
+    local groups = load_groups(P, names)
+    for _, name in ipairs(names) do
+      for task = 0, is_whole(P, groups[name]) and P.ntasks - 1 or -1 do
+        if not none_held(hmget(P.at .. 'h:' .. task, groups[name].members)) then
+          call('HINCRBY', P.meta, 'w:' .. task, 1)
+        end
       end
     end
   end

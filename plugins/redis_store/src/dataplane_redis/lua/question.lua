@@ -154,8 +154,8 @@ local function catch_up(P, Q)
       if Q.budget <= 0 then return false end
     end
   end
-  if not Q.F or Q.F.is_new then return true end
-  return follow(P, Q)
+  if Q.F and not Q.F.is_new then return follow(P, Q) end
+  return true
 end
 
 -- The next rows that are ready, where none is queued: up to `most`. Queues the others that it found. If these are fewer
@@ -228,6 +228,6 @@ local function more_may_come(P, Q, unqueued)
     rest = call('ZCARD', P.at .. 'o') - call('HLEN', Q.held)  -- both have a mark
   end
   rest = rest - num_queued(Q.view) - unqueued
-  if rest == 0 or not Q.F then return rest ~= 0 end
-  return one_is_coming(P, Q)
+  if rest ~= 0 and Q.F then return one_is_coming(P, Q) end
+  return rest ~= 0
 end

@@ -36,29 +36,18 @@ local function is_leased(lease) return lease and lease.kind == 'L' and end_of(P,
 
 -- The leases of the ids, in order, with their rows; and the ids that are not held under their tokens.
 local function look_up()
-  local lost, order, rows_of = {}, {}, {}
+  local gone, order, rows_of = {}, {}, {}
   local held = same and hmget(key, ids) or {}
   for i, id in ipairs(ids) do
     local lease = held[i] and held[i] ~= 'D' and read_lease(P, held[i])
     local good = lease and lease.token == tokens[i]
     if not good or not (is_leased(lease) or (lease.kind == 'A' and action == 'ack')) then
-      lost[#lost + 1] = id
+      gone[#gone + 1] = id
     elseif lease.kind == 'L' then
       add_to(rows_of, order, lease, id)
     end
   end
-  return order, rows_of, lost
-end
-
--- The first group that the request names only in part, or nil.
-local function find_part()
-  local names, counts = distinct_groups(ids)
-  local groups = load_groups(P, names)
-  for _, unit in ipairs(names) do
-    local present = 0
-    for _, hold in ipairs(hmget(key, groups[unit].members)) do present = present + (hold and 1 or 0) end
-    if present ~= counts[unit] then return {'part', unit, counts[unit], present} end
-  end
+  return order, rows_of, gone
 end
 
 -- Moves rows of a lease to an equal one: a new lease, or the one with the given number.
@@ -102,9 +91,9 @@ if mode == 'commit' then
   keep_done(request, kept_s)
   return finish()
 end
-local order, rows_of, lost = look_up()
+local order, rows_of, gone = look_up()
 if mode == 'split' then
-  if #lost > 0 then return {'changed'} end
+  if #gone > 0 then return {'changed'} end
   for i = 1, #leases, 2 do  -- one that was settled meanwhile takes no rows
     local from, number = read_lease(P, leases[i]), leases[i + 1]
     local to = number ~= '' and read_lease(P, number)
@@ -116,9 +105,16 @@ if mode == 'split' then
   end
   return {'ok', leases}
 end
-if #lost > 0 then return {'lost', lost} end
-local part = P.group and find_part()
-if part then return part end
+if #gone > 0 then return {'lost', gone} end
+if P.group then  -- the request names all members that are held, or none
+  local names, counts = distinct_groups(ids)
+  local groups = load_groups(P, names)
+  for _, unit in ipairs(names) do
+    local present = 0
+    for _, hold in ipairs(hmget(key, groups[unit].members)) do present = present + (hold and 1 or 0) end
+    if present ~= counts[unit] then return {'part', unit, counts[unit], present} end
+  end
+end
 if mode == 'check' then
   local found = {}
   for _, lease in ipairs(order) do

@@ -6,7 +6,7 @@ local DOUBT_S = 15
 local function condemn(writes)
   if #writes == 0 then return 0 end
   local known = call('ZMSCORE', BASE .. ':pending', unpack(writes))
-  local function look(set)
+  local function look_in(set)
     for i, found in ipairs(call('SMISMEMBER', set, unpack(writes))) do known[i] = known[i] or found == 1 end
   end
   local epochs = call('HGETALL', BASE .. ':parts')
@@ -15,10 +15,10 @@ local function condemn(writes)
     if epochs[i] ~= '' then  -- else it is that of the MARK
       local set = BASE .. ':e:' .. epochs[i] .. ':u'
       if call('EXISTS', set) == 0 then return 0 end
-      look(set)
+      look_in(set)
     end
   end
-  for _, epoch in ipairs(call('SRANDMEMBER', BASE .. ':trash', 1e9)) do look(BASE .. ':trash:' .. epoch) end
+  for _, epoch in ipairs(call('SRANDMEMBER', BASE .. ':trash', 1e9)) do look_in(BASE .. ':trash:' .. epoch) end
   local gone = {}
   for i, write in ipairs(writes) do
     if not known[i] then gone[#gone + 1], gone[#gone + 2] = now() + DOUBT_S, write end

@@ -134,8 +134,7 @@ end
 
 -- Wakes claims after a change of the partition.
 local function wake(P)
-  if call('EXISTS', P.at .. 'wq') == 0 then return end
-  wake_claims(P)
+  if call('EXISTS', P.at .. 'wq') == 1 then wake_claims(P) end
 end
 
 -- The keys of all questions. Wakes all claims, since the partition is about to be dropped.

@@ -29,9 +29,6 @@ from dataplane_integrations import DataPlaneWorkerMixin
 # `tiny_policy` and its like, beside this file
 sys.path.insert(0, os.path.dirname(__file__))
 
-#: Ranks stay up between tests: starting one costs the import of torch.
-MAX_RANKS = 4
-
 
 def _serve(pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"

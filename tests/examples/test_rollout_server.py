@@ -24,6 +24,7 @@ def config(tmp_path):
     return path
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_killed_server_loses_nothing(config, tmp_path, python):
     command = [FOLDER / "train.py", "--config", config, "--out", tmp_path]

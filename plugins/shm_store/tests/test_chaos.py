@@ -11,4 +11,3 @@ def test_a_random_history_keeps_the_contract(tmp_path):
     options = {}
     verdict = run_chaos(Shm(), options, Settings.brief(), folder=tmp_path)
     assert verdict.passed, verdict
-    assert verdict.counts()["put"]["ok"] > 10

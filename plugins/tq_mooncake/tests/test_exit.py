@@ -136,7 +136,7 @@ def start_jobs(ray_address, tmp_path, python):
 _LONG = [pytest.mark.long, pytest.mark.timeout(580)]
 
 
-@pytest.mark.parametrize(("times", "num_endings"), [(1, 3), pytest.param(20, 6, marks=_LONG)])
+@pytest.mark.parametrize(("times", "num_endings"), [(1, 2), pytest.param(20, 6, marks=_LONG)])
 def test_a_job_that_gave_up_a_call_ends_with_its_own_status(unit_pid, start_jobs, tmp_path, times, num_endings):
     endings = dict(list(_ENDINGS.items())[:num_endings])
     jobs = start_jobs(endings, times)

@@ -10,10 +10,14 @@ from __future__ import annotations
 import gc
 import glob
 import importlib
+import inspect
+import json
 import multiprocessing.util
 import os
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -45,6 +49,8 @@ _THREADS = ("GarbageCollectorThread", "dataplane-mooncake")
 Thing = tuple[str, Any]
 
 _lasting: set[Thing] = set()
+#: The process that forks the programs of `python`, which may not outlast their file as it does.
+_forks: set[int] = set()
 _met: dict[Thing, str] = {}
 
 
@@ -54,9 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
     Its name is short, since the paths of Unix sockets below it may have 107 bytes only. A token in the environment
     keeps Ray from making one in the home folder, where the one of another process that starts would replace it.
     """
-    # no test asserts on time; by default, Hypothesis fails an example that takes over 200 ms
-    hypothesis.settings.register_profile("no deadline", deadline=None)
-    hypothesis.settings.load_profile("no deadline")
+    # no test asserts on time, as Hypothesis does by default; and a run is as the one before
+    long = os.environ.get("DATAPLANE_HYPOTHESIS_PROFILE") == "long"
+    hypothesis.settings.register_profile("tests", deadline=None, derandomize=not long, max_examples=100 if long else 30)
+    hypothesis.settings.load_profile("tests")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for what it starts with `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)  # else all that tests start would ignore it too
     os.environ[_RUN] = str(os.getpid())
@@ -70,6 +77,89 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     # after the folder that `multiprocessing` has in it, which goes with priority -100
     multiprocessing.util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+class _Program(subprocess.Popen):  # type: ignore[type-arg]
+    """A process that `tests/warm_python.py` has forked. It tells the process id, and once it has ended the status."""
+
+    def __init__(self, place: str, words: list[str], **kwargs: Any) -> None:
+        self._place = place
+        super().__init__(words, **kwargs)
+
+    def _execute_child(self, *args: Any) -> None:
+        given = inspect.signature(super()._execute_child).bind(*args).arguments
+        ours = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        streams = [number if stream == -1 else stream for number, stream in enumerate(ours)]
+        message = {
+            "words": [os.fspath(word) for word in given["args"]],
+            "variables": dict(os.environ if given["env"] is None else given["env"]),
+            "folder": os.fspath(given["cwd"] or os.getcwd()),
+            "session": given["start_new_session"],
+        }
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.connect(self._place)
+        socket.send_fds(self._connection, [json.dumps(message).encode()], streams)
+        self.pid = int(self._connection.recv(100))
+        self._child_created = True
+        names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[name] for name in names))
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if wait_flags and not select.select([self._connection], [], [], 0)[0]:
+            return 0, 0
+        status = int(self._connection.recv(100))
+        self._connection.close()
+        return self.pid, status
+
+    def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
+        return super()._internal_poll(_deadstate, lambda _, flags: self._try_wait(flags))
+
+
+class Python:
+    """Runs programs as ``python WORDS`` does, in processes that have the imports behind them.
+
+    Not for a program whose imports or flags matter.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def start(self, *words: object, **kwargs: Any) -> subprocess.Popen[Any]:
+        """Starts a program: ``start("-c", code, *arguments)``, or a path or ``-m`` first. The rest is as of `Popen`."""
+        return _Program(self._place, [str(word) for word in words], **kwargs)
+
+    def run(
+        self, *words: object, timeout: float = 120, check: bool = True, **kwargs: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a program to its end, and returns its output."""
+        with self.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs) as program:
+            try:
+                said = program.communicate(timeout=timeout)
+            except BaseException:
+                program.kill()
+                raise
+        assert not (check and program.returncode), f"status {program.returncode}: {said[1]}"
+        return subprocess.CompletedProcess(words, program.returncode, *said)
+
+
+@pytest.fixture(scope="session")
+def python() -> Iterator[Python]:
+    """Runs Python programs, see `Python`."""
+    place = os.path.join(tempfile.gettempdir(), "python")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
+        asked.bind(place)
+        asked.listen(100)
+        until, end = os.pipe()
+        words = [str(Path(__file__).parent / "tests" / "warm_python.py"), str(asked.fileno()), str(until)]
+        forks = subprocess.Popen([sys.executable, *words], pass_fds=[asked.fileno(), until], start_new_session=True)
+    os.close(until)
+    _forks.add(forks.pid)
+    yield Python(place)
+    os.close(end)
+    forks.wait()
 
 
 # --- Ray --------------------------------------------------------------------------------------------------------------
@@ -231,7 +321,10 @@ def _descendants() -> set[Thing]:
 
 def _may_stay(pid: int) -> bool:
     """Whether a process or one that it comes from is a server of `multiprocessing` or was started to last."""
-    while pid > 1 and pid != os.getpid():
+    nursery = sys.modules.get("dataplane_testkit._nursery")  # keeps a process for the next store under test
+    if pid in _forks or (nursery and any(pid == each.pid for each in nursery.kept.values())):
+        return True
+    while pid > 1 and pid != os.getpid() and pid not in _forks:
         if ("process", pid) in _lasting or any(server in _command(pid) for server in _SERVERS):
             return True
         try:

@@ -75,14 +75,14 @@ def be_a_worker(words: list[str], variables: dict[str, str], folder: str) -> Non
     """Does what Ray's `setup_worker.py` does with these arguments, and what the program does that it would start."""
     os.setpgid(0, 0)
     os.chdir(folder)
-    own_path = _python_path()
+    own_path = python_path()
     os.environ.clear()
     os.environ.update(variables)
     for name, value in (_context(words).get("env_vars") or {}).items():
         os.environ[name] = os.path.expandvars(value)
     sys.argv = [word for word in words if not word.startswith((_CONTEXT, "--language="))]
     rest = [each for each in sys.path[1:] if each not in own_path]
-    sys.path[:] = [os.path.dirname(sys.argv[0]), *_python_path(), *rest]
+    sys.path[:] = [os.path.dirname(sys.argv[0]), *python_path(), *rest]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
@@ -100,7 +100,7 @@ def ask_for_a_worker(words: list[str]) -> None:
         socket.send_fds(connection, [json.dumps(message).encode()], [0, 1, 2])
 
 
-def _python_path() -> list[str]:
+def python_path() -> list[str]:
     """What the environment has Python put on its path."""
     return [os.path.abspath(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
 

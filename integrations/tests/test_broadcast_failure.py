@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -89,6 +90,7 @@ def test_siblings_of_a_leader_that_dies_raise_instead_of_hanging(ranks: Any) -> 
     assert "its replica group broke" in sibling[1]
 
 
+@pytest.mark.long
 def test_a_sibling_that_runs_out_of_memory_says_so_and_does_not_blame_the_leader(ranks: Any) -> None:
     def run(rank: int) -> Any:
         if rank == 0:

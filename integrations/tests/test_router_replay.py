@@ -61,7 +61,10 @@ def _recorded() -> Tensor:
 
 @pytest.fixture(
     scope="module",
-    params=["noop", "redis_store", "tq_simple", pytest.param("tq_mooncake", marks=pytest.mark.long)],
+    params=[
+        "noop",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("redis_store", "tq_simple", "tq_mooncake")),
+    ],
 )
 def plane(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
     """The driver's client of each backend."""

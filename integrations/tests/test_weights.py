@@ -1,7 +1,7 @@
 """Weights through the data plane: versions, readers that wait, and trainers that begin again."""
 
 import io
-import multiprocessing
+import subprocess
 import threading
 
 import numpy as np
@@ -36,7 +36,7 @@ def assert_is_version(found, version):
         assert torch.equal(found[name], value.detach()), name
 
 
-@pytest.fixture(params=["noop", "shm_store", "redis_store"])
+@pytest.fixture(params=["noop", *(pytest.param(each, marks=pytest.mark.long) for each in ("shm_store", "redis_store"))])
 def client(request):
     with connect({"backend": request.param}) as client:
         open_weights(client)
@@ -185,26 +185,23 @@ def test_another_shape_is_refused_and_the_versions_stay():
         assert_is_version(WeightReader(client, "r").newest(), 0)
 
 
-def _follow(config, queue):
-    with connect(config, bootstrap=False) as client:
-        reader = WeightReader(client, "child")
-        while reader.version != 3:
-            found = reader.wait(timeout_s=120.0)
-            assert_is_version(found, reader.version)
-            queue.put(reader.version)
+_FOLLOWS = """
+import sys
+from dataplane_core import connect
+from dataplane_integrations.weights import WeightReader
+with connect({"backend": "shm_store", "options": {"capacity_bytes": 10_000_000}}, bootstrap=False) as client:
+    reader = WeightReader(client, "child")
+    while reader.version != 3:
+        found = reader.wait(timeout_s=120.0)
+        print(reader.version, (found["head/bias"] == -reader.version).all().item(), flush=True)
+"""
 
 
-def test_a_reader_in_another_process():
-    config = {"backend": "shm_store", "options": {"capacity_bytes": 10_000_000}}
-    context = multiprocessing.get_context("spawn")
-    with connect(config) as client:
+def test_a_reader_in_another_process(python):
+    with connect({"backend": "shm_store", "options": {"capacity_bytes": 10_000_000}}) as client:
         open_weights(client)
-        queue = context.Queue()
-        child = context.Process(target=_follow, args=(config, queue))
-        child.start()
-        for version in range(4):
-            publish_weights(client, version, weights_of(version))
-            while queue.get(timeout=120.0) != version:
-                pass
-        child.join(120.0)
-        assert child.exitcode == 0
+        with python.start("-c", _FOLLOWS, stdout=subprocess.PIPE, text=True) as child:
+            for version in range(4):
+                publish_weights(client, version, weights_of(version))
+                assert child.stdout.readline() == f"{version} True\n"
+        assert child.returncode == 0

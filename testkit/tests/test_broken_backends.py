@@ -20,19 +20,26 @@ _TOYS = Path(__file__).parent / "toys"
 _TIMEOUT_S = 900
 
 
-def _broken(module):
-    """Name of a broken backend -> the test that it must fail."""
+def _toys(module):
+    """A module of the toys."""
     sys.path.insert(0, str(_TOYS))
     try:
-        return {cls.__name__: test for cls, test in importlib.import_module(module).BROKEN.items()}
+        return importlib.import_module(module)
     finally:
         sys.path.remove(str(_TOYS))
 
 
-_BROKEN = _broken("kit_of_broken")
-_BROKEN_BLOBS = _broken("folder_store")
-#: The kit with a capability taken away has a case that the whole kit has not.
-_CONTROLS = [test for test in dict.fromkeys(_BROKEN.values()) if "undeclared" not in test]
+#: Name of a broken backend -> the test that it must fail.
+_BROKEN = {cls.__name__: test for cls, test in _toys("kit_of_broken").BROKEN.items()}
+_BROKEN_BLOBS = {cls.__name__: test for cls, test in _toys("folder_store").BROKEN.items()}
+#: The suite of the kit that holds a test -> the first broken backend that must fail one of it.
+_FIRST = {_toys("kit_of_broken").suite_of(test): name for name, test in reversed((_BROKEN | _BROKEN_BLOBS).items())}
+
+
+def _long(*case):
+    """A case that takes long, or repeats another."""
+    return pytest.param(*case, marks=pytest.mark.long)
+
 
 #: Class that holds the whole kit or a suite -> which of its tests run.
 _SELECTED = {
@@ -49,19 +56,7 @@ _SELECTED = {
     "TestGivesUpAtOnce": "owner_that_is_late",
     "TestBootstrapsOverWhatRuns": "with_auto_one_bootstraps",
     "TestHangsInForks": "a_fork_opens",
-}
-
-#: Runs that go on side by side, since they wait most of the time.
-_RUNS = {
-    "broken": [f"kit_of_broken.py::Test{name}::{test}" for name, test in _BROKEN.items()],
-    "right_and_blobs": [
-        *(f"kit_of_broken.py::TestNoopBackend::{test}" for test in _CONTROLS),
-        *(f"kit_of_folder.py::Test{name}::{test}" for name, test in _BROKEN_BLOBS.items()),
-        "kit_of_folder.py::TestFolderStore",
-        "kit_of_folder.py::TestOneCapacity",
-        "kit_of_variants.py",
-    ],
-    "processes": ["kit_of_host.py"],
+    "TestDiesBadly": "kill",
 }
 
 
@@ -74,19 +69,36 @@ def _with_toys():
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
+def reports(tmp_path_factory, request):
     """Backend -> its report. Runs in processes of their own, which may hang or break for all we know."""
     folder = tmp_path_factory.mktemp("reports")
+    asked = [each for each in request.session.items if each.path == request.path and hasattr(each, "callspec")]
+    names = {each.callspec.params.get("name", each.callspec.params.get("backend")) for each in asked}
+    names.add("KeepsCursorsInTheClient")
+    runs = {  # side by side, since they wait most of the time
+        "broken": [
+            *(f"kit_of_broken.py::Test{name}::{test}" for name, test in _BROKEN.items() if name in names),
+            *(f"kit_of_folder.py::Test{name}::{test}" for name, test in _BROKEN_BLOBS.items() if name in names),
+        ],
+        "others": [
+            "kit_of_folder.py::TestFolderStore",
+            "kit_of_folder.py::TestOneCapacity",
+            "kit_of_variants.py",
+            "kit_of_host.py",
+        ],
+    }
     environment = {**_with_toys(), "DATAPLANE_CONFORMANCE_PROMPT_S": "4", "DATAPLANE_CONFORMANCE_KILLS": "6"}
     environment.pop("DATAPLANE_HYPOTHESIS_PROFILE", None)
-    selected = [f"({name} and ({tests}))" for name, tests in _SELECTED.items()]
+    profiles = {"broken": {}, "others": {"DATAPLANE_HYPOTHESIS_PROFILE": "brief"}}
+    selected = [f"({name} and ({tests}))" for name, tests in _SELECTED.items() if name.removeprefix("Test") in names]
     selection = " or ".join([f"not ({' or '.join(_SELECTED)})", *selected])
     started = {}
-    for run, arguments in _RUNS.items():
+    for run, arguments in runs.items():
         output = (folder / f"{run}.txt").open("w")
         command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "-k", selection]
         command += ["--basetemp", str(folder / run), "--dataplane-json", str(folder / f"{run}.json"), *arguments]
-        started[run] = subprocess.Popen(command, cwd=_TOYS, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        pipes = {"stdout": output, "stderr": subprocess.STDOUT}
+        started[run] = subprocess.Popen(command, cwd=_TOYS, env=environment | profiles[run], **pipes)
         output.close()
     try:
         for process in started.values():
@@ -96,7 +108,7 @@ def reports(tmp_path_factory):
             process.kill()
             process.wait()
     found = {}
-    for run in _RUNS:
+    for run in runs:
         path = folder / f"{run}.json"
         assert path.exists(), (folder / f"{run}.txt").read_text()[-3000:]
         found |= {report["backend"]: report for report in json.loads(path.read_text())}
@@ -108,7 +120,10 @@ def _outcomes(report):
 
 
 @pytest.mark.timeout(_TIMEOUT_S + 60)
-@pytest.mark.parametrize(("name", "test"), [*_BROKEN.items(), *_BROKEN_BLOBS.items()])
+@pytest.mark.parametrize(
+    ("name", "test"),
+    [case if case[0] in _FIRST.values() else _long(*case) for case in (_BROKEN | _BROKEN_BLOBS).items()],
+)
 def test_the_test_that_names_the_rule_fails(reports, name, test):
     found = _outcomes(reports[name])[test]
     assert found["outcome"] == "fail", f"{name} passed {test}"
@@ -118,21 +133,14 @@ def test_the_test_that_names_the_rule_fails(reports, name, test):
 
 
 @pytest.mark.timeout(_TIMEOUT_S + 60)
-@pytest.mark.parametrize("test", _CONTROLS)
-def test_the_unbroken_backend_passes(reports, test):
-    found = _outcomes(reports["NoopBackend"])[test]
-    assert found["outcome"] == "pass", found["reason"]
-
-
-@pytest.mark.timeout(_TIMEOUT_S + 60)
 @pytest.mark.parametrize(
     ("backend", "least"),
     [
         ("DeclaresNothing", 150),
         ("DeclaresClaims", 20),
-        ("CarriesRows", 60),
-        ("CarriesBytes", 60),
-        ("HostStore", 18),
+        _long("CarriesRows", 60),
+        _long("CarriesBytes", 60),
+        _long("HostStore", 18),
         ("FolderStore", 35),
         ("StandsStill", 2),
         ("OthersCome", 5),
@@ -150,7 +158,7 @@ def test_right_backends_pass(reports, backend, least):
 @pytest.mark.parametrize(
     ("backend", "test"),
     [
-        ("CarriesRows", "test_equal_cells_count_once"),
+        _long("CarriesRows", "test_equal_cells_count_once"),
         ("OneCapacity", "test_a_refused_put_leaves_later_ones_alone_for_clients_with_other_room"),
     ],
 )
@@ -181,20 +189,20 @@ def test_a_store_that_is_wrong_across_processes_is_caught(reports):
 @pytest.mark.parametrize(
     ("backend", "test", "reason"),
     [
-        ("GivesUpAtOnce", "test_an_attach_waits_for_an_owner_that_is_late", "does not answer"),
+        _long("GivesUpAtOnce", "test_an_attach_waits_for_an_owner_that_is_late", "does not answer"),
         (
             "BootstrapsOverWhatRuns",
             "test_of_processes_that_connect_with_auto_one_bootstraps",
             "3 of 3 processes bootstrapped",
         ),
         ("HangsInForks", "test_a_fork_opens_a_client_of_its_own", "hangs"),
-        ("LocksTheStore", "test_the_store_serves_others_after_every_kill", "the store is locked"),
+        _long("LocksTheStore", "test_the_store_serves_others_after_every_kill", "the store is locked"),
         ("WakesTheDead", "test_a_claim_of_a_killed_process_does_not_stop_the_next", "hangs"),
-        ("DiesBadly", "test_killed_producers_leave_no_half_rows", "are there in part"),
-        ("DiesBadly", "test_killed_producers_lose_no_committed_sample", "are gone with their process"),
-        ("DiesBadly", "test_what_a_killed_producer_was_putting_can_be_put_again", "another client writes"),
-        ("DiesBadly", "test_killed_consumers_get_no_sample_twice", "given to two consumers"),
-        ("DiesBadly", "test_killed_consumers_lose_no_leased_sample", "never came back from killed holders"),
+        _long("DiesBadly", "test_killed_producers_leave_no_half_rows", "are there in part"),
+        _long("DiesBadly", "test_killed_producers_lose_no_committed_sample", "are gone with their process"),
+        _long("DiesBadly", "test_what_a_killed_producer_was_putting_can_be_put_again", "another client writes"),
+        _long("DiesBadly", "test_killed_consumers_get_no_sample_twice", "given to two consumers"),
+        _long("DiesBadly", "test_killed_consumers_lose_no_leased_sample", "never came back from killed holders"),
     ],
 )
 def test_a_store_that_others_cannot_rely_on_is_caught(reports, backend, test, reason):

@@ -323,7 +323,9 @@ def test_tries():
 # --- the plugin -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["one_process", "several"])
+@pytest.mark.parametrize(
+    "processes", [[], pytest.param(["-n", "2"], marks=pytest.mark.long)], ids=["one_process", "several"]
+)
 def test_what_was_not_selected_is_counted(run, processes):
     body = "class TestMine(GetSuite):\n    backend_class = NoopBackend\n"
     _, (report,) = run(body, "-k", "order_asked_for", *processes)

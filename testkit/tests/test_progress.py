@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -63,12 +61,11 @@ def test_durations_in_words(seconds, words):
     assert progress._in_words(seconds) == words
 
 
-def test_on_a_terminal_one_line_changes(tmp_path):
+def test_on_a_terminal_one_line_changes(tmp_path, python):
     ours, theirs = pty.openpty()
-    code = "import sys; from dataplane_core.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "conformance", "noop", "-k", "smoke or bit_for_bit", "-x"]
+    command = ["-m", "dataplane_core", "conformance", "noop", "-k", "smoke or bit_for_bit", "-x"]
     environment = {**os.environ, "TERM": "xterm"}
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+    with python.start(*command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
         said = b""
         try:

@@ -2,8 +2,6 @@
 
 import builtins
 import re
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import indent
 
@@ -22,12 +20,15 @@ def blocks(path):
     return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(encoding="utf-8"), re.DOTALL)
 
 
-def run_as_a_program(source, folder):
-    """Its output; in a process of its own, where it may start servers and processes."""
-    (folder / "program.py").write_text(source, encoding="utf-8")
-    done = subprocess.run([sys.executable, "program.py"], cwd=folder, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+@pytest.fixture
+def run_as_a_program(python):
+    """Runs code in a process of its own, where it may start servers and processes, and returns its output."""
+
+    def run(source, folder):
+        (folder / "program.py").write_text(source, encoding="utf-8")
+        return python.run("program.py", cwd=folder).stdout
+
+    return run
 
 
 def _lines(source):
@@ -82,7 +83,7 @@ SAID_BY_PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", SAID_BY_PROGRAMS)
-def test_the_guides_programs_run(tmp_path, program):
+def test_the_guides_programs_run(tmp_path, program, run_as_a_program):
     programs = [block for block in blocks("docs/guide.md") if MAIN in block]
     source = programs[list(SAID_BY_PROGRAMS).index(program)]
     assert len(programs) == len(SAID_BY_PROGRAMS)
@@ -150,14 +151,14 @@ OVER_SERVERS = [f"plugins/{name}/README.md" for name in ("redis_store", "shm_sto
 
 @pytest.mark.long  # each backend's own tests make the same calls
 @pytest.mark.parametrize("page", OVER_SERVERS)
-def test_the_code_of_a_backends_readme_runs(page, tmp_path):
+def test_the_code_of_a_backends_readme_runs(page, tmp_path, run_as_a_program):
     run_as_a_program("\n".join(blocks(page)), tmp_path)
 
 
 @pytest.mark.parametrize(
     "parts", [pytest.param(2, id="in one process"), pytest.param(3, id="on Ray too", marks=pytest.mark.long)]
 )
-def test_a_trainers_parts_run(tmp_path, parts):
+def test_a_trainers_parts_run(tmp_path, parts, run_as_a_program):
     checks = """
 assert result["loss"].shape == result["grad_norm"].shape == (1,)
 assert len(result["all_mb_metrics"]["loss"]) >= 2
@@ -226,7 +227,7 @@ def test_the_snippets_on_asynchronous_training_run_one_after_the_other(tmp_path,
 
 
 @pytest.mark.long  # the replay buffer's own tests make the same calls
-def test_the_snippet_on_a_buffer_in_an_actor_runs(tmp_path):
+def test_the_snippet_on_a_buffer_in_an_actor_runs(tmp_path, run_as_a_program):
     first, *others = blocks("docs/async.md")
     (on_ray,) = [block for block in others if ON_RAY in block]
     parts = ["trained = []\ntrain_on = trained.append", first, "collector.stop()\nclient.close()", on_ray]
@@ -248,16 +249,14 @@ print(len(patches), "patches")
 """
 
 
-def test_the_pages_on_megatron_and_on_images_run_from_top_to_bottom():
+def test_the_pages_on_megatron_and_on_images_run_from_top_to_bottom(python):
     """One after the other in one process, since Megatron's import takes long; it also warns, an error in this one."""
     megatron = MEGATRON_AUTHOR.format(
         tests=str(ROOT / "integrations" / "tests"), program="\n".join(blocks("docs/megatron.md"))
     )
     images = "\n".join([ONE_RANK, *blocks("docs/multimodal.md"), SAID])
     pages = f"for page in {[megatron, images]!r}:\n    exec(compile(page, 'page', 'exec'), {{'__name__': '__main__'}})"
-    done = subprocess.run([sys.executable, "-c", pages], capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.split("\n")[-2] == "18 patches"
+    assert python.run("-c", pages).stdout.split("\n")[-2] == "18 patches"
 
 
 WEIGHTS_AUTHOR = """
@@ -281,7 +280,7 @@ if len(sys.argv) == 1:
 """
 
 
-def test_the_page_on_weights_runs(tmp_path):
+def test_the_page_on_weights_runs(tmp_path, run_as_a_program):
     """The trainer and the reader as two processes; then the gathering of shards, on one rank."""
     trainer, reader, shards = blocks("docs/weights.md")
     program = f"{WEIGHTS_AUTHOR}\nif len(sys.argv) > 1:\n{indent(reader, '    ')}\n{trainer}"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+TOPS = ("docs", "core", "testkit", "tools", "plugins", "integrations", "compat", "examples")
 PAGES = [
     *ROOT.glob("*.md"),
-    *(p for top in ("docs", "core", "plugins", "integrations", "examples") for p in ROOT.glob(f"{top}/**/*.md")),
+    *(p for top in TOPS for p in ROOT.glob(f"{top}/**/*.md")),
 ]
 
 
@@ -45,3 +47,12 @@ def test_what_the_readme_installs_is_there() -> None:
     folders = [folder for line in named for folder in line.split()]
     assert len(folders) >= 4
     assert all((ROOT / folder / "pyproject.toml").is_file() for folder in folders)
+
+
+def test_the_page_of_versions_says_the_numbers_of_the_code() -> None:
+    page = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .* \| (\d+) \| `([\w.]+)` \|", page, re.MULTILINE)
+    assert len(rows) == 8
+    for number, where in rows:
+        module = importlib.import_module(where.removesuffix(".CONTRACT_VERSION"))
+        assert {value for name, value in vars(module).items() if name.endswith("VERSION")} == {int(number)}, where

@@ -48,14 +48,11 @@ def test_staleness_0_is_the_synchronous_run_bit_for_bit(tmp_path: Path, in_memor
     assert not overlap(records)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(540)  # up to three whole runs
 @pytest.mark.parametrize(
     ("staleness", "made_with", "others"),
-    [
-        (1, [0, 1, 1, 1], []),
-        pytest.param(1, [0, 1, 1, 1], ["tq_simple"], marks=pytest.mark.long),
-        pytest.param(3, [0, 1, 2, 3], ["tq_simple", "tq_mooncake"], marks=pytest.mark.long),
-    ],
+    [(1, [0, 1, 1, 1], ["tq_simple"]), (3, [0, 1, 2, 3], ["tq_simple", "tq_mooncake"])],
 )
 def test_stale_rollouts_are_made_with_the_weights_of_a_fixed_step_and_repeat_over_backends(
     tmp_path: Path, in_memory: Finished, ray_server: str, staleness: int, made_with: list[int], others: list[str]

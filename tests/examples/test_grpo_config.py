@@ -37,14 +37,6 @@ def test_every_key_of_the_configuration_is_in_the_shipped_file() -> None:
             assert set(shipped[name]) == set(field.annotation.model_fields)
 
 
-def test_overrides_win_over_the_file() -> None:
-    config = load_config(SHIPPED, {"grpo.steps": 3, "seed": None, "data_plane.backend": "noop", "data.file": "/x"})
-    assert config.grpo.steps == 3
-    assert config.seed == 0
-    assert config.data_plane.backend == "noop"
-    assert config.data.file == Path("/x")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -67,11 +59,6 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
         load_config(write(tmp_path, text), {})
     assert message in str(caught.value)
     assert "run.yaml" in str(caught.value)
-
-
-def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"gone\.yaml does not exist"):
-        load_config(tmp_path / "gone.yaml", {})
 
 
 def test_too_few_cpus_are_refused_before_ray_starts() -> None:

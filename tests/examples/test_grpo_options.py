@@ -119,6 +119,7 @@ def test_a_whole_run_on_megatron_raises_the_reward(tmp_path: Path, arguments: li
     assert sum(rewards[-20:]) / 20 > sum(rewards[:20]) / 20 + 0.2
 
 
+@pytest.mark.long
 def test_weights_reach_a_megatron_model_and_come_back_as_they_were() -> None:
     """In a process of a group of one; two ranks cut them in the runs above, where the rollout worker gets them back."""
     program = """

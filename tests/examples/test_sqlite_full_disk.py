@@ -1,8 +1,6 @@
 """A disk that is full: each error says so, says what was done, and may be tried again; with room, all goes on."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import dataplane_sqlite_example
@@ -50,8 +48,6 @@ with connect_backend(SQLiteStore, DataPlaneConfig(backend="sqlite_example", opti
 """
 
 
-def test_a_store_on_a_full_disk_says_so_and_goes_on_with_room(tmp_path):
-    words = [sys.executable, "-c", JOB, str(tmp_path / "store.sqlite")]
+def test_a_store_on_a_full_disk_says_so_and_goes_on_with_room(tmp_path, python):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr[-3000:]
+    python.run("-c", JOB, tmp_path / "store.sqlite", env=env)

@@ -82,7 +82,7 @@ print("done", flush=True)
 TURNS = 60
 
 
-def test_other_processes_write_on_whenever_one_is_interrupted(tmp_path):
+def test_other_processes_write_on_whenever_one_is_interrupted(tmp_path, python):
     path = str(tmp_path / "store.sqlite")
     config = DataPlaneConfig(backend="sqlite_example", options={"path": path}, op_timeout_s=5)
     moments = random.Random(0)
@@ -108,9 +108,9 @@ def test_other_processes_write_on_whenever_one_is_interrupted(tmp_path):
         client.register_partition("train", ["x"], None, ["trainer"])
         beside = threading.Thread(target=write_on, args=(client,))
         beside.start()
-        command = [sys.executable, "-c", WRITER, path, str(TURNS)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, **pipes) as writer:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with python.start("-c", WRITER, path, TURNS, env=env, **pipes) as writer:
             try:
                 for _ in range(TURNS):
                     assert writer.stdout.readline() == "writing\n"

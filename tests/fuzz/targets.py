@@ -66,13 +66,10 @@ from dataplane_core.ledger import Command, Ledger, LedgerService, StateReader, c
 from dataplane_core.plugins import connect_backend
 from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
 from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, WireFormat
-from dataplane_redis import _rows as redis_rows
-from dataplane_redis import _wire as redis_wire
+from dataplane_redis import _protocol as redis_protocol
+from dataplane_redis import _scripts as redis_scripts
 from dataplane_redis._backend import RedisBackend
-from dataplane_redis._claims import Claims
-from dataplane_redis._overview import Overview
 from dataplane_redis._payload import Payload
-from dataplane_redis._reads import Reads
 from dataplane_redis._session import Confirms
 from dataplane_redis._session import Session as RedisSession
 from dataplane_redis._wakes import Wakes
@@ -672,8 +669,8 @@ def _read_tq_request(data: bytes) -> None:
 
 
 def _redis_values() -> list[bytes]:
-    tags = redis_wire.pack_tags({"a": 1, "b": "text", "c": None, "d": 0.5, "e": True, "f": 2**60, "g": False})
-    layout = redis_wire.pack_strings(["x", _X.to_text(), "yy", _X.to_text(), "ü", _X.to_text()])
+    tags = redis_scripts.pack_tags({"a": 1, "b": "text", "c": None, "d": 0.5, "e": True, "f": 2**60, "g": False})
+    layout = redis_scripts.pack_strings(["x", _X.to_text(), "yy", _X.to_text(), "ü", _X.to_text()])
     ref = b"w" * 16 + struct.pack("<IIQ", 1, 0, 64)
     return [b"t" + tags, b"l" + layout, b"r" + b"h" * 8 + ref * 2]
 
@@ -681,10 +678,10 @@ def _redis_values() -> list[bytes]:
 def _read_redis_value(data: bytes) -> object:
     kind, rest = data[:1], data[1:]
     if kind == b"t":
-        return redis_wire.unpack_tags(rest)
+        return redis_scripts.unpack_tags(rest)
     if kind == b"l":
-        return redis_wire.unpack_layout(rest)
-    return redis_wire.unpack_rows([rest, rest])
+        return redis_scripts.unpack_layout(rest)
+    return redis_scripts.unpack_rows([rest, rest])
 
 
 REDIS_TAGS: Final = Form(
@@ -732,8 +729,7 @@ class _ToldRedis(RedisBackend):
         super().__init__(config)
         session = self._session = _Told()
         self._wakes = Wakes(session)
-        self._reads, self._claims = Reads(session, Payload(session)), Claims(session, self._wakes)
-        self._overview = Overview(session, self._claims)
+        self._payload = Payload(session, "n")
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         pass
@@ -755,8 +751,8 @@ def _redis_client() -> tuple[DataPlaneClient, _Told]:
 def _redis_calls() -> list[tuple[Callable[[DataPlaneClient], object], list[Any]]]:
     """Operations, and the replies of a server to each."""
     ids = ["q0_g0", "q0_g1"]
-    tags = redis_wire.pack_tags({"n": 1})
-    layouts = [redis_wire.pack_strings(["x", _X.to_text()])]
+    tags = redis_scripts.pack_tags({"n": 1})
+    layouts = [redis_scripts.pack_strings(["x", _X.to_text()])]
     cells = join_row([bytes(each) for each in _frames(torch.arange(5).view(1, 5))])
     row = b"h" * 8 + b"w" * 16 + struct.pack("<IIQ", 0, 0, len(cells))
     registered = {"fields": ["x"], "num_samples": None, "consumer_tasks": ["t"], "grpo_group_size": 2, "enums": {}}
@@ -770,7 +766,7 @@ def _redis_calls() -> list[tuple[Callable[[DataPlaneClient], object], list[Any]]
         calls=[CallInfo(operation="get", partition_id="p", running_s=0.5)],
     )
     told = json.dumps(asdict(announced)).encode()
-    shortfall = [b"ok", 1, 1, [b"a", b"h", b"1.5"], 1, 1, [b"q0", 1], 1, [[b"b", b"x"]]]
+    shortfall = [b"ok", 1, 1, [[b"a", b"h", b"1.5"]], 1, 1, [[b"q0", 1]], 1, [[b"b", b"x"]]]
     inspected = [b"ok", b"e", text, [b"x", b"tensor:int64:1:"], 2, 0, 16, b"1.5", [b"t", 1]]
     given = [
         [b"ok", [b"a", b"b"], b"e", b"", [b"t", b"10"]],
@@ -884,7 +880,7 @@ def _arrays() -> list[bytes]:
 
 
 def _read_arrays(data: bytes) -> None:
-    reader = redis_rows.ArrayReader(_Socket(data), 100, time.monotonic() + 60.0)
+    reader = redis_protocol.ArrayReader(_Socket(data), 100, time.monotonic() + 60.0)
     try:
         for _ in range(4):
             reader.read()

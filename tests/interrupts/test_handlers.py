@@ -6,7 +6,6 @@ import logging
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import uuid
@@ -243,7 +242,7 @@ sys.exit(7)
 """
 
 
-def test_a_program_ends_with_its_status_while_its_threads_are_in_calls():
+def test_a_program_ends_with_its_status_while_its_threads_are_in_calls(python):
     """Its exit functions and what is deleted last use and close the clients."""
     name = f"handlers-{uuid.uuid4().hex[:8]}"
-    assert subprocess.run([sys.executable, "-c", PROGRAM, name, *BACKENDS], check=False).returncode == 7
+    assert python.run("-c", PROGRAM, name, *BACKENDS, check=False).returncode == 7

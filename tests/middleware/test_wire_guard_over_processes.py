@@ -1,8 +1,6 @@
 """The wire guard between processes: one puts, bits are flipped in the store itself, another gets."""
 
 import json
-import subprocess
-import sys
 import time
 import uuid
 
@@ -13,7 +11,7 @@ from dataplane_core import connect
 from dataplane_core.codec import split_rows
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.ledger import commands
-from dataplane_redis._wire import to_bytes, unpack_rows
+from dataplane_redis._scripts import to_bytes, unpack_rows
 
 pytestmark = pytest.mark.timeout(600)  # Ray, a queue and another process start within the first test
 
@@ -74,7 +72,7 @@ class TQSimple:
 
 
 @pytest.fixture(scope="module", params=["redis_store", pytest.param("tq_simple", marks=pytest.mark.long)])
-def stored(request):
+def stored(request, python):
     """A guarded client of a store into which another process has put, and the store."""
     store = Redis() if request.param == "redis_store" else TQSimple()
     config = {**store.config, "middleware": ["wire_guard"], "op_timeout_s": 120.0}
@@ -84,7 +82,7 @@ def stored(request):
         other["options"] = {**config["options"], "ray_address": address}
     with connect(config) as client:
         client.register_partition("p", FIELDS, len(IDS), ["train"])
-        subprocess.run([sys.executable, "-c", WRITER, json.dumps(other)], check=True, timeout=170)
+        python.run("-c", WRITER, json.dumps(other))
         yield client, store
 
 

@@ -1,4 +1,4 @@
-"""What `dataplane new-plugin` writes installs, connects by name and passes the kit, in a clean environment."""
+"""In a clean environment with core and the kit: what `dataplane new-plugin` writes, and commands of other packages."""
 
 import json
 
@@ -40,12 +40,9 @@ def run_kit(clean, project, tmp_path, *select):
     return result["counts"]
 
 
-def test_it_connects_by_name_and_works(clean, project):
+def test_it_connects_by_name_works_and_passes_a_taste_of_the_kit(clean, project, tmp_path):
     done = clean.run("python", "-c", JOB)
     assert done.stdout.strip() == "AcmeStore ['a', 'b'] [1.0, 2.0]", done.stderr
-
-
-def test_its_own_test_file_passes_a_taste_of_the_kit(clean, project, tmp_path):
     select = "order_asked_for or given_once or objects_come_back or overlap or full_store or two_holders"
     assert run_kit(clean, project, tmp_path, "-k", select)["pass"] >= 8
 
@@ -53,3 +50,28 @@ def test_its_own_test_file_passes_a_taste_of_the_kit(clean, project, tmp_path):
 @pytest.mark.timeout(600)
 def test_with_a_journal_it_passes_the_whole_kit(clean, tmp_path, few_kills):
     assert run_kit(clean, generated(clean, "acme_files", "--journal"), tmp_path)["pass"] > 500
+
+
+# --- commands of packages that are not there --------------------------------------------------------------------------
+
+LOADED = """
+import sys
+from dataplane_core.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(sorted(name for name in ("dataplane_testkit", "torch") if name in sys.modules))
+"""
+
+
+def test_a_command_of_a_package_that_is_not_installed_says_which_to_install(clean):
+    done = clean.run("dataplane", "top", "run.yaml")
+    assert done.returncode == 1
+    assert "Install 'top' with: pip install dataplane-tools" in done.stderr
+    assert "(pip install dataplane-tools)" in " ".join(clean.run("dataplane", "--help").stdout.split())
+
+
+def test_only_the_command_that_is_named_is_imported(clean):
+    assert clean.run("python", "-c", LOADED, "--help").stdout.splitlines()[-1] == "[]"
+    assert clean.run("python", "-c", LOADED, "doctor", "--help").stdout.splitlines()[-1] == "[]"
+    assert clean.run("python", "-c", LOADED, "conformance", "--help").stdout.splitlines()[-1] == "['dataplane_testkit']"

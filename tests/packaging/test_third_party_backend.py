@@ -147,7 +147,6 @@ def test_a_job_across_processes_survives_two_kills(installed, tmp_path):
         assert consumed[sample_id] == [tokens, float(number)]
 
 
-@pytest.mark.timeout(60)
 def test_a_process_that_is_stopped_in_a_transaction_holds_others_up_only_to_their_deadline(installed, tmp_path):
     done = installed.run("python", "-c", BESIDE_A_STOPPED_PROCESS, tmp_path / "run.sqlite")
     assert done.returncode == 0, done.stderr

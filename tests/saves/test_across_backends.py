@@ -70,7 +70,7 @@ def saved(request, tmp_path_factory):
             "info": NonTensorStack(*[{"row": row, "of": [None, b"x", "ü"]} for row in range(len(IDS))]),
         }
         client.put_samples(IDS, "train", columns, [{"input_lengths": each, "source": "b"} for each in lengths])
-        client.put_samples(IDS[:2], "train", {"late": torch.ones(2, 3)})  # a field that few rows have
+        client.put_samples(IDS[:2], "train", {"late": [1, 2]})  # a field that few rows have, and that is still open
         client.claim_meta("train", "trainer", ["tokens"], 3 * SIZE)
         client.claim_meta("train", "trainer", ["tokens"], SIZE, lease_s=600.0)
         client.clear_samples(IDS[SIZE : 2 * SIZE], "train")

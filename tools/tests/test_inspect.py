@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from dataclasses import replace
 
@@ -123,13 +122,13 @@ def test_the_interval_is_checked(config, capsys, interval):
     assert "Expected a number of seconds from 0 to 86400." in capsys.readouterr().err
 
 
-def test_it_ends_quietly_once_nobody_reads_its_output(client, config):
+def test_it_ends_quietly_once_nobody_reads_its_output(client, config, python):
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "dataplane_core", "inspect", config, "--interval", "0"]
-    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
-    os.close(write)
-    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+    command = ["-m", "dataplane_core", "inspect", config, "--interval", "0"]
+    with python.start(*command, stdout=write, stderr=subprocess.PIPE) as ended:
+        os.close(write)
+        assert (ended.communicate()[1], ended.returncode) == (b"", 128 + signal.SIGPIPE)
 
 
 def test_it_ends_quietly_when_it_is_interrupted(client, config, capsys, monkeypatch):
@@ -152,7 +151,7 @@ def test_no_store_no_partition_and_no_config(client, config, tmp_path, capsys):
 
 
 @pytest.fixture
-def worker(config, client):
+def worker(config, client, python):
     """A process that waits for samples that nobody writes, and has announced so."""
     program = (
         "import sys; from dataplane_core import connect; from dataplane_core.config import load_config\n"
@@ -161,7 +160,7 @@ def worker(config, client):
         "    client.claim_meta('step-1', 'score', ['later'], 2, timeout_s=600)\n"
         "wait_for_samples(connect(config, bootstrap=False))\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", program, config])
+    process = python.start("-c", program, config)
     eventually(
         lambda: any(each.calls for each in client.list_clients() if each.pid == process.pid),
         within_s=STARTS_S,

@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import urllib.request
 
@@ -52,16 +51,13 @@ def labels(process, role, **more):
     return "{" + ",".join(f'{name}="{own[name]}"' for name in sorted(own)) + "}"
 
 
-def test_all_processes_on_one_page(config):
+def test_all_processes_on_one_page(config, python):
     put = {"backend": "shm_store", "operation": "put_samples"}
     with connect(config) as client:
         client.register_partition("step-1", ["x"], None, ["t"])
-        workers = {name: subprocess.Popen([sys.executable, "-c", WORKER, config, name]) for name in ("a", "b")}
-        page = subprocess.Popen(
-            [sys.executable, "-m", "dataplane_core", "metrics", config],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "http_proxy": "http://127.0.0.1:1"},
-        )
+        workers = {name: python.start("-c", WORKER, config, name) for name in ("a", "b")}
+        env = {**os.environ, "http_proxy": "http://127.0.0.1:1"}
+        page = python.start("-m", "dataplane_core", "metrics", config, stdout=subprocess.PIPE, env=env)
         try:
             eventually(
                 lambda: {"a", "b"} <= {each.role for each in client.list_clients() if each.metrics_address},

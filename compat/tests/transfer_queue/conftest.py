@@ -10,7 +10,10 @@ import pytest
 import dataplane_compat.transfer_queue as module
 
 
-@pytest.fixture(scope="module", params=["noop", "shm_store", "redis_store"])
+@pytest.fixture(
+    scope="module",
+    params=["noop", *(pytest.param(name, marks=pytest.mark.long) for name in ("shm_store", "redis_store"))],
+)
 def session(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     module.init({"backend": request.param, "op_timeout_s": 120, "controller": {"polling_mode": True}})
     yield module

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,7 +60,9 @@ def test_a_start_that_fails_leaves_no_store_behind(closing: pytest.MonkeyPatch) 
     assert tq.get_client().store.bootstrapped, "or its own controller would not count"
 
 
-def test_a_second_process_finds_the_store_by_the_variable(closing: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_second_process_finds_the_store_by_the_variable(
+    closing: pytest.MonkeyPatch, tmp_path: Path, python: Any
+) -> None:
     """It has neither TransferQueue nor Ray."""
     path = tmp_path / "config.yaml"
     path.write_text("{backend: shm_store, op_timeout_s: 120}\n")
@@ -71,15 +70,7 @@ def test_a_second_process_finds_the_store_by_the_variable(closing: pytest.Monkey
     theirs = {"controller": {"polling_mode": True}, "backend": {"storage_backend": "SimpleStorage"}}
     assert tq.init(theirs) is theirs
     tq.kv_put("a", "p", fields={"x": torch.tensor(1)})
-    ran = subprocess.run(
-        [sys.executable, "-c", ATTACH],
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    ran = python.run("-c", ATTACH)
     mine = tq.get_client().kv_retrieve_meta("a", "p").global_indexes
     assert ran.stdout.strip() == f"{mine} [1] 0"  # the polling mode of the process that started the store
     assert tq.kv_batch_get("b", "p")["x"].tolist() == [2]

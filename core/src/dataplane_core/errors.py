@@ -226,31 +226,22 @@ class SchemaMismatchError(InvalidRequestError):
 
 
 class OpenCellsError(DataPlaneError, LookupError):
-    """A read names cells that were written as empty lists before the type of their field was known.
+    """A read names cells of one field that are stored in different forms, since some were put while it was open.
 
-    A store raises it, and the client then reads the other cells and fills these in. So callers never get it.
+    A store raises it, and the client then reads each group by itself. So callers never get it.
 
     Attributes:
-        cells: Field -> all samples of the read whose cell is such an empty list.
-        specs: The text of the spec that each of these fields has by now (`FieldSpec.from_text`).
+        groups: The samples of the read, each in one group. In a group, all cells of a field have one form.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        cells: Mapping[str, Sequence[str]] | None = None,
-        specs: Mapping[str, str] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, message: str, *, groups: Iterable[Sequence[str]] = (), **kwargs: Any) -> None:
         super().__init__(message, **kwargs)
-        self.cells = {name: tuple(ids) for name, ids in (cells or {}).items()}
-        self.specs = dict(specs or {})
+        self.groups = tuple(map(tuple, groups))
 
     @classmethod
-    def of_cells(cls, what: str, cells: Mapping[str, Sequence[str]], specs: Mapping[str, str]) -> OpenCellsError:
+    def of_groups(cls, what: str, groups: Iterable[Sequence[str]]) -> OpenCellsError:
         """The error for a read ``what``."""
-        return cls(f"{what}: {preview(cells)} of some samples are lists without a type.", cells=cells, specs=specs)
+        return cls(f"{what}: some cells were put before the type of their field was known.", groups=groups)
 
 
 class UnsupportedOperationError(DataPlaneError, NotImplementedError):

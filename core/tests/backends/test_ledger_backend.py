@@ -1,6 +1,5 @@
 """`LedgerBackend`: what it does when payload is gone, when a put fails late, and while it waits."""
 
-import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ from dataplane_core.errors import (
     BackendError,
     BackendUnavailableError,
     CapacityExceededError,
-    ClaimTimeoutError,
     ClientClosedError,
     LostSamplesError,
     OperationTimeoutError,
@@ -261,73 +259,6 @@ def test_a_put_whose_commit_got_no_answer_may_be_done_though_it_waited_for_room(
         assert not isinstance(caught.value, CapacityExceededError)
         assert caught.value.outcome == "unknown"
         assert client.list_sample_ids("p") == ["b"]
-
-
-def test_a_large_put_gets_its_room_among_many_small_ones():
-    stop = threading.Event()
-    with open_client(op_timeout_s=60, capacity_bytes=1000) as client:
-
-        def produce(worker):
-            number = 0
-            while not stop.is_set():
-                put(client, [f"{worker}.{number}"], size=50)
-                number += 1
-
-        def consume():
-            while not stop.is_set():
-                meta = client.claim_meta("p", "t", ["x"], 4, blocking=False)
-                client.clear_samples(meta.sample_ids, "p")
-
-        threads = [threading.Thread(target=produce, args=(each,)) for each in range(4)]
-        threads.append(threading.Thread(target=consume))
-        for thread in threads:
-            thread.start()
-        try:
-            for turn in range(3):
-                put(client, [f"large{turn}"], size=900)
-        finally:
-            stop.set()
-            client.clear_samples([f"large{turn}" for turn in range(3)], "p")
-            for thread in threads[:-1]:
-                while thread.is_alive():
-                    client.clear_samples(client.list_samples("p").sample_ids, "p")
-                    thread.join(0.05)
-            threads[-1].join()
-
-
-def test_a_put_that_may_not_wait_is_refused_while_the_store_is_full():
-    with open_client(capacity_bytes=100, on_full="raise") as client:
-        put(client, ["a"], size=60)
-        with pytest.raises(CapacityExceededError, match="60 of 100 bytes are held"):
-            put(client, ["b"], size=60)
-
-
-def test_claims_that_do_not_wait_or_not_long_slow_down_no_other():
-    with open_client(op_timeout_s=60) as client:
-        stop = threading.Event()
-
-        def give_up_soon():
-            while not stop.is_set():
-                with contextlib.suppress(ClaimTimeoutError):
-                    client.claim_meta("p", "u", ["x"], 1, timeout_s=0.1)
-
-        client.register_partition("p", ["x"], None, ["t", "u"])
-        for _ in range(2000):
-            client.claim_meta("p", "t", ["x"], 1, blocking=False)
-        threads = [threading.Thread(target=give_up_soon) for _ in range(32)]
-        for thread in threads:
-            thread.start()
-        try:
-            time.sleep(1.0)  # at a slot for each of their questions they would be many seconds ahead by then
-            late = threading.Timer(0.3, client.put_samples, (["a"], "p", None), {"tags": [{}]})
-            late.start()
-            start = time.monotonic()
-            client.claim_meta("p", "t", [], 1, timeout_s=30)
-            assert time.monotonic() - start < 8.0
-        finally:
-            stop.set()
-            for thread in [*threads, late]:
-                thread.join()
 
 
 def test_a_claim_whose_reply_was_lost_waits_no_longer():

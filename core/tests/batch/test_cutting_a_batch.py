@@ -25,11 +25,6 @@ def rows_of(batch):
     return rows
 
 
-def test_size_counts_rows_and_an_empty_dict_has_none():
-    assert batch_of(5).size == 5
-    assert BatchedDataDict().size == 0
-
-
 def test_columns_of_unequal_length_are_an_error_that_gives_the_numbers():
     with pytest.raises(ValueError, match=r"'a': 2, 'b': 3") as caught:
         _ = BatchedDataDict(a=[1, 2], b=torch.zeros(3)).size
@@ -53,11 +48,6 @@ def test_a_slice_holds_the_rows_from_start_to_end():
 def test_a_slice_outside_the_batch_is_refused_with_the_numbers(start, end):
     with pytest.raises(ValueError, match=rf"\[{start}, {end}\).*6 rows"):
         batch_of(6).slice(start, end)
-
-
-def test_chunks_are_equal_and_cover_the_batch():
-    batch = batch_of(6)
-    assert [rows_of(batch.chunk(rank, 3)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_a_chunk_keeps_its_values_when_the_batch_changes_and_the_other_way_round():
@@ -91,23 +81,11 @@ def test_rows_are_selected_in_any_order_and_may_repeat(indices):
     assert rows_of(batch_of(5).select_indices(indices)) == [3, 0, 3, 4]
 
 
-def test_selecting_nothing_gives_columns_without_rows():
-    nothing = batch_of(5).select_indices([])
-    assert rows_of(nothing) == []
-    assert nothing["t"].dtype == torch.int64
-
-
 def test_an_index_out_of_range_is_refused_and_so_is_a_mask():
     with pytest.raises(ValueError, match="index 5 is out of range for 5 rows"):
         batch_of(5).select_indices([0, 5])
     with pytest.raises(TypeError, match="nonzero"):
         batch_of(2).select_indices(torch.tensor([True, False]))
-
-
-def test_selected_tensors_are_copies():
-    batch = batch_of(3)
-    batch.select_indices([0, 1])["t"][0] = 99
-    assert batch["t"].tolist() == [0, 1, 2]
 
 
 def test_get_batch_without_a_plan_cuts_by_batch_size():
@@ -139,16 +117,6 @@ def test_get_batch_hands_out_a_copy_of_the_plan():
     assert shard.micro_batch_lengths == [[4, 8], [2]]
 
 
-def test_get_batch_follows_the_counts_of_batches_that_differ_in_size():
-    shard = planned()
-    shard.micro_batch_indices, shard.micro_batch_lengths = [[[0, 4]], [[0, 1], [1, 2]]], [[9], [3, 4]]
-    shard.elem_counts_per_gb = [4, 2]
-    first, second = shard.get_batch(0, 3), shard.get_batch(1, 3)
-    assert (rows_of(first), rows_of(second)) == ([0, 1, 2, 3], [4, 5])
-    assert second.micro_batch_indices == [[[0, 1], [1, 2]]]
-    assert second.elem_counts_per_gb == [2]
-
-
 def test_get_batch_refuses_a_batch_size_that_is_not_the_plans():
     with pytest.raises(ValueError, match=r"batch_size 2 .*\[3, 3\]"):
         planned().get_batch(0, 2)
@@ -170,7 +138,3 @@ def test_copies_and_pickles_keep_the_plan():
         assert rows_of(twin) == rows_of(shard)
         assert twin.micro_batch_indices == shard.micro_batch_indices
         assert twin.micro_batch_lengths == shard.micro_batch_lengths
-
-
-def test_a_spec_in_brackets_is_accepted_as_by_other_libraries():
-    assert BatchedDataDict[dict]({"x": [1]}).size == 1

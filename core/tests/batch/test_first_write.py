@@ -71,19 +71,6 @@ def test_what_was_written_is_read_back(client):
             assert list(read[name]) == column
 
 
-def test_per_token_columns_travel_at_their_own_length(client):
-    meta = write(client, make_batch())
-    for name in ("input_ids", "generation_logprobs", "token_mask"):
-        assert stored(client, meta, name).offsets().diff().tolist() == LENGTHS
-    assert stored(client, meta, "sample_mask").shape == (4,)
-
-
-def test_claims_know_the_lengths_without_reading(client):
-    write(client, make_batch())
-    claimed = client.claim_meta("train", "policy", ["input_ids"], 4)
-    assert claimed.sequence_lengths == LENGTHS
-
-
 def test_an_embedding_is_never_cut_even_if_it_is_as_wide_as_the_tokens(client):
     embedding = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(5))
     meta = write(client, make_batch(embedding=embedding, wide=torch.ones(4, 4096)))
@@ -109,13 +96,6 @@ def test_a_single_value_beyond_a_row_keeps_the_column_whole(client, dtype):
     assert stored(client, meta, "column").shape == (4, WIDTH)
 
 
-def test_named_columns_are_cut_and_no_others(client):
-    labels = torch.full((4, WIDTH), -100)
-    meta = write(client, make_batch(labels=labels), token_aligned_fields=["labels", "not there"])
-    assert stored(client, meta, "labels").offsets().diff().tolist() == LENGTHS
-    assert stored(client, meta, "input_ids").shape == (4, WIDTH)
-
-
 def test_without_lengths_nothing_is_cut(client):
     batch = make_batch()
     del batch["input_lengths"]
@@ -125,15 +105,6 @@ def test_without_lengths_nothing_is_cut(client):
     assert stored(client, meta, "input_ids").shape == (4, WIDTH)
     with pytest.raises(InvalidRequestError, match="has no 'input_lengths' to cut them by"):
         write(client, batch, token_aligned_fields=["input_ids"])
-
-
-def test_object_arrays_and_jagged_columns_are_taken(client):
-    array = np.empty(4, dtype=object)
-    array[:] = [[1], [2, 3], [], ["x"]]
-    patches = torch.nested.nested_tensor_from_jagged(torch.randn(9, 6), torch.tensor([0, 2, 2, 5, 9]))
-    meta = write(client, make_batch(array=array, patches=patches))
-    assert stored(client, meta, "array").tolist() == list(array)
-    assert stored(client, meta, "patches").offsets().tolist() == [0, 2, 2, 5, 9]
 
 
 def test_a_caller_may_reuse_its_batch(client):

@@ -34,10 +34,6 @@ def rows(*numbers):
     return [(number, COUNTS[number]) for number in numbers]
 
 
-def test_the_size_counts_rows_not_patches():
-    assert batch_of().size == 6
-
-
 @pytest.mark.parametrize(("start", "end"), [(0, 6), (1, 4), (2, 2), (5, 6)])
 def test_a_slice_is_a_view_of_whole_rows(start, end):
     batch = batch_of()
@@ -55,31 +51,6 @@ def test_chunks_and_microbatches_are_slices():
 @given(st.lists(st.integers(-6, 5), max_size=9))
 def test_selected_rows_are_copied_in_order_with_repeats(picks):
     assert held(batch_of().select_indices(picks)) == rows(*[pick % 6 for pick in picks])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.uint16, torch.complex64])
-def test_every_dtype_can_be_selected(dtype):
-    column = batch_of(dtype=dtype).select_indices([3, 0])["pixel_values"]
-    assert column.dtype is dtype
-    expected = torch.cat([torch.full((4, 2), 3), torch.full((3, 2), 0)]).to(dtype)
-    assert torch.equal(column.values().view(torch.uint8), expected.view(torch.uint8))
-
-
-@given(st.permutations(range(6)))
-def test_reordering_puts_picked_rows_back(order):
-    batch = batch_of().select_indices(order)
-    batch.reorder_data(order)
-    assert held(batch) == rows(*range(6))
-
-
-def test_shards_take_their_rows_along_and_the_plan_puts_them_back():
-    batch = batch_of()
-    batch["input_ids"], batch["input_lengths"] = torch.zeros(6, 8), torch.tensor([8, 1, 5, 2, 7, 3])
-    keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
-    args = {"max_tokens_per_microbatch": 16, "sequence_length_round": 2, **keys}
-    shards, order = batch.shard_by_batch_size(2, dynamic_batching_args=args)
-    assert [row for shard in shards for row in held(shard)] == rows(*order)
-    assert order != sorted(order)
 
 
 def test_repeated_rows_lie_side_by_side():

@@ -8,13 +8,6 @@ from dataplane_core.batch import BatchedDataDict, SlicedDataDict
 from dataplane_core.errors import DataPlaneError, InvalidRequestError
 
 
-def test_no_batches_give_an_empty_dict():
-    joined = BatchedDataDict.from_batches([])
-    assert joined == {}
-    assert joined.size == 0
-    assert BatchedDataDict.from_batches([{}, {}]) == {}
-
-
 def test_lists_and_1d_tensors_join_in_order():
     joined = BatchedDataDict.from_batches(
         [{"t": torch.tensor([1, 2]), "names": ["a", "b"]}, {"t": torch.tensor([3]), "names": ["c"]}]
@@ -74,11 +67,6 @@ def test_object_arrays_join_and_stay_object_arrays():
     joined = BatchedDataDict.from_batches([{"o": first}, {"o": second}])["o"]
     assert joined.dtype == object
     assert list(joined) == [{"a": 1}, None, [1, 2]]
-
-
-def test_a_list_and_an_object_array_join_to_a_list():
-    joined = BatchedDataDict.from_batches([{"o": ["a"]}, {"o": np.array(["b"], dtype=object)}])
-    assert joined["o"] == ["a", "b"]
 
 
 def test_a_key_missing_from_a_batch_with_rows_is_a_key_error_that_names_both():

@@ -55,12 +55,6 @@ def test_pad_values_go_by_field_and_default_to_zero():
     assert batch["logprobs"][1].tolist() == [0] * 5
 
 
-def test_a_pad_value_may_be_nan_or_infinite():
-    batch = materialize({"x": jagged(), "y": jagged()}, pad_value_dict={"x": float("nan"), "y": float("-inf")})
-    assert batch["x"][1].isnan().all()
-    assert (batch["y"][1] == float("-inf")).all()
-
-
 @pytest.mark.parametrize(
     ("dtype", "value"),
     [
@@ -99,13 +93,6 @@ def test_where_fields_are_named_only_these_are_padded_to_the_length():
     assert shapes == {"jagged": (4, 8), "other": (4, 5), "features": (4, 6)}
 
 
-def test_jagged_layout_leaves_tensors_as_they_are():
-    column, dense = jagged(), torch.ones(4, 2)
-    batch = materialize({"x": column, "y": dense}, layout="jagged", pad_to_seqlen=8)
-    assert batch["x"] is column
-    assert batch["y"] is dense
-
-
 @pytest.mark.parametrize("layout", ["padded", "jagged"])
 @pytest.mark.parametrize("items", [["a", {"k": 1}, None], [[1, 2], [3, 4], [5, 6]], [[], [], []]], ids=str)
 def test_objects_become_object_arrays_of_one_dim(layout, items):
@@ -117,14 +104,6 @@ def test_objects_become_object_arrays_of_one_dim(layout, items):
     assert list(column) == items
 
 
-def test_a_list_of_objects_is_taken_too():
-    assert list(materialize({"x": ["a", "b"]})["x"]) == ["a", "b"]
-
-
-def test_an_empty_batch_is_an_empty_dict():
-    assert materialize(TensorDict({}, batch_size=[0])) == {}
-
-
 def test_columns_padded_together_own_their_memory_each():
     batch = materialize({"a": jagged(), "b": jagged(3), "c": jagged(dtype=torch.int64)})
     for column in batch.values():
@@ -132,12 +111,6 @@ def test_columns_padded_together_own_their_memory_each():
     batch["a"].fill_(7)
     assert batch["b"][1].abs().sum() == 0
     assert batch["c"][1].abs().sum() == 0
-
-
-def test_rows_that_are_all_empty_are_padded_too():
-    column = to_nested_by_length(torch.zeros(2, 3), [0, 0])
-    assert materialize({"x": column})["x"].shape == (2, 0)
-    assert materialize({"x": column}, pad_value_dict={"x": 1}, pad_to_seqlen=2)["x"].tolist() == [[1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize("arguments", [{"layout": "nested"}, {"pad_to_seqlen": -1}], ids=str)

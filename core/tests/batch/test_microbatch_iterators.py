@@ -40,13 +40,6 @@ def test_planned_microbatches_are_cut_to_their_length_on_dim_1():
     assert batch["ids"].shape == (5, 6)
 
 
-def test_another_sequence_dim_can_be_cut():
-    batch = SlicedDataDict(x=torch.zeros(2, 3, 8))
-    batch.micro_batch_indices, batch.micro_batch_lengths = [[[0, 2]]], [[5]]
-    (part,) = batch.make_microbatch_iterator_with_dynamic_shapes(sequence_dim=2)
-    assert part["x"].shape == (2, 3, 5)
-
-
 def test_a_batch_without_a_plan_or_with_that_of_several_batches_is_refused_at_once():
     batch = BatchedDataDict(x=torch.zeros(4, 2))
     with pytest.raises(ValueError, match="no plan"):

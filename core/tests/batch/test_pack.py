@@ -30,12 +30,6 @@ def test_padding_is_cut_bit_for_bit(dtype, trailing, random_cell, assert_rows):
     assert_rows(to_nested_by_length(padded, torch.tensor(LENGTHS)), expected)
 
 
-def test_rows_of_equal_length_are_jagged_all_the_same():
-    column = to_nested_by_length(torch.arange(6).view(2, 3), [2, 2])
-    assert column.layout == torch.jagged
-    assert rows_of(column) == [[0, 1], [3, 4]]
-
-
 @pytest.mark.parametrize(
     "lengths",
     [
@@ -62,12 +56,6 @@ def test_views_and_gradients_are_taken_and_the_result_is_a_detached_copy():
     assert rows_of(column) == [[0, 0, 0]] * 2
 
 
-def test_no_rows_and_no_width_are_fine():
-    assert to_nested_by_length(torch.zeros(0, 5), []).size(0) == 0
-    assert rows_of(to_nested_by_length(torch.zeros(2, 0), [0, 0])) == [[], []]
-    assert to_nested_by_length(torch.zeros(2, 3, 0), [1, 2]).values().shape == (3, 0)
-
-
 @pytest.mark.parametrize(
     ("padded", "lengths", "reason"),
     [
@@ -89,12 +77,6 @@ def test_sizes_that_do_not_fit_are_refused_with_row_and_numbers(padded, lengths,
 
 
 # --- pack_per_token_field ---------------------------------------------------------------------------------------------
-
-
-def test_a_column_padded_beyond_the_longest_row_is_cut_like_any_other():
-    exact, wide = torch.ones(4, 5), torch.zeros(4, 64)
-    wide[:, :5] = exact
-    assert rows_of(pack_per_token_field(wide, LENGTHS)) == rows_of(pack_per_token_field(exact, LENGTHS))
 
 
 def test_a_column_that_is_jagged_already_passes_if_its_lengths_are_these():
@@ -132,22 +114,6 @@ def test_without_lengths_every_column_stays_as_it_is():
     assert packed["tokens"].shape == (4, 5)
 
 
-def test_arrays_are_packed_as_tensors_are():
-    array = np.arange(20, dtype=np.int32).reshape(4, 5)
-    fields = {"tokens": array, "rows": [array[0], array[1, :2], array[2], array[3]]}
-    packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields=["tokens"])
-    assert packed["tokens"].dtype == torch.int32
-    assert rows_of(packed["tokens"]) == rows_of(pack_per_token_field(torch.from_numpy(array), LENGTHS))
-    assert [len(row) for row in rows_of(packed["rows"])] == [5, 2, 5, 5]
-
-
-def test_a_tensordict_is_taken_as_well():
-    fields = TensorDict({"tokens": torch.ones(4, 5), "texts": ["a", "b", "c", "d"]}, batch_size=[4])
-    packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields={"tokens", "texts"})
-    assert [len(row) for row in rows_of(packed["tokens"])] == LENGTHS
-    assert packed["texts"] == ["a", "b", "c", "d"]
-
-
 def test_fields_packed_together_own_their_memory_each(random_cell, bits):
     fields = {name: random_cell((4, 5), torch.float32, seed) for seed, name in enumerate("abc")}
     fields["d"] = random_cell((4, 7, 3), torch.float8_e5m2)
@@ -159,13 +125,6 @@ def test_fields_packed_together_own_their_memory_each(random_cell, bits):
         assert values.untyped_storage().nbytes() == values.nbytes
     packed.get("a").values().zero_()
     assert bits(packed.get("b").values()[:3]) == bits(fields["b"][0, :3])
-
-
-def test_fields_packed_together_can_be_combined():
-    fields = {"a": torch.ones(4, 5), "b": torch.ones(4, 7), "c": to_nested_by_length(torch.ones(4, 5), LENGTHS)}
-    packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields=["a", "b", "c"])
-    total = packed.get("a") + packed.get("b") * packed.get("c")
-    assert total.values().tolist() == [2] * sum(LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -227,23 +186,10 @@ def test_the_response_is_taken_one_token_to_the_left():
     assert rows_of(response_from_nested(full, mask)) == [[1, 2, 3], [5], [7, 8]]
 
 
-def test_an_empty_response_is_an_empty_row():
-    full, mask = (
-        nested([0, 1, 2], [3, 4]),
-        torch.nested.nested_tensor_from_jagged(torch.ones(1), torch.tensor([0, 0, 1])),
-    )
-    assert rows_of(response_from_nested(full, mask)) == [[], [3]]
-
-
 def test_dense_columns_are_rows_of_equal_length():
     full = torch.arange(10.0).view(2, 5)
     assert rows_of(response_from_nested(full, torch.ones(2, 2))) == [[2, 3], [7, 8]]
     assert response_from_nested(full, torch.ones(2, 2)).layout == torch.jagged
-
-
-def test_trailing_dims_ride_along():
-    full = torch.nested.nested_tensor_from_jagged(torch.arange(10).view(5, 2), torch.tensor([0, 3, 5]))
-    assert rows_of(response_from_nested(full, nested([1], [1]))) == [[[2, 3]], [[6, 7]]]
 
 
 def test_a_response_without_a_token_before_it_is_refused_with_row_and_numbers():

@@ -139,11 +139,6 @@ def test_what_follows_the_tokens_of_other_columns_may_be_anything_where_the_ids_
     assert rows_of(client, "prev_logprobs") == [[0.0, 1.0], [5.0, 6.0, 7.0]]
 
 
-def test_declared_columns_are_cut_without_a_look(client):
-    put(client, LEFT, token_aligned_fields=["input_ids"])
-    assert rows_of(client, "input_ids") == [[0, 0], [1, 2, 3, 4, 5]]
-
-
 def test_a_mask_may_leave_out_tokens_of_right_padded_rows(client):
     mask = tensor([[1, 0, 0, 0, 0], [0, 1, 1, 0, 0]])
     ids = tensor([[7, 8, 0, 0, 0], [1, 2, 3, 0, 0]])

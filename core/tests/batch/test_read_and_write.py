@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from dataplane_core.batch import kv_first_write, read_columns, write_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
@@ -29,11 +28,6 @@ def meta(client):
 
 def shapes(batch):
     return {name: tuple(column.shape) for name, column in batch.items()}
-
-
-def test_without_a_target_columns_are_as_long_as_their_longest_row(client, meta):
-    read = read_columns(client, meta)
-    assert shapes(read) == {"input_ids": (3, 5), "input_lengths": (3,), "features": (3, 2), "reward": (3,)}
 
 
 def test_the_meta_says_how_long_every_rank_pads(client, meta):
@@ -62,24 +56,6 @@ def test_the_multiple_is_honoured_without_known_lengths_too(client, meta):
     # rows of equal length come as a dense column, which is rounded all the same
     equal = KVBatchMeta("train", None, ["b"], extra_info={PAD_TO_MULTIPLE: 4})
     assert read_columns(client, equal, ["input_ids"])["input_ids"].shape == (1, 8)
-
-
-def test_rows_come_in_the_order_of_the_meta_with_repeats(client, meta):
-    read = read_columns(client, meta.subset([2, 0, 2]), ["input_ids"])
-    assert read["input_ids"].tolist() == [[11, 12, 0], [1, 2, 3], [11, 12, 0]]
-
-
-def test_jagged_columns_of_repeated_rows_can_be_combined(client, meta):
-    ids = meta.sample_ids
-    tokens = client.get_samples(ids, "train", ["input_ids"])["input_ids"]
-    client.put_samples(ids, "train", {"more": tokens})
-    read = client.get_samples([ids[0], ids[1], ids[0]], "train", ["input_ids", "more"])
-    assert torch.equal((read["input_ids"] + read["more"]).values(), 2 * read["input_ids"].values())
-
-
-def test_pad_values_go_by_field(client, meta):
-    read = read_columns(client, meta, ["input_ids"], pad_value_dict={"input_ids": -1})
-    assert read["input_ids"][2].tolist() == [11, 12, -1, -1, -1]
 
 
 def test_only_token_columns_are_padded(client, meta):
@@ -127,11 +103,6 @@ def test_what_is_missing_is_a_key_error(client, meta):
         read_columns(client, meta, ["input_ids", "routed_experts"])
     with pytest.raises(KeyError):
         read_columns(client, KVBatchMeta("train", None, ["z"]), ["input_ids"])
-
-
-def test_no_rows_are_an_empty_batch(client, meta):
-    meta.extra_info[PAD_TO_MULTIPLE] = 4
-    assert read_columns(client, meta.subset([])) == {}
 
 
 def test_a_target_that_makes_no_sense_is_refused(client, meta):
@@ -183,21 +154,6 @@ def test_a_value_per_sample_passes_under_the_name_of_a_token_column(client, meta
 
 def test_without_fields_nothing_is_written(client, meta):
     assert write_columns(client, meta, {}) == meta
-
-
-def test_nothing_is_cut_that_was_not_declared(client, meta):
-    column = torch.ones(3, 5)
-    write_columns(client, meta, {"column": column})
-    assert torch.equal(client.get_samples(IDS, "train", ["column"])["column"], column)
-
-
-def test_a_tensordict_is_written_as_well(client, meta):
-    fields = TensorDict({"x": torch.ones(3, 5), "y": ["a", "b", "c"]}, batch_size=[3])
-    written = write_columns(client, meta, fields, token_aligned_fields=["x"])
-    td = client.get_samples(IDS, "train", ["x", "y"])
-    assert td.get("x").offsets().diff().tolist() == LENGTHS
-    assert td["y"] == ["a", "b", "c"]
-    assert written.fields[-2:] == ["x", "y"]
 
 
 def test_a_meta_without_lengths_cannot_cut(client):

@@ -1,11 +1,9 @@
 """`reorder_data` undoes a permutation, whichever it is."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane_core.batch import BatchedDataDict
@@ -37,20 +35,6 @@ def test_rows_of_unsigned_numbers_are_picked(dtype):
     assert picked["w"].tolist() == [[4, 5], [0, 1], [4, 5]]
 
 
-def test_row_j_goes_to_the_position_that_index_j_ranks_to():
-    batch = BatchedDataDict(names=["first", "second", "third"])
-    batch.reorder_data([30, 10, 20])
-    assert batch["names"] == ["second", "third", "first"]
-
-
-def test_all_permutations_of_five_rows_are_undone():
-    for came_from in itertools.permutations(range(5)):
-        batch = batch_of(5).select_indices(came_from)
-        batch.reorder_data(came_from)
-        assert batch["names"] == ["n0", "n1", "n2", "n3", "n4"]
-
-
-@settings(deadline=None)
 @given(st.permutations(range(23)), st.sampled_from([list, torch.tensor, np.array]))
 def test_any_permutation_is_undone_in_any_form(came_from, form):
     batch = batch_of(23).select_indices(came_from)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane_core.batch import BatchedDataDict, SlicedDataDict
+from dataplane_core.batch import BatchedDataDict
 
 
 def batch_of(num_rows):
@@ -25,17 +25,6 @@ def test_the_parts_of_each_chunk_are_joined_by_position():
     assert [shard["letters"] for shard in shards] == [list("ABCD"), list("ABCD")]
 
 
-def test_parts_are_contiguous_within_a_chunk():
-    shards = batch_of(12).shard_by_batch_size(shards=2, batch_size=6)
-    assert [rows_of(shard) for shard in shards] == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
-    assert all(type(shard) is SlicedDataDict for shard in shards)
-
-
-def test_without_a_batch_size_the_whole_batch_is_one_chunk():
-    shards = batch_of(6).shard_by_batch_size(3)
-    assert [rows_of(shard) for shard in shards] == [[0, 1], [2, 3], [4, 5]]
-
-
 def test_uneven_shards_let_the_last_be_smaller():
     assert [rows_of(s) for s in batch_of(7).shard_by_batch_size(3, allow_uneven_shards=True)] == [
         [0, 1, 2],
@@ -44,11 +33,6 @@ def test_uneven_shards_let_the_last_be_smaller():
     ]
     sizes = [shard.size for shard in batch_of(2).shard_by_batch_size(4, allow_uneven_shards=True)]
     assert sizes == [1, 1, 0, 0]
-
-
-def test_shards_have_no_plan_unless_microbatches_were_asked_for():
-    for shard in batch_of(4).shard_by_batch_size(2):
-        assert (shard.micro_batch_indices, shard.micro_batch_lengths, shard.elem_counts_per_gb) == (None, None, None)
 
 
 def test_the_tensors_of_shards_are_copies_that_pickle_small():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane_core.batch import SlicedDataDict, kv_first_write, read_columns, token_columns, write_columns
+from dataplane_core.batch import SlicedDataDict, kv_first_write, read_columns, token_columns
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import MULTIMODAL_FIELDS, PER_TOKEN_FIELDS
 
@@ -103,28 +103,10 @@ def test_a_named_column_with_one_value_per_sample_is_neither_cut_nor_padded(clie
         assert torch.equal(read_columns(client, meta, fields, pad_to_seqlen=8)["advantages"], advantages)
 
 
-def test_a_named_column_of_samples_that_all_have_one_token_is_padded(client):
-    batch = {"input_ids": torch.ones(3, WIDTH), "input_lengths": torch.ones(3, dtype=torch.int64)}
-    meta = kv_first_write(batch, sample_ids=IDS, dp_client=client, partition_id="train")
-    write_columns(client, meta, {"advantages": torch.ones(3, 1)})
-    assert read_columns(client, meta, pad_to_seqlen=8)["input_ids"].shape == (3, 8)
-    for named in (None, PER_TOKEN_FIELDS):
-        read = read_columns(client, meta, ["advantages"], pad_to_seqlen=8, token_aligned_fields=named)
-        assert read["advantages"].shape == (3, 8)
-
-
 def test_the_width_of_a_named_column_is_rounded_up_without_known_lengths(client):
     client.put_samples(IDS, "train", {"mine": torch.ones(3, 5)})
     meta = KVBatchMeta("train", None, IDS, fields=["mine"], extra_info={"pad_to_multiple": 8})
     assert read_columns(client, meta, token_aligned_fields=["mine"])["mine"].shape == (3, 8)
-
-
-def test_a_named_column_of_one_value_per_sample_is_not_padded(client):
-    meta = write(client, input_ids=torch.ones(3, WIDTH))
-    write_columns(client, meta, {"advantages": torch.ones(3, 1)})
-    fields = ["input_ids", "advantages"]
-    read = read_columns(client, meta, fields, pad_to_seqlen=8, token_aligned_fields=PER_TOKEN_FIELDS)
-    assert (read["input_ids"].shape, read["advantages"].shape) == ((3, 8), (3, 1))
 
 
 # --- microbatches -----------------------------------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """`dataplane backends`."""
 
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -15,10 +13,9 @@ def test_the_list_names_backend_distribution_and_version(capsys):
     assert "noop" in capsys.readouterr().out
 
 
-def test_listing_imports_no_backend():
+def test_listing_imports_no_backend(python):
     code = "import sys; from dataplane_core.cli import main; main(['backends']); print('dataplane_noop' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
+    assert python.run("-c", code).stdout.splitlines()[-1] == "False"
 
 
 def test_load_shows_what_each_declares(capsys, monkeypatch):

@@ -4,8 +4,6 @@ import asyncio
 import inspect
 import pickle
 import re
-import subprocess
-import sys
 import threading
 import time
 
@@ -370,7 +368,7 @@ def test_a_client_serves_one_event_loop_after_the_other():
     asyncio.run(client.close())
 
 
-def test_a_program_that_does_not_close_its_client_ends():
+def test_a_program_that_does_not_close_its_client_ends(python):
     program = (
         "import asyncio\nfrom dataplane_core import connect_async\n"
         "async def main():\n    global client\n    client = await connect_async({'backend': 'noop'})\n"
@@ -378,5 +376,5 @@ def test_a_program_that_does_not_close_its_client_ends():
         "    asyncio.create_task(client.claim_meta('p', 't', ['x'], 1))\n    await asyncio.sleep(0.05)\n"
         "asyncio.run(main())\nprint('end')"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    run = python.run("-c", program)
     assert (run.returncode, run.stdout, run.stderr) == (0, "end\n", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 
 import pytest
@@ -11,7 +12,7 @@ from framing import frame_cell, frame_column, unframe_cell, unframe_column
 from dataplane_core.codec import ALL_DTYPES
 from dataplane_core.codec.header import MAX_CELL_BYTES
 from dataplane_core.codec.tensors import DTYPE_CODES
-from dataplane_core.errors import FrameError, InvalidTypeError, SchemaMismatchError
+from dataplane_core.errors import FrameError, InvalidTypeError
 from dataplane_core.spec import FieldSpec
 
 DTYPES = sorted(ALL_DTYPES, key=str)
@@ -50,11 +51,6 @@ def test_a_cell_comes_back_bit_for_bit(dtype, shape, random_cell, bits):
         assert bits(found) == bits(cell)
 
 
-@pytest.mark.parametrize("item", [None, "text", {"a": [1, b"x"]}])
-def test_an_object_comes_back(item):
-    assert unframe_cell(frame_cell(item)) == item
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "shapes",
@@ -79,13 +75,6 @@ def test_the_frames_of_a_column_are_those_of_its_cells(dtype, shapes, random_cel
         assert_rows(unframe_column(frames, believed), rows)
 
 
-def test_object_columns_are_framed_too():
-    items = ["a", None, {"k": [torch.zeros(2).tolist()]}]
-    frames = frame_column(items)
-    assert [bytes(each) for each in frames] == [frame_cell(item) for item in items]
-    assert unframe_column(frames) == items
-
-
 def test_frames_of_other_bytes_like_types_are_read():
     frames = [bytearray(each) for each in frame_column(torch.arange(6.0).view(3, 2))]
     assert unframe_column(frames).tolist() == [[0, 1], [2, 3], [4, 5]]
@@ -99,11 +88,6 @@ def test_what_is_read_is_new_and_writable_memory():
     data[-1] = 1
     column += 1
     assert column.tolist() == [[1, 1]]
-
-
-def test_rows_that_do_not_fit_one_column_are_refused():
-    with pytest.raises(SchemaMismatchError, match="field 'x' has rows"):
-        frame_column([torch.zeros(2, 3), torch.zeros(2, 4)])
 
 
 def test_a_cell_that_no_reader_would_accept_is_refused_by_the_writer():
@@ -168,13 +152,29 @@ def test_frames_that_do_not_fit_one_column_name_the_row(other):
         unframe_column([frame(), frame(), other])
 
 
-def test_dims_after_the_first_must_agree():
-    with pytest.raises(FrameError, match=r"row 1: .*only the first dim may differ"):
-        unframe_column([frame_cell(torch.zeros(3, 2)), frame_cell(torch.zeros(2, 3))])
-
-
 def test_rows_that_claim_too_much_together_are_refused():
     huge = frame(dims=(2**45, 0), payload=b"")
     assert unframe_cell(huge).shape == (2**45, 0)
     with pytest.raises(FrameError, match="together"):
         unframe_column([huge] * 9)
+
+
+def test_every_single_byte_of_a_frame_may_be_damaged():
+    for data in (frame_cell(torch.arange(3, dtype=torch.int16)), frame_cell({"k": [1, "a"]})):
+        for at in range(len(data)):
+            for value in (0, 1, 2, 3, 12, 0x7F, 0x80, 0xC1, 0xDD, 0xFF, data[at] ^ 1, data[at] ^ 64):
+                damaged = bytearray(data)
+                damaged[at] = value
+                with contextlib.suppress(FrameError):
+                    unframe_cell(bytes(damaged))
+                with contextlib.suppress(FrameError):
+                    unframe_column([data, bytes(damaged)])
+
+
+def test_every_truncation_of_a_frame_is_refused():
+    for data in (frame_cell(torch.arange(3, dtype=torch.int16)), frame_cell({"k": [1, "a"]})):
+        for size in range(len(data)):
+            with pytest.raises(FrameError):
+                unframe_cell(data[:size])
+            with pytest.raises(FrameError):
+                unframe_column([data, data[:size]])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dataplane_core.codec import list_as, with_empty_rows
+from dataplane_core.codec import join_parts, list_as, object_column
 from dataplane_core.spec import FieldSpec
 
 
@@ -56,7 +56,7 @@ def test_numbers_that_do_not_fit(case):
     assert list_as(*MISFITS[case]) is None
 
 
-def test_empty_rows_go_among_rows_of_one_object_each():
+def test_rows_that_were_read_apart_go_among_rows_of_one_object_each():
     large = torch.ones(2, 3)
-    found = with_empty_rows(torch.stack([large, large]), [1], 3, spec(torch.float32, 0, 3))
-    assert [tuple(row.shape) for row in found.unbind()] == [(2, 3), (0, 3), (2, 3)]
+    found = join_parts([object_column([large, large]), torch.empty(1, 0, 3)], [0, 2, 1])
+    assert [tuple(row.shape) for row in found.tolist()] == [(2, 3), (0, 3), (2, 3)]

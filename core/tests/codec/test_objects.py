@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import enum
 import math
-import os
 import pickle
 import struct
 
@@ -15,14 +14,12 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane_core.codec import ALL_DTYPES, copy_item, decode_item, encode_item
 from dataplane_core.codec.objects import MAX_DEPTH, check_items, decode_items, encode_items
 from dataplane_core.errors import FrameError, InvalidTypeError
-
-DERANDOMIZE = os.environ.get("DATAPLANE_HYPOTHESIS_PROFILE") != "long"
 
 
 class Colour(enum.IntEnum):
@@ -96,11 +93,6 @@ def test_items_of_the_closed_set_come_back_exactly(item):
     assert same(copy_item(item), item)
 
 
-def test_the_payload_of_a_nan_survives():
-    item = struct.unpack("d", struct.pack("Q", 0x7FF8DEADBEEF0001))[0]
-    assert struct.pack("d", decode_item(encode_item(item))) == struct.pack("d", item)
-
-
 @pytest.mark.parametrize("dtype", sorted(ALL_DTYPES, key=str), ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 3), (1, 2, 1, 2, 1)], ids=str)
 def test_tensors_inside_items_keep_dtype_shape_and_bits(dtype, shape, random_cell, bits):
@@ -111,15 +103,6 @@ def test_tensors_inside_items_keep_dtype_shape_and_bits(dtype, shape, random_cel
         assert (found.dtype, found.shape) == (dtype, shape)
         assert bits(found) == bits(tensor)
         assert found.numel() == 0 or found.data_ptr() != tensor.data_ptr()
-
-
-def test_tensors_inside_items_may_be_views_and_require_gradients():
-    tensor = torch.arange(6.0, requires_grad=True).view(2, 3).t()
-    for found in (decode_item(encode_item(tensor)), copy_item(tensor)):
-        assert found.is_contiguous()
-        assert not found.requires_grad
-        assert found.tolist() == tensor.tolist()
-    assert copy_item(torch.tensor([1 + 1j]).conj()).tolist() == [1 - 1j]
 
 
 CIRCULAR: list = []
@@ -165,12 +148,6 @@ def test_anything_else_is_refused_with_field_row_and_type(item, reason):
             refuse([[0, {"k": item}]], "x")
 
 
-def test_big_ints_among_small_ones_are_found():
-    for item in ([1, 2, 2**63], {"a": 1, "b": -(2**63) - 1}):
-        with pytest.raises(InvalidTypeError, match="does not fit in 64 bits"):
-            encode_item(item)
-
-
 PICKLED = {name: item for name, (item, _) in OUTSIDE.items() if name in ("tuple", "set", "numpy int", "enum", "custom")}
 
 
@@ -191,11 +168,6 @@ def test_a_circular_item_can_be_pickled():
 def test_an_item_that_cannot_be_pickled_is_refused():
     with pytest.raises(InvalidTypeError, match="row 0: an item of type function cannot be pickled"):
         encode_item(lambda: None, allow_pickle=True)
-
-
-def test_allow_pickle_changes_nothing_for_items_of_the_closed_set():
-    for item in ITEMS:
-        assert encode_item(item, allow_pickle=True) == encode_item(item)
 
 
 def test_a_pickle_inside_an_item_is_not_run_even_where_pickles_are_allowed_only_at_the_top():
@@ -266,19 +238,6 @@ ITEM = st.recursive(
 
 
 @given(item=ITEM)
-@settings(max_examples=300, deadline=None, derandomize=DERANDOMIZE)
 def test_any_item_comes_back_exactly(item):
     assert same(decode_item(encode_item(item)), item)
     assert same(copy_item(item), item)
-
-
-@given(
-    data=st.binary(max_size=64) | ITEM.map(encode_item).flatmap(lambda d: st.integers(0, len(d)).map(lambda n: d[:n]))
-)
-@settings(max_examples=500, deadline=None, derandomize=DERANDOMIZE)
-def test_any_bytes_are_read_or_refused_with_a_frame_error(data):
-    try:
-        item = decode_item(data)
-    except FrameError:
-        return
-    check_items([item], "x")

@@ -41,10 +41,6 @@ def test_rows_are_always_a_list_even_where_they_are_equal():
     assert all(row.is_contiguous() for row in column)
 
 
-def test_scalars_stay_one_dense_tensor_on_a_wire_of_rows():
-    assert encoded(torch.zeros(3), WireFormat(ragged="rows")).shape == (3,)
-
-
 def test_scalars_are_promoted_and_wide_cells_are_not():
     wire = WireFormat(promote_1d=True)
     assert encoded(torch.zeros(3), wire).shape == (3, 1)
@@ -102,40 +98,7 @@ def test_objects_travel_as_items_or_as_bytes():
     assert encoded(stack, WireFormat(objects="encoded")).layout == torch.jagged
 
 
-def test_object_columns_are_never_padded_since_no_item_is_empty():
-    wire = WireFormat(zero_length_rows=False, ragged="rows")
-    assert [len(row) for row in encoded(NonTensorStack(None, True), wire)] == [1, 1]
-
-
 # --- ownership --------------------------------------------------------------------------------------------------------
-
-WIRES = [
-    WireFormat(objects="native"),
-    WireFormat(ragged="rows"),
-    WireFormat(promote_1d=True),
-    WireFormat(dtypes=frozenset({torch.uint8})),
-    WireFormat(zero_length_rows=False),
-    WireFormat(bytes=True),
-]
-
-
-def sources():
-    return {
-        "scalar": torch.ones(3),
-        "dense": torch.ones(3, 2),
-        "jagged": jagged([2, 1, 3], 2),
-        "deep": torch.ones(3, 2, 2, dtype=torch.float64),
-    }
-
-
-def memory(column):
-    tensors = column if isinstance(column, list) else [column]
-    found = set()
-    for each in tensors:
-        if isinstance(each, torch.Tensor):
-            parts = [each.values(), each.offsets()] if each.is_nested else [each]
-            found |= {part.untyped_storage().data_ptr() for part in parts}
-    return found
 
 
 def test_a_contiguous_column_is_encoded_and_decoded_in_place():
@@ -153,23 +116,8 @@ def test_native_items_are_not_copied():
     assert decode_columns(columns, specs, 1, wire)["x"].tolist()[0] is item
 
 
-def test_frames_are_new_memory():
-    source = torch.zeros(2, 1000)
-    frames = encoded(source, WireFormat(bytes=True))
-    before = [bytes(frame) for frame in frames]
-    source += 1
-    assert [bytes(frame) for frame in frames] == before
-
-
 def test_cell_nbytes_counts_what_travels():
     assert cell_nbytes(torch.zeros(3, 2), 3) == 8
     assert cell_nbytes(jagged([2, 1, 3], 2), 3).tolist() == [16, 8, 24]
     assert cell_nbytes([b"abc", b""], 2).tolist() == [3, 0]
     assert cell_nbytes([torch.zeros(2), torch.zeros(1)], 2).tolist() == [8, 4]
-
-
-def test_num_rows_knows_every_container():
-    assert num_rows(torch.zeros(3, 2)) == 3
-    assert num_rows(jagged([2, 1])) == 2
-    assert num_rows(NonTensorStack("a", "b")) == 2
-    assert num_rows([b"a"]) == 1

@@ -29,7 +29,6 @@ def there_and_back(request):
     return run
 
 
-BASE = torch.arange(24.0).view(3, 8)
 INPUTS = {
     "transposed": torch.arange(24.0).view(8, 3).t(),
     "permuted": torch.arange(24.0).view(2, 3, 4).permute(1, 2, 0),

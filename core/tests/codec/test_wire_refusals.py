@@ -58,18 +58,6 @@ def test_a_leaf_that_is_neither_a_tensor_nor_row_aligned_objects_is_called_non_t
         encode_columns({"x": leaf}, 3, WireFormat())
 
 
-@pytest.mark.parametrize("value", ["text", None, {1, 2, 3}, np.array(["a", "b", "c"]), {"y": torch.zeros(3)}], ids=repr)
-def test_leaves_that_a_tensordict_took_in_are_refused_too(value):
-    fields = TensorDict({"x": value}, batch_size=[3])
-    with pytest.raises(InvalidTypeError, match="'x' is a non-tensor leaf"):
-        encode_columns(fields, 3, WireFormat())
-
-
-def test_meta_tensors_are_refused():
-    with pytest.raises(InvalidTypeError, match="'x' is a meta-device tensor"):
-        encode_columns({"x": torch.zeros(3, 2, device="meta")}, 3, WireFormat())
-
-
 @pytest.mark.parametrize("layout", ["coo", "csr"])
 def test_sparse_tensors_are_refused(layout):
     with warnings.catch_warnings():
@@ -86,11 +74,6 @@ def test_nested_tensors_among_the_rows_of_a_list_are_refused(layout):
         nested = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=layout)
     with pytest.raises(InvalidTypeError, match=r"'x' is a nested tensor\. Expected a plain tensor for each row"):
         as_columns("put_samples", {"x": [torch.zeros(2), nested]}, 2)
-
-
-def test_sparse_tensors_in_a_list_are_refused():
-    with pytest.raises(InvalidTypeError, match="'x' is a sparse tensor"):
-        as_columns("put_samples", {"x": [torch.eye(3).to_sparse()] * 2}, 2)
 
 
 def test_quantised_tensors_are_refused():

@@ -76,7 +76,7 @@ class Memory(RuleBasedStateMachine):
 
 
 TestMemory = Memory.TestCase
-TestMemory.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestMemory.settings = settings(stateful_step_count=40)
 
 
 def test_the_cheapest_neighbours_are_moved():

@@ -1,7 +1,7 @@
 """Rows that are gone are squeezed out of an extent, and the rest keeps its bytes."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane_core.hosting.layout import Layout, offsets_at, squeeze
@@ -20,7 +20,6 @@ def puts(draw):
 
 
 @given(puts())
-@settings(max_examples=200, deadline=None)
 def test_what_is_kept_keeps_its_bytes(put):
     num_rows, columns, kept = put
     draw = np.random.default_rng(0)

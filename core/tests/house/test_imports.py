@@ -65,9 +65,10 @@ def test_all_gather_alone_imports_torch_distributed_and_only_when_called():
     assert levels == [False]
 
 
-def test_importing_core_changes_no_environment_opens_no_socket_and_configures_no_logging():
+def test_importing_our_packages_leaves_the_process_alone():
+    """It changes no environment, opens no socket, starts no thread, configures no logging and imports no engine."""
     code = """
-import json, logging, os, socket
+import importlib, importlib.util, json, logging, os, socket, sys, threading
 opened = []
 class Watched(socket.socket):
     def __init__(self, *args, **kwargs):
@@ -76,11 +77,17 @@ class Watched(socket.socket):
 import tensordict, torch, pydantic  # what others do is not ours
 before, handlers, level = dict(os.environ), list(logging.root.handlers), logging.root.level
 socket.socket = Watched
-import dataplane_core, dataplane_core.middleware.metrics, dataplane_core.cli
-print(json.dumps([before == dict(os.environ), opened, handlers == logging.root.handlers, level == logging.root.level]))
+import dataplane_core.middleware.metrics, dataplane_core.cli
+for name in ("noop", "shm", "redis", "tq_simple", "mooncake", "mooncake.machine", "integrations.trainer.megatron"):
+    if importlib.util.find_spec("dataplane_" + name.partition(".")[0]):
+        importlib.import_module("dataplane_" + name)
+print(json.dumps([
+    before == dict(os.environ), opened, threading.active_count(), handlers == logging.root.handlers,
+    level == logging.root.level, sorted({"ray", "transfer_queue", "zmq", "mooncake", "megatron"} & set(sys.modules))
+]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == [True, [], True, True]
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, [], 1, True, True, []]
 
 
 # --- wings ------------------------------------------------------------------------------------------------------------
@@ -190,27 +197,41 @@ def test_a_face_says_what_lives_in_the_wing_and_what_others_may_import(wing):
     assert all(hasattr(face, name) for name in face.__all__)
 
 
-# --- backends ---------------------------------------------------------------------------------------------------------
+# --- other packages ---------------------------------------------------------------------------------------------------
 
-BACKENDS = sorted(path.parent for path in ROOT.glob("plugins/*/src/*/__init__.py"))
+PACKAGES = sorted(
+    path.parent
+    for pattern in ("plugins/*/src/*/__init__.py", "*/src/*/__init__.py")
+    for path in ROOT.glob(pattern)
+    if path.parent != SOURCE
+)
 
 
-@pytest.mark.parametrize("source", BACKENDS, ids=lambda source: source.name)
-def test_no_circle_of_imports_within_a_backend(source):
+@pytest.mark.parametrize("source", PACKAGES, ids=lambda source: source.name)
+def test_no_circle_of_imports_within_a_package(source):
     assert circle(source) == []
 
 
-def test_no_backend_imports_another_but_tq_mooncake_which_enters_by_a_face():
+def test_no_package_imports_another_but_tq_mooncake_which_enters_by_a_face():
     found = []
-    for source in BACKENDS:
-        others = {each.name for each in BACKENDS} - {source.name}
+    for source in PACKAGES:
+        others = {each.name for each in PACKAGES} - {source.name}
         for path in source.rglob("*.py"):
             for module in {module for module, _ in imports(path) if named(module, others)}:
-                if (
-                    source.name != "dataplane_mooncake"
-                    or not module.startswith("dataplane_tq_simple")
-                    or "._" in module
-                ):
+                entered = source.name == "dataplane_mooncake" and named(module, ["dataplane_tq_simple"])
+                if not entered or "._" in module:
                     found.append(f"{path.relative_to(ROOT)}: {module}")
-    assert len(BACKENDS) >= 5
+    assert {"dataplane_integrations", "dataplane_noop", "dataplane_testkit"} <= {each.name for each in PACKAGES}
+    assert found == []
+
+
+def test_rooms_of_a_package_enter_each_other_by_their_faces():
+    found = []
+    for source in PACKAGES:
+        rooms = [f"{source.name}.{path.parent.name}" for path in source.glob("*/__init__.py")]
+        for path in source.rglob("*.py"):
+            own = ".".join((source.name, *path.relative_to(source).parts[:1]))
+            for module in {module for module, _ in imports(path) if named(module, set(rooms) - {own})}:
+                if "._" in module:
+                    found.append(f"{path.relative_to(ROOT)}: {module}")
     assert found == []

@@ -5,10 +5,30 @@ Names as in the ledger. Every answer is computed from the rows; an error is only
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-__all__ = ["NaiveLedger", "Refused"]
+from dataplane_core.spec import FieldSpec
 
+__all__ = ["EMPTY", "FLOAT", "INT", "INTS", "NaiveLedger", "Refused"]
+
+INT, FLOAT = FieldSpec("tensor", "int64", 1), FieldSpec("tensor", "float32", 1)
+EMPTY, INTS = FieldSpec.of_empty_lists(), FieldSpec.of_ints(1)
+#: What a field holds, and what is written to it -> what it holds then.
+FITS = {
+    **{(INT, written): INT for written in (INT, EMPTY, INTS)},
+    **{(FLOAT, written): FLOAT for written in (FLOAT, EMPTY)},
+    **{(EMPTY, written): written for written in (INT, FLOAT, EMPTY, INTS)},
+    **{(INTS, written): written for written in (INT, FLOAT, INTS)},
+    (INTS, EMPTY): INTS,
+}
+#: What a field holds, and what was written to it before -> how that is read.
+READINGS = {
+    **{(each, each): each for each in (INT, FLOAT, EMPTY, INTS)},
+    **{(each, EMPTY): replace(each, lists="empty") for each in (INT, FLOAT, INTS)},
+    (INT, INTS): INT,
+    (FLOAT, INTS): replace(FLOAT, lists="ints"),
+}
 _TESTS = {">=": lambda a, b: a >= b, "in": lambda a, b: a in b, "==": lambda a, b: a == b}
 
 
@@ -96,9 +116,7 @@ class NaiveLedger:
 
     def check_put(self, part: dict[str, Any], ids: list[str], specs: dict[str, Any]) -> None:
         for field, spec in specs.items():
-            kept = part["specs"].get(field, spec)
-            of_lists = {each.rank > 0 or each.kind == "object" for each in (kept, spec)} == {True}
-            if kept != spec and not (of_lists and (kept.is_open or spec.is_open)):
+            if (part["specs"].get(field, spec), spec) not in FITS:
                 raise Refused("SchemaMismatchError")
         if part["group"]:
             new = [each for each in ids if not self.row(part, each)]
@@ -135,24 +153,27 @@ class NaiveLedger:
             raise Refused("StalePartitionError")
         self.check_put(part, put["ids"], put["specs"])
         for field, spec in put["specs"].items():
-            if part["specs"].get(field, spec).is_open:
-                part["specs"][field] = spec
-            part["specs"].setdefault(field, spec)
+            part["specs"][field] = FITS[part["specs"].get(field, spec), spec]
         for place, sample_id in enumerate(put["ids"]):
             row = self.row(part, sample_id)
             if row is None:
-                row = {"id": sample_id, "seq": self.seq, "cells": {}, "open": set()}
+                row = {"id": sample_id, "seq": self.seq, "cells": {}, "written": {}}
                 row |= {"tags": {}, "holds": {}}
                 part["rows"].append(row)
                 part["seen"].append(sample_id)
             self.seq += 1
             row["cells"] |= dict.fromkeys(put["specs"], (write, place))
-            row["open"] -= put["specs"].keys()
-            row["open"] |= {field for field, spec in put["specs"].items() if spec.is_open}
+            row["written"] |= put["specs"]
             row["tags"] |= put["tags"][place] if put["tags"] is not None else {}
 
-    def open_cells(self) -> None:
-        raise Refused("OpenCellsError")
+    def locate(self, name: str, ids: list[str], fields: list[str]) -> list[Any]:
+        """Of each field, where its cells are, and the spec by which they are read."""
+        part = self.part(name)
+        rows = [self.row(part, each) for each in ids]
+        readings = [[READINGS[part["specs"][field], row["written"][field]] for field in fields] for row in rows]
+        if any(each != readings[0] for each in readings):
+            raise Refused("OpenCellsError")
+        return [[[row["cells"][field] for row in rows] for field in fields], readings[0]]
 
     def abort(self, write: int) -> None:
         self.pending.pop(write, None)

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-from naive_ledger import NaiveLedger, Refused
+from naive_ledger import EMPTY, FLOAT, INT, INTS, NaiveLedger, Refused
 
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.ledger import Ledger, StateReader, commands, to_state
-from dataplane_core.spec import FieldSpec
 
 __all__ = ["Difference", "Schedule", "run", "shrink", "simulate"]
 
@@ -30,9 +29,6 @@ NAMES = ["p", "q"]
 FIELDS = ["x", "y"]
 TASKS = ["t", "u"]
 IDS = [f"k{group}_g{member}" for group in range(5) for member in range(3)]
-SPECS = {"x": FieldSpec("tensor", "int64", 1), "y": FieldSpec("tensor", "int64", 1)}
-OTHER = FieldSpec("tensor", "float32", 1)
-OPEN = FieldSpec.of_empty_lists()
 TAGS = [{"n": 0}, {"n": 1}, {"n": 2}, {"n": 2, "rare": "r"}, {}]
 FILTERS = [None, None, {"n": (">=", 1)}, {"n": ("in", [0, 2])}, {"n": (">=", 2), "rare": ("==", "r")}]
 #: Steps of a schedule, and how often all that is there is compared.
@@ -86,7 +82,8 @@ def _put(dice: random.Random) -> dict[str, Any]:
     fields = dice.choice([["x"], ["y"], ["x", "y"], ["x", "y"], []])
     tags = dice.choices(TAGS, k=len(ids)) if dice.random() < 0.6 or not fields else None
     drawn = {"name": _part(dice), "ids": ids, "fields": fields, "size": 8 * bool(fields), "tags": tags}
-    return drawn | {"other": dice.random() < 0.02, "ttl_s": dice.choice([3.0, 30.0])}
+    spec = dice.choice([INT, FLOAT, EMPTY, EMPTY, INTS, INTS] if dice.random() < 0.1 else [INTS])
+    return drawn | {"spec": spec, "ttl_s": dice.choice([3.0, 30.0])}
 
 
 def _claim(dice: random.Random) -> dict[str, Any]:
@@ -187,11 +184,10 @@ class _Run:
         self.both(command, lambda: self.model.register(name, tasks, total, group, keep))
 
     def begin(
-        self, name: str, ids: list[str], fields: list[str], size: int, tags: Any, other: bool, ttl_s: float
+        self, name: str, ids: list[str], fields: list[str], size: int, tags: Any, spec: Any, ttl_s: float
     ) -> None:
         write = self.count * 100
-        strange = OPEN if self.count % 2 else OTHER
-        specs = {field: strange if other and field == "y" else SPECS[field] for field in fields}
+        specs = {field: spec if field == "y" else INT for field in fields}
         command = commands.BeginPut(name, ids, specs, [size] * len(ids), tags, None, write_id=write, ttl_s=ttl_s)
         end = self.now + ttl_s
         if self.both(command, lambda: self.model.begin(write, name, ids, specs, size, tags, end, self.now)) is not None:
@@ -266,6 +262,17 @@ class _Run:
             for row in part["rows"]:
                 row["holds"] = {task: (token, end + seconds, done) for task, (token, end, done) in row["holds"].items()}
 
+    def locate(self, name: str, ids: list[str], fields: list[str]) -> None:
+        def found(located: commands.Located) -> Any:
+            cells: Any = [[None] * len(ids) for _ in fields]
+            for part in located.parts:
+                for field in part.fields:
+                    for row, position in zip(part.rows, part.positions, strict=True):
+                        cells[fields.index(field)][row] = (part.write_id, position)
+            return [cells, [located.specs[field] for field in fields]]
+
+        self.both(commands.Locate(name, ids, fields), lambda: self.model.locate(name, ids, fields), found)
+
     # --- all that is there --------------------------------------------------------------------------------------------
 
     def compare(self) -> None:
@@ -277,15 +284,11 @@ class _Run:
             listed = self.ledger.apply(commands.ListSamples(name), self.now)
             self.same("samples", list(listed.sample_ids), [row["id"] for row in part["rows"]])
             self.same("tags", list(listed.tags), [row["tags"] for row in part["rows"]])
-            for row in part["rows"]:
-                fields = sorted(row["cells"].keys() - row["open"])
-                if row["open"]:
-                    self.both(commands.Locate(name, [row["id"]], sorted(row["open"])), self.model.open_cells)
-                if fields:
-                    located = self.ledger.apply(commands.Locate(name, [row["id"]], fields), self.now)
-                    found = {each: (one.write_id, one.positions[0]) for one in located.parts for each in one.fields}
-                    expected = {each: row["cells"][each] for each in fields}
-                    self.same(f"cells of {row['id']}", found, expected)
+            for fields in (["x"], ["y"], ["x", "y"]):
+                ids = [row["id"] for row in part["rows"] if row["cells"].keys() >= set(fields)]
+                for some in (ids, *([each] for each in ids)):
+                    if some:
+                        self.locate(name, some, fields)
             told = self.ledger.apply(commands.Inspect(name), self.now)
             self.same("counts", (told.num_samples, told.num_cleared), (len(part["rows"]), part["cleared"]))
             for task in part["tasks"]:

@@ -1,4 +1,4 @@
-"""The ledger's rules, one behaviour a test. Time is a plain number here."""
+"""Rules of the ledger that neither the kit nor the naive model sees, one a test. Time is a plain number here."""
 
 import pickle
 
@@ -7,13 +7,9 @@ import pytest
 from dataplane_core.errors import (
     CapacityExceededError,
     InvalidRequestError,
-    LeaseExpiredError,
     MissingDataError,
     SchemaMismatchError,
     StalePartitionError,
-    UnknownPartitionError,
-    UnknownTaskError,
-    UnsupportedOperationError,
 )
 from dataplane_core.ledger import Ledger, commands
 from dataplane_core.spec import FieldSpec, new_id
@@ -53,137 +49,6 @@ def claim(
     )
 
 
-def test_claims_come_in_order_of_first_write_and_once_per_task():
-    made = ledger()
-    put(made, ["b", "a"], "y")
-    put(made, ["c"], "x")
-    put(made, ["a", "b"], "x")
-    assert claim(made, 2).sample_ids == ["b", "a"]
-    assert claim(made, 2).sample_ids == ["c"]
-    assert claim(made, 2).sample_ids == []
-    assert claim(made, 9, task="u").sample_ids == ["b", "a", "c"]
-
-
-def test_a_sample_is_ready_only_with_all_required_fields():
-    made = ledger()
-    put(made, ["a", "b"], "x")
-    assert claim(made, 2, fields=["x", "y"]).sample_ids == []
-    put(made, ["b"], "y")
-    assert claim(made, 2, fields=["x", "y"]).sample_ids == ["b"]
-
-
-def test_an_overwrite_does_not_hand_a_sample_out_again():
-    made = ledger()
-    put(made, ["a"], "x")
-    assert claim(made, 1).sample_ids == ["a"]
-    put(made, ["a"], "x")
-    assert claim(made, 1).sample_ids == []
-
-
-def test_all_or_nothing_waits_for_the_batch_and_then_for_the_tail():
-    made = ledger(num_samples=3)
-    put(made, ["a"], "x")
-    waiting = claim(made, 2, all_or_nothing=True, explain=True)
-    assert (waiting.sample_ids, waiting.exhausted, waiting.num_ready) == ([], False, 1)
-    put(made, ["b", "c"], "x")
-    assert claim(made, 2, all_or_nothing=True).sample_ids == ["a", "b"]
-    tail = claim(made, 2, all_or_nothing=True)
-    assert (tail.sample_ids, tail.exhausted) == (["c"], True)
-    assert claim(made, 2, all_or_nothing=True).exhausted
-
-
-def test_the_tail_waits_for_fields_that_remaining_samples_still_miss():
-    made = ledger(num_samples=2)
-    put(made, ["a", "b"], "y")
-    put(made, ["a"], "x")
-    waiting = claim(made, 4, all_or_nothing=True, explain=True)
-    assert not waiting.sample_ids
-    assert waiting.shortfall.missing_cells == {"b": ("x",)}
-    put(made, ["b"], "x")
-    assert claim(made, 4, all_or_nothing=True).sample_ids == ["a", "b"]
-
-
-def test_cleared_samples_count_as_written_for_the_tail():
-    made = ledger(num_samples=2)
-    put(made, ["a"], "x")
-    made.apply(commands.Clear("p", ["a"]), 0.0)
-    put(made, ["b"], "x")
-    assert claim(made, 2, all_or_nothing=True).sample_ids == ["b"]
-
-
-def test_groups_are_handed_out_whole_and_in_order():
-    made = ledger(group=2)
-    put(made, ["q_g0", "r_g0", "r_g1"], "x")
-    assert claim(made, 4).sample_ids == ["r_g0", "r_g1"]
-    put(made, ["q_g1"], "x")
-    assert claim(made, 4).sample_ids == ["q_g0", "q_g1"]
-
-
-def test_a_batch_size_that_is_no_multiple_of_the_group_is_refused():
-    with pytest.raises(InvalidRequestError, match="multiple of the group size 2"):
-        claim(ledger(group=2), 3)
-
-
-def test_a_group_with_a_cleared_member_is_never_given_even_if_written_again():
-    made = ledger(group=2)
-    put(made, ["q_g0", "q_g1"], "x")
-    made.apply(commands.Clear("p", ["q_g0"]), 0.0)
-    put(made, ["q_g0"], "x")
-    assert claim(made, 2).sample_ids == []
-
-
-@pytest.mark.parametrize("bad", [["noseparator"], ["q_g0", "q_g1", "q_g2"]])
-def test_an_id_without_group_or_a_surplus_member_is_refused_and_nothing_written(bad):
-    made = ledger(group=2)
-    with pytest.raises(InvalidRequestError):
-        put(made, bad, "x")
-    assert made.apply(commands.ListSamples("p", None), 0.0).sample_ids == []
-    assert made.held_bytes == 0
-
-
-def test_a_lease_that_runs_out_goes_back_in_its_old_place():
-    made = ledger()
-    put(made, ["a", "b"], "x")
-    first = claim(made, 1, lease_s=5.0, now=0.0)
-    assert first.sample_ids == ["a"]
-    assert claim(made, 2, lease_s=5.0, now=4.9).sample_ids == ["b"]
-    assert claim(made, 2, lease_s=5.0, now=5.0).sample_ids == ["a"]
-
-
-def test_ack_settles_once_and_a_late_holder_fails_naming_the_ids():
-    made = ledger()
-    put(made, ["a"], "x")
-    old = claim(made, 1, lease_s=5.0, now=0.0)
-    new = claim(made, 1, lease_s=5.0, now=6.0)
-    with pytest.raises(LeaseExpiredError) as failed:
-        made.apply(commands.Ack("p", "t", ["a"], old.lease_tokens), 7.0)
-    assert failed.value.sample_ids == ("a",)
-    made.apply(commands.Ack("p", "t", ["a"], new.lease_tokens), 7.0)
-    made.apply(commands.Ack("p", "t", ["a"], new.lease_tokens), 99.0)  # its reply may have been lost
-    assert made.apply(commands.Consumed("p", ["t"]), 0.0)
-    assert claim(made, 1, now=100.0).sample_ids == []
-
-
-def test_ack_settles_all_rows_or_none():
-    made = ledger()
-    put(made, ["a", "b"], "x")
-    held = claim(made, 2, lease_s=5.0)
-    made.apply(commands.Clear("p", ["b"]), 0.0)
-    with pytest.raises(LeaseExpiredError, match="'b'"):
-        made.apply(commands.Ack("p", "t", ["a", "b"], held.lease_tokens), 1.0)
-    assert not made.apply(commands.Consumed("p", ["t"]), 0.0)
-
-
-def test_nack_gives_back_at_once_and_renew_extends():
-    made = ledger()
-    put(made, ["a"], "x")
-    held = claim(made, 1, lease_s=5.0, now=0.0)
-    made.apply(commands.Renew("p", "t", ["a"], held.lease_tokens, 5.0), 4.0)
-    assert claim(made, 1, now=6.0).sample_ids == []
-    made.apply(commands.Nack("p", "t", ["a"], held.lease_tokens), 6.0)
-    assert claim(made, 1, now=6.0).sample_ids == ["a"]
-
-
 @pytest.mark.parametrize(("group", "bytes_a_round"), [(None, 2), (2, 25)])
 def test_a_partition_without_end_remembers_of_what_was_cleared_only_the_names_of_groups(group, bytes_a_round):
     made = ledger(group=group)
@@ -200,56 +65,6 @@ def test_a_partition_without_end_remembers_of_what_was_cleared_only_the_names_of
     assert sizes[1] - sizes[0] <= 1000 * bytes_a_round
     put(made, ["v00000_g0", "v00000_g1"], "x")  # its group was given and cleared, however long ago
     assert claim(made, 2, task="u").sample_ids == ([] if group else ["v00000_g0", "v00000_g1"])
-
-
-def test_groups_are_settled_as_a_whole():
-    made = ledger(group=2)
-    put(made, ["q_g0", "q_g1"], "x")
-    held = claim(made, 2, lease_s=5.0)
-    with pytest.raises(InvalidRequestError, match="1 of the 2 samples"):
-        made.apply(commands.Ack("p", "t", ["q_g0"], held.lease_tokens[:1]), 1.0)
-    made.apply(commands.Nack("p", "t", ["q_g0", "q_g1"], held.lease_tokens), 1.0)
-    assert claim(made, 2, now=1.0).sample_ids == ["q_g0", "q_g1"]
-
-
-def test_consumed_counts_acks_not_leases_and_is_false_while_empty():
-    made = ledger()
-    assert not made.apply(commands.Consumed("p", ["t"]), 0.0)
-    put(made, ["a"], "x")
-    held = claim(made, 1, lease_s=5.0)
-    assert not made.apply(commands.Consumed("p", ["t"]), 0.0)
-    made.apply(commands.Ack("p", "t", ["a"], held.lease_tokens), 1.0)
-    assert made.apply(commands.Consumed("p", ["t"]), 0.0)
-    assert not made.apply(commands.Consumed("p", ["t", "u"]), 0.0)
-    assert not made.apply(commands.Consumed("p", ["unheard"]), 0.0)
-    assert not made.apply(commands.Consumed("unheard", ["t"]), 0.0)
-    made.apply(commands.Clear("p", ["a"]), 0.0)
-    assert not made.apply(commands.Consumed("p", ["t"]), 0.0)
-
-
-def test_tag_filters_pass_over_what_does_not_match_and_leave_it():
-    made = ledger()
-    put(made, ["a", "b", "c"], "x", tags=[{"v": 1}, {"v": 2}, {"w": 1}])
-    assert claim(made, 3, tag_filter={"v": (">=", 2)}).sample_ids == ["b"]
-    assert made.apply(commands.ListSamples("p", {"v": ("in", [1, 2])}), 0.0).sample_ids == ["a", "b"]
-    assert claim(made, 3).sample_ids == ["a", "c"]
-
-
-def test_tags_merge_key_by_key():
-    made = ledger()
-    put(made, ["a"], tags=[{"v": 1, "w": 1}])
-    put(made, ["a"], "x", tags=[{"v": 2}])
-    assert made.apply(commands.ListSamples("p", None), 0.0).tags == [{"v": 2, "w": 1}]
-
-
-def test_a_field_keeps_dtype_rank_and_trailing_shape():
-    made = ledger()
-    put(made, ["a"], "x")
-    for other in (FLOAT, FieldSpec("tensor", "int64", 2, (3,)), FieldSpec("object")):
-        with pytest.raises(SchemaMismatchError, match="field 'x'"):
-            put(made, ["b"], "x", "y", spec=other)
-    assert made.apply(commands.ListSamples("p", None), 0.0).sample_ids == ["a"]
-    put(made, ["b"], "y", spec=FLOAT)  # 'y' was not fixed by the refused puts
 
 
 def test_of_two_overlapping_first_writes_the_second_with_another_schema_fails():
@@ -286,20 +101,6 @@ def test_a_put_checked_against_an_old_registration_is_refused():
     made.apply(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()), 0.0)
     with pytest.raises(StalePartitionError):
         made.apply(commands.BeginPut("p", ["a"], {"x": INT}, [8], None, old, ttl_s=1.0), 0.0)
-
-
-def test_capacity_counts_reservations_and_frees_what_is_cleared():
-    made = ledger(capacity_bytes=10)
-    put(made, ["a"], "x", size=6)
-    with pytest.raises(CapacityExceededError) as full:
-        put(made, ["b"], "x", size=5)
-    assert full.value.retryable
-    with pytest.raises(CapacityExceededError) as never:
-        put(made, ["b"], "x", size=11)
-    assert not never.value.retryable
-    made.apply(commands.Clear("p", ["a"]), 0.0)
-    put(made, ["b"], "x", size=10)
-    assert made.held_bytes == 10
 
 
 def test_a_put_is_judged_by_another_bound_without_a_trace():
@@ -370,23 +171,6 @@ def test_locate_groups_rows_by_write_and_names_what_is_missing():
     with pytest.raises(MissingDataError, match="'a' lacks 'z'") as cells:
         made.apply(commands.Locate("p", ["a"], ["x", "z"]), 0.0)
     assert cells.value.missing_cells == {"a": ("z",)}
-
-
-def test_without_overwrite_a_second_write_is_refused_whole():
-    made = ledger(overwrite=False)
-    put(made, ["a"], "x")
-    with pytest.raises(UnsupportedOperationError, match="'overwrite'"):
-        put(made, ["b", "a"], "x")
-    assert made.apply(commands.ListSamples("p", None), 0.0).sample_ids == ["a"]
-
-
-def test_unknown_partitions_and_tasks_are_named():
-    made = ledger()
-    with pytest.raises(UnknownPartitionError, match="'q' is not registered"):
-        made.apply(commands.Describe("q"), 0.0)
-    with pytest.raises(UnknownTaskError, match="no consumer task 'z'"):
-        claim(made, 1, task="z")
-    assert made.apply(commands.Clear("q", None), 0.0) == (0, [])
 
 
 # --- rows that samples share ------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """The length that all ranks pad to."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,8 +22,8 @@ def test_multiples_that_do_not_divide_each_other_are_both_kept(length, multiples
 
 @given(st.integers(0, 200), MULTIPLES)
 def test_it_is_the_least_that_every_party_can_divide(length, multiples):
-    fits = [each for each in range(length, length + 12**4 + 1) if not any(each % multiple for multiple in multiples)]
-    assert padded_length(length, *multiples) == fits[0]
+    least = next(each for each in itertools.count(length) if not any(each % multiple for multiple in multiples))
+    assert padded_length(length, *multiples) == least
 
 
 @given(st.lists(st.integers(0, 200)), MULTIPLES)

@@ -2,8 +2,6 @@
 
 import json
 import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -91,7 +89,7 @@ def test_the_middleware_writes_for_all_its_operations_and_still_calls_on_event(t
     assert [each.fields for each in seen if each.op == "put_samples"] == [("x",)]
 
 
-def test_processes_that_share_a_file_do_not_mix_their_lines(tmp_path):
+def test_processes_that_share_a_file_do_not_mix_their_lines(tmp_path, python):
     code = """
 import sys
 from dataplane_core.middleware import EventFile, OperationEvent
@@ -103,7 +101,7 @@ for number in range(500):
 file.close()
 """
     path = tmp_path / "events.jsonl"
-    started = [subprocess.Popen([sys.executable, "-c", code, str(path), name]) for name in ("a", "b", "c")]
+    started = [python.start("-c", code, path, name) for name in ("a", "b", "c")]
     assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
     found = lines(path)
     assert len(found) == 1500
@@ -118,7 +116,7 @@ def test_a_file_that_cannot_be_written_ends_no_operation(caplog):
     assert caplog.text.count("the events of the data plane cannot be written: ") == 1
 
 
-def test_after_a_full_disk_the_next_event_begins_on_a_line_of_its_own(tmp_path):
+def test_after_a_full_disk_the_next_event_begins_on_a_line_of_its_own(tmp_path, python):
     """Of two processes, one writes until its file may not grow, which cuts a line as a full disk does."""
     path = tmp_path / "events.jsonl"
     code = """
@@ -131,7 +129,7 @@ for _ in range(3):
     file(OperationEvent(op="put_samples", partition_id="cut", n_keys=2, n_bytes=8, wall_ms=1.5, status="ok"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 """
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120)
+    done = python.run("-c", code, path)
     assert "No space left" in done.stderr or "File too large" in done.stderr, done.stderr
     assert len(path.read_bytes()) == 250
     file = EventFile(path)

@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.parse
@@ -137,13 +136,13 @@ def test_prometheus_finds_the_endpoints_in_files(tmp_path):
     assert not list(folder.iterdir())
 
 
-def test_without_prometheus_client_the_error_says_what_to_install():
+def test_without_prometheus_client_the_error_says_what_to_install(python):
     program = (
         "import sys\nsys.modules['prometheus_client'] = None\n"
         "from dataplane_core import connect\n"
         "connect({'backend': 'noop', 'middleware': ['prometheus']})\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    run = python.run("-c", program, check=False)
     assert run.returncode == 1
     assert PluginImportError.__name__ in run.stderr
     assert "pip install 'dataplane-core[prometheus]'" in run.stderr

@@ -179,6 +179,16 @@ def test_fields_put_at_different_times_are_all_checked(guarded):
         guarded.get_samples(IDS, "p", ["reward", "advantage"])
 
 
+def test_cells_are_checked_that_were_put_before_the_type_of_their_field_was_known(guarded):
+    guarded.put_samples(["a"], "p", {"reward": [1], "tokens": [[]]})
+    guarded.put_samples(["b"], "p", {"reward": [0.5], "tokens": [[2]]})
+    back = guarded.get_samples(["b", "a"], "p", ["reward", "tokens"])
+    assert (back["reward"].tolist(), rows_of(back["tokens"])) == ([0.5, 1.0], [[2], []])
+    guarded.put_samples(["c"], "p", {"more": [7]})
+    guarded.put_samples(["d"], "p", {"more": torch.tensor([8])})
+    assert guarded.get_samples(["c", "d"], "p", ["more"])["more"].tolist() == [7, 8]
+
+
 def test_a_guarded_read_of_unguarded_cells_is_refused_and_says_who_must_change(guarded, unguarded):
     guarded.put_samples(["a"], "p", {"reward": torch.zeros(1)})
     unguarded.put_samples(["b"], "p", {"reward": torch.zeros(1)})

@@ -66,16 +66,6 @@ def test_other_values_of_bootstrap_are_refused(value):
         connect({"backend": "noop"}, bootstrap=value)
 
 
-def test_auto_bootstraps_what_lives_in_one_process():
-    with connect({"backend": "noop"}, bootstrap="auto") as client:
-        assert client.bootstrapped
-
-
-def test_a_client_says_whether_it_bootstrapped(door):
-    assert door(True)
-    assert not door(False, [None])
-
-
 def test_auto_attaches_to_what_runs(door):
     assert not door("auto", [None])
     assert Door.tries == [(False, False, 0.0)]
@@ -159,14 +149,6 @@ def test_what_is_no_config_is_told_what_one_is(given):
 def test_the_nearest_backend_is_named(name, meant):
     with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
         connect({"backend": name})
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"), [("Metrics", "metrics"), ("metric", "metrics"), ("WireGuard", "wire_guard")]
-)
-def test_the_nearest_middleware_is_named(name, meant):
-    with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
-        connect({"backend": "noop", "middleware": [name]})
 
 
 # --- forks ------------------------------------------------------------------------------------------------------------

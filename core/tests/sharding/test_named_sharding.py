@@ -18,14 +18,6 @@ def grid():
     return NamedSharding(np.arange(16).reshape(2, 2, 2, 2), AXES)
 
 
-def test_shape_and_sizes(grid):
-    assert grid.shape == dict.fromkeys(AXES, 2)
-    assert list(grid.shape) == grid.names == AXES
-    assert (grid.ndim, grid.size, grid.get_axis_size("data_parallel")) == (4, 16, 2)
-    assert [grid.get_axis_index(name) for name in AXES] == [0, 1, 2, 3]
-    assert NamedSharding([[0, 1, 2], [3, 4, 5]], ["dp", "tp"]).shape == {"dp": 2, "tp": 3}
-
-
 def test_coordinates_of_a_rank(grid):
     assert grid.get_worker_coords(11) == dict(zip(AXES, (1, 0, 1, 1), strict=True))
 
@@ -72,13 +64,6 @@ def test_grids_are_values(grid):
     grid.names.append("more")
     assert same == grid, "what it hands out are copies"
     assert "data_parallel=2" in repr(grid)
-
-
-def test_ranks_need_not_be_consecutive():
-    grid = NamedSharding([[8, 9], [4, 2]], ["dp", "tp"])
-    assert grid.get_worker_coords(2) == {"dp": 1, "tp": 1}
-    assert grid.get_ranks_by_coord(tp=0) == [4, 8]
-    assert grid.get_ranks_by_coord() == [2, 4, 8, 9]
 
 
 def test_no_rank_is_at_a_coordinate_out_of_range(grid):

@@ -1,7 +1,7 @@
 """The least number of bins, and its multiple."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane_core.errors import InvalidRequestError
@@ -18,7 +18,6 @@ def raised(bins, target):
 
 
 @pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(0, 20), max_size=30), minimum=st.integers(0, 12), multiple=st.integers(1, 6))
 def test_extra_bins_take_from_the_fullest(pack, lengths, minimum, multiple):
     plain = pack(lengths, 20)

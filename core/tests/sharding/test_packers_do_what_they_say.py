@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane_core.sharding import (
@@ -70,7 +70,6 @@ def five_phases(lengths, capacity):
     return bins + [[left[i] for i in each] for each in first_fit(range(len(left)), left, capacity)]
 
 
-@settings(deadline=None)
 @given(problems())
 def test_concatenative_opens_a_bin_when_the_next_does_not_fit(problem):
     lengths, capacity = problem
@@ -82,7 +81,6 @@ def test_concatenative_opens_a_bin_when_the_next_does_not_fit(problem):
     assert concatenative(lengths, capacity) == expected
 
 
-@settings(deadline=None)
 @given(problems())
 def test_first_fit_decreasing_is_first_fit_in_falling_order(problem):
     lengths, capacity = problem
@@ -90,7 +88,6 @@ def test_first_fit_decreasing_is_first_fit_in_falling_order(problem):
     assert first_fit_decreasing(lengths, capacity) == first_fit(order, lengths, capacity)
 
 
-@settings(deadline=None)
 @given(problems(), st.integers(0, 3))
 def test_first_fit_shuffle_is_first_fit_in_some_order(problem, seed):
     lengths, capacity = problem
@@ -99,7 +96,6 @@ def test_first_fit_shuffle_is_first_fit_in_some_order(problem, seed):
     assert bins == first_fit(order, lengths, capacity)
 
 
-@settings(deadline=None)
 @given(problems())
 def test_modified_first_fit_decreasing_goes_through_the_five_phases(problem):
     lengths, capacity = problem
@@ -118,7 +114,6 @@ def test_the_five_phases_by_hand():
 
 
 @pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
-@settings(deadline=None)
 @given(problem=problems())
 def test_bins_are_disjoint_complete_and_within_the_capacity(pack, problem):
     lengths, capacity = problem

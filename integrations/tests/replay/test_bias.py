@@ -14,7 +14,7 @@ from dataplane_integrations.replay import InOrderPolicy, ReadyFirstPolicy, Windo
 PROGRAM = Path(__file__).resolve().parents[3] / "benchmarks" / "staleness.py"
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[2, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 4))])
 def results(request: pytest.FixtureRequest) -> dict[str, Any]:
     spec = importlib.util.spec_from_file_location("staleness", PROGRAM)
     assert spec is not None

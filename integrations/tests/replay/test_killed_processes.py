@@ -7,10 +7,9 @@ import json
 import os
 import random
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +44,27 @@ def store(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
         yield client
 
 
-def run(role: str, store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]]) -> subprocess.Popen[str]:
-    job = {
-        "role": role,
-        "config": store.config.model_dump(),
-        "registration": REGISTRATION,
-        "num_prompts": PROMPTS,
-        "folder": str(folder),
-        "kills": kills,
-    }
-    path = folder / "job.json"
-    path.write_text(json.dumps(job))
-    program = Path(__file__).with_name("killed.py")
-    return subprocess.Popen([sys.executable, str(program), str(path)], stderr=subprocess.PIPE, text=True)
+Run = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def run(python: Any) -> Run:
+    """Starts a process that is killed at some points."""
+
+    def start(role: str, store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]]) -> Any:
+        job = {
+            "role": role,
+            "config": store.config.model_dump(),
+            "registration": REGISTRATION,
+            "num_prompts": PROMPTS,
+            "folder": str(folder),
+            "kills": kills,
+        }
+        path = folder / "job.json"
+        path.write_text(json.dumps(job))
+        return python.start(Path(__file__).with_name("killed.py"), path, stderr=subprocess.PIPE, text=True)
+
+    return start
 
 
 def finish(process: subprocess.Popen[str]) -> None:
@@ -74,7 +81,7 @@ def put_groups(store: DataPlaneClient, groups: range, weight_version: int) -> No
     store.put_samples(ids, "replay", {"input_ids": prompts}, tags=[{"weight_version": weight_version}] * len(ids))
 
 
-def check_streaming(store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]]) -> None:
+def check_streaming(run: Run, store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]]) -> None:
     """Rollouts write while a trainer is killed and restarted; all is trained on, nothing after its ack."""
     store.register_partition("replay", **{**REGISTRATION, "num_samples": 2 * GROUPS + BATCH})
     put_groups(store, range(BATCH // 2), weight_version=0)  # too stale to be trained on
@@ -111,22 +118,24 @@ def check_streaming(store: DataPlaneClient, folder: Path, kills: list[tuple[str,
 
 
 def test_a_trainer_killed_in_mid_step_and_restarted_trains_on_every_sample_and_none_after_its_ack(
-    store: DataPlaneClient, tmp_path: Path
+    run: Run, store: DataPlaneClient, tmp_path: Path
 ) -> None:
-    check_streaming(store, tmp_path, [("trained", 2), ("acked", 2)])
+    check_streaming(run, store, tmp_path, [("trained", 2), ("acked", 2)])
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_trainer_may_be_killed_anywhere_again_and_again(store: DataPlaneClient, tmp_path: Path, seed: int) -> None:
+def test_a_trainer_may_be_killed_anywhere_again_and_again(
+    run: Run, store: DataPlaneClient, tmp_path: Path, seed: int
+) -> None:
     points = ["claimed", "read", "trained", "acked", "cleared"]
     chosen = random.Random(seed).choices(list(itertools.product(points, [1, 2])), k=6)
     # each start but the last trains on one batch at most before it is killed
-    check_streaming(store, tmp_path, [(point, min(nth, 1)) for point, nth in chosen])
+    check_streaming(run, store, tmp_path, [(point, min(nth, 1)) for point, nth in chosen])
 
 
-def drive(store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]]) -> list[tuple[int, ...]]:
+def drive(run: Run, store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]]) -> list[tuple[int, ...]]:
     """Drives a run to its end through kills; per start, rows found, rows kept, and prompts trained on before."""
     store.register_partition("replay", **REGISTRATION)
     finish(run("drive", store, folder, kills))
@@ -138,10 +147,10 @@ def drive(store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]]) ->
 
 
 def test_a_driver_killed_at_any_point_leaks_no_rows_and_goes_on_from_its_save(
-    store: DataPlaneClient, tmp_path: Path
+    run: Run, store: DataPlaneClient, tmp_path: Path
 ) -> None:
     kills = [("half", 1), ("written", 1), ("read", 1), ("saved", 1), ("half", 3), ("consumed", 2), ("written", 1)]
-    starts = drive(store, tmp_path, kills)
+    starts = drive(run, store, tmp_path, kills)
     assert len(starts) == len(kills) + 1
     # before the first save, the rows that killed rollouts left are found and cleared
     assert starts[:3] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
@@ -151,8 +160,10 @@ def test_a_driver_killed_at_any_point_leaks_no_rows_and_goes_on_from_its_save(
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_driver_may_be_killed_anywhere_again_and_again(store: DataPlaneClient, tmp_path: Path, seed: int) -> None:
+def test_a_driver_may_be_killed_anywhere_again_and_again(
+    run: Run, store: DataPlaneClient, tmp_path: Path, seed: int
+) -> None:
     chosen = random.Random(seed)
     # a driver that dies before its second save never gets further, so kills near the start and far ones alternate
     near = [(chosen.choice(["half", "written", "read", "consumed"]), 1) for _ in range(8)]
-    drive(store, tmp_path, [*near, ("saved", 2), *near[::-1], ("saved", 1)])
+    drive(run, store, tmp_path, [*near, ("saved", 2), *near[::-1], ("saved", 1)])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -434,10 +432,9 @@ def test_what_would_need_pickle_is_refused_and_the_former_save_stays(saved: Path
 # --- crashes ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_save_killed_at_any_step_leaves_a_whole_one(tmp_path: Path) -> None:
+def test_a_save_killed_at_any_step_leaves_a_whole_one(tmp_path: Path, python: Any) -> None:
     program = Path(__file__).with_name("save_killed.py")
-    ran = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
+    ran = python.run(program, tmp_path)
     results = json.loads(ran.stdout)
     renamed = [each["step"] for each in results].index("replace")
     assert renamed > 10

@@ -18,7 +18,7 @@ WAIT_S = 60.0
 DEPTH = 0
 
 
-@pytest.fixture(params=[0, 1, 3], ids="{} ahead".format, autouse=True)
+@pytest.fixture(params=[0, 3], ids="{} ahead".format, autouse=True)
 def depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "DEPTH", request.param)
 

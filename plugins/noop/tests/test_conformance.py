@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
+
 from dataplane_core.codec import Ragged
 from dataplane_core.ledger import commands
 from dataplane_noop import NoopBackend
@@ -32,5 +34,6 @@ class TestNoop(BackendConformance):
         return sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, list))
 
 
+@pytest.mark.long
 class TestNoopThroughAsyncio(TestNoop):
     through_asyncio = True

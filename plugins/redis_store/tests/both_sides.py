@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from random_history import NAMES, OPEN, OTHER, SPEC
+from random_history import NAMES
 
 from dataplane_core.errors import AlreadyDoneError, DataPlaneError
 from dataplane_core.ledger import Ledger, commands
@@ -21,6 +21,7 @@ from dataplane_core.spec import (
     ConsumptionRequest,
     DescribeRequest,
     ExportRequest,
+    FieldSpec,
     FieldsRequest,
     GetRequest,
     InspectRequest,
@@ -34,8 +35,8 @@ from dataplane_core.spec import (
     SetCursorRequest,
     SharedRows,
 )
-from dataplane_redis import RedisBackend, _puts, _refusals
-from dataplane_redis._wire import pack_parts, pack_tags
+from dataplane_redis import RedisBackend, _puts
+from dataplane_redis._scripts import pack_parts, pack_tags
 
 __all__ = ["GRACE_S", "BothSides", "Clock", "Difference"]
 
@@ -176,10 +177,9 @@ class BothSides:
         self,
         name: str,
         ids: list[str],
-        fields: list[str],
         shared: list[int] | None,
         sizes: list[int],
-        strange: bool,
+        specs: dict[str, FieldSpec],
         tags: Any,
         ttl_s: float,
         epoch: str | None,
@@ -188,9 +188,7 @@ class BothSides:
         known = self.ledger._partitions.get(name)
         epoch = {None: None, "now": known and known.info.epoch, "old": "e-1"}[epoch]
         write_id, request_id = self.count * 100, f"r{self.count}"
-        specs = dict.fromkeys(fields, SPEC)
-        if strange:
-            specs[fields[-1]] = (OTHER, OPEN)[self.count % 2]
+        fields = list(specs)
         together = fields if shared is None else fields[:-1]
         columns: dict[str, Any] = {
             each: [_cell(write_id, each, row, size) for row, size in enumerate(sizes)] for each in together
@@ -211,7 +209,7 @@ class BothSides:
             request_id=request_id,
         )
         put = self.new_redis_put(command, columns, waits=ticket is not None)
-        return _Begun(command, put, self.session().placing.new_write())
+        return _Begun(command, put, self.backend._payload.placing.new_write())
 
     def new_redis_put(self, command: Any, columns: dict[str, Any], waits: bool = False, left_s: float = 0.0) -> Any:
         specs = getattr(command, "specs", {})
@@ -253,7 +251,7 @@ class BothSides:
             self.ledger.apply(begun.command, self.now)
             self.ledger.apply(commands.CommitPut(begun.command.write_id), self.now)
 
-        expected, found = self.told(both_steps), self.told(lambda: self.backend._puts._put_inline(begun.put))
+        expected, found = self.told(both_steps), self.told(lambda: self.backend._put_inline(begun.put))
         self.same(begun.command, found, expected)
 
     def put_tags(self, name: str, ids: list[str], tags: Any) -> None:
@@ -261,7 +259,7 @@ class BothSides:
         put = self.new_redis_put(command, {}, left_s=30.0)
 
         def act() -> None:
-            self.both(command, lambda: self.backend._puts._put_inline(put))
+            self.both(command, lambda: self.backend._put_inline(put))
 
         act()
         self.done = [*self.done[-6:], (self.now, act)]
@@ -279,7 +277,7 @@ class BothSides:
             if reply[0] == b"full":
                 raise self.session().instance.full_error("put", begun.put.size_bytes, reply[1], reply[2])
             if reply[0] != b"ok":
-                _refusals.raise_put("put", begun.put.request, reply)
+                _puts._raise_refused(begun.put, reply)
             begun.commit = begun.put.pack("commit", begun.write, reply[1], reply[2])
             return True
 
@@ -292,7 +290,7 @@ class BothSides:
     def commit_both(self, begun: _Begun) -> None:
         self.both(
             commands.CommitPut(begun.command.write_id),
-            lambda: self.backend._puts._write(begun.put, begun.write, begun.commit),
+            lambda: self.backend._write(begun.put, begun.write, begun.commit),
             of_ledger=lambda reply: None,
         )
 
@@ -303,7 +301,7 @@ class BothSides:
     def abort_both(self, begun: _Begun) -> None:
         self.both(
             commands.AbortPut(begun.command.write_id),
-            lambda: self.session().run("abort", self.now + 30.0, "abort", begun.write),
+            lambda: self.session().run("abort", self.now + 30.0, "abort", write=begun.write),
             of_ledger=lambda reply: None,
             of_redis=lambda reply: None,
         )
@@ -551,7 +549,7 @@ class BothSides:
         self.same("bytes held", self.ledger.held_bytes, 0)
         base = self.session().base
         for _ in range(200):
-            if not self.session().run("collect", self.now + 30.0, "collect", 100, [])[1]:
+            if not self.session().run("collect", self.now + 30.0, "collect", limit=100, deleted=[])[1]:
                 break
         keys = [each[len(base) + 1 :] for each in self.redis("KEYS", base.replace(b"{", b"\\{") + b"*")]
         keys = [each for each in keys if each.decode().split(":")[0] not in LEFT]

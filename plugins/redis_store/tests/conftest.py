@@ -324,9 +324,9 @@ def every_operation():
 class Load:
     """A process with a load, see load.py."""
 
-    def __init__(self, *words):
-        command = [sys.executable, str(Path(__file__).with_name("load.py")), *map(str, words)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, python, *words):
+        program = Path(__file__).with_name("load.py")
+        self.process = python.start(program, *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def num_committed(self):
         self.process.stdin.write("\n")
@@ -349,12 +349,12 @@ class Load:
 
 
 @pytest.fixture
-def start_load():
+def start_load(python):
     """Starts processes with a load on partition "p", for the task "train"."""
     loads = []
 
     def start(url, namespace, name, wait_replicas=0):
-        loads.append(Load(url, namespace, name, wait_replicas))
+        loads.append(Load(python, url, namespace, name, wait_replicas))
         return loads[-1]
 
     yield start

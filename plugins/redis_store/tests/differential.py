@@ -24,7 +24,7 @@ from random_history import EPISODE, History
 
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.plugins import connect_backend
-from dataplane_redis import RedisBackend, _backend, _claims, _instance, _overview, _puts, _reads, _scripts
+from dataplane_redis import RedisBackend, _backend, _claims, _puts, _reads, _scripts, _session
 
 __all__ = ["Store", "run", "shrink", "simulate"]
 
@@ -75,16 +75,15 @@ class Store:
         clock = Clock()
         module = types.SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep)
         with contextlib.ExitStack() as stack:
-            for each in (_instance, _puts, _claims):
+            for each in (_session, _puts, _claims):
                 stack.enter_context(mock.patch.object(each, "time", module))
             stack.enter_context(mock.patch.object(_puts, "_ABANDON_GRACE_S", GRACE_S))
             if options["in_turns"]:
                 stack.enter_context(mock.patch.dict(_scripts.SCRIPTS, _SMALL))
                 for each, names in (
                     (_claims, ("_LOOK_ROWS", "_GIVE_ROWS")),
-                    (_overview, ("_LIST_ROWS", "_SCAN")),
                     (_reads, ("_LIST_ROWS", "_LOCATE_ROWS", "INLINE_ROWS")),
-                    (_backend, ("_CLEAR_ROWS",)),
+                    (_backend, ("_CLEAR_ROWS", "_LIST_ROWS", "_SCAN")),
                 ):
                     for name in names:
                         stack.enter_context(mock.patch.object(each, name, b"2" if name == "_SCAN" else 3))

@@ -9,13 +9,14 @@ from typing import Any
 
 from dataplane_core.spec import FieldSpec
 
-__all__ = ["EPISODE", "NAMES", "OPEN", "OTHER", "SPEC", "History", "Step"]
+__all__ = ["EPISODE", "NAMES", "History", "Step"]
 
 NAMES = ["p", "q"]
 FIELDS = ["x", "y", "z"]
 TASKS = ["t", "u", "v"]
 IDS = [f"k{group}_g{member}" for group in range(6) for member in range(3)]
-SPEC, OTHER, OPEN = FieldSpec("tensor", "int64", 1), FieldSpec("tensor", "float32", 0), FieldSpec.of_empty_lists()
+SPEC, SCALARS, FLOATS = (FieldSpec("tensor", *each) for each in (("int64", 1), ("float32", 0), ("float32", 1)))
+LISTS = [FieldSpec.of_empty_lists(), FieldSpec.of_ints(1)]
 BIG = 2**60 + 1
 TAGS: list[dict[str, Any]] = [
     *({"n": each} for each in (0, 1, 2, -1, 1.5, True, None, "a", "b\xff", BIG, BIG + 1)),
@@ -92,7 +93,8 @@ def _finish(dice: random.Random) -> dict[str, Any]:
 
 def _put(dice: random.Random) -> dict[str, Any]:
     ids = _ids(dice)
-    fields = dice.choice([["x"], ["y"], ["x", "y"], ["y", "x"], ["x", "y", "z"], ["x", "y"]])
+    fields = dice.choice([["x"], ["y"], ["x", "y"], ["y", "x"], ["x", "y", "z"], ["z"]])
+    strange = [SCALARS, *LISTS] if dice.random() < 0.05 else [SPEC]
     shared = None
     if dice.random() < 0.2:  # the last field's cells are equal for some samples
         count = dice.randint(1, len(ids))
@@ -100,10 +102,9 @@ def _put(dice: random.Random) -> dict[str, Any]:
         dice.shuffle(shared)
     return _named(dice) | {
         "ids": ids,
-        "fields": fields,
         "shared": shared,
         "sizes": [dice.choice([8, 8, 8, 16, 60]) for _ in ids],
-        "strange": dice.random() < 0.05,
+        "specs": {name: dice.choice([*LISTS, *LISTS, FLOATS] if name == "z" else strange) for name in fields},
         "tags": [dice.choice(TAGS) for _ in ids] if dice.random() < 0.6 else None,
         "ttl_s": dice.choice([3.0, 8.0, 33.0]),
         "epoch": dice.choice([None, None, None, "now", "old"] if dice.random() < 0.2 else [None, "now"]),

@@ -4,7 +4,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.errors import ClaimTimeoutError
 from dataplane_redis import _claims
 
 _COUNT = 3000
@@ -42,24 +41,6 @@ def test_a_filter_looks_at_many_rows_in_several_scripts_and_at_each_once(plain, 
     assert found.sample_ids == fresh
     assert client.claim_meta("p", "train", ["x"], 4, blocking=False).sample_ids == [*ids[:4]]
     assert scripts_run(plain) - before == 2
-
-
-@pytest.mark.parametrize("group_size", [None, 2], ids=["rows", "groups"])
-def test_the_end_is_found_by_several_scripts(plain, client, group_size, monkeypatch):
-    monkeypatch.setattr("dataplane_core.client.waiting._LAST_ASK_S", 60.0)  # a busy machine may need more than a second
-    client.register_partition("p", ["x", "y"], _COUNT, ["train"], grpo_group_size=group_size)
-    ids = [f"q{number // 2}_g{number % 2}" for number in range(_COUNT)]
-    put(client, ids, "y", {"v": 0})
-    put(client, [*ids[:10], *ids[12:-2]])
-    client.put_samples(ids[-4:], "p", tags=[_FRESH] * 4)
-    before = scripts_run(plain)
-    with pytest.raises(ClaimTimeoutError, match=f"2 of 4 samples were ready.*'{ids[-2]}' lacks 'x'"):
-        client.claim_meta("p", "train", ["x"], 4, timeout_s=0.0, tag_filter=_FRESH)  # two of them lack a field
-    assert scripts_run(plain) - before > 5
-    put(client, ids[-2:])
-    claim = {"timeout_s": 10.0, "tag_filter": _FRESH}
-    assert client.claim_meta("p", "train", ["x"], 4, **claim).sample_ids == ids[-4:]
-    assert client.claim_meta("p", "train", ["x"], 4, **claim).size == 0  # two lack the field still, but do not match
 
 
 def test_a_row_given_back_behind_a_claim_is_not_lost_at_the_end(client, plain, connect, scripts_of):
@@ -135,13 +116,3 @@ def test_a_group_may_be_larger_than_what_lua_unpacks(plain, connect, piece):
     assert client.list_samples("p").size == 0
     base = client._backend._session.base.decode()
     assert [key for key in plain.admin("KEYS", base + ":*") if key.endswith(b":gm")] == []
-
-
-def test_the_renewal_of_a_part_keeps_the_time_when_it_was_given(client):
-    client.register_partition("p", ["x"], None, ["train"])
-    put(client, ["a", "b"])
-    meta = client.claim_meta("p", "train", ["x"], 2, lease_s=600)
-    before = client.describe("p").tasks["train"].oldest_lease.held_s
-    client.renew(meta.subset([0]), 900)  # now a lease of its own
-    client.ack(meta.subset([1]))
-    assert client.describe("p").tasks["train"].oldest_lease.held_s > before

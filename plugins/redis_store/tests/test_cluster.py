@@ -76,7 +76,7 @@ def test_a_large_put_whose_slot_moves_before_its_commit_begins_again(start_clust
     # a client that may not ask for the slots keeps all payload with the ledger
     client = connect(url=f"redis://plain:pw@127.0.0.1:{nodes[0].port}/0", namespace=namespace_on(0))
     client.register_partition("p", ["x"], None, ["train"])
-    write, met = client._backend._puts._write, []
+    write, met = client._backend._write, []
 
     def moves_first(*args):
         if not met:
@@ -84,7 +84,7 @@ def test_a_large_put_whose_slot_moves_before_its_commit_begins_again(start_clust
             nodes[0].move_slot(key_slot(client._backend._session.base), nodes[1], [nodes[2]])
         return write(*args)
 
-    monkeypatch.setattr(client._backend._puts, "_write", moves_first)
+    monkeypatch.setattr(client._backend, "_write", moves_first)
     values = torch.randn(64, 4096)
     client.put_samples([f"s{row}" for row in range(64)], "p", TensorDict({"x": values}, batch_size=[64]))
     assert met
@@ -97,8 +97,8 @@ def test_nodes_that_came_later_are_asked_too_when_the_ledgers_node_is_gone(clust
     client = connect(url=cluster[0].url)
     session = client._backend._session
     slots = cluster[0].admin("CLUSTER", "SLOTS")
-    session.nodes.learn([[*slots[0], [b"127.0.0.1", 1, b"later", []]], *slots[1:]])
-    assert {"host": "127.0.0.1", "port": 1} in session.link._nodes
+    client._backend._payload.nodes.learn([[*slots[0], [b"127.0.0.1", 1, b"later", []]], *slots[1:]])
+    assert ("127.0.0.1", 1) in session.link._nodes
 
 
 def offset(node, name):

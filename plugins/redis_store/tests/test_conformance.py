@@ -10,7 +10,7 @@ import pytest
 
 from dataplane_core.codec import split_rows
 from dataplane_redis import RedisBackend
-from dataplane_redis._wire import to_bytes, unpack_layout, unpack_rows
+from dataplane_redis._scripts import to_bytes, unpack_layout, unpack_rows
 from dataplane_testkit import BackendConformance
 
 
@@ -94,12 +94,12 @@ class TestRedisCluster(TestRedis):
 
     def _lies_on(self, backend, partition_id, sample_id, field):
         key, position, place = self._lies_at(backend, partition_id, sample_id, field)
-        write, placing = bytes.fromhex(key.rpartition(b":")[2].decode()), backend._session.placing
+        write, placing = bytes.fromhex(key.rpartition(b":")[2].decode()), backend._payload.placing
         key = placing.key_of(write, placing.bucket_of(write, int(position)))
         return next(node for node in self.nodes if key in node.admin("KEYS", "*")), key, position, place
 
     def held_bytes(self, backend):
-        placing = backend._session.placing
+        placing = backend._payload.placing
         total = 0
         for node in self.nodes:
             keys = [*node.admin("KEYS", placing.pattern()), *node.admin("KEYS", backend._session.base + b":w:*")]

@@ -24,7 +24,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
 )
 from dataplane_redis._protocol import to_error
-from dataplane_redis._wire import pack_request, pack_strings
+from dataplane_redis._scripts import pack_strings, pack_value
 
 
 def columns(count, size=1, value=0):
@@ -397,8 +397,8 @@ def test_undoing_a_put_keeps_its_deadline_and_the_next_put_has_its_room(start_se
     server = start_server()
     made = connect(url=server.url, op_timeout_s=60.0, capacity_bytes=20_000_000)
     made.register_partition("p", ["x"], None, ["train"])
-    write, met, deadlines = made._backend._puts._write, [], []
-    undo = made._backend._puts._undo
+    write, met, deadlines = made._backend._write, [], []
+    undo = made._backend._undo
 
     def on_a_stopped_server(*args):
         if not met:
@@ -410,8 +410,8 @@ def test_undoing_a_put_keeps_its_deadline_and_the_next_put_has_its_room(start_se
         deadlines.append(deadline)
         return undo(write, deadline)
 
-    monkeypatch.setattr(made._backend._puts, "_write", on_a_stopped_server)
-    monkeypatch.setattr(made._backend._puts, "_undo", noted)
+    monkeypatch.setattr(made._backend, "_write", on_a_stopped_server)
+    monkeypatch.setattr(made._backend, "_undo", noted)
     try:
         with hurries(1.5):
             latest = LATEST_END.get()
@@ -463,32 +463,15 @@ def test_a_put_that_was_given_up_leaves_nothing(plain, connect):
     write = os.urandom(16)
     parts = [[pack_strings(["x", "tensor:int64:1:"]), [900], ""]]
     request = ("begin", "p", "", ["a"], parts, "", 1000, 0.05, "", write, b"")
-    reply = backend._session.script("t", time.monotonic() + 5, "put", pack_request(*request))
+    reply = backend._session.script("t", time.monotonic() + 5, "put", pack_value(request))
     assert reply[0] == b"ok"
     key = b"dp:{reaped}:w:%s" % write.hex().encode()
     plain.admin("HSET", key, "0", "rows of a writer that died")
     made.put_samples(["b"], "p", columns(1, 50))  # has room again: it waits until there is
     assert plain.admin("EXISTS", key) == 0
     commit = ("commit", "p", reply[1], *request[3:9], write, reply[2])
-    late = backend._session.script("t", time.monotonic() + 5, "put", pack_request(*commit))
+    late = backend._session.script("t", time.monotonic() + 5, "put", pack_value(commit))
     assert late[0] == b"abandoned"
-
-
-def test_clearing_leaves_no_keys(plain, connect):
-    made = connect(url=plain.url, namespace="tidy")
-    made.register_partition("p", ["x"], None, ["train"], grpo_group_size=2)
-    for number in range(5):
-        made.put_samples([f"q{number}_g0", f"q{number}_g1"], "p", columns(2, 20_000))
-        made.put_samples([f"q{number}_g0"], "p", columns(1, 10), [{"v": 1}])
-    made.claim_meta("p", "train", ["x"], 2, lease_s=5)
-    made.clear_samples(["q0_g0", "q4_g1"], "p")
-    made.clear_samples(None, "p")
-    keys = plain.admin("KEYS", "dp:{tidy}:*")
-    done = [key for key in keys if b":done:" in key]
-    assert all(plain.admin("PTTL", key) > 0 for key in done)  # of puts that may be repeated; they expire
-    names = {key.decode().rpartition(":")[2] for key in keys if key not in done}
-    assert names == {"instance", "marks", "parts", "pending"}
-    assert int(plain.admin("HGET", "dp:{tidy}:instance", "held")) == 0
 
 
 @pytest.mark.parametrize("num_samples", [None, 4])

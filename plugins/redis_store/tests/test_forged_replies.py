@@ -10,9 +10,9 @@ from redis.exceptions import InvalidResponse
 
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.spec import FieldSpec
-from dataplane_redis._overview import _info_of
-from dataplane_redis._rows import ArrayReader
-from dataplane_redis._wire import pack_strings, pack_tags, unpack_layout, unpack_tags
+from dataplane_redis._backend import _info_of
+from dataplane_redis._protocol import ArrayReader
+from dataplane_redis._scripts import pack_strings, pack_tags, unpack_layout, unpack_tags
 
 
 @pytest.mark.parametrize(

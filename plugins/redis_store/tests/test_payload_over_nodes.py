@@ -20,7 +20,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     StalePartitionError,
 )
-from dataplane_redis._placing import NUM_BUCKETS, Placing
+from dataplane_redis._payload import NUM_BUCKETS, Placing
 
 #: Numbers in a row that is a group of its own: more than half of what a group may have.
 WIDE = 20_000
@@ -98,7 +98,7 @@ def test_buckets_are_spread_over_any_number_of_nodes():
 
 
 def test_a_put_that_is_refused_leaves_nothing(cluster, client, namespace, connect, monkeypatch):
-    payload = client._backend._puts._payload
+    payload = client._backend._payload
     write, other = payload.write, connect(url=cluster[1].url, namespace=namespace, bootstrap=False)
 
     def overtaken(*args):
@@ -149,7 +149,7 @@ WRITER = """
     def first_exchange(*args, again, **more):
         if again:
             die()
-        exchange(*args, again=again, **more)
+        return exchange(*args, again=again, **more)
 
     if when == "before the commit":
         Payload.write = last_write
@@ -192,14 +192,14 @@ def test_what_the_ledger_does_not_know_is_deleted(cluster, connect, namespace):
     session, deadline = client._backend._session, time.monotonic() + 60
     client.register_partition("p", ["x"], None, ["train"])
     client.put_samples(names(8), "p", rows(8))
-    client._backend._litter._swept = ""
+    client._backend._payload._swept = ""
     session.command("test", deadline, b"HDEL", session.base + b":instance", b"swept")
-    client._backend._litter.look(deadline)
+    client._backend._payload.look(deadline)
     assert session.command("test", deadline, b"ZRANGE", session.base + b":gone", b"0", b"-1") == [write]
     assert owner.admin("EXISTS", key) == 1  # the ledger may be one that was replaced a moment ago
 
     session.command("test", deadline, b"ZADD", session.base + b":gone", b"0", write)  # that moment is over
-    client._backend._litter.look(deadline)
+    client._backend._payload.look(deadline)
     assert owner.admin("EXISTS", key) == 0
     assert torch.equal(client.get_samples(names(8), "p", ["x"])["x"], rows(8)["x"])
 
@@ -218,11 +218,11 @@ def test_a_look_at_what_the_ledger_does_not_know_is_made_again_if_it_failed(clus
                 raise BackendUnavailableError("a node is down")
             return iter(())
 
-        litter = client._backend._litter
-        litter._swept = ""
-        monkeypatch.setattr(litter._payload, "find", find)
-        litter.look(deadline)
-        return litter
+        payload = client._backend._payload
+        payload._swept = ""
+        monkeypatch.setattr(payload, "_find", find)
+        payload.look(deadline)
+        return payload
 
     failed = look(one, True)
     waits = look(two, False)  # another client looks, as far as it knows
@@ -267,7 +267,7 @@ def test_rows_that_a_node_lost_are_named(cluster, client, namespace):
 
 
 def test_a_slot_that_is_moving_and_one_that_has_moved(cluster, client, namespace):
-    placing = client._backend._session.placing
+    placing = client._backend._payload.placing
     bucket = next(each for each in range(NUM_BUCKETS) if placing.slot_of(each) < 5000)  # served by the first node
     source, target, other = cluster
     placing._next = itertools.count(bucket)
@@ -293,7 +293,7 @@ def test_failovers_and_moving_slots_under_load(start_cluster, start_load, connec
     nodes = start_cluster(num_replicas=3)
     client = connect(url=nodes[0].url, namespace=namespace, wait_replicas=1, op_timeout_s=60.0)
     client.register_partition("p", ["x"], None, ["train"])
-    placing = client._backend._session.placing
+    placing = client._backend._payload.placing
     loads = [start_load(nodes[0].url, namespace, f"l{number}", wait_replicas=1) for number in range(2)]
 
     def goes_on():

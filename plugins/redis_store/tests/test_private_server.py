@@ -105,10 +105,10 @@ def test_a_second_owner_is_refused(connect):
         connect(server="private", namespace="twice")
 
 
-def kill_an_owner(with_watcher=False):
+def kill_an_owner(python, with_watcher=False):
     """Namespace and server of an owner that was just killed."""
     namespace = f"orphan-{uuid.uuid4().hex[:8]}"
-    owner = subprocess.Popen([sys.executable, "-c", _OWNER, namespace], stdout=subprocess.PIPE)
+    owner = python.start("-c", _OWNER, namespace, stdout=subprocess.PIPE)
     try:
         pid, watcher = map(int, owner.stdout.readline().split())
         assert runs(pid)
@@ -124,9 +124,9 @@ def kill_an_owner(with_watcher=False):
 
 
 @pytest.fixture
-def killed_owner():
+def killed_owner(python):
     """Namespace and server of an owner that was just killed."""
-    return kill_an_owner()
+    return kill_an_owner(python)
 
 
 def test_the_server_ends_with_an_owner_that_is_killed(killed_owner):
@@ -144,8 +144,8 @@ def test_the_next_owner_need_not_wait_for_one_that_was_killed(connect, killed_ow
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="not run: only Linux ends a process with its parent")
-def test_an_owner_killed_together_with_its_watcher_leaves_no_server_and_a_folder_to_the_next_one(connect):
-    namespace, pid = kill_an_owner(with_watcher=True)
+def test_an_owner_killed_together_with_its_watcher_leaves_no_server_and_a_folder_to_the_next_one(connect, python):
+    namespace, pid = kill_an_owner(python, with_watcher=True)
     wait_until(lambda: not runs(pid))
     client = connect(server="private", namespace=namespace)
     client.register_partition("p", ["x"], None, ["train"])

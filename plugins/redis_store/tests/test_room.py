@@ -1,7 +1,6 @@
 """Puts that wait for room: first come, first served, within a bound."""
 
 import subprocess
-import sys
 import threading
 import time
 
@@ -177,8 +176,10 @@ def test_a_put_that_waits_is_woken_when_room_becomes_free(client, never_asks, ho
     done = []
     session = client._backend._session
     if how == "abort":
-        words = ("p", "", ["begun"], [["", [40 * _UNIT], ""]], "", 100 * _UNIT, 60.0, "", b"w" * 16, b"", 0.0, b"")
-        assert session.run("test", time.monotonic() + 5, "put", "begin", *words)[0] == b"ok"
+        told = {"ids": ["begun"], "parts": [["", [40 * _UNIT], ""]], "tags": "", "known": b"", "request": ""}
+        told |= {"mode": "begin", "name": "p", "epoch": "", "write": b"w" * 16, "ttl_s": 60.0}
+        told |= {"capacity": 100 * _UNIT, "wait_s": 0.0, "client": b""}
+        assert session.run("test", time.monotonic() + 5, "put", **told)[0] == b"ok"
     waiting = put_by_thread(client, "waits", 30 if how == "abort" else 50, done)
     until(lambda: num_told(client) == 1)
     assert done == []
@@ -187,7 +188,7 @@ def test_a_put_that_waits_is_woken_when_room_becomes_free(client, never_asks, ho
     elif how == "drop":
         client.register_partition("other", ["x"], None, ["train"])
     else:
-        session.run("test", time.monotonic() + 5, "abort", b"w" * 16)
+        session.run("test", time.monotonic() + 5, "abort", write=b"w" * 16)
     waiting.join(60)
     assert done == ["waits"]
 
@@ -240,10 +241,10 @@ def test_a_put_whose_client_lost_the_connection_on_which_it_listens_is_woken(cli
     assert done == ["waits"]
 
 
-def test_a_put_whose_client_was_killed_keeps_nobody_waiting_for_long(client, plain):
+def test_a_put_whose_client_was_killed_keeps_nobody_waiting_for_long(client, plain, python):
     put(client, "old", 60)
-    words = [sys.executable, "-c", _WAITS, plain.url, client.config.options["namespace"]]
-    with subprocess.Popen(words, stderr=subprocess.DEVNULL) as process:
+    words = ["-c", _WAITS, plain.url, client.config.options["namespace"]]
+    with python.start(*words, stderr=subprocess.DEVNULL) as process:
         until(lambda: line(client) == 1)
         process.kill()
     put(client, "small", 20)
@@ -320,8 +321,8 @@ def test_a_put_that_waited_and_is_refused_then_keeps_nobody_waiting(client):
 def test_a_begin_whose_reply_is_lost_holds_no_room(client, monkeypatch):
     script, base = client._backend._session.link.script, client._backend._session.base
 
-    def lose_the_reply(what, deadline, run, *words):
-        reply = script(what, deadline, run, *words)
+    def lose_the_reply(what, deadline, run, *words, **more):
+        reply = script(what, deadline, run, *words, **more)
         if run is SCRIPTS["put"]:
             raise BackendUnavailableError("the connection was lost.")
         return reply
@@ -339,7 +340,7 @@ def test_a_put_without_payload_can_be_given_up(client):
     deadline = time.monotonic() + 5
     backend._session.command("test", deadline, b"ZADD", backend._session.base + b":pending", b"9e15", write)
     backend._session.command("test", deadline, b"HSET", backend._session.base + b":instance", b"r:" + write, b"0")
-    assert backend._session.run("test", deadline, "abort", write)[0] == b"ok"
+    assert backend._session.run("test", deadline, "abort", write=write)[0] == b"ok"
 
 
 def test_a_row_that_no_value_can_hold_is_refused_before_it_is_sent(plain, connect, monkeypatch):

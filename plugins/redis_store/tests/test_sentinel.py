@@ -119,7 +119,7 @@ def test_a_large_put_whose_server_became_a_replica_before_its_commit_begins_agai
     sentinel.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", old.port, 1)
     client = connect(url=f"redis+sentinel://127.0.0.1:{sentinel.port}/plane", op_timeout_s=60)
     client.register_partition("p", ["x"], None, ["train"])
-    write, met = client._backend._puts._write, []
+    write, met = client._backend._write, []
 
     def fails_over_first(*args):
         if not met:
@@ -131,7 +131,7 @@ def test_a_large_put_whose_server_became_a_replica_before_its_commit_begins_agai
             sentinel.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", new.port, 1)
         return write(*args)
 
-    monkeypatch.setattr(client._backend._puts, "_write", fails_over_first)
+    monkeypatch.setattr(client._backend, "_write", fails_over_first)
     client.put_samples(["a"], "p", columns(1, LARGE, 7))
     assert met
     assert new.info("replication")["role"] == "master"

@@ -1,8 +1,6 @@
 """Servers of an operator: TCP, unix sockets, ACL, TLS; what is refused, and that no secret is told."""
 
 import json
-import shutil
-import subprocess
 import threading
 import time
 import traceback
@@ -17,7 +15,7 @@ from dataplane_core.cli import main
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError
 from dataplane_redis import RedisConfig
-from dataplane_redis._instance import check_server
+from dataplane_redis._server import check_server
 
 _SECRET = "s3cret-of-the-test"
 
@@ -41,30 +39,6 @@ def told(error):
 def test_tcp_and_unix_sockets(plain, connect):
     round_trip(connect(url=plain.url))
     round_trip(connect(url=f"unix://{plain.socket}"))
-
-
-def test_an_acl_user_with_few_rights_is_enough(start_server, connect):
-    server = start_server()
-    server.admin(
-        "ACL",
-        "SETUSER",
-        "worker",
-        "on",
-        f">{_SECRET}",
-        "~dp:*",
-        "+@all",
-        "-@admin",
-        "-@dangerous",
-        "+info",
-        "+config|get",
-    )
-    server.admin("ACL", "SETUSER", "poor", "on", f">{_SECRET}", "~dp:*", "+get", "+info")
-    round_trip(connect(url=f"redis://worker:{_SECRET}@127.0.0.1:{server.port}/0"))
-    round_trip(connect(url=f"unix://{server.socket}?username=worker&password={_SECRET}"))
-    with pytest.raises(BackendUnavailableError, match="ACL") as caught:
-        connect(url=f"redis://poor:{_SECRET}@127.0.0.1:{server.port}/0")
-    assert not caught.value.retryable
-    assert _SECRET not in told(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -135,22 +109,6 @@ def test_a_url_that_redis_does_not_read_is_refused(connect, url):
     with pytest.raises(ConfigError, match="redis://user:password@host:port/db") as caught:
         connect(url=url)
     assert _SECRET not in told(caught.value)
-
-
-def test_tls(start_server, connect, tmp_path, free_port):
-    if shutil.which("openssl") is None:
-        pytest.skip("not run: this machine has no openssl")
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
-    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
-    subprocess.run([*words, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    tls = ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate)]
-    server = start_server("--tls-port", "0", *tls, "--tls-auth-clients", "no")
-    port = free_port()
-    server.admin("CONFIG", "SET", "tls-port", str(port))
-    round_trip(connect(url=f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"))
-    with pytest.raises(BackendUnavailableError, match="certificate"):
-        connect(url=f"rediss://127.0.0.1:{port}/0")
 
 
 def test_durability_is_stated(plain, start_server, connect, caplog):

@@ -153,20 +153,12 @@ def test_clients_that_wait_pace_each_other(client, plain, connect, monkeypatch):
 
 
 def test_a_pause_that_was_for_a_crowd_ends_with_it(client):
-    claims = client._backend._claims
+    claims = client._backend
     claims._set_interval(0.25)
     pauses = [claims._pause_s() for _ in range(64)]
     assert max(pauses) < 2.5  # not 64 times a slot
     claims._set_interval(0.004)
     assert claims._pause_s() < 0.1
-
-
-def test_a_lease_that_ends_wakes_a_waiting_claim(client, plain, connect):
-    other = connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])
-    client.register_partition("p", ["x"], None, ["train"])
-    put(client, ["a"])
-    assert other.claim_meta("p", "train", ["x"], 1, lease_s=1.0).size == 1
-    assert client.claim_meta("p", "train", ["x"], 1, timeout_s=20.0).sample_ids == ["a"]
 
 
 def test_a_lease_that_is_renewed_to_an_earlier_end_wakes_a_waiting_claim(plain, client):
@@ -191,7 +183,7 @@ def test_every_kind_of_change_wakes_a_waiting_claim(client, plain, connect, monk
         def run():
             given.append(client.claim_meta("p", "train", ["x"], batch_size, timeout_s=20.0, tag_filter=tag_filter))
 
-        claims = client._backend._claims
+        claims = client._backend
         claims._count_at = 0.0
         thread = threading.Thread(target=run)
         thread.start()

@@ -1,6 +1,6 @@
 """Claims that wait are woken by the server: whom a change wakes, and what happens to a wake whose client is gone."""
 
-import multiprocessing
+import json
 import os
 import random
 import signal
@@ -12,9 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import BackendUnavailableError, ClaimTimeoutError, UnknownPartitionError
-from dataplane_core.plugins import connect_backend
 from dataplane_redis import RedisBackend, RedisConfig, _claims, _wakes
 
 #: Seconds within which a claim must return, and its timeout, at which it would ask once more.
@@ -155,20 +153,20 @@ def test_leases_that_end_are_given_to_those_who_wait(plain, client, connect, poo
 # --- a wake whose client is gone --------------------------------------------------------------------------------------
 
 
-def _claim_in_process(options):
-    config = DataPlaneConfig(backend="redis_store", options=options, attach_wait_s=STARTS_S)
-    client = connect_backend(RedisBackend, config, bootstrap=False)
-    client.claim_meta("p", "train", ["x"], 1, timeout_s=TIMEOUT_S)
-    time.sleep(TIMEOUT_S)
+_CLAIMS = """
+import json, sys, time
+from dataplane_core import connect
+config = {"backend": "redis_store", "options": json.loads(sys.argv[1])}
+connect(config, bootstrap=False).claim_meta("p", "train", ["x"], 1, timeout_s=300.0)
+time.sleep(300)
+"""
 
 
 def test_a_process_that_was_woken_and_killed_does_not_keep_the_samples(
-    plain, client, wait_in_line, wait_until, never_count
+    plain, client, wait_in_line, wait_until, never_count, python
 ):
     client.register_partition("p", ["x"], None, ["train"])
-    spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=_claim_in_process, args=(client.config.options,))
-    process.start()
+    process = python.start("-c", _CLAIMS, json.dumps(client.config.options))
     try:
         wait_until(lambda: waiting(plain) == (1, 0), STARTS_S)
         claim = wait_in_line(client)
@@ -177,7 +175,7 @@ def test_a_process_that_was_woken_and_killed_does_not_keep_the_samples(
         assert waiting(plain)[1] == 1  # the process came first; it was told, and does not ask
     finally:
         process.kill()
-        process.join()
+        process.wait()
     assert claim.result(LONG_S).sample_ids == ["a"]
 
 

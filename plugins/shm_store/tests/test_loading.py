@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -192,12 +190,12 @@ with open(path, "a") as trained:
 """
 
 
-def test_a_trainer_that_is_killed_and_started_again_trains_on_every_sample(config, tmp_path):
+def test_a_trainer_that_is_killed_and_started_again_trains_on_every_sample(config, tmp_path, python):
     with connect(config) as client:
         _fill(client)
         path = tmp_path / "trained"
-        command = [sys.executable, "-c", TRAINER, config["options"]["namespace"], str(path)]
-        trainer = subprocess.Popen(command, start_new_session=True)
+        command = ["-c", TRAINER, config["options"]["namespace"], path]
+        trainer = python.start(*command, start_new_session=True)
         while not path.exists() or len(path.read_text().split()) < 5:
             time.sleep(0.005)
         os.killpg(trainer.pid, signal.SIGKILL)
@@ -205,7 +203,7 @@ def test_a_trainer_that_is_killed_and_started_again_trains_on_every_sample(confi
         acked = set(client.list_consumed("p", "t"))
         assert acked <= set(path.read_text().split())  # nothing was acked that was not trained on
         while not client.check_consumption_status("p", ["t"]):  # leases of the killed run end first
-            assert subprocess.run(command, check=False, timeout=100).returncode == 0
+            python.run(*command)
         trained = path.read_text().split()
         assert set(trained) == {f"s{i}" for i in range(NUM)}
         assert len(trained) <= NUM + 1  # only the batch that it was killed on came twice

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import uuid
 
 import pytest
@@ -54,7 +53,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def ranks(tmp_path):
+def ranks(tmp_path, python):
     """Runs the ranks of a task over some rows: ``ranks(kind, size, rows, **terms)`` gives what each of them did."""
     script = tmp_path / "rank.py"
     script.write_text(_RANK)
@@ -68,8 +67,9 @@ def ranks(tmp_path):
             rows = {"x": x, "text": ["a"] * num_rows}
             client.put_samples([f"s{each}" for each in range(num_rows)], "p", rows)
             started = [
-                subprocess.Popen(
-                    [sys.executable, str(script), json.dumps([config, kind, rank, size, address, terms])],
+                python.start(
+                    script,
+                    json.dumps([config, kind, rank, size, address, terms]),
                     stdout=subprocess.PIPE,
                     text=True,
                 )

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 import uuid
 
@@ -80,13 +78,11 @@ client.close()
 """
 
 
-def test_another_process_finds_them(client, config):
+def test_another_process_finds_them(client, config, python):
     fill(client, ["step-7", "step-8"])
     namespace = config["options"]["namespace"]
-    ran = subprocess.run(
-        [sys.executable, "-c", _OTHER, namespace], capture_output=True, text=True, timeout=STARTS_S, check=False
-    )
-    assert ran.stdout.strip() == "['step-7', 'step-8'] [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]", ran.stderr
+    said = python.run("-c", _OTHER, namespace).stdout
+    assert said.strip() == "['step-7', 'step-8'] [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]"
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])

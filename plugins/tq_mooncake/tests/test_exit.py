@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections import defaultdict
 
 import pytest
@@ -115,15 +114,15 @@ def unit_pid(unit):
 
 
 @pytest.fixture
-def start_jobs(ray_address, tmp_path):
+def start_jobs(ray_address, tmp_path, python):
     """Starts the process that makes jobs of these endings, and a file for what they say to standard error."""
     with contextlib.ExitStack() as stack:
 
         def start(endings, times):
             errors = stack.enter_context((tmp_path / "errors").open("w+"))
-            command = [sys.executable, "-c", _JOBS, ray_address, str(times), *endings]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-            jobs = stack.enter_context(subprocess.Popen(command, **pipes, text=True, start_new_session=True))
+            command = ["-c", _JOBS, ray_address, times, *endings]
+            jobs = stack.enter_context(python.start(*command, **pipes, text=True, start_new_session=True))
             stack.callback(end, jobs)
             return jobs
 
@@ -159,10 +158,11 @@ def test_a_job_that_gave_up_a_call_ends_with_its_own_status(unit_pid, start_jobs
         os.kill(unit_pid, signal.SIGCONT)
 
 
-def test_a_job_whose_threads_are_in_puts_when_it_ends_ends_with_its_own_status(unit_pid, start_jobs, tmp_path):
+@pytest.mark.parametrize("times", [1, pytest.param(6, marks=_LONG)])
+def test_a_job_whose_threads_are_in_puts_when_it_ends_ends_with_its_own_status(unit_pid, start_jobs, tmp_path, times):
     ending = "with_threads_that_put"
-    jobs = start_jobs([ending], 6)
-    for _ in range(6):
+    jobs = start_jobs([ending], times)
+    for _ in range(times):
         assert jobs.stdout.readline() == f"{ending} ready\n"
         jobs.stdin.write("\n")
         jobs.stdin.flush()

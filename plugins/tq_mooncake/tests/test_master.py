@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -79,8 +78,8 @@ def test_a_port_that_was_taken_meanwhile_is_not_taken_for_ours(monkeypatch):
             master.stop()
 
 
-def test_a_master_ends_with_an_owner_that_is_killed(runs, wait_until):
-    with subprocess.Popen([sys.executable, "-c", _OWNER], stdout=subprocess.PIPE) as owner:
+def test_a_master_ends_with_an_owner_that_is_killed(runs, wait_until, python):
+    with python.start("-c", _OWNER, stdout=subprocess.PIPE) as owner:
         try:
             pid, folder = owner.stdout.readline().decode().split()
             assert runs(int(pid))

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -138,10 +137,10 @@ with connect(config, bootstrap=False) as client:
 
 
 @pytest.mark.long
-def test_a_client_attaches_while_the_master_is_away(two, away, ray_address):
+def test_a_client_attaches_while_the_master_is_away(two, away, ray_address, python):
     options = {"ray_address": ray_address, "instance": "again", "local_buffer_size_bytes": 4 << 20}
     config = json.dumps({"backend": "tq_mooncake", "options": options, "op_timeout_s": 90.0})
-    with subprocess.Popen([sys.executable, "-c", _ATTACHES, config], stdout=subprocess.PIPE, text=True) as process:
+    with python.start("-c", _ATTACHES, config, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline() == "now\n"
             time.sleep(3.0)  # most of the tries fall into the time without a master

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 
@@ -41,14 +40,16 @@ with connect({"backend": "tq_simple", "attach_wait_s": 240, "op_timeout_s": 240}
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, python):
     """Starts programs in a temporary folder of their own, which no other test sees."""
     started = []
     others = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_MODE")}
 
     def run(source, *args, **env):
-        process = subprocess.Popen(
-            [sys.executable, "-c", source, *args],
+        process = python.start(
+            "-c",
+            source,
+            *args,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -118,6 +119,7 @@ def test_a_name_is_not_the_beginning_of_another(find):
     left.release()
 
 
+@pytest.mark.long
 def test_processes_with_the_name_alone_share_an_instance(start):
     attaches = start(_ATTACHES)  # before there is an owner
     autos = [start(_AUTO), start(_AUTO)]

@@ -15,6 +15,7 @@ A storage author's test file:
 Environment variables:
 
 - ``DATAPLANE_HYPOTHESIS_PROFILE=long``: many random examples, 200 kills instead of 20, 100,000 claims by 8 processes.
+  ``brief``: a quarter of the usual.
 - ``DATAPLANE_CONFORMANCE_KILLS``: how many clients the chapter "crashes" kills.
 - ``DATAPLANE_CONFORMANCE_SEED``: the random seed for the moments of these kills. A failing test prints its seed.
 - ``DATAPLANE_CONFORMANCE_PROMPT_S``: the most seconds that a call may take that must not wait. Default: 10.

@@ -28,7 +28,7 @@ from dataplane_core.errors import DataPlaneError, LeaseExpiredError
 from dataplane_core.spec import Capability
 from dataplane_testkit._blobs import journal_state
 from dataplane_testkit._columns import as_objects, batch, items_of, jagged, rows_of
-from dataplane_testkit._profiles import is_long, new_seed
+from dataplane_testkit._profiles import by_profile, new_seed
 from dataplane_testkit._timing import PROMPT_S, eventually
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ LEASED: Final = "leased"
 PLAIN: Final = "plain"
 
 #: How many victims are killed. The environment variable sets another number.
-_KILLS: Final = int(os.environ.get("DATAPLANE_CONFORMANCE_KILLS") or (200 if is_long() else 20))
+_KILLS: Final = int(os.environ.get("DATAPLANE_CONFORMANCE_KILLS") or by_profile(5, 20, 200))
 #: How many victims run at the same time, and how many of them put and claim. The others are still attaching.
 _AT_ONCE: Final = 4
 _AT_WORK: Final = 2

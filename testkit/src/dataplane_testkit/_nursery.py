@@ -1,15 +1,19 @@
 """Starts processes fast: it forks them from a process that has already imported what clients need.
 
 To start Python and import torch takes seconds. To fork a process that has done so takes milliseconds. The process that
-is forked never had a client, so its forks inherit no connection, lock or thread of one. It is started anew for every
-store under test, so it and its forks have the current environment.
+is forked never had a client, so its forks inherit no connection, lock or thread of one. It serves one store under test
+after the other, as long as their classes are of one module. Each fork gets the environment and the search path of its
+time.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing import reduction
@@ -25,10 +29,17 @@ _END_S: Final = 10.0
 Body = Callable[[Connection], None]
 
 
+#: Module -> the process whose forks use a class of it.
+kept: dict[str, Nursery] = {}
+
+
 class Nursery:
     """A process from which others are forked. Forks that end when their pipe is closed also end with it.
 
     Only one thread at a time may use it.
+
+    Attributes:
+        users: How many stores under test use it.
 
     Args:
         prepare: Called in the process before the first fork. It imports what all forks need. It must be importable by
@@ -42,6 +53,29 @@ class Nursery:
         self._process.start()
         theirs.close()
         self._ready = False
+        self.users = 0
+
+    @classmethod
+    def of(cls, module: str, prepare: Callable[[], Any]) -> Nursery:
+        """The one that is kept for a module, or a new one. Call `release` afterwards.
+
+        It stays for the next store under test of that module. The first one of another module ends it.
+        """
+        for other in [name for name, each in kept.items() if name != module and not each.users]:
+            kept.pop(other).close()
+        if module not in kept:
+            kept[module] = cls(prepare)
+        kept[module].users += 1
+        return kept[module]
+
+    def release(self) -> None:
+        """Says that a user needs it no more."""
+        self.users -= 1
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id."""
+        return self._process.pid
 
     def fork(self, body: Body) -> tuple[int, Connection]:
         """Starts a process that runs ``body`` and then ends.
@@ -56,7 +90,9 @@ class Nursery:
             self._answer()
             self._ready = True
         mine, theirs = multiprocessing.Pipe()
-        self._connection.send(("fork", body))
+        # what changed since it was started
+        setting = (dict(os.environ), list(sys.path), os.getcwd())
+        self._connection.send(("fork", (pickle.dumps(body), setting)))
         reduction.send_handle(self._connection, theirs.fileno(), self._process.pid)
         theirs.close()
         pid: int = self._answer()
@@ -119,7 +155,7 @@ def _tend(connection: Connection, prepare: Callable[[], Any]) -> None:
         connection.send((True, ended.get(argument)))
 
 
-def _fork(connection: Connection, body: Body) -> int:
+def _fork(connection: Connection, asked: tuple[bytes, tuple[dict[str, str], list[str], str]]) -> int:
     theirs = Connection(reduction.recv_handle(connection))
     pid = os.fork()
     if pid:
@@ -128,7 +164,12 @@ def _fork(connection: Connection, body: Body) -> int:
     status = 1
     try:
         connection.close()  # otherwise the fork would keep its parent's pipe open, and nobody would see the parent end
-        body(theirs)
+        body, (environment, sys.path[:], folder) = asked
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        tempfile.tempdir = None
+        pickle.loads(body)(theirs)  # from our own parent
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -1,16 +1,24 @@
-"""How many examples Hypothesis tries (few fixed ones; with the profile ``long`` many random ones), and the seed."""
+"""How much the kit tries, by the profile: ``brief`` less than usual, ``long`` many random examples. And the seed."""
 
 from __future__ import annotations
 
 import os
 import random
+from typing import TypeVar
 
 from hypothesis import HealthCheck, Phase, settings
+
+_T = TypeVar("_T")
+
+
+def by_profile(brief: _T, usual: _T, long: _T) -> _T:
+    """One of three values, as ``DATAPLANE_HYPOTHESIS_PROFILE`` says."""
+    return {"brief": brief, "long": long}.get(os.environ.get("DATAPLANE_HYPOTHESIS_PROFILE", ""), usual)
 
 
 def is_long() -> bool:
     """Whether ``DATAPLANE_HYPOTHESIS_PROFILE=long`` is set."""
-    return os.environ.get("DATAPLANE_HYPOTHESIS_PROFILE") == "long"
+    return by_profile(False, False, True)
 
 
 def new_seed() -> int:
@@ -24,14 +32,14 @@ def kit_settings(max_examples: int, *, stateful_step_count: int = 50, shrink: bo
     """The kit's Hypothesis settings. They do not depend on the profile that the author's tests load.
 
     Args:
-        max_examples: How many examples to try. The profile ``long`` tries 25 times as many.
+        max_examples: How many examples to try. The profile ``long`` tries 25 times as many, ``brief`` a quarter.
         stateful_step_count: The most steps in one run of a state machine.
         shrink: Whether to look for a simpler example of a failure.
     """
     long = is_long()
     phases = [Phase.explicit, Phase.generate, Phase.target]
     return settings(
-        max_examples=max_examples * (25 if long else 1),
+        max_examples=by_profile(max_examples // 4, max_examples, max_examples * 25),
         stateful_step_count=stateful_step_count,
         derandomize=not long,
         database=None,

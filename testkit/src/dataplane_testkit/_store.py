@@ -182,7 +182,7 @@ class Deployment:
         """
         chosen = self.attach_options() if options is None else options
         if self._nursery is None:
-            self._nursery = Nursery(partial(prepare, self.backend_class))
+            self._nursery = Nursery.of(self.backend_class.__module__, partial(prepare, self.backend_class))
         full = self._config(chosen, attach_wait_s=STARTS_S, **config)
         return Worker(self._nursery, self.backend_class, full, bootstrap)
 
@@ -204,7 +204,7 @@ class Deployment:
         with contextlib.ExitStack() as stack:
             stack.callback(self.client.close)
             if self._nursery is not None:
-                stack.callback(self._nursery.close)
+                stack.callback(self._nursery.release)
             for client in self._clients.values():
                 stack.callback(client.close)
             for worker in self._workers:

@@ -186,7 +186,7 @@ class Record:
             if unknown:
                 raise ValueError(f"it holds {min(unknown)!r}")
             if not (fits(held["seq"], int) and fits(held["prev"], bytes)):
-                raise TypeError("seq or prev holds what it cannot hold")
+                raise TypeError("seq or prev is of a wrong type")
             command = _CLASSES[held["op"]](**known)
             check_command(command)
             return cls(held["seq"], held["prev"], command)
@@ -212,5 +212,5 @@ def unseal(data: bytes) -> bytes | None:
 
 def _typed(name: str, value: Any, kind: _Kind) -> Any:
     if not fits(value, kind.form):
-        raise TypeError(f"{name} holds what it cannot hold")
+        raise TypeError(f"{name} has a part of a wrong type")
     return value

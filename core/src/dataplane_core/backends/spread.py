@@ -34,6 +34,7 @@ _SEPARATOR: Final = ":"
 
 def ledger_of(partition_id: str, num_ledgers: int) -> int:
     """The number of the store that holds a partition, from 0. The same in every process."""
+    # not `hash`: Python's differs from process to process
     digest = hashlib.blake2b(partition_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % num_ledgers
 

@@ -371,6 +371,7 @@ def _packed(
         return Columns(
             {name: kept[name] if name in kept else packed.get(name) for name in columns},
             {name: items for name, items in getattr(given, "lists", {}).items() if name not in cut},
+            getattr(given, "ints", ()),
         )
     except (InvalidRequestError, InvalidTypeError) as error:
         error.message = f"{where} refused: {error.message}"

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Final
 
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
@@ -34,9 +35,10 @@ from dataplane_core.codec import (
     as_columns,
     decode_columns,
     encode_columns,
+    join_parts,
     list_as,
+    misfit_of,
     spread,
-    with_empty_rows,
 )
 from dataplane_core.errors import (
     BackendError,
@@ -493,15 +495,10 @@ class DataPlaneClient(Claims):
             with _naming_samples(partition_id, ids):
                 batch = self._call("get_samples", request, WireBatch)
         except OpenCellsError as error:
-            columns = {}
-            others = [name for name in names if name not in error.cells]
-            if others:
-                columns = self._read(ids, partition_id, others, share_rows, deadline)
-            for name, empty in error.cells.items():
-                spec, of_type = FieldSpec.from_text(error.specs[name]), [each for each in ids if each not in set(empty)]
-                rest = self._read(of_type, partition_id, [name], share_rows, deadline)[name] if of_type else None
-                columns[name] = with_empty_rows(rest, [ids.index(each) for each in empty], len(ids), spec)
-            return {name: columns[name] for name in names}
+            parts = [self._read(list(some), partition_id, names, share_rows, deadline) for some in error.groups]
+            places = {sample_id: place for place, sample_id in enumerate(chain.from_iterable(error.groups))}
+            order = [places[sample_id] for sample_id in ids]
+            return {name: join_parts([part[name] for part in parts], order) for name in names}
         for name in names:
             if name not in batch.columns or name not in batch.specs:
                 raise BackendError(
@@ -532,9 +529,8 @@ class DataPlaneClient(Claims):
                     column = list_as(lists[name], FieldSpec.from_text(text)) if name in lists else None
                     if column is None or name in tried:
                         if name in lists and error.hint is None:
-                            error.hint = (
-                                "A list becomes what its field holds, if it fits: write 1.0, not 1, in the first one."
-                            )
+                            misfit = misfit_of(lists[name], FieldSpec.from_text(text))
+                            error.hint = f"A list becomes what its field holds, if all of its rows fit: {misfit}."
                         raise
                     fitting[name] = column
                 if not fitting:

@@ -5,20 +5,21 @@ The client encodes every put and decodes every read here. Backends that store by
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
 from dataplane_core.codec.frames import join_row, join_rows, split_rows
-from dataplane_core.codec.inputs import Columns, as_column, as_columns
-from dataplane_core.codec.lists import list_as
+from dataplane_core.codec.inputs import as_column, as_columns
+from dataplane_core.codec.lists import list_as, misfit_of
 from dataplane_core.codec.objects import copy_item, decode_item, encode_item
 from dataplane_core.codec.packed import unpack_msgpack, unpack_msgpack_stream
 from dataplane_core.codec.pieces import Piece, StoredColumn, merge_pieces, rows_in_order
 from dataplane_core.codec.python_values import plain
 from dataplane_core.codec.rows import (
+    Columns,
     EmptyLists,
     TensorRows,
     empty_columns,
+    join_parts,
     num_rows,
     object_column,
     take_rows,
-    with_empty_rows,
 )
 from dataplane_core.codec.shared import spread
 from dataplane_core.codec.sizes import cell_nbytes, row_nbytes
@@ -77,10 +78,12 @@ __all__ = [
     "host_tensor",
     "is_jagged",
     "jagged_parts",
+    "join_parts",
     "join_row",
     "join_rows",
     "list_as",
     "merge_pieces",
+    "misfit_of",
     "num_rows",
     "object_column",
     "offsets_of",
@@ -97,5 +100,4 @@ __all__ = [
     "to_nested",
     "unpack_msgpack",
     "unpack_msgpack_stream",
-    "with_empty_rows",
 ]

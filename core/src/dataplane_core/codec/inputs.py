@@ -15,23 +15,11 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from dataplane_core.codec.arrow import column_of_arrow
-from dataplane_core.codec.lists import column_of_array, column_of_list
-from dataplane_core.codec.rows import TensorRows
+from dataplane_core.codec.lists import column_of_array, column_of_list, says_its_dtype
+from dataplane_core.codec.rows import Columns, TensorRows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 
 _LISTS: Final = (list, tuple)
-
-
-class Columns(dict[str, Any]):
-    """Columns that the codec takes.
-
-    Attributes:
-        lists: The columns that were lists, as they were: a field may be known to hold another type than they became.
-    """
-
-    def __init__(self, columns: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -> None:
-        super().__init__(columns)
-        self.lists = {name: items for name, items in lists.items() if name in columns}
 
 
 def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | Columns:
@@ -83,7 +71,7 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | Co
     _check_names(where, [name for name, _ in columns])
     lists = {name: column for name, column in columns if isinstance(column, _LISTS)}
     found = {name: as_column(f"{where} refused: field '{name}'", column, keep_rows=True) for name, column in columns}
-    return Columns(found, lists)
+    return Columns(found, lists, [name for name, items in lists.items() if not says_its_dtype(items)])
 
 
 def as_column(what: str, column: Any, *, keep_rows: bool = False) -> Any:
@@ -130,7 +118,7 @@ def _columns_of_table(where: str, table: Any) -> Columns:
         field.name: column_of_arrow(f"{where} refused: field '{field.name}'", column, field.metadata)
         for field, column in fields
     }
-    return Columns(found, {})
+    return Columns(found)
 
 
 def _columns_of_dataset(dataset: Any) -> Any:

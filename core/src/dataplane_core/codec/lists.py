@@ -10,6 +10,7 @@ Shape legend: ``N`` rows, ``L`` a row's own length.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from types import NoneType
@@ -26,7 +27,7 @@ from dataplane_core.codec.tensors import Ragged, dense_or_jagged, offsets_of
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_core.spec import FieldSpec
 
-__all__ = ["column_of_array", "column_of_list", "list_as"]
+__all__ = ["column_of_array", "column_of_list", "list_as", "misfit_of", "says_its_dtype"]
 
 _NUMBERS: Final = frozenset({bool, int, float})
 _LISTS: Final = frozenset({list, tuple})
@@ -112,6 +113,17 @@ def list_as(items: Sequence[Any], spec: FieldSpec) -> torch.Tensor | NonTensorSt
         return None
     values = _tensor_as(_plain(chain.from_iterable(items)), spec)
     return None if values is None else dense_or_jagged(Ragged(values, _offsets(items)))
+
+
+def misfit_of(items: Sequence[Any], spec: FieldSpec) -> str:
+    """The first row of a list that does not fit a field, for a message."""
+    row = next((row for row, item in enumerate(items) if list_as([item], spec) is None), 0)
+    return f"row {row}, {reprlib.repr(*_plain(items[row : row + 1]))}, does not"
+
+
+def says_its_dtype(items: Sequence[Any]) -> bool:
+    """Whether the dtype of a list is that of its tensors or arrays."""
+    return any(isinstance(item, _TENSORS) for item in items[:1])
 
 
 def _tensor_as(numbers: Sequence[Any], spec: FieldSpec) -> torch.Tensor | None:

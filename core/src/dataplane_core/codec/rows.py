@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
@@ -27,9 +27,27 @@ from dataplane_core.codec.tensors import (
 from dataplane_core.errors import SchemaMismatchError
 from dataplane_core.spec import FieldSpec, SharedRows
 
+_EMPTY_LISTS: Final = FieldSpec.of_empty_lists()
+
 
 class EmptyLists(list[list[Any]]):
     """A column of empty lists, which say nothing about their type: it leaves its field open."""
+
+
+class Columns(dict[str, Any]):
+    """Columns that the codec takes.
+
+    Attributes:
+        lists: The columns that were lists, as they were: a field may be known to hold another type than they became.
+        ints: Columns that leave their field open between ints and floats, if they are ints that floats hold as well.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, Any], lists: Mapping[str, Sequence[Any]] | None = None, ints: Iterable[str] = ()
+    ) -> None:
+        super().__init__(columns)
+        self.lists = {name: items for name, items in (lists or {}).items() if name in columns}
+        self.ints = frozenset(ints)
 
 
 class TensorRows(list[torch.Tensor]):
@@ -72,11 +90,17 @@ def empty_columns(specs: Mapping[str, FieldSpec], names: Iterable[str]) -> Tenso
     columns: dict[str, Any] = {}
     for name in names:
         spec = specs[name]
-        if spec.kind == "object":
-            columns[name] = object_column(())
-        else:
-            columns[name] = empty_tensor((0, 0, *spec.trailing) if spec.rank else (0,), spec.torch_dtype)
+        columns[name] = (
+            empty_rows(spec, 0) if spec.rank or spec.kind == "object" else empty_tensor((0,), spec.torch_dtype)
+        )
     return TensorDict(columns, batch_size=[0])
+
+
+def empty_rows(spec: FieldSpec, count: int) -> Any:
+    """Rows of length 0 of a field. Empty lists, if it holds objects or only empty lists are known of it."""
+    if spec.kind == "object" or spec == _EMPTY_LISTS:
+        return object_column([[] for _ in range(count)])
+    return empty_tensor((count, 0, *spec.trailing), spec.torch_dtype)
 
 
 def take_rows(column: Any, positions: Sequence[int], jagged: JaggedColumns | None = None) -> Any:
@@ -106,43 +130,26 @@ def take_rows(column: Any, positions: Sequence[int], jagged: JaggedColumns | Non
     return object_column(taken_items)
 
 
-def with_empty_rows(column: Any, places: Sequence[int], num_samples: int, spec: FieldSpec) -> Any:
-    """A column of a read, with the rows that were written as empty lists before the field's type was known.
+def join_parts(parts: Sequence[Any], order: Sequence[int]) -> Any:
+    """Rows of one field that were read apart, in the order of a read.
 
     Args:
-        column: The other rows. None: there are none.
-        places: Where the empty rows stand in the read, ascending.
-        num_samples: N, of all rows.
-        spec: What the field has by now.
+        parts: Columns that `decode_columns` returned.
+        order: For each row of the result, its place among the rows of all parts.
 
     Returns:
-        A tensor column, with rows of length 0; or objects, with empty lists, if these are objects or still open.
+        Tensors in new memory, in the wider of their dtypes; or one object per row, if a part has these.
     """
-    is_tensor = spec.kind == "tensor" and not spec.is_open
-    if is_tensor and (column is None or isinstance(column, torch.Tensor)):
-        rows = Ragged(torch.empty((0, *spec.trailing), dtype=spec.torch_dtype, device="cpu"), offsets_of(_zeros(0)))
-        if column is not None:
-            some = ragged_of_nested(column, "a column") if column.is_nested else ragged_of_dense(column)
-            assert isinstance(some, Ragged)
-            rows = some
-        lengths = _zeros(num_samples)
-        lengths[_others(places, num_samples)] = rows.offsets.diff()
-        return dense_or_jagged(Ragged(rows.values, offsets_of(lengths)))
-    items: list[Any] = [None] * num_samples
-    for place, item in zip(_others(places, num_samples), [] if column is None else column.tolist(), strict=True):
-        items[place] = item
-    for place in places:
-        items[place] = torch.empty((0, *spec.trailing), dtype=spec.torch_dtype, device="cpu") if is_tensor else []
-    return object_column(items)
-
-
-def _zeros(count: int) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int64, device="cpu")
-
-
-def _others(places: Sequence[int], count: int) -> list[int]:
-    empty = set(places)
-    return [place for place in range(count) if place not in empty]
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        items = [row for part in parts for row in (part.unbind() if isinstance(part, torch.Tensor) else part.tolist())]
+        return object_column([items[row] for row in order])
+    if all(part.dim() == 1 for part in parts):
+        return take_dense(torch.cat(list(parts)), order)
+    rows = [ragged_of_nested(part, "a column") if part.is_nested else ragged_of_dense(part) for part in parts]
+    values, lengths = zip(
+        *[(each.values, each.offsets.diff()) for each in rows if isinstance(each, Ragged)], strict=True
+    )
+    return dense_or_jagged(take_ragged(Ragged(torch.cat(values), offsets_of(torch.cat(lengths))), order))
 
 
 def take_ragged(rows: Ragged, positions: Sequence[int]) -> Ragged:

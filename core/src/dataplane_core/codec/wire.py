@@ -33,7 +33,16 @@ from tensordict import (
 from dataplane_core.codec.frames import frame_ragged, ragged_of_items, unframe_ragged
 from dataplane_core.codec.header import KIND_OBJECT, KIND_TENSOR
 from dataplane_core.codec.objects import check_items, decode_items
-from dataplane_core.codec.rows import EmptyLists, TensorRows, num_rows, object_column, take_dense, take_ragged
+from dataplane_core.codec.rows import (
+    Columns,
+    EmptyLists,
+    TensorRows,
+    empty_rows,
+    num_rows,
+    object_column,
+    take_dense,
+    take_ragged,
+)
 from dataplane_core.codec.shared import LARGE_CELL_BYTES, Repeats, equal_rows, same_memory, spread
 from dataplane_core.codec.sizes import cell_nbytes
 from dataplane_core.codec.tensors import (
@@ -64,7 +73,9 @@ from dataplane_core.errors import (
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
 
 _OBJECTS: Final = FieldSpec.of_objects()
-_OPEN: Final = FieldSpec.of_empty_lists()
+_EMPTY_LISTS: Final = FieldSpec.of_empty_lists()
+#: Ints up to this are the same in all dtypes of `FieldSpec.of_ints`.
+_SAME_IN_FLOATS: Final = 2**24
 
 
 # --- encoding ---------------------------------------------------------------------------------------------------------
@@ -104,12 +115,13 @@ def encode_columns(
     for name, leaf in _leaves(fields):
         if isinstance(leaf, (torch.Tensor, TensorRows)):
             column, repeats = _ingest(name, leaf, num_samples, wire)
-            specs[name] = _spec_of(column)
+            is_open = isinstance(fields, Columns) and name in fields.ints and _are_ints_for_floats(column)
+            specs[name] = FieldSpec.of_ints(_spec_of(column).rank) if is_open else _spec_of(column)
             encoded = _encode_tensor(column, specs[name], wire)
         elif isinstance(leaf, EmptyLists):
             _check_rows(name, len(leaf), num_samples)
             empty = torch.empty((num_samples, 0), dtype=torch.uint8, device="cpu")
-            specs[name], encoded, repeats = _OPEN, _encode_tensor(empty, _spec_of(empty), wire), None
+            specs[name], encoded, repeats = _EMPTY_LISTS, _encode_tensor(empty, _spec_of(empty), wire), None
         else:
             items = _object_items(name, leaf, num_samples)
             specs[name] = _OBJECTS
@@ -165,6 +177,15 @@ def _spec_of(column: Ragged | torch.Tensor) -> FieldSpec:
     if isinstance(column, Ragged):
         return FieldSpec.of_cells(column.values.dtype, tuple(column.values.shape))
     return FieldSpec.of_cells(column.dtype, tuple(column.shape[1:]))
+
+
+def _are_ints_for_floats(column: Ragged | torch.Tensor) -> bool:
+    """Whether these are int64 numbers, each of them the same as a float."""
+    values = _plain(column)
+    if values.dtype != torch.int64 or values.numel() == 0:
+        return False
+    least, most = values.aminmax()
+    return int(least) >= -_SAME_IN_FLOATS and int(most) <= _SAME_IN_FLOATS
 
 
 def _object_items(name: str, leaf: Any, num_samples: int) -> list[Any]:
@@ -296,7 +317,7 @@ def decode_columns(
         columns: Field -> encoded column of ``num_samples`` rows. This function takes ownership: what needs no
             conversion is returned as it is. The container may differ from the one that `encode_columns` made (a dense
             column may come back as jagged or as rows); the cells may not.
-        specs: Field -> the spec fixed by the field's first write. Must have every key of ``columns``.
+        specs: Field -> the spec of its cells, as in `WireBatch`. Must have every key of ``columns``.
         num_samples: N, at least 1.
         wire: The backend's wire format.
         allow_pickle: Unpickle object items that were pickled.
@@ -322,12 +343,13 @@ def decode_columns(
         index = _index_of(name, column, num_samples)
         rows, count = (column.rows, num_rows(column.rows)) if isinstance(column, SharedRows) else (column, num_samples)
         try:
-            if spec.is_open:
-                found: Any = object_column([[] for _ in range(count)])
+            if spec.lists == "empty":
+                found: Any = empty_rows(spec, count)
             elif spec.kind == "object":
                 found = _decode_objects(name, rows, count, wire, allow_pickle)
             else:
-                found = _decode_tensor(name, rows, spec, count, wire, jagged)
+                found = _decode_tensor(name, rows, spec.stored, count, wire, jagged)
+                found = found if found.dtype == spec.torch_dtype else found.to(spec.torch_dtype)
             decoded[name] = found if index is None else spread(found, index, jagged, share=share_rows)
         except FrameError as error:
             row = error.row

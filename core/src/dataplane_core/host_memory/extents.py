@@ -134,6 +134,7 @@ class Extents:
         best: tuple[int, int, int] | None = None  # bytes to move, first, past the last
         first, free, moved = 0, 0, 0  # of the window that ends with this extent
         for index, extent in enumerate(extents):
+            # a pinned extent cannot slide, so no window reaches over it
             if extent.pins:
                 first, free, moved = index + 1, 0, 0
                 continue
@@ -141,6 +142,7 @@ class Extents:
                 free = self._hole_before(extent)
             moved += extent.size_bytes
             free += self._holes.get(extent.offset + extent.size_bytes, 0)
+            # leaves out extents at the front as long as the room is enough: they would be moved for nothing
             while first < index and free - self._hole_before(extents[first]) >= size_bytes:
                 free -= self._hole_before(extents[first])
                 moved -= extents[first].size_bytes

@@ -168,6 +168,7 @@ class ExtentService:
     def pin(self, holds: Holds, number: int, write_ids: Iterable[int]) -> None:
         """Pins writes under a number that the client draws. One that is used again holds what it names last."""
         extents = [self._payloads[write_id].extent for write_id in write_ids]
+        # before the release: what both the old and the new pin name must not slide in between
         for extent in extents:
             extent.pins += 1
         self.release(holds, number)
@@ -194,6 +195,7 @@ class ExtentService:
             payload.drop(position)
             if not payload.num_live:
                 del self._payloads[write_id]
+                # a client still reads it: its bytes must not be given to another put before the pin ends
                 if payload.extent.pins:
                     self._doomed[payload.extent] = None
                 else:
@@ -260,6 +262,7 @@ class ExtentService:
 
     def _make_room(self, size_bytes: int) -> bool:
         """Squeezes extents with dropped rows, those with most first, then slides extents together."""
+        # pinned ones are left alone: a client reads them by the offsets of the layout that it was told
         dead = [each for each in self._payloads.values() if not each.extent.pins and each.dead_bytes >= _LEAST_DEAD]
         waiting = deque(sorted(dead, key=lambda each: -each.dead_bytes))
         free = self._extents.size_bytes - self._extents.used_bytes
@@ -276,6 +279,7 @@ class ExtentService:
         extent = payload.extent
         before = extent.size_bytes
         assert payload.rows is not None
+        # in order, so that each row moves to a lower offset, over bytes that were read already
         kept = sorted(row for row in payload.rows if row >= 0)
         data = self._arena.bytes[extent.offset : extent.offset + before]
         payload.layout = squeeze(data, payload.layout, payload.num_rows, kept)

@@ -45,6 +45,7 @@ def listen_at(path: Path) -> socket.socket:
     listener.bind(str(made))
     made.chmod(0o600)
     listener.listen(1024)
+    # who sees the name can connect: a socket that does not listen yet would refuse
     made.rename(path)
     return listener
 
@@ -204,6 +205,7 @@ class Server:
         received = connection.received
         received += data
         while len(received) >= 4:
+            # who is not known may not make this process keep a message of 4 GiB
             end = 4 + int.from_bytes(received[:4], "little")
             if connection.client is None and end > _GREETING_BYTES:
                 raise EOFError
@@ -237,6 +239,7 @@ class Server:
 
     def _reply(self) -> None:
         """Sends the replies to all requests that had arrived together."""
+        # one settle for all of them: with a journal on a disk it is one fdatasync
         self._host.settle()
         replies, self._replies = self._replies, []
         for connection, reply in replies:

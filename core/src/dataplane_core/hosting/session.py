@@ -235,6 +235,7 @@ class Session:
         if time.monotonic() >= deadline:
             raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
         message = self._messages.encode_request(request, call)
+        # in front of the request, which may need the room that these pins keep
         released = list(self._unreleased)
         if released:
             message = self._messages.encode_request(Release(released)) + message
@@ -272,6 +273,7 @@ class Session:
                 )
                 listener.start()
                 self._listener = listener
+        # before it is sent: the wake may arrive before the reply does
         self._waiting[token] = wake
         waits = False
         try:
@@ -310,6 +312,7 @@ class Session:
         if os.getpid() != self._pid:
             return
         self._closed = True
+        # a shutdown, since a close would not wake the thread that waits on the socket
         for channel in list(self._used):
             with contextlib.suppress(OSError):
                 channel.shutdown(socket.SHUT_RDWR)
@@ -364,6 +367,7 @@ class Session:
         self._used.add(channel)
         try:
             yield channel
+        # not kept: the reply that is still to come would be taken for that of the next request
         except BaseException as error:
             channel.close()
             if isinstance(error, DataPlaneError):  # some are an `OSError`
@@ -473,6 +477,7 @@ class Lanes:
             else:
                 lane = len(self._serials)
                 self._serials.append(0)
+            # the host keeps one outcome for each lane: a higher serial says that nobody asks for the one before it
             self._serials[lane] += 1
             serial = self._serials[lane]
         try:

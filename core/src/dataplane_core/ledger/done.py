@@ -74,6 +74,7 @@ class DoneRequests:
         if request_id in self._ids:
             return False
         kept_s = KEPT_S + min(max(0.0, left_s), _MOST_LEFT_S)
+        # by powers of two: in one queue, an id with a deadline of a day would keep all that came after it
         number = math.frexp(kept_s)[1]
         some = self._classes.get(number)
         if some is None:

@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, singledispatchmethod
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any, Final, NoReturn
 
@@ -81,14 +81,14 @@ class Write:
         row_bytes: Payload bytes per row.
         num_live: How many rows are referred to.
         num_sharers: Row -> how many samples refer to it, if more than one.
-        open: The fields whose cells are empty lists of no known type. Their payload is not read.
+        lists: Of the fields that its put left open, what their cells are (`FieldSpec.lists`).
     """
 
     slots: dict[str, int]
     row_bytes: list[int]
     num_live: int
     num_sharers: dict[int, int] = field(default_factory=dict)
-    open: frozenset[str] = frozenset()
+    lists: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -398,7 +398,7 @@ class Ledger:
             elif after is not before:
                 self._undo.append((partition.specs.__setitem__, name, before))
             partition.specs[name] = after
-        opened = frozenset(name for name, spec in put.specs.items() if spec.is_open)
+        lists = {name: spec.lists for name, spec in put.specs.items() if spec.lists}
         partition.held_bytes += put.size_bytes
         writes = put.writes(write_id)
         for write in writes:
@@ -410,7 +410,7 @@ class Ledger:
                 list(write.row_bytes),
                 len(write.row_bytes),
                 num_sharers,
-                opened.intersection(write.fields) if opened else opened,
+                lists,
             )
         freed = partition.write_rows(PutWrites(writes, len(put.sample_ids)), put, self._next_seq, now)
         self._next_seq += len(put.sample_ids)
@@ -458,18 +458,26 @@ class Ledger:
         except KeyError:
             self._refuse_missing(partition_id, partition, sample_ids, fields)
         parts: list[Part] = []
-        opened: dict[str, list[str]] = {}
+        specs = {name: partition.specs[name] for name in fields}
+        forms: dict[tuple[tuple[str, str], ...], list[list[int]]] = {}  # what is not stored as its spec says -> rows
         for pattern, each in located.items():
             write_ids = list(dict.fromkeys(pattern))
+            form: list[tuple[str, Any]] = []
             for place, write_id in enumerate(write_ids):
                 names = tuple([name for name, owner in zip(fields, pattern, strict=True) if owner == write_id])
-                for name in self._writes[write_id].open.intersection(names):
-                    opened.setdefault(name, []).extend(sample_ids[row] for row in each.rows)
+                for name, lists in self._writes[write_id].lists.items():
+                    if name in names and specs[name].reading(lists) is not specs[name]:
+                        form.append((name, lists))
                 parts.append(self._part(write_id, names, each.rows, each.positions[place :: len(write_ids)]))
-        if opened:
-            what = f"get_samples('{partition_id}', {len(sample_ids)} samples)"
-            raise OpenCellsError.of_cells(what, opened, {name: partition.specs[name].to_text() for name in opened})
-        return Located(parts, {name: partition.specs[name] for name in fields})
+            forms.setdefault(tuple(sorted(form)), []).append(each.rows)
+        if len(forms) > 1:
+            raise OpenCellsError.of_groups(
+                f"get_samples('{partition_id}', {len(sample_ids)} samples)",
+                [[sample_ids[row] for row in sorted(chain.from_iterable(some))] for some in forms.values()],
+            )
+        for name, lists in next(iter(forms), ()):
+            specs[name] = specs[name].reading(lists)
+        return Located(parts, specs)
 
     def _part(self, write_id: int, fields: tuple[str, ...], rows: list[int], positions: list[int]) -> Part:
         slots = self._writes[write_id].slots

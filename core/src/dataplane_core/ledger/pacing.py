@@ -60,7 +60,9 @@ class Pacer:
             for each in [each for each, until in list(self._waiting.items()) if until <= now]:
                 self._waiting.pop(each, None)
             num_others = len(self._waiting) - (waiter in self._waiting)
+            # slots that nobody used add up to a burst at most: a store that was idle is not flooded
             free_at = max(self._next_at, now - _BURST * self._slot_s)
+            # without the minimum, one waiter that asks early and often would push the slots of all others away
             self._next_at = min(free_at, now + num_others * self._slot_s) + self._slot_s
             pause_s = min(max(0.0, self._next_at - now), LONGEST_PAUSE_S)
             if num_others < _MOST_COUNTED:

@@ -210,6 +210,7 @@ class Partition:
             Refs that no cell uses any longer.
         """
         self.note_rows(command.sample_ids)
+        # the usual put, all of whose rows are new, looks at the tasks and views once and not for each row
         if self.rows.keys().isdisjoint(command.sample_ids):
             self._add_rows(put, command, seq, now)
             return []
@@ -315,6 +316,7 @@ class Partition:
             del group.members[sample_id]
             if not group.members:
                 del self.groups[row.group]
+            # a member that is written again does not make it whole: the others may have been trained on already
             self.broken_groups.add(row.group)
         return row.refs
 
@@ -396,6 +398,7 @@ class Partition:
         task = self._task(command.task_name)
         wanted, rest = divmod(command.batch_size, self._group_size)
         least = ranks_of(command)
+        # "balanced" claims for all ranks at once, so that each gets about as many tokens as the others
         wanted *= least
         if rest:
             raise InvalidRequestError(
@@ -455,6 +458,7 @@ class Partition:
         assert command.dp_rank is not None
         token = None if command.lease_s is None else command.token
         num_ranks = None if command.dp_size is None else sum(map(bool, parts))
+        # also for the ranks that have not asked yet: each gets its share of this claim, however late it asks
         ranks = (command.dp_rank,) if command.dp_size is None else range(command.dp_size)
         for rank, part in zip(ranks, parts, strict=True):
             self._note_batches((command.task_name, rank))
@@ -496,6 +500,7 @@ class Partition:
             hold = Hold(command.token, command.holder, expires_at, False, now)
         holder, num_held = Holder(task_name, lambda _: hold), 0
         for claimable in claimables:
+            # from all views of the task: another claim, for other fields, must not hand it out again
             for view in task.views.values():
                 view.discard(claimable.seq)
             for row in claimable.rows:

@@ -9,7 +9,7 @@ from typing import Final
 
 #: A put that did not say for this many seconds that it still waits is dropped from the queue.
 _KEPT_S: Final = 30.0
-#: If no room became free for this many seconds, later puts may pass those that wait.
+#: After so many seconds in which no room became free, later puts may pass those that wait.
 _QUIET_S: Final = 1.0
 
 
@@ -35,9 +35,9 @@ class RoomQueue:
     """The puts that wait, by ticket, in order of arrival.
 
     A later put may go ahead if there is room for it and for all that wait before it. If there is only room for itself,
-    it waits, since small puts would otherwise starve a large one. Exception: if no room became free for a second, it
-    goes ahead, since the consumers that would free room may need what it writes. Later puts may pass a waiting put in
-    this way with at most ``capacity_bytes`` in all.
+    it waits, since small puts would otherwise starve a large one. Exception: if a second has passed in which no room
+    became free, it goes ahead, since the consumers that would free room may need what it writes. Later puts may pass a
+    waiting put in this way with at most ``capacity_bytes`` in all.
     """
 
     waiting: dict[str, _Waiting] = field(default_factory=dict)

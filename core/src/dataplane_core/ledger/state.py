@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.batches import Batch, RankBatches
@@ -41,7 +41,7 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "row_bytes": Sequence[Sequence[int]],
         "num_live": Sequence[int],
         "num_sharers": Sequence[Sequence[tuple[int, int]]],
-        "open": Sequence[Sequence[str]],
+        "lists": Sequence[Mapping[str, Literal["empty", "ints"]]],
     },
     "partition": {
         "partition_id": str,
@@ -95,7 +95,7 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
     "done": {"kept": int, "first": int, "request_ids": Sequence[str], "left_s": float},
 }
 #: What a section may lack.
-_ABSENT: Final = {("writes", "open"), ("batches", "num_ranks"), ("batches", "ended")}
+_ABSENT: Final = {("writes", "lists"), ("batches", "num_ranks"), ("batches", "ended")}
 _HOLD: Final[Mapping[str, Any]] = {
     "task_name": str,
     "token": str,
@@ -134,7 +134,7 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
             "row_bytes": [write.row_bytes for _, write in some],
             "num_live": [write.num_live for _, write in some],
             "num_sharers": [list(write.num_sharers.items()) for _, write in some],
-            "open": [sorted(write.open) for _, write in some],
+            "lists": [dict(write.lists) for _, write in some],
         }
     for partition in ledger._partitions.values():
         yield from _partition_state(partition, places, now)
@@ -196,14 +196,14 @@ class StateReader:
             ledger._next_seq = section["next_seq"]
             ledger.held_bytes = section["held_bytes"]
         elif part == "writes":
-            opened = section.get("open") or [[]] * len(section["write_ids"])
+            lists = section.get("lists") or [{}] * len(section["write_ids"])
             names = ("write_ids", "fields", "row_bytes", "num_live", "num_sharers")
-            columns = zip(_columns(section, *names), opened, strict=True)
+            columns = zip(_columns(section, *names), lists, strict=True)
             for (each, fields, row_bytes, num_live, num_sharers), some in columns:
                 write_id = unpack_write_id(each)
                 self._write_ids.append(write_id)
                 slots = slots_of(tuple(fields))
-                ledger._writes[write_id] = Write(slots, row_bytes, num_live, dict(num_sharers), frozenset(some))
+                ledger._writes[write_id] = Write(slots, row_bytes, num_live, dict(num_sharers), dict(some))
         elif part == "partition":
             self._partition = _restore_partition(section, self._self_expiring)
             self._partition.undo = ledger._undo
@@ -262,7 +262,7 @@ def _check_form(section: Mapping[str, Any], part: Any) -> None:
     for name, form in _FORMS[part].items():
         if name in section:
             if not fits(section[name], form):
-                raise ValueError(f"{name!r} of section {part!r} holds what it cannot hold")
+                raise ValueError(f"{name!r} of section {part!r} has a part of a wrong type")
         elif (part, name) not in _ABSENT:
             raise ValueError(f"section {part!r} lacks {name!r}")
 
@@ -389,7 +389,7 @@ def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: l
         raise ValueError("a sample is there twice")
     for held in section["holds"]:
         if not holds(held, _HOLD) or min(held["rows"], default=0) < 0:
-            raise ValueError("a lease holds what it cannot hold")
+            raise ValueError("a lease has a part of a wrong type")
         task_name, done = held["task_name"], held["done"]
         expires_at = 0.0 if done else now + held["left_s"]
         hold = Hold(held["token"], held["holder"], expires_at, done)

@@ -61,9 +61,11 @@ class WaitingClaims:
 
     def add(self, claim: commands.ClaimSamples, wake: Callable[[], bool], lease_ends_at: float, now: float) -> None:
         """A claim waits, or still waits. It keeps its place. It is told when a lease may end."""
+        # two for each one that comes, so that clients which were killed do not pile up, and no call takes long
         for token, (_, _, asked_at) in list(islice(self._asked.items(), 2)):
             if now - asked_at > _ASKS_AT_LEAST_S:
                 self.drop(token)
+        # claims that ask the same are looked at once for all: 500 idle ranks cost a put what one does
         question = (
             claim.task_name,
             tuple(claim.required_fields),
@@ -140,6 +142,7 @@ class WaitingClaims:
         """Wakes a claim, unless it was woken since it last asked. False if its client is gone, or takes too long to ask
         again: then it is dropped."""
         if waiter.woken_at is None and waiter.wake():
+            # woken once only: a second wake before it asks would count samples for it twice
             waiter.woken_at = now
         if waiter.woken_at is not None and now - waiter.woken_at <= _ASKS_WITHIN_S:
             return True

@@ -179,6 +179,7 @@ def _xxh3(
 
     For one sample and field, cells with different digests have different checksums, since `_mixed` is a bijection.
     """
+    spec = spec.stored
     place = "\0".join((request.partition_id, name, spec.to_text())).encode(errors="surrogatepass")
     sums = _mixed(_digests(column, spec, wire) ^ _mixed(ids + np.uint64(xxh3_64_intdigest(place))))
     return torch.from_numpy(sums.view(np.int64))

@@ -255,10 +255,10 @@ def _checked(body: Any) -> dict[str, Any]:
         ValueError, KeyError, TypeError: It is none.
     """
     if not (fits(body["rows_file"], str) and fits(body["blocks"], Sequence[Mapping[str, Any]])):
-        raise ValueError("it holds what it cannot hold")
+        raise ValueError("it has a part of a wrong type")
     if not _ROWS_NAME.fullmatch(body["rows_file"]):
         raise ValueError(f"it names the file {body['rows_file'][:100]!r}")
     for block in body["blocks"]:
         if not (fits(block["size_bytes"], int) and fits(block["xxh3_128"], str)) or block["size_bytes"] < 0:
-            raise ValueError("a block of it holds what it cannot hold")
+            raise ValueError("a block of it has a part of a wrong type")
     return {**body}

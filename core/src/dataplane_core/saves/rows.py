@@ -15,7 +15,15 @@ import msgpack
 import torch
 from tensordict import NonTensorStack
 
-from dataplane_core.codec import BytesLike, EmptyLists, TensorRows, decode_columns, encode_columns, unpack_msgpack
+from dataplane_core.codec import (
+    BytesLike,
+    Columns,
+    EmptyLists,
+    TensorRows,
+    decode_columns,
+    encode_columns,
+    unpack_msgpack,
+)
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat, holds
 
@@ -64,13 +72,13 @@ def unpack_rows(block: bytes, *, allow_pickle: bool = False) -> tuple[dict[str, 
         start = _SIZE.size + size
         held = unpack_msgpack(view[_SIZE.size : start])
         if not (isinstance(held, dict) and holds(held, _BLOCK)):
-            raise ValueError("its head holds what it cannot hold")
+            raise ValueError("its head has a part of a wrong type")
         num_rows, head = held["num_rows"], held["head"]
         columns: dict[str, WireColumn | SharedRows] = {}
         specs: dict[str, FieldSpec] = {}
         for column in held["columns"]:
             if not holds(column, _COLUMN) or min(column["sizes"], default=0) < 0:
-                raise ValueError("a column holds what it cannot hold")
+                raise ValueError("a column has a part of a wrong type")
             sizes, index = column["sizes"], column["index"]
             if not sizes or num_rows != len(sizes if index is None else index):
                 raise ValueError("a column has another number of rows")
@@ -89,17 +97,18 @@ def unpack_rows(block: bytes, *, allow_pickle: bool = False) -> tuple[dict[str, 
     return tensor_rows(decoded, specs), head
 
 
-def tensor_rows(columns: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> dict[str, Any]:
+def tensor_rows(columns: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> Columns:
     """The columns of a read with ``share_rows``, in a form in which a put takes shared rows of tensors as tensors, and
     leaves open fields open."""
-    return {name: _tensor_rows(column, specs[name]) for name, column in columns.items()}
+    ints = [name for name in columns if specs[name].lists == "ints"]
+    return Columns({name: _tensor_rows(column, specs[name]) for name, column in columns.items()}, ints=ints)
 
 
 def _tensor_rows(column: Any, spec: FieldSpec) -> Any:
     if spec.kind != "tensor" or not isinstance(column, NonTensorStack):
         return column
     items = column.tolist()
-    if not spec.is_open:
+    if spec.lists != "empty":
         return TensorRows(items)
     return (
         EmptyLists(items) if not any(isinstance(item, torch.Tensor) or item for item in items) else column

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from dataplane_core.errors import CorruptDataError
@@ -13,8 +13,13 @@ if TYPE_CHECKING:
 
 _OBJECTS: Final = "object::0:"
 #: The dtype of a field of which only empty lists are known.
-_OPEN: Final = "unknown"
-_TENSORS: Final = re.compile(r"tensor:([a-z][a-z0-9_]*):([0-9]{1,2}):((?:[0-9]{1,15}(?:,[0-9]{1,15})*)?)", re.ASCII)
+_UNKNOWN: Final = "unknown"
+#: What a field may become of which only ints of lists are known: dtypes that hold all of these exactly.
+_OF_INTS: Final = ("int64", "float32", "float64")
+_TEXT: Final = re.compile(
+    r"(tensor:([a-z][a-z0-9_]*):([0-9]{1,2}):((?:[0-9]{1,15}(?:,[0-9]{1,15})*)?)|object::0:)(?::(empty|ints))?",
+    re.ASCII,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +28,25 @@ class FieldSpec:
 
     A cell has rank 0 (one scalar per sample) or the shape ``(L, *trailing)``, where ``L`` may differ from row to row.
 
-    Empty lists say nothing about their type. A field that was given only these is **open** (`of_empty_lists`): the
-    first write of another type closes it (`after`).
+    Some lists do not say their type: empty ones, and ints, where floats may follow. A field that was given only these
+    is **open**: the first write that says a type closes it (`after`). What was written before is stored as it was, and
+    read as what the field has by now (`reading`).
 
     Attributes:
         kind: ``tensor`` or ``object``.
-        dtype: Name of the torch dtype without its prefix, such as ``bfloat16``; empty for objects; ``unknown`` if open.
+        dtype: Name of the torch dtype without its prefix, such as ``bfloat16``; empty for objects; ``unknown`` if only
+            empty lists are known.
         rank: Number of dims of a cell; 0 for objects.
         trailing: The cell's shape after its first dim.
+        lists: The lists that were written, if they left the type open: ``empty`` or ``ints``. Of an open field, or of
+            the cells that a read gives.
     """
 
     kind: Literal["tensor", "object"]
     dtype: str = ""
     rank: int = 0
     trailing: tuple[int, ...] = ()
+    lists: Literal["", "empty", "ints"] = ""
 
     @classmethod
     def of_cells(cls, dtype: torch.dtype, cell_shape: tuple[int, ...]) -> FieldSpec:
@@ -50,19 +60,46 @@ class FieldSpec:
 
     @classmethod
     def of_empty_lists(cls) -> FieldSpec:
-        """The spec of rows that are empty lists. On the wire they are uint8 cells of shape (0,), which nobody reads."""
-        return cls("tensor", _OPEN, 1)
+        """The spec of rows that are empty lists."""
+        return cls("tensor", _UNKNOWN, 1, (), "empty")
+
+    @classmethod
+    def of_ints(cls, rank: int) -> FieldSpec:
+        """The spec of ints of a list (rank 0), or of lists of ints (1), none of which is beyond 2**24."""
+        return cls("tensor", "int64", rank, (), "ints")
 
     @property
     def is_open(self) -> bool:
-        """Whether only empty lists are known of the field."""
-        return self.dtype == _OPEN
+        """Whether only lists are known of the field that do not say its type."""
+        return self.dtype == _UNKNOWN or (self.dtype == "int64" and self.lists == "ints")
+
+    @property
+    def stored(self) -> FieldSpec:
+        """The spec of the cells in the store: tensors, or objects. Empty lists are uint8 cells of shape (0,)."""
+        if self.lists == "empty":
+            return FieldSpec("tensor", "uint8", 1)
+        return FieldSpec("tensor", "int64", self.rank) if self.lists else self
 
     def after(self, written: FieldSpec) -> FieldSpec | None:
-        """The spec of a field after a write. None: the write does not fit."""
-        if self == written or (written.is_open and (self.rank or self.kind == "object")):
+        """The spec of a field after a write. None: the write does not fit.
+
+        Ints of a list do not fit a field of floats: they are to be written as floats, which cost less to read.
+        """
+        if self == written or self._may_become(written):
+            return written
+        is_stored = written.lists == "empty" or written.stored == self
+        return self if is_stored and written._may_become(self) else None
+
+    def _may_become(self, other: FieldSpec) -> bool:
+        if self.dtype == _UNKNOWN:
+            return bool(other.rank) or other.kind == "object"
+        return self.is_open and not other.lists and other.rank == self.rank and other.dtype in _OF_INTS
+
+    def reading(self, lists: Literal["", "empty", "ints"]) -> FieldSpec:
+        """The spec in a read's reply of cells of this field that were written with such ``lists``."""
+        if lists == self.lists or (lists == "ints" and self.dtype == "int64"):
             return self
-        return written if self.is_open and (written.rank or written.kind == "object") else None
+        return replace(self, lists=lists)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -80,7 +117,8 @@ class FieldSpec:
 
     def to_text(self) -> str:
         """A compact text form, ``tensor:float32:2:16``, for engines that keep the schema as strings."""
-        return f"{self.kind}:{self.dtype}:{self.rank}:{','.join(map(str, self.trailing))}"
+        text = f"{self.kind}:{self.dtype}:{self.rank}:{','.join(map(str, self.trailing))}"
+        return f"{text}:{self.lists}" if self.lists else text
 
     @classmethod
     def from_text(cls, text: str) -> FieldSpec:
@@ -89,26 +127,27 @@ class FieldSpec:
         Raises:
             CorruptDataError: The text is not of that form.
         """
-        if text == _OBJECTS:
-            return cls("object")
-        found = _TENSORS.fullmatch(text)
+        found = _TEXT.fullmatch(text)
         if found is None:
             raise CorruptDataError(
                 f"{text[:100]!r} is no spec of a field. Expected a text such as 'tensor:float32:2:16' or '{_OBJECTS}'."
             )
-        dtype, rank, trailing = found.groups()
+        form, dtype, rank, trailing, lists = found.groups()
+        if form == _OBJECTS:
+            return cls("object", lists=lists or "")
         dims = tuple([int(dim) for dim in trailing.split(",") if dim])
         if len(dims) != max(int(rank) - 1, 0):
             raise CorruptDataError(f"{text[:100]!r} is no spec of a field: it has {len(dims)} dims after the first.")
-        return cls("tensor", dtype, int(rank), dims)
+        return cls("tensor", dtype, int(rank), dims, lists or "")
 
     def describe(self) -> str:
         """For error messages: ``float32 cells of shape (L, 16)``."""
         if self.kind == "object":
             return "objects"
-        if self.is_open:
+        if self.dtype == _UNKNOWN:
             return "empty lists"
+        dtype = f"{', '.join(_OF_INTS[:-1])} or {_OF_INTS[-1]}" if self.is_open else self.dtype
         if self.rank == 0:
-            return f"{self.dtype} scalars"
+            return f"{dtype} scalars"
         dims = ", ".join(["L", *map(str, self.trailing)])
-        return f"{self.dtype} cells of shape ({dims}{',' if self.rank == 1 else ''})"
+        return f"{dtype} cells of shape ({dims}{',' if self.rank == 1 else ''})"

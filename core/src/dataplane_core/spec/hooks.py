@@ -113,8 +113,8 @@ class DataPlaneSpec:
             UnknownPartitionError: Not registered.
             MissingDataError: Names the first missing samples or cells, and counts the rest.
             LostSamplesError: The payload of produced cells is gone from the store.
-            OpenCellsError: Cells were put with an open spec (`FieldSpec.is_open`). It names all of them, and the specs
-                that their fields have by now. The client then reads the others.
+            OpenCellsError: Cells of one field are stored in different forms, since some were put while it was open
+                (`FieldSpec.reading`). The client then reads each group by itself.
         """
 
     @hookspec(firstresult=True)

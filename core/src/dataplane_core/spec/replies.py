@@ -95,7 +95,8 @@ class WireBatch:
 
     Attributes:
         columns: Field -> encoded column. Core takes ownership.
-        specs: Field -> the spec fixed by the field's first write.
+        specs: Field -> the spec fixed by the field's first write. If its cells were put while it was open,
+            `FieldSpec.reading` of it.
     """
 
     columns: Mapping[str, WireColumn | SharedRows]

@@ -7,19 +7,16 @@ import pytest
 import torch
 from blob_stores import Clock, Plain, journaled, open_client
 
-from dataplane_core import Capability
 from dataplane_core.backends import RefsGoneError
 from dataplane_core.errors import (
     BackendError,
     BackendUnavailableError,
     CapacityExceededError,
     CorruptDataError,
-    LeaseExpiredError,
     LostSamplesError,
 )
 from dataplane_core.ledger import commands, room
 from dataplane_core.ledger.partition import Partition
-from dataplane_core.spec import Scope
 from dataplane_testkit._timing import eventually
 
 
@@ -42,35 +39,6 @@ def test_a_row_whose_index_is_damaged_is_named_with_its_sample_and_fields(byte):
             blobs[key] = kept
 
 
-def test_without_a_journal_the_scope_is_process_and_attaching_is_refused():
-    assert Plain.scope is Scope.PROCESS
-    assert Capability.DURABLE not in Plain.capabilities
-    with pytest.raises(BackendUnavailableError, match="lives in one process"):
-        open_client(Plain, bootstrap=False)
-
-
-def test_with_a_journal_it_is_durable_and_others_attach():
-    cls = journaled()
-    assert cls.scope is Scope.HOST
-    assert Capability.DURABLE in cls.capabilities
-
-
-def test_clients_of_one_journal_share_rows_claims_and_acks():
-    cls = journaled()
-    with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
-        one.register_partition("p", ["x"], 4, ["t"])
-        one.put_samples(list("abcd"), "p", {"x": torch.arange(4)}, tags=[{"n": i} for i in range(4)])
-        assert two.get_samples(["d", "a"], "p", ["x"])["x"].tolist() == [3, 0]
-        mine = one.claim_meta("p", "t", ["x"], 2, lease_s=60)
-        yours = two.claim_meta("p", "t", ["x"], 2, lease_s=60)
-        assert (mine.sample_ids, yours.sample_ids) == (["a", "b"], ["c", "d"])
-        two.ack(mine)  # a token is worth the same in every process
-        one.ack(yours)
-        assert one.check_consumption_status("p", ["t"])
-        with pytest.raises(LeaseExpiredError):
-            one.nack(mine)
-
-
 def test_a_put_knows_the_strings_that_another_client_added_to_an_enum():
     cls = journaled()
     with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
@@ -80,21 +48,6 @@ def test_a_put_knows_the_strings_that_another_client_added_to_an_enum():
         one.put_samples(["b"], "p", {"stop": ["length"]})
         with pytest.raises(ValueError, match=r"'other'\. Expected strings of its enum: 'eos', 'length'"):
             one.put_samples(["c"], "p", {"stop": ["other"]})
-
-
-def test_a_restart_replays_to_the_same_state():
-    cls = journaled()
-    with open_client(cls) as first:
-        first.register_partition("p", ["x"], None, ["t"], grpo_group_size=2)
-        first.put_samples(["q_g0", "q_g1", "r_g0"], "p", {"x": torch.tensor([1.0, 2.0, 3.0])})
-        first.claim_meta("p", "t", ["x"], 2)
-        first.clear_samples(["r_g0"], "p")
-    with open_client(cls) as second:
-        assert second.list_samples("p").sample_ids == ["q_g0", "q_g1"]
-        assert second.claim_meta("p", "t", ["x"], 2, blocking=False).sample_ids == []
-        assert second.get_samples(["q_g1"], "p", ["x"])["x"].tolist() == [2.0]
-        second.clear_samples(None, "p")
-        assert second._backend.blobs == {}
 
 
 def test_tags_that_are_no_finite_numbers_leave_the_store_readable_to_all():
@@ -232,19 +185,6 @@ def test_a_vain_claim_in_one_process_changes_no_token_of_later_ones():
         two.ack(first)
         two.ack(second)  # the token is the same in every process
         assert one.check_consumption_status("p", ["t"])
-
-
-def test_a_lease_that_another_process_let_run_out_comes_back(monkeypatch):
-    cls = journaled()
-    with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
-        one.register_partition("p", ["x"], None, ["t"])
-        one.put_samples(["a"], "p", {"x": torch.zeros(1)})
-        held = one.claim_meta("p", "t", ["x"], 1, lease_s=0.05)
-        again = two.claim_meta("p", "t", ["x"], 1, lease_s=60, timeout_s=5)
-        assert again.sample_ids == ["a"]
-        with pytest.raises(LeaseExpiredError):
-            one.ack(held)
-        two.ack(again)
 
 
 def test_a_call_that_is_interrupted_in_the_middle_leaves_no_half_in_this_process(monkeypatch):

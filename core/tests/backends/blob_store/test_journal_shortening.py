@@ -178,37 +178,6 @@ def dying(cls, at):
     return Dying
 
 
-def test_a_crash_at_any_moment_leaves_a_store_that_opens_and_nothing_that_stays():
-    at, died = 0, True
-    while died:
-        at += 1
-        cls = trimmed()
-        with open_client(cls) as one:
-            one.register_partition("p", ["x"], None, ["t"])
-            numbers = iter(range(1000))
-            while len(cls.trims) < 2:
-                step(one, next(numbers), keep=1)
-            expected = set(one.list_samples("p").sample_ids)
-        last = dying(cls, at)
-        two, died = open_client(last, bootstrap=False), False
-        try:
-            while len(cls.trims) < 3:
-                number = next(numbers)
-                expected.add(f"s{number}_g0")
-                step(two, number, keep=1)
-        except Died:
-            died = True
-        with open_client(cls, bootstrap=False) as three:
-            found = set(three.list_samples("p").sample_ids)
-            assert found - {f"s{number}_g{i}" for i in range(4)} == expected - {f"s{number}_g0"}
-            trims = len(cls.trims)
-            while len(cls.trims) < trims + 3:
-                step(three, next(numbers))
-            assert len({key.partition("x")[0] for key in blobs_of(three, "snap")}) == 1
-            assert sorted(cls.journal)[0] == cls.trims[-1]
-    assert at > 8
-
-
 def copy_of(cls):
     """A store of its own that holds what that of ``cls`` does."""
     other = trimmed()

@@ -1,17 +1,10 @@
 """Leases are judged by durations that each process measures itself: no clock of a host says when one ends."""
 
-import contextlib
-import multiprocessing
-import time
-from pathlib import Path
-
 import pytest
 import torch
-from blob_stores import Clock, Plain, journaled, open_client
+from blob_stores import Clock, journaled, open_client
 
 from dataplane_core.errors import LeaseExpiredError
-
-_SPAWN = multiprocessing.get_context("spawn")
 
 
 def filled(client, *ids):
@@ -139,69 +132,3 @@ def test_a_holder_learns_that_its_lease_is_over_though_nobody_else_asked():
         for settle in (one.ack, one.nack, lambda meta: one.renew(meta, 10.0)):
             with pytest.raises(LeaseExpiredError):
                 settle(held)
-
-
-class Filed(Plain):
-    """Blobs and records are files: what several processes share."""
-
-    @property
-    def folder(self):
-        return Path(self.config.path)
-
-    class Config(Plain.Config):
-        path: str
-
-    def put(self, key, data):
-        (self.folder / key).write_bytes(data)
-
-    def get(self, key):
-        return (self.folder / key).read_bytes() if (self.folder / key).exists() else None
-
-    def delete(self, key):
-        (self.folder / key).unlink(missing_ok=True)
-
-    def append(self, seq, record):
-        draft = self.folder / f"draft{id(record):x}"
-        draft.write_bytes(record)
-        try:
-            (self.folder / f"record{seq}").hardlink_to(draft)
-        except FileExistsError:
-            return False
-        finally:
-            draft.unlink()
-        return True
-
-    def read(self, from_seq):
-        while (found := self.get(f"record{from_seq}")) is not None:
-            yield found
-            from_seq += 1
-
-
-def put_with_wrong_wall_clocks(ahead_s):
-    right = time.time
-    for path, ahead in ahead_s.items():
-        time.time = lambda ahead=ahead: right() + ahead
-        with open_client(Filed, bootstrap=False, path=path) as client:
-            client.put_samples(["b"], "p", {"x": torch.zeros(1)})
-
-
-def test_the_wall_clocks_of_processes_may_be_an_hour_apart(tmp_path):
-    ahead_s = {str(tmp_path / "early"): 3600.0, str(tmp_path / "late"): -3600.0}
-    with contextlib.ExitStack() as stack:
-        held = {}
-        for path in ahead_s:
-            Path(path).mkdir()
-            client = stack.enter_context(open_client(Filed, path=path))
-            filled(client, "a")
-            held[client] = take(client, lease_s=60.0)
-        other = _SPAWN.Process(target=put_with_wrong_wall_clocks, args=(ahead_s,))
-        other.start()
-        other.join(60)
-        assert other.exitcode == 0
-        other.close()
-        for client, leased in held.items():
-            assert take(client, 2, lease_s=0.2).sample_ids == ["b"]
-            client.renew(leased, 60.0)
-            # that lease ends: no time stands
-            again = client.claim_meta("p", "t", ["x"], 1, lease_s=60.0, timeout_s=30.0)
-            assert again.sample_ids == ["b"]

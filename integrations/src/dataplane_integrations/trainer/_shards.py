@@ -64,7 +64,7 @@ class Shards:
     def divided(
         self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str], gbs: int | None, lost: Sequence[str]
     ) -> tuple[KVBatchMeta, list[KVBatchMeta]]:
-        """The rows and their shards. If some were left out and the rest does not divide, further ones are.
+        """The rows and their shards. If some rows were lost and the others do not divide, more are left out.
 
         Args:
             meta: The rows.

@@ -170,6 +170,7 @@ class _Tensors(list[Tensor]):
         self._slots: dict[Any, _Slot] = {}
 
     def add(self, tensor: Tensor) -> _Slot:
+        # by memory, not by identity: each access of `offsets` makes a new tensor of the same memory
         same = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if same not in self._slots:
             self._slots[same] = _Slot(len(self))
@@ -290,6 +291,7 @@ def _buckets(contents: Sequence[Tensor], group: dist.ProcessGroup) -> list[_Buck
     for content in contents:
         start = 0
         while start < len(content):
+            # one bucket has parts of one device type, since its message lies on one device
             if not room or content.device.type != kind:
                 divided.append([])
                 kind, room = content.device.type, _BUCKET_BYTES
@@ -302,6 +304,7 @@ def _buckets(contents: Sequence[Tensor], group: dist.ProcessGroup) -> list[_Buck
         device = group_device(group, parts[0].device.type)
         message = parts[0]
         if len(parts) > 1 or message.device.type != device.type:
+            # one buffer for all buckets: they are sent one after the other
             if device not in buffers:
                 buffers[device] = torch.empty(_BUCKET_BYTES, dtype=torch.uint8, device=device)
             message = buffers[device][: sum(map(len, parts))]

@@ -29,8 +29,7 @@ from dataplane_core.errors import (
     preview,
     printable,
 )
-from dataplane_redis._link import Link
-from dataplane_redis._protocol import Command, is_temporary_refusal, pack
+from dataplane_redis._protocol import Parts, is_temporary_refusal, pack, to_error
 
 __all__ = ["Acknowledged", "Acknowledgements", "Confirms", "LostCallsError", "Receipt"]
 
@@ -95,24 +94,14 @@ Confirms: TypeAlias = Acknowledged | Callable[[Any], Acknowledged | None]
 
 @dataclass(slots=True)
 class Receipt:
-    """A call that will be acknowledged: its mark, and the wait for replicas that a link sends after it.
-
-    Attributes:
-        lane: The caller: it makes one call at a time.
-        number: Of the call, within its lane.
-        confirms: What the reply "ok" (or "part") acknowledges.
-        reply: To the wait for replicas, or the error that came instead; set by the link. None: no wait was needed.
-        history: The history that the connection of the call met, set by the link. Later the newest history that is
-            known to have the call.
-    """
+    """A call that will be acknowledged, by its lane (a caller, who makes one call at a time) and its number there."""
 
     lane: bytes
     number: int
     confirms: Confirms
-    replicas: int
-    synced: bool
-    reply: Any = None
-    history: bytes = b""
+    wait: Callable[[float], Parts]  # makes the command that waits for replicas; nothing: none need to have it
+    reply: Any = None  # to the wait for replicas, or the error that came instead; the link sets it, if it waited
+    history: bytes = b""  # of its connection, set by the link; later the newest one that is known to have the call
 
     @property
     def mark(self) -> bytes:
@@ -125,31 +114,22 @@ class Receipt:
             return None
         return self.confirms if isinstance(self.confirms, Acknowledged) else self.confirms(reply)
 
-    def next_command(self, reply: Any, deadline: float) -> list[bytes | bytearray | memoryview] | None:
+    def next_command(self, reply: Any, deadline: float) -> Parts:
         """The command that must follow on the same connection after this reply: the wait for replicas."""
-        if not (self.replicas or self.synced) or self.call_of(reply) is None:
-            return None
-        return _pack_wait(self.replicas, self.synced, deadline)
+        command = self.wait(deadline)
+        return command if command and self.call_of(reply) is not None else ()
 
 
-def _pack_wait(replicas: int, synced: bool, deadline: float) -> list[bytes | bytearray | memoryview]:
+def _pack_wait(replicas: int, synced: bool, deadline: float) -> Parts:
     """Waits for replicas until shortly before the deadline."""
     left_s = deadline - time.monotonic()
     wait_ms = max(1, int(1000 * (left_s - min(_MARGIN_S, _MARGIN_SHARE * left_s))))
-    words: Command = (b"WAIT", b"%d" % replicas, b"%d" % wait_ms)
-    if synced:
-        words = (b"WAITAOF", b"1", *words[1:])
-    return pack(words)
+    words = (b"%d" % replicas, b"%d" % wait_ms)
+    return pack((b"WAITAOF", b"1", *words) if synced else (b"WAIT", *words))
 
 
 class Acknowledgements:
-    """The acknowledged calls of one client. Thread-safe.
-
-    Args:
-        base: The prefix of all keys.
-        replicas: How many replicas must have a change before it is acknowledged.
-        synced: Whether the server and these replicas must also have synced it to their append-only files.
-    """
+    """The acknowledged calls of one client: what so many replicas have, or have synced. Thread-safe."""
 
     def __init__(self, base: bytes, replicas: int, synced: bool) -> None:
         self._base = base
@@ -178,29 +158,23 @@ class Acknowledgements:
             number = self._numbers.get(lane, 0) + 1
             self._numbers[lane] = number
         try:
-            yield Receipt(lane, number, confirms, self._replicas, self._synced)
+            yield Receipt(lane, number, confirms, self.wait)
         finally:
             with self._lock:
                 self._free.append(lane)
 
-    def accept(self, what: str, link: Link, receipt: Receipt, reply: Any) -> None:
-        """Notes what the reply of a script acknowledges.
-
-        Raises:
-            OperationTimeoutError: The server has the change, but too few replicas have it.
-            LostReplyError: The server was lost, or became a replica, while the call waited; or was busy before it.
-            BackendUnavailableError: The server has the change, but does not let this user wait.
-        """
+    def accept(self, what: str, label: str, receipt: Receipt, reply: Any) -> None:
+        """Notes what a reply acknowledges. Raises if too few replicas have it, or the wait was refused."""
         call = receipt.call_of(reply)
         if call is None:
             return
         waited = receipt.reply
         if isinstance(waited, Exception) and not isinstance(waited, (redis.TimeoutError, TimeoutError)):
-            self._raise_refused_wait(what, link, waited)
+            self._raise_refused_wait(what, label, waited)
         if waited is not None:
             local, count = self._counts(0 if isinstance(waited, Exception) else waited)
             if count < self._replicas or not local:
-                self._raise_too_few(what, link, local, count)
+                self._raise_too_few(what, label, local, count)
         with self._lock:
             self._noted.append((receipt, call))
             self._num_samples += len(call.sample_ids)
@@ -215,18 +189,18 @@ class Acknowledgements:
         local, count = (reply or (0, 0)) if self._synced else (1, reply)
         return int(local), int(count)
 
-    def _raise_too_few(self, what: str, link: Link, local: int, count: int) -> NoReturn:
+    def _raise_too_few(self, what: str, label: str, local: int, count: int) -> NoReturn:
         has = "has" if count == 1 else "have"
         kept = "synced it to their append-only files" if self._synced else "it"
-        where = f"; {link.label} itself has not" if self._synced and not local else ""
+        where = f"; {label} itself has not" if self._synced and not local else ""
         raise OperationTimeoutError(
-            f"{what} timed out waiting for replicas: {link.label} has made the change, but {count} of "
+            f"{what} timed out waiting for replicas: {label} has made the change, but {count} of "
             f"{self._replicas} replicas {has} {kept}{where}. If that server dies now, the change may be lost.",
             hint="Call again once the replicas are back: a repeated put or ack does no harm. Else lower wait_replicas.",
             outcome="done",
         )
 
-    def _raise_refused_wait(self, what: str, link: Link, reply: Exception) -> NoReturn:
+    def _raise_refused_wait(self, what: str, label: str, reply: Exception) -> NoReturn:
         text = str(reply)
         if is_temporary_refusal(reply):
             then = f"it refused to wait until {self._replicas} replicas had it: {text}"
@@ -236,35 +210,30 @@ class Acknowledgements:
             then = "it became a replica of another server, which may lack it"
         else:
             raise BackendUnavailableError(
-                f"{what} failed: {link.label} made the change, but refuses to wait for replicas: {text}.",
+                f"{what} failed: {label} made the change, but refuses to wait for replicas: {text}.",
                 retryable=False,
                 hint="Let the user run WAIT and WAITAOF, or leave the options wait_replicas and wait_fsync off.",
                 outcome="done",
             ) from reply
         raise LostReplyError(
-            f"{what} failed: {link.label} made the change, but then {then}.",
+            f"{what} failed: {label} made the change, but then {then}.",
             hint="Call again: a repeated put or ack does no harm.",
         ) from reply
 
-    def wait(self, deadline: float) -> list[bytes | bytearray | memoryview] | None:
-        """The command that waits until replicas of a node have its payload. None: none needs to."""
-        return _pack_wait(self._replicas, self._synced, deadline) if self._replicas or self._synced else None
+    def wait(self, deadline: float) -> Parts:
+        """The command that waits until replicas have what was sent before it. Nothing: none need to have it."""
+        return _pack_wait(self._replicas, self._synced, deadline) if self._replicas or self._synced else ()
 
-    def check_wait(self, what: str, link: Link, replies: Iterable[Any]) -> None:
-        """Checks the replies to `wait`, one per node.
-
-        Raises:
-            OperationTimeoutError: Too few replicas of a node have the payload.
-            BackendError: A node refused to wait.
-        """
+    def check_wait(self, what: str, label: str, replies: Iterable[Any]) -> None:
+        """Checks the replies to `wait`, one per node. Raises if one refused, or too few of its replicas have it."""
         for reply in replies:
             if isinstance(reply, Exception):
-                link.raise_error(what, reply)
+                raise to_error(what, label, reply) from reply
             local, count = self._counts(reply)
             if count < self._replicas or not local:
                 raise OperationTimeoutError(
                     f"{what} timed out waiting for replicas: {count} of {self._replicas} replicas of a node of "
-                    f"{link.label} {'has' if count == 1 else 'have'} the payload. Nothing was written.",
+                    f"{label} {'has' if count == 1 else 'have'} the payload. Nothing was written.",
                     hint="Call again once the replicas are back. Else lower wait_replicas.",
                     outcome="not_done",
                 )
@@ -277,18 +246,15 @@ class Acknowledgements:
     # --- histories ----------------------------------------------------------------------------------------------------
 
     def is_newest(self, history: bytes) -> bool:
-        """Whether a connection that met this history may be used: no other one was met since."""
+        """Whether no other history was met since a connection met this one."""
         return history == self._history
 
     def meet(self, history: bytes, ask: Callable[..., Any]) -> None:
-        """Called with each new connection, before it is used.
+        """Called with each new connection before it is used, and with what sends a command on it.
 
-        Another history need not be an older state: a server also begins one when its first replica joins. So only the
-        marks that it has now tell what was lost, and only of calls that were acknowledged before it was asked.
-
-        Args:
-            history: Names the history of what the server holds; a failover or a restart begins another one.
-            ask: Sends a command on that connection and returns its reply.
+        A failover or a restart begins another history. It need not be an older state: a server also begins one when its
+        first replica joins. So only the marks that it has now tell what was lost, and only of calls that were
+        acknowledged before it was asked.
         """
         with self._lock:
             if history == self._history and not self._unjudged:
@@ -334,11 +300,7 @@ class Acknowledgements:
             self._here.quiet = before
 
     def raise_lost(self, what: str, label: str) -> None:
-        """Tells the user, once, what was lost.
-
-        Raises:
-            LostCallsError: Something was lost that the user was not told yet.
-        """
+        """Raises what was lost, if the user was not told yet."""
         if not self._lost or getattr(self._here, "quiet", False):
             return
         with self._lock:
@@ -357,12 +319,12 @@ class Acknowledgements:
             "failover, set wait_replicas.",
         )
 
-    def end(self, link: Link, deadline: float) -> None:
+    def end(self, command: Callable[..., Any], deadline: float) -> None:
         """Removes this client's marks from the server."""
         with self._lock:
             lanes = list(self._numbers)
         if lanes:
-            link.command("close", deadline, b"HDEL", self._base + b":marks", *lanes)
+            command("close", deadline, b"HDEL", self._base + b":marks", *lanes)
 
 
 def _shown(calls: Sequence[Acknowledged]) -> str:

@@ -12,16 +12,41 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from dataplane_core.errors import DataPlaneError, LeaseHolder, OperationTimeoutError, Shortfall
+from dataplane_core.backends import Backend
+from dataplane_core.errors import (
+    DataPlaneError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    LeaseHolder,
+    OperationTimeoutError,
+    Shortfall,
+    preview,
+)
 from dataplane_core.ledger import group_of
-from dataplane_core.spec import AckRequest, Claim, ClaimRequest, NackRequest, RenewRequest, SettleReply
-from dataplane_redis import _refusals
+from dataplane_core.spec import (
+    AckRequest,
+    Claim,
+    ClaimRequest,
+    ConsumptionReply,
+    ConsumptionRequest,
+    NackRequest,
+    RenewRequest,
+    SettleReply,
+)
 from dataplane_redis._acknowledged import Acknowledged
-from dataplane_redis._session import KEPT_S, Session
-from dataplane_redis._wakes import Wakes
-from dataplane_redis._wire import pack_filter, pack_request, pack_strings, text_of, to_bytes, tuples_of, unpack_tags
+from dataplane_redis._scripts import (
+    pack_filter,
+    pack_strings,
+    pack_value,
+    text_of,
+    to_bytes,
+    tuples_of,
+    unpack_tags,
+)
+from dataplane_redis._session import KEPT_S, Session, raise_unknown
+from dataplane_redis._wakes import Question, Turns, Wakes
 
 __all__ = ["Claims"]
 
@@ -45,21 +70,23 @@ _COUNT_AGAIN_S: Final = 7.0
 _COUNT_RESERVE_S: Final = 0.1
 
 
-class Claims:
-    """Claims of one client."""
+class Claims(Backend):
+    """The claims of `RedisBackend`, and what becomes of them."""
 
-    def __init__(self, session: Session, wakes: Wakes) -> None:
-        self._session = session
-        self._wakes = wakes
+    _session: Session
+    _wakes: Wakes
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
         self._count_at = 0.0
         self._interval_s = 0.0  # between two questions of this client
-        self._next_at = 0.0
+        self._turns = Turns()
         self._lock = threading.Lock()
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
     def claim(self, request: ClaimRequest) -> Claim:
-        """Hands out ready samples; see `Backend.claim`."""
+        """Hands out ready samples."""
         what = f"claim_meta('{request.partition_id}', '{request.task_name}')"
         now = time.monotonic()
         began = float(request.since.rpartition(":")[2]) if request.since else now
@@ -68,37 +95,32 @@ class Claims:
             return Claim(version=request.since, ask_again_s=self._pause_of(request, request.since))
         if counts:
             self._count_at = now + _COUNT_AGAIN_S
-        required, conditions = pack_strings(sorted(set(request.required_fields))), pack_conditions(request)
-        question = (request.partition_id, request.task_name, request.batch_size, required, conditions)
+        question = Question(
+            name=request.partition_id,
+            task_name=request.task_name,
+            batch_size=request.batch_size,
+            required=pack_strings(sorted(set(request.required_fields))),
+            filter=pack_value(sorted(pack_filter(request.tag_filter))) if request.tag_filter else b"",
+        )
+        asks = question._asdict() | {
+            "all_or_nothing": int(request.all_or_nothing),
+            "lease_s": -1 if request.lease_s is None else request.lease_s,
+            "token": request.token,
+            "holder": request.holder,
+            "budget": _LOOK_ROWS,
+            "most": _GIVE_ROWS,
+            "client": self._wakes.client if counts else b"",
+            "stops": int(request.explain),
+        }
+        confirms = functools.partial(_given, request) if request.lease_s is None else None  # an ack notices the others
         waiter = self._wakes.enter(request, question)
         ids: list[str] = []
         tags: list[Any] = []
         lease = b""
-        confirms = (
-            None if request.lease_s is not None else functools.partial(_given, request)
-        )  # an ack notices the others
         while True:
             asked = time.monotonic()
             kind, *rest = self._session.run(
-                what,
-                request.deadline,
-                "claim",
-                request.partition_id,
-                request.task_name,
-                request.batch_size,
-                int(request.all_or_nothing),
-                -1 if request.lease_s is None else request.lease_s,
-                request.token,
-                request.holder,
-                required,
-                conditions,
-                _LOOK_ROWS,
-                _GIVE_ROWS,
-                lease,
-                self._wakes.client if counts else b"",
-                waiter,
-                int(request.explain),
-                confirms=confirms,
+                what, request.deadline, "claim", confirms=confirms, number=lease, waiter=waiter, **asks
             )
             if kind in (b"part", b"ok"):
                 first, some, some_tags = rest
@@ -118,7 +140,7 @@ class Claims:
                 ids, tags, lease = [], [], b""
             elif kind == b"busy":
                 if request.all_or_nothing:
-                    return self._wait(what, request, required, conditions, None, _BUSY_S)
+                    return self._wait(what, request, question, None, _BUSY_S)
                 if time.monotonic() + _BUSY_S >= request.deadline:
                     raise OperationTimeoutError(f"{what} timed out: another claim of this task took many samples.")
                 time.sleep(_BUSY_S)
@@ -133,24 +155,22 @@ class Claims:
                 self._set_interval(num_clients / _ASKS_PER_S)
                 version = f"{epoch.decode()}:{change.hex()}:{until}:{began}"
                 self._wakes.answer(request.token, waits=not request.explain, promised=bool(promised))
-                return self._wait(what, request, required, conditions, version, self._pause_of(request, version))
+                return self._wait(what, request, question, version, self._pause_of(request, version))
             elif kind != b"again":
-                _refusals.raise_claim(what, request, [kind, *rest])
+                _raise_claim(what, request, [kind, *rest])
 
     # Core's Pacer runs in one process, which sees all waiting claims, and has a fixed rate. Here each client sees only
     # its own claims, and its share of the rate depends on how many clients wait.
     def _set_interval(self, interval_s: float) -> None:
         with self._lock:
             if interval_s < self._interval_s:  # fewer clients wait now: forget the turns given out for more
-                self._next_at = 0.0
+                self._turns.next_at = 0.0
             self._interval_s = interval_s
 
     def _pause_s(self) -> float:
         """How long the claim that has just asked must pause: the claims of this client take turns."""
         with self._lock:
-            now = time.monotonic()
-            self._next_at = min(max(self._next_at, now), now + _MAX_AHEAD_S) + self._interval_s
-            return self._next_at - now
+            return self._turns.take(self._interval_s, _MAX_AHEAD_S + self._interval_s)
 
     def _pause_of(self, request: ClaimRequest, version: str | None) -> float:
         """How long the claim must pause. Nobody wakes it when a lease ends, so it asks by itself then."""
@@ -173,87 +193,95 @@ class Claims:
         return [each or b"" for each in found] == [epoch.encode(), bytes.fromhex(change)]
 
     def _wait(
-        self,
-        what: str,
-        request: ClaimRequest,
-        required: bytes,
-        conditions: bytes,
-        version: str | None,
-        ask_again_s: float,
+        self, what: str, request: ClaimRequest, question: Question, version: str | None, ask_again_s: float
     ) -> Claim:
-        """The answer to a claim that has to wait.
-
-        With ``explain`` it says what the samples lack. If the deadline comes first, it says what was counted so far.
-        """
+        """The answer to a claim that has to wait. With ``explain`` it says what the samples lack, or, if the deadline
+        comes first, what was counted so far."""
         if not request.explain:
             return Claim(version=version, ask_again_s=ask_again_s)
-        question = (request.partition_id, request.task_name, required, conditions)
         reply = self._shortfall(what, request.deadline, question)
-        if reply[0] not in (b"ok", b"again"):
-            _refusals.raise_claim(what, request, reply)
         _, num_ready, num_leased, leased, num_passed, num_incomplete, groups, num_lacking, cells = reply
         shortfall = Shortfall(
             num_leased=int(num_leased),
             leased=tuple(
                 LeaseHolder(sample_id=text_of(each[0]), holder=text_of(each[1]), left_s=float(each[2]))
-                for each in tuples_of(leased, 3)
+                for each in leased
             ),
             num_not_matching=int(num_passed),
             num_incomplete=int(num_incomplete),
-            incomplete_groups={text_of(group): int(count) for group, count in tuples_of(groups, 2)},
+            incomplete_groups={text_of(group): int(count) for group, count in groups},
             num_lacking=int(num_lacking),
             missing_cells={text_of(each[0]): tuple(map(text_of, each[1:])) for each in cells},
         )
         num_ready = min(int(num_ready), request.batch_size)
         return Claim(num_ready=num_ready, shortfall=shortfall, version=version, ask_again_s=ask_again_s)
 
-    def _shortfall(
-        self, what: str, deadline: float, question: tuple[str, str, bytes, bytes], whose: bytes = b""
-    ) -> Any:
+    def _shortfall(self, what: str, deadline: float, question: Question, whose: bytes = b"") -> Any:
         """The reply of the script ``shortfall``, run until it has looked at all rows or the deadline comes."""
+        asks = question._asdict() | {"budget": _LOOK_ROWS, "whose": whose}
+        del asks["batch_size"]
         reply: Any = None
         while reply is None or (reply[0] == b"again" and time.monotonic() < deadline - _COUNT_RESERVE_S):
             try:
-                reply = self._session.run(what, deadline, "shortfall", *question, _LOOK_ROWS, whose)
+                reply = self._session.run(what, deadline, "shortfall", **asks)
             except OperationTimeoutError:
                 if reply is None:
                     raise
                 break
         return reply
 
-    def count(self, what: str, partition_id: str, task_name: str, required: bytes, deadline: float) -> tuple[int, int]:
+    def _count(self, what: str, partition_id: str, task_name: str, required: bytes, deadline: float) -> tuple[int, int]:
         """How many samples with these fields are ready for a task now, and how many it has on lease."""
-        reply = self._shortfall(what, deadline, (partition_id, task_name, required, b""), os.urandom(16))
-        if reply[0] not in (b"ok", b"again"):
-            _refusals.raise_task(partition_id, task_name, reply)
+        reply = self._shortfall(what, deadline, Question(partition_id, task_name, 0, required, b""), os.urandom(16))
         return int(reply[1]), int(reply[2])
+
+    def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:
+        """Whether the tasks have consumed the partition."""
+        what = f"check_consumption_status('{request.partition_id}')"
+        reply = self._session.run(
+            what, request.deadline, "consumed", name=request.partition_id, tasks=request.task_names
+        )
+        return ConsumptionReply(consumed=bool(reply[1]))
 
     # --- settling -----------------------------------------------------------------------------------------------------
 
-    def settle(self, action: str, request: AckRequest | NackRequest | RenewRequest, lease_s: float) -> SettleReply:
-        """Acks, nacks or renews all of the rows or none; see the hooks of `Backend`."""
-        what = f"{action}('{request.partition_id}', '{request.task_name}', {len(request.sample_ids)} samples)"
+    def ack(self, request: AckRequest) -> SettleReply:
+        """Settles leases."""
+        return self._settle("ack", request, 0.0)
 
+    def nack(self, request: NackRequest) -> SettleReply:
+        """Gives leased samples back."""
+        return self._settle("nack", request, 0.0)
+
+    def renew(self, request: RenewRequest) -> SettleReply:
+        """Extends leases."""
+        return self._settle("renew", request, request.lease_s)
+
+    def _settle(self, action: str, request: AckRequest | NackRequest | RenewRequest, lease_s: float) -> SettleReply:
+        """Acks, nacks or renews all of the rows or none."""
+        what = f"{action}('{request.partition_id}', '{request.task_name}', {len(request.sample_ids)} samples)"
         call = Acknowledged(action, request.partition_id, request.task_name, request.sample_ids)
 
-        def run(mode: str, epoch: Any, ids: Sequence[str], tokens: Sequence[str], leases: Sequence[Any] = ()) -> Any:
+        def run(
+            mode: str, epoch: Any = "", ids: Sequence[str] = (), tokens: Sequence[str] = (), leases: Sequence[Any] = ()
+        ) -> Any:
             return self._session.run(
                 what,
                 request.deadline,
                 "settle",
-                mode,
-                action,
-                request.partition_id,
-                request.task_name,
-                epoch,
-                ids,
-                tokens,
-                lease_s,
-                leases,
-                _GIVE_ROWS,
-                "" if mode == "finish" else request.request_id,
-                max(0.0, request.deadline - time.monotonic()) + KEPT_S,
                 confirms=call if mode in ("all", "commit") else None,
+                mode=mode,
+                action=action,
+                name=request.partition_id,
+                task_name=request.task_name,
+                epoch=epoch,
+                ids=ids,
+                tokens=tokens,
+                lease_s=lease_s,
+                leases=leases,
+                budget=_GIVE_ROWS,
+                request="" if mode == "finish" else request.request_id,
+                kept_s=max(0.0, request.deadline - time.monotonic()) + KEPT_S,
             )
 
         if len(request.sample_ids) <= _GIVE_ROWS:
@@ -261,15 +289,13 @@ class Claims:
         else:
             reply = _settle_many(run, request.sample_ids, request.lease_tokens)
         if reply[0] == b"done":
-            reply = run("commit", "", [], [])
+            reply = run("commit")
         if reply[0] != b"ok":
-            _refusals.raise_settle(what, request, reply)
-        with (
-            contextlib.suppress(DataPlaneError),
-            self._session.quietly(),
-        ):  # it is settled; the next claim takes back what is left
+            _raise_settle(what, request, reply)
+        # it is settled; if this fails, the next claim takes back what is left
+        with contextlib.suppress(DataPlaneError), self._session.quietly():
             while reply[0] == b"ok" and reply[1]:  # else the partition is gone, or has no such task now
-                reply = run("finish", "", [], [])
+                reply = run("finish")
         return SettleReply(num_samples=len(request.sample_ids))
 
 
@@ -279,22 +305,15 @@ def _given(request: ClaimRequest, reply: Any) -> Acknowledged | None:
     return Acknowledged("claim_meta", request.partition_id, request.task_name, ids) if ids else None
 
 
-def pack_conditions(request: ClaimRequest) -> bytes:
-    """A claim's tag filter as bytes; equal filters give equal bytes."""
-    return pack_request(*sorted(pack_filter(request.tag_filter))) if request.tag_filter else b""
-
-
 def _settle_many(run: Callable[..., Any], ids: Sequence[str], tokens: Sequence[str]) -> Any:
     """Settles more rows than one script can: checks all rows first, and then settles their leases in one script.
 
     A lease of which only some rows are named is split before. No client can see the split, so a client that dies before
-    the last script has changed nothing.
-
-    Returns:
-        The reply to the last script, or "done" if another request with the same id is carried out.
+    the last script has changed nothing. Returns the reply to the last script, or "done" if another request with the
+    same id is carried out.
     """
     while True:
-        reply = run("check", "", [], [])
+        reply = run("check")
         if reply[0] != b"ok":
             return reply
         _, epoch, group_size, _ = reply
@@ -313,9 +332,8 @@ def _settle_many(run: Callable[..., Any], ids: Sequence[str], tokens: Sequence[s
             elif reply[0] != b"ok":
                 return reply
             else:
-                found = list(tuples_of(reply[3], 4))
-                chunks.append((some, some_tokens, [lease for lease, *_ in found]))
-                for lease, token, count, rows in found:
+                chunks.append((some, some_tokens, [lease for lease, *_ in reply[3]]))
+                for lease, token, count, rows in reply[3]:
                     tokens_of[lease] = token
                     named[lease] = named.get(lease, 0) + count
                     held.setdefault(lease, rows)
@@ -327,7 +345,7 @@ def _settle_many(run: Callable[..., Any], ids: Sequence[str], tokens: Sequence[s
         into = {lease: lease if count == held[lease] else b"" for lease, count in named.items()}
         if _split(run, epoch, chunks, into):
             leases = [each for lease, to in into.items() for each in (to, tokens_of[lease], named[lease])]
-            reply = run("commit", epoch, [], [], leases)
+            reply = run("commit", epoch, leases=leases)
             if reply[0] != b"changed":
                 return reply
 
@@ -338,11 +356,8 @@ def _split(
     chunks: Sequence[tuple[list[str], list[str], list[bytes]]],
     into: dict[bytes, bytes],
 ) -> bool:
-    """Splits the leases of which only some rows are named, and enters the new leases in ``into``.
-
-    Returns:
-        False if another client changed these leases since the check.
-    """
+    """Splits the leases of which only some rows are named, and enters the new leases in ``into``. False if another
+    client changed these leases since the check."""
     in_part = {lease for lease, to in into.items() if not to}
     for ids, tokens, leases in chunks:
         pairs = [each for lease in leases if lease in in_part for each in (lease, into[lease])]
@@ -366,3 +381,29 @@ def _chunks(ids: Sequence[str], tokens: Sequence[str], group_size: int) -> Itera
             places = []
         places += some
     yield [ids[place] for place in places], [tokens[place] for place in places]
+
+
+def _raise_claim(what: str, request: ClaimRequest, reply: Sequence[Any]) -> NoReturn:
+    """A claim was refused."""
+    if reply[0] == b"batch":
+        raise InvalidRequestError(
+            f"{what} refused: batch_size {request.batch_size} is not a multiple of the group size {reply[1]}."
+        )
+    raise_unknown(reply, request.partition_id, request.task_name)
+
+
+def _raise_settle(what: str, request: AckRequest | NackRequest | RenewRequest, reply: Sequence[Any]) -> NoReturn:
+    """An ack, nack or renew was refused. No row was changed."""
+    if reply[0] == b"lost":
+        lost = [text_of(each) for each in reply[1]]
+        raise LeaseExpiredError(
+            f"{what} refused: the lease on {preview(lost)} is no longer held. No row was changed.",
+            sample_ids=lost,
+            hint="The lease ran out, was settled, or the sample was cleared; another consumer may hold it now.",
+        )
+    if reply[0] == b"part":
+        raise InvalidRequestError(
+            f"{what} refused: it names {reply[2]} of the {reply[3]} samples held of group '{text_of(reply[1])}'. "
+            "Groups are handed out, settled and renewed as a whole. No row was changed."
+        )
+    raise_unknown(reply, request.partition_id, request.task_name)

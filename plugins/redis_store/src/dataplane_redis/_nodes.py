@@ -2,6 +2,9 @@
 
 A node that refuses a command because its slot has moved, or is moving, names another node, and the command goes there.
 While no node serves a slot (its primary was killed and no replica is promoted yet), commands wait until the deadline.
+
+redis-py makes the connections and parses replies and redirections. Its cluster client is not used: it has no deadline,
+sends to one node after the other, and repeats a command that may have run.
 """
 
 from __future__ import annotations
@@ -18,10 +21,8 @@ import redis
 from redis.exceptions import RedisError, ResponseError
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_redis._link import Link, Read, Sender, in_chunks
-from dataplane_redis._protocol import is_moving, is_temporary_refusal, pack, redirection_of
-from dataplane_redis._route import Address, left_s
-from dataplane_redis._rows import ArrayReader
+from dataplane_redis._link import Address, Link, Read, Stream, fetch_arrays, is_quiet
+from dataplane_redis._protocol import Parts, is_moving, is_temporary_refusal, left_s, pack, redirection_of
 
 __all__ = ["Job", "LostNodeError", "Nodes"]
 
@@ -33,7 +34,8 @@ _AT_ONCE: Final = 8
 #: Parts of commands are joined until they reach this size.
 _JOIN_BYTES: Final = 256 * 1024
 
-_Parts: TypeAlias = Sequence[bytes | bytearray | memoryview]
+#: The jobs or reads to be sent, by number: each with the node that it must ask once, or None.
+_Asked: TypeAlias = dict[int, Address | None]
 
 
 class LostNodeError(BackendUnavailableError):
@@ -42,17 +44,10 @@ class LostNodeError(BackendUnavailableError):
 
 @dataclass(slots=True)
 class Job:
-    """Commands for one slot.
-
-    Attributes:
-        slot: The slot of their key.
-        packed: The commands, in parts.
-        num_replies: To them.
-        replies: To them: values and refusals. Or the error that came instead.
-    """
+    """Commands for one slot, in parts. Keeps the replies: values and refusals, or the error that came instead."""
 
     slot: int
-    packed: _Parts
+    packed: Parts
     num_replies: int = 1
     replies: list[Any] = field(default_factory=list)
 
@@ -61,57 +56,17 @@ class Job:
         return next((each for each in self.replies if isinstance(each, Exception)), None)
 
 
-class _Stream(Sender):
-    """One connection to a node, while a call uses it. Keeps the first error, and then sends nothing more."""
-
-    def __init__(self, address: Address, connection: Any, deadline: float) -> None:
-        super().__init__(connection, deadline, _JOIN_BYTES)
-        self.address = address
-        self.error: Exception | None = None
-
-    def flush(self) -> None:
-        """Sends what was kept back."""
-        if self.error is None:
-            try:
-                super().flush()
-            except (RedisError, OSError) as error:
-                self.error = error
-
-    def read(self) -> Any:
-        """The next reply, or the refusal. Raises if the connection is lost."""
-        if self.error is not None:
-            raise self.error
-        self.connection._sock.settimeout(left_s(self.deadline))
-        try:
-            return self.connection.read_response(disable_decoding=True)
-        except ResponseError as error:
-            return error
-        except (RedisError, OSError) as error:
-            self.error = error
-            raise
-
-
 @dataclass(slots=True)
 class _Try:
-    """What is left of a call after a round.
+    """What is left of a call after a round."""
 
-    Attributes:
-        asked: For each job that must be sent again: the node that it must ask once, or None.
-        error: Why, if it was no redirection.
-        was_sent: Whether a connection was lost after something was sent on it.
-    """
-
-    asked: dict[int, Address | None] = field(default_factory=dict)
-    error: Exception | None = None
-    was_sent: bool = False
+    asked: _Asked = field(default_factory=dict)  # what must be sent again
+    error: Exception | None = None  # why, if it was no redirection
+    was_sent: bool = False  # whether a connection was lost after something was sent on it
 
 
 class Nodes:
-    """The nodes of a cluster, with idle connections to them. Thread-safe.
-
-    Args:
-        link: The link to the ledger's node, which knows how to connect.
-    """
+    """The nodes of a cluster, with idle connections to them. The link to the ledger's node makes these. Thread-safe."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -144,11 +99,12 @@ class Nodes:
         for address in list(self._known):
             if time.monotonic() >= deadline:
                 return
-            until = min(deadline, time.monotonic() + _CONNECT_S)
-            job = Job(0, pack((b"CLUSTER", b"SLOTS")))
-            self._round([job], {0: address}, until, asking=False)
-            if job.replies and job.refusal() is None and job.replies[0]:
-                self.learn(job.replies[0])
+            try:
+                reply = self._ask(address, min(deadline, time.monotonic() + _CONNECT_S), b"CLUSTER", b"SLOTS")
+            except (RedisError, OSError):
+                continue
+            if reply:
+                self.learn(reply)
                 return
 
     def primaries(self) -> list[Address]:
@@ -174,29 +130,39 @@ class Nodes:
             for each in connections:
                 each.disconnect()
 
-    def _open(self, address: Address, deadline: float) -> _Stream:
+    def _open(self, address: Address, deadline: float) -> Stream:
         """Raises what redis-py raises."""
         while True:
             with self._lock:
                 connection = self._idle[address].pop() if self._idle[address] else None
             if connection is None:
-                break
-            try:
-                if not connection.can_read(timeout=0):
-                    return _Stream(address, connection, deadline)
-            except (RedisError, OSError):
-                pass  # the node closed it while it was idle
+                until = min(deadline, time.monotonic() + _CONNECT_S)
+                connection = self._link.connect_to(address, left_s(until))
+                return Stream(connection, deadline, _JOIN_BYTES)
+            if is_quiet(connection):
+                return Stream(connection, deadline, _JOIN_BYTES)
             connection.disconnect()
-        until = min(deadline, time.monotonic() + _CONNECT_S)
-        return _Stream(address, self._link.connect_to(address, left_s(until)), deadline)
 
-    def _close(self, stream: _Stream, complete: bool) -> None:
+    def _close(self, address: Address, stream: Stream, complete: bool) -> None:
         with self._lock:
             keep = complete and stream.error is None and not self._closed
             if keep:
-                self._idle[stream.address].append(stream.connection)
+                self._idle[address].append(stream.connection)
         if not keep:
             stream.connection.disconnect()
+
+    def _ask(self, address: Address, deadline: float, *words: bytes) -> Any:
+        """What one node replies. Raises what redis-py raises, and a refusal."""
+        stream, complete = self._open(address, deadline), False
+        try:
+            stream.send(pack(words))
+            stream.flush()
+            reply, complete = stream.read(), True
+        finally:
+            self._close(address, stream, complete)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -207,97 +173,26 @@ class Nodes:
         jobs: Sequence[Job],
         *,
         again: bool,
-        last: Callable[[], _Parts] | None = None,
-        last_replies: list[Any] | None = None,
-    ) -> None:
-        """Sends each job to the node that serves its slot: first all of them, then it reads the replies.
+        last: Callable[[], Parts] | None = None,
+    ) -> list[Any]:
+        """Sends each job to the node that serves its slot: first all of them, then it reads the replies, which the jobs
+        keep. A refusal that is no reason to wait is one of them.
 
-        Args:
-            what: The operation; messages start with it.
-            deadline: On `time.monotonic`'s clock, in seconds.
-            jobs: Keep their replies. A refusal that is no reason to wait is one of them.
-            again: Whether a job may be sent again after the connection was lost: then it may run twice.
-            last: Makes a command that is sent to each node after its jobs.
-            last_replies: Takes the replies to these commands.
+        With ``again``, a job is sent again if the connection was lost, and may run twice. ``last`` makes a command that
+        is sent to each node after its jobs; their replies are returned.
 
         Raises:
             LostNodeError: A connection was lost, and the jobs may not run twice.
             BackendUnavailableError: No node served a slot until the deadline.
             OperationTimeoutError: A node did not answer in time.
         """
-
-        def attempt(asked: dict[int, Address | None]) -> _Try:
-            return self._round(jobs, asked, deadline, last=last, last_replies=last_replies)
-
-        self._repeat(what, deadline, dict.fromkeys(range(len(jobs))), attempt, again)
-
-    def attempt(self, deadline: float, jobs: Sequence[Job]) -> None:
-        """As `exchange`, but does not wait for nodes that cannot be reached: their jobs have the error as reply."""
-        asked: dict[int, Address | None] = dict.fromkeys(range(len(jobs)))
-        for _ in range(_AT_ONCE):
-            left = self._round(jobs, asked, deadline)
-            asked = left.asked
-            if not asked or left.error is not None:
-                break
-        for index in asked:
-            jobs[index].replies = [left.error or BackendUnavailableError("the slot is moving")]
-
-    def fetch(self, what: str, deadline: float, reads: Sequence[tuple[int, Read]]) -> list[list[Any]]:
-        """Sends commands that each reply with an array of byte strings, and receives these without a copy.
-
-        Each node has two chunks of commands in flight at a time, see `Link.fetch`; all nodes work at the same time.
-
-        Args:
-            what: The operation; messages start with it.
-            deadline: On `time.monotonic`'s clock, in seconds.
-            reads: The slot of each command, and the command.
-
-        Returns:
-            Per command its byte strings; None for one that does not exist.
-
-        Raises:
-            As `exchange`.
-        """
-        found: list[Any] = [None] * len(reads)
-
-        def attempt(asked: dict[int, Address | None]) -> _Try:
-            return self._fetch_round(reads, found, asked, deadline)
-
-        self._repeat(what, deadline, dict.fromkeys(range(len(reads))), attempt, True)
-        for each in found:
-            if isinstance(each, Exception):
-                self._link.raise_error(what, each)
-        return found
-
-    def scan(self, what: str, deadline: float, address: Address, pattern: bytes) -> list[bytes]:
-        """The keys of one node that match a pattern. A key may come twice."""
-        keys: list[bytes] = []
-        cursor = b"0"
-        while True:
-            job = Job(0, pack((b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")))
-            left = self._round([job], {0: address}, deadline, asking=False)
-            refusal = left.error or job.refusal()
-            if refusal is not None:
-                self._link.raise_error(what, refusal)
-            cursor, some = job.replies[0]
-            keys += some
-            if cursor == b"0":
-                return keys
-
-    def _repeat(
-        self,
-        what: str,
-        deadline: float,
-        asked: dict[int, Address | None],
-        attempt: Callable[[dict[int, Address | None]], _Try],
-        again: bool,
-    ) -> None:
-        """Makes rounds until no job is left."""
+        last_replies: list[Any] = []
+        asked: _Asked = dict.fromkeys(range(len(jobs)))
         num_rounds = 0
         while asked:
             if time.monotonic() >= deadline:
                 raise OperationTimeoutError(f"{what} timed out before it was sent to {self._link.label}.")
-            left = attempt(asked)
+            left = self._round(jobs, asked, deadline, last, last_replies)
             asked = left.asked
             num_rounds += 1
             if left.was_sent and not again:
@@ -311,6 +206,60 @@ class Nodes:
                     self._raise_late(what, left.error)
                 time.sleep(_POLL_S)
                 self.refresh(deadline)
+        return last_replies
+
+    def attempt(self, deadline: float, jobs: Sequence[Job]) -> None:
+        """As `exchange`, but does not wait for nodes that cannot be reached: their jobs have the error as reply."""
+        asked: _Asked = dict.fromkeys(range(len(jobs)))
+        for _ in range(_AT_ONCE):
+            left = self._round(jobs, asked, deadline)
+            asked = left.asked
+            if not asked or left.error is not None:
+                break
+        for index in asked:
+            jobs[index].replies = [left.error or BackendUnavailableError("the slot is moving")]
+
+    def fetch(self, what: str, deadline: float, reads: Sequence[tuple[int, Read]]) -> list[Any]:
+        """The arrays that reads of slots reply with, see `fetch_arrays`. What has moved or was lost is read again by
+        `exchange`. Raises as that, or if a read is refused."""
+        found: list[Any] = [None] * len(reads)
+        left, complete = _Try(), False
+        streams, mine = self._streams([slot for slot, _ in reads], dict.fromkeys(range(len(reads))), deadline, left)
+        try:
+            indices = [mine[address] for address in streams]
+            of_stream = [[reads[index][1] for index in some] for some in indices]
+            for number, each, array in fetch_arrays(list(streams.values()), of_stream):
+                index = indices[number][each]
+                found[index] = array
+                if isinstance(array, ResponseError):
+                    self._sort(index, reads[index][0], [array], left)
+                elif isinstance(array, Exception):
+                    left.asked[index] = None
+            complete = True
+        finally:
+            for address, stream in streams.items():
+                self._close(address, stream, complete)
+        again = {index: Job(reads[index][0], [reads[index][1].packed]) for index in left.asked}
+        self.exchange(what, deadline, list(again.values()), again=True)
+        for index, job in again.items():
+            (found[index],) = job.replies
+        for each in found:
+            if isinstance(each, Exception):
+                self._link.raise_error(what, each)
+        return found
+
+    def scan(self, what: str, deadline: float, address: Address, pattern: bytes) -> list[bytes]:
+        """The keys of one node that match a pattern. A key may come twice."""
+        keys: list[bytes] = []
+        cursor = b"0"
+        while True:
+            try:
+                cursor, some = self._ask(address, deadline, b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")
+            except (RedisError, OSError) as error:
+                self._link.raise_error(what, error)
+            keys += some
+            if cursor == b"0":
+                return keys
 
     def _raise_late(self, what: str, error: Exception | None) -> NoReturn:
         label = self._link.label
@@ -325,13 +274,13 @@ class Nodes:
     # --- one round ----------------------------------------------------------------------------------------------------
 
     def _streams(
-        self, slots: Sequence[int], asked: dict[int, Address | None], deadline: float, left: _Try
-    ) -> tuple[dict[Address, _Stream], dict[Address, list[int]]]:
+        self, slots: Sequence[int], asked: _Asked, deadline: float, left: _Try
+    ) -> tuple[dict[Address, Stream], dict[Address, list[int]]]:
         """Connections to the nodes of the jobs, and the jobs of each. A node that cannot be reached has none."""
         mine: dict[Address, list[int]] = defaultdict(list)
         for index, address in asked.items():
             mine[address or self._owner(slots[index])].append(index)
-        streams: dict[Address, _Stream] = {}
+        streams: dict[Address, Stream] = {}
         for address, indices in mine.items():
             try:
                 streams[address] = self._open(address, deadline)
@@ -343,11 +292,9 @@ class Nodes:
     def _round(
         self,
         jobs: Sequence[Job],
-        asked: dict[int, Address | None],
+        asked: _Asked,
         deadline: float,
-        *,
-        asking: bool = True,
-        last: Callable[[], _Parts] | None = None,
+        last: Callable[[], Parts] | None = None,
         last_replies: list[Any] | None = None,
     ) -> _Try:
         """Sends jobs, reads their replies, and says which must be sent again."""
@@ -359,7 +306,7 @@ class Nodes:
             for index in asked:  # in their order, in which neighbours go to different nodes
                 stream = streams.get(node_of[index])
                 if stream is not None:
-                    if asked[index] is not None and asking:
+                    if asked[index] is not None:
                         stream.send(pack((b"ASKING",)))
                     stream.send(jobs[index].packed)
             for stream in streams.values():
@@ -369,7 +316,7 @@ class Nodes:
             for address, stream in streams.items():
                 try:
                     for index in mine[address]:
-                        if asked[index] is not None and asking:
+                        if asked[index] is not None:
                             stream.read()
                         jobs[index].replies = [stream.read() for _ in range(jobs[index].num_replies)]
                     if last is not None and last_replies is not None:
@@ -383,7 +330,7 @@ class Nodes:
                     self._sort(index, jobs[index].slot, jobs[index].replies, left)
         finally:
             for address, stream in streams.items():
-                self._close(stream, address in done)
+                self._close(address, stream, address in done)
         return left
 
     def _sort(self, index: int, slot: int, replies: Sequence[Any], left: _Try) -> None:
@@ -407,65 +354,6 @@ class Nodes:
                 left.asked[index] = None
                 left.error = reply
                 return
-
-    def _fetch_round(
-        self,
-        reads: Sequence[tuple[int, Read]],
-        found: list[Any],
-        asked: dict[int, Address | None],
-        deadline: float,
-    ) -> _Try:
-        left = _Try()
-        moving = {index: address for index, address in asked.items() if address is not None}
-        if moving:  # the reply to ASKING comes before the array, so these few are read in another way
-            jobs = {index: Job(reads[index][0], [reads[index][1].packed]) for index in moving}
-            few = self._round(list(jobs.values()), dict(enumerate(moving.values())), deadline)
-            for number, (index, job) in enumerate(jobs.items()):
-                if number in few.asked:
-                    left.asked[index] = few.asked[number]
-                else:
-                    found[index] = job.refusal() or job.replies[0]
-            left.error = few.error
-        rest: dict[int, Address | None] = {index: None for index in asked if index not in moving}
-        streams, mine = self._streams([slot for slot, _ in reads], rest, deadline, left)
-        done: set[Address] = set()
-        try:
-            readers: dict[Address, ArrayReader] = {}
-            chunks: dict[Address, list[list[int]]] = {}
-            for address, stream in streams.items():
-                size_bytes = sum(reads[index][1].size_bytes for index in mine[address])
-                readers[address] = ArrayReader(stream.connection._sock, size_bytes, deadline)
-                chunks[address] = in_chunks(mine[address], lambda index: reads[index][1].size_bytes)
-            for number in range(-1, max(map(len, chunks.values()), default=0)):
-                for address, stream in streams.items():
-                    if number + 1 < len(chunks[address]):
-                        stream.send([reads[index][1].packed for index in chunks[address][number + 1]])
-                        stream.flush()
-                for address, stream in streams.items():
-                    if not 0 <= number < len(chunks[address]):
-                        continue
-                    for index in chunks[address][number]:
-                        self._take(reads[index][0], index, found, stream, readers[address], left)
-            done = {address for address, reader in readers.items() if reader.done}
-        finally:
-            for address, stream in streams.items():
-                self._close(stream, address in done)
-        return left
-
-    def _take(self, slot: int, index: int, found: list[Any], stream: _Stream, reader: ArrayReader, left: _Try) -> None:
-        """Reads the reply to one read, unless the connection was lost before."""
-        if stream.error is None:
-            try:
-                found[index] = reader.read()
-                return
-            except ResponseError as error:
-                found[index] = error
-                self._sort(index, slot, [error], left)
-                return
-            except (RedisError, OSError) as error:
-                stream.error = error
-        left.asked[index] = None
-        left.error = stream.error
 
 
 def _is_late(error: Exception | None) -> bool:

@@ -1,16 +1,26 @@
-"""Redis' protocol, as far as redis-py leaves it to us: commands as bytes, and what refusals mean."""
+"""Redis' protocol, where redis-py's own is not enough: commands and rows as bytes, arrays of rows, what refusals mean.
+
+redis-py copies what it sends and makes new bytes of each value that it receives. So rows are packed here, around frames
+that stay where they are, and received into one buffer. And redis-py's errors do not say whether the server did anything
+before it refused; those here do.
+
+A row is what one put wrote of one sample: its frames, joined in the format of `dataplane_core.codec.join_row`.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
+import numpy as np
 import redis
 from redis.exceptions import (
     AskError,
     AuthenticationError,
     BusyLoadingError,
     ClusterDownError,
+    InvalidResponse,
     MasterDownError,
     MovedError,
     NoPermissionError,
@@ -18,7 +28,9 @@ from redis.exceptions import (
     ResponseError,
     TryAgainError,
 )
+from redis.exceptions import ConnectionError as LostConnectionError
 
+from dataplane_core.codec import join_row
 from dataplane_core.errors import (
     BackendError,
     BackendUnavailableError,
@@ -28,8 +40,33 @@ from dataplane_core.errors import (
     StalePartitionError,
 )
 
-__all__ = ["Command", "is_moving", "is_temporary_refusal", "pack", "redirection_of", "to_error"]
+__all__ = [
+    "PACKED_REPLIES",
+    "ArrayReader",
+    "Parts",
+    "is_moving",
+    "is_temporary_refusal",
+    "left_s",
+    "pack",
+    "pack_rows",
+    "redirection_of",
+    "row_overhead",
+    "to_error",
+]
 
+#: What is sent: commands, in parts.
+Parts: TypeAlias = Sequence[bytes | bytearray | memoryview]
+
+#: The least socket timeout in seconds. Zero would mean not to wait at all, which TLS does not support.
+_MIN_TIMEOUT_S: Final = 0.001
+#: Replies to what `pack_rows` packs.
+PACKED_REPLIES: Final = 4
+#: The most that a byte string of a reply takes besides its own bytes: ``$<digits>\r\n`` and ``\r\n``.
+_STRING_BYTES: Final = 24
+#: Added to every buffer, for the heads of the replies or an error message.
+_SLACK_BYTES: Final = 64 * 1024
+#: The longest number in a reply, with its kind and its sign.
+_MOST_DIGITS: Final = 21
 #: How the refusals of a server begin that takes no writes.
 _NO_WRITES: Final = ("MISCONF", "NOREPLICAS", "READONLY", "CLUSTERDOWN", "MASTERDOWN")
 #: How refusals begin of a user that may not do it. The last one is of a script, by Redis 7.0.
@@ -62,16 +99,137 @@ _MENDS: Final = {
     "parts": "Then connect with another namespace, and produce all samples again.",
     "clients": "The list is complete again when all clients have announced themselves.",
 }
-#: The words of a command.
-Command: TypeAlias = Sequence[bytes | bytearray | memoryview]
 
 
-def pack(command: Command) -> list[bytes | bytearray | memoryview]:
-    """Packs a command in the wire protocol, as a list of parts."""
-    parts: list[bytes | bytearray | memoryview] = [b"*%d\r\n" % len(command)]
-    for word in command:
+def left_s(deadline: float) -> float:
+    """The seconds until the deadline, as a socket's timeout."""
+    return max(_MIN_TIMEOUT_S, deadline - time.monotonic())
+
+
+# --- commands and rows ------------------------------------------------------------------------------------------------
+
+
+def pack(words: Parts) -> list[bytes | bytearray | memoryview]:
+    """Packs a command."""
+    parts: list[bytes | bytearray | memoryview] = [b"*%d\r\n" % len(words)]
+    for word in words:
         parts += (b"$%d\r\n" % len(word), word, b"\r\n")
     return parts
+
+
+def row_overhead(num_columns: int) -> int:
+    """The most bytes that a row of so many cells takes in a reply besides its frames."""
+    return 8 + 8 * num_columns + _STRING_BYTES
+
+
+def pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]], keep_s: float) -> list[Any]:
+    """Packs an HSET of rows under their positions, from ``first`` on: ``frames`` is one list per column.
+
+    The hash then expires in ``keep_s`` seconds, at the same moment as it is written: so should this client die, the
+    server drops the rows. Frames are not copied.
+    """
+    num_columns, num_rows = len(frames), len(frames[0])
+    sizes = np.empty((num_rows, num_columns), dtype="<i8")
+    for number, column in enumerate(frames):
+        sizes[:, number] = [len(frame) for frame in column]
+    fixed = join_row([b""] * num_columns)[
+        : -8 * num_columns
+    ]  # how every row of so many frames starts, before the sizes
+    heads = sizes.tobytes()
+    step = 8 * num_columns
+    totals = (sizes.sum(axis=1) + (len(fixed) + step)).tolist()
+    parts: list[Any] = [*pack((b"MULTI",)), b"*%d\r\n$4\r\nHSET\r\n$%d\r\n%b\r\n" % (2 + 2 * num_rows, len(key), key)]
+    for row, cells in enumerate(zip(*frames, strict=True)):
+        position = b"%d" % (first + row)
+        head = b"$%d\r\n%b\r\n$%d\r\n" % (len(position), position, totals[row])
+        parts.append(head + fixed + heads[row * step : (row + 1) * step])
+        parts += cells
+        parts.append(b"\r\n")
+    return [*parts, *pack((b"PEXPIRE", key, b"%d" % int(1000 * keep_s))), *pack((b"EXEC",))]
+
+
+class ArrayReader:
+    """Receives arrays of byte strings into one buffer of the expected size. Nothing else must arrive on the socket."""
+
+    def __init__(self, sock: Any, size_bytes: int, deadline: float) -> None:
+        self._sock = sock
+        self._deadline = deadline
+        self._buffer = np.empty(size_bytes + _SLACK_BYTES, dtype=np.uint8).data
+        self._start = 0  # of the bytes that are not parsed yet
+        self._stop = 0  # of the bytes that were received
+
+    @property
+    def done(self) -> bool:
+        """Whether all received bytes are parsed."""
+        return self._start == self._stop
+
+    def read(self) -> list[memoryview | None]:
+        """The next reply.
+
+        Raises:
+            ResponseError: The server refused the command.
+            InvalidResponse: The reply is no array of byte strings.
+            TimeoutError, OSError: The deadline passed; the connection was lost.
+        """
+        count = self._number(b"*")
+        strings: list[memoryview | None] = []
+        for _ in range(count):
+            size = self._number(b"$")
+            if size < 0:
+                strings.append(None)
+                continue
+            self._need(size + 2)
+            strings.append(self._buffer[self._start : self._start + size])
+            self._start += size + 2
+        return strings
+
+    def _number(self, kind: bytes) -> int:
+        """Reads ``<kind><digits>\\r\\n``."""
+        line = self._line()
+        if line[:1] == b"-":
+            raise ResponseError(line[1:].decode("utf-8", "replace"))
+        if line[:1] != kind or not line[1:].removeprefix(b"-").isdigit() or len(line) > _MOST_DIGITS:
+            raise InvalidResponse(f"the reply holds {line[:20]!r}, expected {kind!r} and a number")
+        return int(line[1:])
+
+    def _line(self) -> bytes:
+        while True:
+            window = bytes(self._buffer[self._start : min(self._stop, self._start + 32)])
+            end = window.find(b"\r\n")
+            if end < 0 and self._stop - self._start > 32:  # an error message
+                window = bytes(self._buffer[self._start : self._stop])
+                end = window.find(b"\r\n")
+            if end >= 0:
+                self._start += end + 2
+                return window[:end]
+            seen = self._stop - self._start
+            if seen > _SLACK_BYTES:
+                raise InvalidResponse(f"the reply holds a line of more than {_SLACK_BYTES} bytes")
+            self._need(seen + 1)
+
+    def _need(self, size: int) -> None:
+        """Receives until at least ``size`` bytes are not parsed yet."""
+        while self._stop - self._start < size:
+            if self._stop == len(self._buffer):
+                self._grow(size)
+            self._sock.settimeout(left_s(self._deadline))
+            count = self._sock.recv_into(self._buffer[self._stop :])
+            if not count:
+                raise LostConnectionError("Connection closed by server.")
+            self._stop += count
+
+    def _grow(self, size: int) -> None:
+        """Continues in a new buffer, of at most twice what was received: a forged size reserves no memory.
+
+        Views of the old one stay valid.
+        """
+        rest = self._buffer[self._start : self._stop]
+        self._buffer = np.empty(2 * min(size, len(rest)) + _SLACK_BYTES, dtype=np.uint8).data
+        self._buffer[: len(rest)] = rest
+        self._start, self._stop = 0, len(rest)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def redirection_of(refusal: Exception) -> tuple[str, str, int] | None:
@@ -102,13 +260,7 @@ def is_temporary_refusal(error: BaseException | None) -> bool:
 
 
 def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
-    """The `DataPlaneError` for an error of redis-py. Its ``outcome`` is that of the one command which met the error.
-
-    Args:
-        what: The operation; the message starts with it.
-        label: The name of the server in the message.
-        error: The error.
-    """
+    """The error of an operation for one of redis-py. Its ``outcome`` is that of the one command which met the error."""
     if isinstance(error, (redis.TimeoutError, TimeoutError)):
         return OperationTimeoutError(f"{what} timed out: {label} did not answer in time.")
     if isinstance(error, (AuthenticationError, NoPermissionError)):

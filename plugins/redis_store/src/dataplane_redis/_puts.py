@@ -13,32 +13,33 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, ClassVar, Final, NoReturn
 
 from redis.exceptions import NoScriptError
 
-from dataplane_core.backends import Bundle, bundles_of, framed_columns
+from dataplane_core.backends import Backend, Bundle, bundles_of, framed_columns
 from dataplane_core.codec import join_rows
 from dataplane_core.errors import (
+    BackendError,
     BackendUnavailableError,
     CapacityExceededError,
     DataPlaneError,
+    InvalidRequestError,
     OperationTimeoutError,
     RoomTimeoutError,
+    SchemaMismatchError,
+    StalePartitionError,
 )
-from dataplane_core.spec import PutReply, PutRequest
-from dataplane_redis import _refusals
+from dataplane_core.ledger import group_of, too_many_samples
+from dataplane_core.spec import FieldSpec, PutReply, PutRequest
 from dataplane_redis._acknowledged import Acknowledged
-from dataplane_redis._instance import setting_of
-from dataplane_redis._litter import Litter
 from dataplane_redis._nodes import LostNodeError
 from dataplane_redis._payload import Payload
-from dataplane_redis._protocol import pack
-from dataplane_redis._rows import PACKED_REPLIES, pack_rows
-from dataplane_redis._scripts import SCRIPTS
-from dataplane_redis._session import Session
+from dataplane_redis._protocol import PACKED_REPLIES, pack, pack_rows
+from dataplane_redis._scripts import INLINE_BYTES, INLINE_ROWS, SCRIPTS, pack_parts, pack_tags, text_of, tuples_of
+from dataplane_redis._server import setting_of
+from dataplane_redis._session import Session, raise_unknown
 from dataplane_redis._wakes import Wakes
-from dataplane_redis._wire import INLINE_BYTES, INLINE_ROWS, pack_parts, pack_request, pack_tags
 
 __all__ = ["Puts"]
 
@@ -65,27 +66,16 @@ _LAST_ASK_S: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class _Put:
-    """A put under way.
-
-    Attributes:
-        what: The operation; messages start with it.
-        request: What was asked.
-        bundles: Its rows.
-        size_bytes: Of all rows.
-        parts: What a script must know of the rows, see `pack_parts`.
-        tags: Of each sample, packed. Empty: none.
-        capacity_bytes: Of the store; 0: no limit.
-        waits: Whether it waits for room.
-    """
+    """A put under way."""
 
     what: str
     request: PutRequest
     bundles: Sequence[Bundle]
     size_bytes: int
-    parts: Sequence[Any]
-    tags: Sequence[bytes]
-    capacity_bytes: int
-    waits: bool
+    parts: Sequence[Any]  # see `pack_parts`
+    tags: Sequence[bytes]  # packed, of each sample; or none
+    capacity_bytes: int  # of the store; 0: no limit
+    waits: bool  # for room
 
     @property
     def call(self) -> Acknowledged:
@@ -96,45 +86,44 @@ class _Put:
         """The request to the script ``put``, which is told how much time is left now."""
         request = self.request
         left_s = max(0.0, request.deadline - time.monotonic())
-        return pack_request(
-            mode,
-            request.partition_id,
-            epoch or request.epoch or "",
-            request.sample_ids,
-            self.parts,
-            self.tags or "",
-            self.capacity_bytes,
-            left_s + _ABANDON_GRACE_S,
-            request.request_id,
-            write,
-            known,
-            left_s if self.waits else 0.0,
-            b"",
-        )
+        asked = {
+            "mode": mode,
+            "name": request.partition_id,
+            "epoch": epoch or request.epoch or "",
+            "ids": request.sample_ids,
+            "parts": self.parts,
+            "tags": self.tags or "",
+            "capacity": self.capacity_bytes,
+            "ttl_s": left_s + _ABANDON_GRACE_S,
+            "request": request.request_id,
+            "write": write,
+            "known": known,
+            "wait_s": left_s if self.waits else 0.0,
+            "client": b"",
+        }
+        return SCRIPTS["put"].pack(asked)
 
 
-class Puts:
-    """Puts of one client."""
+class Puts(Backend):
+    """The puts of `RedisBackend`."""
 
-    def __init__(self, session: Session, payload: Payload, litter: Litter, wakes: Wakes) -> None:
-        self._session = session
-        self._payload = payload
-        self._wakes = wakes
-        self._litter = litter
+    #: See `bundles_of`.
+    row_cost_bytes: ClassVar[int | None] = 6144
+    _session: Session
+    _payload: Payload
+    _wakes: Wakes
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
         self._not_undone: deque[bytes] = deque(maxlen=_MAX_NOT_UNDONE)  # failed puts, by write id
 
-    def put_samples(self, request: PutRequest, row_cost_bytes: int | None) -> PutReply:
-        """Runs one script for a small put; else reserves, writes the rows and commits.
-
-        Args:
-            request: The put.
-            row_cost_bytes: See `bundles_of`.
-        """
+    def put_samples(self, request: PutRequest) -> PutReply:
+        """Runs one script for a small put; else reserves, writes the rows and commits."""
         link, instance = self._session.connected()
         self._undo_remembered(request.deadline)
         num_samples = len(request.sample_ids)
         columns = {name: request.columns[name] for name in request.specs}
-        bundles = [each for each in bundles_of(columns, num_samples, row_cost_bytes) if each.columns]
+        bundles = [each for each in bundles_of(columns, num_samples, self.row_cost_bytes) if each.columns]
         put = _Put(
             what=f"put_samples('{request.partition_id}', {num_samples} samples)",
             request=request,
@@ -148,7 +137,7 @@ class Puts:
         self._check_rows(put)
         size_bytes = put.size_bytes + 32 * num_samples * len(request.columns)
         small = num_samples <= INLINE_ROWS and size_bytes <= INLINE_BYTES
-        placing = self._session.placing
+        placing = self._payload.placing
         if not bundles or (small and placing.stays(num_samples, put.size_bytes)):
             self._put_inline(put)
         elif placing.is_spread:
@@ -181,15 +170,15 @@ class Puts:
             buffer, offsets = join_rows([framed_columns(bundle.columns) for bundle in put.bundles])
             view, cuts = memoryview(buffer), offsets.tolist()
             rows = [view[start:stop] for start, stop in pairwise(cuts)]
-        write = self._session.placing.new_write()
+        write = self._payload.placing.new_write()
         with self._undone_on_error(write, put.request.deadline):
             reply = self._reserve(put, "inline", write, rows, put.call)
-        if self._session.placing.is_spread:
-            self._litter.collect(reply[2], put.request.deadline)
+        if self._payload.placing.is_spread:
+            self._payload.collect(reply[2], put.request.deadline)
 
     def _put_rows(self, put: _Put) -> None:
         """Reserves, writes the rows, commits. Undoes the put if one of these fails."""
-        write = self._session.placing.new_write()
+        write = self._payload.placing.new_write()
         with self._undone_on_error(write, put.request.deadline):
             commit = self._begin(put, write)
             if commit is not None:
@@ -201,7 +190,7 @@ class Puts:
         deadline = put.request.deadline
         num_rows = sum(len(bundle.row_bytes) for bundle in put.bundles)
         while True:
-            write = self._session.placing.new_spread_write(num_rows, put.size_bytes)
+            write = self._payload.placing.new_spread_write(num_rows, put.size_bytes)
             try:
                 with self._undone_on_error(write, deadline):
                     commit = self._begin(put, write)
@@ -213,7 +202,7 @@ class Puts:
                         error.outcome = "not_done"  # no commit was sent
                         raise
                     reply = self._commit(put, commit)
-                self._litter.collect(reply[2], deadline)
+                self._payload.collect(reply[2], deadline)
                 return
             except LostNodeError:
                 if time.monotonic() + _LOST_PAUSE_S >= deadline:
@@ -245,23 +234,18 @@ class Puts:
             if reply[0] in (b"ok", b"done"):
                 return reply
             if reply[0] != b"full":
-                _refusals.raise_put(put.what, put.request, reply)
+                _raise_refused(put, reply)
             self._wait_for_room(put, write, reply)
 
     def _commit(self, put: _Put, commit: bytes) -> Any:
         """Runs the script of a commit, and returns its reply. Raises unless the server confirms it."""
         reply = self._session.script(put.what, put.request.deadline, "put", commit, confirms=put.call)
         if reply[0] != b"ok":
-            _refusals.raise_put(put.what, put.request, reply)
+            _raise_refused(put, reply)
         return reply
 
     def _wait_for_room(self, put: _Put, write: bytes, reply: Any) -> None:
-        """Waits in the store's queue of puts until there is room. The store wakes it then, and says when to ask anyway.
-
-        Raises:
-            CapacityExceededError: The put is larger than the capacity, or ``on_full`` is ``raise``.
-            RoomTimeoutError: There was no room before the deadline.
-        """
+        """Waits in the store's queue of puts for room. The store wakes it then, and says when to ask anyway."""
         _, instance = self._session.connected()
         deadline = put.request.deadline
         if put.size_bytes > put.capacity_bytes or not put.waits:
@@ -280,9 +264,15 @@ class Puts:
                     woken.wait(min(left_s, max(float(pause_s), min(_PAUSE_SHARE * (now - start), _PAUSE_S))))
                 woken.clear()
                 told = listener
-                asked = (write, put.size_bytes, put.capacity_bytes, max(0.0, deadline - time.monotonic()), listener)
+                asked: dict[str, Any] = {
+                    "write": write,
+                    "bytes": put.size_bytes,
+                    "capacity": put.capacity_bytes,
+                    "client": listener,
+                }
+                left_s = max(0.0, deadline - time.monotonic())
                 try:
-                    reply = self._session.run(put.what, deadline, "room", *asked)
+                    reply = self._session.run(put.what, deadline, "room", wait_s=left_s, **asked)
                 except OperationTimeoutError as late:
                     raise RoomTimeoutError.after(full, asked_in_vain=True) from late
 
@@ -290,7 +280,7 @@ class Puts:
         """Sends the rows and the commit. Raises unless the server confirms the commit."""
         link, _ = self._session.connected()
         what, deadline = put.what, put.request.deadline
-        key = self._session.placing.key_of(write)
+        key = self._payload.placing.key_of(write)
         chunks = list(self._payload.chunks(write, put.bundles))
         keep_s = max(0.0, deadline - time.monotonic()) + _ABANDON_GRACE_S
 
@@ -313,10 +303,8 @@ class Puts:
             self._commit(put, commit)
         elif isinstance(reply, Exception):
             link.raise_error(what, reply)
-        elif reply[0] == b"other_history":
-            _refusals.raise_other_store(what, link.label)
         else:
-            _refusals.raise_put(what, put.request, reply)
+            _raise_refused(put, reply)
 
     @contextlib.contextmanager
     def _undone_on_error(self, write: bytes, deadline: float) -> Iterator[None]:
@@ -336,9 +324,9 @@ class Puts:
         try:
             with self._session.quietly():
                 until = min(deadline, time.monotonic() + _UNDO_S)
-                reply = self._session.run("put_samples", until, "abort", write)
-                if self._session.placing.is_spread:
-                    self._litter.collect(reply[1], until)
+                reply = self._session.run("put_samples", until, "abort", write=write)
+                if self._payload.placing.is_spread:
+                    self._payload.collect(reply[1], until)
             return True
         except DataPlaneError:
             self._not_undone.append(write)
@@ -349,3 +337,41 @@ class Puts:
         with contextlib.suppress(IndexError):  # none is left, or another thread took it
             while self._undo(self._not_undone.popleft(), deadline):
                 pass
+
+
+def _raise_refused(put: _Put, reply: Sequence[Any]) -> NoReturn:
+    """The begin or the commit of a put was refused. Nothing was written."""
+    what, request, kind = put.what, put.request, reply[0]
+    if kind == b"stale":
+        which = (
+            f"sample '{text_of(reply[1])}' was cleared" if reply[1] else "the partition was registered again or cleared"
+        )
+        raise StalePartitionError(f"{what} refused: {which} since the put began. Nothing was written.")
+    if kind == b"abandoned":
+        raise StalePartitionError(
+            f"{what} refused at commit: the put took too long and counts as abandoned. Nothing was written."
+        )
+    if kind == b"incomplete":
+        raise BackendError(
+            f"{what} refused at commit: the server no longer holds all rows of the put. Nothing was written.",
+            retryable=True,
+        )
+    if kind == b"schema":
+        wrong = [(text_of(name), kept.decode()) for name, kept in tuples_of(reply[1:], 2)]
+        raise SchemaMismatchError.for_fields(
+            what,
+            [
+                (name, request.specs[name].describe(), FieldSpec.from_text(kept).describe(), kept)
+                for name, kept in wrong
+            ],
+        )
+    if kind == b"no_group":
+        group_of(text_of(reply[1]))  # raises the error of an id without "_g"
+    if kind == b"surplus":
+        raise InvalidRequestError(
+            f"{what} refused: group '{text_of(reply[1])}' would have {reply[2]} members. Expected at most {reply[3]}, "
+            "the partition's group size. Nothing was written."
+        )
+    if kind == b"too_many":
+        raise too_many_samples(what, reply[1], reply[2])
+    raise_unknown(reply, request.partition_id)

@@ -6,12 +6,20 @@ that they are gone and locates them again.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
+from dataplane_core.backends import Backend
 from dataplane_core.codec import split_rows
-from dataplane_core.errors import FrameError, MissingDataError, OpenCellsError, OperationTimeoutError
+from dataplane_core.errors import (
+    FrameError,
+    LostSamplesError,
+    MissingDataError,
+    OpenCellsError,
+    OperationTimeoutError,
+)
 from dataplane_core.spec import (
     FieldList,
     FieldSpec,
@@ -24,11 +32,9 @@ from dataplane_core.spec import (
     WireBatch,
     WireColumn,
 )
-from dataplane_redis import _refusals
 from dataplane_redis._payload import Payload
-from dataplane_redis._rows import ReadPlans, row_overhead
-from dataplane_redis._session import Session
-from dataplane_redis._wire import (
+from dataplane_redis._protocol import row_overhead
+from dataplane_redis._scripts import (
     INLINE_BYTES,
     INLINE_ROWS,
     Refs,
@@ -38,6 +44,7 @@ from dataplane_redis._wire import (
     unpack_rows,
     unpack_tags,
 )
+from dataplane_redis._session import Session
 
 __all__ = ["Reads"]
 
@@ -49,12 +56,11 @@ _LIST_ROWS: Final = 4000
 _Place: TypeAlias = tuple[bytes, int]
 
 
-class Reads:
-    """Reads of one client."""
+class Reads(Backend):
+    """The reads of `RedisBackend`."""
 
-    def __init__(self, session: Session, payload: Payload) -> None:
-        self._session = session
-        self._payload = payload
+    _session: Session
+    _payload: Payload
 
     def get_samples(self, request: GetRequest) -> WireBatch:
         """Locates the rows and fetches them. Starts again if rows were overwritten in between.
@@ -68,25 +74,20 @@ class Reads:
             rows, layouts, sent = self._locate(
                 what, request.partition_id, request.sample_ids, request.fields, most, request.deadline
             )
-            if None in rows:
-                _refusals.raise_missing(what, request, rows, layouts)
             refs = unpack_rows([row for row in rows if row is not None])
-            plans = ReadPlans(request.fields, layouts)
-            picks = [plans.of(each) for each in refs]
-            if None in picks:
-                _refusals.raise_missing(what, request, rows, layouts)
-            specs = _specs_of(layouts, request.fields)
-            opened = _open_cells(request, layouts, refs, picks)
-            if opened:
-                raise OpenCellsError.of_cells(what, opened, {name: specs[name].to_text() for name in opened})
+            plan_of = functools.cache(functools.partial(_plan, layouts=layouts, fields=request.fields))
+            picks = [plan_of(_layouts_of(each)) for each in refs]
+            if None in rows or None in picks:
+                _raise_missing(what, request, rows, layouts)
+            specs = _specs_of(what, request, layouts, refs, picks)
             columns, empty = self._fetch(what, request, refs, picks, [len(each) for each in layouts], sent)
             if not empty:
                 return WireBatch(columns=columns, specs=specs)
             lost = [each for each in empty if sent is not None or each[:2] in moved]
             if lost:
-                _refusals.raise_lost(what, request, [(row, pairs) for _, _, row, pairs in lost])
+                _raise_lost(what, request, [(row, pairs) for _, _, row, pairs in lost])
             moved.update(each[:2] for each in empty)
-            if self._session.placing.is_spread:
+            if self._payload.placing.is_spread:
                 self._payload.refresh(request.deadline)
             if time.monotonic() >= request.deadline:
                 raise OperationTimeoutError(
@@ -104,7 +105,7 @@ class Reads:
         numbers: dict[tuple[int, ...], int] = {}  # layouts of a row -> pattern
         index = []
         for refs in unpack_rows([row for row in rows if row is not None]):
-            key = tuple([layout for _, _, layout, _ in refs])
+            key = _layouts_of(refs)
             if key not in numbers:
                 names = tuple(dict.fromkeys(name for layout in key for name in layouts[layout]))
                 numbers[key] = patterns.setdefault(names, len(patterns))
@@ -114,19 +115,13 @@ class Reads:
     def _locate(
         self, what: str, partition_id: str, ids: Sequence[str], fields: Sequence[str], most: int, deadline: float
     ) -> tuple[list[bytes | None], Sequence[Mapping[str, FieldSpec]], list[Any] | None]:
-        """Runs the script on parts of the rows, and joins the replies.
-
-        Returns:
-            The rows, None for a sample that does not exist; the layouts of the partition; and the payload of all refs
-            of the rows, if it has at most so many bytes. Then the rows have only the refs that the fields may need.
-        """
+        """The rows, None for a sample that does not exist; the layouts of the partition; and the payload of all refs of
+        the rows, if it has at most so many bytes. Then the rows have only the refs that the fields may need."""
         rows: list[bytes | None] = []
         first, epoch = 0, b""
         while True:
             some = ids[first : first + _LOCATE_ROWS]
-            reply = self._session.run(what, deadline, "locate", partition_id, some, fields, most)
-            if reply[0] == b"unknown_partition":
-                _refusals.raise_partition(partition_id, reply)
+            reply = self._session.run(what, deadline, "locate", name=partition_id, ids=some, fields=fields, most=most)
             _, found, layouts, now, *sent = reply
             if first and now != epoch:  # the partition was registered again
                 rows, first = [], 0
@@ -145,15 +140,7 @@ class Reads:
         num_cells: Sequence[int],
         sent: Sequence[Any] | None,
     ) -> tuple[dict[str, WireColumn | SharedRows], list[tuple[bytes, int, int, Any]]]:
-        """Fetches the frames in the order of the request.
-
-        Args:
-            what: The operation.
-            request: The read.
-            refs: The refs of each row.
-            picks: For each row, what `ReadPlans.of` found.
-            num_cells: For each layout, its number of fields.
-            sent: The payload of all refs, if the script sent it; else None.
+        """Fetches what `_plan` picked of each row's refs, unless the script sent the payload of all refs.
 
         Returns:
             The columns; and for each place that was empty: write, position, row of the request, (column, slot) pairs.
@@ -214,43 +201,79 @@ class Reads:
         chosen, first = request.sample_ids or [], 0
         while seq or first < len(chosen):
             some = chosen[first : first + _LIST_ROWS]
-            reply = self._session.run(
-                what, request.deadline, "list", request.partition_id, epoch, conditions, seq, _LIST_ROWS, some
-            )
+            asked: dict[str, Any] = {
+                "epoch": epoch,
+                "conditions": conditions,
+                "seq": seq,
+                "most": _LIST_ROWS,
+                "chosen": some,
+            }
+            reply = self._session.run(what, request.deadline, "list", name=request.partition_id, **asked)
             if reply[0] == b"changed":  # the partition was registered again
                 ids, tags, epoch, seq, first = [], [], b"", b"0", 0
                 continue
             first += _LIST_ROWS
-            if reply[0] != b"ok":
-                _refusals.raise_partition(request.partition_id, reply)
             _, some_ids, some_tags, epoch, seq = reply
             ids += map(text_of, some_ids)
             tags += map(unpack_tags, some_tags)
         return SampleList(sample_ids=ids, tags=tags)
 
 
-def _specs_of(layouts: Sequence[Mapping[str, FieldSpec]], fields: Sequence[str]) -> dict[str, FieldSpec]:
-    """The spec of each field. Where some layouts have it open, that of the others."""
+def _plan(
+    key: tuple[int, ...], layouts: Sequence[Mapping[str, FieldSpec]], fields: Sequence[str]
+) -> list[tuple[int, list[tuple[int, int]]]] | None:
+    """Which refs of a row a read needs, and which of their cells: (index of the ref, [(column, slot), ...]) each. None
+    if a cell is not produced."""
+    slots = [{name: slot for slot, name in enumerate(layouts[number])} for number in key]
+    found: dict[int, list[tuple[int, int]]] = {}
+    for column, name in enumerate(fields):
+        index = max((index for index, mine in enumerate(slots) if name in mine), default=-1)  # the latest write has it
+        if index < 0:
+            return None
+        found.setdefault(index, []).append((column, slots[index][name]))
+    return list(found.items())
+
+
+def _specs_of(
+    what: str,
+    request: GetRequest,
+    layouts: Sequence[Mapping[str, FieldSpec]],
+    refs: Sequence[Refs],
+    picks: Sequence[Any],
+) -> dict[str, FieldSpec]:
+    """The spec of each field's cells. Raises `OpenCellsError` if cells of one field have different forms."""
     specs: dict[str, FieldSpec] = {}
-    for layout in layouts:
-        specs.update(
-            {name: spec for name, spec in layout.items() if name in fields and not (spec.is_open and name in specs)}
-        )
-    return specs
+    for layout in layouts:  # in the order of their first writes
+        for name in filter(layout.__contains__, request.fields):
+            kept = specs.setdefault(name, layout[name])
+            if kept.is_open:
+                specs[name] = kept.after(layout[name]) or kept
+    others = [  # of each layout, the cells that are not stored as their spec says
+        {
+            name: spec.reading(layout[name].lists)
+            for name, spec in specs.items()
+            if name in layout and layout[name].lists
+        }
+        for layout in layouts
+    ]
+    if all(spec is specs[name] for each in others for name, spec in each.items()):
+        return specs
+    groups: dict[tuple[FieldSpec, ...], list[str]] = {}
+    for sample_id, each, plan in zip(request.sample_ids, refs, picks, strict=True):
+        found = dict(specs)
+        for index, pairs in plan:
+            of_layout = others[each[index][2]]
+            found.update(
+                {name: of_layout[name] for column, _ in pairs if (name := request.fields[column]) in of_layout}
+            )
+        groups.setdefault(tuple(found.values()), []).append(sample_id)
+    if len(groups) > 1:
+        raise OpenCellsError.of_groups(what, groups.values())
+    return dict(zip(specs, *groups, strict=True))
 
 
-def _open_cells(
-    request: GetRequest, layouts: Sequence[Mapping[str, FieldSpec]], refs: Sequence[Refs], picks: Sequence[Any]
-) -> dict[str, list[str]]:
-    """Field -> the samples whose cell was written as an empty list of no known type."""
-    opened: dict[str, list[str]] = {}
-    if any(spec.is_open for layout in layouts for name, spec in layout.items() if name in request.fields):
-        for sample_id, each, plan in zip(request.sample_ids, refs, picks, strict=True):
-            for index, pairs in plan:
-                for name in (request.fields[column] for column, _ in pairs):
-                    if layouts[each[index][2]][name].is_open:
-                        opened.setdefault(name, []).append(sample_id)
-    return opened
+def _layouts_of(refs: Refs) -> tuple[int, ...]:
+    return tuple([layout for _, _, layout, _ in refs])
 
 
 def _shared_rows(frames: Sequence[Any]) -> SharedRows:
@@ -261,3 +284,31 @@ def _shared_rows(frames: Sequence[Any]) -> SharedRows:
     for frame, place in zip(frames, index, strict=True):
         rows[place] = frame
     return SharedRows(rows, index)
+
+
+def _raise_missing(
+    what: str, request: GetRequest, rows: Sequence[bytes | None], layouts: Sequence[Mapping[str, FieldSpec]]
+) -> NoReturn:
+    """Some samples do not exist, or some cells are not produced."""
+    absent = [sample_id for sample_id, row in zip(request.sample_ids, rows, strict=True) if row is None]
+    if absent:
+        raise MissingDataError.for_samples(what, request.partition_id, absent)
+    cells = []
+    for sample_id, refs in zip(request.sample_ids, unpack_rows([row for row in rows if row is not None]), strict=True):
+        has = {name for _, _, layout, _ in refs for name in layouts[layout]}
+        lacking = [name for name in request.fields if name not in has]
+        if lacking:
+            cells.append((sample_id, lacking))
+    raise MissingDataError.for_cells(what, request.partition_id, cells)
+
+
+def _raise_lost(what: str, request: GetRequest, lost: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> NoReturn:
+    """The partition lists rows whose payload is gone: each by its index in the request, with the (column, slot) pairs
+    that were asked for."""
+    columns: dict[int, set[int]] = {}
+    for row, pairs in sorted(lost):
+        columns.setdefault(row, set()).update(column for column, _ in pairs)
+    cells = [
+        (request.sample_ids[row], [request.fields[each] for each in sorted(gone)]) for row, gone in columns.items()
+    ]
+    raise LostSamplesError.for_payload(what, request.partition_id, cells)

@@ -1,152 +1,347 @@
-"""The Lua scripts that run on the server: one per operation. A server knows a script by its SHA-1 digest.
+"""The Lua scripts that run on the server, one per operation, and how clients and scripts encode what they exchange.
 
 A script is the file of its operation, after the definitions that it uses from the other files. A server runs the whole
 text on each call, and to define a function costs it about as much as a small command. So a text has no others, and what
-a block needs only now and then is defined inside it, at the line ``-- define here: NAME, NAME``.
+only a block after an ``if`` uses is defined inside that block.
 
-Servers keep scripts in memory only: one that has lost them answers NOSCRIPT, and the client sends the text again.
+The file begins with ``-- Request: {NAME, NAME (what it means), ...}``: the one description of what the script is asked.
+Clients name these values, which are sent in this order, and the script has them as variables of these names.
+
+Servers keep scripts in memory only, and know one by its SHA-1 digest. One that has lost them answers NOSCRIPT, and the
+client sends the text again.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
-from collections.abc import Iterable
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Final
+from typing import Any, Final, TypeAlias
 
-__all__ = ["SCRIPTS", "STORE_VERSION", "Script"]
+import msgpack
+import numpy as np
+
+from dataplane_core.backends import Bundle
+from dataplane_core.codec import unpack_msgpack
+from dataplane_core.errors import CorruptDataError
+from dataplane_core.spec import FieldSpec, TagValue
+
+__all__ = [
+    "INLINE_BYTES",
+    "INLINE_ROWS",
+    "MARK",
+    "SCRIPTS",
+    "STORE_VERSION",
+    "Refs",
+    "Script",
+    "pack_filter",
+    "pack_parts",
+    "pack_strings",
+    "pack_tags",
+    "pack_value",
+    "text_of",
+    "to_bytes",
+    "tuples_of",
+    "unpack_layout",
+    "unpack_rows",
+    "unpack_tags",
+]
 
 #: The version of keys and scripts. A client refuses an instance of another version.
 STORE_VERSION: Final = 8
 
-#: Operation -> the flags of its script. Scripts that free memory, or need almost none, may also run while the server is
-#: out of memory.
-_OPERATIONS: Final = {
-    "instance": "allow-oom",
-    "register": "allow-oom",
-    "extend": "allow-oom",
-    "describe": "no-writes",
-    "partitions": "no-writes",
-    "put": "",
-    "room": "allow-oom",
-    "abort": "allow-oom",
-    "locate": "no-writes",
-    "list": "no-writes",
-    "claim": "allow-oom",
-    "leave": "allow-oom",
-    "shortfall": "allow-oom",
-    "settle": "allow-oom",
-    "consumed": "no-writes",
-    "inspect": "no-writes",
-    "consumed_ids": "no-writes",
-    "cursor": "allow-oom",
-    "clear": "allow-oom",
-    "collect": "allow-oom",
-    "sweep": "allow-oom",
-    "announce": "allow-oom",
-    "clients": "no-writes",
-}
 #: The files with definitions. A definition uses only those before it.
-_LIBRARIES: Final = (
-    "common",
-    "leases",
-    "line",
-    "filter",
-    "waiting",
-    "question",
-    "wakes",
-    "unknown",
-    "adding",
-    "drop",
-)
-#: Each script but this one begins with it: it refuses a client of another instance.
+_LIBRARIES: Final = ("common", "leases", "line", "filter", "waiting", "question", "wakes", "unknown", "adding", "drop")
+#: Each script but ``instance`` begins with it: it refuses a client of another instance.
 _FIRST: Final = "INSTANCE"
-_WITHOUT_FIRST: Final = ("instance",)
+#: Scripts that write nothing.
+_NO_WRITES: Final = frozenset(
+    {"describe", "partitions", "locate", "list", "consumed", "inspect", "consumed_ids", "clients"}
+)
+
+#: Puts and reads of at most so many bytes and rows are sent inside their script, in one round trip.
+INLINE_BYTES: Final = 32 * 1024
+INLINE_ROWS: Final = 512
+#: What no part of a partition is without, see common.lua.
+MARK: Final = b"\xff"
+#: Names may hold lone surrogates, which are legal in a str.
+_ERRORS: Final = "surrogatepass"
+_SIZE: Final = struct.Struct("<I")
+_FLOAT: Final = struct.Struct("<d")
+#: Up to this magnitude, a double holds every integer exactly.
+_MAX_EXACT_INT: Final = 1 << 53
+
+_ROW_HEAD: Final = 8
+_REF: Final = np.dtype([("write", "V16"), ("position", "<u4"), ("layout", "<u4"), ("size", "<u8")])
+#: Every ref of a row, the latest write last: (write, position, number of the layout, bytes of the cells).
+Refs: TypeAlias = list[tuple[bytes, int, int, int]]
+
+
+# --- the scripts ------------------------------------------------------------------------------------------------------
 
 _NAMES: Final = re.compile(r"local (?:function )?([\w, ]+)")
 _WORD: Final = re.compile(r"\w+")
-_NESTED: Final = re.compile(r"^ *-- define here: (.*)\n", re.MULTILINE)
+_COMMENT: Final = re.compile(r"--.*")
+_REQUEST: Final = re.compile(r"-- Request: \{(.*?)\}", re.DOTALL)
+_SHORT_IF: Final = re.compile(r"^( *)(if .*? then) ((?!.*\belse).+) end$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script's text, and the digest by which a server knows it."""
+    """A script's text, the digest by which a server knows it, and the names of the values that it is asked with."""
 
     text: bytes
     sha: bytes
+    names: tuple[str, ...]
+
+    def pack(self, asked: Mapping[str, Any]) -> bytes:
+        """Packs a request: strings, bytes, numbers, and lists of them, by name."""
+        assert len(asked) == len(self.names), f"expected {self.names}, got {tuple(asked)}"
+        return pack_value([asked[name] for name in self.names])
 
 
-class _Definition:
-    """A definition of a library: its text, the names that it defines, and the words in it that may be names."""
+class _Piece:
+    """An operation, or a definition of a library: its lines, and the names of the libraries that it uses.
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    ``wanted`` has names by the number of the line before which they are defined. For what only blocks after an ``if``
+    use, these are their first lines. All else is defined before the piece, at 0: also what a block in a loop uses,
+    which would define it again and again.
+    """
+
+    def __init__(self, text: str, libraries: set[str]) -> None:
         found = _NAMES.match(text)
-        assert found is not None
-        self.names = set(_WORD.findall(found.group(1)))
-        self.words = _words_of(text)
-
-
-def _words_of(text: str) -> set[str]:
-    """The words of a text, without those of comments, and without names that are defined inside it."""
-    words = set(_WORD.findall(re.sub(r"--.*", "", text)))
-    return words.difference(*map(_WORD.findall, _NESTED.findall(text)))
+        self.names = set(_WORD.findall(found.group(1))) if found is not None else set()
+        self.lines = _SHORT_IF.sub(r"\1\2\n\1  \3\n\1end", text).splitlines(keepends=True)
+        wanted: dict[str, set[int]] = defaultdict(set)  # by name; 0: before the piece
+        around: list[tuple[int, int, str]] = []  # the lines that enclose a line: indent, number, first word
+        for number, line in enumerate(self.lines):
+            code = _COMMENT.sub("", line)
+            indent = len(code) - len(code.lstrip())
+            if not code.strip():
+                continue
+            while around and around[-1][0] >= indent:
+                around.pop()
+            outer = next((each for each in around if each[2] in ("if", "elseif", "else", "for", "while")), None)
+            for word in libraries.intersection(_WORD.findall(code)) - self.names:
+                wanted[word].add(outer[1] + 1 if outer is not None and outer[2] not in ("for", "while") else 0)
+            around.append((indent, number, code.split()[0]))
+        self.wanted: dict[int, set[str]] = defaultdict(set)
+        for name, places in wanted.items():
+            for place in (0,) if 0 in places else places:
+                self.wanted[place].add(name)
 
 
 def _read(name: str) -> str:
     return (resources.files("dataplane_redis") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
 
 
-def _definitions() -> list[_Definition]:
-    found = []
+def _definitions() -> list[_Piece]:
+    texts = []
     for name in _LIBRARIES:
-        parts = re.split(r"^(?=local )", _without_comments_between(_read(name)), flags=re.MULTILINE)
-        found += [_Definition(each) for each in parts[1:]]
-    return found
+        text = re.sub(r"^--.*\n", "", _read(name), flags=re.MULTILINE)  # comments would follow the definition before
+        texts += re.split(r"^(?=local )", text, flags=re.MULTILINE)[1:]
+    names = {name for text in texts for name in _Piece(text, set()).names}
+    return [_Piece(text, names) for text in texts]
 
 
-def _without_comments_between(text: str) -> str:
-    """The text without comments that begin a line: those before a definition would follow the one before it."""
-    return re.sub(r"^--.*\n", "", text, flags=re.MULTILINE)
+def _defined(definitions: Sequence[_Piece], wanted: set[str], known: set[str]) -> tuple[str, set[str]]:
+    """The definitions of what is wanted and not known, and of what these want; and the names that are known then."""
+    missing, chosen = set(wanted - known), []
+    for each in reversed(definitions):
+        if each.names & missing:
+            chosen.append(each)
+            missing |= each.wanted[0] - known
+    known = known.union(*(each.names for each in chosen))
+    return "".join(_linked(each, definitions, known) for each in reversed(chosen)), known
 
 
-def _used(definitions: Iterable[_Definition], words: set[str]) -> list[_Definition]:
-    """The definitions that a text with these words uses, and those that they use."""
-    wanted, used = set(words), []
-    for each in reversed(list(definitions)):
-        if each.names & wanted:
-            used.append(each)
-            wanted |= each.words
-    return used[::-1]
-
-
-def _link(definitions: list[_Definition], operation: str, name: str) -> str:
-    """The text of an operation after the definitions that it uses."""
-    words = _words_of(operation)
-    if name not in _WITHOUT_FIRST:
-        words.add(_FIRST)
-    outer = _used(definitions, words)
-
-    def link(text: str, known: list[_Definition]) -> str:
-        def nested(line: re.Match[str]) -> str:
-            inner = _used([each for each in definitions if each not in known], set(_WORD.findall(line.group(1))))
-            return "".join(link(each.text, known + inner) for each in inner)
-
-        return _NESTED.sub(nested, text)
-
-    return "".join([*(link(each.text, outer) for each in outer), link(operation, outer)])
+def _linked(piece: _Piece, definitions: Sequence[_Piece], known: set[str]) -> str:
+    """The text of a piece, with what only its blocks want."""
+    text = ""
+    for number, line in enumerate(piece.lines):
+        if number and number in piece.wanted:
+            text += _defined(definitions, piece.wanted[number], known)[0]
+        text += line
+    return text
 
 
 def _load() -> dict[str, Script]:
     definitions = _definitions()
+    libraries = {name for each in definitions for name in each.names}
+    files = (each.name for each in (resources.files("dataplane_redis") / "lua").iterdir())
     scripts = {}
-    for name, flags in _OPERATIONS.items():
-        head = f"#!lua flags={flags}\n" if flags else "#!lua\n"
-        text = f"{head}-- dataplane {name}, version {STORE_VERSION}\n{_link(definitions, _read(name), name)}".encode()
-        scripts[name] = Script(text, hashlib.sha1(text, usedforsecurity=False).hexdigest().encode())
+    for name in sorted({each.removesuffix(".lua") for each in files if each.endswith(".lua")}.difference(_LIBRARIES)):
+        text = _read(name)
+        request = _REQUEST.match(text)
+        names = tuple(_WORD.findall(re.sub(r"\([^()]*\)|--", "", request.group(1)))) if request is not None else ()
+        if names:
+            text = f"local {', '.join(names)} = unpack(cmsgpack.unpack(ARGV[1]))\n{text}"
+        piece = _Piece(text, libraries)
+        before, known = _defined(definitions, piece.wanted[0] | ({_FIRST} if name != "instance" else set()), set())
+        # scripts that free memory, or need almost none, may also run while the server is out of memory
+        flags = "" if name == "put" else " flags=no-writes" if name in _NO_WRITES else " flags=allow-oom"
+        head = f"#!lua{flags}\n-- dataplane {name}, version {STORE_VERSION}\n"
+        linked = (head + before + _linked(piece, definitions, known)).encode()
+        scripts[name] = Script(linked, hashlib.sha1(linked, usedforsecurity=False).hexdigest().encode(), names)
     return scripts
 
 
 SCRIPTS: Final[dict[str, Script]] = _load()
+
+
+# --- names and lists --------------------------------------------------------------------------------------------------
+
+
+def to_bytes(text: str) -> bytes:
+    """Encodes a name for the server."""
+    return text.encode("utf-8", _ERRORS)
+
+
+def text_of(data: bytes) -> str:
+    """Decodes a name from the server."""
+    return data.decode("utf-8", _ERRORS)
+
+
+def tuples_of(flat: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
+    """What a script replied one after another, in tuples of so many."""
+    return zip(*[iter(flat)] * size, strict=True)
+
+
+def pack_value(value: Any) -> bytes:
+    """Packs strings, bytes, numbers, and lists of them, for `cmsgpack` of Lua."""
+    packed: bytes = msgpack.packb(value, use_bin_type=False, unicode_errors=_ERRORS)
+    return packed
+
+
+# --- tags -------------------------------------------------------------------------------------------------------------
+
+
+def _tag_value(value: TagValue) -> bytes:
+    if value is None:
+        return b"n"
+    if value is True:
+        return b"t"
+    if value is False:
+        return b"u"
+    if isinstance(value, float):
+        return b"f" + _FLOAT.pack(value)
+    if isinstance(value, str):
+        return b"s" + to_bytes(value)
+    if -_MAX_EXACT_INT <= value <= _MAX_EXACT_INT:
+        return b"i%d" % value
+    return b"I%d:%d" % (value - int(float(value)), value)  # Lua's numbers are doubles: send the rounding error too
+
+
+def _unpack_tag_value(data: bytes) -> TagValue:
+    kind = data[:1]
+    if kind == b"n":
+        return None
+    if kind == b"t":
+        return True
+    if kind == b"u":
+        return False
+    if kind == b"f":
+        (number,) = _FLOAT.unpack(data[1:])
+        return float(number)
+    if kind == b"s":
+        return text_of(data[1:])
+    if kind in (b"i", b"I"):
+        return int(data[1:] if kind == b"i" else data.partition(b":")[2])
+    raise ValueError(f"it is of the unknown kind {kind!r}")
+
+
+def pack_tags(tags: Mapping[str, TagValue]) -> bytes:
+    """Packs one row's tags."""
+    return pack_value({name: _tag_value(value) for name, value in tags.items()})
+
+
+def unpack_tags(data: bytes | None) -> dict[str, TagValue]:
+    """Reads tags that `pack_tags` packed or a script merged."""
+    if not data:
+        return {}
+    try:
+        found = unpack_msgpack(data, raw=True, strict_map_key=False)
+        return {text_of(name): _unpack_tag_value(value) for name, value in found.items()} if found else {}
+    except (ValueError, TypeError, AttributeError, struct.error) as error:
+        raise _damaged("the tags of a row", error) from error
+
+
+def pack_filter(tag_filter: Mapping[str, tuple[str, Any]] | None) -> list[Any]:
+    """The conditions of a tag filter in its full form: (name, symbol, operand) each."""
+    return [
+        [name, symbol, [_tag_value(each) for each in operand] if symbol == "in" else _tag_value(operand)]
+        for name, (symbol, operand) in (tag_filter or {}).items()
+    ]
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def pack_strings(strings: Iterable[str]) -> bytes:
+    """Packs strings in order."""
+    parts: list[bytes] = []
+    for each in map(to_bytes, strings):
+        parts += (_SIZE.pack(len(each)), each)
+    return b"".join(parts)
+
+
+def pack_parts(bundles: Sequence[Bundle], specs: Mapping[str, FieldSpec]) -> list[list[Any]]:
+    """What a script must know of each bundle of a put: its layout, the sizes of its rows, and where each sample's row
+    is (or nothing, if sample i has row i). A layout is the bundle's fields in order, each with its spec."""
+    return [
+        [
+            pack_strings(text for name in bundle.columns for text in (name, specs[name].to_text())),
+            bundle.row_bytes,
+            "" if bundle.positions is None else bundle.positions,
+        ]
+        for bundle in bundles
+    ]
+
+
+@functools.lru_cache(maxsize=1024)
+def unpack_layout(data: bytes) -> Mapping[str, FieldSpec]:
+    """Reads a layout: its fields in order, with their specs."""
+    strings = []
+    at = 0
+    try:
+        while at < len(data):
+            (size,) = _SIZE.unpack_from(data, at)
+            at += _SIZE.size + size
+            strings.append(text_of(data[at - size : at]))
+        if at != len(data):
+            raise ValueError("it is cut off")
+        names, texts = strings[::2], strings[1::2]
+        return dict(zip(names, map(FieldSpec.from_text, texts), strict=True))
+    except (ValueError, struct.error) as error:
+        raise _damaged("the fields of a write", error) from error
+
+
+def _damaged(what: str, error: Exception) -> CorruptDataError:
+    return CorruptDataError(
+        f"{what} cannot be read: {error}. Another program may have changed the keys of this namespace."
+    )
+
+
+def unpack_rows(rows: Sequence[bytes]) -> list[Refs]:
+    """Reads the refs of each row."""
+    if not rows:
+        return []
+    sizes = [len(row) - _ROW_HEAD for row in rows]
+    if any(size < 0 or size % _REF.itemsize for size in sizes):
+        raise CorruptDataError(
+            "a row on the server has a length that this package never writes. Another program may have changed it."
+        )
+    table = np.frombuffer(b"".join([row[_ROW_HEAD:] for row in rows]), dtype=_REF)
+    refs: Refs = table.tolist()
+    found: list[Refs] = []
+    at = 0
+    for size in sizes:
+        count = size // _REF.itemsize
+        found.append(refs[at : at + count])
+        at += count
+    return found

@@ -1,4 +1,9 @@
-"""A service of Redis Sentinel: its URL, and which server is its primary now."""
+"""A service of Redis Sentinel: its URL, and which server is its primary now.
+
+redis-py's `Sentinel` asks one sentinel and judges its answer. Which one to believe is decided here: redis-py's own
+choice follows a sentinel that missed a failover, has no deadline for all of them together, and takes one that refuses
+the user, or does not know the service, for one that is down.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +37,13 @@ class UnknownServiceError(Exception):
 
 @dataclass(slots=True)
 class Service:
-    """A service that sentinels watch. Thread-safe.
-
-    Attributes:
-        name: Of the service.
-        sentinels: (host, port) each; the one that answered last comes first.
-        server_url: For redis-py: how to connect to a server of the service. Its host and port mean nothing.
-        options: Of connections to sentinels.
-        epoch: Of the newest failover that a sentinel told of.
-    """
+    """A service that sentinels watch. Thread-safe."""
 
     name: str
-    sentinels: list[tuple[str, int]]
-    server_url: str
-    options: dict[str, Any] = field(default_factory=dict)
-    epoch: int = 0
+    sentinels: list[tuple[str, int]]  # host and port; the one that answered last comes first
+    server_url: str  # for redis-py: how to connect to a server of the service; its host and port mean nothing
+    options: dict[str, Any] = field(default_factory=dict)  # of connections to sentinels
+    epoch: int = 0  # of the newest failover that a sentinel told of
 
     @classmethod
     def of(cls, url: str) -> Service | None:
@@ -85,9 +82,8 @@ class Service:
         return f"the Redis service '{self.name}' of the sentinels at {places}"
 
     def primary(self, deadline: float) -> tuple[str, int]:
-        """Host and port of the server that is the primary now. Blocks until a sentinel names it, at most until the
-        deadline. Skips sentinels that missed a failover of which another one told: they name
-        an old primary.
+        """Host and port of the server that is the primary now. Skips sentinels that missed a failover of which another
+        one told: they name an old primary.
 
         Raises:
             NoPrimaryError: No sentinel names one.
@@ -101,18 +97,18 @@ class Service:
             left_s = min(_ANSWER_S, deadline - time.monotonic())
             if left_s <= 0:
                 break
-            found = self._ask(place, left_s)
+            name, found = f"{place[0]}:{place[1]}", self._ask(place, left_s)
             if isinstance(found, Exception):
-                reasons.append(f"{place[0]}:{place[1]}: {found}")
+                reasons.append(f"{name}: {found}")
                 continue
             known |= found.keys()
             state = found.get(self.name)
             if state is None:
-                reasons.append(f"{place[0]}:{place[1]} does not watch it")
-            elif not _is_up(state):
-                reasons.append(f"{place[0]}:{place[1]} says that its primary is down")
+                reasons.append(f"{name} does not watch it")
+            elif not state["is_up"]:
+                reasons.append(f"{name} says that its primary is down")
             elif state["config-epoch"] < self.epoch:
-                reasons.append(f"{place[0]}:{place[1]} has not heard of the last failover")
+                reasons.append(f"{name} has not heard of the last failover")
                 behind.append((state["config-epoch"], place, state))
             else:
                 return self._chosen(place, state)
@@ -128,31 +124,23 @@ class Service:
         return str(state["ip"]), int(state["port"])
 
     def num_answering(self, deadline: float) -> int:
-        """How many sentinels answer and know the service.
-
-        Raises:
-            AuthenticationError, NoPermissionError: A sentinel refuses the user.
-        """
+        """How many sentinels answer and know the service. Raises as `primary` if one refuses the user."""
         found = [self._ask(each, min(_ANSWER_S, max(0.01, deadline - time.monotonic()))) for each in self.sentinels]
         return sum(not isinstance(each, Exception) and self.name in each for each in found)
 
     def _ask(self, place: tuple[str, int], timeout_s: float) -> dict[str, Any] | Exception:
         """The services of a sentinel with their states, or why it does not answer."""
         times = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "retry": Retry(NoBackoff(), 0)}
-        (sentinel,) = Sentinel([place], sentinel_kwargs={**self.options, **times}).sentinels  # type: ignore[no-untyped-call]
+        asked: Any = Sentinel([place], sentinel_kwargs={**self.options, **times})  # type: ignore[no-untyped-call]
         try:
-            states: Any = sentinel.sentinel_masters()
-            return dict(states)
+            states: dict[str, Any] = asked.sentinels[0].sentinel_masters()
+            return {name: state | {"is_up": asked.check_master_state(state, name)} for name, state in states.items()}
         except (AuthenticationError, NoPermissionError):
             raise
         except (RedisError, OSError) as error:
             return error
         finally:
-            sentinel.close()
-
-
-def _is_up(state: dict[str, Any]) -> bool:
-    return bool(state["is_master"]) and not state["is_sdown"] and not state["is_odown"]
+            asked.sentinels[0].close()
 
 
 def _place_of(text: str) -> tuple[str, int]:

@@ -1,39 +1,66 @@
-"""A private `redis-server`: started on a unix socket in a `PrivateFolder`, ended by its process id.
+"""The server: a private one, how a server keeps data, what it must be like, and what `dataplane doctor` says of it.
 
-If the owner is killed, its watcher process removes the folder and the lock.
+A private `redis-server` is started on a unix socket in a `PrivateFolder`, and ended by its process id. If its owner is
+killed, the owner's watcher process removes the folder and the lock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shutil
 import socket
+import subprocess
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
-from dataplane_core.backends import OwnedProcess, PrivateFolder, last_words
+from redis.exceptions import AuthenticationError, NoPermissionError
+
+from dataplane_core.backends import Finding, OwnedProcess, PrivateFolder, last_words
 from dataplane_core.errors import (
     BackendUnavailableError,
+    ConfigError,
     DataPlaneError,
     OperationTimeoutError,
 )
 from dataplane_redis._link import Link
-from dataplane_redis.config import RedisConfig
+from dataplane_redis._scripts import STORE_VERSION
+from dataplane_redis._sentinel import Service
+from dataplane_redis.config import RedisConfig, base_of
 
-__all__ = ["INSTALL_HINT", "PrivateServer", "has_ended", "private_url"]
+__all__ = [
+    "Durability",
+    "PrivateServer",
+    "check_server",
+    "diagnose",
+    "durability_of",
+    "has_ended",
+    "private_url",
+    "raise_if",
+    "setting_of",
+    "store_error",
+]
 
 #: The hint if redis-server is not installed.
-INSTALL_HINT: Final = (
+_INSTALL_HINT: Final = (
     "Install it: apt-get install redis-server (Debian, Ubuntu), dnf install redis, brew install redis. Or set the "
     "option url to a server that runs."
 )
-
+_BINARY: Final = "redis-server"
 _POLL_S: Final = 0.01
 #: Seconds that the server may take to end after SIGTERM; then it is killed.
 _END_S: Final = 5.0
+#: The oldest server that the scripts run on.
+_MIN_VERSION: Final = (7, 0)
+#: The oldest server that has WAITAOF. Valkey's scripts and clients see it as Redis 7.2.
+_WAITAOF_VERSION: Final = (7, 2)
+
+# --- a private server -------------------------------------------------------------------------------------------------
 
 
 def _folder(namespace: str) -> PrivateFolder:
@@ -58,12 +85,19 @@ def has_ended(namespace: str) -> bool:
     return False
 
 
-class PrivateServer:
-    """A `redis-server` that belongs to this process.
+def _find_binary() -> str:
+    path = shutil.which(_BINARY)
+    if path is None:
+        raise BackendUnavailableError(
+            "connect failed: server is 'private', but there is no redis-server on the PATH.",
+            retryable=False,
+            hint=_INSTALL_HINT,
+        )
+    return path
 
-    Args:
-        config: The options.
-    """
+
+class PrivateServer:
+    """A `redis-server` that belongs to this process."""
 
     def __init__(self, config: RedisConfig) -> None:
         self._config = config
@@ -76,26 +110,14 @@ class PrivateServer:
         return None if self._process is None else self._process.pid
 
     def start(self, deadline: float) -> None:
-        """Starts the server and waits until it answers.
-
-        Raises:
-            BackendUnavailableError: ``redis-server`` is not installed, or does not start.
-            AlreadyRunningError: Another process runs the private server of this namespace.
-            OperationTimeoutError: It did not answer in time.
-        """
-        if shutil.which("redis-server") is None:
-            raise BackendUnavailableError(
-                "connect failed: server is 'private', but there is no redis-server on the PATH.",
-                retryable=False,
-                hint=INSTALL_HINT,
-            )
+        """Starts the server and waits until it answers. Raises if another process runs that of the namespace."""
+        _find_binary()
         self._folder.claim(deadline)
         self.launch(deadline)
 
     def launch(self, deadline: float) -> None:
         """Starts the server process on the folder as it is, like after a crash. Raises what `start` raises."""
-        binary = shutil.which("redis-server")
-        assert binary is not None
+        binary = _find_binary()
         self._end_process()
         self._folder.socket.unlink(missing_ok=True)
         settings = {
@@ -111,8 +133,7 @@ class PrivateServer:
             "appendfsync": self._config.appendfsync,
         }
         words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        folder = self._folder
-        self._process = OwnedProcess([binary, *words], end_s=_END_S, folder=folder.path, lock=folder.lock)
+        self._process = OwnedProcess([binary, *words], end_s=_END_S, folder=self._folder.path, lock=self._folder.lock)
         self._wait(deadline)
 
     def stop(self, until: float = math.inf) -> None:
@@ -150,3 +171,295 @@ class PrivateServer:
         process, self._process = self._process, None
         if process is not None:
             process.end(until)
+
+
+# --- what a server must be like ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durability:
+    """How the server keeps data, by its current settings.
+
+    Attributes:
+        appendonly: Whether there is an append-only file.
+        appendfsync: When that file is synced: ``always``, ``everysec`` or ``no``; ``unknown`` if the server does not
+            say (its ACL may forbid CONFIG).
+        snapshots: The ``save`` setting; empty: none.
+        maxmemory_policy: What the server does when it is full.
+        private: Whether the server is a private one. Nobody starts it again on its data.
+        survives_kill: Whether no committed put is lost when the server is killed: ``appendfsync always``, or the
+            option ``wait_fsync``, on a server that is not private.
+    """
+
+    appendonly: bool
+    appendfsync: str
+    snapshots: str
+    maxmemory_policy: str
+    private: bool
+    survives_kill: bool
+
+    def describe(self) -> str:
+        """One line for people."""
+        if self.private:
+            kept = "private: its data live as long as the server, at most as long as the client that started it"
+        elif self.survives_kill:
+            kept = "durable: every put is synced to the append-only file before it returns"
+        elif self.appendonly:
+            kept = f"append-only file with appendfsync {self.appendfsync}: a crash may lose the last writes"
+        elif self.snapshots:
+            kept = f"snapshots only (save {self.snapshots}): a crash loses what came after the last one"
+        else:
+            kept = "no persistence: everything is lost with the server"
+        return f"{kept}; maxmemory-policy {self.maxmemory_policy}"
+
+
+def _info(link: Link, deadline: float, section: bytes) -> dict[str, str]:
+    text = link.command("connect", deadline, b"INFO", section).decode("utf-8", "replace")
+    return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+
+
+def setting_of(link: Link, what: str, deadline: float, name: str) -> str | None:
+    """A setting, or None if the server does not say."""
+    try:
+        reply = link.command(what, deadline, b"CONFIG", b"GET", name.encode())
+    except DataPlaneError as error:
+        if isinstance(error, BackendUnavailableError) and not error.retryable:
+            return None  # the ACL forbids it
+        if "unknown command" in str(error):
+            return None  # managed servers remove the command
+        raise
+    return str(reply[1].decode()) if len(reply) >= 2 else None
+
+
+def durability_of(link: Link, config: RedisConfig, deadline: float) -> Durability:
+    """Reads the server's settings."""
+    persistence = _info(link, deadline, b"persistence")
+    appendonly = persistence.get("aof_enabled") == "1"
+    appendfsync = setting_of(link, "connect", deadline, "appendfsync") or "unknown"
+    private = config.url is None
+    return Durability(
+        appendonly=appendonly,
+        appendfsync=appendfsync,
+        snapshots=setting_of(link, "connect", deadline, "save") or "",
+        maxmemory_policy=_info(link, deadline, b"memory").get("maxmemory_policy", "unknown"),
+        private=private,
+        survives_kill=appendonly and (appendfsync == "always" or config.wait_fsync) and not private,
+    )
+
+
+def check_server(link: Link, config: RedisConfig, deadline: float) -> Durability:
+    """Refuses a server that is older than 7.0, may evict keys, or cannot do what ``wait_fsync`` asks."""
+    version = _version_of(link, deadline)
+    raise_if(_version_error(link.label, version))
+    durability = durability_of(link, config, deadline)
+    raise_if(_fsync_error(link.label, config, version, durability))
+    raise_if(_policy_error(link.label, config, durability))
+    return durability
+
+
+def raise_if(reason: ConfigError | None) -> None:
+    """Refuses to connect for this reason."""
+    if reason is not None:
+        raise ConfigError(f"connect refused: {reason.message}", hint=reason.hint)
+
+
+def _version_of(link: Link, deadline: float) -> str:
+    return _info(link, deadline, b"server").get("redis_version", "0")
+
+
+def _version_error(who: str, version: str) -> ConfigError | None:
+    if _is_at_least(version, _MIN_VERSION):
+        return None
+    return ConfigError(f"{who} is Redis {version}. Expected 7.0 or newer.", hint="Upgrade it.")
+
+
+def _is_at_least(version: str, least: tuple[int, int]) -> bool:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) >= least
+
+
+def _fsync_error(who: str, config: RedisConfig, version: str, durability: Durability) -> ConfigError | None:
+    if not config.wait_fsync:
+        return None
+    if not _is_at_least(version, _WAITAOF_VERSION):
+        return ConfigError(
+            f"{who} is Redis {version}. wait_fsync needs Redis 7.2, or Valkey.",
+            hint="Upgrade it; or leave wait_fsync off and run: redis-cli CONFIG SET appendfsync always",
+        )
+    if not durability.appendonly:
+        return ConfigError(
+            f"{who} has no append-only file, which wait_fsync waits for.",
+            hint="Run: redis-cli CONFIG SET appendonly yes; redis-cli CONFIG REWRITE. The replicas need it too.",
+        )
+    return None
+
+
+def _policy_error(who: str, config: RedisConfig, durability: Durability) -> ConfigError | None:
+    if durability.maxmemory_policy == "noeviction" or config.allow_eviction:
+        return None
+    return ConfigError(
+        f"{who} has maxmemory-policy '{durability.maxmemory_policy}', so it may drop samples that nobody has consumed. "
+        "Expected 'noeviction'.",
+        hint="Run: redis-cli CONFIG SET maxmemory-policy noeviction. Or set the option allow_eviction: true.",
+    )
+
+
+def store_error(who: str, version: bytes | None) -> ConfigError | None:
+    """The error if the namespace holds an instance of another version, else None."""
+    if version in (None, b"%d" % STORE_VERSION):
+        return None
+    return ConfigError(
+        f"{who} holds an instance of version {version.decode()}. Expected {STORE_VERSION}.",
+        hint="Use the dataplane-redis that wrote it, or another namespace.",
+    )
+
+
+# --- the doctor -------------------------------------------------------------------------------------------------------
+
+
+def diagnose(config: RedisConfig, deadline: float) -> Iterator[Finding]:
+    """Findings for these options; see `Backend.diagnose`."""
+    if config.url is None:
+        return _private(deadline)
+    return _running(config, config.url.get_secret_value(), deadline)
+
+
+def _private(deadline: float) -> Iterator[Finding]:
+    path = shutil.which(_BINARY)
+    if path is None:
+        folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+        found = [str(file) for folder in folders if (file := Path(folder, _BINARY)).is_file()]
+        if found:
+            yield Finding.error(f"{found[0]} is not executable.", f"Run: chmod +x {found[0]}")
+        else:
+            yield Finding.error("There is no redis-server on the PATH.", _INSTALL_HINT)
+        return
+    try:
+        done = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=max(0.1, deadline - time.monotonic()),
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        yield Finding.error(f"{path} does not run: {error}", "Install redis-server again.")
+        return
+    # Redis server v=7.0.15 sha=00000000:0 malloc=jemalloc-5.3.0 bits=64 build=...
+    version = next((word.removeprefix("v=") for word in done.stdout.split() if word.startswith("v=")), "unknown")
+    refused = _version_error(path, version)
+    yield Finding.ok(f"{path} is Redis {version}.") if refused is None else _error(refused)
+    yield Finding.warning(
+        "A private server's data live as long as the server, at most as long as the client that started it.",
+        "For data that must outlive it, run a server with appendonly yes and appendfsync always, and name it in the "
+        "option url.",
+    )
+
+
+def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding]:
+    service = Service.of(url)
+    if service is not None:
+        try:
+            answering = service.num_answering(deadline)
+        except (AuthenticationError, NoPermissionError) as error:
+            yield Finding.error(
+                f"A sentinel of the Redis service '{service.name}' refuses this user: {error}",
+                "Add ?sentinel_username=USER&sentinel_password=PASSWORD to the url. The user needs +sentinel|masters.",
+            )
+            return
+        yield _sentinels(service, answering)
+    link = Link(url)
+    try:
+        base = base_of(config.namespace)
+        link.follow("doctor", deadline, base)
+        version, durability = _version_of(link, deadline), durability_of(link, config, deadline)
+        store_version = link.command("doctor", deadline, b"HGET", base + b":instance", b"version")
+        replicas = int(_info(link, deadline, b"replication").get("connected_slaves", "0"))
+        mute = _wake_error(link, base, deadline)
+    except DataPlaneError as error:
+        yield _error(error)
+        return
+    finally:
+        link.close()
+    who = link.label[0].upper() + link.label[1:]
+    refused = _version_error(who, version)
+    yield Finding.ok(f"{who} answers and is Redis {version}.") if refused is None else _error(refused)
+    refusals = (store_error(who, store_version), _policy_error(who, config, durability))
+    yield from map(_error, filter(None, (*refusals, _fsync_error(who, config, version, durability))))
+    if durability.maxmemory_policy != "noeviction" and config.allow_eviction:
+        yield Finding.warning(
+            f"{who} has maxmemory-policy '{durability.maxmemory_policy}', which allow_eviction accepts: it may drop "
+            "samples that nobody has consumed.",
+            "Run: redis-cli CONFIG SET maxmemory-policy noeviction",
+        )
+    said = f"{who}: {durability.describe()}."
+    if durability.survives_kill:
+        yield Finding.ok(said)
+    else:
+        yield Finding.warning(
+            said,
+            "To keep every committed sample, run: redis-cli CONFIG SET appendonly yes; redis-cli CONFIG SET "
+            "appendfsync always; redis-cli CONFIG REWRITE",
+        )
+    yield from _replication(who, config, replicas)
+    if mute is not None:
+        yield Finding.warning(
+            f"Claims that wait are not woken, but ask now and then: {mute.message}",
+            f"Let the user send and receive messages: ACL SETUSER NAME '&dp:{{{config.namespace}}}*' +spublish "
+            "+ssubscribe.",
+        )
+    parts = urlsplit(url if service is None else service.server_url)
+    hosts = {parts.hostname} if service is None else {host for host, _ in service.sentinels}
+    if parts.scheme == "redis" and not hosts <= {"localhost", "127.0.0.1", "::1"}:
+        if not parts.password:
+            yield Finding.warning(
+                f"{who} accepts every client that can reach it: the url has no password.",
+                "Set requirepass or an ACL user on the server, and put the password in the url.",
+            )
+        yield Finding.warning(
+            f"The connection to {link.label} is not encrypted.", "If others use this network, use rediss:// (TLS)."
+        )
+
+
+def _wake_error(link: Link, base: bytes, deadline: float) -> DataPlaneError | None:
+    """Why the server refuses this user the messages that wake claims."""
+    try:
+        link.command("doctor", deadline, b"SPUBLISH", base + b":wake:doctor", b"")
+    except BackendUnavailableError as error:
+        if error.retryable:
+            raise
+        return error
+    return None
+
+
+def _sentinels(service: Service, answering: int) -> Finding:
+    count = len(service.sentinels)
+    said = f"{answering} of {count} sentinels answer and watch '{service.name}'"
+    if answering == count >= 3:
+        return Finding.ok(f"{said}.")
+    if count < 3:
+        return Finding.warning(
+            f"{said}. With fewer than 3, the failure of one host may prevent a failover.",
+            "Run three sentinels on three hosts, and name all of them in the url.",
+        )
+    return Finding.warning(f"{said}.", "Start the others, or correct the url.")
+
+
+def _replication(who: str, config: RedisConfig, replicas: int) -> Iterator[Finding]:
+    count = f"{replicas} {'replica' if replicas == 1 else 'replicas'}"
+    if replicas < config.wait_replicas:
+        yield Finding.error(
+            f"{who} has {count}. wait_replicas is {config.wait_replicas}: every put would wait until its deadline.",
+            "Start the replicas, or lower wait_replicas.",
+        )
+    elif config.wait_replicas:
+        yield Finding.ok(f"{who} has {count}, and {config.wait_replicas} must have a change before a call returns.")
+    elif replicas:
+        yield Finding.warning(
+            f"{who} has {count}, and replicates without waiting: a failover loses the newest writes. Clients notice "
+            "it, and say which calls were lost.",
+            "To lose nothing that was acknowledged, set the option wait_replicas.",
+        )
+
+
+def _error(error: DataPlaneError) -> Finding:
+    return Finding.error(error.message, error.hint)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import RedisError
@@ -28,15 +28,12 @@ from redis.exceptions import RedisError
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 from dataplane_core.spec import ClaimRequest, Wake
 from dataplane_redis._protocol import pack
+from dataplane_redis._scripts import to_bytes
 from dataplane_redis._session import Session
-from dataplane_redis._wire import to_bytes
 
-__all__ = ["Question", "Wakes"]
+__all__ = ["Question", "Turns", "Wakes"]
 
 _log = logging.getLogger("dataplane_redis")
-
-#: What a claim asks: partition, task, batch size, required fields (packed), tag filter (packed).
-Question = tuple[str, str, int, bytes, bytes]
 
 #: Seconds that one try to listen may take, and that the rest of a message or one call of the thread may take.
 _LISTEN_S: Final = 1.0
@@ -56,47 +53,43 @@ _LEAVE_AT_ONCE: Final = 20
 _Selector: Any = getattr(selectors, "PollSelector", selectors.SelectSelector)
 
 
+class Question(NamedTuple):
+    """What a claim asks: the values that its scripts name so. Equal filters are equal bytes."""
+
+    name: str
+    task_name: str
+    batch_size: int
+    required: bytes
+    filter: bytes
+
+
 @dataclass(slots=True)
 class _Waiting:
-    """A claim that waits.
-
-    Attributes:
-        wake: Tells it to ask again.
-        question: What it asks.
-        entered: Whether the server may know that it waits.
-        promised: Whether the server said that it will wake it.
-        woken: Whether it was told to ask again, and did not yet.
-    """
+    """A claim that waits."""
 
     wake: Wake
     question: Question
-    entered: bool = False
-    promised: bool = False
-    woken: bool = False
+    entered: bool = False  # whether the server may know that it waits
+    promised: bool = False  # whether the server said that it will wake it
+    woken: bool = False  # whether it was told to ask again, and did not yet
 
 
 @dataclass(slots=True)
-class _Line:
-    """The claims of this client that ask the same. They take turns in asking by themselves.
-
-    Attributes:
-        count: How many.
-        next_at: When the last turn is that was given, on `time.monotonic`'s clock.
-    """
+class Turns:
+    """So many claims of this client take turns in asking by themselves. The last turn given is at ``next_at``."""
 
     count: int = 0
     next_at: float = 0.0
 
+    def take(self, each_s: float, most_s: float) -> float:
+        """Seconds until the next turn: so long after the one before it, but at most so long from now."""
+        now = time.monotonic()
+        self.next_at = min(max(self.next_at, now) + each_s, now + most_s)
+        return self.next_at - now
+
 
 class Wakes:
-    """The claims and puts of one client that wait. Thread-safe.
-
-    Args:
-        session: The session.
-
-    Attributes:
-        client: The client's id, 8 random bytes.
-    """
+    """The claims and puts of one client that wait. Thread-safe. ``client`` is the client's id, 8 random bytes."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -104,7 +97,7 @@ class Wakes:
         self._channel = b"%s:wake:%s" % (session.base, self.client.hex().encode())
         self._waiting: dict[str, _Waiting] = {}
         self._puts: dict[bytes, threading.Event] = {}  # by write
-        self._lines: dict[Question, _Line] = {}
+        self._lines: dict[Question, Turns] = {}  # the claims that ask the same
         self._left: deque[tuple[Question, str]] = deque()  # claims that ended, while the server thinks that they wait
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -133,7 +126,7 @@ class Wakes:
             waiting = self._waiting.get(token)
             if waiting is None:
                 waiting = self._waiting[token] = _Waiting(wake, question)
-                self._lines.setdefault(question, _Line()).count += 1
+                self._lines.setdefault(question, Turns()).count += 1
                 wake.at_end = partial(self._end, token)
             connection = self._connection
             if connection is None:
@@ -164,20 +157,14 @@ class Wakes:
                 self._waiting[token].promised = promised
 
     def pause_s(self, token: str, interval_s: float) -> float | None:
-        """How long a claim that the server will wake may pause before it asks by itself. None: nobody will wake it.
-
-        Args:
-            token: The claim's.
-            interval_s: The least time between two questions of this client, in seconds.
-        """
+        """How long a claim that the server will wake may pause before it asks by itself: at least ``interval_s`` after
+        this client's last question. None: nobody will wake it."""
         with self._lock:
             waiting = self._waiting.get(token)
             if waiting is None or not waiting.promised or self._connection is None:
                 return None
-            now, line, each_s = time.monotonic(), self._lines[waiting.question], max(_ASK_S, interval_s)
-            most_s = min(_ASK_MOST_S, each_s * line.count)
-            line.next_at = min(max(line.next_at, now) + each_s, now + most_s)
-            return line.next_at - now
+            line, each_s = self._lines[waiting.question], max(_ASK_S, interval_s)
+            return line.take(each_s, min(_ASK_MOST_S, each_s * line.count))
 
     def take_woken(self, token: str) -> bool:
         """Whether this claim was woken since this was asked last."""
@@ -358,7 +345,8 @@ class Wakes:
             waiter = self.client + to_bytes(token)
             try:
                 with self._session.quietly():
-                    self._session.run("claim_meta", time.monotonic() + _CALL_S, "leave", *question, waiter)
+                    until = time.monotonic() + _CALL_S
+                    self._session.run("claim_meta", until, "leave", waiter=waiter, **question._asdict())
             except DataPlaneError as error:
                 if error.retryable:  # after a pause
                     self._left.appendleft((question, token))

@@ -14,9 +14,14 @@ from redis.exceptions import RedisError
 from dataplane_core.backends import CapacityOptions
 from dataplane_redis._sentinel import SENTINEL_SCHEMES, Service
 
-__all__ = ["RedisConfig"]
+__all__ = ["RedisConfig", "base_of"]
 
 _SCHEMES = ("redis://", "rediss://", "unix://", *(f"{scheme}://" for scheme in SENTINEL_SCHEMES))
+
+
+def base_of(namespace: str) -> bytes:
+    """The prefix of the keys of a namespace's ledger."""
+    return b"dp:{%s}" % namespace.encode()
 
 
 def _is_parsed_as_intended(url: str) -> bool:

@@ -103,7 +103,7 @@ def _stored(
     extent = arena[place.offset : place.offset + place.layout.size_bytes]
     columns = place.layout.columns
     return [
-        (name, _column(extent, columns[slot], place.num_rows, specs[name]))
+        (name, _column(extent, columns[slot], place.num_rows, specs[name].stored))
         for name, slot in zip(part.fields, part.slots, strict=True)
     ]
 

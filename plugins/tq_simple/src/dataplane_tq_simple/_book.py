@@ -1,8 +1,9 @@
 """The book of the storage units, in the controller's process: which unit has which rows, and which units take new ones.
 
 A unit that is started again has lost its rows, so rows belong to a *life* of a unit, from one start to its end. A
-*layout* is a list of lives over which a put is spread. The number of its layout is part of a row's handle, so a handle
-alone says where its row is: `life_of`. Layouts never change. When a unit ends or comes, later puts get other layouts.
+*spread* is a list of lives over which the rows of a put are dealt out. The number of its spread is part of a row's
+handle, so a handle alone says where its row is: `life_of`. Spreads never change. When a unit ends or comes, later puts
+get other spreads.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from dataplane_core.ledger import Ref, commands
 from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple._errors import UnitsGoneError
 
-#: A handle is ``layout << LAYOUT_BITS | number``. The ledger's own numbers stay below ``1 << LAYOUT_BITS``.
-LAYOUT_BITS: Final = 40
-#: The layout of handles that are numbers alone: all units with which the instance started.
-FIRST_LAYOUT: Final = 0
+#: A handle is ``spread << SPREAD_BITS | number``. The ledger's own numbers stay below ``1 << SPREAD_BITS``.
+SPREAD_BITS: Final = 40
+#: The spread of handles that are numbers alone: all units with which the instance started.
+FIRST_SPREAD: Final = 0
 #: Units of an instance.
 _MOST_UNITS: Final = 1024
-_NUMBER: Final = (1 << LAYOUT_BITS) - 1
+_NUMBER: Final = (1 << SPREAD_BITS) - 1
 
-#: The notes of a journal: the units and their lives; the number of the next layout; each layout, by its number.
+#: The notes of a journal: the units and their lives; the number of the next spread; each spread, by its number.
 UNITS_NOTE: Final = "units"
-_NEXT_LAYOUT_NOTE: Final = "next layout"
-_LAYOUT_NOTE: Final = "layout "
+_NEXT_SPREAD_NOTE: Final = "next spread"
+_SPREAD_NOTE: Final = "spread "
 
 #: A unit gets rows of a put although others hold less, if it is ahead by less than the put and this share of the mean.
 #: Units are chosen anew when puts have brought this share of what they hold.
@@ -78,21 +79,21 @@ class View(NamedTuple):
     Attributes:
         version: Grows with every change.
         lives: By number.
-        layouts: The numbers of their lives, by number.
+        spreads: The numbers of their lives, by number.
     """
 
     version: int
     lives: dict[int, Life]
-    layouts: dict[int, tuple[int, ...]]
+    spreads: dict[int, tuple[int, ...]]
 
 
-def life_of(handle: int, layout: Sequence[int]) -> int:
-    """The number of the life that has the row of a handle of a layout."""
-    return layout[(handle & _NUMBER) % len(layout)]
+def life_of(handle: int, spread: Sequence[int]) -> int:
+    """The number of the life that has the row of a handle of a spread."""
+    return spread[(handle & _NUMBER) % len(spread)]
 
 
-def _layout_note(layout: int) -> str:
-    return f"{_LAYOUT_NOTE}{layout}"
+def _spread_note(spread: int) -> str:
+    return f"{_SPREAD_NOTE}{spread}"
 
 
 @dataclass(slots=True)
@@ -133,15 +134,15 @@ class _Stored:
 
 @dataclass(slots=True)
 class _Choice:
-    """The layout of the next puts, and how many bytes they may have in all."""
+    """The spread of the next puts, and how many bytes they may have in all."""
 
-    layout: int
+    spread: int
     left_bytes: float
 
 
 @dataclass(slots=True)
 class UnitBook:
-    """The units, their lives, the layouts, and what each life holds. Thread-safe.
+    """The units, their lives, the spreads, and what each life holds. Thread-safe.
 
     The server's thread in the controller and the keeper's thread use it. No method blocks.
 
@@ -154,21 +155,21 @@ class UnitBook:
     _version: int = 0
     _units: dict[str, _Unit] = field(default_factory=dict)
     _lives: dict[int, _Held] = field(default_factory=dict)
-    _layouts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    _rows_of_layout: dict[int, int] = field(default_factory=dict)
-    _current: dict[tuple[int, ...], int] = field(default_factory=dict)  # the layouts whose lives are alive
+    _spreads: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _rows_of_spread: dict[int, int] = field(default_factory=dict)
+    _current: dict[tuple[int, ...], int] = field(default_factory=dict)  # the spreads whose lives are alive
     _choices: dict[str | None, _Choice] = field(default_factory=dict)  # by the node for which units were chosen
-    _placing: int = FIRST_LAYOUT  # the layout of a put whose rows are not added yet
+    _placing: int = FIRST_SPREAD  # the spread of a put whose rows are not added yet
     _stored: dict[int, _Stored] = field(default_factory=dict)
     _next_life: int = 0
-    _next_layout: int = FIRST_LAYOUT
+    _next_spread: int = FIRST_SPREAD
     _next_unit: int = 0
     _next_number: int = 1
     _actor_prefix: str = ""
     _failures: list[str] = field(default_factory=list)
-    _revision: int = 0  # grows with every change but those of the layouts
+    _revision: int = 0  # grows with every change but those of the spreads
     _saved_revision: int = 0
-    _unsaved_layouts: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
+    _unsaved_spreads: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
 
     # --- the keeper ---------------------------------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ class UnitBook:
                 self._units[name] = unit = _Unit(name, actor)
                 self._start(unit, started)
             self._next_unit = len(units)
-            self._new_layout(tuple(self._lives))
+            self._new_spread(tuple(self._lives))
 
     def new_unit(self) -> tuple[str, str] | None:
         """The name and actor of a unit that is to be created now, or None."""
@@ -265,7 +266,7 @@ class UnitBook:
         """A new write id, and as many unused ones after it as a put needs. It says which units get the rows.
 
         These are the units that hold the fewest bytes: half of all that take rows, and those that hold little more.
-        The choice stands for a while, since each choice may be a layout that every client must learn.
+        The choice stands for a while, since each choice may be a spread that every client must learn.
 
         Args:
             num_ids: How many.
@@ -280,8 +281,8 @@ class UnitBook:
             if choice is None or choice.left_bytes <= 0:
                 choice = self._choices[node] = self._choose(size_bytes, node)
             choice.left_bytes -= size_bytes
-            self._placing = choice.layout
-            write_id = choice.layout << LAYOUT_BITS | self._next_number
+            self._placing = choice.spread
+            write_id = choice.spread << SPREAD_BITS | self._next_number
             self._next_number += num_ids
             return write_id
 
@@ -302,32 +303,32 @@ class UnitBook:
         total = sum(held for held, _ in lives)
         most = max(half, lives[0][0] + total / len(lives) * _SLACK + size_bytes)
         chosen = tuple(sorted(life for held, life in lives if held <= most))
-        layout = self._current.get(chosen)
-        if layout is None:
-            layout = self._current[chosen] = self._new_layout(chosen)
+        spread = self._current.get(chosen)
+        if spread is None:
+            spread = self._current[chosen] = self._new_spread(chosen)
             self._version += 1
-        return _Choice(layout, total * _SLACK)
+        return _Choice(spread, total * _SLACK)
 
     def add(self, writes: Iterable[commands.Write]) -> None:
         """The rows of a put that was begun."""
         with self._lock:
             for write in writes:
-                layout = write.write_id >> LAYOUT_BITS
-                lives = self._layouts[layout]
+                spread = write.write_id >> SPREAD_BITS
+                lives = self._spreads[spread]
                 num_rows = len(write.row_bytes)
                 self._stored[write.write_id] = _Stored(write.row_bytes, bytearray(b"\1" * num_rows), num_rows)
-                self._rows_of_layout[layout] = self._rows_of_layout.get(layout, 0) + num_rows
+                self._rows_of_spread[spread] = self._rows_of_spread.get(spread, 0) + num_rows
                 for first in range(min(num_rows, len(lives))):
                     held = self._lives[life_of(write.write_id + first, lives)]
                     sizes = write.row_bytes[first :: len(lives)]
                     held.num_rows += len(sizes)
                     held.size_bytes += sum(sizes)
-            self._placing = FIRST_LAYOUT
+            self._placing = FIRST_SPREAD
 
     def check(self, write_id: int) -> None:
-        """Raises `UnitsGoneError` if a unit of a put's layout has ended since it was begun."""
+        """Raises `UnitsGoneError` if a unit of a put's spread has ended since it was begun."""
         with self._lock:
-            lives = self._layouts.get(write_id >> LAYOUT_BITS, ())
+            lives = self._spreads.get(write_id >> SPREAD_BITS, ())
             ended = [self._lives[life].unit.name for life in lives if not self._lives[life].alive]
         if ended:
             raise UnitsGoneError(f"{preview(ended)} ended while the put ran. Nothing was written.")
@@ -342,8 +343,8 @@ class UnitBook:
                 stored = self._stored.get(write_id)
                 if stored is None:
                     continue
-                layout = write_id >> LAYOUT_BITS
-                lives = [self._lives[life] for life in self._layouts[layout]]
+                spread = write_id >> SPREAD_BITS
+                lives = [self._lives[life] for life in self._spreads[spread]]
                 first, num_lives, sizes, left = write_id & _NUMBER, len(lives), stored.row_bytes, stored.left
                 for position in gone:
                     if left[position]:
@@ -352,7 +353,7 @@ class UnitBook:
                         held = lives[(first + position) % num_lives]
                         held.num_rows -= 1
                         held.size_bytes -= sizes[position]
-                        self._rows_of_layout[layout] -= 1
+                        self._rows_of_spread[spread] -= 1
                 if not stored.num_left:
                     del self._stored[write_id]
             self._forget()
@@ -370,7 +371,7 @@ class UnitBook:
                 number: Life(held.unit.name, held.unit.actor, *held.started[:3], held.alive)
                 for number, held in self._lives.items()
             }
-            return View(self._version, lives, dict(self._layouts))
+            return View(self._version, lives, dict(self._spreads))
 
     def records(self) -> tuple[list[UnitInfo], list[str]]:
         """All units, and the newest failures as text."""
@@ -442,26 +443,26 @@ class UnitBook:
     def unsaved(self) -> tuple[int, dict[str, bytes | None]]:
         """What changed since `saved`: a mark for it, and name -> note. None: it is no longer needed.
 
-        Keep the notes in this order: then no layout that is kept has a life that is not.
+        Keep the notes in this order: then no spread that is kept has a life that is not.
         """
         with self._lock:
-            changed = self._unsaved_layouts.items()
-            notes: dict[str, bytes | None] = {_layout_note(each): None for each, lives in changed if lives is None}
+            changed = self._unsaved_spreads.items()
+            notes: dict[str, bytes | None] = {_spread_note(each): None for each, lives in changed if lives is None}
             if self._revision != self._saved_revision:
                 notes[UNITS_NOTE] = self._pack()
             if changed:
-                notes[_NEXT_LAYOUT_NOTE] = pickle.dumps((self._next_layout, self._version))
-            notes |= {_layout_note(each): pickle.dumps(lives) for each, lives in changed if lives is not None}
+                notes[_NEXT_SPREAD_NOTE] = pickle.dumps((self._next_spread, self._version))
+            notes |= {_spread_note(each): pickle.dumps(lives) for each, lives in changed if lives is not None}
             return self._revision, notes
 
     def saved(self, mark: int, notes: Mapping[str, bytes | None]) -> None:
         """What `unsaved` returned is kept."""
         with self._lock:
             self._saved_revision = mark
-            for layout, lives in list(self._unsaved_layouts.items()):
-                name = _layout_note(layout)
+            for spread, lives in list(self._unsaved_spreads.items()):
+                name = _spread_note(spread)
                 if name in notes and (notes[name] is None) == (lives is None):
-                    del self._unsaved_layouts[layout]
+                    del self._unsaved_spreads[spread]
 
     def restore(
         self,
@@ -484,28 +485,28 @@ class UnitBook:
             for number, (name, started, alive) in packed["lives"].items():
                 unit = self._units.get(name) or _Unit(name, "", state="removed")
                 self._lives[number] = _Held(unit, Started(*started), alive)
-            self._next_layout, version = pickle.loads(notes[_NEXT_LAYOUT_NOTE])
+            self._next_spread, version = pickle.loads(notes[_NEXT_SPREAD_NOTE])
             self._version = max(self._version, version) + 1
             for name, note in notes.items():
-                if name.startswith(_LAYOUT_NOTE):
-                    layout = int(name.removeprefix(_LAYOUT_NOTE))
-                    self._layouts[layout] = pickle.loads(note)
-                    if layout != FIRST_LAYOUT and all(self._lives[life].alive for life in self._layouts[layout]):
-                        self._current[self._layouts[layout]] = layout
+                if name.startswith(_SPREAD_NOTE):
+                    spread = int(name.removeprefix(_SPREAD_NOTE))
+                    self._spreads[spread] = pickle.loads(note)
+                    if spread != FIRST_SPREAD and all(self._lives[life].alive for life in self._spreads[spread]):
+                        self._current[self._spreads[spread]] = spread
             self._next_number = next_number
             for write_id, (row_bytes, positions) in payload.items():
                 self._hold_again(write_id, row_bytes, positions)
 
     def _hold_again(self, write_id: int, row_bytes: Sequence[int] | None, positions: Sequence[int]) -> None:
-        layout = write_id >> LAYOUT_BITS
-        if layout not in self._layouts or not positions:
+        spread = write_id >> SPREAD_BITS
+        if spread not in self._spreads or not positions:
             return
         sizes = row_bytes or [0] * (max(positions) + 1)  # of what was freed, the ledger does not know the size
         stored = self._stored[write_id] = _Stored(sizes, bytearray(len(sizes)), len(positions))
-        self._rows_of_layout[layout] = self._rows_of_layout.get(layout, 0) + len(positions)
+        self._rows_of_spread[spread] = self._rows_of_spread.get(spread, 0) + len(positions)
         for position in positions:
             stored.left[position] = 1
-            held = self._lives[life_of(write_id + position, self._layouts[layout])]
+            held = self._lives[life_of(write_id + position, self._spreads[spread])]
             held.num_rows += 1
             held.size_bytes += sizes[position]
 
@@ -538,11 +539,11 @@ class UnitBook:
         self._choices.clear()
         self.changed.set()
 
-    def _new_layout(self, lives: tuple[int, ...]) -> int:
-        layout = self._next_layout
-        self._layouts[layout] = self._unsaved_layouts[layout] = lives
-        self._next_layout += 1
-        return layout
+    def _new_spread(self, lives: tuple[int, ...]) -> int:
+        spread = self._next_spread
+        self._spreads[spread] = self._unsaved_spreads[spread] = lives
+        self._next_spread += 1
+        return spread
 
     def _pack(self) -> bytes:
         units = [
@@ -570,7 +571,7 @@ class UnitBook:
         self._lives[life].alive = False
         if unit.state == "serving":
             unit.state = "starting"
-        self._current = {lives: layout for lives, layout in self._current.items() if life not in lives}
+        self._current = {lives: spread for lives, spread in self._current.items() if life not in lives}
         self._forget()
 
     def _fail(self, unit: _Unit, why: str) -> None:
@@ -579,17 +580,17 @@ class UnitBook:
         unit.state = "removed"
 
     def _life(self, handle: int) -> int | None:
-        lives = self._layouts.get(handle >> LAYOUT_BITS)
+        lives = self._spreads.get(handle >> SPREAD_BITS)
         return None if lives is None else life_of(handle, lives)
 
     def _forget(self) -> None:
-        """Forgets the layouts and the ended lives that have no rows, and the removed units that have none."""
-        used = {FIRST_LAYOUT, self._placing, *(each.layout for each in self._choices.values())}
-        for layout in [each for each in self._layouts if each not in used and not self._rows_of_layout.get(each)]:
-            self._current.pop(self._layouts.pop(layout), None)
-            self._unsaved_layouts[layout] = None
-            self._rows_of_layout.pop(layout, None)
-        placed = {life for lives in self._layouts.values() for life in lives}
+        """Forgets the spreads and the ended lives that have no rows, and the removed units that have none."""
+        used = {FIRST_SPREAD, self._placing, *(each.spread for each in self._choices.values())}
+        for spread in [each for each in self._spreads if each not in used and not self._rows_of_spread.get(each)]:
+            self._current.pop(self._spreads.pop(spread), None)
+            self._unsaved_spreads[spread] = None
+            self._rows_of_spread.pop(spread, None)
+        placed = {life for lives in self._spreads.values() for life in lives}
         for life in [each for each, held in self._lives.items() if not held.alive and each not in placed]:
             del self._lives[life]
             self._revision += 1

@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError, preview
 from dataplane_core.hosting import Watch
-from dataplane_tq_simple._book import LAYOUT_BITS, View
+from dataplane_tq_simple._book import SPREAD_BITS, View
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._exchange import PATIENCE_S, Exchange, LineBrokenError, Peer
 
-#: The life of a row whose layout is not known any more: all its rows are deleted.
+#: The life of a row whose spread is not known any more: all its rows are deleted.
 NOWHERE: Final = -1
 #: Seconds that the controller may take to answer that question, while replies of units may come.
 _QUESTION_S: Final = 0.1
@@ -65,21 +65,21 @@ class Places:
         self._exchange.forget(ended)
 
     def lives_of(self, handles: _Ints, timeout_s: float) -> _Ints:
-        """The life that has each row, or `NOWHERE`. Asks the book if it does not know a layout."""
-        layouts = handles >> LAYOUT_BITS
-        numbers = handles & ((1 << LAYOUT_BITS) - 1)
-        first = layouts[0]
-        several = bool((layouts != first).any())
-        each = np.unique(layouts).tolist() if several else [int(first)]
-        known = self._view.layouts
-        if any(layout not in known for layout in each):
+        """The life that has each row, or `NOWHERE`. Asks the book if it does not know a spread."""
+        spreads = handles >> SPREAD_BITS
+        numbers = handles & ((1 << SPREAD_BITS) - 1)
+        first = spreads[0]
+        several = bool((spreads != first).any())
+        each = np.unique(spreads).tolist() if several else [int(first)]
+        known = self._view.spreads
+        if any(spread not in known for spread in each):
             self.refresh(timeout_s)
-            known = self._view.layouts
+            known = self._view.spreads
         lives = np.full(len(handles), NOWHERE, dtype=np.int64)
-        for layout in each:
-            if layout in known:
-                where = layouts == layout if several else slice(None)
-                lives[where] = np.asarray(known[layout], dtype=np.int64)[numbers[where] % len(known[layout])]
+        for spread in each:
+            if spread in known:
+                where = spreads == spread if several else slice(None)
+                lives[where] = np.asarray(known[spread], dtype=np.int64)[numbers[where] % len(known[spread])]
         return lives
 
     def alive(self, lives: _Ints) -> npt.NDArray[np.bool_]:

@@ -78,7 +78,7 @@ class PlacingRecordedService(Placing, RecordedService):
         self._book.saved(mark, notes)
 
     def _before_put(self) -> None:
-        self.save_book()  # the journal knows the layout before it knows a put that uses it
+        self.save_book()  # the journal knows the spread before it knows a put that uses it
 
     def _aside(self) -> AbstractContextManager[None]:
         return self.journal.aside()

@@ -11,7 +11,7 @@ import pytest
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
-from dataplane_tq_simple._book import LAYOUT_BITS, Started, UnitBook, life_of
+from dataplane_tq_simple._book import SPREAD_BITS, Started, UnitBook, life_of
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._service import PlacingLedgerService
 
@@ -36,7 +36,7 @@ def put(book: UnitBook, row_bytes: Sequence[int], node: str | None = None) -> in
 def units_of(book: UnitBook, write_id: int, num_rows: int) -> Counter[str]:
     view = book.view()
     assert view is not None
-    lives = [life_of(write_id + row, view.layouts[write_id >> LAYOUT_BITS]) for row in range(num_rows)]
+    lives = [life_of(write_id + row, view.spreads[write_id >> SPREAD_BITS]) for row in range(num_rows)]
     return Counter(view.lives[life].unit for life in lives)
 
 
@@ -68,7 +68,7 @@ def test_a_new_unit_gets_more_until_it_holds_as_much_as_the_others(book: UnitBoo
     assert max(sizes) < 1.2 * min(sizes)
 
 
-def test_layouts_stay_few_and_change_rarely_however_long_a_run_is() -> None:
+def test_spreads_stay_few_and_change_rarely_however_long_a_run_is() -> None:
     """Every client must learn each new one."""
     book, draw, held_now = UnitBook(), random.Random(0), deque[int]()
     book.begin("actor-", [(f"unit-{index}", f"actor-{index}", started(index)) for index in range(16)])
@@ -79,10 +79,10 @@ def test_layouts_stay_few_and_change_rarely_however_long_a_run_is() -> None:
             book.collected([(held_now.popleft(), 0) for _ in range(256)])
             view = book.view()
             assert view is not None
-            assert len(view.layouts) < 100
+            assert len(view.spreads) < 100
     assert first is not None
     assert view.version - first.version < 1000
-    assert {life for layout in view.layouts.values() for life in layout} == set(range(16))
+    assert {life for spread in view.spreads.values() for life in spread} == set(range(16))
 
 
 def test_the_writers_node_comes_first(book: UnitBook) -> None:
@@ -180,7 +180,7 @@ def test_what_is_gone_is_forgotten(book: UnitBook) -> None:
     view = book.view()
     assert view is not None
     assert len(view.lives) <= 5
-    assert len(view.layouts) <= 3
+    assert len(view.spreads) <= 3
     assert book.view(view.version) is None
 
 

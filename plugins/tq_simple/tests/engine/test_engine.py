@@ -281,16 +281,3 @@ def test_use_after_a_fork_is_refused(engine: Engine) -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert "fork" in message
     assert engine.call(Ping(), timeout_s=10)
-
-
-def test_importing_the_package_leaves_the_process_alone(python: Callable[..., Any]) -> None:
-    done = python(
-        "import os, sys, logging, threading\n"
-        "import dataplane_core\n"
-        "env, threads = dict(os.environ), threading.active_count()\n"
-        "import dataplane_tq_simple\n"
-        "assert dict(os.environ) == env and threading.active_count() == threads\n"
-        "assert not logging.root.handlers\n"
-        "assert not {'ray', 'transfer_queue', 'zmq'} & set(sys.modules), 'heavy imports'\n"
-    )
-    assert done.returncode == 0, done.stderr

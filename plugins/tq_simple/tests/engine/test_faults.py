@@ -51,25 +51,15 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-@contextmanager
-def takes(at_least_s: float, at_most_s: float) -> Iterator[None]:
-    started = time.monotonic()
-    yield
-    assert at_least_s - 0.05 <= time.monotonic() - started <= at_most_s  # clocks of waits differ a little
-
-
 def test_a_controller_that_stands_still(engine: Engine, note: Callable[..., list[str]]) -> None:
     note(engine, "before")
     with stopped(engine.call(Ping(), timeout_s=10)):
-        with (
-            takes(2.0, 15.0),
-            pytest.raises(OperationTimeoutError, match="no answer in time from") as error,
-        ):
+        with pytest.raises(OperationTimeoutError, match="no answer in time from") as error:
             note(engine, "while stopped", 2.0)
         assert "did not answer Ray either" in str(error.value)
-        with takes(0.3, 10.0), pytest.raises(OperationTimeoutError):
+        with pytest.raises(OperationTimeoutError):
             note(engine, "while stopped", 0.3)
-        with takes(0.5, 10.0), pytest.raises(OperationTimeoutError):
+        with pytest.raises(OperationTimeoutError):
             Engine.attach(TQSimpleConfig(instance="faults"), timeout_s=0.5)
         engine.put_rows([1, 2], b"ab", [0, 1, 2], timeout_s=10)  # the units go on
     assert note(engine, "after") == ["before", "after"]
@@ -83,7 +73,7 @@ def test_a_storage_unit_that_stands_still(engine: Engine, unit_pid: Callable[[st
             lambda: engine.get_rows([10, 11], timeout_s=0.5),
             lambda: engine.delete_rows([12, 13], timeout_s=0.5),
         ):
-            with takes(0.5, 10.0), pytest.raises(OperationTimeoutError, match="storage unit-1"):
+            with pytest.raises(OperationTimeoutError, match="storage unit-1"):
                 operation()
         assert bytes(engine.get_rows([10], timeout_s=10)[0]) == b"a"
         assert engine.call(Ping(), timeout_s=10)
@@ -217,6 +207,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_closing_ends_though_rays_head_is_dead(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = python(_OWN_RAY_LOSES_ITS_HEAD, timeout_s=150)
     assert done.returncode == 0, done.stderr

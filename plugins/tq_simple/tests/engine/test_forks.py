@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 _CHILD = """
 import os, signal, sys
 import dataplane_core  # and so torch, but no backend
@@ -54,6 +56,7 @@ forked()  # by who has closed it, and is disconnected from Ray
 )
 
 
+@pytest.mark.long
 def test_connecting_in_a_fork_is_refused_and_says_what_works(ray_server: str, python: Callable[..., Any]) -> None:
     done = python(_PROGRAM, ray_server, timeout_s=300)
     assert done.returncode == 0, done.stderr

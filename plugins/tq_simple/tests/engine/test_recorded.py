@@ -13,7 +13,7 @@ from dataplane_core.errors import BackendUnavailableError, DataPlaneError, Inval
 from dataplane_core.hosting import CallId, ClaimOrWait, Client
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
-from dataplane_tq_simple._book import LAYOUT_BITS, Started
+from dataplane_tq_simple._book import SPREAD_BITS, Started
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._host import ControllerHost
 from dataplane_tq_simple._messages import AddUnits, RemoveUnit, UnitRecords, ViewUnits
@@ -82,18 +82,18 @@ def test_the_book_is_where_it_was(controller: Controller) -> None:
     assert controller.units() == before
     after = controller.call(ViewUnits(view.version))
     assert after.version > view.version, "clients ask again"
-    assert after.layouts == view.layouts
+    assert after.spreads == view.spreads
     assert after.lives == view.lives
     controller.call(commands.CommitPut(third))
     fresh = controller.begin()
-    number = fresh & ((1 << LAYOUT_BITS) - 1)
-    assert number >= (third & ((1 << LAYOUT_BITS) - 1)) + 6, "no number is used twice"
+    number = fresh & ((1 << SPREAD_BITS) - 1)
+    assert number >= (third & ((1 << SPREAD_BITS) - 1)) + 6, "no number is used twice"
     for write_id in (first, third):
         controller.call(commands.Collected([(write_id, row) for row in range(6)]))
     assert controller.units()[0][0].num_lost == 0
 
 
-def test_the_number_of_a_layout_is_never_used_again(controller: Controller) -> None:
+def test_the_number_of_a_spread_is_never_used_again(controller: Controller) -> None:
     """A client may still know what it was."""
     write_id = controller.put()
     for unit in range(3):
@@ -101,12 +101,12 @@ def test_the_number_of_a_layout_is_never_used_again(controller: Controller) -> N
     controller.call(commands.Clear("p", None))
     controller.call(commands.Collected([(write_id, row) for row in range(6)]))
     view = controller.call(ViewUnits(-1))
-    assert write_id >> LAYOUT_BITS not in view.layouts
+    assert write_id >> SPREAD_BITS not in view.spreads
     controller.again()
     for unit in range(3):
         controller.host.book.started(f"unit-{unit}", started(unit, "b"))
     controller.call(commands.Register("p", ["x"], None, ["t"], None, {}, "epoch"))
-    assert controller.begin() >> LAYOUT_BITS > write_id >> LAYOUT_BITS
+    assert controller.begin() >> SPREAD_BITS > write_id >> SPREAD_BITS
 
 
 @pytest.mark.parametrize("killed", [False, True])

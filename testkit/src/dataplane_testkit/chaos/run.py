@@ -18,7 +18,7 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, MissingDataError
 from dataplane_core.spec import Capability, Scope
 from dataplane_testkit._author import AuthorsClass
-from dataplane_testkit._profiles import is_long, new_seed
+from dataplane_testkit._profiles import by_profile, is_long, new_seed
 from dataplane_testkit._store import Deployment
 from dataplane_testkit._timing import STARTS_S, Background
 from dataplane_testkit.chaos.checker import check, shrunk
@@ -89,13 +89,15 @@ class Settings:
 
     @classmethod
     def brief(cls) -> Settings:
-        """For a backend's own tests: 10 s with few calls and a fixed seed; 30 s and a new seed under the profile long.
+        """For a backend's own tests: 10 s with few calls and a fixed seed; 5 s under the profile brief, 30 s and a new
+        seed under long.
 
         ``DATAPLANE_CONFORMANCE_SEED`` sets the seed.
         """
         if is_long():
             return cls(seed=new_seed(), schedule_s=30.0)
-        return cls(seed=int(os.environ.get("DATAPLANE_CONFORMANCE_SEED") or 1), schedule_s=10.0, pause_s=0.15)
+        seed = int(os.environ.get("DATAPLANE_CONFORMANCE_SEED") or 1)
+        return cls(seed=seed, schedule_s=by_profile(5.0, 10.0, 30.0), pause_s=0.15)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, batch, ids, jagged, rows_of
 from dataplane_testkit._marks import proves
-from dataplane_testkit._profiles import is_long
+from dataplane_testkit._profiles import by_profile
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import in_threads
 
@@ -41,7 +41,7 @@ def _overlap(store: Store, act: Callable[[str], None], check: Callable[[str], No
         act(partition)
 
     put_s = 0.0
-    rounds = 200 if is_long() else 40
+    rounds = by_profile(10, 40, 200)
     for number in range(rounds):
         partition = store.register("x", "y")
         store.put(partition, _NAMES, [{"old": 1}] * 16, x=torch.arange(16))
@@ -143,7 +143,7 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
 
         def writer() -> int:
             try:
-                for value in range(1, 400 if is_long() else 80):
+                for value in range(1, by_profile(20, 80, 400)):
                     write(value)
             finally:
                 done.set()

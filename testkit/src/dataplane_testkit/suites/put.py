@@ -137,6 +137,31 @@ class PutSuite(Suite, chapter="put"):
             put(["a"], partition, {"x": [[7]]})
             assert store.get(partition, ["a"], "x")["x"].tolist() == [[7]]
 
+    def test_ints_of_a_list_may_become_floats(self, store: Store) -> None:
+        """Contract: "Ints of a list, none of them beyond 16777216, leave open whether their field holds int64, float32
+        or float64 until a put says it. They are read as int64 until then, and then as what was put."
+
+        Check first: what a read says of cells that were put with an open spec is FieldSpec.reading, and get_samples
+        must raise OpenCellsError if cells of one field differ in that.
+        """
+        partition = store.register("x", "t", "i")
+        put = store.client.put_samples
+        put(["a", "b"], partition, {"x": [1, 0], "t": [[1, 2], [3]], "i": [2**24, 8]})
+        check_column(store.get(partition, ["b", "a"], "x")["x"], torch.tensor([0, 1]))
+        put(["c", "d"], partition, {"x": [0.5, 1.0], "t": [[0.5], []], "i": torch.tensor([9, 10])})
+        put(["e"], partition, {"x": [2], "t": [[4]], "i": [11]})
+        found = store.get(partition, ["d", "a", "c", "e", "b"], "x", "t", "i")
+        check_column(found["x"], torch.tensor([1.0, 1.0, 0.5, 2.0, 0.0]))
+        check_column(found["t"], [torch.tensor(row) for row in ([], [1.0, 2.0], [0.5], [4.0], [3.0])])
+        check_column(found["i"], torch.tensor([10, 2**24, 9, 11, 8]))
+        check_column(store.get(partition, ["b", "a"], "x")["x"], torch.tensor([0.0, 1.0]))
+        with store.refusal(ValueError, "row 1, 16777217"):
+            put(["f", "g"], partition, {"x": [1, 2**24 + 1]})
+        large = store.register("x")
+        put(["a"], large, {"x": [-(2**24) - 1]})
+        with store.refusal(ValueError, "x"):
+            put(["b"], large, {"x": [0.5]})
+
     def test_tags_merge_key_by_key(self, store: Store) -> None:
         """Contract: "merge tags key by key".
 

@@ -1,6 +1,5 @@
--- Request: {client, its announcement, seconds for which it is listed; 0: it closes}. Replies {"ok", listed clients}.
--- Drops a few clients whose time is over.
-local client, text, seconds = unpack(cmsgpack.unpack(ARGV[1]))
+-- Request: {client, text (its announcement), seconds (for which it is listed; 0: it closes)}. Replies {"ok", listed
+-- clients}. Drops a few clients whose time is over.
 local clients, ends = BASE .. ':clients', BASE .. ':announced'
 if call('HLEN', clients) ~= call('ZCARD', ends) then call('UNLINK', clients, ends) end  -- one was lost: all announce again
 if seconds > 0 then

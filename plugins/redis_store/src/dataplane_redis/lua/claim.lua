@@ -1,7 +1,8 @@
--- Request: {partition, task, batch size, all_or_nothing, lease_s (-1: none), token, holder, required (sorted, as a
--- layout), filter (packed conditions, "": none), rows to look at, rows to give, lease ("" at first), client
--- ("": do not count it as a client that waits), waiter ("": it is not woken), whether it stops waiting now}. "rows to
--- look at" and "rows to give" are approximate limits of one script, so that none blocks the server for long. Replies:
+-- Request: {name, task_name, batch_size, all_or_nothing, lease_s (-1: none), token, holder, required (sorted, as a
+-- layout), filter (packed conditions, "": none), budget (rows to look at), most (rows to give), number (of the lease,
+-- "" at first), client ("": it does not count as one that waits), waiter ("": it is not woken), stops (1: it stops
+-- waiting now)}. "budget" and "most" are approximate limits of one script, so that none blocks the server for long.
+-- Replies:
 --
 --   {"again"}                         ask again: the search is not finished, and its progress is kept
 --   {"busy"}                          another claim of this task is still being given its parts: ask again
@@ -12,8 +13,6 @@
 --                                     that lease ends
 --   {"lost"}                          the parts given so far return to the pool: the next one was asked for too late,
 --                                     or other clients cleared samples of it
-local name, task_name, batch_size, all_or_nothing, lease_s, token, holder, required, filter, budget, most, number,
-  client, waiter, stops = unpack(cmsgpack.unpack(ARGV[1]))
 -- A client that does not ask for the next part within this many seconds loses the parts that it was given.
 local FILL_S = 5
 -- Seconds for which a client is counted as one that waits.
@@ -49,10 +48,7 @@ local want = units_asked - filled  -- units still to be given
 local view_name = task .. ':' .. required
 local Q = open_question(P, view_name, filter, budget)
 local digest
-if waiter ~= '' then
-  -- define here: digest_of
-  digest = digest_of(view_name, filter, units_asked)
-end
+if waiter ~= '' then digest = digest_of(view_name, filter, units_asked) end
 
 local function again()
   save_question(P, Q)
@@ -62,7 +58,6 @@ end
 local function done(kind, ...)
   save_question(P, Q)
   if digest and (kind ~= 'wait' or stops == 1) then
-    -- define here: stop_waiting
     local waited = stop_waiting(P, digest, waiter)
     -- other questions may have no samples left either, and the change that woke this claim looked at a few of them only
     if waited and kind == 'ok' and (...) == 1 then P.is_changed = true end
@@ -78,12 +73,10 @@ local units, unqueued = gather(P, Q, all_or_nothing == 1 and want or 1, step)
 if not units then return again() end
 local exhausted = false
 if #units < step then
-  -- define here: more_may_come
   local more = more_may_come(P, Q, unqueued and #units or 0)
   if more == nil then return again() end
   exhausted = not more
   if all_or_nothing == 1 and more then
-    -- define here: end_lease, start_waiting, next_end
     if lease then
       end_lease(P, lease)  -- other clients cleared samples of this claim
       return done('lost')
@@ -104,7 +97,6 @@ end
 
 local ids = units
 if P.group then
-  -- define here: load_groups
   ids = {}
   local groups = load_groups(P, units)
   for _, unit in ipairs(units) do
@@ -118,21 +110,13 @@ if #ids > 0 then
     if other ~= Q.view then batched('ZREM', other.ready, units) end
   end
   if not unqueued then batched('ZREM', Q.view.ready, units) end
-  if Q.F then
-    -- define here: write_filter
-    write_filter(Q.F, 'ZREM', Q.F.matching, units)
-  end
+  if Q.F then write_filter(Q.F, 'ZREM', Q.F.matching, units) end
   if P.group then call('HINCRBY', P.meta, 'w:' .. task, #units) end
   if lease_s >= 0 or lease or not last then
     lease = lease or new_lease(P, 'P', task, token, holder)
     add_rows(P, lease, ids)
   else
-    local holds = {}
-    for i, id in ipairs(ids) do
-      holds[2 * i - 1] = id
-      holds[2 * i] = 'D'
-    end
-    set_fields(Q.held, holds)
+    hold_rows(P, task, ids, 'D')
     call('HINCRBY', P.meta, 'd:' .. task, #ids)
   end
   changed(P)

@@ -1,18 +1,15 @@
--- Request: {partition, epoch ("": any), ids, whole (1: everything)}. Many ids take several calls, with the epoch of the
+-- Request: {name, epoch ("": any), ids, whole (1: everything)}. Many ids take several calls, with the epoch of the
 -- first.
-local name, epoch, ids, whole = unpack(cmsgpack.unpack(ARGV[1]))
 reap()
 leave_mark()
 local P
 if whole == 1 then
-  -- define here: find_rest
   P = find_rest(name)
 else
   P = open_partition(name, nil, ALL_PARTS)
 end
 if not P or (epoch ~= '' and epoch ~= P.epoch) then return {'ok', 0, has_trash(), ''} end
 if whole == 1 then
-  -- define here: drop_partition
   local count = drop_partition(P)
   return {'ok', count, has_trash(), ''}
 end
@@ -27,13 +24,9 @@ end
 if #gone > 0 then
   local units = gone
   if P.group then
-    -- define here: distinct_groups, load_groups, save_heads
-    units = distinct_groups(gone)
-    local groups, leaving = load_groups(P, units), {}
-    for _, id in ipairs(gone) do
-      local unit = group_of(id)
-      leaving[unit] = (leaving[unit] or 0) + 1
-    end
+    local leaving
+    units, leaving = distinct_groups(gone)
+    local groups = load_groups(P, units)
     for _, unit in ipairs(units) do
       local g = groups[unit]
       if is_whole(P, g) then

@@ -3,7 +3,6 @@ local found = {'ok'}
 if call('HLEN', BASE .. ':clients') ~= call('ZCARD', BASE .. ':announced') then lost('clients') end
 for _, client in ipairs(call('ZRANGEBYSCORE', BASE .. ':announced', '(' .. string.format('%.6f', now()), '+inf')) do
   local at, text = string.match(call('HGET', BASE .. ':clients', client), '^([^:]*):(.*)$')
-  found[#found + 1] = text
-  found[#found + 1] = string.format('%.6f', math.max(0, now() - tonumber(at)))
+  found[#found + 1], found[#found + 2] = text, string.format('%.6f', math.max(0, now() - tonumber(at)))
 end
 return found

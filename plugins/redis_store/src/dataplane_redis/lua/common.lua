@@ -62,10 +62,8 @@ local ASKER = ARGV[#ARGV]
 local INSTANCE = call('HMGET', BASE .. ':instance', 'id', 'clock', 'buckets')
 if INSTANCE[1] ~= string.sub(ASKER, 1, 32) then return {'other_history'} end
 
--- Ends the script: a key is missing. See LOST_PARTS in _refusals.py.
-local function lost(part)
-  error({err = 'LOST ' .. part})
-end
+-- Ends the script: a key is missing. See _LOST_PARTS in _protocol.py.
+local function lost(part) error({err = 'LOST ' .. part}) end
 
 -- A call that acknowledges something may also carry a mark: a caller, who makes one such call at a time, and a number
 -- that grows. A script leaves it with its changes. Both are replicated and stored together, so a server that has the mark
@@ -122,7 +120,6 @@ local function hmget(key, names)
   local n = #names
   if n == 0 then return {} end
   if n <= CHUNK then return call('HMGET', key, unpack(names)) end
-  -- define here: ask_many
   return ask_many('HMGET', key, names)
 end
 
@@ -133,10 +130,7 @@ end
 -- Up to `count` members of a sorted set after a seq, and their seqs.
 local function members_after(key, seq, count)
   local flat, members, seqs = call('ZRANGEBYSCORE', key, '(' .. seq, '+inf', 'WITHSCORES', 'LIMIT', 0, count), {}, {}
-  for i = 1, #flat, 2 do
-    members[#members + 1] = flat[i]
-    seqs[#seqs + 1] = flat[i + 1]
-  end
+  for i = 2, #flat, 2 do members[i / 2], seqs[i / 2] = flat[i - 1], flat[i] end
   return members, seqs
 end
 
@@ -174,10 +168,15 @@ local function key_of_write(write)
   return BASE .. ':w:' .. string.format('%08x%08x%08x%08x', struct.unpack('>I4I4I4I4', write))
 end
 
--- Whether a write's rows lie in other slots of the cluster. Then its number of groups is not 0, see _placing.py.
+-- Whether a write's rows lie in other slots of the cluster. Then its number of groups is not 0, see _payload.py.
 local SPREAD = tonumber(INSTANCE[3] or 1) > 1
-local function lies_elsewhere(write)
-  return SPREAD and string.sub(write, 3, 4) ~= '\0\0'
+local function lies_elsewhere(write) return SPREAD and string.sub(write, 3, 4) ~= '\0\0' end
+
+-- Has clients delete payload in other slots, from a time on.
+local function list_gone(entries, at)
+  local args = {}
+  for i, entry in ipairs(entries) do args[2 * i - 1], args[2 * i] = at, entry end
+  batched('ZADD', BASE .. ':gone', args)
 end
 
 -- Deletes rows that no id refers to, or has clients do it. They no longer take up room.
@@ -223,7 +222,6 @@ local ALL_PARTS = {'r', 't', 'o', 's', 'l', 'u', 'n', 'k', 'q', 'vw'}
 local function open_partition(name, task, parts)
   local P, index = find_partition(name, task)
   if not P then
-    -- define here: check_unknown
     check_unknown(name)
     return nil
   end
@@ -235,10 +233,7 @@ local function open_partition(name, task, parts)
   end
   if P.num then keys[#keys + 1] = at .. 'x' end
   if P.group then keys[#keys + 1] = at .. 'g' end
-  if call('EXISTS', unpack(keys)) < #keys then
-    -- define here: name_lost_part
-    name_lost_part(P, keys)
-  end
+  if call('EXISTS', unpack(keys)) < #keys then name_lost_part(P, keys) end
   return P, index
 end
 
@@ -251,10 +246,7 @@ local function changed(P, units)
   call('HSET', P.meta, 'change', string.sub(ASKER, 33, 48))
   if not units or #units == 0 or call('EXISTS', P.at .. 'c') == 0 then return end
   local args, last = {}, call('HINCRBY', P.meta, 'noted', #units)
-  for i = 1, #units do
-    args[2 * i - 1] = last - #units + i
-    args[2 * i] = units[i]
-  end
+  for i = 1, #units do args[2 * i - 1], args[2 * i] = last - #units + i, units[i] end
   batched('ZADD', P.at .. 'c', args)
 end
 
@@ -278,15 +270,11 @@ local function tasks_of(P)
   return names, indices
 end
 
-local function unknown_task(P)
-  return {'unknown_task', (tasks_of(P))}
-end
+local function unknown_task(P) return {'unknown_task', (tasks_of(P))} end
 
 -- --- rows ------------------------------------------------------------------------------------------------------------
 
-local function seq_of(row)
-  return (struct.unpack('<I8', row))
-end
+local function seq_of(row) return (struct.unpack('<I8', row)) end
 
 -- The layouts of a row's refs, as bytes. Rows with equal signatures have the same fields.
 local function signature(row)
@@ -307,13 +295,19 @@ local function strings_of(packed)
   return strings
 end
 
--- The spec of a field after a write, or nothing if the write does not fit. "unknown": only empty lists were written,
--- which fit all but scalars.
+-- What a field may become that has an open spec. As FieldSpec._may_become.
+local EMPTY, OF_INTS = 'tensor:unknown:1::empty', {int64 = true, float32 = true, float64 = true}
+local function may_become(spec, other)
+  if spec == EMPTY then return not string.match(other, '^tensor:[^:]+:0:') end
+  local rank = string.match(spec, '^tensor:int64:(%d)::ints$')
+  local dtype, other_rank = string.match(other, '^tensor:(%w+):(%d):$')
+  return rank and rank == other_rank and OF_INTS[dtype]
+end
+
+-- The spec of a field after a write, or nothing if the write does not fit. As FieldSpec.after.
 local function spec_after(kept, written)
-  if not kept or kept == written then return written end
-  local open, scalar = 'tensor:unknown:1:', '^tensor:[^:]+:0:'
-  if written == open and not string.match(kept, scalar) then return kept end
-  if kept == open and not string.match(written, scalar) then return written end
+  if not kept or kept == written or may_become(kept, written) then return written end
+  if (written == EMPTY or written == kept .. ':ints') and may_become(written, kept) then return kept end
 end
 
 local function layout_names(P, index)
@@ -343,9 +337,7 @@ local function fields_of(P, sig)
   return set
 end
 
-local function group_of(id)
-  return string.match(id, '^(.*)_g')
-end
+local function group_of(id) return string.match(id, '^(.*)_g') end
 
 -- Sends a message to a client (8 bytes), see _wakes.py. False if it does not listen.
 local function tell(client, message)
@@ -385,7 +377,6 @@ local function free_room(bytes)
   if bytes == 0 then return end  -- the server does not accept '-0' as a number
   call('HINCRBY', BASE .. ':instance', 'held', -bytes)
   if call('EXISTS', BASE .. ':line') == 1 then
-    -- define here: wake_puts
     call('SET', BASE .. ':freed', now())
     wake_puts()
   end
@@ -412,8 +403,7 @@ local function add_sharers(P, write, part)
   for _, row in ipairs(part[3]) do counts[row] = (counts[row] or 0) + 1 end
   for row, count in pairs(counts) do
     if count > 1 then
-      args[#args + 1] = struct.pack('<c16I4', write, part.first + row)
-      args[#args + 1] = count
+      args[#args + 1], args[#args + 2] = struct.pack('<c16I4', write, part.first + row), count
     end
   end
   set_fields(P.at .. 'n', args)
@@ -425,11 +415,7 @@ local function unshared(P, refs)
   for i, ref in ipairs(refs) do rows[i] = string.sub(ref, 1, 20) end
   local counts = hmget(key, rows)
   for i, ref in ipairs(refs) do
-    if counts[i] then
-      add_to(uses, order, rows[i], i)
-    else
-      free[#free + 1] = ref
-    end
+    if counts[i] then add_to(uses, order, rows[i], i) else free[#free + 1] = ref end
   end
   for _, row in ipairs(order) do
     local left = tonumber(counts[uses[row][1]]) - #uses[row]
@@ -450,10 +436,7 @@ end
 -- Gives up payload: `refs` is a list of ref byte strings, one for each id that had it. Frees what no id has any longer.
 local function free_refs(P, refs)
   if #refs == 0 then return end
-  if call('HLEN', P.at .. 'n') > 1 then
-    -- define here: unshared
-    refs = unshared(P, refs)
-  end
+  if call('HLEN', P.at .. 'n') > 1 then refs = unshared(P, refs) end
   local by_write, order, bytes = {}, {}, 0
   for _, ref in ipairs(refs) do
     local write, position, _, size = struct.unpack('<c16I4I4I8', ref)
@@ -464,12 +447,9 @@ local function free_refs(P, refs)
     local key, is_empty = key_of_write(write), false
     if lies_elsewhere(write) then
       is_empty = call('HINCRBY', P.at .. 'uc', write, -#by_write[write]) == 0
-      local gone = {}
-      for _, position in ipairs(is_empty and {''} or by_write[write]) do
-        gone[#gone + 1] = 0
-        gone[#gone + 1] = write .. (is_empty and '' or struct.pack('<I4', position))
-      end
-      batched('ZADD', BASE .. ':gone', gone)
+      local gone = {write}
+      for i, position in ipairs(is_empty and {} or by_write[write]) do gone[i] = write .. struct.pack('<I4', position) end
+      list_gone(gone, 0)
       if is_empty then call('HDEL', P.at .. 'uc', write) end
     else
       batched('HDEL', key, by_write[write])
@@ -496,12 +476,8 @@ local function reap()
   keep_time()
   local pending = BASE .. ':pending'
   local count = call('ZCARD', pending)
-  if count == 0 then
-    -- define here: give_up_all
-    give_up_all()
-  end
+  if count == 0 then give_up_all() end
   if count <= 1 then return end
-  -- define here: give_up
   for _, write in ipairs(call('ZRANGEBYSCORE', pending, '-inf', now(), 'LIMIT', 0, 100)) do give_up(write) end
 end
 
@@ -539,12 +515,6 @@ local function views_of(P, task)
     if view.task == task then mine[#mine + 1] = view end
   end
   return mine
-end
-
-local function view_of(P, name)
-  for _, view in ipairs(views_of(P)) do
-    if view.name == name then return view end
-  end
 end
 
 local function load_heads(P, names)
@@ -612,8 +582,7 @@ local function join_group(P, name, g, ids)
       if part == 0 then
         g.first = cmsgpack.pack(list)
       else
-        args[#args + 1] = name .. ':' .. part
-        args[#args + 1] = cmsgpack.pack(list)
+        args[#args + 1], args[#args + 2] = name .. ':' .. part, cmsgpack.pack(list)
       end
       list, part = {}, part + 1
     end
@@ -621,26 +590,21 @@ local function join_group(P, name, g, ids)
   batched('HSET', at, args)
 end
 
-local function is_whole(P, g)
-  return g and not g.broken and g.count == P.group
-end
+local function is_whole(P, g) return g and not g.broken and g.count == P.group end
 
+-- The names of the groups of ids, and how many of the ids each has.
 local function distinct_groups(ids)
-  local seen, names = {}, {}
+  local names, counts = {}, {}
   for _, id in ipairs(ids) do
     local name = group_of(id)
-    if name and not seen[name] then
-      seen[name] = true
-      names[#names + 1] = name
-    end
+    if name and not counts[name] then names[#names + 1] = name end
+    if name then counts[name] = (counts[name] or 0) + 1 end
   end
-  return names
+  return names, counts
 end
 
 -- The units that claims hand out: the rows themselves, or their groups.
-local function units_of(P, ids)
-  return P.group and distinct_groups(ids) or ids
-end
+local function units_of(P, ids) return P.group and distinct_groups(ids) or ids end
 
 local function none_held(values)
   for i = 1, #values do
@@ -660,7 +624,6 @@ local function join_groups(P, names, heads, joining, seqs)
   end
   save_heads(P, names, heads)
   if not P.early then return end
-  -- define here: load_groups
   local groups = load_groups(P, names)
   for _, name in ipairs(names) do
     for task = 0, is_whole(P, groups[name]) and P.ntasks - 1 or -1 do
@@ -690,13 +653,8 @@ local function claimable(P, view, ids, rows)
   for j, row in ipairs(rows) do
     local sig = signature(row)
     if verdicts[sig] == nil then verdicts[sig] = holds_all(P, sig, view) end
-    if verdicts[sig] and not held[j] then
-      local seq = seq_of(row)
-      if seq <= view.mark then
-        found[#found + 1] = seq
-        found[#found + 1] = ids[j]
-      end
-    end
+    local seq = verdicts[sig] and not held[j] and seq_of(row)
+    if seq and seq <= view.mark then found[#found + 1], found[#found + 2] = seq, ids[j] end
   end
   return found
 end
@@ -718,7 +676,6 @@ local function offer(P, views, ids, rows)
   if not P.group then
     for i, view in ipairs(views) do queued[i] = claimable(P, view, ids, rows) end
   else
-    -- define here: groups_to_offer, load_groups
     for first = 1, #ids, CHUNK do
       local names = groups_to_offer(P, views, {unpack(ids, first, math.min(first + CHUNK - 1, #ids))})
       local groups = load_groups(P, names)
@@ -735,8 +692,7 @@ local function offer(P, views, ids, rows)
           end
           if ready then
             local args = queued[i]
-            args[#args + 1] = g.seq
-            args[#args + 1] = name
+            args[#args + 1], args[#args + 2] = g.seq, name
           end
         end
       end

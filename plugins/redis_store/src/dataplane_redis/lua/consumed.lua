@@ -1,5 +1,4 @@
--- Request: {partition, tasks}.
-local name, tasks = unpack(cmsgpack.unpack(ARGV[1]))
+-- Request: {name, tasks}.
 local P = open_partition(name, nil, ALL_PARTS)
 if not P or #tasks == 0 then return {'ok', 0} end
 local count = call('ZCARD', P.at .. 'o') - 1

@@ -1,7 +1,6 @@
--- Request: {partition, epoch ("": any), seq after which to begin, most rows}. Replies with the ids of rows, the epoch,
+-- Request: {name, epoch ("": any), seq (after which to begin), most (rows)}. Replies with the ids of rows, the epoch,
 -- the seq after which to continue ("" at the end), and {task, for each id "1" if it was given for good, else "0", ...};
 -- or with {'changed'} if the partition was registered again.
-local name, epoch, seq, most = unpack(cmsgpack.unpack(ARGV[1]))
 local P = open_partition(name, nil, ALL_PARTS)
 if not P then return unknown_partition() end
 if epoch ~= '' and epoch ~= P.epoch then return {'changed'} end
@@ -12,7 +11,6 @@ for i, task in ipairs(names) do
   for j, hold in ipairs(hmget(P.at .. 'h:' .. indices[i], ids)) do
     marks[j] = hold and not unsettled_lease(P, hold) and '1' or '0'
   end
-  tasks[#tasks + 1] = task
-  tasks[#tasks + 1] = table.concat(marks)
+  tasks[#tasks + 1], tasks[#tasks + 2] = task, table.concat(marks)
 end
 return {'ok', ids, P.epoch, #ids == most and seqs[most] or '', tasks}

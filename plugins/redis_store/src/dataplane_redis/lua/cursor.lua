@@ -1,6 +1,5 @@
--- Request: {partition, task, ids, epoch, info, new info}. Gives these rows to a task for good, and takes back all others.
+-- Request: {name, task_name, ids, epoch, info, new_info}. Gives these rows to a task for good, and takes back all others.
 -- With an epoch, adds the task to the registration first; replies {'changed'} if that is another one now.
-local name, task_name, ids, epoch, info, new_info = unpack(cmsgpack.unpack(ARGV[1]))
 if epoch ~= '' and not add_to_registration(open_partition(name, nil, ALL_PARTS), epoch, info, new_info, {task_name}) then
   return {'changed'}
 end
@@ -16,28 +15,25 @@ for _, view in ipairs(views_of(P, task)) do
   dropped[#dropped + 1] = view.ready
   names[#names + 1] = view.name
 end
-for _, digest in ipairs(call('ZRANGE', P.at .. 'fs', 0, -1)) do
-  for _, suffix in ipairs({'', ':m', ':n'}) do dropped[#dropped + 1] = P.at .. 'f:' .. digest .. suffix end
-end
 batched('HDEL', P.at .. 'vw', names)
 P.views = nil
 unlink(dropped)
+unlink(filter_keys(P))
 for _, number in ipairs(call('HKEYS', P.at .. 'k')) do
   local lease = number ~= MARK and read_lease(P, number)
   if lease and lease.task == task then drop_lease(P, lease) end
 end
 call('HDEL', P.meta, 'd:' .. task, 'w:' .. task, 'r:' .. task)
 
-local holds, given, seen = {MARK, ''}, {}, {}
+local given, seen = {}, {}
 for i, row in ipairs(hmget(P.at .. 'r', ids)) do
   if row and not seen[ids[i]] then
     seen[ids[i]] = true
     given[#given + 1] = ids[i]
-    holds[#holds + 1] = ids[i]
-    holds[#holds + 1] = 'D'
   end
 end
-batched('HSET', held_key, holds)
+call('HSET', held_key, MARK, '')
+hold_rows(P, task, given, 'D')
 if #given > 0 then call('HSET', P.meta, 'd:' .. task, #given) end
 if P.group then
   local units, whole = distinct_groups(given), 0

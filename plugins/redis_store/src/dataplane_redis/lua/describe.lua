@@ -1,5 +1,4 @@
--- Request: {partition}.
-local name = unpack(cmsgpack.unpack(ARGV[1]))
+-- Request: {name}.
 local P = open_partition(name, nil, ALL_PARTS)
 if not P then return unknown_partition() end
 return {'ok', P.epoch, call('HGET', P.meta, 'info')}

@@ -30,20 +30,15 @@ end
 local function drop_partition(P)
   local count = math.max(1, call('ZCARD', P.at .. 'o'), call('HLEN', P.at .. 'r')) - 1  -- one of them may be lost
   local bytes = tonumber(call('HGET', P.meta, 'bytes') or 0)
-  if call('EXISTS', P.meta, P.at .. 'u') < 2 then
-    -- define here: recount
-    bytes = recount(P)
-  end
+  if call('EXISTS', P.meta, P.at .. 'u') < 2 then bytes = recount(P) end
   local keys = {P.meta}
   for _, view in ipairs(views_of(P)) do keys[#keys + 1] = view.ready end
   for task = 0, P.ntasks - 1 do keys[#keys + 1] = P.at .. 'h:' .. task end
   for _, suffix in ipairs({'r', 't', 'o', 'w', 'x', 's', 'l', 'li', 'n', 'g', 'gm', 'k', 'q', 'a', 'vw', 'c', 'fs', 'uc'}) do
     keys[#keys + 1] = P.at .. suffix
   end
-  for _, digest in ipairs(call('ZRANGE', P.at .. 'fs', 0, -1)) do
-    for _, suffix in ipairs({'', ':m', ':n'}) do keys[#keys + 1] = P.at .. 'f:' .. digest .. suffix end
-  end
-  for _, key in ipairs(end_waiting(P)) do keys[#keys + 1] = key end
+  unlink(filter_keys(P))
+  unlink(end_waiting(P))
   unlink(keys)
   local writes = P.at .. 'u'
   call('SREM', writes, MARK)

@@ -1,7 +1,6 @@
--- Request: {partition, epoch, info, new info, new tasks, num (-1: as it is)}. Replies {'changed'} if the registration is
+-- Request: {name, epoch, info, new_info, tasks (new ones), num (-1: as it is)}. Replies {'changed'} if the registration is
 -- another one now, else {'ok', num}. The new num is at least the number of rows.
 leave_mark()
-local name, epoch, info, new_info, tasks, num = unpack(cmsgpack.unpack(ARGV[1]))
 local P = open_partition(name, nil, ALL_PARTS)
 local count = P and call('ZCARD', P.at .. 'o') - 1
 if P and num >= 0 then

@@ -1,16 +1,14 @@
--- Request: {partition}. Replies {"ok", epoch, info, {field, spec, ...}, rows, cleared rows, bytes, seconds since the
--- oldest row was written or "", {task, rows that it was given for good, ...}, {task, {id, holder, seconds left, seconds
--- held}, ...} of the oldest lease of each task. Looks at the LEASES leases that end first.
+-- Request: {name}. Replies {"ok", epoch, info, {field, spec, ...}, rows, cleared rows, bytes, seconds since the oldest row
+-- was written or "", {task, rows that it was given for good, ...}, {task, {id, holder, seconds left, seconds held}, ...}
+-- of the oldest lease of each task. Looks at the LEASES leases that end first.
 local LEASES = 1000
-local name = unpack(cmsgpack.unpack(ARGV[1]))
 local P = open_partition(name, nil, ALL_PARTS)
 if not P then return unknown_partition() end
 local m = call('HMGET', P.meta, 'info', 'cleared', 'bytes')
 local tasks, name_of, names, indices = {}, {}, tasks_of(P)
 for i, task in ipairs(names) do
   name_of[indices[i]] = task
-  tasks[#tasks + 1] = task
-  tasks[#tasks + 1] = tonumber(call('HGET', P.meta, 'd:' .. indices[i]) or 0)
+  tasks[#tasks + 1], tasks[#tasks + 2] = task, tonumber(call('HGET', P.meta, 'd:' .. indices[i]) or 0)
 end
 local age, oldest = '', call('ZRANGE', P.at .. 'o', 1, 1, 'WITHSCORES')
 if oldest[2] then

@@ -2,9 +2,7 @@
 -- or takes over an existing one: if it has an owner, only with equal options; else with any. "bootstrap alone" takes it
 -- over only if it has no owner. An existing instance keeps its id, so that its clients can continue. "attach" finds it,
 -- "end" removes the owner. Runs without common.lua, which refuses clients that do not know the instance's id yet.
-local action, version, id, owner, capacity_bytes, on_full, buckets = unpack(cmsgpack.unpack(ARGV[1]))
 local key = KEYS[1] .. ':instance'
-if redis.call('TYPE', key).ok == 'string' then return {'version', '1'} end
 local found = redis.call('HMGET', key, 'version', 'id', 'capacity_bytes', 'on_full', 'owner', 'clock', 'buckets')
 if found[1] and found[1] ~= version then return {'version', found[1]} end
 if action == 'end' then

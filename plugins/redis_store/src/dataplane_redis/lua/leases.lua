@@ -74,14 +74,16 @@ local function drop_lease(P, lease)
   P.leases[lease.number] = false
 end
 
+-- Gives rows to a task: for good ("D"), or under the lease with a number.
+local function hold_rows(P, task, ids, hold)
+  local args = {}
+  for i, id in ipairs(ids) do args[2 * i - 1], args[2 * i] = id, hold end
+  set_fields(P.at .. 'h:' .. task, args)
+end
+
 -- Puts rows into a lease. The caller saves the lease.
 local function add_rows(P, lease, ids)
-  local holds = {}
-  for i, id in ipairs(ids) do
-    holds[2 * i - 1] = id
-    holds[2 * i] = lease.number
-  end
-  set_fields(P.at .. 'h:' .. lease.task, holds)
+  hold_rows(P, lease.task, ids, lease.number)
   for first = 1, #ids, PART do
     lease.parts = lease.parts + 1
     local part = {unpack(ids, first, math.min(first + PART - 1, #ids))}
@@ -103,7 +105,6 @@ local function give_back(P, task, ids)
   if #ids == 0 then return end
   batched('HDEL', P.at .. 'h:' .. task, ids)
   if P.group then
-    -- define here: distinct_groups, load_groups
     local names = distinct_groups(ids)
     local groups = load_groups(P, names)
     for _, name in ipairs(names) do
@@ -131,11 +132,9 @@ local function end_due(P, budget)
     local number = call('ZRANGEBYSCORE', queue, '-inf', limit, 'LIMIT', 0, 1)[1]
     if not number then return true end
     if budget <= 0 then return false end
-    -- define here: end_lease, drop_lease
     local lease = read_lease(P, number)
     if lease.kind ~= 'E' then end_lease(P, lease) end
     if lease.parts > 0 then
-      -- define here: give_back
       local field, mine = number .. ':' .. lease.parts, {}
       local ids = cmsgpack.unpack(call('HGET', P.at .. 'a', field) or lost('a'))
       for i, hold in ipairs(hmget(P.at .. 'h:' .. lease.task, ids)) do

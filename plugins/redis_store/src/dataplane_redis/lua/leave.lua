@@ -1,6 +1,5 @@
--- Request: {partition, task, batch size, required (as a layout), filter, waiter}. A claim no longer waits: another one
--- may be woken in its place.
-local name, task_name, batch_size, required, filter, waiter = unpack(cmsgpack.unpack(ARGV[1]))
+-- Request: {name, task_name, batch_size, required (as a layout), filter, waiter}. A claim no longer waits: another one may
+-- be woken in its place.
 local P, task = open_partition(name, task_name, ALL_PARTS)
 if task and stop_waiting(P, digest_of(task .. ':' .. required, filter, batch_size / (P.group or 1)), waiter) then
   wake(P)

@@ -90,8 +90,5 @@ local function take_room(write, bytes, capacity, wait_s, client)
   local refused = refuse_room(write, bytes, capacity, wait_s, client, true)
   if refused then return refused end
   call('HINCRBY', BASE .. ':instance', 'held', bytes)
-  if leave_line(write) then
-    -- define here: wake_puts
-    wake_puts()
-  end
+  if leave_line(write) then wake_puts() end
 end

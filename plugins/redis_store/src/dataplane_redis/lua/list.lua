@@ -1,7 +1,6 @@
--- Request: {partition, epoch ("": any), conditions, seq after which to begin, most rows}. Replies with ids and tags,
--- the epoch, and the seq after which to continue ("" at the end); or with {'changed'} if the partition was registered
--- again. Many rows take several calls; each row is listed once. With a list of ids, it looks only at these.
-local name, epoch, conditions, seq, most, chosen = unpack(cmsgpack.unpack(ARGV[1]))
+-- Request: {name, epoch ("": any), conditions, seq (after which to begin), most (rows), chosen (ids, or none)}. Replies
+-- with ids and tags, the epoch, and the seq after which to continue ("" at the end); or with {'changed'} if the partition
+-- was registered again. Many rows take several calls; each row is listed once. With chosen ids, it looks only at these.
 local P = open_partition(name, nil, ALL_PARTS)
 if not P then return unknown_partition() end
 if epoch ~= '' and epoch ~= P.epoch then return {'changed'} end

@@ -1,7 +1,6 @@
--- Request: {partition, ids, fields, most bytes to send along}. Replies with rows, layouts and the epoch. If what the
--- fields need is small, the rows have only the refs whose layout has any of the fields, and the payload of these refs
--- follows, in order.
-local name, ids, fields, most = unpack(cmsgpack.unpack(ARGV[1]))
+-- Request: {name, ids, fields, most (bytes to send along)}. Replies with rows, layouts and the epoch. If what the fields
+-- need is small, the rows have only the refs whose layout has any of the fields, and the payload of these refs follows,
+-- in order.
 local P = open_partition(name, nil, {'r', 'l'})
 if not P then return unknown_partition() end
 local rows = hmget(P.at .. 'r', ids)
@@ -12,7 +11,6 @@ if most >= 0 and #layouts > 1 then
   has_any = {}
   for _, field in ipairs(fields) do asked[field] = true end
   for number, layout in ipairs(layouts) do
-    -- define here: strings_of
     local strings = strings_of(layout)
     for k = 1, #strings, 2 do
       if asked[strings[k]] then has_any[struct.pack('<I4', number - 1)] = true end

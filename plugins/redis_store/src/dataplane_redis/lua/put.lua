@@ -1,12 +1,10 @@
--- Request: {mode, partition, epoch ("" for any), ids, parts, tags ("" or one msgpack map or "" per
--- row), capacity (0: none), ttl_s, request id, write (16 bytes), known, how long to wait for room, the client that listens or ""}. A
+-- Request: {mode, name, epoch ("" for any), ids, parts, tags ("", or a msgpack map or "" per row), capacity (0: none),
+-- ttl_s, request (its id), write (16 bytes), known, wait_s (how long to wait for room), client (that listens, or "")}. A
 -- part is some fields of the put, which have rows of their own: {layout, sizes of its rows, for each id its row, from 0
 -- ("": row i)}. Mode "begin" checks and reserves; "commit" checks again what may have changed and makes the rows visible;
 -- "inline" does both, with the rows in ARGV[2...]. A put is identified by its random write id. So if the server restarted
 -- from a state without the begin, the commit is refused; and no seq is used twice. A put whose request id is kept was
 -- carried out: "begin" replies {"done"}, the others as if they had done it.
-local mode, name, epoch, ids, parts, tags, capacity, ttl_s, request, write, known, wait_s, client =
-  unpack(cmsgpack.unpack(ARGV[1]))
 local total, num_rows = 0, 0
 for _, part in ipairs(parts) do
   for i = 1, #part[2] do total = total + part[2][i] end
@@ -16,10 +14,7 @@ end
 local write_key, elsewhere = key_of_write(write), lies_elsewhere(write)
 
 local function refuse(...)
-  if mode == 'commit' then
-    -- define here: give_up
-    give_up(write)
-  end
+  if mode == 'commit' then give_up(write) end
   return {...}
 end
 
@@ -52,18 +47,15 @@ local layouts, new_specs, wrong = {}, {}, {'schema'}
 for i, part in ipairs(parts) do layouts[i] = part[1] end
 for i, index in ipairs(hmget(P.at .. 'li', layouts)) do
   parts[i].layout = tonumber(index or nil)
-  if not index then  -- else its specs fit those that are kept
-    -- define here: strings_of, spec_after
+  if not index or string.find(layouts[i], '::ints', 1, true) then  -- else its specs fit those that are kept
     local strings, fields = strings_of(layouts[i]), {}
     for k = 1, #strings, 2 do fields[#fields + 1] = strings[k] end
     for k, kept in ipairs(hmget(P.at .. 's', fields)) do
       local after = spec_after(kept, strings[2 * k])
       if not after then
-        wrong[#wrong + 1] = fields[k]
-        wrong[#wrong + 1] = kept
+        wrong[#wrong + 1], wrong[#wrong + 2] = fields[k], kept
       elseif after ~= kept then
-        new_specs[#new_specs + 1] = fields[k]
-        new_specs[#new_specs + 1] = after
+        new_specs[#new_specs + 1], new_specs[#new_specs + 2] = fields[k], after
       end
     end
   end
@@ -71,7 +63,6 @@ end
 if #wrong > 1 then return refuse(unpack(wrong)) end
 local groups, group_names, joining = {}, {}, {}
 if P.group then
-  -- define here: group_of, load_heads
   for i, id in ipairs(ids) do
     if not rows[i] then
       local key = group_of(id)
@@ -93,7 +84,6 @@ if P.num then
   end
   num_fresh = #new_ids
   if num_fresh > 0 and call('HGET', P.meta, 'cleared') then
-    -- define here: ask_many
     for _, was in ipairs(ask_many('SMISMEMBER', P.at .. 'x', new_ids)) do num_fresh = num_fresh - was end
   end
   local count = num_fresh + tonumber(call('HGET', P.meta, 'seen') or 0)
@@ -101,7 +91,6 @@ if P.num then
 end
 if mode ~= 'commit' and total > 0 then
   if capacity > 0 then
-    -- define here: take_room
     local refused = take_room(write, total, capacity, wait_s, client)
     if refused then return refused end
   else
@@ -123,10 +112,7 @@ if mode == 'commit' then
   if elsewhere then call('HSET', P.at .. 'uc', write, num_rows) else call('PERSIST', write_key) end
 elseif num_rows > 0 then
   local args = {}
-  for i = 1, num_rows do
-    args[#args + 1] = i - 1
-    args[#args + 1] = ARGV[i + 1]
-  end
+  for i = 1, num_rows do args[#args + 1], args[#args + 2] = i - 1, ARGV[i + 1] end
   set_fields(write_key, args)
 end
 
@@ -141,10 +127,7 @@ if num_rows > 0 then
       call('HSET', P.at .. 'li', part[1], part.layout)
     end
     new_sig = new_sig .. struct.pack('<I4', part.layout)
-    if part[3] ~= '' then
-      -- define here: add_sharers
-      add_sharers(P, write, part)
-    end
+    if part[3] ~= '' then add_sharers(P, write, part) end
   end
   call('SADD', P.at .. 'u', write)
   call('HINCRBY', P.meta, 'bytes', total)
@@ -165,7 +148,6 @@ local plans = {}
 local function plan_of(sig)
   local plan = plans[sig]
   if not plan then
-    -- define here: layout_names
     plan = {stays = {}, sig = ''}
     local later = {}
     for _, part in ipairs(parts) do
@@ -194,7 +176,6 @@ local new_ids, old_ids, old_rows, known_ids = {}, {}, {}, {}
 local is_new = none_held(rows)
 local views = {}
 if not is_new then  -- new rows enter a view when a claim looks at them
-  -- define here: views_of
   views = views_of(P)
 end
 local gained = {}
@@ -209,10 +190,8 @@ for i, id in ipairs(ids) do
     local seq = first_seq + i
     after = struct.pack('<I8', seq) .. ref
     new_ids[#new_ids + 1] = id
-    order_args[#order_args + 1] = seq
-    order_args[#order_args + 1] = id
+    order_args[#order_args + 1], order_args[#order_args + 2] = seq, id
     if P.group then
-      -- define here: group_of
       local key = group_of(id)
       group_seqs[key] = group_seqs[key] or seq
     end
@@ -229,7 +208,6 @@ for i, id in ipairs(ids) do
     if #views > 0 then
       local key = sig .. '|' .. plan.sig
       if gained[key] == nil then
-        -- define here: holds_all
         gained[key] = false
         for _, view in ipairs(views) do
           if holds_all(P, plan.sig, view) and not holds_all(P, sig, view) then gained[key] = true end
@@ -241,10 +219,7 @@ for i, id in ipairs(ids) do
       end
     end
   end
-  if after then
-    row_args[#row_args + 1] = id
-    row_args[#row_args + 1] = after
-  end
+  if after then row_args[#row_args + 1], row_args[#row_args + 2] = id, after end
   if tags ~= '' and tags[i] ~= '' then
     local merged = tags[i]
     if old_tags[i] then
@@ -252,8 +227,7 @@ for i, id in ipairs(ids) do
       for key, value in pairs(cmsgpack.unpack(merged)) do all[key] = value end
       merged = cmsgpack.pack(all)
     end
-    tag_args[#tag_args + 1] = id
-    tag_args[#tag_args + 1] = merged
+    tag_args[#tag_args + 1], tag_args[#tag_args + 2] = id, merged
   end
 end
 set_fields(P.at .. 'r', row_args)
@@ -262,19 +236,12 @@ if order_args[1] then note_time(P, order_args[1]) end
 set_fields(P.at .. 't', tag_args)
 local units = known_ids  -- those that are now whole or match may have an early seq
 if P.group then
-  -- define here: join_groups, distinct_groups
   join_groups(P, group_names, groups, joining, group_seqs)
   units = distinct_groups(ids)
 end
 if num_fresh > 0 then call('HINCRBY', P.meta, 'seen', num_fresh) end
-if #freed > 0 then
-  -- define here: free_refs
-  free_refs(P, freed)
-end
-if #old_ids > 0 then
-  -- define here: offer
-  offer(P, views, old_ids, old_rows)
-end
+if #freed > 0 then free_refs(P, freed) end
+if #old_ids > 0 then offer(P, views, old_ids, old_rows) end
 changed(P, units)
 wake(P)
 return {'ok', P.epoch, SPREAD and has_trash() or 0}

@@ -3,14 +3,13 @@
 --
 --   Q.view, Q.F   the view, and the filter's state (nil: no filter)
 local function open_question(P, view_name, filter, budget)
-  local Q = {view = view_of(P, view_name) or open_view(P, view_name), budget = budget}
+  local Q = {budget = budget}
+  for _, view in ipairs(views_of(P)) do Q.view = view.name == view_name and view or Q.view end
+  Q.view = Q.view or open_view(P, view_name)
   Q.units = math.max(1, math.floor(CHUNK / (P.group or 1)))  -- units looked at per step
   Q.held = P.at .. 'h:' .. Q.view.task
   if not Q.view.kept then call('ZADD', Q.view.ready, '0', MARK) else num_queued(Q.view) end
-  if filter ~= '' then
-    -- define here: open_filter
-    Q.F = open_filter(P, Q.view, filter)
-  end
+  if filter ~= '' then Q.F = open_filter(P, Q.view, filter) end
   return Q
 end
 
@@ -19,28 +18,24 @@ local function save_question(P, Q)
   if view.mark ~= view.kept then call('HSET', P.at .. 'vw', view.name, view.mark) end
   if not view.kept then P.views[#P.views + 1] = view end
   view.kept = view.mark
-  if Q.F then
-    -- define here: save_filter
-    save_filter(P, Q.F)
-  end
+  if Q.F then save_filter(P, Q.F) end
 end
 
--- Offers the next rows to the view, in order of first write. False if there are none.
-local function scan(P, Q)
-  local ids, seqs = members_after(P.at .. 'o', Q.view.mark, Q.units)
-  if #ids == 0 then return false end
-  Q.view.mark = tonumber(seqs[#seqs])
-  Q.budget = Q.budget - #ids - offer(P, {Q.view}, ids, P.group and {} or hmget(P.at .. 'r', ids))
-  return true
-end
-
--- As scan, but returns the rows that may be given, as claimable does, instead of queueing them. Nil if there are none.
-local function take(P, Q)
+-- The next rows that the view has not seen, in order of first write. Nil if there are none.
+local function next_ids(P, Q)
   local ids, seqs = members_after(P.at .. 'o', Q.view.mark, Q.units)
   if #ids == 0 then return nil end
   Q.view.mark = tonumber(seqs[#seqs])
   Q.budget = Q.budget - #ids
-  return claimable(P, Q.view, ids, hmget(P.at .. 'r', ids))
+  return ids
+end
+
+-- Offers the next rows to the view. False if there are none.
+local function scan(P, Q)
+  local ids = next_ids(P, Q)
+  if not ids then return false end
+  Q.budget = Q.budget - offer(P, {Q.view}, ids, P.group and {} or hmget(P.at .. 'r', ids))
+  return true
 end
 
 -- --- filters ---------------------------------------------------------------------------------------------------------
@@ -89,8 +84,7 @@ local function follow(P, Q)
     local ready, good, enter, leave, coming, known = ask_many('ZMSCORE', ready_key, units), judged(P, F, units), {}, {}, {}, {}
     for i, unit in ipairs(units) do
       if ready[i] and good[i] and tonumber(ready[i]) <= tonumber(F.at) then
-        enter[#enter + 1] = ready[i]
-        enter[#enter + 1] = unit
+        enter[#enter + 1], enter[#enter + 2] = ready[i], unit
       else
         leave[#leave + 1] = unit
       end
@@ -113,10 +107,7 @@ local function look(P, Q, count)
   if #units == 0 then return false end
   local enter = {}
   for i, good in ipairs(judged(P, F, units)) do
-    if good then
-      enter[#enter + 1] = seqs[i]
-      enter[#enter + 1] = units[i]
-    end
+    if good then enter[#enter + 1], enter[#enter + 2] = seqs[i], units[i] end
   end
   write_filter(F, 'ZADD', F.matching, enter)
   F.at = seqs[#seqs]
@@ -164,7 +155,6 @@ local function catch_up(P, Q)
     end
   end
   if not Q.F or Q.F.is_new then return true end
-  -- define here: follow
   return follow(P, Q)
 end
 
@@ -173,12 +163,10 @@ end
 local function gather_new(P, Q, least, most)
   local found, ended = {}, false
   while #found < 2 * most and Q.budget > 0 do
-    local some = take(P, Q)
-    if not some then
-      ended = true
-      break
-    end
-    for i = 1, #some do found[#found + 1] = some[i] end
+    local ids = next_ids(P, Q)
+    ended = not ids
+    if ended then break end
+    for _, each in ipairs(claimable(P, Q.view, ids, hmget(P.at .. 'r', ids))) do found[#found + 1] = each end
   end
   local units, rest = {}, {}
   local enough = #found >= 2 * (ended and math.max(least, 1) or most)
@@ -186,8 +174,7 @@ local function gather_new(P, Q, least, most)
     if enough and #units < most then
       units[#units + 1] = found[i + 1]
     else
-      rest[#rest + 1] = found[i]
-      rest[#rest + 1] = found[i + 1]
+      rest[#rest + 1], rest[#rest + 2] = found[i], found[i + 1]
     end
   end
   batched('ZADD', Q.view.ready, rest)
@@ -210,16 +197,12 @@ local function gather(P, Q, least, most)
     while count < math.max(least, most) do
       if Q.budget <= 0 then return nil end
       local found = false
-      if F then
-        -- define here: look
-        found = look(P, Q, most - count)
-      end
+      if F then found = look(P, Q, most - count) end
       if not (found or scan(P, Q)) then break end
       count = num_in_source()
     end
     if count < least then return {} end
     if not F then return call('ZRANGE', source, 1, most) end
-    -- define here: ask_many, write_filter
     local flat, units, gone = call('ZRANGE', source, 0, most - 1, 'WITHSCORES'), {}, {}
     for i = 1, #flat, 2 do units[#units + 1] = flat[i] end
     local ready, still = ask_many('ZMSCORE', Q.view.ready, units), {}
@@ -246,6 +229,5 @@ local function more_may_come(P, Q, unqueued)
   end
   rest = rest - num_queued(Q.view) - unqueued
   if rest == 0 or not Q.F then return rest ~= 0 end
-  -- define here: one_is_coming
   return one_is_coming(P, Q)
 end

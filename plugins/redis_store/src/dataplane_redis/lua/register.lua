@@ -1,23 +1,13 @@
--- Request: {partition, epoch, info, num (-1: none), group (-1: none), tasks, whether to keep an earlier registration}.
-local name, epoch, info, num, group, tasks, keep = unpack(cmsgpack.unpack(ARGV[1]))
+-- Request: {name, epoch, info, num (-1: none), group (-1: none), tasks, keep (1: an earlier registration stays)}.
 local old = find_rest(name)
 if old and keep == 1 then return {'changed'} end
 leave_mark()
 if old then drop_partition(old) end
 local meta = BASE .. ':p:' .. name
 local args = {'epoch', epoch, 'info', info, 'ntasks', #tasks}
-if num >= 0 then
-  args[#args + 1] = 'num'
-  args[#args + 1] = num
-end
-if group >= 0 then
-  args[#args + 1] = 'group'
-  args[#args + 1] = group
-end
-for i, task in ipairs(tasks) do
-  args[#args + 1] = 't:' .. task
-  args[#args + 1] = i - 1
-end
+if num >= 0 then args[#args + 1], args[#args + 2] = 'num', num end
+if group >= 0 then args[#args + 1], args[#args + 2] = 'group', group end
+for i, task in ipairs(tasks) do args[#args + 1], args[#args + 2] = 't:' .. task, i - 1 end
 batched('HSET', meta, args)
 call('HSET', BASE .. ':parts', name, epoch)
 local P = find_partition(name)

@@ -1,5 +1,4 @@
 -- Request: {write, bytes, capacity, wait_s, client}. Asks whether there is room for a put that waits. Replies {"ok"}, or
 -- as refuse_room.
-local write, bytes, capacity, wait_s, client = unpack(cmsgpack.unpack(ARGV[1]))
 reap()
 return refuse_room(write, bytes, capacity, wait_s, client, false) or {'ok'}

@@ -1,18 +1,16 @@
--- Request: {mode, action, partition, task, epoch ("": any), ids, tokens, lease_s, leases, most rows to give back,
--- request id or "", for how many seconds to keep it}.
+-- Request: {mode, action, name, task_name, epoch ("": any), ids, tokens, lease_s, leases, budget (rows to give back),
+-- request (its id or ""), kept_s (for how many seconds to keep that)}.
 -- Settles all of the rows or none. Mode "all" does it at once. Many rows take several calls: "check", for each chunk of
 -- ids, changes nothing; "split" moves rows that are only a part of a lease to a new lease, which nobody notices;
 -- "commit" settles whole leases, all of them or none; "finish" returns more of the nacked rows to the pool.
 --
--- check  -> {"ok", epoch, group size or 0, {lease, its token, rows of it in this chunk, rows of it in all,
---           ...}}, {"lost", ids} or {"part", group, named, held}
+-- check  -> {"ok", epoch, group size or 0, {{lease, its token, rows of it in this chunk, in all}, ...}},
+--           {"lost", ids} or {"part", group, named, held}
 -- split  -> `leases`: {lease, the lease to put its rows into or "", ...}; {"ok", the same filled in}, or {"changed"}
 -- commit -> `leases`: {lease, its token, its rows, ...}; {"ok", rows are left to give back}, or {"changed"}: check
 --           again
 -- all    -> as commit, or refused as check is
 -- A request whose id is kept was carried out: check replies {"done"}, and all and commit reply {"ok", 0}.
-local mode, action, name, task_name, epoch, ids, tokens, lease_s, leases, budget, request, kept_s =
-  unpack(cmsgpack.unpack(ARGV[1]))
 if is_done(request) then
   if mode ~= 'all' and mode ~= 'commit' then return {'done'} end
   leave_mark()
@@ -27,14 +25,8 @@ local same = epoch == '' or epoch == P.epoch
 local function finish()
   leave_mark()
   local left = false
-  if action == 'nack' and same then
-    -- define here: end_due
-    left = not end_due(P, budget)
-  end
-  if P.is_changed then
-    -- define here: wake
-    wake(P)
-  end
+  if action == 'nack' and same then left = not end_due(P, budget) end
+  if P.is_changed then wake(P) end
   return {'ok', left and 1 or 0}
 end
 if mode == 'finish' then return finish() end
@@ -60,26 +52,17 @@ end
 
 -- The first group that the request names only in part, or nil.
 local function find_part()
-  -- define here: distinct_groups, load_groups
-  local counts, names = {}, distinct_groups(ids)
-  for _, id in ipairs(ids) do
-    local unit = group_of(id)
-    counts[unit] = (counts[unit] or 0) + 1
-  end
+  local names, counts = distinct_groups(ids)
   local groups = load_groups(P, names)
   for _, unit in ipairs(names) do
     local present = 0
-    local holds_of = hmget(key, groups[unit].members)
-    for i = 1, #holds_of do
-      if holds_of[i] then present = present + 1 end
-    end
+    for _, hold in ipairs(hmget(key, groups[unit].members)) do present = present + (hold and 1 or 0) end
     if present ~= counts[unit] then return {'part', unit, counts[unit], present} end
   end
 end
 
 -- Moves rows of a lease to an equal one: a new lease, or the one with the given number.
 local function split(from, number, rows)
-  -- define here: new_lease, add_rows, drop_lease
   local to = number ~= '' and read_lease(P, number)
   if not to then
     to = new_lease(P, 'L', from.task, from.token, from.holder)
@@ -100,11 +83,9 @@ local function commit(lease)
     local was = end_of(P, lease)
     ends_in(P, lease, lease_s)
     if end_of(P, lease) < was then  -- it ends sooner now, so waiting claims must look again
-      -- define here: changed
       changed(P)
     end
   else
-    -- define here: end_lease
     end_lease(P, lease)
   end
 end
@@ -141,10 +122,7 @@ if part then return part end
 if mode == 'check' then
   local found = {}
   for _, lease in ipairs(order) do
-    found[#found + 1] = lease.number
-    found[#found + 1] = lease.token
-    found[#found + 1] = #rows_of[lease]
-    found[#found + 1] = lease.rows
+    found[#found + 1] = {lease.number, lease.token, #rows_of[lease], lease.rows}
   end
   return {'ok', P.epoch, P.group or 0, found}
 end

@@ -1,12 +1,10 @@
--- Request: {partition, task, required (as a layout), filter (packed conditions, "": none), rows to look at, whose
--- count it is ("": that of all who ask the same)}. Finds
--- why a claim gets no more samples, as dataplane_core.errors.Shortfall describes it. Looks at about that many rows per
--- call. Replies {"again", ...} with the counts so far, or {"ok", ...} at the end: ready rows, leased rows, {id, holder,
--- seconds left, ...} of the first, rows that do not match the filter, rows in incomplete groups, {group, members, ...}
--- of the first, rows that lack fields, {{id, field, ...}, ...} of the first. Claims that ask the same share one count,
--- and a count that took several calls is kept for a short time. So if many claims time out at once, the rows are looked
--- at only once.
-local name, task_name, required, filter, budget, whose = unpack(cmsgpack.unpack(ARGV[1]))
+-- Request: {name, task_name, required (as a layout), filter (packed conditions, "": none), budget (rows to look at),
+-- whose (count it is, "": that of all who ask the same)}. Finds why a claim gets no more samples, as
+-- dataplane_core.errors.Shortfall describes it. Looks at about that many rows per call. Replies {"again", ...} with the
+-- counts so far, or {"ok", ...} at the end: ready rows, leased rows, {{id, holder, seconds left}, ...} of the first, rows
+-- that do not match the filter, rows in incomplete groups, {{group, members}, ...} of the first, rows that lack fields,
+-- {{id, field, ...}, ...} of the first. Claims that ask the same share one count, and a count that took several calls
+-- is kept for a short time. So if many claims time out at once, the rows are looked at only once.
 -- Milliseconds for which an unfinished count is kept, and the most for which a finished one is reused: one for each so
 -- many rows that it looked at.
 local KEEP_MS, ROWS_PER_MS = 2000, 20
@@ -23,18 +21,21 @@ local kept_at = BASE .. ':why:' .. redis.sha1hex(question)
 local kept = call('GET', kept_at)
 if kept then S = cmsgpack.unpack(kept) end
 
--- Whether a row is held. If it is leased, counts it. Keeps those whose leases end first, in this order.
+-- Keeps the NAMED entries whose value at `key` is least, in this order.
+local function keep_first(list, entry, key)
+  local place = #list + 1
+  while place > 1 and list[place - 1][key] > entry[key] do place = place - 1 end
+  table.insert(list, place, entry)
+  list[NAMED + 1] = nil
+end
+
+-- Whether a row is held. If it is leased, counts it. Keeps those whose leases end first.
 local function is_held(id, hold)
   local lease = hold and unsettled_lease(P, hold)
   if not lease then return hold end
   if end_of(P, lease) <= now() then return false end  -- the next claim takes it back
   S.leased = S.leased + 1
-  local place = #S.first + 1
-  while place > 1 and S.first[place - 1][3] > end_of(P, lease) do place = place - 1 end
-  if place <= NAMED then
-    table.insert(S.first, place, {id, lease.holder, end_of(P, lease)})
-    S.first[NAMED + 1] = nil
-  end
+  keep_first(S.first, {id, lease.holder, end_of(P, lease)}, 3)
   return true
 end
 
@@ -66,15 +67,6 @@ local function note_cells(id, lacking)
   if #S.cells < NAMED then S.cells[#S.cells + 1] = {id, unpack(lacking)} end
 end
 
--- Keeps the first incomplete groups, by seq.
-local function note_group(group)
-  local place = #S.groups + 1
-  while place > 1 and S.groups[place - 1][1] > group.seq do place = place - 1 end
-  if place > NAMED then return end
-  table.insert(S.groups, place, {group.seq, group.name, group.count})
-  S.groups[NAMED + 1] = nil
-end
-
 -- Called when all rows of a group that lost a member were seen.
 local function end_lost(found)
   local seq, group, count, free, passed = unpack(found)
@@ -83,7 +75,7 @@ local function end_lost(found)
     S.passed = S.passed + free
   elseif free > 0 then
     S.incomplete = S.incomplete + free
-    note_group({seq = seq, name = group, count = count})
+    keep_first(S.groups, {seq, group, count}, 1)
   end
 end
 
@@ -133,7 +125,7 @@ local function look_at_group(ids, group)
   end
   if not is_whole(P, group) then
     S.incomplete = S.incomplete + #free
-    note_group(group)
+    keep_first(S.groups, {group.seq, group.name, group.count}, 1)
     return
   end
   local lacks = false
@@ -190,14 +182,9 @@ elseif not done then
   call('SET', kept_at, cmsgpack.pack(S), 'PX', KEEP_MS)
 end
 local groups = {}
-for _, each in ipairs(S.groups) do
-  groups[#groups + 1] = each[2]
-  groups[#groups + 1] = each[3]
-end
+for _, each in ipairs(S.groups) do groups[#groups + 1] = {each[2], each[3]} end
 local leased, time = {}, now()
 for _, each in ipairs(S.first) do
-  leased[#leased + 1] = each[1]
-  leased[#leased + 1] = each[2]
-  leased[#leased + 1] = string.format('%.6f', math.max(0, each[3] - time))
+  leased[#leased + 1] = {each[1], each[2], string.format('%.6f', math.max(0, each[3] - time))}
 end
 return {done and 'ok' or 'again', S.ready, S.leased, leased, S.passed, S.incomplete, groups, S.lacking, S.cells}

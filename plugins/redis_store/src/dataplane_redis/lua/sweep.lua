@@ -1,7 +1,6 @@
 -- Request: {action, history, writes}. Deletes payload in other slots that the ledger does not know. "begin" replies
 -- "look" if this client should look for it, "done" if it was done in this history of the server, or "later" if another
 -- client looks. "look" names writes that were found. "end" notes that all were looked at.
-local action, history, writes = unpack(cmsgpack.unpack(ARGV[1]))
 -- Seconds after which another client may look, should the first one die.
 local LOOK_S = 60
 if action == 'begin' then

@@ -21,10 +21,7 @@ local function condemn(writes)
   for _, epoch in ipairs(call('SRANDMEMBER', BASE .. ':trash', 1e9)) do look(BASE .. ':trash:' .. epoch) end
   local gone = {}
   for i, write in ipairs(writes) do
-    if not known[i] then
-      gone[#gone + 1] = now() + DOUBT_S
-      gone[#gone + 1] = write
-    end
+    if not known[i] then gone[#gone + 1], gone[#gone + 2] = now() + DOUBT_S, write end
   end
   return #gone > 0 and call('ZADD', BASE .. ':gone', 'NX', unpack(gone)) or 0
 end

@@ -11,6 +11,14 @@
 --   fs             zset  digests by time, for dropping the partition
 local KEEP_S = 60
 
+local function filter_keys(P)
+  local keys = {}
+  for _, digest in ipairs(call('ZRANGE', P.at .. 'fs', 0, -1)) do
+    for _, suffix in ipairs({'', ':m', ':n'}) do keys[#keys + 1] = P.at .. 'f:' .. digest .. suffix end
+  end
+  return keys
+end
+
 local function open_filter(P, view, packed)
   local digest = redis.sha1hex(view.name .. '|' .. packed)
   local key = P.at .. 'f:' .. digest

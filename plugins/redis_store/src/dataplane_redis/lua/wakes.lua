@@ -20,13 +20,9 @@ local TOLD_S = 1
 local ASKED_S = 120
 
 -- Tells a claim to ask again. False if its client does not listen.
-local function tell_claim(waiter)
-  return tell(string.sub(waiter, 1, ID), string.sub(waiter, ID + 1))
-end
+local function tell_claim(waiter) return tell(string.sub(waiter, 1, ID), string.sub(waiter, ID + 1)) end
 
-local function next_turn(P)
-  return call('HINCRBY', P.meta, 'turn', 1)
-end
+local function next_turn(P) return call('HINCRBY', P.meta, 'turn', 1) end
 
 local function forget_question(P, digest)
   call('UNLINK', P.at .. 'wq:' .. digest, P.at .. 'wk:' .. digest)
@@ -139,7 +135,6 @@ end
 -- Wakes claims after a change of the partition.
 local function wake(P)
   if call('EXISTS', P.at .. 'wq') == 0 then return end
-  -- define here: wake_claims
   wake_claims(P)
 end
 
@@ -148,8 +143,7 @@ local function end_waiting(P)
   local keys = {P.at .. 'wq'}
   for _, digest in ipairs(call('ZRANGE', P.at .. 'wq', 0, -1)) do
     for _, waiter in ipairs(call('ZRANGE', P.at .. 'wq:' .. digest, 0, -1)) do tell_claim(waiter) end
-    keys[#keys + 1] = P.at .. 'wq:' .. digest
-    keys[#keys + 1] = P.at .. 'wk:' .. digest
+    keys[#keys + 1], keys[#keys + 2] = P.at .. 'wq:' .. digest, P.at .. 'wk:' .. digest
   end
   return keys
 end

@@ -24,14 +24,11 @@ from dataplane_testkit.suites.get import GetSuite
 from dataplane_testkit.suites.groups import GroupSuite
 from dataplane_testkit.suites.guarantees import GuaranteeSuite
 from dataplane_testkit.suites.journal import JournalSuite
-from dataplane_testkit.suites.keeping import KeepingSuite
 from dataplane_testkit.suites.leases import LeaseSuite
 from dataplane_testkit.suites.lifecycle import LifecycleSuite
 from dataplane_testkit.suites.listing import ListingSuite
 from dataplane_testkit.suites.machine import MachineSuite
 from dataplane_testkit.suites.matrix import MatrixSuite
-from dataplane_testkit.suites.multimodal import MultimodalSuite
-from dataplane_testkit.suites.overview import OverviewSuite
 from dataplane_testkit.suites.overwrite import OverwriteSuite
 from dataplane_testkit.suites.processes import ProcessSuite
 from dataplane_testkit.suites.put import PutSuite
@@ -65,7 +62,6 @@ class BackendConformance(
     ClearSuite,
     OverwriteSuite,
     CursorSuite,
-    OverviewSuite,
     ListingSuite,
     SamplerSuite,
     ClientSuite,
@@ -77,11 +73,9 @@ class BackendConformance(
     GroupSuite,
     ClaimSuite,
     EqualCellsSuite,
-    MultimodalSuite,
     MatrixSuite,
     GetSuite,
     PutSuite,
-    KeepingSuite,
     RegistrationSuite,
     CapabilitySuite,
     JournalSuite,

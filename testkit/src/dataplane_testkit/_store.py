@@ -36,8 +36,6 @@ from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, eventually
 from dataplane_testkit._workers import Worker, prepare
 from dataplane_testkit.faults import Faults
 
-__all__ = ["BOUNDED_BYTES", "NOT_DECLARED", "Deployment", "Store", "check_error", "not_declared", "not_run"]
-
 _E = TypeVar("_E", bound=BaseException)
 _R = TypeVar("_R")
 

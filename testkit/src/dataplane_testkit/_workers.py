@@ -21,8 +21,6 @@ from dataplane_core.spec import Claim, ClaimRequest
 from dataplane_testkit._nursery import Nursery
 from dataplane_testkit.faults import Faults
 
-__all__ = ["Worker", "prepare"]
-
 #: Seconds that a process may take to start, import torch and attach.
 _START_S: Final = 120.0
 #: Seconds that a process may take to end when it is asked to.

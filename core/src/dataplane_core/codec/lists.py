@@ -27,8 +27,6 @@ from dataplane_core.codec.tensors import Ragged, dense_or_jagged, offsets_of
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_core.spec import FieldSpec
 
-__all__ = ["column_of_array", "column_of_list", "list_as", "misfit_of", "says_its_dtype"]
-
 _NUMBERS: Final = frozenset({bool, int, float})
 _LISTS: Final = frozenset({list, tuple})
 _TENSORS: Final = (torch.Tensor, np.ndarray)

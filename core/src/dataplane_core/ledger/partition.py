@@ -40,8 +40,6 @@ from dataplane_core.ledger.shortfall import find_shortfall
 from dataplane_core.ledger.views import ReadySet, ReadyView
 from dataplane_core.spec import Claim, FieldSpec, PartitionDescription, PartitionInfo, TagValue, TaskDescription
 
-__all__ = ["Partition", "Task", "UndoLog"]
-
 #: What to call, with which arguments, to set back what a command has changed. The last comes first. Each sets what was
 #: there before, so that it can be called again. Only what rows and registrations say is noted; the rest is derived.
 UndoLog: TypeAlias = list[tuple[Any, ...]]

@@ -31,8 +31,6 @@ from dataplane_core.errors import (
 )
 from dataplane_redis._protocol import Parts, is_temporary_refusal, pack, to_error
 
-__all__ = ["Acknowledged", "Acknowledgements", "Confirms", "LostCallsError", "Receipt"]
-
 _log = logging.getLogger("dataplane_redis")
 
 #: How many acknowledged calls, and samples of them, a client remembers. Older ones it cannot name if they are lost.

@@ -75,8 +75,6 @@ from dataplane_redis._session import Instance, Session
 from dataplane_redis._wakes import Wakes
 from dataplane_redis.config import RedisConfig, base_of
 
-__all__ = ["RedisBackend"]
-
 _log = logging.getLogger("dataplane_redis")
 
 #: Rows that one script clears.

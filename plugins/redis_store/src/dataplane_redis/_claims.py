@@ -48,8 +48,6 @@ from dataplane_redis._scripts import (
 from dataplane_redis._session import KEPT_S, Session, raise_unknown
 from dataplane_redis._wakes import Question, Turns, Wakes
 
-__all__ = ["Claims"]
-
 #: Rows that one script scans, and rows that it hands out, settles or takes back.
 _LOOK_ROWS: Final = 2500
 _GIVE_ROWS: Final = 2000

@@ -54,8 +54,6 @@ from dataplane_redis._protocol import (
 from dataplane_redis._scripts import Script
 from dataplane_redis._sentinel import NoPrimaryError, Service, UnknownServiceError
 
-__all__ = ["Address", "Link", "Read", "Stream", "fetch_arrays", "is_quiet"]
-
 _R = TypeVar("_R")
 #: Host and port of a node. Port 0: the server of the URL, or the primary that the sentinels will name.
 Address: TypeAlias = tuple[str, int]

@@ -24,8 +24,6 @@ from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_redis._link import Address, Link, Read, Stream, fetch_arrays, is_quiet
 from dataplane_redis._protocol import Parts, is_moving, is_temporary_refusal, left_s, pack, redirection_of
 
-__all__ = ["Job", "LostNodeError", "Nodes"]
-
 #: Seconds between two tries while a node cannot be reached or refuses, and the most that connecting may take.
 _POLL_S: Final = 0.05
 _CONNECT_S: Final = 1.0

@@ -46,8 +46,6 @@ from dataplane_redis._protocol import PACKED_REPLIES, pack, pack_rows
 from dataplane_redis._session import Session
 from dataplane_redis.config import base_of
 
-__all__ = ["NUM_BUCKETS", "Payload", "Placing"]
-
 _log = logging.getLogger("dataplane_redis")
 
 #: Slots of a cluster, and buckets of a store in one.

@@ -40,20 +40,6 @@ from dataplane_core.errors import (
     StalePartitionError,
 )
 
-__all__ = [
-    "PACKED_REPLIES",
-    "ArrayReader",
-    "Parts",
-    "is_moving",
-    "is_temporary_refusal",
-    "left_s",
-    "pack",
-    "pack_rows",
-    "redirection_of",
-    "row_overhead",
-    "to_error",
-]
-
 #: What is sent: commands, in parts.
 Parts: TypeAlias = Sequence[bytes | bytearray | memoryview]
 

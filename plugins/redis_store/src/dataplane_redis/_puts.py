@@ -41,8 +41,6 @@ from dataplane_redis._server import setting_of
 from dataplane_redis._session import Session, raise_unknown
 from dataplane_redis._wakes import Wakes
 
-__all__ = ["Puts"]
-
 #: A put that is not committed so many seconds after its deadline counts as abandoned.
 _ABANDON_GRACE_S: Final = 30.0
 #: Seconds that undoing a failed put may take at most, within the put's deadline.

@@ -46,8 +46,6 @@ from dataplane_redis._scripts import (
 )
 from dataplane_redis._session import Session
 
-__all__ = ["Reads"]
-
 #: Rows that one script locates, and rows that it lists.
 _LOCATE_ROWS: Final = 4000
 _LIST_ROWS: Final = 4000

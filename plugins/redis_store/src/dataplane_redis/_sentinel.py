@@ -18,8 +18,6 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-__all__ = ["SENTINEL_SCHEMES", "NoPrimaryError", "Service", "UnknownServiceError"]
-
 #: The schemes of a service, and those of its servers.
 SENTINEL_SCHEMES: Final = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 #: Seconds that a sentinel may take to answer, before the next one is asked.

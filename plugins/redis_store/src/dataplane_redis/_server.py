@@ -33,19 +33,6 @@ from dataplane_redis._scripts import STORE_VERSION
 from dataplane_redis._sentinel import Service
 from dataplane_redis.config import RedisConfig, base_of
 
-__all__ = [
-    "Durability",
-    "PrivateServer",
-    "check_server",
-    "diagnose",
-    "durability_of",
-    "has_ended",
-    "private_url",
-    "raise_if",
-    "setting_of",
-    "store_error",
-]
-
 #: The hint if redis-server is not installed.
 _INSTALL_HINT: Final = (
     "Install it: apt-get install redis-server (Debian, Ubuntu), dnf install redis, brew install redis. Or set the "

@@ -30,8 +30,6 @@ from dataplane_redis._scripts import SCRIPTS, STORE_VERSION, text_of
 from dataplane_redis._server import raise_if, store_error
 from dataplane_redis.config import RedisConfig, base_of
 
-__all__ = ["KEPT_S", "Instance", "Session", "raise_unknown"]
-
 #: Seconds after the deadline of a request for which the server keeps its id, if it was carried out.
 KEPT_S: Final = 60.0
 #: A time in seconds.

@@ -31,8 +31,6 @@ from dataplane_redis._protocol import pack
 from dataplane_redis._scripts import to_bytes
 from dataplane_redis._session import Session
 
-__all__ = ["Question", "Turns", "Wakes"]
-
 _log = logging.getLogger("dataplane_redis")
 
 #: Seconds that one try to listen may take, and that the rest of a message or one call of the thread may take.

@@ -1,14 +1,17 @@
-"""`list_samples`: ids and tags, no data."""
+"""`list_samples`, `list_partitions`, `describe`, `ping`: what a store holds."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from dataplane_core.spec import Capability
+from dataplane_core.errors import LeaseHolder
+from dataplane_core.spec import Capability, FieldSpec, this_process
 from dataplane_testkit._base import Suite
-from dataplane_testkit._columns import ids
+from dataplane_testkit._columns import as_objects, ids, jagged
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
+from dataplane_testkit._timing import eventually
 
 
 class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
@@ -87,3 +90,173 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
         assert store.claim(partition, 2).size == 2
         assert store.client.list_samples(partition).sample_ids == ids(3)
         assert store.claim(partition, 2).size == 1
+
+    # --- partitions ---------------------------------------------------------------------------------------------------
+
+    def test_partitions_are_listed(self, store: Store) -> None:
+        """Contract: "list_partitions() returns the names of the registered partitions, sorted."
+
+        Check first: list_partitions must reply every registered partition, of whichever client, and no cleared one.
+        """
+        first, second = sorted([store.register("x"), store.register("x")])
+        listed = store.client.list_partitions()
+        assert listed == sorted(listed)
+        assert [each for each in listed if each in (first, second)] == [first, second]
+        assert first in store.same_store_client().list_partitions()
+        store.client.clear_samples(None, first)
+        listed = store.client.list_partitions()
+        assert first not in listed
+        assert second in listed
+
+    def test_describe_counts_samples(self, store: Store) -> None:
+        """Contract: "how many samples the partition holds, and how many were cleared; the payload bytes that it holds;
+        the seconds since the first write of the oldest sample"
+
+        Check first: inspect_partition. Overwritten and cleared payload must not be counted, and cleared samples must
+        not count as the oldest.
+        """
+        partition = store.register("x", "y", num_samples=64, tasks=["a", "b"])
+        empty = store.client.describe(partition)
+        assert (empty.num_samples, empty.num_cleared, empty.held_bytes, empty.oldest_s) == (0, 0, 0, None)
+        assert (empty.info.fields, empty.info.num_samples, empty.info.consumer_tasks) == (("x", "y"), 64, ("a", "b"))
+        rows = 64
+        store.put(partition, ids(rows), x=torch.zeros(rows, 100, dtype=torch.float64))
+        full = store.client.describe(partition)
+        assert full.num_samples == rows
+        assert rows * 800 <= full.held_bytes <= 2 * rows * 800
+        assert full.oldest_s is not None
+        assert 0.0 <= full.oldest_s < 600.0
+        store.client.clear_samples(ids(rows)[:48], partition)
+        less = store.client.describe(partition)
+        assert (less.num_samples, less.num_cleared) == (16, 48)
+        assert less.held_bytes == full.held_bytes // 4
+        store.client.clear_samples(ids(rows), partition)
+        none = store.client.describe(partition)
+        assert (none.num_samples, none.num_cleared, none.held_bytes, none.oldest_s) == (0, 64, 0, None)
+        with store.refusal(KeyError, "nowhere"):
+            store.client.describe("nowhere")
+
+    def test_describe_tells_the_schema(self, store: Store) -> None:
+        """Contract: "kind, dtype, rank and trailing shape of each field that was written"
+
+        Check first: inspect_partition must reply the specs that the puts fixed.
+        """
+        partition = store.register("x", "never")
+        store.put(
+            partition, ids(2), x=jagged([torch.zeros(3, 2), torch.zeros(1, 2)]), s=torch.zeros(2), o=as_objects(1, 2)
+        )
+        specs = store.client.describe(partition).specs
+        assert sorted(specs) == ["o", "s", "x"]
+        assert specs["x"] == FieldSpec("tensor", "float32", 2, (2,))
+        assert specs["s"].rank == 0
+        assert specs["o"].kind == "object"
+
+    @proves(Capability.LISTING, Capability.CLAIMS)
+    def test_describe_counts_per_task(self, store: Store) -> None:
+        """Contract: "for each task, how many samples are ready (a claim of all registered fields could give them now),
+        leased, and consumed"
+
+        Check first: inspect_partition. Each task has counts of its own, and an acked sample counts as consumed.
+        """
+        partition = store.register("x", "y", tasks=["a", "b"])
+        store.put(partition, ids(8), x=torch.arange(8))
+        store.put(partition, ids(6), y=torch.arange(6))
+        store.claim(partition, 2, task="a")
+        if store.declares(Capability.LEASES):
+            leased = store.claim(partition, 3, task="a", lease_s=600.0)
+            store.client.ack(leased.slice(0, 1))
+            expected = (1, 2, 3)
+        else:
+            expected = (4, 0, 2)
+        tasks = store.client.describe(partition).tasks
+        assert (tasks["a"].num_ready, tasks["a"].num_leased, tasks["a"].num_consumed) == expected
+        assert (tasks["b"].num_ready, tasks["b"].num_leased, tasks["b"].num_consumed) == (6, 0, 0)
+
+    @proves(Capability.LISTING, Capability.LEASES)
+    def test_describe_names_the_oldest_lease(self, store: Store) -> None:
+        """Contract: "for each task, the oldest lease: one sample, the holder, its age and the time left. A renewal does
+        not change the age."
+
+        Check first: inspect_partition. Leases that were acked, given back or ended must not count, and each task has
+        its own. The sample of a lease that has ended is ready.
+        """
+        partition = store.register("x", tasks=["a", "b"])
+        store.put(partition, ids(8), x=torch.arange(8))
+
+        def oldest(task: str) -> LeaseHolder | None:
+            return store.client.describe(partition).tasks[task].oldest_lease
+
+        def holds(sample_ids: list[str]) -> LeaseHolder:
+            found = oldest("a")
+            assert found is not None
+            assert found.sample_id in sample_ids
+            return found
+
+        assert oldest("a") is None
+        first = store.claim(partition, 2, task="a", lease_s=600.0)
+        second = store.claim(partition, 2, task="a", lease_s=60.0)
+        store.claim(partition, 1, task="b", lease_s=0.05)
+        store.client.renew(first, 900.0)
+        found = holds(first.sample_ids)
+        assert found.holder == this_process()
+        assert 600.0 < found.left_s <= 900.0
+        assert found.held_s is not None
+        assert 0.0 <= found.held_s < 300.0
+        store.client.ack(first.slice(0, 1))
+        holds(first.sample_ids[1:])
+        store.client.nack(first.slice(1, 2))
+        holds(second.sample_ids)
+        store.client.ack(second)
+        assert oldest("a") is None
+        eventually(lambda: oldest("b") is None, what="the end of the lease of the other task")
+
+        def counts() -> tuple[int, int]:
+            task = store.client.describe(partition).tasks["b"]
+            return task.num_ready, task.num_leased
+
+        eventually(lambda: counts() == (8, 0), what="that a sample whose lease has ended is ready, before any claim")
+
+    @proves(Capability.LISTING, Capability.LEASES)
+    @pytest.mark.parametrize("left", [0, 1], ids=["the_renewed_one", "the_other_one"])
+    def test_a_renewal_of_a_part_changes_no_age(self, store: Store, left: int) -> None:
+        """Contract: "A renewal does not change the age."
+
+        Check first: renew must keep the time when the lease was given, of the rows that it renews and of the others.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(2))
+        meta = store.claim(partition, 2, lease_s=600.0)
+
+        def age_s() -> float:
+            found = store.client.describe(partition).tasks["train"].oldest_lease
+            assert found is not None
+            assert found.held_s is not None
+            return found.held_s
+
+        eventually(lambda: age_s() >= 0.1, what="a lease that is 0.1 s old")
+        before_s = age_s()
+        store.client.renew(meta.subset([0]), 900.0)
+        assert age_s() >= before_s
+        store.client.ack(meta.subset([1 - left]))
+        assert age_s() >= before_s, "after a renewal of a part of a claim, a lease is younger than before"
+
+    @proves(Capability.LISTING, Capability.GROUPS)
+    def test_describe_counts_whole_groups(self, store: Store) -> None:
+        """Contract: "a claim of all registered fields could give them now"
+
+        Check first: inspect_partition must not count samples of groups that lack a member or lost one as ready.
+        """
+        partition = store.register("x", group_size=2)
+        store.put(partition, ["k_g0", "k_g1", "l_g0", "m_g0", "m_g1"], x=torch.arange(5))
+        assert store.client.describe(partition).tasks["train"].num_ready == 4
+        store.client.clear_samples(["m_g0"], partition)
+        assert store.client.describe(partition).tasks["train"].num_ready == 2
+
+    def test_ping(self, store: Store) -> None:
+        """Contract: "ping() returns once the store has answered, and raises what any other call would raise."
+
+        Check first: list_partitions must ask the store.
+        """
+        store.client.ping()
+        with store.refusal(RuntimeError, "closed"):
+            store.deployment.closed_client().ping()

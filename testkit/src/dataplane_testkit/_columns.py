@@ -94,7 +94,7 @@ def naming(column: str) -> Iterator[None]:
         raise AssertionError(f"'{column}': {error}") from None
 
 
-def check_column(column: Any, expected: Sequence[torch.Tensor]) -> None:
+def check_column(column: Any, expected: Sequence[torch.Tensor] | torch.Tensor) -> None:
     """Asserts that a column that was read holds these rows, in the container that the contract promises."""
     rows = rows_of(column, len(expected))
     uniform = len({tuple(row.shape) for row in expected}) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
 
 from dataplane_core.errors import CorruptDataError
 
@@ -20,6 +20,8 @@ _TEXT: Final = re.compile(
     r"(tensor:([a-z][a-z0-9_]*):([0-9]{1,2}):((?:[0-9]{1,15}(?:,[0-9]{1,15})*)?)|object::0:)(?::(empty|ints))?",
     re.ASCII,
 )
+#: What lists left open: see `FieldSpec.lists`.
+ListsKind: TypeAlias = Literal["", "empty", "ints"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class FieldSpec:
     dtype: str = ""
     rank: int = 0
     trailing: tuple[int, ...] = ()
-    lists: Literal["", "empty", "ints"] = ""
+    lists: ListsKind = ""
 
     @classmethod
     def of_cells(cls, dtype: torch.dtype, cell_shape: tuple[int, ...]) -> FieldSpec:
@@ -95,7 +97,7 @@ class FieldSpec:
             return bool(other.rank) or other.kind == "object"
         return self.is_open and not other.lists and other.rank == self.rank and other.dtype in _OF_INTS
 
-    def reading(self, lists: Literal["", "empty", "ints"]) -> FieldSpec:
+    def reading(self, lists: ListsKind) -> FieldSpec:
         """The spec in a read's reply of cells of this field that were written with such ``lists``."""
         if lists == self.lists or (lists == "ints" and self.dtype == "int64"):
             return self
@@ -132,13 +134,14 @@ class FieldSpec:
             raise CorruptDataError(
                 f"{text[:100]!r} is no spec of a field. Expected a text such as 'tensor:float32:2:16' or '{_OBJECTS}'."
             )
-        form, dtype, rank, trailing, lists = found.groups()
+        form, dtype, rank, trailing = found.groups()[:4]
+        lists = cast("ListsKind", found[5] or "")
         if form == _OBJECTS:
-            return cls("object", lists=lists or "")
+            return cls("object", lists=lists)
         dims = tuple([int(dim) for dim in trailing.split(",") if dim])
         if len(dims) != max(int(rank) - 1, 0):
             raise CorruptDataError(f"{text[:100]!r} is no spec of a field: it has {len(dims)} dims after the first.")
-        return cls("tensor", dtype, int(rank), dims, lists or "")
+        return cls("tensor", dtype, int(rank), dims, lists)
 
     def describe(self) -> str:
         """For error messages: ``float32 cells of shape (L, 16)``."""

@@ -27,7 +27,7 @@ import torch
 
 from dataplane_core import BlobStore, DataPlaneClient, DataPlaneConfig
 from dataplane_core.backends import CapacityOptions
-from dataplane_core.plugins import connect_backend
+from dataplane_core.connecting import connect_backend
 
 ROWS, BATCH, OPENINGS = 10_000, 10, 7
 SQLITE = Path(__file__).resolve().parents[1] / "examples/third_party_sqlite/src"

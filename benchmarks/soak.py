@@ -142,7 +142,7 @@ def load(
     found = getattr(client._backend, "attach_options", dict)()
     attach = {**config, "options": {**config["options"], **found}}
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tensordict", "dataplane_core.client", "dataplane_core.plugins"])
+    context.set_forkserver_preload(["torch", "tensordict", "dataplane_core.client", "dataplane_core.connecting"])
     processes: list[Any] = []
     seeds = iter(range(100, 1 << 30))
 

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dataplane_core.plugins import find_plugins, load_backend
+from dataplane_core.connecting import find_plugins, load_backend
 from dataplane_core.spec import GUARANTEES, OPERATIONS, Capability
 
 ROOT = Path(__file__).resolve().parents[1]

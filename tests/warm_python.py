@@ -19,7 +19,7 @@ import types
 from forking_ray import python_path
 
 #: Nothing that reads settings from the environment when it is imported, as Ray, TransferQueue and Mooncake do.
-PRELOADED = ("torch._dynamo", "dataplane_core.client", "dataplane_core.plugins", "dataplane_core.middleware")
+PRELOADED = ("torch._dynamo", "dataplane_core.client", "dataplane_core.connecting", "dataplane_core.middleware")
 
 
 def serve(asked: socket.socket, until: int) -> None:

@@ -15,7 +15,7 @@ import typing_extensions
 from dataplane_compat.nemo_rl import activate, client_class
 from dataplane_core import connect
 from dataplane_core.config import load_config
-from dataplane_core.plugins import load_backend
+from dataplane_core.connecting import load_backend
 
 CONFIG = json.loads(os.environ["DATAPLANE_SUITE_CONFIG"])
 SECTION = {"enabled": True, "impl": "dataplane", "dataplane": CONFIG}

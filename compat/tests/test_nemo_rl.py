@@ -18,8 +18,8 @@ from tensordict import NonTensorStack, TensorDict
 
 from dataplane_compat.nemo_rl import NemoRLAdapter, Section, activate, client_class
 from dataplane_core.config import load_config
+from dataplane_core.connecting import load_backend
 from dataplane_core.errors import ConfigError
-from dataplane_core.plugins import load_backend
 
 STAND_IN = Path(__file__).parent / "nemo_rl_stand_in"
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from dataplane_core.connecting import connect
 from dataplane_core.errors import BackendError, BackendUnavailableError
-from dataplane_core.plugins import connect
 from dataplane_testkit import Faults
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dataplane_core import connect, errors
 from dataplane_core.config import load_config
-from dataplane_core.plugins import load_backend
+from dataplane_core.connecting import load_backend
 from dataplane_integrations import DataPlaneWorkerMixin
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 

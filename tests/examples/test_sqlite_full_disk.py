@@ -13,7 +13,7 @@ import resource, signal, sys
 import torch
 from dataplane_core import DataPlaneConfig
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_core.plugins import connect_backend
+from dataplane_core.connecting import connect_backend
 from dataplane_sqlite_example import SQLiteStore
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

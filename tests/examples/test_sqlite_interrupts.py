@@ -16,7 +16,7 @@ import torch
 from dataplane_sqlite_example import SQLiteOptions, SQLiteStore
 
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.plugins import connect_backend
+from dataplane_core.connecting import connect_backend
 
 CALLS = {
     "put": lambda store, turn: store.put(f"a{turn}", b"data"),
@@ -60,7 +60,7 @@ import signal
 import sys
 import torch
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.plugins import connect_backend
+from dataplane_core.connecting import connect_backend
 from dataplane_sqlite_example import SQLiteStore
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a shell runs the tests in the background

@@ -48,6 +48,7 @@ from dataplane_core.codec import (
 )
 from dataplane_core.codec.frames import unframe_ragged
 from dataplane_core.codec.header import KIND_TENSOR
+from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import DataPlaneError, OperationTimeoutError
 from dataplane_core.host_memory import Arena
 from dataplane_core.hosting import (
@@ -63,7 +64,6 @@ from dataplane_core.hosting import (
     decode_welcome,
 )
 from dataplane_core.ledger import Command, Ledger, LedgerService, StateReader, commands, to_state
-from dataplane_core.plugins import connect_backend
 from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
 from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, WireFormat
 from dataplane_redis import _protocol as redis_protocol

@@ -13,7 +13,7 @@ from dataplane_sqlite_example import SQLiteStore
 from dataplane_core import connect
 from dataplane_core.backends import RecordedLedger
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.plugins import connect_backend
+from dataplane_core.connecting import connect_backend
 from dataplane_core.spec import Capability
 from dataplane_noop import NoopBackend
 

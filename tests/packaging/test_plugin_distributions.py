@@ -41,7 +41,7 @@ SIGNATURES = {
 
 PROBE = """
 import json, sys
-from dataplane_core.plugins import connect, find_plugins
+from dataplane_core.connecting import connect, find_plugins
 replies = {}
 for name in sys.argv[1:]:
     try:

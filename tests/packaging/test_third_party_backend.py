@@ -56,7 +56,7 @@ CONSUMER = """
 import json, sys
 import dataplane_core
 from dataplane_core import connect
-from dataplane_core.plugins import find_plugins
+from dataplane_core.connecting import find_plugins
 
 client = connect({"backend": "sqlite_example", "options": {"path": sys.argv[1]}}, bootstrap=False)
 consumed = {}

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
         stream,
     )
     from dataplane_core.config import DataPlaneConfig
+    from dataplane_core.connecting import connect, connect_async
+    from dataplane_core.dataloader import StreamingDataset
     from dataplane_core.errors import DataPlaneError
-    from dataplane_core.loading import StreamingDataset
     from dataplane_core.meta import KVBatchMeta
-    from dataplane_core.plugins import connect, connect_async
     from dataplane_core.sharding import NamedSharding, shard_meta_for_dp
     from dataplane_core.spec import Capability, WireFormat
 
@@ -70,12 +70,12 @@ _FROM: Final = {
     **dict.fromkeys(("NamedSharding", "shard_meta_for_dp"), "sharding"),
     **dict.fromkeys(("Capability", "WireFormat"), "spec"),
     **dict.fromkeys(("AsyncDataPlaneClient", "DataPlaneClient", "OperationCancelledError"), "client"),
-    "StreamingDataset": "loading",
+    "StreamingDataset": "dataloader",
     "stream": "client",
     "DataPlaneConfig": "config",
     "DataPlaneError": "errors",
     "KVBatchMeta": "meta",
-    **dict.fromkeys(("connect", "connect_async"), "plugins"),
+    **dict.fromkeys(("connect", "connect_async"), "connecting"),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dataplane_core import DataPlaneConfig
+from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import (
     BackendError,
     BackendUnavailableError,
@@ -18,7 +19,6 @@ from dataplane_core.errors import (
     RoomTimeoutError,
 )
 from dataplane_core.ledger import commands
-from dataplane_core.plugins import connect_backend
 from dataplane_noop import NoopBackend
 
 

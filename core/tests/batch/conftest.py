@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane_core.plugins import connect
+from dataplane_core.connecting import connect
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 from dataplane_core.cli import _backends, main
-from dataplane_core.plugins import KNOWN_BACKENDS, find_plugins
+from dataplane_core.connecting import KNOWN_BACKENDS, find_plugins
 
 
 def test_the_list_names_backend_distribution_and_version(capsys):

@@ -8,8 +8,8 @@ import pytest
 
 from dataplane_core import connect, connect_async
 from dataplane_core.config import DataPlaneConfig
+from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import BackendError
-from dataplane_core.plugins import connect_backend
 from dataplane_noop import NoopBackend
 
 NO_THREAD = RuntimeError("can't start new thread")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dataplane_core import DataPlaneConfig
+from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import (
     BackendUnavailableError,
     CapacityExceededError,
@@ -12,7 +13,6 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     RoomTimeoutError,
 )
-from dataplane_core.plugins import connect_backend
 from dataplane_core.spec import Capability
 from dataplane_noop import NoopBackend
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from dataplane_core import BlobStore, DataPlaneConfig
+from dataplane_core.connecting import connect_backend
 from dataplane_core.middleware import Middleware
-from dataplane_core.plugins import connect_backend
 from dataplane_core.spec import hookimpl
 
 

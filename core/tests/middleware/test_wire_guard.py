@@ -9,8 +9,8 @@ from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core import DataPlaneConfig, WireFormat, connect
 from dataplane_core.codec import Ragged, byte_array
+from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import ConfigError, CorruptDataError, MissingDataError
-from dataplane_core.plugins import connect_backend
 from dataplane_noop import NoopBackend
 
 

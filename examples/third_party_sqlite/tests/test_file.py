@@ -7,8 +7,8 @@ import torch
 from dataplane_sqlite_example import SQLiteStore
 
 from dataplane_core import DataPlaneConfig
+from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import BackendUnavailableError, LeaseExpiredError
-from dataplane_core.plugins import connect_backend
 
 
 def open_client(path, bootstrap=True):

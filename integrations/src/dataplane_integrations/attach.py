@@ -8,8 +8,8 @@ from typing import Any
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig, load_config
+from dataplane_core.connecting import connect
 from dataplane_core.errors import ClientClosedError, InvalidRequestError
-from dataplane_core.plugins import connect
 
 __all__ = ["DataPlaneClientMixin", "DataPlaneSource"]
 

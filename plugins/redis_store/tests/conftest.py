@@ -24,7 +24,7 @@ from tensordict import TensorDict
 
 from dataplane_core.client.connection import LATEST_END
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.plugins import connect_backend
+from dataplane_core.connecting import connect_backend
 from dataplane_redis import RedisBackend, _acknowledged, _claims, _wakes
 
 if str(Path(__file__).parent) not in sys.path:  # modules beside the tests can be imported by them

@@ -23,7 +23,7 @@ from both_sides import GRACE_S, BothSides, Clock, Difference
 from random_history import EPISODE, History
 
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.plugins import connect_backend
+from dataplane_core.connecting import connect_backend
 from dataplane_redis import RedisBackend, _backend, _claims, _puts, _reads, _scripts, _session
 
 __all__ = ["Store", "run", "shrink", "simulate"]

@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core.config import DataPlaneConfig
+from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import LostSamplesError, StalePartitionError
-from dataplane_core.plugins import connect_backend
 from dataplane_redis import RedisBackend
 from dataplane_redis._scripts import pack_strings
 

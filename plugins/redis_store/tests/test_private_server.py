@@ -19,7 +19,7 @@ from dataplane_redis._server import _folder
 _OWNER = """
 import sys, time
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.plugins import connect_backend
+from dataplane_core.connecting import connect_backend
 from dataplane_redis import RedisBackend
 config = DataPlaneConfig(backend="redis_store", options={"server": "private", "namespace": sys.argv[1]})
 client = connect_backend(RedisBackend, config)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.plugins import connect_backend
+from dataplane_core.connecting import connect_backend
 from dataplane_mooncake import TQMooncakeBackend
 
 

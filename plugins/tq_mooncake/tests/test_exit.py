@@ -25,7 +25,7 @@ import ray, torch
 from tensordict import TensorDict
 from dataplane_core import connect
 from dataplane_core.errors import OperationTimeoutError
-from dataplane_core.plugins import load_backend
+from dataplane_core.connecting import load_backend
 
 address, times, *endings = sys.argv[1:]
 load_backend("tq_mooncake")

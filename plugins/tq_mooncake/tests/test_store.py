@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core.config import DataPlaneConfig
+from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import (
     BackendUnavailableError,
     CapacityExceededError,
@@ -26,7 +27,6 @@ from dataplane_core.errors import (
     OperationTimeoutError,
 )
 from dataplane_core.ledger import commands
-from dataplane_core.plugins import connect_backend
 from dataplane_mooncake import TQMooncakeBackend, _calls, _store
 from dataplane_mooncake._master import Master
 from dataplane_mooncake._store import Store, StoreSettings
@@ -510,7 +510,7 @@ def test_a_client_killed_mid_put_takes_nothing_with_it(client, ray_address, pyth
 _OWNER = """
 import sys, time
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.plugins import connect_backend
+from dataplane_core.connecting import connect_backend
 from dataplane_mooncake import TQMooncakeBackend
 
 options = {"instance": "orphan", "ray_address": sys.argv[1], "segment_size_bytes": 16 << 20,

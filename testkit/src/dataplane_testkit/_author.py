@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Final
 import pytest
 
 from dataplane_core.backends import Backend
+from dataplane_core.connecting import load_backend
 from dataplane_core.errors import DataPlaneError
-from dataplane_core.plugins import load_backend
 
 #: Operation -> the default for how many copies of the payload a client may hold at once. One copy is always needed. The
 #: others are for the engine's format and its messages.

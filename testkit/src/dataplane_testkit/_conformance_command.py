@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from dataplane_core.config import validate_model, yaml_problem
+from dataplane_core.connecting import load_backend
 from dataplane_core.errors import ConfigError, printable
-from dataplane_core.plugins import load_backend
 
 if TYPE_CHECKING:
     from dataplane_testkit import Report

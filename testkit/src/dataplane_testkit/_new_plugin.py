@@ -12,8 +12,8 @@ from typing import Final
 
 import yaml
 
+from dataplane_core.connecting import KNOWN_BACKENDS, find_plugins
 from dataplane_core.errors import ConfigError
-from dataplane_core.plugins import KNOWN_BACKENDS, find_plugins
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 

@@ -21,10 +21,10 @@ from tensordict import TensorDict
 from dataplane_core.backends import Backend, BlobStore, LedgerBackend
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig
+from dataplane_core.connecting import Bootstrap, connect_backend
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.ledger import commands
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.plugins import Bootstrap, connect_backend
 from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
 from dataplane_testkit._asyncio import ThroughAsyncio
 from dataplane_testkit._author import AuthorsClass

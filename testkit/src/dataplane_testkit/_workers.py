@@ -16,7 +16,7 @@ from dataplane_core._compiler_marks import load_compiler
 from dataplane_core.backends import Backend
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.plugins import Bootstrap, connect_backend
+from dataplane_core.connecting import Bootstrap, connect_backend
 from dataplane_core.spec import Claim, ClaimRequest
 from dataplane_testkit._nursery import Nursery
 from dataplane_testkit.faults import Faults

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from dataplane_core.connecting import OPERATION_NAMES
 from dataplane_core.middleware import Middleware
-from dataplane_core.plugins import OPERATION_NAMES
 from dataplane_core.spec import Claim, FieldList, SampleList, SharedRows, WireBatch, hookimpl
 
 __all__ = ["Faults"]

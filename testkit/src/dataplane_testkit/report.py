@@ -14,8 +14,8 @@ from typing import Any, Final
 import pytest
 
 from dataplane_core.backends import Backend
+from dataplane_core.connecting import find_plugins
 from dataplane_core.errors import printable
-from dataplane_core.plugins import find_plugins
 from dataplane_core.spec import CONTRACT_VERSION, Capability, Scope
 from dataplane_testkit._author import MOST_COPIES
 from dataplane_testkit._base import deviation_of, kit_members

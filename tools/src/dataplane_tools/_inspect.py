@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import load_config, size_bytes
+from dataplane_core.connecting import connect
 from dataplane_core.errors import (
     InvalidRequestError,
     LeaseHolder,
@@ -22,7 +23,6 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
     printable,
 )
-from dataplane_core.plugins import connect
 from dataplane_core.spec import Capability, ClientInfo, FieldSpec, PartitionDescription
 
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")

@@ -16,7 +16,7 @@ from dataplane_compat.transfer_queue.client import TransferQueueClient
 from dataplane_compat.transfer_queue.metadata import BatchMeta
 from dataplane_core import DataPlaneConfig
 from dataplane_core.backends import Backend
-from dataplane_core.plugins import load_backend
+from dataplane_core.connecting import load_backend
 
 __all__ = ["StreamingDataLoader", "StreamingDataset"]
 

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from dataplane_core.cli._isolated import ask
+from dataplane_core.connecting import find_plugins, load_backend
 from dataplane_core.errors import DataPlaneError, printable
-from dataplane_core.plugins import find_plugins, load_backend
 
 
 def run(*, load: bool, as_json: bool) -> int:

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from dataplane_core.backends import Finding, missing_library
 from dataplane_core.config import validate_model
+from dataplane_core.connecting import load_backend
 from dataplane_core.errors import ConfigError, DataPlaneError, PluginImportError
-from dataplane_core.plugins import load_backend
 from dataplane_core.spec import Capability
 
 #: Seconds that the checks of one backend may wait for servers, not counting its imports.

@@ -3,7 +3,7 @@
 import itertools
 
 from dataplane_core import BlobStore, DataPlaneConfig
-from dataplane_core.plugins import connect_backend
+from dataplane_core.connecting import connect_backend
 
 
 class Plain(BlobStore):

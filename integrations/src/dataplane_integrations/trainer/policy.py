@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 from dataplane_core.batch import BatchedDataDict, read_columns, write_columns
 from dataplane_core.client import DataPlaneClient
+from dataplane_core.connecting import connect
 from dataplane_core.errors import (
     ConfigError,
     InvalidRequestError,
@@ -25,7 +26,6 @@ from dataplane_core.errors import (
     printable,
 )
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.plugins import connect
 from dataplane_core.schema import (
     DP_TRAIN_FIELDS,
     LP_SEED_FIELDS,

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dataplane_core.client import Collate, DataPlaneClient, Feed, StreamBatch, Terms, Uneven
 from dataplane_core.config import load_config
+from dataplane_core.connecting import connect
 from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.plugins import connect
 
 
 class StreamingDataset(IterableDataset[StreamBatch]):

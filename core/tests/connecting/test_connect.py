@@ -9,6 +9,7 @@ import pytest
 
 from dataplane_core import BlobStore, DataPlaneConfig, connect
 from dataplane_core.client import forks
+from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
@@ -17,7 +18,6 @@ from dataplane_core.errors import (
     InvalidRequestError,
     OperationTimeoutError,
 )
-from dataplane_core.plugins import connect_backend
 from dataplane_core.spec import Scope
 
 

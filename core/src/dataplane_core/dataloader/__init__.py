@@ -4,6 +4,6 @@ Trainers use it. It is a wing of its own because its workers connect by themselv
 """
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
-from dataplane_core.loading.dataset import StreamingDataset, StreamingLoader
+from dataplane_core.dataloader.dataset import StreamingDataset, StreamingLoader
 
 __all__ = ["StreamingDataset", "StreamingLoader"]

@@ -13,6 +13,7 @@ from dataplane_core._compiler_marks import load_compiler
 from dataplane_core.backends import Backend, spread_over
 from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient, check_count, refuse_in_fork
 from dataplane_core.config import DataPlaneConfig, load_config, validate_model
+from dataplane_core.connecting.manager import build_manager, check_backend_class
 from dataplane_core.entry_points import BACKEND_GROUP, MIDDLEWARE_GROUP, load_plugin
 from dataplane_core.errors import (
     AlreadyRunningError,
@@ -22,7 +23,6 @@ from dataplane_core.errors import (
     OperationTimeoutError,
 )
 from dataplane_core.middleware import Middleware, MiddlewareContext
-from dataplane_core.plugins.manager import build_manager, check_backend_class
 from dataplane_core.spec import Scope
 
 _M = TypeVar("_M", bound=BaseModel)

@@ -26,6 +26,7 @@ import torch
 from dataplane_core import AsyncDataPlaneClient, DataPlaneClient, connect, connect_async
 from dataplane_core.errors import ClientClosedError
 from dataplane_core.spec import Scope
+from dataplane_testkit import backend_of
 
 SPAWN = multiprocessing.get_context("spawn")
 NUM_TASKS, PER_TASK = 500, 4
@@ -62,7 +63,7 @@ def claimer(config: dict[str, Any], options: dict[str, Any], told: Any, num_thre
 def woken(client: DataPlaneClient, made: dict[str, Any]) -> None:
     """Commit to return, with 64 claims that wait in four processes."""
     told = SPAWN.Queue()
-    backend = client._backend
+    backend = backend_of(client)
     options = backend.attach_options() if hasattr(backend, "attach_options") else made["options"]
     processes = [SPAWN.Process(target=claimer, args=(made, options, told, 16)) for _ in range(4)]
     for process in processes:

@@ -32,6 +32,7 @@ from batches import Step, batch, medians_ms
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
+from dataplane_testkit import backend_of
 
 CONFIGS: dict[str, dict[str, Any]] = {"redis_store": {"backend": "redis_store", "options": {"server": "private"}}}
 BACKENDS = ["noop", "shm_store", "redis_store", "tq_simple", "tq_mooncake"]
@@ -126,7 +127,7 @@ def print_single_fields(client: DataPlaneClient, rounds: int) -> None:
 
 def print_batches(client: DataPlaneClient, rounds: int) -> None:
     """Batches A and B, with columns apart and without."""
-    owner = type(client._backend)
+    owner = type(backend_of(client))
     for name in ("A", "B"):
         columns = batch(name)
         contestant = steps(client, "batch", columns)
@@ -176,7 +177,7 @@ def held(client: DataPlaneClient, contestant: tuple[Step, Step, Step]) -> str:
     """The bytes that a put holds, by the ledger's count of payload."""
     put, _, clear = contestant
     put()
-    backend: Any = client._backend
+    backend: Any = backend_of(client)
     if hasattr(backend, "_service"):
         text = f"{backend._service._ledger.held_bytes / 1e6:.1f} MB"
     elif hasattr(backend, "statistics"):

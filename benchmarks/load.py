@@ -40,6 +40,7 @@ from server_cost import OPTIONS, ROW_VALUES, STEPS, batch, cpu_s, server_pids
 from dataplane_core import DataPlaneClient, connect
 from dataplane_core.backends import ledger_of
 from dataplane_core.errors import DataPlaneError
+from dataplane_testkit import backend_of
 
 LONG_S = 300.0
 LEASE_S = 600.0
@@ -224,7 +225,7 @@ def main() -> None:
         if arguments.backend == "noop":
             load = Load([client] * arguments.connections, 0, arguments)
         else:
-            found = getattr(client._backend, "attach_options", dict)()
+            found = getattr(backend_of(client), "attach_options", dict)()
             load = Processes({**config, "options": {**options, **found}}, arguments)
         print(f"{arguments.connections} clients attached in {time.perf_counter() - start:.1f} s", file=sys.stderr)
         load.start()

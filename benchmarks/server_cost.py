@@ -28,6 +28,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
+from dataplane_testkit import backend_of
 
 #: Options of backends that need some.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -50,7 +51,7 @@ def server_pids(client: DataPlaneClient) -> dict[str, int]:
     def add(name: str, pid: int) -> None:
         found[f"{name} {sum(each.startswith(name) for each in found)}" if name in found else name] = pid
 
-    for store in getattr(client._backend, "_stores", [client._backend]):
+    for store in getattr(backend_of(client), "_stores", [backend_of(client)]):
         engine = getattr(store, "_engine", None)
         if engine is not None:  # a backend in TransferQueue's controller
             add("controller", engine.controller_pid(timeout_s=30.0))

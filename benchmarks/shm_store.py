@@ -28,6 +28,7 @@ from batches import NUM_SAMPLES, batch, size_bytes
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
+from dataplane_testkit import backend_of
 
 CONFIG: dict[str, Any] = {"backend": "shm_store", "options": {"namespace": "benchmark"}}
 
@@ -176,9 +177,9 @@ def main() -> None:
         for first in range(0, total, 50_000):
             some = [f"c{i}" for i in range(first, min(first + 50_000, total))]
             client.put_samples(some, "claims", TensorDict({"x": torch.ones(len(some))}, batch_size=[len(some)]))
-        cpu_s = cpu_of(client._backend._process.pid)
+        cpu_s = cpu_of(backend_of(client)._process.pid)
         rate, count, clients_s = together(many_claims, 4, options.seconds)
-        cpu_s = cpu_of(client._backend._process.pid) - cpu_s
+        cpu_s = cpu_of(backend_of(client)._process.pid) - cpu_s
         print(f"claims of one sample, 4 processes: {rate:.0f} a second")
         server_us, client_us = cpu_s / count * 1e6, clients_s / count * 1e6
         print(f"CPU per claim: {server_us:.0f} us in the ledger's process, {client_us:.0f} us in the client")

@@ -39,6 +39,7 @@ import torch
 
 from dataplane_core import DataPlaneClient, connect
 from dataplane_core.errors import DataPlaneError
+from dataplane_testkit import backend_of
 
 BACKENDS = ("noop", "shm_store", "redis_store", "tq_simple", "tq_mooncake")
 #: Options of backends that need some.
@@ -139,7 +140,7 @@ def load(
         threads += [threading.Thread(target=work, args=(client, n, latencies, ended.is_set)) for n in range(1, WORKERS)]
     for thread in threads:
         thread.start()
-    found = getattr(client._backend, "attach_options", dict)()
+    found = getattr(backend_of(client), "attach_options", dict)()
     attach = {**config, "options": {**config["options"], **found}}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "tensordict", "dataplane_core.client", "dataplane_core.connecting"])
@@ -194,7 +195,7 @@ def sizes(client: DataPlaneClient, store: list[psutil.Process]) -> dict[str, flo
     if store:
         seen["memory of the store, MB"] = total(store, lambda each: each.memory_info().rss) / 1e6
         seen["descriptors of the store"] = total(store, psutil.Process.num_fds)
-    backend: Any = client._backend
+    backend: Any = backend_of(client)
     if hasattr(backend, "statistics"):
         seen["extents"] = backend.statistics(time.monotonic() + 30.0).num_extents
     session = getattr(backend, "_session", None)

@@ -28,6 +28,7 @@ from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
 from dataplane_core.errors import DataPlaneError
+from dataplane_testkit import backend_of
 
 #: Options of backends that need some.
 OPTIONS = {"redis_store": {"server": "private"}}
@@ -91,7 +92,7 @@ def waiting(client: DataPlaneClient, config: dict[str, Any], kind: str, count: i
         yield
         return
     context = multiprocessing.get_context("spawn")
-    found = getattr(client._backend, "attach_options", dict)()
+    found = getattr(backend_of(client), "attach_options", dict)()
     attach = {**config, "options": {**config["options"], **found}}
     started = []
     try:
@@ -112,7 +113,7 @@ def waiting(client: DataPlaneClient, config: dict[str, Any], kind: str, count: i
 
 def store_process(client: DataPlaneClient) -> psutil.Process:
     """The process that keeps the store's control plane."""
-    engine = getattr(client._backend, "_engine", None)
+    engine = getattr(backend_of(client), "_engine", None)
     if engine is not None:
         return psutil.Process(engine.controller_pid(timeout_s=10.0))
     for child in psutil.Process().children(recursive=True):
@@ -131,7 +132,7 @@ def cpu_share(process: psutil.Process, seconds: float) -> float:
 
 def num_requests(client: DataPlaneClient) -> int | None:
     """How many requests Redis has got; None for other stores."""
-    session = getattr(client._backend, "_session", None)
+    session = getattr(backend_of(client), "_session", None)
     if session is None:
         return None
     info = session.command("INFO", time.monotonic() + LONG_S, b"INFO", b"stats").decode()

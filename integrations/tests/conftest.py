@@ -25,6 +25,7 @@ from dataplane_core.ledger import commands
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import DP_TRAIN_FIELDS
 from dataplane_integrations import DataPlaneWorkerMixin
+from dataplane_testkit import backend_of
 
 # `tiny_policy` and its like, beside this file
 sys.path.insert(0, os.path.dirname(__file__))
@@ -236,8 +237,8 @@ def lose(client: DataPlaneClient) -> Callable[..., None]:
 
     def delete(partition_id: str, sample_id: str, field: str) -> None:
         deadline = time.monotonic() + 60
-        located = client._backend._ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
-        client._backend._delete(located.refs, deadline)
+        located = backend_of(client)._ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
+        backend_of(client)._delete(located.refs, deadline)
 
     return delete
 

@@ -18,6 +18,7 @@ from dataplane_core.middleware import Metrics
 from dataplane_integrations.errors import ReplicaLeaderError
 from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 from dataplane_integrations.trainer.worker import HELD_ROWS
+from dataplane_testkit import backend_of
 
 SHAPES = [(2, 1, 2), (1, 2, 2), (2, 2, 1)]
 
@@ -69,7 +70,7 @@ def test_rows_that_are_read_before_the_call_are_read_once_and_all_ranks_hear_of_
         worker.get_logprobs_presharded(meta)
         reads = _calls(metrics).get("get_samples", 0)
         if worker._is_replica_leader() and worker._local_coords()["data_parallel"] == 1:
-            backend, deadline = worker._dp_client._backend, time.monotonic() + 60
+            backend, deadline = backend_of(worker._dp_client), time.monotonic() + 60
             lost = backend._ledger(deadline, commands.Locate("train", ["a_g1"], ["input_ids"]))
             backend._delete(lost.refs, deadline)
         found.append(worker.hold_presharded(meta))

@@ -77,6 +77,7 @@ from dataplane_shm import _messages as shm
 from dataplane_shm._backend import ShmBackend
 from dataplane_shm._messages import MESSAGES
 from dataplane_shm._store import Store
+from dataplane_testkit import backend_of
 from dataplane_tq_simple import _messages as tq
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost
@@ -616,7 +617,7 @@ def _shm_client() -> tuple[DataPlaneClient, _ToldSession]:
     client = resources.enter_context(
         connect_backend(_ToldShm, DataPlaneConfig(backend="shm_store", announce_s=None), bootstrap=True)
     )
-    session: Any = client._backend._session
+    session: Any = backend_of(client)._session
     return client, session
 
 
@@ -744,7 +745,7 @@ def _redis_client() -> tuple[DataPlaneClient, _Told]:
     client = resources.enter_context(
         connect_backend(_ToldRedis, DataPlaneConfig(backend="redis_store", announce_s=None), bootstrap=True)
     )
-    session: Any = client._backend._session
+    session: Any = backend_of(client)._session
     return client, session
 
 

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core import connect
+from dataplane_testkit import backend_of
 
 NUM_SAMPLES = 96
 
@@ -123,7 +124,7 @@ def cross(backend: str, other: str) -> dict[str, Any]:
             options |= {"segment_size_bytes": 32 << 20, "local_buffer_size_bytes": 4 << 20}
         config = {"backend": backend, "options": options, "op_timeout_s": 90}
         client = stack.enter_context(connect(config))
-        attach = {**config, "options": options if backend == "redis_store" else client._backend.attach_options()}
+        attach = {**config, "options": options if backend == "redis_store" else backend_of(client).attach_options()}
         client.register_partition("p", list(columns(1).keys()), None, ["train"])
         client.put_samples(ids("here"), "p", columns(1))
         placed = answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(other, soft=False))
@@ -131,7 +132,7 @@ def cross(backend: str, other: str) -> dict[str, Any]:
         read = same(client.get_samples(ids("there"), "p", list(columns(2).keys())), columns(2))
         units = []
         if backend != "redis_store":
-            instance = client._backend._engine._instance
+            instance = backend_of(client)._engine._instance
             units = [unit.ip for unit in instance.units]
     return {"backend": backend, "read": read, "answered": answered, "units": units}
 

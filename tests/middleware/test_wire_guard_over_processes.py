@@ -12,6 +12,7 @@ from dataplane_core.codec import split_rows
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.ledger import commands
 from dataplane_redis._scripts import to_bytes, unpack_rows
+from dataplane_testkit import backend_of
 
 pytestmark = pytest.mark.timeout(600)  # Ray, a queue and another process start within the first test
 
@@ -97,11 +98,11 @@ def changed(stored):
             originals.setdefault(sample_id, bytes(row))
             return bytes(how(row))
 
-        store.change(client._backend, sample_id, keep)
+        store.change(backend_of(client), sample_id, keep)
 
     yield change
     for sample_id, row in originals.items():
-        store.change(client._backend, sample_id, lambda _, row=row: row)
+        store.change(backend_of(client), sample_id, lambda _, row=row: row)
 
 
 def test_what_another_process_put_comes_back(stored):
@@ -134,7 +135,7 @@ def test_rows_swapped_in_the_store_are_caught_on_both_sides(stored, changed):
     client, store = stored
     rows = {}
     for each in IDS[2:4]:
-        store.change(client._backend, each, lambda row, each=each: rows.setdefault(each, bytes(row)))
+        store.change(backend_of(client), each, lambda row, each=each: rows.setdefault(each, bytes(row)))
     changed(IDS[2], lambda _: rows[IDS[3]])
     changed(IDS[3], lambda _: rows[IDS[2]])
     with pytest.raises(CorruptDataError) as caught:

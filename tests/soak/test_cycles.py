@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from dataplane_core import DataPlaneClient, connect
+from dataplane_testkit import backend_of
 
 CYCLES = 1000
 #: What memory may grow. Cycles that left their payload behind would add 16 MB, those that left a kilobyte 1 MB.
@@ -36,7 +37,7 @@ def cycle(client: DataPlaneClient, count: int) -> None:
 def seen(client: DataPlaneClient, store: list[psutil.Process]) -> dict[str, float]:
     """What must not grow."""
     gc.collect()
-    here, backend = psutil.Process(), client._backend
+    here, backend = psutil.Process(), backend_of(client)
     found: dict[str, Any] = {"threads": threading.active_count(), "descriptors": here.num_fds()}
     found["bytes here"] = here.memory_info().rss
     for number, each in enumerate(store):
@@ -57,7 +58,7 @@ def _ask(backend: Any, *command: bytes) -> Any:
 
 def check_ids_end(client: DataPlaneClient, kept_s: float) -> None:
     """The ids of requests stay until a while after their deadline, and no longer."""
-    backend = client._backend
+    backend = backend_of(client)
     ids = [key for key in _ask(backend, b"KEYS", b"*") if b":done:" in key]
     left = [_ask(backend, b"TTL", key) for key in ids]
     assert left

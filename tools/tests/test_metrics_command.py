@@ -14,6 +14,7 @@ import pytest
 from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_core.spec import AnnounceRequest, CallInfo, ClientInfo
+from dataplane_testkit import backend_of
 from dataplane_testkit._timing import STARTS_S, eventually
 from dataplane_tools._metrics import Federation, _url_of
 
@@ -121,7 +122,7 @@ def test_clients_of_one_process_are_one_line_each_metric():
         for name, running_s in (("one", 5.0), ("two", 7.0), ("three", 6.0)):
             calls = [CallInfo(operation="claim_meta", partition_id="p", running_s=running_s)]
             told = ClientInfo(client_id=name, host="h", pid=1, role="r", open_s=0.0, calls=calls)
-            client._backend.announce(AnnounceRequest(client=told, ttl_s=60.0, deadline=float("inf")))
+            backend_of(client).announce(AnnounceRequest(client=told, ttl_s=60.0, deadline=float("inf")))
         for metric in Federation(client, lambda: client).collect():
             assert len({tuple(each.labels.items()) for each in metric.samples}) == len(metric.samples), metric.name
             if metric.name == "dataplane_client_longest_call_seconds":
@@ -142,7 +143,7 @@ def endpoint_of(answer, **told):
 
         threading.Thread(target=serve, daemon=True).start()
         info = ClientInfo(client_id="c", pid=1, open_s=0.0, **told)
-        client._backend.announce(AnnounceRequest(client=info, ttl_s=60.0, deadline=float("inf")))
+        backend_of(client).announce(AnnounceRequest(client=info, ttl_s=60.0, deadline=float("inf")))
         return {metric.name: metric for metric in Federation(client, lambda: client).collect()}
 
 

@@ -20,6 +20,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import commands
 from dataplane_noop import NoopBackend
+from dataplane_testkit import backend_of
 
 
 def open_client(cls=NoopBackend, middleware=(), op_timeout_s=10, **options):
@@ -40,7 +41,7 @@ def test_lost_payload_is_named_at_once_and_can_be_produced_again():
     with open_client() as client:
         put(client, list("abc"))
         put(client, ["b"], "y")
-        backend = client._backend
+        backend = backend_of(client)
         located = backend._ledger(0.0, commands.Locate("p", ["b", "c"], ["x"]))
         backend._delete([(part.write_id, pos) for part in located.parts for pos in part.positions], 0.0)
         asked = []
@@ -72,7 +73,7 @@ def test_an_engine_that_does_not_say_what_is_gone_is_believed_the_second_time():
 
     with open_client(Vague) as client:
         put(client, ["a"])
-        client._backend._segments.clear()
+        backend_of(client)._segments.clear()
         with pytest.raises(LostSamplesError, match="'a' lacks 'x'"):
             client.get_samples(["a"], "p", ["x"])
 
@@ -89,7 +90,7 @@ def test_rows_that_move_while_they_are_read_are_not_lost():
             return super()._fetch(located, num_samples, deadline)
 
     with open_client(Moves) as client:
-        client._backend.client = client
+        backend_of(client).client = client
         ids = [f"s{i}" for i in range(9)]
         put(client, ids)
         assert len(client.get_samples(ids, "p", ["x"])) == 9
@@ -124,7 +125,7 @@ def test_undoing_a_failed_put_keeps_to_its_deadline_and_the_next_call_goes_on_wi
     with open_client(_FailsLate, op_timeout_s=1.0, capacity_bytes=100, on_full="raise") as client:
         with pytest.raises(OperationTimeoutError):
             put(client, ["a"], size=80)
-        backend = client._backend
+        backend = backend_of(client)
         assert backend.undone_until <= backend.until
         assert backend._service.ledger.held_bytes == 80
         backend.hangs = False
@@ -140,7 +141,7 @@ def test_a_put_that_fails_early_is_undone_at_once():
     with open_client(Refuses, capacity_bytes=100) as client:
         with pytest.raises(BackendError):
             put(client, ["a"], size=80)
-        assert client._backend._service.ledger.held_bytes == 0
+        assert backend_of(client)._service.ledger.held_bytes == 0
 
 
 def test_a_put_whose_reservation_got_no_answer_holds_no_room():
@@ -154,7 +155,7 @@ def test_a_put_whose_reservation_got_no_answer_holds_no_room():
     with open_client(LosesReply, capacity_bytes=100) as client:
         with pytest.raises(OperationTimeoutError, match="the reply was lost"):
             put(client, ["a"], size=80)
-        assert client._backend._service.ledger.held_bytes == 0
+        assert backend_of(client)._service.ledger.held_bytes == 0
 
 
 # --- waiting ----------------------------------------------------------------------------------------------------------
@@ -186,8 +187,8 @@ def test_a_put_that_ends_without_its_room_leaves_the_queue(error):
         put(client, ["a"], size=60)
         with pytest.raises(type(error)):
             put(client, ["large"], size=90)
-        client._backend.tries = 3
-        assert not client._backend._service.ledger._room.waiting
+        backend_of(client).tries = 3
+        assert not backend_of(client)._service.ledger._room.waiting
 
 
 def test_a_put_that_finds_the_engine_full_queues_again():
@@ -226,7 +227,7 @@ def test_a_put_whose_last_question_got_no_answer_says_that_the_store_was_full(cu
 
     with open_client(AnswersOnce, capacity_bytes=100) as client:
         put(client, ["a"], size=60)
-        client._backend.num_asked = 1 if cut is commands.BeginPut else 2
+        backend_of(client).num_asked = 1 if cut is commands.BeginPut else 2
         with pytest.raises(RoomTimeoutError) as caught:
             put(client, ["b"], size=60)
         assert isinstance(caught.value, CapacityExceededError)
@@ -270,7 +271,7 @@ def test_a_claim_whose_reply_was_lost_waits_no_longer():
     with open_client(LosesReplies) as client:
         with pytest.raises(OperationTimeoutError):
             client.claim_meta("p", "t", ["x"], 1, timeout_s=30)
-        assert not len(client._backend._service._waiting)
+        assert not len(backend_of(client)._service._waiting)
 
 
 def test_a_client_that_is_closed_wakes_its_waiting_claims():

@@ -13,6 +13,7 @@ from dataplane_core.errors import BackendError, ClientClosedError, UnsupportedOp
 from dataplane_core.ledger import commands
 from dataplane_core.middleware import Metrics, WireGuard
 from dataplane_noop import NoopBackend
+from dataplane_testkit import backend_of
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_a_close_in_a_handler_does_not_wait_for_the_call_below_and_gives_back_wh
     client = connect({"backend": "noop", "op_timeout_s": 300})
     client.register_partition("p", ["x"], None, ["t"])
     client.put_samples(["a"], "p", {"x": [1.0]})
-    service = client._backend._service
+    service = backend_of(client)._service
     monkeypatch.setattr(client, "_claimed", lambda *_: signal.raise_signal(signal.SIGALRM))
     handle(lambda: (client.close(), fail(SystemExit)))
     with pytest.raises(SystemExit):
@@ -113,7 +114,7 @@ def test_a_claim_that_is_interrupted_with_its_samples_in_hand_gives_them_back(mo
 def test_a_close_that_was_interrupted_while_it_waited_can_be_repeated(monkeypatch):
     client = connect({"backend": "noop"})
     stopped = []
-    monkeypatch.setattr(client._backend, "stop", lambda: stopped.append(True))
+    monkeypatch.setattr(backend_of(client), "stop", lambda: stopped.append(True))
     with monkeypatch.context() as patch:
         patch.setattr(client, "_others_run", fail)
         with pytest.raises(KeyboardInterrupt):
@@ -138,7 +139,7 @@ def test_what_a_stop_raises_is_raised_when_all_else_is_stopped(error, monkeypatc
     with pytest.raises(expected), client:
         pass
     client.close()
-    assert stopped == [client._backend]
+    assert stopped == [backend_of(client)]
 
     monkeypatch.setattr(Metrics, "stop", lambda self: fail(error))
     monkeypatch.setattr(WireGuard, "start", lambda self, context: fail(SystemExit(4)), raising=False)

@@ -15,6 +15,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.spec import Capability
 from dataplane_noop import NoopBackend
+from dataplane_testkit import backend_of
 
 
 class Fails(NoopBackend):
@@ -56,7 +57,7 @@ def put(client, name="a"):
 
 def test_a_lost_reply_is_repeated_with_the_same_id_however_the_store_fails_meanwhile():
     with opened() as client:
-        backend = client._backend
+        backend = backend_of(client)
         backend.errors = [LostReplyError("lost"), BackendUnavailableError("down"), LostReplyError("lost"), None]
         put(client)
         held = client.claim_meta("p", "t", ["x"], 1, lease_s=60.0)
@@ -75,11 +76,11 @@ def test_what_was_not_sent_or_may_not_be_repeated_is_not_repeated():
         (FailsForGood, LostReplyError("lost")),
     ):
         with opened(cls) as client:
-            client._backend.errors = [error]
+            backend_of(client).errors = [error]
             with pytest.raises(type(error)) as caught:
                 put(client)
             assert caught.value is error
-            assert len(client._backend.requests) == 1
+            assert len(backend_of(client).requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_what_was_not_sent_or_may_not_be_repeated_is_not_repeated():
 )
 def test_the_error_at_the_end_says_what_is_known(errors, raised, outcome, words):
     with opened() as client:
-        client._backend.errors = errors
+        backend_of(client).errors = errors
         with pytest.raises(raised) as caught:
             put(client)
         assert type(caught.value) is raised
@@ -116,7 +117,7 @@ def test_the_error_at_the_end_says_what_is_known(errors, raised, outcome, words)
 def test_a_put_that_waited_for_room_after_a_lost_reply_is_not_done():
     late = RoomTimeoutError.after(CapacityExceededError("full."))
     with opened() as client:
-        client._backend.errors = [LostReplyError("gone."), late]
+        backend_of(client).errors = [LostReplyError("gone."), late]
         with pytest.raises(RoomTimeoutError) as caught:
             put(client)
         assert caught.value is late

@@ -27,6 +27,7 @@ FACES = {
         "Settings",
         "Suite",
         "Verdict",
+        "backend_of",
         "chapter_of",
         "limit_of",
         "rule_of",

@@ -14,6 +14,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from dataplane_core import connect, connect_async
 from dataplane_core.errors import ClaimTimeoutError, ConfigError, MissingDataError
 from dataplane_core.spec import ListRequest
+from dataplane_testkit import backend_of
 
 EXPORTER = InMemorySpanExporter()
 
@@ -145,5 +146,5 @@ def test_without_a_recorded_trace_no_tag_is_written(client, monkeypatch):
     monkeypatch.setattr(middleware, "_tracer", trace.NoOpTracer())
     client.put_samples(["a"], "p", {"x": torch.zeros(1)})
     request = ListRequest(partition_id="p", tag_filter=None, deadline=float("inf"))
-    assert client._backend.list_samples(request).tags == [{}]
+    assert backend_of(client).list_samples(request).tags == [{}]
     assert client.claim_meta("p", "t", ["x"], 1).sample_ids == ["a"]

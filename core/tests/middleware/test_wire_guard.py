@@ -12,6 +12,7 @@ from dataplane_core.codec import Ragged, byte_array
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import ConfigError, CorruptDataError, MissingDataError
 from dataplane_noop import NoopBackend
+from dataplane_testkit import backend_of
 
 
 class CarriesRows(NoopBackend):
@@ -45,11 +46,11 @@ def guarded(request):
 @pytest.fixture
 def unguarded(guarded):
     """Another client of the same store, without the guard."""
-    with connect_backend(type(guarded._backend), DataPlaneConfig(backend="noop")) as client:
-        client._backend._service = guarded._backend._service
-        client._backend._segments = guarded._backend._segments
+    with connect_backend(type(backend_of(guarded)), DataPlaneConfig(backend="noop")) as client:
+        backend_of(client)._service = backend_of(guarded)._service
+        backend_of(client)._segments = backend_of(guarded)._segments
         yield client
-        client._backend._segments = {}
+        backend_of(client)._segments = {}
 
 
 def columns(seed=0):
@@ -71,7 +72,7 @@ def columns(seed=0):
 
 def stored(client, name):
     """The columns of that field in the store, past the client: of each put one."""
-    return [segment._columns[name] for segment in client._backend._segments.values() if name in segment._columns]
+    return [segment._columns[name] for segment in backend_of(client)._segments.values() if name in segment._columns]
 
 
 def flip_a_bit(client, name, row):
@@ -146,7 +147,7 @@ def test_swapped_rows_are_caught_on_both_sides(guarded, with_checksums):
 
 def test_swapped_fields_are_caught_although_their_checksums_went_along(guarded):
     guarded.put_samples(IDS, "p", columns())
-    (segment,) = guarded._backend._segments.values()
+    (segment,) = backend_of(guarded)._segments.values()
     for prefix in ("", "~xxh3."):
         swap(segment._columns, f"{prefix}dense", f"{prefix}other")
     with pytest.raises(CorruptDataError) as caught:
@@ -158,7 +159,7 @@ def test_a_row_of_another_partition_is_caught(guarded):
     guarded.register_partition("q", [], None, [])
     guarded.put_samples(IDS, "p", columns(1))
     guarded.put_samples(IDS, "q", columns(2))
-    segments = guarded._backend._segments
+    segments = backend_of(guarded)._segments
     first, second = segments
     segments[first], segments[second] = segments[second], segments[first]
     with pytest.raises(CorruptDataError):

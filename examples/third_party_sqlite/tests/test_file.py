@@ -9,6 +9,7 @@ from dataplane_sqlite_example import SQLiteStore
 from dataplane_core import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import BackendUnavailableError, LeaseExpiredError
+from dataplane_testkit import backend_of
 
 
 def open_client(path, bootstrap=True):
@@ -32,10 +33,10 @@ def test_a_file_in_which_no_row_is_left_does_not_grow(tmp_path, monkeypatch):
         for number in range(90):
             step(client, number)
             if number % 30 == 29:
-                rows, _ = client._backend._run("PRAGMA page_count", ())
+                rows, _ = backend_of(client)._run("PRAGMA page_count", ())
                 pages.append(rows[0][0])
         assert pages[2] <= 1.5 * pages[0]
-        ((first, count),), _ = client._backend._run("SELECT min(seq), count(*) FROM journal", ())
+        ((first, count),), _ = backend_of(client)._run("SELECT min(seq), count(*) FROM journal", ())
         assert first > 300
         assert count < 60
     with open_client(path, bootstrap=False) as late:
@@ -47,7 +48,7 @@ def test_a_client_whose_file_was_replaced_writes_nothing_and_says_so(tmp_path):
     with open_client(path) as client:
         client.register_partition("p", ["x"], None, ["t"])
         client.put_samples(["a"], "p", {"x": torch.zeros(1)})
-        client._backend._run("PRAGMA wal_checkpoint(TRUNCATE)", ())
+        backend_of(client)._run("PRAGMA wal_checkpoint(TRUNCATE)", ())
         shutil.copy(path, copy)
         held = client.claim_meta("p", "t", ["x"], 1, lease_s=60)
         copy.replace(path)

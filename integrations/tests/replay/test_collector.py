@@ -20,6 +20,7 @@ from dataplane_core.spec import PutRequest, hookimpl
 from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError, RolloutAbortedError
 from dataplane_integrations.replay import Collector, InOrderPolicy, ReplayBuffer, parse_sample_id
 from dataplane_integrations.rollout import RolloutReceipt
+from dataplane_testkit import backend_of
 
 Make = Callable[..., ReplayBuffer]
 Held = Callable[[], list[str]]
@@ -295,7 +296,7 @@ def test_a_full_store_holds_rollouts_back_and_loses_nothing(
 def stalling_store() -> Iterator[tuple[DataPlaneClient, Callable[[], None]]]:
     """A Redis, and what makes it stop answering; it goes on with the end of the test."""
     with impatient_client("redis_store") as client:
-        pid = client._backend._server.pid
+        pid = backend_of(client)._server.pid
 
         def stall() -> None:
             client._config = client.config.model_copy(update={"op_timeout_s": 0.2})

@@ -26,6 +26,7 @@ from dataplane_core.client.connection import LATEST_END
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
 from dataplane_redis import RedisBackend, _acknowledged, _claims, _wakes
+from dataplane_testkit import backend_of
 
 if str(Path(__file__).parent) not in sys.path:  # modules beside the tests can be imported by them
     sys.path.insert(0, str(Path(__file__).parent))
@@ -258,7 +259,7 @@ def scripts_of(monkeypatch):
     """Collects the replies to the scripts of a client; before that of number `act_at` is returned, `act` runs."""
 
     def collect(client, act_at=None, act=None):
-        script, replies = client._backend._session.link.script, []
+        script, replies = backend_of(client)._session.link.script, []
 
         def counted(*words, **more):
             replies.append(script(*words, **more))
@@ -266,7 +267,7 @@ def scripts_of(monkeypatch):
                 act()
             return replies[-1]
 
-        monkeypatch.setattr(client._backend._session.link, "script", counted)
+        monkeypatch.setattr(backend_of(client)._session.link, "script", counted)
         return replies
 
     return collect

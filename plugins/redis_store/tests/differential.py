@@ -25,6 +25,7 @@ from random_history import EPISODE, History
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
 from dataplane_redis import RedisBackend, _backend, _claims, _puts, _reads, _scripts, _session
+from dataplane_testkit import backend_of
 
 __all__ = ["Store", "run", "shrink", "simulate"]
 
@@ -99,7 +100,7 @@ class Store:
             )
             client = connect_backend(RedisBackend, config, bootstrap=True)
             stack.callback(client.close)
-            both = BothSides(client._backend, clock, capacity_bytes)
+            both = BothSides(backend_of(client), clock, capacity_bytes)
             yield both
             both.redis("FLUSHALL")
 

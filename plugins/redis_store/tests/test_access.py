@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from dataplane_core.backends import Level
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError
 from dataplane_redis import RedisBackend, RedisConfig
+from dataplane_testkit import backend_of
 
 _PASSWORD = "s3cret-of-the-test"
 _README = Path(__file__).parents[1] / "README.md"
@@ -31,7 +32,7 @@ def check_wake(client, wait_until):
     client.register_partition("woken", ["x"], None, ["train"])
     with ThreadPoolExecutor(1) as pool:
         claim = pool.submit(client.claim_meta, "woken", "train", ["x"], 1, timeout_s=300.0)
-        waiting = client._backend._wakes._waiting
+        waiting = backend_of(client)._wakes._waiting
         wait_until(lambda: any(each.promised for each in list(waiting.values())))
         client.put_samples(["a"], "woken", TensorDict({"x": torch.ones(1)}, batch_size=[1]))
         assert claim.result(60).sample_ids == ["a"]

@@ -5,6 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_redis import _claims
+from dataplane_testkit import backend_of
 
 _COUNT = 3000
 _FRESH = {"v": 1}
@@ -114,5 +115,5 @@ def test_a_group_may_be_larger_than_what_lua_unpacks(plain, connect, piece):
     assert client.claim_meta("p", "train", ["x"], size, blocking=False).size == 0  # broken
     client.clear_samples(ids, "p")
     assert client.list_samples("p").size == 0
-    base = client._backend._session.base.decode()
+    base = backend_of(client)._session.base.decode()
     assert [key for key in plain.admin("KEYS", base + ":*") if key.endswith(b":gm")] == []

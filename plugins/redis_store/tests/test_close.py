@@ -14,6 +14,7 @@ from dataplane_core.client.announcing import Announcer
 from dataplane_redis._link import Link
 from dataplane_redis._server import PrivateServer
 from dataplane_redis._wakes import Wakes
+from dataplane_testkit import backend_of
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_all_that_close_waits_for_has_one_deadline(place, how, deadlines, wait_u
         },
         bootstrap=True,
     )
-    backend = client._backend
+    backend = backend_of(client)
     client.register_partition("p", ["x"], None, ["train"])  # leaves a mark on a server with a url
     (announcer,) = [each for each in client._to_stop if isinstance(each, Announcer)]
     wait_until(lambda: announcer._listed)

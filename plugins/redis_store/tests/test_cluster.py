@@ -6,6 +6,8 @@ import torch
 from redis.crc import key_slot
 from tensordict import TensorDict
 
+from dataplane_testkit import backend_of
+
 SLOTS = 16384
 
 
@@ -37,7 +39,7 @@ def test_any_node_of_a_cluster_may_be_named(start_cluster, connect):
             client = connect(url=named, namespace=namespace_on(number, "u" if named.startswith("unix") else "t"))
             write_and_read(client, torch.randn(64, 4096))  # beyond what travels inside a script
             write_and_read(client, torch.arange(2))
-            key = client._backend._session.base + b":instance"
+            key = backend_of(client)._session.base + b":instance"
             assert nodes[number].admin("EXISTS", key) == 1
 
 
@@ -52,7 +54,7 @@ def test_a_slot_that_moves_is_followed(start_cluster, connect, only_woken, wait_
     waits = pool.submit(client.claim_meta, "p", "train", ["x"], 65, timeout_s=300.0)
     wait_until(lambda: nodes[0].admin("PUBSUB", "SHARDCHANNELS"))
 
-    slot = key_slot(client._backend._session.base)
+    slot = key_slot(backend_of(client)._session.base)
     ids = [node.admin("CLUSTER", "MYID").decode() for node in nodes]
     nodes[2].admin("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
     nodes[0].admin("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[2])
@@ -76,28 +78,28 @@ def test_a_large_put_whose_slot_moves_before_its_commit_begins_again(start_clust
     # a client that may not ask for the slots keeps all payload with the ledger
     client = connect(url=f"redis://plain:pw@127.0.0.1:{nodes[0].port}/0", namespace=namespace_on(0))
     client.register_partition("p", ["x"], None, ["train"])
-    write, met = client._backend._write, []
+    write, met = backend_of(client)._write, []
 
     def moves_first(*args):
         if not met:
             met.append(1)
-            nodes[0].move_slot(key_slot(client._backend._session.base), nodes[1], [nodes[2]])
+            nodes[0].move_slot(key_slot(backend_of(client)._session.base), nodes[1], [nodes[2]])
         return write(*args)
 
-    monkeypatch.setattr(client._backend, "_write", moves_first)
+    monkeypatch.setattr(backend_of(client), "_write", moves_first)
     values = torch.randn(64, 4096)
     client.put_samples([f"s{row}" for row in range(64)], "p", TensorDict({"x": values}, batch_size=[64]))
     assert met
     assert torch.equal(client.get_samples(["s1", "s63"], "p", ["x"])["x"], values[[1, 63]])
     client.clear_samples(None, "p")
-    assert not nodes[1].admin("KEYS", client._backend._session.base + b":w:*")
+    assert not nodes[1].admin("KEYS", backend_of(client)._session.base + b":w:*")
 
 
 def test_nodes_that_came_later_are_asked_too_when_the_ledgers_node_is_gone(cluster, connect):
     client = connect(url=cluster[0].url)
-    session = client._backend._session
+    session = backend_of(client)._session
     slots = cluster[0].admin("CLUSTER", "SLOTS")
-    client._backend._payload.nodes.learn([[*slots[0], [b"127.0.0.1", 1, b"later", []]], *slots[1:]])
+    backend_of(client)._payload.nodes.learn([[*slots[0], [b"127.0.0.1", 1, b"later", []]], *slots[1:]])
     assert ("127.0.0.1", 1) in session.link._nodes
 
 

@@ -25,6 +25,7 @@ from dataplane_core.errors import (
 )
 from dataplane_redis._protocol import to_error
 from dataplane_redis._scripts import pack_strings, pack_value
+from dataplane_testkit import backend_of
 
 
 def columns(count, size=1, value=0):
@@ -124,7 +125,7 @@ def test_idle_connections_that_lead_nowhere_cost_one_timeout(plain, connect, sta
     proxy = start_proxy(plain.port)
     made = connect(url=proxy.url, op_timeout_s=60.0)
     made.register_partition("p", ["x"], None, ["train"])
-    link = made._backend._session.link
+    link = backend_of(made)._session.link
     held = [link._acquire("test", time.monotonic() + 5) for _ in range(4)]
     for each in held:
         link._release(each, True)
@@ -138,7 +139,7 @@ def test_a_connection_that_takes_too_long_sends_nothing_after_the_deadline(plain
     connect(url=plain.url, namespace="slow").register_partition("p", ["x"], None, ["train"])
     made = connect(url=plain.url, namespace="slow", bootstrap=False)
     made.list_samples("p")
-    link = made._backend._session.link
+    link = backend_of(made)._session.link
     link._close_idle()
     link._pool.connection_kwargs["port"] = int(start_proxy(plain.port, 0.7).url.split(":")[2].split("/")[0])
     before = plain.info("commandstats")["cmdstat_evalsha"]["calls"]
@@ -221,7 +222,7 @@ def test_an_old_sample_does_not_make_the_store_grow(plain, client):
     for row in range(50):
         client.put_samples([f"s{row}"], "p", columns(1))
         client.clear_samples([f"s{row}"], "p")
-    base = client._backend._session.base.decode()
+    base = backend_of(client)._session.base.decode()
     (times,) = plain.admin("KEYS", f"{base}:e:*:w")
     start = client.describe("p").oldest_s
     assert plain.admin("ZCARD", times) <= start + 2
@@ -301,7 +302,7 @@ def test_a_script_that_starts_between_two_steps_is_waited_for(start_server, conn
     made = connect(url=server.url)
     made.register_partition("p", ["x"], None, ["train"])
     made.put_samples(["a"], "p", columns(1, 100_000))
-    link = made._backend._session.link
+    link = backend_of(made)._session.link
     step, met = getattr(link, name), []
 
     def busy_at_first(what, deadline, packed, *count):
@@ -397,8 +398,8 @@ def test_undoing_a_put_keeps_its_deadline_and_the_next_put_has_its_room(start_se
     server = start_server()
     made = connect(url=server.url, op_timeout_s=60.0, capacity_bytes=20_000_000)
     made.register_partition("p", ["x"], None, ["train"])
-    write, met, deadlines = made._backend._write, [], []
-    undo = made._backend._undo
+    write, met, deadlines = backend_of(made)._write, [], []
+    undo = backend_of(made)._undo
 
     def on_a_stopped_server(*args):
         if not met:
@@ -410,8 +411,8 @@ def test_undoing_a_put_keeps_its_deadline_and_the_next_put_has_its_room(start_se
         deadlines.append(deadline)
         return undo(write, deadline)
 
-    monkeypatch.setattr(made._backend, "_write", on_a_stopped_server)
-    monkeypatch.setattr(made._backend, "_undo", noted)
+    monkeypatch.setattr(backend_of(made), "_write", on_a_stopped_server)
+    monkeypatch.setattr(backend_of(made), "_undo", noted)
     try:
         with hurries(1.5):
             latest = LATEST_END.get()
@@ -423,7 +424,7 @@ def test_undoing_a_put_keeps_its_deadline_and_the_next_put_has_its_room(start_se
     made.put_samples(["b"], "p", columns(1, 2_000_000))
     assert made.list_samples("p").sample_ids == ["b"]
     made.clear_samples(["b"], "p")
-    assert int(server.admin("HGET", made._backend._session.base + b":instance", "held")) == 0
+    assert int(server.admin("HGET", backend_of(made)._session.base + b":instance", "held")) == 0
 
 
 @pytest.mark.parametrize("size", [3, 100_000])
@@ -432,12 +433,12 @@ def test_payload_that_is_gone_is_told_at_once_and_can_be_produced_again(plain, c
     made.register_partition("p", ["x", "y", "z"], None, ["train"])
     ids = ["a", "b", "c", "d"]
     made.put_samples(ids, "p", columns(4, size))
-    before = set(plain.admin("KEYS", made._backend._session.base + b":w:*"))
+    before = set(plain.admin("KEYS", backend_of(made)._session.base + b":w:*"))
     rows = torch.eye(4).repeat_interleave(max(1, size // 4), 1)[:, :size]  # rows differ, so none is shared
     both = TensorDict({"z": rows, "y": rows + 1}, batch_size=[4])
     total = both["y"].sum(1)
     made.put_samples(ids, "p", both)
-    (write,) = set(plain.admin("KEYS", made._backend._session.base + b":w:*")) - before
+    (write,) = set(plain.admin("KEYS", backend_of(made)._session.base + b":w:*")) - before
     plain.admin("HDEL", write, *(str(row) for row in range(plain.admin("HLEN", write)) if row % 4 in (1, 3)))
     scripts = plain.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"]
     with pytest.raises(LostSamplesError, match="payload of 2 samples is gone") as caught:
@@ -452,14 +453,14 @@ def test_payload_that_is_gone_is_told_at_once_and_can_be_produced_again(plain, c
     made.put_samples(["d"], "p", both[3:])  # writes over what is gone
     assert made.get_samples(ids, "p", ["z", "y"])["y"].sum() == total.sum()
     made.clear_samples(ids, "p")
-    assert plain.admin("KEYS", made._backend._session.base + b":w:*") == []
-    assert int(plain.admin("HGET", made._backend._session.base + b":instance", "held")) == 0
+    assert plain.admin("KEYS", backend_of(made)._session.base + b":w:*") == []
+    assert int(plain.admin("HGET", backend_of(made)._session.base + b":instance", "held")) == 0
 
 
 def test_a_put_that_was_given_up_leaves_nothing(plain, connect):
     made = connect(url=plain.url, namespace="reaped", capacity_bytes=1000)
     made.register_partition("p", ["x"], None, ["train"])
-    backend = made._backend
+    backend = backend_of(made)
     write = os.urandom(16)
     parts = [[pack_strings(["x", "tensor:int64:1:"]), [900], ""]]
     request = ("begin", "p", "", ["a"], parts, "", 1000, 0.05, "", write, b"")

@@ -19,6 +19,7 @@ from dataplane_core.errors import (
 from dataplane_core.spec import PutRequest, RegisterRequest
 from dataplane_redis import Acknowledged, LostCallsError, _acknowledged
 from dataplane_redis._scripts import STORE_VERSION
+from dataplane_testkit import backend_of
 
 SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
 
@@ -35,7 +36,7 @@ def comes_back(server):
 
 def between_begin_and_rows(client, monkeypatch, act):
     """Calls `act` once, when a put has reserved and not yet written."""
-    write, met = client._backend._write, []
+    write, met = backend_of(client)._write, []
 
     def wrapped(*args):
         if not met:
@@ -43,7 +44,7 @@ def between_begin_and_rows(client, monkeypatch, act):
             act()
         return write(*args)
 
-    monkeypatch.setattr(client._backend, "_write", wrapped)
+    monkeypatch.setattr(backend_of(client), "_write", wrapped)
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ def test_a_registration_that_a_rollback_undid_is_not_the_next_one(pair):
         enums={},
         deadline=deadline,
     )
-    lost = one._backend.register_partition(registration)
+    lost = backend_of(one).register_partition(registration)
     comes_back(server)
     two.register_partition("p", ["x"], None, ["train"])
     request = PutRequest(
@@ -143,7 +144,7 @@ def test_a_registration_that_a_rollback_undid_is_not_the_next_one(pair):
         deadline=deadline,
     )
     with pytest.raises(StalePartitionError):
-        one._backend.put_samples(request)
+        backend_of(one).put_samples(request)
     assert two.list_samples("p").size == 0
 
 
@@ -285,7 +286,7 @@ def test_a_server_that_gets_its_first_replica_lost_nothing(pair, start_server, m
     """It begins another history then, which connections that are in use have not met."""
     server, one, _ = pair
     history = server.info("replication")["master_replid"]
-    link = one._backend._session.link
+    link = backend_of(one)._session.link
     acquire = link._acquire
 
     def replica_joins(what, deadline):  # the put has its connection, and was not sent yet
@@ -326,7 +327,7 @@ def loses_a_call(monkeypatch):
     """The server of a client went back behind one of its calls, after the client ran a script so often."""
 
     def prepare(client, name, count):
-        session, met = client._backend._session, []
+        session, met = backend_of(client)._session, []
         run = session.script
 
         def counted(what, deadline, script, *words, **more):

@@ -12,6 +12,7 @@ from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import LostSamplesError, StalePartitionError
 from dataplane_redis import RedisBackend
 from dataplane_redis._scripts import pack_strings
+from dataplane_testkit import backend_of
 
 GROUP = 70  # so many members take two lists
 
@@ -28,7 +29,7 @@ def starts_waiting(client):
     asked = {"name": "rows", "task_name": "train", "batch_size": 9, "required": required, "filter": b"", "budget": 100}
     asked |= {"all_or_nothing": 1, "lease_s": -1.0, "token": "token", "holder": "holder", "most": 100, "number": b""}
     asked |= {"client": b"c" * 8, "waiter": waiter, "stops": 0}
-    reply = client._backend._session.run("test", time.monotonic() + 60, "claim", **asked)
+    reply = backend_of(client)._session.run("test", time.monotonic() + 60, "claim", **asked)
     assert (reply[0], reply[-1]) == (b"wait", 1)
 
 
@@ -58,7 +59,7 @@ def fill(client):
     client.put_samples(["s_g0"], "groups", columns(["s_g0"], x=1))
     client.put_samples(["zz"], "rows", TensorDict({"y": torch.ones(1, 9_000)}, batch_size=[1]))
     cleared = {"name": "rows", "epoch": b"", "ids": ["zz"], "whole": 0}  # it is to be deleted
-    client._backend._session.run("test", time.monotonic() + 60, "clear", **cleared)
+    backend_of(client)._session.run("test", time.monotonic() + 60, "clear", **cleared)
     return leased, grouped
 
 
@@ -223,7 +224,7 @@ def test_what_is_left_without_any_one_key_can_be_dropped(store):
             continue
         for name in ("rows", "groups"):
             store.client.clear_samples(None, name)
-        store.client._backend._payload.collect(1, time.monotonic() + 60)
+        backend_of(store.client)._payload.collect(1, time.monotonic() + 60)
         found = [each for each in store.server.keys() if store.server.pttl(each) == -1]
         parts = [each for each in found if b":w:" in each or any(epoch in each for epoch in store._epochs.values())]
         held = int(store.server.hget("dp:{lost}:instance", "held") or 0)

@@ -21,6 +21,7 @@ from dataplane_core.errors import (
     StalePartitionError,
 )
 from dataplane_redis._payload import NUM_BUCKETS, Placing
+from dataplane_testkit import backend_of
 
 #: Numbers in a row that is a group of its own: more than half of what a group may have.
 WIDE = 20_000
@@ -98,7 +99,7 @@ def test_buckets_are_spread_over_any_number_of_nodes():
 
 
 def test_a_put_that_is_refused_leaves_nothing(cluster, client, namespace, connect, monkeypatch):
-    payload = client._backend._payload
+    payload = backend_of(client)._payload
     write, other = payload.write, connect(url=cluster[1].url, namespace=namespace, bootstrap=False)
 
     def overtaken(*args):
@@ -117,7 +118,7 @@ def test_a_put_whose_rows_a_node_did_not_take_was_not_done(start_cluster, connec
     client = connect(url=nodes[0].url, namespace=namespace)
     client.register_partition("p", ["x"], None, ["train"])
     hasty = connect(url=nodes[0].url, namespace=namespace, bootstrap=False, op_timeout_s=3.0)
-    silent = next(node for node in nodes if not _serves(node, client._backend._session.base))
+    silent = next(node for node in nodes if not _serves(node, backend_of(client)._session.base))
     with (
         silent.stopped(),
         pytest.raises((OperationTimeoutError, BackendUnavailableError), match=r"It was not done\.") as caught,
@@ -189,17 +190,17 @@ def test_what_the_ledger_does_not_know_is_deleted(cluster, connect, namespace):
     owner.admin("HSET", key, 0, b"of a failed-over ledger")
 
     client = connect(url=cluster[0].url, namespace=namespace)
-    session, deadline = client._backend._session, time.monotonic() + 60
+    session, deadline = backend_of(client)._session, time.monotonic() + 60
     client.register_partition("p", ["x"], None, ["train"])
     client.put_samples(names(8), "p", rows(8))
-    client._backend._payload._swept = ""
+    backend_of(client)._payload._swept = ""
     session.command("test", deadline, b"HDEL", session.base + b":instance", b"swept")
-    client._backend._payload.look(deadline)
+    backend_of(client)._payload.look(deadline)
     assert session.command("test", deadline, b"ZRANGE", session.base + b":gone", b"0", b"-1") == [write]
     assert owner.admin("EXISTS", key) == 1  # the ledger may be one that was replaced a moment ago
 
     session.command("test", deadline, b"ZADD", session.base + b":gone", b"0", write)  # that moment is over
-    client._backend._payload.look(deadline)
+    backend_of(client)._payload.look(deadline)
     assert owner.admin("EXISTS", key) == 0
     assert torch.equal(client.get_samples(names(8), "p", ["x"])["x"], rows(8)["x"])
 
@@ -207,7 +208,7 @@ def test_what_the_ledger_does_not_know_is_deleted(cluster, connect, namespace):
 def test_a_look_at_what_the_ledger_does_not_know_is_made_again_if_it_failed(cluster, connect, namespace, monkeypatch):
     one = connect(url=cluster[0].url, namespace=namespace)
     two = connect(url=cluster[0].url, namespace=namespace, bootstrap=False)
-    session, deadline = one._backend._session, time.monotonic() + 60
+    session, deadline = backend_of(one)._session, time.monotonic() + 60
     session.command("test", deadline, b"HDEL", session.base + b":instance", b"swept")
     looks = []
 
@@ -218,7 +219,7 @@ def test_a_look_at_what_the_ledger_does_not_know_is_made_again_if_it_failed(clus
                 raise BackendUnavailableError("a node is down")
             return iter(())
 
-        payload = client._backend._payload
+        payload = backend_of(client)._payload
         payload._swept = ""
         monkeypatch.setattr(payload, "_find", find)
         payload.look(deadline)
@@ -267,7 +268,7 @@ def test_rows_that_a_node_lost_are_named(cluster, client, namespace):
 
 
 def test_a_slot_that_is_moving_and_one_that_has_moved(cluster, client, namespace):
-    placing = client._backend._payload.placing
+    placing = backend_of(client)._payload.placing
     bucket = next(each for each in range(NUM_BUCKETS) if placing.slot_of(each) < 5000)  # served by the first node
     source, target, other = cluster
     placing._next = itertools.count(bucket)
@@ -293,7 +294,7 @@ def test_failovers_and_moving_slots_under_load(start_cluster, start_load, connec
     nodes = start_cluster(num_replicas=3)
     client = connect(url=nodes[0].url, namespace=namespace, wait_replicas=1, op_timeout_s=60.0)
     client.register_partition("p", ["x"], None, ["train"])
-    placing = client._backend._payload.placing
+    placing = backend_of(client)._payload.placing
     loads = [start_load(nodes[0].url, namespace, f"l{number}", wait_replicas=1) for number in range(2)]
 
     def goes_on():
@@ -301,7 +302,7 @@ def test_failovers_and_moving_slots_under_load(start_cluster, start_load, connec
         wait_until(lambda: all(load.num_committed() > was + 10 for load, was in zip(loads, before, strict=True)))
 
     goes_on()
-    ledger = next(number for number in range(3) if _serves(nodes[number], client._backend._session.base))
+    ledger = next(number for number in range(3) if _serves(nodes[number], backend_of(client)._session.base))
     others = [number for number in range(3) if number != ledger]
     source, target = (nodes[number] for number in others)
     moved = [slot for slot in map(placing.slot_of, range(NUM_BUCKETS)) if slot * 3 // 16384 == others[0]][:20]

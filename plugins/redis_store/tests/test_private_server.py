@@ -15,6 +15,7 @@ from tensordict import TensorDict
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError
 from dataplane_redis._server import _folder
+from dataplane_testkit import backend_of
 
 _OWNER = """
 import sys, time
@@ -46,7 +47,7 @@ def wait_until(condition, within_s=15.0):
 
 def test_close_ends_the_server_and_leaves_no_folder(connect):
     client = connect(server="private", namespace="life")
-    pid, folder = client._backend._server.pid, _folder("life").path
+    pid, folder = backend_of(client)._server.pid, _folder("life").path
     assert runs(pid)
     assert folder.stat().st_mode & 0o077 == 0
     client.close()
@@ -66,7 +67,7 @@ def test_an_attached_client_leaves_it_running(connect):
 
 def test_a_stopped_server_is_ended_too(connect):
     client = connect(server="private", namespace="stopped")
-    pid = client._backend._server.pid
+    pid = backend_of(client)._server.pid
     os.kill(pid, signal.SIGSTOP)
     client.close()
     assert not runs(pid)
@@ -79,7 +80,7 @@ def test_a_server_that_was_killed_is_gone_for_good(connect, operation):
     client.register_partition("p", ["x"], None, ["train"])
     columns = TensorDict({"x": torch.ones(1)}, batch_size=[1])
     client.put_samples(["a"], "p", columns)
-    pid = owner._backend._server.pid
+    pid = backend_of(owner)._server.pid
     acts = {
         "put": lambda: client.put_samples(["b"], "p", columns),
         "read": lambda: client.get_samples(["a"], "p", ["x"]),
@@ -89,7 +90,7 @@ def test_a_server_that_was_killed_is_gone_for_good(connect, operation):
     with ThreadPoolExecutor(1) as pool:
         if operation == "wait":
             waits = pool.submit(acts[operation])
-            wait_until(lambda: any(each.promised for each in list(client._backend._wakes._waiting.values())))
+            wait_until(lambda: any(each.promised for each in list(backend_of(client)._wakes._waiting.values())))
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not runs(pid))
         for act in (waits.result if operation == "wait" else acts[operation], acts[operation]):
@@ -188,7 +189,7 @@ def test_durability_is_stated(connect, caplog):
         owner = connect(server="private", namespace="stated", **options)
         attached = connect(bootstrap=False, server="private", namespace="stated", **options)
         for client in (owner, attached):
-            found = client._backend.durability(time.monotonic() + 20)
+            found = backend_of(client).durability(time.monotonic() + 20)
             assert found.appendonly == bool(options)
             assert not found.survives_kill
             assert "its data live as long as the server" in found.describe()

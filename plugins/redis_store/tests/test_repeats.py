@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from dataplane_core.errors import BackendUnavailableError, LostReplyError
 from dataplane_core.spec import AckRequest, NackRequest, RenewRequest, new_id
+from dataplane_testkit import backend_of
 
 
 class Cutter:
@@ -171,8 +172,8 @@ def test_a_settling_that_was_carried_out_between_two_scripts_of_its_repetition_s
             request_id=new_id(),
             **({"lease_s": 60.0} if operation == "renew" else {}),
         )
-        ran = scripts_of(one, act_at, lambda: getattr(two._backend, operation)(request))
-        assert getattr(one._backend, operation)(request).num_samples == len(ids) - 1
+        ran = scripts_of(one, act_at, lambda: getattr(backend_of(two), operation)(request))
+        assert getattr(backend_of(one), operation)(request).num_samples == len(ids) - 1
         monkeypatch.undo()
         return len(ran) >= act_at
 

@@ -17,6 +17,7 @@ from dataplane_core.errors import (
 )
 from dataplane_redis import _puts
 from dataplane_redis._scripts import SCRIPTS
+from dataplane_testkit import backend_of
 
 _UNIT = 1000  # bytes
 _HEAD = 16  # of these, of a cell besides its values
@@ -45,7 +46,7 @@ def put_by_thread(client, name, units, done):
 
 
 def line(client):
-    session = client._backend._session
+    session = backend_of(client)._session
     return session.command("test", time.monotonic() + 5, b"ZCARD", session.base + b":line")
 
 
@@ -164,7 +165,7 @@ def never_asks(monkeypatch):
 
 def num_told(client):
     """How many puts the server will tell when there is room."""
-    session = client._backend._session
+    session = backend_of(client)._session
     waiting = session.command("test", time.monotonic() + 5, b"HVALS", session.base + b":waiting")
     return sum(msgpack.unpackb(each, raw=True)[4] != b"" for each in waiting)
 
@@ -174,7 +175,7 @@ def test_a_put_that_waits_is_woken_when_room_becomes_free(client, never_asks, ho
     client.register_partition("other", ["x"], None, ["train"])
     put(client, "old", 60, partition="other")
     done = []
-    session = client._backend._session
+    session = backend_of(client)._session
     if how == "abort":
         told = {"ids": ["begun"], "parts": [["", [40 * _UNIT], ""]], "tags": "", "known": b"", "request": ""}
         told |= {"mode": "begin", "name": "p", "epoch": "", "write": b"w" * 16, "ttl_s": 60.0}
@@ -217,7 +218,7 @@ def test_a_put_is_woken_when_the_one_before_it_gives_up(client, never_asks, monk
     first = threading.Thread(target=give_up)
     first.start()
     until(lambda: num_told(client) == 1)
-    (event,) = client._backend._wakes._puts.values()
+    (event,) = backend_of(client)._wakes._puts.values()
     second = put_by_thread(client, "second", 40, done)
     until(lambda: num_told(client) == 2)
     monkeypatch.setattr(_puts, "_LAST_ASK_S", 1e6)
@@ -232,10 +233,10 @@ def test_a_put_whose_client_lost_the_connection_on_which_it_listens_is_woken(cli
     done = []
     waiting = put_by_thread(client, "waits", 50, done)
     until(lambda: num_told(client) == 1)
-    lost = client._backend._wakes._connection
-    session = client._backend._session
+    lost = backend_of(client)._wakes._connection
+    session = backend_of(client)._session
     session.command("test", time.monotonic() + 5, b"CLIENT", b"KILL", b"TYPE", b"pubsub")
-    until(lambda: client._backend._wakes._connection not in (None, lost))
+    until(lambda: backend_of(client)._wakes._connection not in (None, lost))
     client.clear_samples(["old"], "p")
     waiting.join(60)
     assert done == ["waits"]
@@ -259,7 +260,7 @@ def test_a_put_whose_client_was_killed_keeps_nobody_waiting_for_long(client, pla
 
 def test_a_put_that_waited_for_room_does_not_hold_it_for_longer(client, monkeypatch):
     """What a killed client's put holds is given up a fixed time after the put's deadline."""
-    script, sent = client._backend._session.script, []
+    script, sent = backend_of(client)._session.script, []
 
     def noted(what, deadline, name, packed, *rows, **more):
         if name == "put":
@@ -268,7 +269,7 @@ def test_a_put_that_waited_for_room_does_not_hold_it_for_longer(client, monkeypa
         return script(what, deadline, name, packed, *rows, **more)
 
     put(client, "old", 60)
-    monkeypatch.setattr(client._backend._session, "script", noted)
+    monkeypatch.setattr(backend_of(client)._session, "script", noted)
     done = []
     waiting = put_by_thread(client, "waits", 60, done)
     until(lambda: line(client) == 1)
@@ -319,7 +320,7 @@ def test_a_put_that_waited_and_is_refused_then_keeps_nobody_waiting(client):
 
 
 def test_a_begin_whose_reply_is_lost_holds_no_room(client, monkeypatch):
-    script, base = client._backend._session.link.script, client._backend._session.base
+    script, base = backend_of(client)._session.link.script, backend_of(client)._session.base
 
     def lose_the_reply(what, deadline, run, *words, **more):
         reply = script(what, deadline, run, *words, **more)
@@ -328,15 +329,17 @@ def test_a_begin_whose_reply_is_lost_holds_no_room(client, monkeypatch):
         return reply
 
     with monkeypatch.context() as lost:
-        lost.setattr(client._backend._session.link, "script", lose_the_reply)
+        lost.setattr(backend_of(client)._session.link, "script", lose_the_reply)
         with pytest.raises(BackendUnavailableError):
             put(client, "large", 90)
-    assert client._backend._session.command("test", time.monotonic() + 5, b"HGET", base + b":instance", b"held") == b"0"
+    assert (
+        backend_of(client)._session.command("test", time.monotonic() + 5, b"HGET", base + b":instance", b"held") == b"0"
+    )
 
 
 def test_a_put_without_payload_can_be_given_up(client):
     write = b"w" * 16
-    backend = client._backend
+    backend = backend_of(client)
     deadline = time.monotonic() + 5
     backend._session.command("test", deadline, b"ZADD", backend._session.base + b":pending", b"9e15", write)
     backend._session.command("test", deadline, b"HSET", backend._session.base + b":instance", b"r:" + write, b"0")
@@ -349,7 +352,7 @@ def test_a_row_that_no_value_can_hold_is_refused_before_it_is_sent(plain, connec
     client.register_partition("p", ["x"], None, ["train"])
     most = 2 << 20
     words = (b"CONFIG", b"SET", b"proto-max-bulk-len", b"%d" % most)
-    assert client._backend._session.command("test", time.monotonic() + 60, *words)
+    assert backend_of(client)._session.command("test", time.monotonic() + 60, *words)
     with pytest.raises(CapacityExceededError, match=f"less than the server's proto-max-bulk-len, {most}") as told:
         put(client, "s", 3000)
     assert not told.value.retryable

@@ -14,6 +14,7 @@ from dataplane_core.backends import Level
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_redis import RedisBackend, RedisConfig
 from dataplane_redis._sentinel import Service
+from dataplane_testkit import backend_of
 
 SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
 
@@ -99,7 +100,7 @@ def test_a_service_is_named_and_followed(plane, connect, wait_until, only_woken)
     client.put_samples(["b"], "p", columns(1, LARGE, 8))
     assert client.get_samples(["a", "b"], "p", ["x"])["x"][:, 0].tolist() == [7, 8]
     (new,) = plane.new_primaries()
-    assert new.admin("EXISTS", client._backend._session.base + b":instance") == 1
+    assert new.admin("EXISTS", backend_of(client)._session.base + b":instance") == 1
     # by hand, while the primary lives
     wait_until(lambda: new.admin("PUBSUB", "SHARDCHANNELS"))
     wait_until(lambda: new.info("replication")["connected_slaves"] >= 1)
@@ -119,7 +120,7 @@ def test_a_large_put_whose_server_became_a_replica_before_its_commit_begins_agai
     sentinel.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", old.port, 1)
     client = connect(url=f"redis+sentinel://127.0.0.1:{sentinel.port}/plane", op_timeout_s=60)
     client.register_partition("p", ["x"], None, ["train"])
-    write, met = client._backend._write, []
+    write, met = backend_of(client)._write, []
 
     def fails_over_first(*args):
         if not met:
@@ -131,12 +132,12 @@ def test_a_large_put_whose_server_became_a_replica_before_its_commit_begins_agai
             sentinel.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", new.port, 1)
         return write(*args)
 
-    monkeypatch.setattr(client._backend, "_write", fails_over_first)
+    monkeypatch.setattr(backend_of(client), "_write", fails_over_first)
     client.put_samples(["a"], "p", columns(1, LARGE, 7))
     assert met
     assert new.info("replication")["role"] == "master"
     assert (client.get_samples(["a"], "p", ["x"])["x"] == 7).all()
-    assert new.admin("ZCARD", client._backend._session.base + b":pending") == 1  # its mark
+    assert new.admin("ZCARD", backend_of(client)._session.base + b":pending") == 1  # its mark
 
 
 def state_of(sentinel):

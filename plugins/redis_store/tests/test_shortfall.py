@@ -8,6 +8,7 @@ from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, OperationTi
 from dataplane_core.spec import this_process
 from dataplane_redis import _claims
 from dataplane_redis._scripts import SCRIPTS
+from dataplane_testkit import backend_of
 
 
 def test_a_holder_is_forgotten_with_its_lease(plain, connect):
@@ -21,7 +22,7 @@ def test_a_holder_is_forgotten_with_its_lease(plain, connect):
     client.ack(first)
     client.nack(second)
     client.clear_samples(gone.sample_ids, "p")
-    base = client._backend._session.base.decode()
+    base = backend_of(client)._session.base.decode()
     (records,) = plain.admin("KEYS", f"{base}:e:*:k")
     assert plain.admin("HLEN", records) == 2  # which token may ack 'a' again, and a mark
     assert this_process().encode() not in b"".join(plain.admin("HVALS", records))
@@ -39,13 +40,13 @@ def fill(client, count):
 def test_many_that_time_out_at_once_share_a_count(plain, connect, at_once, monkeypatch):
     client = connect(url=plain.url)
     fill(client, 20_000)
-    script, asked, errors = client._backend._session.link.script, [], []
+    script, asked, errors = backend_of(client)._session.link.script, [], []
 
     def noted(what, deadline, run, *words, **more):
         asked.append(run)
         return script(what, deadline, run, *words, **more)
 
-    monkeypatch.setattr(client._backend._session.link, "script", noted)
+    monkeypatch.setattr(backend_of(client)._session.link, "script", noted)
 
     def wait():
         try:
@@ -61,7 +62,7 @@ def test_many_that_time_out_at_once_share_a_count(plain, connect, at_once, monke
 def test_a_timeout_tells_what_was_counted_until_the_deadline(plain, connect, monkeypatch):
     client = connect(url=plain.url)
     fill(client, 5000)
-    script, asked = client._backend._session.link.script, []
+    script, asked = backend_of(client)._session.link.script, []
 
     def slow(what, deadline, run, *words, **more):
         if run is SCRIPTS["shortfall"]:
@@ -70,7 +71,7 @@ def test_a_timeout_tells_what_was_counted_until_the_deadline(plain, connect, mon
                 raise OperationTimeoutError("the server did not answer in time.")
         return script(what, deadline, run, *words, **more)
 
-    monkeypatch.setattr(client._backend._session.link, "script", slow)
+    monkeypatch.setattr(backend_of(client)._session.link, "script", slow)
     monkeypatch.setattr(_claims, "_LOOK_ROWS", 1000)
     with pytest.raises(ClaimTimeoutError) as caught:
         client.claim_meta("p", "train", ["x"], 1, timeout_s=0.0)

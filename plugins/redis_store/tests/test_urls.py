@@ -16,6 +16,7 @@ from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError
 from dataplane_redis import RedisConfig
 from dataplane_redis._server import check_server
+from dataplane_testkit import backend_of
 
 _SECRET = "s3cret-of-the-test"
 
@@ -115,7 +116,7 @@ def test_durability_is_stated(plain, start_server, connect, caplog):
     caplog.set_level("INFO", logger="dataplane_redis")
 
     def found(server):
-        return connect(url=server.url)._backend.durability(time.monotonic() + 20)
+        return backend_of(connect(url=server.url)).durability(time.monotonic() + 20)
 
     assert not found(plain).survives_kill
     assert "no persistence" in caplog.text

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from dataplane_core.errors import BackendUnavailableError, ClaimTimeoutError, UnknownPartitionError
 from dataplane_redis import RedisBackend, RedisConfig, _claims, _wakes
+from dataplane_testkit import backend_of
 
 #: Seconds within which a claim must return, and its timeout, at which it would ask once more.
 LONG_S = 60.0
@@ -77,7 +78,7 @@ def client(plain, pool, connect):
 
 @pytest.mark.parametrize("tag_filter", [None, {"v": (">=", 1)}], ids=["all", "filtered"])
 def test_a_put_wakes_as_many_claims_as_it_can_serve(plain, client, wait_in_line, wait_until, only_woken, tag_filter):
-    wakes, told = client._backend._wakes, []
+    wakes, told = backend_of(client)._wakes, []
     wake, wakes._wake = wakes._wake, told.append
     client.register_partition("p", ["x"], None, ["train"], grpo_group_size=2)
     ids = [f"q{row // 2}_g{row % 2}" for row in range(16)]
@@ -185,10 +186,10 @@ def test_a_claim_that_is_given_up_passes_its_wake_on(client, connect, plain, wai
     client.register_partition("p", ["x"], None, ["train"])
     first = wait_in_line(other)
     second = wait_in_line(client)
-    other._backend._wakes._wake = lambda token: None  # it is told, and does not ask
+    backend_of(other)._wakes._wake = lambda token: None  # it is told, and does not ask
     put(client, ["a"])
     assert waiting(plain) == (2, 1)
-    session = other._backend._session
+    session = backend_of(other)._session
     run, errors = session.run, [error] * (error is not None)
 
     def failing(what, deadline, script, *values, **more):
@@ -197,8 +198,8 @@ def test_a_claim_that_is_given_up_passes_its_wake_on(client, connect, plain, wai
         return run(what, deadline, script, *values, **more)
 
     session.run = failing
-    (given_up,) = other._backend._wakes._waiting
-    other._backend._wakes._end(given_up)
+    (given_up,) = backend_of(other)._wakes._waiting
+    backend_of(other)._wakes._end(given_up)
     assert second.result(LONG_S).sample_ids == ["a"]
     other.close()
     with pytest.raises(Exception, match="closed"):
@@ -228,7 +229,7 @@ def test_a_client_that_closes_no_longer_listens(plain, client, connect, wait_in_
 def test_a_fork_does_not_listen_for_its_parent(client, wait_in_line, only_woken):
     client.register_partition("p", ["x"], None, ["train"])
     claim = wait_in_line(client)
-    wakes = client._backend._wakes
+    wakes = backend_of(client)._wakes
     child = os.fork()
     if not child:  # if it kept the connection, the server would tell a parent that was killed
         os._exit(0 if wakes._connection._sock.fileno() == -1 else 1)
@@ -255,7 +256,7 @@ def test_a_server_that_does_not_answer_is_noticed(plain, client, wait_in_line, w
     monkeypatch.setattr(_wakes, "_CHECK_S", 0.2)
     client.register_partition("p", ["x"], None, ["train"])
     claim = wait_in_line(client)
-    wakes = client._backend._wakes
+    wakes = backend_of(client)._wakes
     first = wakes._connection
     with plain.stopped():
         wait_until(lambda: wakes._connection is None)
@@ -275,7 +276,7 @@ def test_a_user_who_may_not_listen_asks(plain, client, connect, pool, wait_until
         claims = [
             pool.submit(each.claim_meta, "p", "train", ["x"], 1, timeout_s=TIMEOUT_S) for each in (mute, client, mute)
         ]
-        wait_until(lambda: waiting(plain)[0] == 1 and mute._backend._wakes._refused)
+        wait_until(lambda: waiting(plain)[0] == 1 and backend_of(mute)._wakes._refused)
         put(mute, ["a", "b", "c"])  # it may not send messages either
         assert {each.result(LONG_S).sample_ids[0] for each in claims} == {"a", "b", "c"}
         assert len(listening(plain)) == 1

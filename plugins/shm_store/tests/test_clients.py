@@ -23,6 +23,7 @@ from dataplane_core import connect
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClaimTimeoutError, OperationTimeoutError
 from dataplane_core.host_memory import memory_limit
 from dataplane_core.spec import GetRequest
+from dataplane_testkit import backend_of
 
 WAIT_S = 60.0
 IDS = ["a", "b", "c", "d"]
@@ -51,7 +52,7 @@ def viewing(config):
 
 
 def statistics(client):
-    return client._backend.statistics(time.monotonic() + WAIT_S)
+    return backend_of(client).statistics(time.monotonic() + WAIT_S)
 
 
 def eventually(condition):
@@ -93,7 +94,7 @@ def test_a_view_is_the_shared_memory_itself(owner, config):
         read = client.get_samples(IDS, "p", ["x", "y"])
         assert [row.tolist() for row in read["x"].unbind()] == ROWS
         some = client.get_samples(IDS[1:3], "p", ["y"])["y"]
-        arena = client._backend._read_only
+        arena = backend_of(client)._read_only
         for tensor in (read["x"].values(), read["y"], some):
             assert arena.address <= tensor.data_ptr() < arena.address + arena.size_bytes
         assert before == 0 < statistics(owner).pinned_bytes
@@ -210,14 +211,14 @@ time.sleep(1000)
 
 
 def test_only_this_user_can_reach_the_socket(owner):
-    socket = owner._backend._folder.socket
+    socket = backend_of(owner)._folder.socket
     assert socket.parent.stat().st_mode & 0o777 == 0o700
     assert socket.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="not run: only root can become another user")
 def test_another_user_is_refused_also_where_the_file_system_lets_it_in(owner):
-    socket = owner._backend._folder.socket
+    socket = backend_of(owner)._folder.socket
     socket.parent.chmod(0o755)
     socket.chmod(0o666)
     code = f"""
@@ -249,7 +250,7 @@ def test_an_owner_is_alone(owner, config):
 def test_an_attached_client_has_the_owners_limits(owner, config):
     config = {**config, "options": {"namespace": config["options"]["namespace"]}}
     with connect(config, bootstrap=False) as client:
-        assert client._backend.config.capacity_bytes == 64 << 20
+        assert backend_of(client).config.capacity_bytes == 64 << 20
 
 
 def test_a_fork_opens_a_client_of_its_own_and_does_not_hold_its_parents_session(owner, config):
@@ -305,7 +306,7 @@ def test_numbers_and_strings_of_numpy_are_taken_as_pythons(owner):
 
 def test_an_interrupted_request_is_not_answered_to_the_next(owner, monkeypatch):
     put(owner)
-    session = owner._backend._session
+    session = backend_of(owner)._session
     receive = session._receive
 
     def interrupted(channel, deadline):
@@ -334,12 +335,12 @@ def stopped(process):
 
 def test_a_read_that_gave_up_holds_nothing_though_the_ledgers_process_gets_to_it_later(owner):
     put(owner)
-    connection = owner._backend._session
+    connection = backend_of(owner)._session
     other = connection._take("the test's", time.monotonic() + WAIT_S)
     request = GetRequest(partition_id="p", sample_ids=IDS, fields=["y"], deadline=time.monotonic() + 0.2)
-    with stopped(owner._backend._process):
+    with stopped(backend_of(owner)._process):
         with pytest.raises(OperationTimeoutError):
-            owner._backend.get_samples(request)
+            backend_of(owner).get_samples(request)
         connection._idle.append(other)
         gc.collect()
         connection._send_releases()
@@ -350,7 +351,7 @@ def test_a_read_that_gave_up_holds_nothing_though_the_ledgers_process_gets_to_it
 def test_a_pin_that_ends_while_nothing_can_be_sent_ends_with_a_later_request(owner, config, monkeypatch):
     put(owner)
     with viewing(config) as client:
-        connection = client._backend._session
+        connection = backend_of(client)._session
         view = client.get_samples(IDS, "p", ["y"])
         connection._idle.pop().close()
         monkeypatch.setattr(connection, "_address", replace(connection._address, path=Path("/nowhere")))
@@ -366,7 +367,7 @@ def test_a_pin_that_ends_while_nothing_can_be_sent_ends_with_a_later_request(own
 def test_a_pin_that_ends_while_all_sockets_are_in_use_ends_when_one_is_free(owner, config, monkeypatch):
     put(owner)
     with viewing(config) as client:
-        session = client._backend._session
+        session = backend_of(client)._session
         receive = session._receive
         views = [client.get_samples(IDS, "p", ["y"])]
 
@@ -381,7 +382,7 @@ def test_a_pin_that_ends_while_all_sockets_are_in_use_ends_when_one_is_free(owne
 
 
 def test_programs_that_a_client_starts_do_not_inherit_the_memory(owner):
-    assert not os.get_inheritable(owner._backend._arena.fd)
+    assert not os.get_inheritable(backend_of(owner)._arena.fd)
 
 
 def test_the_ledgers_process_may_open_as_many_files_as_the_system_allows(config):
@@ -389,20 +390,20 @@ def test_the_ledgers_process_may_open_as_many_files_as_the_system_allows(config)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
     try:
         with connect(config) as client:
-            assert resource.prlimit(client._backend._process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+            assert resource.prlimit(backend_of(client)._process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_ledgers_process_without_file_descriptors_serves_on_rests_and_accepts_later(owner, config):
-    pid = owner._backend._process.pid
+    pid = backend_of(owner)._process.pid
     _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     used = set(map(int, os.listdir(f"/proc/{pid}/fd")))
     with ThreadPoolExecutor(1) as pool:
         try:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(set(range(1000)) - used), hard))
             attaching = pool.submit(connect, config, bootstrap=False)
-            log = owner._backend._folder.path / "ledger.log"
+            log = backend_of(owner)._folder.path / "ledger.log"
             eventually(lambda: "no client is accepted for 1.0 s: [Errno 24] Too many open files" in log.read_text())
             put(owner)
             stat = Path(f"/proc/{pid}/stat")
@@ -414,7 +415,7 @@ def test_a_ledgers_process_without_file_descriptors_serves_on_rests_and_accepts_
 
 
 def test_a_client_without_file_descriptors_says_so_loses_nothing_and_goes_on(owner):
-    connection = owner._backend._session
+    connection = backend_of(owner)._session
     put(owner)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     idle = [connection._idle.pop() for _ in range(len(connection._idle))]
@@ -436,7 +437,7 @@ def test_what_no_longer_waits_leaves_nothing_in_its_client(owner):
         with contextlib.suppress(ClaimTimeoutError):
             owner.claim_meta("p", "train", ["x"], size, timeout_s=0.01)
     owner.clear_samples(None, "p")
-    assert not owner._backend._session._waiting
+    assert not backend_of(owner)._session._waiting
 
 
 def test_threads_of_one_client_work_side_by_side(owner):

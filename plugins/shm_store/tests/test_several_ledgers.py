@@ -12,6 +12,7 @@ from dataplane_core import connect
 from dataplane_core.backends import ledger_of
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError, UnknownPartitionError
 from dataplane_core.spec import ListPartitionsRequest
+from dataplane_testkit import backend_of
 
 STARTS_S = 120.0
 PARTITIONS = [f"step-{number}" for number in range(12)]
@@ -45,7 +46,7 @@ def fill(client, names=PARTITIONS):
 def test_each_ledger_has_its_partitions_and_a_client_sees_them_all(client):
     fill(client)
     assert client.list_partitions() == sorted(PARTITIONS)
-    held = [set(store.list_partitions(_listing()).partition_ids) for store in client._backend._stores]
+    held = [set(store.list_partitions(_listing()).partition_ids) for store in backend_of(client)._stores]
     assert held == [{name for name in PARTITIONS if ledger_of(name, 3) == number} for number in range(3)]
     assert all(held)
     for number, name in enumerate(PARTITIONS):
@@ -64,7 +65,7 @@ def _listing():
 
 
 def test_the_ledgers_are_processes_of_their_own(client):
-    pids = {store._process.pid for store in client._backend._stores}
+    pids = {store._process.pid for store in backend_of(client)._stores}
     assert len(pids) == 3
 
 
@@ -105,7 +106,7 @@ def test_a_dead_ledger_ends_its_partitions_and_no_other(config):
     fresh = {**config, "options": {"namespace": f"dead-{uuid.uuid4().hex[:8]}", "capacity_bytes": 16 << 20}}
     with connect(fresh) as client:
         fill(client)
-        os.kill(client._backend._stores[1]._process.pid, signal.SIGKILL)
+        os.kill(backend_of(client)._stores[1]._process.pid, signal.SIGKILL)
         for name in PARTITIONS:
             if ledger_of(name, 3) == 1:
                 with pytest.raises(BackendUnavailableError):

@@ -14,6 +14,7 @@ import torch
 
 from dataplane_core.errors import DataPlaneError, LostSamplesError
 from dataplane_mooncake._master import Master
+from dataplane_testkit import backend_of
 
 NAMES = [f"s{row}" for row in range(8)]
 
@@ -23,7 +24,7 @@ def values(number, names=NAMES):
 
 
 def instance(client):
-    return client._backend._engine._instance
+    return backend_of(client)._engine._instance
 
 
 def listening(client):

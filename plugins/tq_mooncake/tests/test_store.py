@@ -30,6 +30,7 @@ from dataplane_core.ledger import commands
 from dataplane_mooncake import TQMooncakeBackend, _calls, _store
 from dataplane_mooncake._master import Master
 from dataplane_mooncake._store import Store, StoreSettings
+from dataplane_testkit import backend_of
 
 MIB = 1 << 20
 #: Small; and a busy machine may need long to start the master.
@@ -65,7 +66,7 @@ def ids(num_rows, name="s"):
 
 def unit(client, index=0):
     """A storage unit's actor."""
-    return ray.get_actor(client._backend._engine._instance.units[index].actor, namespace="dataplane")
+    return ray.get_actor(backend_of(client)._engine._instance.units[index].actor, namespace="dataplane")
 
 
 def unit_pid(client, index=0):
@@ -73,7 +74,7 @@ def unit_pid(client, index=0):
 
 
 def master_pid(client):
-    return client._backend._engine._instance.master_pid
+    return backend_of(client)._engine._instance.master_pid
 
 
 @contextlib.contextmanager
@@ -201,7 +202,7 @@ def test_operations_succeed_after_all_connections_were_shut_down(client, first, 
 
 def test_a_process_has_one_engine_which_its_last_client_closes(client, connect, ray_address):
     others = [connect(bootstrap=False, instance="store", ray_address=ray_address) for _ in range(2)]
-    stores = {id(each._backend._engine._store) for each in [client, *others]}
+    stores = {id(backend_of(each)._engine._store) for each in [client, *others]}
     assert len(stores) == 1
     others[0].put_samples(ids(4), "p", rows(4, 100))
     others[0].close()
@@ -249,7 +250,7 @@ def test_an_engine_stays_open_until_the_rows_of_a_put_that_was_given_up_are_dele
     # other settings: an engine of its own
     options = {"instance": "store", "ray_address": ray_address, "local_buffer_size_bytes": 5 * MIB}
     other = connect(bootstrap=False, **options)
-    engine, store = other._backend._engine, other._backend._engine._store
+    engine, store = backend_of(other)._engine, backend_of(other)._engine._store
     noting, put, stored, go_on = Noting(store._engine), store.put, threading.Event(), threading.Event()
 
     def put_slowly(*args, **more):
@@ -273,7 +274,7 @@ def test_an_engine_stays_open_until_the_rows_of_a_put_that_was_given_up_are_dele
 
 
 def test_no_connections_are_ended_while_a_call_that_was_given_up_deletes_what_it_left(client, monkeypatch, wait_until):
-    store, ended = client._backend._engine._store, []
+    store, ended = backend_of(client)._engine._store, []
     undoing, go_on = threading.Event(), threading.Event()
 
     def work(call):
@@ -338,7 +339,7 @@ def no_answer(_):
 
 
 def test_a_full_store_is_the_reason_also_if_the_deadline_comes_while_the_master_is_asked_again(client, monkeypatch):
-    monkeypatch.setattr(client._backend._engine._store, "there", no_answer)
+    monkeypatch.setattr(backend_of(client)._engine._store, "there", no_answer)
     with pytest.raises(CapacityExceededError, match=r"2 segments of 16 MiB .* have no room") as refused:
         client.put_samples(ids(40), "p", rows(40, MIB))
     assert "It may have been executed" not in str(refused.value)
@@ -407,12 +408,12 @@ def test_every_process_announces_its_nodes_address_whatever_it_inherited(client)
     assert mooncake.store.__name__ in sys.modules
     assert os.environ["MC_TCP_BIND_ADDRESS"] == here
     assert os.environ["MC_STORE_MEMCPY"] == "0"
-    assert client._backend._engine._store._engine.get_hostname().rpartition(":")[0] == here
+    assert backend_of(client)._engine._store._engine.get_hostname().rpartition(":")[0] == here
     inherited = ray.get(unit(client).__ray_call__.remote(lambda _: os.environ["MC_TCP_BIND_ADDRESS"]), timeout=60)
     assert inherited == here
     client.put_samples(["a"], "p", rows(1, 100))
-    (key,) = client._backend._engine._keys(located(client, "a"))
-    (replica,) = client._backend._engine._store._engine.get_replica_desc(key)
+    (key,) = backend_of(client)._engine._keys(located(client, "a"))
+    (replica,) = backend_of(client)._engine._store._engine.get_replica_desc(key)
     endpoint = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
     assert endpoint.rpartition(":")[0] == here
 
@@ -425,7 +426,7 @@ def test_its_processes_run_at_the_priority_of_any_other(client):
 
 
 def located(client, sample_id):
-    (part,) = client._backend._ledger(time.monotonic() + 60, commands.Locate("p", [sample_id], ["x"])).parts
+    (part,) = backend_of(client)._ledger(time.monotonic() + 60, commands.Locate("p", [sample_id], ["x"])).parts
     return [part.write_id + position for position in part.positions]
 
 

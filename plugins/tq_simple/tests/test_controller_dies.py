@@ -19,6 +19,7 @@ import torch
 from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError, LostSamplesError, OperationTimeoutError
+from dataplane_testkit import backend_of
 from dataplane_tq_simple._messages import Ping
 
 STARTS_S = 60.0
@@ -234,7 +235,7 @@ def test_a_read_that_waits_for_a_unit_asks_the_new_controller(client: DataPlaneC
 
 def test_who_cannot_wait_gets_an_error_to_retry(client: DataPlaneClient, tmp_path: Path) -> None:
     put(client, ["a-1"])
-    engine = client._backend._engine
+    engine = backend_of(client)._engine
 
     def refused() -> BackendUnavailableError | None:
         try:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dataplane_testkit._author import AuthorsClass, ConformanceError, Disturbance
     from dataplane_testkit._base import Suite
     from dataplane_testkit._conformance import BackendConformance
+    from dataplane_testkit._hooks import backend_of
     from dataplane_testkit._marks import chapter_of, limit_of, rule_of
     from dataplane_testkit._progress import Progress
     from dataplane_testkit.chaos import Settings, Verdict, run_chaos
@@ -45,6 +46,7 @@ __all__ = [
     "Settings",
     "Suite",
     "Verdict",
+    "backend_of",
     "chapter_of",
     "limit_of",
     "rule_of",
@@ -56,6 +58,7 @@ __all__ = [
 #: this package before pytest can rewrite the kit's assertions, and wherever it is installed.
 _FROM: Final = {
     **dict.fromkeys(("AuthorsClass", "ConformanceError", "Disturbance"), "_author"),
+    "backend_of": "_hooks",
     **dict.fromkeys(("chapter_of", "limit_of", "rule_of"), "_marks"),
     **dict.fromkeys(("Settings", "Verdict", "run_chaos"), "chaos"),
     **dict.fromkeys(("Report", "to_json"), "report"),

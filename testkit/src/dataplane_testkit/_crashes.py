@@ -28,6 +28,7 @@ from dataplane_core.errors import DataPlaneError, LeaseExpiredError
 from dataplane_core.spec import Capability
 from dataplane_testkit._blobs import journal_state
 from dataplane_testkit._columns import as_objects, batch, items_of, jagged, rows_of
+from dataplane_testkit._hooks import backend_of
 from dataplane_testkit._profiles import by_profile, new_seed
 from dataplane_testkit._timing import PROMPT_S, eventually
 
@@ -234,14 +235,14 @@ def _kill_all(deployment: Deployment, found: Aftermath, partition: str, tasks: S
             try:
                 _kill(worker, folder / str(number), tasks, moments)
             except AssertionError as error:
-                raise AssertionError(f"{error}{journal_state(deployment.client._backend)}") from None
+                raise AssertionError(f"{error}{journal_state(backend_of(deployment.client))}") from None
             waiting.pop(0)
             worker.close()
             _record(found, folder / str(number), _first(number))
             try:
                 _serve(deployment.client, partition, victim)
             except Exception as error:
-                state = journal_state(deployment.client._backend)
+                state = journal_state(backend_of(deployment.client))
                 found.unusable = f"after kill {victim + 1}, another client got {type(error).__name__}: {error}{state}"
                 return
     finally:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from tensordict import TensorDictBase
 
+from dataplane_core import DataPlaneClient
 from dataplane_core.backends import Backend
 from dataplane_core.codec import decode_columns, encode_columns
 from dataplane_core.spec import (
@@ -43,6 +44,18 @@ from dataplane_core.spec import (
 )
 
 _R = TypeVar("_R")
+
+
+def backend_of(client: DataPlaneClient) -> Any:
+    """The backend of a client, for a test that looks behind the client. A trainer has no need of it.
+
+    Args:
+        client: A `DataPlaneClient`.
+
+    Returns:
+        The started instance of the author's class, whatever its attributes are.
+    """
+    return client._backend
 
 
 class Hooks:

@@ -30,7 +30,7 @@ from dataplane_testkit._asyncio import ThroughAsyncio
 from dataplane_testkit._author import AuthorsClass
 from dataplane_testkit._blobs import recorded_keys
 from dataplane_testkit._columns import batch, bits
-from dataplane_testkit._hooks import Hooks
+from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._nursery import Nursery
 from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, eventually
 from dataplane_testkit._workers import Worker, prepare
@@ -141,7 +141,7 @@ class Deployment:
 
     def attach_options(self) -> dict[str, Any]:
         """Options with which further clients attach to this store."""
-        return self.case.attach_options(copy.deepcopy(self.options), self.client._backend)
+        return self.case.attach_options(copy.deepcopy(self.options), backend_of(self.client))
 
     def closed_client(self) -> DataPlaneClient:
         """A closed client. All tests that only check that it refuses calls share it."""
@@ -234,7 +234,7 @@ class Store:
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
         self.client = deployment.client
-        self.backend: Backend = deployment.client._backend
+        self.backend: Backend = backend_of(deployment.client)
         self.hooks = Hooks(self.backend)
         self.faults = Faults.of(self.client)
         self.name = deployment.name

@@ -18,6 +18,7 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import Bootstrap, connect_backend
 from dataplane_core.spec import Claim, ClaimRequest
+from dataplane_testkit._hooks import backend_of
 from dataplane_testkit._nursery import Nursery
 from dataplane_testkit.faults import Faults
 
@@ -157,7 +158,7 @@ def call(client: DataPlaneClient, method: str, *arguments: Any) -> Any:
 
 def call_backend(client: DataPlaneClient, method: str, *arguments: Any) -> Any:
     """Calls a method of the backend behind the client."""
-    return getattr(client._backend, method)(*arguments)
+    return getattr(backend_of(client), method)(*arguments)
 
 
 def read_items(client: DataPlaneClient, partition_id: str, sample_ids: list[str], field: str) -> Any:

@@ -4,6 +4,7 @@ import itertools
 
 from dataplane_core import BlobStore, DataPlaneConfig
 from dataplane_core.connecting import connect_backend
+from dataplane_testkit import backend_of
 
 
 class Plain(BlobStore):
@@ -78,7 +79,7 @@ class Clock:
     def __init__(self, *clients, now=0.0):
         self.now = now
         for client in clients:
-            client._backend._journal.clock = self
+            backend_of(client)._journal.clock = self
 
     def __call__(self):
         return self.now

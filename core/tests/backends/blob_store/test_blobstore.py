@@ -17,6 +17,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import commands, room
 from dataplane_core.ledger.partition import Partition
+from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
 
 
@@ -27,7 +28,7 @@ def test_a_row_whose_index_is_damaged_is_named_with_its_sample_and_fields(byte):
         rows = torch.ones(1, 60_000).expand(4, -1)  # equal rows, which are stored once
         ids = ["a", "b", "c", "d"]
         client.put_samples(ids, "p", {"x": torch.arange(4.0), "y": torch.arange(4.0), "z": rows})
-        blobs = client._backend.blobs
+        blobs = backend_of(client).blobs
         for key, fields in zip([list(blobs)[2], list(blobs)[4]], [("x", "y"), ("z",)], strict=True):
             kept, row = blobs[key], bytearray(blobs[key])
             row[byte] ^= 0x40
@@ -100,16 +101,16 @@ def test_a_put_that_waits_for_room_leaves_two_records_and_none_of_its_tries():
     with open_client(cls, capacity_bytes=20) as client:
         client.register_partition("p", ["x"], None, ["t"])
         client.put_samples(["a"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
-        before = len(client._backend.journal)
+        before = len(backend_of(client).journal)
         client._config = client.config.model_copy(update={"op_timeout_s": 1.0})
         with pytest.raises(TimeoutError):
             client.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
         with pytest.raises(ValueError, match="field 'x'"):  # at once: it will never do
             client.put_samples(["b"], "p", {"x": torch.zeros(1)})
-        assert len(client._backend.journal) == before + 2  # which say to others that it waits, and no longer does
+        assert len(backend_of(client).journal) == before + 2  # which say to others that it waits, and no longer does
         with open_client(cls, False, capacity_bytes=20, on_full="raise") as other:
             other.list_samples("p")
-            assert not other._backend._journal._service.ledger._room.waiting
+            assert not backend_of(other)._journal._service.ledger._room.waiting
 
 
 def test_a_later_put_of_another_process_leaves_room_for_one_that_waits(monkeypatch):
@@ -152,8 +153,8 @@ def test_what_an_abandoned_put_reserved_is_room_again(monkeypatch):
         def die(*_):
             raise Killed
 
-        monkeypatch.setattr(two._backend, "put_many", die)
-        monkeypatch.setattr(two._backend, "_undo", die)
+        monkeypatch.setattr(backend_of(two), "put_many", die)
+        monkeypatch.setattr(backend_of(two), "_undo", die)
         with pytest.raises(Killed):
             two.put_samples(["a"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
         with pytest.raises(CapacityExceededError):
@@ -167,10 +168,10 @@ def test_vain_questions_of_a_waiting_claim_are_not_recorded():
     cls = journaled()
     with open_client(cls) as client:
         client.register_partition("p", ["x"], None, ["t"])
-        before = len(client._backend.journal)
+        before = len(backend_of(client).journal)
         with pytest.raises(TimeoutError):
             client.claim_meta("p", "t", ["x"], 1, timeout_s=0.2)
-        assert len(client._backend.journal) == before
+        assert len(backend_of(client).journal) == before
 
 
 def test_a_vain_claim_in_one_process_changes_no_token_of_later_ones():
@@ -265,14 +266,14 @@ def test_the_stores_methods_know_how_long_the_operation_may_take():
         client.clear_samples(["a"], "p")
         assert sorted(left) == ["append", "delete", "get", "put", "read"]
         assert all(400 < seconds <= 500 for seconds in left.values())
-        assert client._backend.seconds_left() == 60  # no operation
+        assert backend_of(client).seconds_left() == 60  # no operation
 
 
 @pytest.mark.parametrize("record", [b"", b"\xc1", b"\x93\x01\x02\x03"])
 def test_a_journal_that_cannot_be_read_is_an_error_not_a_crash(record):
     cls = journaled()
     with open_client(cls) as client:
-        client._backend.journal[0] = record
+        backend_of(client).journal[0] = record
         with pytest.raises(CorruptDataError, match="journal record 0"):
             client.list_samples("p")
 
@@ -327,8 +328,8 @@ def test_lost_rows_that_an_engine_does_not_name_are_found_by_reading_again():
     with open_client(Vague) as client:
         client.register_partition("p", ["x"], None, ["t"])
         client.put_samples(ids, "p", {"x": torch.zeros(32)})
-        (part,) = client._backend._ledger(0.0, commands.Locate("p", ["s3", "s30"], ["x"])).parts
-        client._backend.lost = frozenset(part.write_id + position for position in part.positions)
+        (part,) = backend_of(client)._ledger(0.0, commands.Locate("p", ["s3", "s30"], ["x"])).parts
+        backend_of(client).lost = frozenset(part.write_id + position for position in part.positions)
         with pytest.raises(LostSamplesError) as caught:
             client.get_samples(ids, "p", ["x"])
         assert caught.value.missing_cells == {"s3": ("x",), "s30": ("x",)}

@@ -7,6 +7,7 @@ from blob_stores import Plain, open_client
 from dataplane_core.backends import bundles_of
 from dataplane_core.errors import BackendError
 from dataplane_core.spec import SharedRows
+from dataplane_testkit import backend_of
 
 ROW_COST = 4096  # of an engine that is made up
 
@@ -97,7 +98,7 @@ def test_a_row_that_samples_share_is_moved_once():
         ids = [f"p_g{row}" for row in range(16)]
         client.register_partition("p", ["image", "n"], None, ["t"])
         client.put_samples(ids, "p", {"image": image.expand(16, -1), "n": torch.arange(16)})
-        assert sum(map(len, client._backend.blobs.values())) <= (1 << 20) + 16 * 200
+        assert sum(map(len, backend_of(client).blobs.values())) <= (1 << 20) + 16 * 200
         Counting.moved = 0
         found = client.get_samples(ids, "p", ["image", "n"])
         assert torch.equal(found["image"], image.expand(16, -1))
@@ -110,4 +111,4 @@ def test_a_row_that_samples_share_is_moved_once():
         client.clear_samples(ids[:15], "p")
         assert torch.equal(client.get_samples(ids[15:], "p", ["image"])["image"][0], image)
         client.clear_samples(ids[15:], "p")
-        assert client._backend.blobs == {}
+        assert backend_of(client).blobs == {}

@@ -10,6 +10,7 @@ from test_journal_form import BLOBS, RECORDS, first_snapshot, stored
 from dataplane_core.backends.journal_records import DIGEST_BYTES, Record, seal
 from dataplane_core.backends.snapshot import Chunks, chunk_key
 from dataplane_core.errors import CorruptDataError
+from dataplane_testkit import backend_of
 
 
 def changed(op, **others):
@@ -93,8 +94,8 @@ def test_a_forged_snapshot_is_refused(forge):
     chunks.add(chunk)
     forged = replace(record, command=replace(named, chunks=1, digest=chunks.digest))
     with stored("snapshot") as client:
-        cls = type(client._backend)
-        client._backend.blobs[chunk_key(named.snapshot, 0)] = chunk
+        cls = type(backend_of(client))
+        backend_of(client).blobs[chunk_key(named.snapshot, 0)] = chunk
         cls.journal.clear()
         cls.journal[seq] = forged.to_bytes()
         for _ in range(2):

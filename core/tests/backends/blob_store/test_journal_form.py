@@ -13,6 +13,7 @@ from blob_stores import Clock, journaled, open_client, trimmed
 from dataplane_core.backends.journal_records import DIGEST_BYTES, OPS, Record, seal
 from dataplane_core.errors import AlreadyDoneError, CorruptDataError, LeaseExpiredError
 from dataplane_core.ledger import commands
+from dataplane_testkit import backend_of
 
 _GOLDEN = json.loads((Path(__file__).parent / "golden" / "v7.json").read_text())
 RECORDS = [base64.b64decode(text) for text in _GOLDEN["records"]]
@@ -55,7 +56,7 @@ def stored(way):
         cls.trims.append(first)
     client = open_client(cls)
     cls.journal.update({seq: data for seq, data in enumerate(RECORDS) if seq >= first})
-    client._backend.blobs.update(BLOBS)
+    backend_of(client).blobs.update(BLOBS)
     return client
 
 
@@ -110,14 +111,14 @@ def test_the_file_replays_to_what_it_was(way):
         client.clear_samples(None, "p")
         client.clear_samples(None, "ranks")
         client.clear_samples(None, "anew")
-        assert not [key for key in client._backend.blobs if key.startswith("row")]
+        assert not [key for key in backend_of(client).blobs if key.startswith("row")]
 
 
 @pytest.mark.parametrize("way", ["all records", "snapshot"])
 def test_a_row_that_samples_share_is_freed_with_the_last_of_them(way):
     with stored(way) as client:
         in_partition = [client.describe("shared").held_bytes]
-        ledger = client._backend._journal._service._ledger
+        ledger = backend_of(client)._journal._service._ledger
         held = [ledger.held_bytes]
         for name in ("a", "b", "c"):
             client.clear_samples([name], "shared")
@@ -150,7 +151,7 @@ def test_the_ids_of_requests_that_were_carried_out_are_kept(way):
     with stored(way) as client:
         again = commands.PutTags("p", ["k_g0"], [{"n": 77}], request_id="d0" * 16, left_s=60.0)
         with pytest.raises(AlreadyDoneError):
-            client._backend._ledger(time.monotonic() + 60, again)
+            backend_of(client)._ledger(time.monotonic() + 60, again)
         assert client.list_samples("p").tags[0]["n"] == 0
 
 

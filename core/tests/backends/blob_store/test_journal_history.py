@@ -13,6 +13,7 @@ from dataplane_core.errors import (
     StalePartitionError,
     UnknownPartitionError,
 )
+from dataplane_testkit import backend_of
 
 
 def column(*values):
@@ -132,14 +133,14 @@ def test_a_store_that_was_set_back_gives_no_id_twice():
     """The whole store comes back from a copy: rows, claims and writes that were lost with it meet no others."""
     cls = journaled()
     one, _ = used(cls)
-    records, blobs = dict(cls.journal), dict(one._backend.blobs)
+    records, blobs = dict(cls.journal), dict(backend_of(one).blobs)
     with one, open_client(cls, bootstrap=False) as two:
         one.put_samples(["c"], "p", column(3))
         lost = one.claim_meta("p", "t", ["x"], 1, lease_s=60)
         cls.journal.clear()
         cls.journal.update(records)
-        for key in set(one._backend.blobs) - set(blobs):
-            del one._backend.blobs[key]
+        for key in set(backend_of(one).blobs) - set(blobs):
+            del backend_of(one).blobs[key]
         two.put_samples(["c"], "p", column(4))
         again = two.claim_meta("p", "t", ["x"], 1, lease_s=60)
         assert lost.sample_ids == again.sample_ids == ["c"]
@@ -201,7 +202,7 @@ def test_a_hole_behind_the_last_record_known_is_refused():
             def read(self, from_seq):
                 return [self.journal[seq] for seq in sorted(self.journal) if seq >= from_seq]
 
-        client._backend.read = Skipping.read.__get__(client._backend)
+        backend_of(client).read = Skipping.read.__get__(backend_of(client))
         with pytest.raises(CorruptDataError, match=r"record 6 .* where record 5 was expected"):
             client.list_samples("p")
 
@@ -230,7 +231,7 @@ def test_a_replay_that_is_too_long_for_one_call_goes_on_in_the_next(monkeypatch)
     cls = journaled()
     used(cls)
     with open_client(cls, bootstrap=False) as late:
-        journal = late._backend._journal
+        journal = backend_of(late)._journal
         for seq in range(1, 6):
             with pytest.raises(TimeoutError, match=f"up to record {seq - 1} by the deadline"):
                 journal.catch_up(0.0)

@@ -12,6 +12,7 @@ from blob_stores import Clock, journaled, open_client, trimmed
 from dataplane_core.backends.journal import Journal
 from dataplane_core.backends.journal_records import Record
 from dataplane_core.errors import CorruptDataError, LeaseExpiredError, OperationTimeoutError
+from dataplane_testkit import backend_of
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def snapshots_of(cls):
 
 
 def blobs_of(client, prefix):
-    return sorted(key for key in client._backend.blobs if key.startswith(prefix))
+    return sorted(key for key in backend_of(client).blobs if key.startswith(prefix))
 
 
 def test_a_store_in_which_no_row_is_left_stays_small():
@@ -238,7 +239,7 @@ def test_a_snapshot_whose_blobs_are_gone_is_passed_over_where_a_newer_one_stands
         assert cls.trims == [first] == [min(cls.journal)]
         gone = Record.from_bytes(cls.journal[first], first).command.snapshot
         for key in blobs_of(one, f"snap{gone}"):
-            del one._backend.blobs[key]
+            del backend_of(one).blobs[key]
         with open_client(cls, bootstrap=False) as late:
             assert late.list_samples("p").sample_ids == one.list_samples("p").sample_ids
 
@@ -253,7 +254,7 @@ def test_what_others_record_while_a_snapshot_is_written_is_in_it():
                 other.put_samples([f"w{key}"], "p", column(1))
 
     with open_client(Writing) as one, open_client(cls, bootstrap=False) as other:
-        other._backend._shortener = None
+        backend_of(other)._shortener = None
         one.register_partition("p", ["x"], None, ["t"])
         number = 0
         while len(cls.trims) < 2:
@@ -329,7 +330,7 @@ def test_a_harmed_snapshot_is_refused_with_its_name(harm):
         while not cls.trims:
             step(client, number, keep=2)
             number += 1
-        blobs = client._backend.blobs
+        blobs = backend_of(client).blobs
         first, second = blobs_of(client, "snap")[:2]
         if harm == "damage":
             blobs[first] = blobs[first][:-1] + b"?"
@@ -436,7 +437,7 @@ def test_a_snapshot_that_is_too_long_for_one_call_is_loaded_in_several():
     with open_client(cls, bootstrap=False) as late:
         for num_read in range(1, count):
             with pytest.raises(OperationTimeoutError, match=f"{num_read} of the {count} blobs"):
-                late._backend._journal.catch_up(0.0)
+                backend_of(late)._journal.catch_up(0.0)
         assert late.list_samples("p").sample_ids == expected
 
 
@@ -461,7 +462,7 @@ def test_a_slow_client_opens_a_store_that_others_shorten_all_the_time():
             while not opened and calls < 4 * count:
                 calls += 1
                 try:
-                    late._backend._journal.catch_up(0.0)  # loads one chunk
+                    backend_of(late)._journal.catch_up(0.0)  # loads one chunk
                     opened = True
                 except OperationTimeoutError:
                     shortened(4)

@@ -5,6 +5,7 @@ import torch
 from blob_stores import Clock, journaled, open_client
 
 from dataplane_core.errors import LostReplyError
+from dataplane_testkit import backend_of
 
 
 def losing():
@@ -36,15 +37,15 @@ def test_any_reply_of_an_operation_may_be_lost(operation):
         other.register_partition("count", ["x"], None, ["t"])
         lost = -1
         for nth in range(10):
-            if client._backend.num_lost == lost:
+            if backend_of(client).num_lost == lost:
                 break
-            lost = client._backend.num_lost
+            lost = backend_of(client).num_lost
             name = f"s{nth}"
             if operation != "put_samples":
                 other.put_samples([name], "p", {"x": torch.tensor([nth])}, tags=[{"n": nth}])
                 held = other.claim_meta("p", "t", ["x"], 1, lease_s=60.0)
             records = len(cls.journal)
-            client._backend.lose = nth
+            backend_of(client).lose = nth
             if operation == "put_samples":
                 client.put_samples([name], "p", {"x": torch.tensor([nth])}, tags=[{"n": nth}])
             elif operation == "tags":
@@ -53,7 +54,7 @@ def test_any_reply_of_an_operation_may_be_lost(operation):
                 client.renew(held, 60.0)
             else:
                 getattr(client, operation)(held)
-            client._backend.lose = None
+            backend_of(client).lose = None
             assert len(cls.journal) > records
             if operation in ("put_samples", "nack"):
                 held = other.claim_meta("p", "t", ["x"], 1, lease_s=60.0)
@@ -65,4 +66,4 @@ def test_any_reply_of_an_operation_may_be_lost(operation):
         assert other.check_consumption_status("p", ["t"])
         assert clock.now == 0.0
         other.clear_samples(None, "p")
-        assert not [key for key in client._backend.blobs if key.startswith("row")]
+        assert not [key for key in backend_of(client).blobs if key.startswith("row")]

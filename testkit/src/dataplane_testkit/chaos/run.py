@@ -18,6 +18,7 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, MissingDataError
 from dataplane_core.spec import Capability, Scope
 from dataplane_testkit._author import AuthorsClass
+from dataplane_testkit._hooks import backend_of
 from dataplane_testkit._profiles import is_long, new_seed
 from dataplane_testkit._store import Deployment
 from dataplane_testkit._timing import STARTS_S, Background
@@ -323,7 +324,7 @@ class _Run:
 
     def _workers(self) -> None:
         settings = self._settings
-        case, backend = self.deployment.case, self.deployment.client._backend
+        case, backend = self.deployment.case, backend_of(self.deployment.client)
         nemesis = Nemesis(self.deployment, self._arguments, self._events, self._now, settings.op_timeout_s)
         nemesis.disturbances.update(case.disturbances(backend))
         with nemesis:

@@ -17,6 +17,7 @@ from dataplane_core.spec import Scope
 from dataplane_testkit import _workers
 from dataplane_testkit._base import Suite
 from dataplane_testkit._blobs import new_keys, of_all
+from dataplane_testkit._hooks import backend_of
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import in_threads
@@ -247,7 +248,7 @@ class BlobSuite(Suite, chapter="blobs"):
         because other clients can delete them.
         """
         blobs = store.blobs()
-        other = store.attached_client()._backend
+        other = backend_of(store.attached_client())
         assert isinstance(other, BlobStore)
         for key in new_keys(10):
             for writer, reader in ((blobs, other), (other, blobs)):

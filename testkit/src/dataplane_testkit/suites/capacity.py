@@ -14,6 +14,7 @@ from dataplane_core.errors import CapacityExceededError, DataPlaneError, RoomTim
 from dataplane_core.spec import Capability, Scope
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids
+from dataplane_testkit._hooks import backend_of
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import BOUNDED_BYTES, Store, not_declared
 from dataplane_testkit._timing import PROMPT_S, Background
@@ -89,7 +90,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         client.clear_samples(ids(4), partition)
         _put(client, partition, ["n0"], 2)
         _put(client, partition, ["n1"], 3)
-        options = store.case.attach_options(dict(client.config.options), client._backend)
+        options = store.case.attach_options(dict(client.config.options), backend_of(client))
         try:
             other = store.deployment.connect({**options, "capacity_bytes": 2 * BOUNDED_BYTES}, bootstrap=False)
         except DataPlaneError:
@@ -167,7 +168,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         Check first: a put that waits must raise RoomTimeoutError at request.deadline, and must write nothing.
         """
         client, partition = _full(store, "block")
-        hooks = type(store.hooks)(client._backend, 0.3)
+        hooks = type(store.hooks)(backend_of(client), 0.3)
         start = time.monotonic()
         with pytest.raises(RoomTimeoutError) as caught:
             hooks.put(partition, ids(4, "n"), batch(4, x=_rows(4)))

@@ -13,7 +13,7 @@ import pytest
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.spec import CallInfo, Capability, ClientInfo, Scope
 from dataplane_testkit._base import Suite
-from dataplane_testkit._hooks import Hooks
+from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import STARTS_S, Background, eventually
@@ -55,7 +55,7 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
         mine, other = _client("rollout: 1 \u00e9\n\x00", calls), _client()
         for each in (replace(mine, calls=[], num_calls=0), other, mine):
             store.hooks.announce(each, 600.0)
-        for hooks in (store.hooks, Hooks(store.same_store_client()._backend)):
+        for hooks in (store.hooks, Hooks(backend_of(store.same_store_client()))):
             listed = [each for each in hooks.clients() if each.client_id in (mine.client_id, other.client_id)]
             assert len(listed) == 2
             (found,) = (each for each in listed if each.client_id == mine.client_id)

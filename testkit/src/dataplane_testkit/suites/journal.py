@@ -13,6 +13,7 @@ from dataplane_core.backends import BlobStore
 from dataplane_core.errors import preview
 from dataplane_core.spec import Scope
 from dataplane_testkit._base import Suite
+from dataplane_testkit._hooks import backend_of
 from dataplane_testkit._store import Store, not_run
 from dataplane_testkit._timing import in_threads
 
@@ -45,9 +46,9 @@ def _journals(store: Store, tag: str = "journal") -> tuple[BlobStore, BlobStore]
             "the author's class supplies no isolated_options, and this test would damage the shared store's journal"
         )
     client = store.deployment.isolated(tag)
-    attach = case.attach_options(dict(client.config.options), client._backend)
+    attach = case.attach_options(dict(client.config.options), backend_of(client))
     other = store.keep(store.deployment.connect(attach, bootstrap=False))
-    mine, another = client._backend, other._backend
+    mine, another = backend_of(client), backend_of(other)
     assert isinstance(mine, BlobStore)
     assert isinstance(another, BlobStore)
     return mine, another

@@ -13,7 +13,7 @@ from dataplane_core.errors import LeaseExpiredError, LostReplyError, SchemaMisma
 from dataplane_core.spec import Capability, new_id
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids
-from dataplane_testkit._hooks import Hooks
+from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import BOUNDED_BYTES, Store
 from dataplane_testkit._timing import in_threads
@@ -107,7 +107,7 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
         Check first: the id must be looked for before room is reserved. The first put has its room.
         """
         client = store.deployment.bounded("raise")
-        hooks = Hooks(client._backend)
+        hooks = Hooks(backend_of(client))
         partition = store.register("x", client=client)
         rows = batch(1, x=torch.zeros(1, 6 * BOUNDED_BYTES // 10, dtype=torch.uint8))
         request = new_id()

@@ -8,7 +8,7 @@ from dataplane_core.errors import InvalidRequestError, LostSamplesError
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import ids
-from dataplane_testkit._hooks import Hooks
+from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import STARTS_S, eventually
 
@@ -41,7 +41,7 @@ class UnitSuite(Suite, chapter="units", proof=Capability.UNITS):
         (new,) = store.client.add_units(1)
         assert new.name not in before
         assert new.state == "serving"
-        assert {each.name for each in Hooks(store.same_store_client()._backend).units()} == {*before, new.name}
+        assert {each.name for each in Hooks(backend_of(store.same_store_client())).units()} == {*before, new.name}
         for number in range(20):
             store.put(partition, ids(_NUM_ROWS, f"put{number}-"), x=torch.arange(_NUM_ROWS))
             if held := _held(store, new.name):

@@ -21,6 +21,7 @@ from blob_stores import Clock, journaled, open_client
 from dataplane_core.backends import journal_shortening
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
+from dataplane_testkit import backend_of
 
 _INT64 = FieldSpec.of_cells(torch.int64, ())
 
@@ -53,10 +54,10 @@ def fill(client):
     client.clear_samples(None, "q")
     deadline = clock.now + 1e9
     begin = ["p", ["v_g0"], {}, [0], None, None]
-    client._backend._ledger(deadline, commands.WaitForRoom("b0" * 16, 8, wait_s=20.0))
-    client._backend._ledger(deadline, commands.BeginPut(*begin, write_id=17, ticket="b0" * 16, ttl_s=30.0))
-    client._backend._ledger(deadline, commands.BeginPut(*begin, write_id=1 << 127, ticket=None, ttl_s=30.0))
-    client._backend._ledger(deadline, commands.AbortPut(17))
+    backend_of(client)._ledger(deadline, commands.WaitForRoom("b0" * 16, 8, wait_s=20.0))
+    backend_of(client)._ledger(deadline, commands.BeginPut(*begin, write_id=17, ticket="b0" * 16, ttl_s=30.0))
+    backend_of(client)._ledger(deadline, commands.BeginPut(*begin, write_id=1 << 127, ticket=None, ttl_s=30.0))
+    backend_of(client)._ledger(deadline, commands.AbortPut(17))
     client.register_partition("p", ["late"], None, ["v"], grpo_group_size=2, if_exists="keep")
     client.reset_consumption("p", "v")
     client.register_partition("ranks", ["x"], None, ["t"])
@@ -73,9 +74,9 @@ def fill(client):
     split = commands.Split(["y"], [100, 200], [0, 1, 0])  # two samples share a row
     shared = ["shared", ["a", "b", "c"], {"x": _INT64, "y": _INT64}, [8, 8, 8]]
     put = commands.BeginPut(*shared, write_id=1 << 100, splits=[split], ttl_s=30.0)
-    client._backend._ledger(deadline, commands.CommitPut(client._backend._ledger(deadline, put)))
+    backend_of(client)._ledger(deadline, commands.CommitPut(backend_of(client)._ledger(deadline, put)))
     done = commands.PutTags("p", ["k_g0"], [{"n": 0}], request_id="d0" * 16, left_s=60.0)
-    client._backend._ledger(deadline, done)
+    backend_of(client)._ledger(deadline, done)
 
 
 def main():
@@ -86,7 +87,7 @@ def main():
         client.put_samples(["k_g0"], "p", tags=[{"late": 2}])
         journal_shortening._TAIL_BYTES = 1 << 30
         client.put_samples(["k_g1"], "p", tags=[{"late": 3}])
-        blobs = {key: base64.b64encode(data).decode() for key, data in client._backend.blobs.items()}
+        blobs = {key: base64.b64encode(data).decode() for key, data in backend_of(client).blobs.items()}
         records = [base64.b64encode(Untrimmed.journal[seq]).decode() for seq in sorted(Untrimmed.journal)]
     text = json.dumps({"records": records, "blobs": blobs}, indent=1)
     Path(__file__).with_name("v7.json").write_text(text + "\n")

@@ -461,7 +461,7 @@ class Ledger:
             self._refuse_missing(partition_id, partition, sample_ids, fields)
         parts: list[Part] = []
         specs = {name: partition.specs[name] for name in fields}
-        forms: dict[tuple[tuple[str, str], ...], list[list[int]]] = {}  # what is not stored as its spec says -> rows
+        forms: dict[tuple[tuple[str, Any], ...], list[list[int]]] = {}  # what is not stored as its spec says -> rows
         for pattern, each in located.items():
             write_ids = list(dict.fromkeys(pattern))
             form: list[tuple[str, Any]] = []

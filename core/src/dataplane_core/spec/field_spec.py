@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from dataplane_core.errors import CorruptDataError
 
@@ -134,13 +134,14 @@ class FieldSpec:
             raise CorruptDataError(
                 f"{text[:100]!r} is no spec of a field. Expected a text such as 'tensor:float32:2:16' or '{_OBJECTS}'."
             )
-        form, dtype, rank, trailing, lists = found.groups()
+        form, dtype, rank, trailing, _ = found.groups()
+        lists: Any = found[5] or ""
         if form == _OBJECTS:
-            return cls("object", lists=lists or "")
+            return cls("object", lists=lists)
         dims = tuple([int(dim) for dim in trailing.split(",") if dim])
         if len(dims) != max(int(rank) - 1, 0):
             raise CorruptDataError(f"{text[:100]!r} is no spec of a field: it has {len(dims)} dims after the first.")
-        return cls("tensor", dtype, int(rank), dims, lists or "")
+        return cls("tensor", dtype, int(rank), dims, lists)
 
     def describe(self) -> str:
         """For error messages: ``float32 cells of shape (L, 16)``."""

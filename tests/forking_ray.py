@@ -37,7 +37,15 @@ def keep() -> None:
     from ray._private import ray_constants, worker
 
     ray_constants.SETUP_WORKER_FILENAME = os.path.abspath(__file__)
-    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=1 << 27, logging_level="ERROR")
+    options = {"num_cpus": 8, "include_dashboard": False, "object_store_memory": 1 << 27, "logging_level": "ERROR"}
+    for tries_left in reversed(range(5)):
+        try:
+            ray.init(address="local", **options)
+            break
+        except Exception:  # Ray gives its processes 30 s to start, which a busy machine may not have for them
+            if not tries_left:
+                raise
+            ray.shutdown()
     node = worker._global_node
     node.kill_log_monitor()
     node.kill_monitor()

@@ -144,9 +144,12 @@ def test_a_job_that_gave_up_a_call_ends_with_its_own_status(unit_pid, start_jobs
     def read(num_lines):
         """The words of the next lines of each ending."""
         said = defaultdict(list)
-        for _ in range(num_lines * len(endings)):
-            ending, word = jobs.stdout.readline().split() or ("nothing", (tmp_path / "errors").read_text()[-2000:])
-            said[ending].append(word)
+        while sum(map(len, said.values())) < num_lines * len(endings):
+            line = jobs.stdout.readline()
+            assert line, f"the jobs ended: {(tmp_path / 'errors').read_text()[-2000:]}"
+            ending, _, word = line.strip().partition(" ")
+            if ending in endings:  # else it is what an engine prints
+                said[ending].append(word)
         return said
 
     for _ in range(times):

@@ -82,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 
-class _Program(subprocess.Popen):  # type: ignore[type-arg]
+class _Program(subprocess.Popen[Any]):
     """A process that `tests/warm_python.py` has forked. It tells the process id, and once it has ended the status."""
 
     def __init__(self, place: str, words: list[str], **kwargs: Any) -> None:
@@ -154,7 +154,10 @@ def python() -> Iterator[Python]:
         asked.listen(100)
         until, end = os.pipe()
         words = [str(Path(__file__).parent / "tests" / "warm_python.py"), str(asked.fileno()), str(until)]
-        forks = subprocess.Popen([sys.executable, *words], pass_fds=[asked.fileno(), until], start_new_session=True)
+        env = os.environ | {"OMP_NUM_THREADS": "1"}  # it may have no threads: a fork would lack them
+        forks = subprocess.Popen(
+            [sys.executable, *words], env=env, pass_fds=[asked.fileno(), until], start_new_session=True
+        )
     os.close(until)
     _forks.add(forks.pid)
     yield Python(place)

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 
 #: Nothing that reads settings from the environment when it is imported, as Ray, TransferQueue and Mooncake do.
 PRELOADED = ("torch._dynamo", "dataplane_core", "jsonschema")
@@ -56,27 +57,37 @@ def keep() -> None:
     os.remove(os.environ[SOCKET])
 
 
-def fork_workers(server: socket.socket, until: int) -> None:
-    """Forks a worker for each connection, until the other end of a pipe is closed. Returns in the workers too."""
-    for name in PRELOADED:
+def requests(asked: socket.socket, until: int, preloaded: Iterable[str]) -> Iterator[tuple[socket.socket, dict, list]]:
+    """Imports some modules. Then yields what each connection brings, until the other end of a pipe is closed.
+
+    That is the connection, its message, and three streams. Who forks a process for it ends the loop in that process.
+    """
+    for name in preloaded:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not come along"
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    while until not in select.select([server, until], [], [])[0]:
-        connection, _ = server.accept()
+    while until not in select.select([asked, until], [], [])[0]:
+        connection, _ = asked.accept()
         message, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+        yield connection, json.loads(message), streams
         connection.close()
+        for stream in streams:
+            os.close(stream)
+
+
+def fork_workers(server: socket.socket, until: int) -> None:
+    """Forks a worker for each connection. Returns in the workers too."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for connection, message, streams in requests(server, until, PRELOADED):
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            server.close()
+            for each in (server, connection):
+                each.close()
             os.close(until)
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
                 os.close(stream)
-            be_a_worker(**json.loads(message))
+            be_a_worker(**message)
             return
-        for stream in streams:
-            os.close(stream)
 
 
 def be_a_worker(words: list[str], variables: dict[str, str], folder: str) -> None:

@@ -5,53 +5,43 @@ other end closes with the tests. Each program gets the streams, the environment 
 ends as any other.
 """
 
-import importlib
-import json
 import os
 import runpy
-import select
 import signal
 import socket
 import sys
 import tempfile
 import types
 
-from forking_ray import python_path
+from forking_ray import python_path, requests
 
 #: Nothing that reads settings from the environment when it is imported, as Ray, TransferQueue and Mooncake do.
 PRELOADED = ("torch._dynamo", "dataplane_core.client", "dataplane_core.connecting", "dataplane_core.middleware")
 
 
 def serve(asked: socket.socket, until: int) -> None:
-    """Forks a program for each message, until the other end of a pipe is closed. Returns in the programs too."""
-    for name in PRELOADED:
-        importlib.import_module(name)
-    assert len(os.listdir("/proc/self/task")) == 1, "threads do not come along"
-    while until not in select.select([asked, until], [], [])[0]:
-        connection, _ = asked.accept()
-        message, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    """Forks a program for each message, and tells its process id and how it ended. Returns in the programs too."""
+    for connection, message, streams in requests(asked, until, PRELOADED):
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait below
         waits = os.fork()
-        if not waits:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            program = os.fork()
-            if not program:
-                for number, stream in enumerate(streams):
-                    os.dup2(stream, number)
-                for each in (asked, connection):
-                    each.close()
-                os.closerange(3, max(*streams, until) + 1)
-                run(**json.loads(message))
-                return
-        for stream in streams:
-            os.close(stream)
-        if not waits:
-            os.close(until)
-            asked.close()
-            connection.send(str(program).encode())
-            connection.send(str(os.waitpid(program, 0)[1]).encode())
-            os._exit(0)
-        connection.close()
+        if waits:
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        program = os.fork()
+        if not program:
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+            for each in (asked, connection):
+                each.close()
+            os.closerange(3, max(*streams, until) + 1)
+            run(**message)
+            return
+        for each in (*streams, until):
+            os.close(each)
+        asked.close()
+        connection.send(str(program).encode())
+        connection.send(str(os.waitpid(program, 0)[1]).encode())
+        os._exit(0)
 
 
 def run(words: list[str], variables: dict[str, str], folder: str, session: bool) -> None:

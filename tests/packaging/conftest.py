@@ -74,10 +74,3 @@ def clean(tmp_path_factory):
     environment = CleanEnvironment(tmp_path_factory.mktemp("clean"))
     environment.install(ROOT / "core", ROOT / "testkit")
     return environment
-
-
-@pytest.fixture
-def few_kills(clean, monkeypatch):
-    """The kit kills two processes, so that it takes less time; under the profile ``long``, as many as always."""
-    if os.environ.get("DATAPLANE_HYPOTHESIS_PROFILE") != "long":
-        monkeypatch.setitem(clean.env, "DATAPLANE_CONFORMANCE_KILLS", "2")

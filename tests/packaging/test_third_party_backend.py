@@ -154,7 +154,7 @@ def test_a_process_that_is_stopped_in_a_transaction_holds_others_up_only_to_thei
 
 
 @pytest.mark.timeout(600)
-def test_its_own_test_file_passes_the_whole_kit(installed, tmp_path, few_kills):
+def test_its_own_test_file_passes_the_whole_kit(installed, tmp_path):
     file = tmp_path / "test_conformance.py"
     file.write_text((EXAMPLE / "tests" / "test_conformance.py").read_text(encoding="utf-8"), encoding="utf-8")
     report = tmp_path / "report.json"

@@ -27,7 +27,8 @@ from dataplane_core.codec.tensors import (
 from dataplane_core.errors import SchemaMismatchError
 from dataplane_core.spec import FieldSpec, SharedRows
 
-_EMPTY_LISTS: Final = FieldSpec.of_empty_lists()
+#: The spec of a column of `EmptyLists`.
+EMPTY_LISTS: Final = FieldSpec.of_empty_lists()
 
 
 class EmptyLists(list[list[Any]]):
@@ -39,7 +40,7 @@ class Columns(dict[str, Any]):
 
     Attributes:
         lists: The columns that were lists, as they were: a field may be known to hold another type than they became.
-        ints: Columns that leave their field open between ints and floats, if they are ints that floats hold as well.
+        ints: The columns whose ints leave their field open: floats may follow. See `FieldSpec.of_ints`.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ def empty_columns(specs: Mapping[str, FieldSpec], names: Iterable[str]) -> Tenso
 
 def empty_rows(spec: FieldSpec, count: int) -> Any:
     """Rows of length 0 of a field. Empty lists, if it holds objects or only empty lists are known of it."""
-    if spec.kind == "object" or spec == _EMPTY_LISTS:
+    if spec.kind == "object" or spec == EMPTY_LISTS:
         return object_column([[] for _ in range(count)])
     return empty_tensor((count, 0, *spec.trailing), spec.torch_dtype)
 

@@ -34,6 +34,7 @@ from dataplane_core.codec.frames import frame_ragged, ragged_of_items, unframe_r
 from dataplane_core.codec.header import KIND_OBJECT, KIND_TENSOR
 from dataplane_core.codec.objects import check_items, decode_items
 from dataplane_core.codec.rows import (
+    EMPTY_LISTS,
     Columns,
     EmptyLists,
     TensorRows,
@@ -73,7 +74,6 @@ from dataplane_core.errors import (
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
 
 _OBJECTS: Final = FieldSpec.of_objects()
-_EMPTY_LISTS: Final = FieldSpec.of_empty_lists()
 #: Ints up to this are the same in all dtypes of `FieldSpec.of_ints`.
 _SAME_IN_FLOATS: Final = 2**24
 
@@ -121,7 +121,7 @@ def encode_columns(
         elif isinstance(leaf, EmptyLists):
             _check_rows(name, len(leaf), num_samples)
             empty = torch.empty((num_samples, 0), dtype=torch.uint8, device="cpu")
-            specs[name], encoded, repeats = _EMPTY_LISTS, _encode_tensor(empty, _spec_of(empty), wire), None
+            specs[name], encoded, repeats = EMPTY_LISTS, _encode_tensor(empty, _spec_of(empty), wire), None
         else:
             items = _object_items(name, leaf, num_samples)
             specs[name] = _OBJECTS

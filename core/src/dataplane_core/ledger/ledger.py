@@ -406,11 +406,7 @@ class Ledger:
             if write.positions is not None:
                 num_sharers = {pos: count for pos, count in Counter(write.positions).items() if count > 1}
             self._writes[write.write_id] = Write(
-                slots_of(tuple(write.fields)),
-                list(write.row_bytes),
-                len(write.row_bytes),
-                num_sharers,
-                lists,
+                slots_of(tuple(write.fields)), list(write.row_bytes), len(write.row_bytes), num_sharers, lists
             )
         freed = partition.write_rows(PutWrites(writes, len(put.sample_ids)), put, self._next_seq, now)
         self._next_seq += len(put.sample_ids)

@@ -198,15 +198,17 @@ class Reads(Backend):
         conditions, epoch, seq = pack_filter(request.tag_filter), b"", b"0"
         chosen, first = request.sample_ids or [], 0
         while seq or first < len(chosen):
-            some = chosen[first : first + _LIST_ROWS]
-            asked: dict[str, Any] = {
-                "epoch": epoch,
-                "conditions": conditions,
-                "seq": seq,
-                "most": _LIST_ROWS,
-                "chosen": some,
-            }
-            reply = self._session.run(what, request.deadline, "list", name=request.partition_id, **asked)
+            reply = self._session.run(
+                what,
+                request.deadline,
+                "list",
+                name=request.partition_id,
+                epoch=epoch,
+                conditions=conditions,
+                seq=seq,
+                most=_LIST_ROWS,
+                chosen=chosen[first : first + _LIST_ROWS],
+            )
             if reply[0] == b"changed":  # the partition was registered again
                 ids, tags, epoch, seq, first = [], [], b"", b"0", 0
                 continue

@@ -129,7 +129,8 @@ class Service:
     def _ask(self, place: tuple[str, int], timeout_s: float) -> dict[str, Any] | Exception:
         """The services of a sentinel with their states, or why it does not answer."""
         times = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "retry": Retry(NoBackoff(), 0)}
-        asked: Any = Sentinel([place], sentinel_kwargs={**self.options, **times})  # type: ignore[no-untyped-call]
+        make: Any = Sentinel  # redis-py's class has no types
+        asked = make([place], sentinel_kwargs={**self.options, **times})
         try:
             states: dict[str, Any] = asked.sentinels[0].sentinel_masters()
             return {name: state | {"is_up": asked.check_master_state(state, name)} for name, state in states.items()}

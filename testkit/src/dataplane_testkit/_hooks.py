@@ -141,9 +141,17 @@ class Hooks:
         self, partition_id: str, batch_size: int, fields: Sequence[str] = ("x",), task: str = "train", **more: Any
     ) -> Claim:
         """``claim``. ``more`` are further attributes of the request."""
-        about: dict[str, Any] = {"partition_id": partition_id, "task_name": task, "required_fields": list(fields)}
-        about |= {"batch_size": batch_size, "all_or_nothing": False, "lease_s": None, "tag_filter": None, **more}
-        return self._ask(Claim, "claim", ClaimRequest, **about)
+        settings = {"all_or_nothing": False, "lease_s": None, "tag_filter": None, **more}
+        return self._ask(
+            Claim,
+            "claim",
+            ClaimRequest,
+            partition_id=partition_id,
+            task_name=task,
+            required_fields=list(fields),
+            batch_size=batch_size,
+            **settings,
+        )
 
     def consumed(self, partition_id: str, tasks: Sequence[str] = ("train",)) -> ConsumptionReply:
         """``check_consumption``."""
@@ -182,14 +190,17 @@ class Hooks:
         request_id: str | None = None,
         **lease_s: float,
     ) -> SettleReply:
-        about: dict[str, Any] = {
-            "partition_id": partition_id,
-            "task_name": "train",
-            "sample_ids": list(sample_ids),
+        return self._ask(
+            SettleReply,
+            operation,
+            request_type,
+            partition_id=partition_id,
+            task_name="train",
+            sample_ids=list(sample_ids),
+            lease_tokens=list(tokens),
+            request_id=request_id or new_id(),
             **lease_s,
-        }
-        about |= {"lease_tokens": list(tokens), "request_id": request_id or new_id()}
-        return self._ask(SettleReply, operation, request_type, **about)
+        )
 
     ack = partialmethod(_settle, "ack", AckRequest)
     nack = partialmethod(_settle, "nack", NackRequest)

@@ -22,7 +22,7 @@ REQUESTS = {
     ),
     "stop": StopWaiting("m"),
     "release": Release([7]),
-    "begin": commands.BeginPut("p", ["a"], X, [8], [{"n": 1}], write_id=2**40, ttl_s=9.0, splits=[]),
+    "begin": commands.BeginPut("p", ["a"], X, [commands.Write(list(X), [8])], [{"n": 1}], write_id=2**40, ttl_s=9.0),
     "clients": commands.ListClients(),
 }
 

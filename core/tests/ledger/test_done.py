@@ -20,7 +20,9 @@ def ledger(**options):
 
 
 def begin(made, request_id, now=0.0, ids=("a",), ttl_s=30.0):
-    put = commands.BeginPut("p", list(ids), {"x": INT}, [8] * len(ids), ttl_s=ttl_s, request_id=request_id)
+    put = commands.BeginPut(
+        "p", list(ids), {"x": INT}, [commands.Write(["x"], [8] * len(ids))], ttl_s=ttl_s, request_id=request_id
+    )
     return made.apply(put, now)
 
 
@@ -32,7 +34,7 @@ def loaded(made, now=0.0):
     reader = StateReader()
     for section in [msgpack.packb(each) for each in to_state(made, now)]:
         reader.take(msgpack.unpackb(section), now)
-    reader.check()
+    reader.end()
     return reader.ledger
 
 

@@ -443,7 +443,7 @@ class Journal:
                 raise ValueError("its head is of another store or version")
             if not (fits(first["seq"], int) and fits(first["prev"], bytes) and fits(loading.tail, Sequence[bytes])):
                 raise ValueError("its head or its records hold what they cannot hold")
-            loading.state.check()
+            loading.state.end()
             self._service = LedgerService(clock=self._read_clock, ledger=loading.state.ledger)
             self._store_id = named.store
             self._next_seq = first["seq"]

@@ -29,16 +29,16 @@ from dataplane_core.ledger import (
     check_command,
     commands,
     pack_refs,
-    pack_splits,
     pack_write_id,
+    pack_writes,
     unpack_refs,
-    unpack_splits,
     unpack_write_id,
+    unpack_writes,
 )
 from dataplane_core.spec import FieldSpec, fits
 
 #: The version of the format.
-VERSION: Final = 7
+VERSION: Final = 8
 #: Length of a digest.
 DIGEST_BYTES: Final = 16
 _OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or begin a new store."
@@ -101,8 +101,8 @@ _KINDS: Final[Mapping[Any, _Kind]] = {
         Sequence[bytes], lambda ids: list(map(pack_write_id, ids)), lambda data: list(map(unpack_write_id, data))
     ),
     Sequence[Ref]: _Kind(Sequence[tuple[bytes, Sequence[int]]], pack_refs, unpack_refs),
-    Sequence[commands.Split]: _Kind(
-        Sequence[tuple[Sequence[str], Sequence[int], Sequence[int] | None]], pack_splits, unpack_splits
+    Sequence[commands.Write]: _Kind(
+        Sequence[tuple[Sequence[str], Sequence[int], Sequence[int] | None]], pack_writes, unpack_writes
     ),
     Mapping[str, FieldSpec]: _Kind(
         Mapping[str, str],

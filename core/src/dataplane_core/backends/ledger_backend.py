@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane_core.backends.base import Backend
-from dataplane_core.backends.bundles import APART_SHARE, Bundle, bundles_of
+from dataplane_core.backends.writes import APART_SHARE, columns_of, writes_of
 from dataplane_core.config import SizeBytes
 from dataplane_core.errors import (
     AlreadyDoneError,
@@ -165,7 +165,7 @@ class LedgerBackend(Backend, ABC):
     """All operations, from a ledger and a payload store. ``Config`` derives from `CapacityOptions`."""
 
     capabilities = LEDGER_CAPABILITIES
-    #: See `bundles_of`. None: a read moves only the cells that it asks for, so no column needs to be apart.
+    #: See `writes_of`. None: a read moves only the cells that it asks for, so no column needs to be apart.
     row_cost_bytes: ClassVar[int | None] = None
     apart_share: ClassVar[float] = APART_SHARE
     # annotated, so that a subclass may have options without a default
@@ -241,8 +241,8 @@ class LedgerBackend(Backend, ABC):
             return
         self._finish_undoing(request.deadline)
         columns = {name: request.columns[name] for name in request.specs}  # in the ledger's order of slots
-        bundles = bundles_of(columns, num_samples, self.row_cost_bytes, self.apart_share)
-        freed = self._put_when_there_is_room(request, bundles)
+        writes = writes_of(columns, num_samples, self.row_cost_bytes, self.apart_share)
+        freed = self._put_when_there_is_room(request, writes)
         self._collect_if_possible(freed, request.deadline)
 
     def get_samples(self, request: GetRequest) -> WireBatch:
@@ -350,20 +350,25 @@ class LedgerBackend(Backend, ABC):
     def _stop_waiting(self, token: str) -> None:
         """What was given to `_waking_ledger` waits no longer: calls `LedgerService.stop_waiting`. Must not block."""
 
-    def _begin(self, begin: commands.BeginPut, bundles: Sequence[Bundle], deadline: float) -> int:
+    def _begin(self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float) -> int:
         """Begins a put. An engine that gives out memory together with the write id overrides it."""
         return self._ledger(deadline, begin)
 
-    def _store_all(self, write_id: int, writes: Mapping[int, Bundle], deadline: float) -> None:
+    def _store_all(
+        self,
+        writes: Mapping[int, commands.Write],
+        columns: Mapping[str, WireColumn | SharedRows],
+        deadline: float,
+    ) -> None:
         """Stores all writes of a put. An engine that can store them together overrides it.
 
         Args:
-            write_id: The id that the put was begun with.
-            writes: The id of each write, ascending, and what it holds.
+            writes: The writes by their ids, which follow one another.
+            columns: The columns of the put. `columns_of` gives those of a write.
             deadline: On `time.monotonic`'s clock, in seconds.
         """
-        for each, bundle in writes.items():
-            self._store(each, bundle.columns, len(bundle.row_bytes), deadline)
+        for write_id, write in writes.items():
+            self._store(write_id, columns_of(write, columns), len(write.row_bytes), deadline)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
@@ -397,11 +402,11 @@ class LedgerBackend(Backend, ABC):
             columns.update(self._fetch(some, num_samples, deadline))
         return columns
 
-    def _put_when_there_is_room(self, request: PutRequest, bundles: Sequence[Bundle]) -> Sequence[Ref]:
+    def _put_when_there_is_room(self, request: PutRequest, writes: Sequence[commands.Write]) -> Sequence[Ref]:
         """Runs a put, which queues for room unless ``on_full`` is ``raise``. Returns the refs that it freed."""
         ticket = _Ticket() if self.config.on_full == "block" else None
         try:
-            return self._put_in_turn(request, bundles, ticket)
+            return self._put_in_turn(request, writes, ticket)
         except OperationTimeoutError as late:
             if ticket is None or ticket.refusal is None:
                 raise
@@ -412,9 +417,11 @@ class LedgerBackend(Backend, ABC):
             if ticket is not None and ticket.queued_at is not None:  # the put ends while it is still in the queue
                 until = min(request.deadline, time.monotonic() + _LATE_UNDO_S)
                 with suppress(Exception):  # the ledger drops it later anyway
-                    self._ledger(until, commands.WaitForRoom(ticket.id, _size_bytes(bundles), wait_s=0.0))
+                    self._ledger(until, commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=0.0))
 
-    def _put_in_turn(self, request: PutRequest, bundles: Sequence[Bundle], ticket: _Ticket | None) -> Sequence[Ref]:
+    def _put_in_turn(
+        self, request: PutRequest, writes: Sequence[commands.Write], ticket: _Ticket | None
+    ) -> Sequence[Ref]:
         """Tries a put until there is room for it. Returns the refs that it freed."""
         start = time.monotonic()
         bell = Bell()
@@ -425,7 +432,7 @@ class LedgerBackend(Backend, ABC):
 
         while True:
             try:
-                return self._put(request, bundles, ticket)
+                return self._put(request, writes, ticket)
             except CapacityExceededError as error:
                 if not error.retryable or ticket is None:
                     raise
@@ -437,28 +444,25 @@ class LedgerBackend(Backend, ABC):
                 ticket.refusal = error
                 if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
                     ticket.queued_at, ticket.waited = now, True
-                    wait = commands.WaitForRoom(ticket.id, _size_bytes(bundles), wait_s=left_s)
+                    wait = commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=left_s)
                     self._waking_ledger(request.deadline, wait, wake)
                 # 0 if the engine itself is full: it does not say when to ask again
                 pause_s = error.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
                 bell.wait(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
 
-    def _put(self, request: PutRequest, bundles: Sequence[Bundle], ticket: _Ticket | None) -> Sequence[Ref]:
+    def _put(self, request: PutRequest, writes: Sequence[commands.Write], ticket: _Ticket | None) -> Sequence[Ref]:
         """Tries a put once. Returns the refs that it freed."""
-        together, *apart = bundles
-        splits = [commands.Split(tuple(each.columns), each.row_bytes, each.positions) for each in apart]
-        drawn = self._new_write_id(len(request.sample_ids) + sum(len(each.row_bytes) for each in apart))
+        drawn = self._new_write_id(sum(len(write.row_bytes) for write in writes))
         begin = _command(
             commands.BeginPut,
             request,
-            row_bytes=together.row_bytes,
+            writes=writes,
             write_id=drawn,
-            splits=splits,
             ticket=None if ticket is None else ticket.id,
             ttl_s=_left_s(request.deadline) + _ABANDON_GRACE_S,
         )
         try:
-            write_id = self._begin(begin, bundles, request.deadline)
+            write_id = self._begin(begin, request.columns, request.deadline)
         except _REFUSALS:
             raise
         except BaseException:  # the reply may be lost while the bytes are reserved
@@ -468,10 +472,7 @@ class LedgerBackend(Backend, ABC):
         if ticket is not None:
             ticket.queued_at = None  # it left the queue; it enters it again if the engine itself is full
         try:
-            writes = commands.writes_of(write_id, request.specs, together.row_bytes, splits)
-            stored = [each for each in bundles if each.columns]
-            by_id = {write.write_id: bundle for write, bundle in zip(writes, stored, strict=True)}
-            self._store_all(write_id, by_id, request.deadline)
+            self._store_all(begin.by_id(write_id), request.columns, request.deadline)
             if ticket is not None:
                 ticket.refusal = None
             return self._ledger(request.deadline, commands.CommitPut(write_id))
@@ -528,8 +529,8 @@ def _left_s(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
-def _size_bytes(bundles: Sequence[Bundle]) -> int:
-    return sum(sum(each.row_bytes) for each in bundles)
+def _size_bytes(writes: Sequence[commands.Write]) -> int:
+    return sum(sum(write.row_bytes) for write in writes)
 
 
 def _only(located: Located, fields: Sequence[str]) -> Located:

@@ -14,12 +14,12 @@ from dataplane_core.ledger.service import LedgerService
 from dataplane_core.ledger.state import (
     StateReader,
     pack_refs,
-    pack_splits,
     pack_write_id,
+    pack_writes,
     to_state,
     unpack_refs,
-    unpack_splits,
     unpack_write_id,
+    unpack_writes,
 )
 
 __all__ = [
@@ -38,11 +38,11 @@ __all__ = [
     "commands",
     "group_of",
     "pack_refs",
-    "pack_splits",
     "pack_write_id",
+    "pack_writes",
     "to_state",
     "too_many_samples",
     "unpack_refs",
-    "unpack_splits",
     "unpack_write_id",
+    "unpack_writes",
 ]

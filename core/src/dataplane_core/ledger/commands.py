@@ -6,8 +6,9 @@ A backend creates it and `Ledger.apply` runs it. In between, it may be pickled o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
 from dataplane_core.ledger.rows import Ref
@@ -60,11 +61,9 @@ __all__ = [
     "Renew",
     "SetCursor",
     "Settle",
-    "Split",
     "WaitForRoom",
     "Write",
     "WriteId",
-    "writes_of",
 ]
 
 Reply = TypeVar("Reply", covariant=True)
@@ -117,11 +116,11 @@ class Describe(Command[PartitionInfo]):
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """Fields of a put whose payload is a write of its own, apart from that of the other fields.
+class Write:
+    """One write of a put: fields whose payload is stored together.
 
     Attributes:
-        fields: The fields.
+        fields: The fields, in the order of their slots.
         row_bytes: Payload bytes of each row of the write.
         positions: The row of the write that each sample has; every row is that of some sample. None: sample i has row
             i.
@@ -130,45 +129,6 @@ class Split:
     fields: Sequence[str]
     row_bytes: Sequence[int]
     positions: Sequence[int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """One write of a put.
-
-    Attributes:
-        write_id: Its id.
-        fields, row_bytes, positions: As those of `Split`.
-    """
-
-    write_id: int
-    fields: Sequence[str]
-    row_bytes: Sequence[int]
-    positions: Sequence[int] | None = None
-
-
-def writes_of(
-    write_id: int, fields: Iterable[str], row_bytes: Sequence[int], splits: Sequence[Split] = ()
-) -> list[Write]:
-    """The writes of a put: first the fields that no split names, then the splits. Ids follow one another.
-
-    Args:
-        write_id: The id that the put was begun with.
-        fields: All fields of the put.
-        row_bytes: Payload bytes per sample of the fields that no split names.
-        splits: The other fields.
-    """
-    if not splits:
-        rest = list(fields)
-    else:
-        apart = {name for split in splits for name in split.fields}
-        rest = [name for name in fields if name not in apart]
-    writes = [Write(write_id, rest, row_bytes)] if rest else []
-    next_id = write_id + len(row_bytes)
-    for split in splits:
-        writes.append(Write(next_id, split.fields, split.row_bytes, split.positions))
-        next_id += len(split.row_bytes)
-    return writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +141,10 @@ class BeginPut(Command[int]):
         partition_id: The partition.
         sample_ids: Unique ids.
         specs: Field -> spec of the cells.
-        row_bytes: Payload bytes per sample, without those of the splits.
+        writes: Its writes: each field is in one of them.
         tags: One dict per row, or None.
         epoch: The registration that the put was checked against, or None.
         write_id: The id of the put's first write, drawn at random. None: the ledger takes its next number.
-        splits: The fields whose payload is apart. See `writes_of`.
         ticket: The id of the put in the queue for room (`WaitForRoom`). None: it does not queue.
         ttl_s: Seconds after which the put, if not committed, counts as abandoned.
         request_id: The id of the request, the same when it is repeated. None: it is not repeated.
@@ -195,12 +154,11 @@ class BeginPut(Command[int]):
     partition_id: str
     sample_ids: Sequence[str]
     specs: Mapping[str, FieldSpec]
-    row_bytes: Sequence[int]
+    writes: Sequence[Write]
     tags: Sequence[Mapping[str, TagValue]] | None = None
     epoch: str | None = None
     _: KW_ONLY
     write_id: WriteId | None = None
-    splits: Sequence[Split] = ()
     ticket: str | None = None
     ttl_s: float
     request_id: str | None = None
@@ -208,16 +166,17 @@ class BeginPut(Command[int]):
     @property
     def size_bytes(self) -> int:
         """Size of the whole payload."""
-        return sum(self.row_bytes) + sum(sum(split.row_bytes) for split in self.splits)
-
-    def writes(self, write_id: int) -> list[Write]:
-        """Its writes, once it is begun with this id."""
-        return writes_of(write_id, self.specs, self.row_bytes, self.splits)
+        return sum(sum(write.row_bytes) for write in self.writes)
 
     @property
     def num_ids(self) -> int:
-        """How many ids the put takes: one per row of its writes, and one for each sample."""
-        return max(1, len(self.sample_ids) + sum(len(split.row_bytes) for split in self.splits))
+        """How many ids the put takes: one per row of its writes, and at least one."""
+        return max(1, sum(len(write.row_bytes) for write in self.writes))
+
+    def by_id(self, write_id: int) -> dict[int, Write]:
+        """Its writes by their ids, once it is begun with this one. The ids follow one another, row by row."""
+        ids = accumulate((len(write.row_bytes) for write in self.writes), initial=write_id)
+        return dict(zip(ids, self.writes, strict=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from types import UnionType
 from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 import msgpack
+import msgspec
 
 from dataplane_core.codec import unpack_msgpack
 from dataplane_core.errors import CorruptDataError
@@ -35,7 +36,7 @@ from dataplane_core.ledger import (
     unpack_write_id,
     unpack_writes,
 )
-from dataplane_core.spec import FieldSpec, fits
+from dataplane_core.spec import FieldSpec
 
 #: The version of the format.
 VERSION: Final = 8
@@ -132,6 +133,15 @@ _ALL: Final[tuple[type[Command[Any]], ...]] = (Begin, Plan, Snapshot, *commands.
 _CLASSES: Final = {each.op: each for each in _ALL if not each.reads}
 #: Op -> the fields that a record of it holds, in order.
 OPS: Final[Mapping[str, Mapping[str, _Kind]]] = {op: _kinds(each) for op, each in _CLASSES.items()}
+#: Op -> the form of a whole record of it.
+_FORMS: Final[Mapping[str, Any]] = {
+    op: msgspec.defstruct(
+        op,
+        [("v", int), ("seq", int), ("prev", bytes), ("op", str), *((name, kind.form) for name, kind in kinds.items())],
+        forbid_unknown_fields=True,
+    )
+    for op, kinds in OPS.items()
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,16 +190,11 @@ class Record:
                 f"journal record {seq} is of version {version}. Expected {VERSION}.", hint=_OTHER_VERSION_HINT
             )
         try:
-            kinds = OPS[held["op"]]
-            known = {name: kind.unpack(_typed(name, held[name], kind)) for name, kind in kinds.items()}
-            unknown = held.keys() - known.keys() - {"v", "seq", "prev", "op"}
-            if unknown:
-                raise ValueError(f"it holds {min(unknown)!r}")
-            if not (fits(held["seq"], int) and fits(held["prev"], bytes)):
-                raise TypeError("seq or prev is of a wrong type")
+            form = msgspec.convert(held, _FORMS[held["op"]], builtin_types=(bytes,))
+            known = {name: kind.unpack(getattr(form, name)) for name, kind in OPS[held["op"]].items()}
             command = _CLASSES[held["op"]](**known)
             check_command(command)
-            return cls(held["seq"], held["prev"], command)
+            return cls(form.seq, form.prev, command)
         except (ValueError, TypeError, KeyError) as error:
             raise _unreadable(seq, error) from error
 
@@ -208,9 +213,3 @@ def unseal(data: bytes) -> bytes | None:
     """The bytes that `seal` was given, or None if they do not agree with the digest."""
     body = data[DIGEST_BYTES:]
     return body if body and seal(body) == data else None
-
-
-def _typed(name: str, value: Any, kind: _Kind) -> Any:
-    if not fits(value, kind.form):
-        raise TypeError(f"{name} has a part of a wrong type")
-    return value

@@ -465,13 +465,13 @@ class Expire(Command[None]):
     Attributes:
         leases: Partition, task, token and sample ids of each.
         writes: Unfinished puts.
-        done: The ids of requests whose time is over; see `DoneRequests.forget`.
+        done: The ids of requests whose time is over.
     """
 
     op = "expire"
     leases: Sequence[Sequence[Any]]
     writes: Sequence[WriteId]
-    done: Sequence[tuple[int, int]] = ()
+    done: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -423,9 +423,9 @@ class Ledger:
         """Keeps the id of a request that was carried out."""
         if request_id is not None:
             self._undo.append((self._done.drop, request_id))
-            looks = self._done.add(request_id, left_s, now)
-            if looks and self._self_expiring:
-                self._done.forget(self._done.due(now))
+            self._done.add(request_id, left_s, now)
+            if self._self_expiring and (due := self._done.due(now)):
+                self._done.forget(due)
 
     def _refuse_stale(self, put: commands.BeginPut, what: str) -> NoReturn:
         raise StalePartitionError(

@@ -22,14 +22,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import Any, Final, Literal
 
+import msgspec
+
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.batches import Batch, RankBatches
 from dataplane_core.ledger.checks import check_command
 from dataplane_core.ledger.ledger import Ledger, LiveWrite, Pending, slots_of
 from dataplane_core.ledger.partition import Partition, Task
 from dataplane_core.ledger.rows import NO_CELLS, Cells, Hold, Holder, Join, Ref, Row, group_of, packed_positions
-from dataplane_core.spec import FieldSpec, PartitionInfo, TagValue, fits, holds
+from dataplane_core.spec import FieldSpec, PartitionInfo, Seconds, TagValue, fits
 
+_HOLD: Final = msgspec.defstruct(
+    "_HOLD",
+    [("task_name", str), ("token", str), ("holder", str), ("left_s", Seconds), ("done", bool), ("rows", Sequence[int])],
+)
 #: Part -> what its section holds.
 _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
     "ledger": {"next_write": int, "next_seq": int},
@@ -67,10 +73,10 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "sample_ids": Sequence[str],
         "seqs": Sequence[int],
         "tags": Sequence[Mapping[str, TagValue]],
-        "ages_s": Sequence[float],
+        "ages_s": Sequence[Seconds],
         "fields": Sequence[Sequence[str]],
         "cells": Sequence[Sequence[int]],
-        "holds": Sequence[Mapping[str, Any]],
+        "holds": Sequence[_HOLD],  # type: ignore[valid-type]
     },
     "pending": {
         "write_id": bytes,
@@ -82,21 +88,14 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "writes": Sequence[tuple[Sequence[str], Sequence[int], Sequence[int] | None]],
         "tags": Sequence[Mapping[str, TagValue]] | None,
         "known_seqs": Sequence[int | None],
-        "left_s": float,
-        "ttl_s": float,
+        "left_s": Seconds,
+        "ttl_s": Seconds,
         "request_id": str | None,
     },
     "garbage": {"refs": Sequence[tuple[bytes, Sequence[int]]], "put": bytes | None},
-    "done": {"kept": int, "first": int, "request_ids": Sequence[str], "left_s": float},
+    "done": {"request_ids": Sequence[str], "left_s": Sequence[Seconds]},
 }
-_HOLD: Final[Mapping[str, Any]] = {
-    "task_name": str,
-    "token": str,
-    "holder": str,
-    "left_s": float,
-    "done": bool,
-    "rows": Sequence[int],
-}
+_SECTIONS: Final = {part: msgspec.defstruct(part, list(form.items())) for part, form in _FORMS.items()}
 
 #: The most items of a section, which limits the memory for one section.
 _SECTION_ITEMS: Final = 2_000
@@ -148,8 +147,8 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
         for refs in _portions(all_refs):
             of_put = None if abandoned is None else pack_write_id(abandoned)
             yield {"part": "garbage", "refs": pack_refs(refs), "put": of_put}
-    for kept, first, ids, left_s in ledger._done.portions(_SECTION_ITEMS, now):
-        yield {"part": "done", "kept": kept, "first": first, "request_ids": ids, "left_s": left_s}
+    for done in _portions(ledger._done.left(now)):
+        yield {"part": "done", "request_ids": [each for each, _ in done], "left_s": [left_s for _, left_s in done]}
 
 
 class StateReader:
@@ -175,7 +174,8 @@ class StateReader:
             ValueError, KeyError, IndexError: It is no section, or refers to what the sections before it lack.
         """
         ledger, partition, part = self.ledger, self._partition, section["part"]
-        _check_form(section, part)
+        if not (fits(part, str) and part in _SECTIONS and fits(section, _SECTIONS[part])):
+            raise ValueError(f"section {part!r} has a part of a wrong type, or does not belong here")
         if part == "ledger":
             ledger._next_write = section["next_write"]
             ledger._next_seq = section["next_seq"]
@@ -203,8 +203,8 @@ class StateReader:
                 dict.fromkeys(unpack_refs(section["refs"]), None if put is None else unpack_write_id(put))
             )
         elif part == "done":
-            done = (section["kept"], section["first"], section["request_ids"], section["left_s"])
-            ledger._done.restore(*done, now)
+            for request_id, left_s in _columns(section, "request_ids", "left_s"):
+                ledger._done.restore(request_id, now + left_s)
         else:
             raise ValueError(f"section {part!r} does not belong here")
 
@@ -215,16 +215,6 @@ class StateReader:
             KeyError, IndexError: They refer to what no section holds.
         """
         self.ledger.recount()
-
-
-def _check_form(section: Mapping[str, Any], part: Any) -> None:
-    if not fits(part, str) or part not in _FORMS:
-        raise ValueError(f"section {part!r} does not belong here")
-    for name, form in _FORMS[part].items():
-        if name not in section:
-            raise ValueError(f"section {part!r} lacks {name!r}")
-        if not fits(section[name], form):
-            raise ValueError(f"{name!r} of section {part!r} has a part of a wrong type")
 
 
 # --- one partition ----------------------------------------------------------------------------------------------------
@@ -344,8 +334,8 @@ def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: l
     if len(partition.rows) != num_rows:
         raise ValueError("a sample is there twice")
     for held in section["holds"]:
-        if not holds(held, _HOLD) or min(held["rows"], default=0) < 0:
-            raise ValueError("a lease has a part of a wrong type")
+        if min(held["rows"], default=0) < 0:
+            raise ValueError("a lease is on no row")
         task_name, done = held["task_name"], held["done"]
         expires_at = 0.0 if done else now + held["left_s"]
         hold = Hold(held["token"], held["holder"], expires_at, done)

@@ -41,37 +41,22 @@ from dataplane_core.ledger import LEAST_ROOM_PAUSE_S, Command, Located, Ref, Rep
 from dataplane_core.spec import (
     OPERATIONS,
     AckRequest,
-    AnnounceReply,
-    AnnounceRequest,
     Bell,
     Capability,
     Claim,
     ClaimRequest,
     ClearReply,
     ClearRequest,
-    ClientList,
     ConsumptionReply,
     ConsumptionRequest,
-    DescribeRequest,
-    ExportRequest,
-    FieldList,
-    FieldsRequest,
     GetRequest,
-    InspectRequest,
-    ListClientsRequest,
-    ListPartitionsRequest,
-    ListRequest,
     NackRequest,
-    PartitionDescription,
     PartitionInfo,
-    PartitionList,
-    PartitionState,
     PutReply,
     PutRequest,
     RegisterRequest,
     RenewRequest,
     Request,
-    SampleList,
     SetCursorRequest,
     SettleReply,
     SettleRequest,
@@ -161,6 +146,15 @@ class _Ticket:
     refusal: CapacityExceededError | None = None
 
 
+def _carried_out(kind: type[Command[Reply]]) -> Callable[[LedgerBackend, Any], Reply]:
+    """An operation that is a command of the ledger, whose reply is the hook's."""
+
+    def call(self: LedgerBackend, request: Any) -> Reply:
+        return self._carry_out(kind, request)
+
+    return call
+
+
 class LedgerBackend(Backend, ABC):
     """All operations, from a ledger and a payload store. ``Config`` derives from `CapacityOptions`."""
 
@@ -215,9 +209,7 @@ class LedgerBackend(Backend, ABC):
         self._collect_if_possible(freed, request.deadline)
         return info
 
-    def describe_partition(self, request: DescribeRequest) -> PartitionInfo:
-        """Reads a registration."""
-        return self._carry_out(commands.Describe, request)
+    describe_partition = _carried_out(commands.Describe)
 
     def put_samples(self, request: PutRequest) -> PutReply:
         """Reserves, stores and commits. If there is no room, tries again, unless ``on_full`` is ``raise``."""
@@ -306,33 +298,13 @@ class LedgerBackend(Backend, ABC):
         self._collect(garbage, request.deadline)
         return ClearReply(num_samples=count)
 
-    def list_samples(self, request: ListRequest) -> SampleList:
-        """Lists ids and tags."""
-        return self._carry_out(commands.ListSamples, request)
-
-    def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:
-        """Lists the registered partitions."""
-        return self._carry_out(commands.ListPartitions, request)
-
-    def inspect_partition(self, request: InspectRequest) -> PartitionDescription:
-        """Counts what a partition holds."""
-        return self._carry_out(commands.Inspect, request)
-
-    def list_fields(self, request: FieldsRequest) -> FieldList:
-        """Lists the produced fields of samples."""
-        return self._carry_out(commands.ListFields, request)
-
-    def announce(self, request: AnnounceRequest) -> AnnounceReply:
-        """Lists a client."""
-        return self._carry_out(commands.Announce, request)
-
-    def list_clients(self, request: ListClientsRequest) -> ClientList:
-        """Lists the clients."""
-        return self._carry_out(commands.ListClients, request)
-
-    def export_partition(self, request: ExportRequest) -> PartitionState:
-        """Reads cursors and history."""
-        return self._carry_out(commands.Export, request)
+    list_samples = _carried_out(commands.ListSamples)
+    list_partitions = _carried_out(commands.ListPartitions)
+    inspect_partition = _carried_out(commands.Inspect)
+    list_fields = _carried_out(commands.ListFields)
+    announce = _carried_out(commands.Announce)
+    list_clients = _carried_out(commands.ListClients)
+    export_partition = _carried_out(commands.Export)
 
     def set_cursor(self, request: SetCursorRequest) -> SettleReply:
         """Sets which samples a task has been given."""

@@ -389,17 +389,19 @@ class Claims(Overview):
             if set(tasks) <= set(info.consumer_tasks):
                 return
             group_size = info.grpo_group_size
-        request = RegisterRequest(
-            partition_id=partition_id,
+        self._register(
+            partition_id,
             fields=list(fields),
-            num_samples=None,
             consumer_tasks=tasks,
             grpo_group_size=group_size,
-            enums={},
             if_exists="keep",
             deadline=deadline,
         )
-        self._call("register_partition", request, PartitionInfo)
+
+    def _register(self, partition_id: str, **registration: Any) -> PartitionInfo:
+        """Registers a partition as a `RegisterRequest` says. A finished one may have any number of samples."""
+        request = RegisterRequest(partition_id=partition_id, **{"deadline": self._deadline(), **registration})
+        return self._remember(partition_id, self._call("register_partition", request, PartitionInfo))
 
     def _describe(self, partition_id: str, deadline: float) -> PartitionInfo:
         describe = DescribeRequest(partition_id=partition_id, deadline=deadline)

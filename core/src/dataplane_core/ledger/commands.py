@@ -29,43 +29,6 @@ from dataplane_core.spec import (
     TagValue,
 )
 
-__all__ = [
-    "COMMANDS",
-    "AbortPut",
-    "Ack",
-    "Announce",
-    "BeginPut",
-    "CheckPut",
-    "ClaimSamples",
-    "Clear",
-    "Collected",
-    "Command",
-    "CommitPut",
-    "Consumed",
-    "Describe",
-    "Due",
-    "Expire",
-    "Export",
-    "Inspect",
-    "ListClients",
-    "ListFields",
-    "ListPartitions",
-    "ListSamples",
-    "Locate",
-    "Located",
-    "MayClaim",
-    "Nack",
-    "Part",
-    "PutTags",
-    "Register",
-    "Renew",
-    "SetCursor",
-    "Settle",
-    "WaitForRoom",
-    "Write",
-    "WriteId",
-]
-
 Reply = TypeVar("Reply", covariant=True)
 #: The id of a write, never used again; up to 128 bits.
 WriteId: TypeAlias = Annotated[int, "write id"]

@@ -136,11 +136,11 @@ class RegisterRequest(PartitionRequest):
         epoch: The id of the registration, if it is a new one: random bits drawn by the client (`new_id`).
     """
 
-    fields: list[str]
-    num_samples: int | None
-    consumer_tasks: list[str]
-    grpo_group_size: int | None
-    enums: dict[str, list[str]]
+    fields: list[str] = field(default_factory=list)
+    num_samples: int | None = None
+    consumer_tasks: list[str] = field(default_factory=list)
+    grpo_group_size: int | None = None
+    enums: dict[str, list[str]] = field(default_factory=dict)
     if_exists: IfExists = "replace"
     epoch: str = field(default_factory=new_id)
 

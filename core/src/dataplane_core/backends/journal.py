@@ -376,8 +376,8 @@ class Journal:
     def _apply(self, command: Command[Reply], data: bytes) -> Reply:
         """Runs a command of this process in its recorded form, as the other processes will."""
         recorded: Command[Reply] = Record.from_bytes(data, self._next_seq).command
-        answer_only = {name: getattr(command, name) for name in command.answer_only}
-        return self._run(replace(recorded, **answer_only), data)
+        others = {name: getattr(command, name) for name in command.not_recorded}
+        return self._run(replace(recorded, **others), data)
 
     def _run(self, command: Command[Reply], data: bytes) -> Reply:
         with self._or_forget():

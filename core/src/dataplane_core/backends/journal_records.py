@@ -126,7 +126,7 @@ def _kind(hint: Any) -> _Kind:
 
 def _kinds(command: type[Command[Any]]) -> Mapping[str, _Kind]:
     hints = get_type_hints(command, include_extras=True)
-    return {each.name: _kind(hints[each.name]) for each in fields(command) if each.name not in command.answer_only}
+    return {each.name: _kind(hints[each.name]) for each in fields(command) if each.name not in command.not_recorded}
 
 
 _ALL: Final[tuple[type[Command[Any]], ...]] = (Begin, Plan, Snapshot, *commands.COMMANDS)

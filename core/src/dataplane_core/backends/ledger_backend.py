@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Final, Literal, TypeVar
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -40,7 +40,6 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import LEAST_ROOM_PAUSE_S, Command, Located, Ref, Reply, backoff_s, commands
 from dataplane_core.spec import (
     OPERATIONS,
-    AckRequest,
     Bell,
     Capability,
     Claim,
@@ -50,13 +49,10 @@ from dataplane_core.spec import (
     ConsumptionReply,
     ConsumptionRequest,
     GetRequest,
-    NackRequest,
     PartitionInfo,
     PutReply,
     PutRequest,
     RegisterRequest,
-    RenewRequest,
-    Request,
     SetCursorRequest,
     SettleReply,
     SettleRequest,
@@ -91,14 +87,6 @@ _REFUSALS: Final = (
     UnknownPartitionError,
     UnsupportedOperationError,
 )
-
-
-#: The fields of each command.
-_FIELDS: Final[Mapping[type[Any], tuple[str, ...]]] = {
-    kind: tuple(each.name for each in fields(kind)) for kind in commands.COMMANDS
-}
-
-_C = TypeVar("_C", bound=Command[Any])
 
 
 class CapacityOptions(BaseModel):
@@ -144,15 +132,6 @@ class _Ticket:
     queued_at: float | None = None
     waited: bool = False
     refusal: CapacityExceededError | None = None
-
-
-def _carried_out(kind: type[Command[Reply]]) -> Callable[[LedgerBackend, Any], Reply]:
-    """An operation that is a command of the ledger, whose reply is the hook's."""
-
-    def call(self: LedgerBackend, request: Any) -> Reply:
-        return self._carry_out(kind, request)
-
-    return call
 
 
 class LedgerBackend(Backend, ABC):
@@ -205,11 +184,15 @@ class LedgerBackend(Backend, ABC):
 
     def register_partition(self, request: RegisterRequest) -> PartitionInfo:
         """Opens a partition."""
-        info, freed = self._carry_out(commands.Register, request)
+        info, freed = self._ledger(request.deadline, request)
         self._collect_if_possible(freed, request.deadline)
         return info
 
-    describe_partition = _carried_out(commands.Describe)
+    def _pass_on(self, request: Any) -> Any:
+        """An operation whose request is a command, and whose reply is that of the ledger."""
+        return self._ledger(request.deadline, request)
+
+    describe_partition = _pass_on
 
     def put_samples(self, request: PutRequest) -> PutReply:
         """Reserves, stores and commits. If there is no room, tries again, unless ``on_full`` is ``raise``."""
@@ -228,7 +211,11 @@ class LedgerBackend(Backend, ABC):
             )
         if not request.columns:
             tags = request.tags or [{}] * num_samples
-            put = _command(commands.PutTags, request, tags=tags, left_s=_left_s(request.deadline))
+            put = commands.PutTags(
+                *(request.partition_id, request.sample_ids, tags, request.epoch),
+                request_id=request.request_id,
+                left_s=_left_s(request.deadline),
+            )
             self._ledger(request.deadline, put)
             return
         self._finish_undoing(request.deadline)
@@ -241,7 +228,7 @@ class LedgerBackend(Backend, ABC):
         """Locates the cells and fetches them. Repeats both if the cells were overwritten in between."""
         gone: set[Ref] = set()
         before: Located | None = None
-        locate = _command(commands.Locate, request)
+        locate = commands.Locate(request.partition_id, request.sample_ids, request.fields)
         while True:
             located = self._ledger(request.deadline, locate)
             try:
@@ -265,50 +252,45 @@ class LedgerBackend(Backend, ABC):
 
     def claim(self, request: ClaimRequest) -> Claim:
         """Hands out ready samples."""
-        claim = _command(commands.ClaimSamples, request)
         wake = request.wake
         if wake is None:
-            return self._ledger(request.deadline, claim)
+            return self._ledger(request.deadline, request)
+        claim = replace(request, wake=None)  # which stays in this process
         wake.at_end = partial(self._stop_waiting, claim.token)  # also if the reply is lost: the claim may wait then
         found = self._waking_ledger(request.deadline, claim, wake)
         if found.answered or request.explain:
             wake.at_end = None
         return found
 
-    def ack(self, request: AckRequest) -> SettleReply:
-        """Settles leases."""
-        return self._settle(request, commands.Ack)
+    def _settle(self, request: SettleRequest) -> SettleReply:
+        """Settles leases, gives them back or extends them."""
+        self._ledger(request.deadline, replace(request, left_s=_left_s(request.deadline)))
+        return SettleReply(num_samples=len(request.sample_ids))
 
-    def nack(self, request: NackRequest) -> SettleReply:
-        """Gives leased samples back."""
-        return self._settle(request, commands.Nack)
-
-    def renew(self, request: RenewRequest) -> SettleReply:
-        """Extends leases."""
-        return self._settle(request, commands.Renew)
+    ack = nack = renew = _settle
 
     def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:
         """Asks the ledger."""
-        return ConsumptionReply(consumed=self._carry_out(commands.Consumed, request))
+        return ConsumptionReply(consumed=self._ledger(request.deadline, request))
 
     def clear_samples(self, request: ClearRequest) -> ClearReply:
         """Drops rows, then deletes their payload and what crashed writers left."""
         self._finish_undoing(request.deadline)
-        count, garbage = self._carry_out(commands.Clear, request)
+        count, garbage = self._ledger(request.deadline, request)
         self._collect(garbage, request.deadline)
         return ClearReply(num_samples=count)
 
-    list_samples = _carried_out(commands.ListSamples)
-    list_partitions = _carried_out(commands.ListPartitions)
-    inspect_partition = _carried_out(commands.Inspect)
-    list_fields = _carried_out(commands.ListFields)
-    announce = _carried_out(commands.Announce)
-    list_clients = _carried_out(commands.ListClients)
-    export_partition = _carried_out(commands.Export)
+    list_samples = _pass_on
+    list_partitions = _pass_on
+    inspect_partition = _pass_on
+    list_fields = _pass_on
+    announce = _pass_on
+    list_clients = _pass_on
+    export_partition = _pass_on
 
     def set_cursor(self, request: SetCursorRequest) -> SettleReply:
         """Sets which samples a task has been given."""
-        return SettleReply(num_samples=self._carry_out(commands.SetCursor, request))
+        return SettleReply(num_samples=self._ledger(request.deadline, request))
 
     # --- what a storage author may override ---------------------------------------------------------------------------
 
@@ -343,10 +325,6 @@ class LedgerBackend(Backend, ABC):
             self._store(write_id, columns_of(write, columns), len(write.row_bytes), deadline)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
-
-    def _carry_out(self, kind: type[Command[Reply]], request: Request) -> Reply:
-        """Sends the command that says what the request says."""
-        return self._ledger(request.deadline, _command(kind, request))
 
     def _find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
         """Which refs of a failed read are gone, if the engine did not say. Default: all."""
@@ -425,13 +403,12 @@ class LedgerBackend(Backend, ABC):
     def _put(self, request: PutRequest, writes: Sequence[commands.Write], ticket: _Ticket | None) -> Sequence[Ref]:
         """Tries a put once. Returns the refs that it freed."""
         drawn = self._new_write_id(sum(len(write.row_bytes) for write in writes))
-        begin = _command(
-            commands.BeginPut,
-            request,
-            writes=writes,
+        begin = commands.BeginPut(
+            *(request.partition_id, request.sample_ids, request.specs, writes, request.tags, request.epoch),
             write_id=drawn,
             ticket=None if ticket is None else ticket.id,
             ttl_s=_left_s(request.deadline) + _ABANDON_GRACE_S,
+            request_id=request.request_id,
         )
         try:
             write_id = self._begin(begin, request.columns, request.deadline)
@@ -482,19 +459,6 @@ class LedgerBackend(Backend, ABC):
         """Deletes payload after what is done, and so must not fail now. A later clear deletes what is left."""
         with suppress(Exception):
             self._collect(refs, deadline)
-
-    def _settle(self, request: SettleRequest, kind: type[commands.Settle]) -> SettleReply:
-        settle = _command(kind, request, tokens=request.lease_tokens, left_s=_left_s(request.deadline))
-        self._ledger(request.deadline, settle)
-        return SettleReply(num_samples=len(request.sample_ids))
-
-
-def _command(kind: type[_C], request: Request, **others: Any) -> _C:
-    """A command with the fields of a request that have the same names, and others."""
-    for name in _FIELDS[kind]:
-        if name not in others:
-            others[name] = getattr(request, name)
-    return kind(**others)
 
 
 def _left_s(deadline: float) -> float:

@@ -6,7 +6,7 @@ backends with it.
 
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.checks import check_command
-from dataplane_core.ledger.commands import Command, Located, Reply
+from dataplane_core.ledger.commands import Located, Reply
 from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, Pacer, backoff_s
 from dataplane_core.ledger.rows import Ref, group_of, too_many_samples
@@ -21,6 +21,7 @@ from dataplane_core.ledger.state import (
     unpack_write_id,
     unpack_writes,
 )
+from dataplane_core.spec import Command
 
 __all__ = [
     "LEAST_ROOM_PAUSE_S",

@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.commands import Command
-from dataplane_core.spec import check_tag_filter
+from dataplane_core.spec import Command, check_tag_filter
 
 #: The most payload bytes of a put, data-parallel ranks of a claim, and ids.
 _MOST_BYTES: Final = 1 << 50
@@ -54,7 +53,7 @@ def check_command(command: Command[Any]) -> None:
         case commands.MayClaim():
             _check_claim(command.claim)
         case commands.Settle():
-            _expect(command, len(command.sample_ids) == len(command.tokens), "tokens")
+            _expect(command, len(command.sample_ids) == len(command.lease_tokens), "lease_tokens")
             _check_request(command, command.request_id, command.left_s)
             if isinstance(command, commands.Renew):
                 _expect(command, math.isfinite(command.lease_s) and command.lease_s > 0, "lease_s")

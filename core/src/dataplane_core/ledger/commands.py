@@ -1,7 +1,8 @@
 """The commands of the ledger: one object per operation, which is sent as it is to the host of the ledger.
 
-A backend creates it and `Ledger.apply` runs it. In between, it may be pickled or recorded in a journal. The type in
-``Command[...]`` is that of the reply. Fields mean the same as those of the hook requests with the same names.
+`Ledger.apply` runs it. Before that, it may be recorded in a journal. The type in ``Command[...]`` is that of the reply.
+Most requests of hooks are commands as they are, here under their short names. Fields mean the same as those of the hook
+requests with the same names.
 """
 
 from __future__ import annotations
@@ -9,73 +10,53 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar, Final, Generic, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 from dataplane_core.ledger.rows import Ref
 from dataplane_core.spec import (
-    AnnounceReply,
-    Claim,
-    ClientInfo,
-    ClientList,
-    FieldList,
+    AckRequest,
+    AnnounceRequest,
+    ClaimRequest,
+    ClearRequest,
+    Command,
+    ConsumptionRequest,
+    DescribeRequest,
+    ExportRequest,
     FieldSpec,
-    IfExists,
-    PartitionDescription,
-    PartitionInfo,
-    PartitionList,
-    PartitionState,
-    SampleList,
-    Sampler,
+    FieldsRequest,
+    InspectRequest,
+    ListClientsRequest,
+    ListPartitionsRequest,
+    ListRequest,
+    NackRequest,
+    RegisterRequest,
+    RenewRequest,
+    SetCursorRequest,
+    SettleRequest,
     TagValue,
 )
 
 Reply = TypeVar("Reply", covariant=True)
 #: The id of a write, never used again; up to 128 bits.
 WriteId: TypeAlias = Annotated[int, "write id"]
-_Filter: TypeAlias = Mapping[str, tuple[str, Any]] | None
 
-
-@dataclass(frozen=True, slots=True)
-class Command(Generic[Reply]):
-    """One operation, answered with a ``Reply``.
-
-    Attributes:
-        op: Its name in messages and in journals.
-        reads: Whether it changes nothing. A journal does not record such a command.
-        answer_only: Fields that affect only the reply. A journal does not record them.
-    """
-
-    op: ClassVar[str]
-    reads: ClassVar[bool] = False
-    answer_only: ClassVar[tuple[str, ...]] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Register(Command[tuple[PartitionInfo, list[Ref]]]):
-    """Opens a partition, or extends the one that is there, as ``if_exists`` says.
-
-    Reply: the registration, and the refs of one that was dropped, which are now free. Raises `InvalidRequestError` if
-    the partition that is kept has another group size.
-    """
-
-    op = "register"
-    partition_id: str
-    fields: Sequence[str]
-    num_samples: int | None
-    consumer_tasks: Sequence[str]
-    grpo_group_size: int | None
-    enums: Mapping[str, Sequence[str]]
-    epoch: str
-    if_exists: IfExists = "replace"
-
-
-@dataclass(frozen=True, slots=True)
-class Describe(Command[PartitionInfo]):
-    """Reads a registration. Reply: the registration. Raises `UnknownPartitionError` if there is none."""
-
-    op = "describe"
-    reads = True
-    partition_id: str
+Register = RegisterRequest
+Describe = DescribeRequest
+ListSamples = ListRequest
+ListPartitions = ListPartitionsRequest
+Inspect = InspectRequest
+ListFields = FieldsRequest
+Export = ExportRequest
+SetCursor = SetCursorRequest
+ClaimSamples = ClaimRequest
+Consumed = ConsumptionRequest
+Clear = ClearRequest
+Announce = AnnounceRequest
+ListClients = ListClientsRequest
+Settle = SettleRequest
+Ack = AckRequest
+Nack = NackRequest
+Renew = RenewRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +182,7 @@ class AbortPut(Command[list[Ref]]):
 
 @dataclass(frozen=True, slots=True)
 class PutTags(Command[None]):
-    """A put without payload, in one step. Raises as `BeginPut`. `Settle` says what its last two fields are."""
+    """A put without payload, in one step. Raises as `BeginPut`. `SettleRequest` says what its last two fields are."""
 
     op = "put_tags"
     partition_id: str
@@ -262,163 +243,12 @@ class Locate(Command[Located]):
 
 
 @dataclass(frozen=True, slots=True)
-class ListSamples(Command[SampleList]):
-    """Reply: ids in order of first write, with copies of their tags. Raises `UnknownPartitionError`.
-
-    Attributes:
-        partition_id: The partition.
-        tag_filter: Lists only samples whose tags match.
-        sample_ids: Lists only these, in this order, as far as they are there. None: all.
-    """
-
-    op = "list_samples"
-    reads = True
-    partition_id: str
-    tag_filter: _Filter = None
-    sample_ids: Sequence[str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ListPartitions(Command[PartitionList]):
-    """Reply: the names of all partitions, in order of registration."""
-
-    op = "list_partitions"
-    reads = True
-
-
-@dataclass(frozen=True, slots=True)
-class Inspect(Command[PartitionDescription]):
-    """Reply: what the partition holds. Raises `UnknownPartitionError`."""
-
-    op = "inspect"
-    reads = True
-    partition_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class ListFields(Command[FieldList]):
-    """Reply: the produced fields of samples. Raises `UnknownPartitionError`, and `MissingDataError` for samples."""
-
-    op = "list_fields"
-    reads = True
-    partition_id: str
-    sample_ids: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Export(Command[PartitionState]):
-    """Reply: what the partition knows besides its rows. Raises `UnknownPartitionError`."""
-
-    op = "export"
-    reads = True
-    partition_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class SetCursor(Command[int]):
-    """Sets the samples that a task has been given for good. Reply: how many of them are there.
-
-    Its leases end. Raises `UnknownPartitionError`, and `UnknownTaskError` unless ``create``.
-    """
-
-    op = "set_cursor"
-    partition_id: str
-    task_name: str
-    sample_ids: Sequence[str]
-    create: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimSamples(Command[Claim]):
-    """Hands out ready samples to a task. Reply: the claim. Fields, order and errors are those of the hook ``claim``."""
-
-    op = "claim"
-    answer_only = ("explain",)
-    partition_id: str
-    task_name: str
-    required_fields: Sequence[str]
-    batch_size: int
-    _: KW_ONLY
-    all_or_nothing: bool
-    lease_s: float | None
-    tag_filter: _Filter = None
-    token: str
-    holder: str = ""
-    sampler: Sampler = "first_write"
-    dp_rank: int | None = None
-    dp_size: int | None = None
-    batch_index: int = 0
-    batch_epoch: str | None = None
-    explain: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class MayClaim(Command[bool]):
     """Reply: whether a claim would change anything. If not, a journal need not record it. Raises as the claim."""
 
     op = "may_claim"
     reads = True
     claim: ClaimSamples
-
-
-@dataclass(frozen=True, slots=True)
-class Settle(Command[None]):
-    """The base of `Ack`, `Nack` and `Renew`: samples that a task holds on lease, each with its token.
-
-    Attributes:
-        partition_id: The partition.
-        task_name: The task.
-        sample_ids: The samples.
-        tokens: Their tokens.
-        request_id: The id of the request. If one with this id was carried out, nothing is changed. None: it is not
-            repeated.
-        left_s: Seconds until its deadline. The ledger knows the id for a minute longer.
-
-    Raises:
-        UnknownPartitionError, UnknownTaskError: Not registered.
-        LeaseExpiredError: Some token is no longer valid. Nothing changed.
-        InvalidRequestError: It names only some of the samples held of a group.
-    """
-
-    partition_id: str
-    task_name: str
-    sample_ids: Sequence[str]
-    tokens: Sequence[str]
-    _: KW_ONLY
-    request_id: str | None = None
-    left_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Ack(Settle):
-    """Settles leases for good. Acking again with the same token is allowed, since a reply may be lost."""
-
-    op = "ack"
-
-
-@dataclass(frozen=True, slots=True)
-class Nack(Settle):
-    """Gives leased samples back to the pool."""
-
-    op = "nack"
-
-
-@dataclass(frozen=True, slots=True)
-class Renew(Settle):
-    """Extends leases to ``lease_s`` from now."""
-
-    op = "renew"
-    lease_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Consumed(Command[bool]):
-    """Reply: whether every task was given every row, and has acked the leased ones. False if there are no rows."""
-
-    op = "consumed"
-    reads = True
-    partition_id: str
-    task_names: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,42 +276,11 @@ class Due(Command[Expire | None]):
 
 
 @dataclass(frozen=True, slots=True)
-class Clear(Command[tuple[int, list[Ref]]]):
-    """Drops rows, or the whole partition if ``sample_ids`` is None. Ignores ids that do not exist.
-
-    Reply: how many rows were dropped, and all refs that are free and not yet `Collected`: theirs, and those that
-    abandoned puts and crashed hosts left.
-    """
-
-    op = "clear"
-    partition_id: str
-    sample_ids: Sequence[str] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Collected(Command[None]):
     """Says that the payload of these refs was deleted."""
 
     op = "collected"
     refs: Sequence[Ref]
-
-
-@dataclass(frozen=True, slots=True)
-class Announce(Command[AnnounceReply]):
-    """Lists a client for ``ttl_s`` seconds. 0: no longer. It is no part of the ledger's state, so no journal has it."""
-
-    op = "announce"
-    reads = True
-    client: ClientInfo
-    ttl_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ListClients(Command[ClientList]):
-    """Reply: the clients that were announced and whose time is not over."""
-
-    op = "list_clients"
-    reads = True
 
 
 #: All commands.

@@ -45,7 +45,7 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.commands import Command, Located, Part, Reply
+from dataplane_core.ledger.commands import Located, Part, Reply
 from dataplane_core.ledger.done import DoneRequests
 from dataplane_core.ledger.partition import Partition, Task, UndoLog
 from dataplane_core.ledger.put_writes import PutWrites
@@ -53,6 +53,7 @@ from dataplane_core.ledger.room import RoomQueue
 from dataplane_core.ledger.rows import Cells, Ref, Row, group_of, positions_in
 from dataplane_core.spec import (
     Claim,
+    Command,
     FieldList,
     PartitionDescription,
     PartitionInfo,

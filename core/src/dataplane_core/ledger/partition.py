@@ -630,7 +630,7 @@ class Partition:
         self._expire(now)
         rows: dict[Row, None] = {}  # ids may repeat
         lost: list[str] = []
-        for sample_id, token in zip(sample_ids, command.tokens, strict=True):
+        for sample_id, token in zip(sample_ids, command.lease_tokens, strict=True):
             row = self.rows.get(sample_id)
             hold = None if row is None else row.holds.get(task_name)
             if row is None or hold is None or hold.token != token or (hold.done and action != "ack"):

@@ -34,9 +34,9 @@ FIELDS = {
         "dp_rank dp_size batch_index batch_epoch"
     ),
     "set_cursor": "partition_id task_name sample_ids create",
-    "ack": "partition_id task_name sample_ids tokens request_id left_s",
-    "nack": "partition_id task_name sample_ids tokens request_id left_s",
-    "renew": "partition_id task_name sample_ids tokens request_id left_s lease_s",
+    "ack": "partition_id task_name sample_ids lease_tokens request_id left_s",
+    "nack": "partition_id task_name sample_ids lease_tokens request_id left_s",
+    "renew": "partition_id task_name sample_ids lease_tokens request_id left_s lease_s",
     "clear": "partition_id sample_ids",
     "collected": "refs",
 }

@@ -192,7 +192,7 @@ class DataPlaneClient(Claims):
         """
         with self._operation("finish_partition", partition_id):
             check_name("partition_id", partition_id)
-            group_size = self._describe(partition_id, self._deadline()).grpo_group_size
+            group_size = self._describe(partition_id).grpo_group_size
             epoch = new_id()
             info = self._register(
                 partition_id, num_samples=0, grpo_group_size=group_size, if_exists="keep", epoch=epoch
@@ -393,8 +393,7 @@ class DataPlaneClient(Claims):
                 self._infos.pop(partition_id, None)
             elif not ids:
                 return
-            request = ClearRequest(partition_id=partition_id, sample_ids=ids, deadline=self._deadline())
-            self._call("clear_samples", request, ClearReply)
+            self._call("clear_samples", ClearRequest(partition_id, ids), ClearReply)
 
     def save(
         self,

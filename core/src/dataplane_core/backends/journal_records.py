@@ -124,7 +124,7 @@ def _kind(hint: Any) -> _Kind:
     return _Kind(hint, _PACK.get(get_origin(hint), lambda value: value))
 
 
-def _kinds(command: type[Command[Any]]) -> Mapping[str, _Kind]:
+def _kinds(command: Any) -> Mapping[str, _Kind]:
     hints = get_type_hints(command, include_extras=True)
     return {each.name: _kind(hints[each.name]) for each in fields(command) if each.name not in command.not_recorded}
 

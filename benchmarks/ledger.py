@@ -44,7 +44,15 @@ def fill(ledger: Ledger, num_samples: int, *, num_puts: int, tagged: bool, group
             tags = (
                 [{"input_lengths": 100 + n % 50, "version": 7} for n in range(len(ids))] if tagged and not put else None
             )
-            begin = commands.BeginPut("p", ids, specs(FIELDS[put::num_puts]), [64] * len(ids), tags, None, ttl_s=9.0)
+            begin = commands.BeginPut(
+                "p",
+                ids,
+                specs(FIELDS[put::num_puts]),
+                [commands.Write(list(specs(FIELDS[put::num_puts])), [64] * len(ids))],
+                tags,
+                None,
+                ttl_s=9.0,
+            )
             ledger.apply(commands.CommitPut(ledger.apply(begin, 0.0)), 0.0)
     return made
 

@@ -209,22 +209,30 @@ def _claim(task: str, token: str, **others: Any) -> commands.ClaimSamples:
 _BEFORE: Final[Sequence[Command[Any]]] = (
     commands.Register("p", ["x", "o"], 6, ["t", "u"], 2, {"e": ["a"]}, "epoch"),
     commands.BeginPut(
-        *("p", ["q0_g0", "q0_g1"], {"x": _X}, [8, 8], [{"n": 1}, {"n": 2, "s": "a"}], "epoch"), write_id=100, ttl_s=9.0
+        *("p", ["q0_g0", "q0_g1"], {"x": _X}, [commands.Write(["x"], [8, 8])], [{"n": 1}, {"n": 2, "s": "a"}], "epoch"),
+        write_id=100,
+        ttl_s=9.0,
     ),
     commands.CommitPut(100),
     commands.BeginPut(
-        *("p", ["q1_g0", "q1_g1"], {"x": _X, "o": _O}, [8, 8], None, None),
+        *(
+            "p",
+            ["q1_g0", "q1_g1"],
+            {"x": _X, "o": _O},
+            [commands.Write(["x"], [8, 8]), commands.Write(["o"], [8], [0, 0])],
+        ),
         write_id=200,
-        splits=[commands.Split(["o"], [8], [0, 0])],
         ttl_s=9.0,
     ),
     commands.CommitPut(200),
     _claim("t", "k"),
     _claim("t", "l", dp_rank=0, dp_size=1, sampler="balanced"),
     commands.Ack("p", "t", ["q1_g0", "q1_g1"], ["l", "l"]),
-    commands.BeginPut("p", ["q2_g0", "q2_g1"], {"x": _X}, [8, 8], write_id=300, ticket="w", ttl_s=9.0),
+    commands.BeginPut(
+        "p", ["q2_g0", "q2_g1"], {"x": _X}, [commands.Write(["x"], [8, 8])], write_id=300, ticket="w", ttl_s=9.0
+    ),
     commands.Register("d", ["x"], None, ["t"], None, {}, "other"),
-    commands.BeginPut("d", ["a"], {"x": _X}, [8], write_id=400, ttl_s=9.0),
+    commands.BeginPut("d", ["a"], {"x": _X}, [commands.Write(["x"], [8])], write_id=400, ttl_s=9.0),
     commands.CommitPut(400),
     commands.Clear("d", ["a"]),
 )
@@ -232,7 +240,9 @@ _BEFORE: Final[Sequence[Command[Any]]] = (
 _THEN: Final[Sequence[Command[Any]]] = (
     commands.Register("p", ["x", "y"], None, ["v"], 2, {}, "later", if_exists="keep"),
     commands.Describe("p"),
-    commands.CheckPut(commands.BeginPut("p", ["q3_g0"], {"x": _X}, [8], [{}], write_id=500, ttl_s=9.0), 100),
+    commands.CheckPut(
+        commands.BeginPut("p", ["q3_g0"], {"x": _X}, [commands.Write(["x"], [8])], [{}], write_id=500, ttl_s=9.0), 100
+    ),
     commands.WaitForRoom("w", 8, wait_s=1.0),
     commands.CommitPut(300),
     commands.AbortPut(300),
@@ -274,7 +284,7 @@ def _filled() -> Ledger:
     reader = StateReader(self_expiring=False)
     for section in _unpack(_pack(_sections())):
         reader.take(section, 0.0)
-    reader.check()
+    reader.end()
     return reader.ledger
 
 
@@ -284,7 +294,9 @@ def _use(ledger: LedgerService) -> None:
         *(commands.Due(), commands.ListPartitions(), commands.Inspect("p"), commands.Export("p")),
         *(commands.ListSamples("p", {"n": (">=", 0)}), _claim("u", "n", explain=True), _claim("t", "n")),
         *(commands.Locate("p", ["q1_g0"], ["x", "o"]), commands.Consumed("p", ["t", "u"]), commands.CommitPut(300)),
-        commands.BeginPut("p", ["q5_g0", "q5_g1"], {"x": _X}, [8, 8], [{}, {}], write_id=10**6, ttl_s=9.0),
+        commands.BeginPut(
+            "p", ["q5_g0", "q5_g1"], {"x": _X}, [commands.Write(["x"], [8, 8])], [{}, {}], write_id=10**6, ttl_s=9.0
+        ),
     ):
         attempt(functools.partial(ledger.call, command))
     attempt(lambda: ledger.call(commands.CommitPut(10**6)))
@@ -502,11 +514,12 @@ def _ragged_layout(num_rows: int) -> Layout:
 
 
 def _shm_requests() -> list[bytes]:
-    put = commands.BeginPut("d", ["b", "c"], {"x": _X}, [8, 8], [{"n": 1}, {}], write_id=1000, ttl_s=9.0)
+    put = commands.BeginPut(
+        "d", ["b", "c"], {"x": _X}, [commands.Write(["x"], [8, 8])], [{"n": 1}, {}], write_id=1000, ttl_s=9.0
+    )
     apart = commands.BeginPut(
-        *("d", ["e", "f"], {"x": _X, "y": _X}, [8, 8]),
+        *("d", ["e", "f"], {"x": _X, "y": _X}, [commands.Write(["x"], [8, 8]), commands.Write(["y"], [8], [0, 0])]),
         write_id=2000,
-        splits=[commands.Split(["y"], [8], [0, 0])],
         ttl_s=9,
     )
     made: list[Any] = [
@@ -531,13 +544,13 @@ def _read_shm_request(data: bytes) -> None:
     store = Store(ExtentService(_arena()), LedgerService(capacity_bytes=_ARENA_BYTES))
     other, forger = store.begin_session(), store.begin_session()
     store.answer(commands.Register("d", ["x"], None, ["t"], None, {}, "other"), other)
-    kept = commands.BeginPut("d", ["a"], {"x": _X}, [8], write_id=400, ttl_s=9.0)
+    kept = commands.BeginPut("d", ["a"], {"x": _X}, [commands.Write(["x"], [8])], write_id=400, ttl_s=9.0)
     store.answer(shm.PutWhole(kept, _layout(1), b"12345678"), other)
     for command in _BEFORE[:1]:
         store.answer(command, other)
     for command in (_BEFORE[1], _BEFORE[3]):
         assert isinstance(command, commands.BeginPut)
-        store.answer(shm.Begin(command, [_layout(2)] + [_layout(1)] * len(command.splits)), forger)
+        store.answer(shm.Begin(command, [_layout(len(write.row_bytes)) for write in command.writes]), forger)
         store.answer(commands.CommitPut(command.write_id or 0), forger)
     attempt(lambda: store.answer(request, forger))
     attempt(lambda: store.answer(shm.Find(commands.Locate("p", ["q0_g0"], ["x"]), 8), other))
@@ -644,7 +657,7 @@ SHM_PAYLOAD: Final = Form(lambda data: _unpack(data[1:]), lambda tree: b"\0" + _
 def _tq_requests() -> list[bytes]:
     made: list[Any] = [
         tq.Ping(),
-        tq.BeginNear(commands.BeginPut("p", ["a"], {"x": _X}, [8], ttl_s=9.0), "n0"),
+        tq.BeginNear(commands.BeginPut("p", ["a"], {"x": _X}, [commands.Write(["x"], [8])], ttl_s=9.0), "n0"),
         tq.ViewUnits(-1),
         tq.UnitRecords(),
         tq.AddUnits(2),

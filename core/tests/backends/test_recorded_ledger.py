@@ -56,7 +56,11 @@ class Client:
 
     def begin(self, *ids: str) -> int:
         write_id = self.ledger.take_ids(len(ids))
-        return int(self.call(commands.BeginPut("p", ids, X, [8] * len(ids), write_id=write_id, ttl_s=60.0)))
+        return int(
+            self.call(
+                commands.BeginPut("p", ids, X, [commands.Write(list(X), [8] * len(ids))], write_id=write_id, ttl_s=60.0)
+            )
+        )
 
     def put(self, *ids: str) -> int:
         write_id = self.begin(*ids)
@@ -122,7 +126,7 @@ def test_a_call_that_is_repeated_is_not_done_again(client: Client, killed: bool)
         return client.call(command, again=True)
 
     write_id = client.ledger.take_ids(1)
-    begin = commands.BeginPut("p", ["a"], X, [8], write_id=write_id, ttl_s=60.0)
+    begin = commands.BeginPut("p", ["a"], X, [commands.Write(list(X), [8])], write_id=write_id, ttl_s=60.0)
     assert client.call(begin) == repeat(begin) == write_id
     commit = commands.CommitPut(write_id)
     assert client.call(commit) == repeat(commit) == []
@@ -335,7 +339,11 @@ def test_a_journal_that_is_shortened_while_it_is_taken_is_taken_whole(
         """What the new process does after it has read the journal, and before it copies the snapshot."""
         if path == late._file._folder:
             for turn in turns:
-                late.call(commands.BeginPut("p", [f"s{turn}"], X, [8], write_id=late.take_ids(1), ttl_s=60.0))
+                late.call(
+                    commands.BeginPut(
+                        "p", [f"s{turn}"], X, [commands.Write(list(X), [8])], write_id=late.take_ids(1), ttl_s=60.0
+                    )
+                )
                 shorten()
         return listdir(path)
 
@@ -436,10 +444,16 @@ def test_capacity_and_abandoned_puts_are_as_without_a_journal(tmp_path: Path, mo
     now = ledger._file.now()
     monkeypatch.setattr(ledger._file, "now", lambda: now)
     ledger.call(commands.Register("p", ["x"], None, ["train"], None, {}, "e"))
-    first = ledger.call(commands.BeginPut("p", ["a"], X, [16], write_id=ledger.take_ids(1), ttl_s=60.0))
+    first = ledger.call(
+        commands.BeginPut("p", ["a"], X, [commands.Write(list(X), [16])], write_id=ledger.take_ids(1), ttl_s=60.0)
+    )
     with pytest.raises(DataPlaneError, match="16 of 20 bytes are held"):
-        ledger.call(commands.BeginPut("p", ["b"], X, [16], write_id=ledger.take_ids(1), ttl_s=60.0))
+        ledger.call(
+            commands.BeginPut("p", ["b"], X, [commands.Write(list(X), [16])], write_id=ledger.take_ids(1), ttl_s=60.0)
+        )
     now += 61.0
-    ledger.call(commands.BeginPut("p", ["b"], X, [16], write_id=ledger.take_ids(1), ttl_s=60.0))
+    ledger.call(
+        commands.BeginPut("p", ["b"], X, [commands.Write(list(X), [16])], write_id=ledger.take_ids(1), ttl_s=60.0)
+    )
     with pytest.raises(StalePartitionError):
         ledger.call(commands.CommitPut(first))

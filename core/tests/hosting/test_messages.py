@@ -18,11 +18,13 @@ LOCATED = Located([commands.Part(7, ("x",), (0,), [0], [1])], X)
 FULL = CapacityExceededError("full", hint="clear", ask_again_s=0.5)
 REQUESTS = {
     "claim": ClaimOrWait(
-        commands.ClaimSamples("p", "t", ["x"], 2, all_or_nothing=True, lease_s=None, tag_filter=None, token="k")
+        commands.ClaimSamples(
+            "p", "t", ["x"], 2, all_or_nothing=True, lease_s=None, tag_filter=None, token="k", holder="h"
+        )
     ),
     "stop": StopWaiting("m"),
     "release": Release([7]),
-    "begin": commands.BeginPut("p", ["a"], X, [8], [{"n": 1}], write_id=2**40, ttl_s=9.0, splits=[]),
+    "begin": commands.BeginPut("p", ["a"], X, [commands.Write(list(X), [8])], [{"n": 1}], write_id=2**40, ttl_s=9.0),
     "clients": commands.ListClients(),
 }
 

@@ -154,7 +154,7 @@ def claim(token):
 
 
 def put(session, sample_id):
-    begin = commands.BeginPut("p", [sample_id], X, [8], ttl_s=9.0)
+    begin = commands.BeginPut("p", [sample_id], X, [commands.Write(list(X), [8])], ttl_s=9.0)
     session.call("commit", soon(), commands.CommitPut(session.call("begin", soon(), begin)))
 
 

@@ -188,7 +188,8 @@ class _Run:
     ) -> None:
         write = self.count * 100
         specs = {field: spec if field == "y" else INT for field in fields}
-        command = commands.BeginPut(name, ids, specs, [size] * len(ids), tags, None, write_id=write, ttl_s=ttl_s)
+        writes = [commands.Write(fields, [size] * len(ids))] if fields else []
+        command = commands.BeginPut(name, ids, specs, writes, tags, None, write_id=write, ttl_s=ttl_s)
         end = self.now + ttl_s
         if self.both(command, lambda: self.model.begin(write, name, ids, specs, size, tags, end, self.now)) is not None:
             self.writes.append(write)
@@ -253,7 +254,7 @@ class _Run:
         reader = StateReader(self_expiring=self.options["self_expiring"])
         for section in saved:
             reader.take(msgpack.unpackb(section), self.now)
-        reader.check()
+        reader.end()
         self.ledger = reader.ledger
         self.ledger._capacity_bytes, self.ledger._overwrite = self.options["capacity_bytes"], self.options["overwrite"]
         for put in self.model.pending.values():

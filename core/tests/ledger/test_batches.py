@@ -36,7 +36,7 @@ def saved_and_loaded(ledger):
     reader = StateReader()
     for section in to_state(ledger, 0.0):
         reader.take(msgpack.unpackb(msgpack.packb(section)), 0.0)
-    reader.check()
+    reader.end()
     return reader.ledger
 
 

@@ -9,7 +9,16 @@ from dataplane_core.errors import UnknownPartitionError
 from dataplane_core.ledger import Command, Ledger, LedgerService, commands, to_state
 from dataplane_core.spec import ClientInfo, FieldSpec
 
-PUT = commands.BeginPut("p", ["a"], {"x": FieldSpec("tensor", "int64", 1)}, [8], [{"n": 1}], "e", write_id=1, ttl_s=9.0)
+PUT = commands.BeginPut(
+    "p",
+    ["a"],
+    {"x": FieldSpec("tensor", "int64", 1)},
+    [commands.Write(["x"], [8])],
+    [{"n": 1}],
+    "e",
+    write_id=1,
+    ttl_s=9.0,
+)
 CLAIM = commands.ClaimSamples("p", "t", ["x"], 1, all_or_nothing=False, lease_s=5.0, token="k", holder="h")
 ONE_OF_EACH = [
     commands.Register("p", ["x"], None, ["t"], None, {}, "e"),

@@ -10,8 +10,8 @@ X = FieldSpec("tensor", "int64", 1)
 
 
 def put(**others):
-    made = {"sample_ids": ["a", "b"], "specs": {"x": X, "y": X}, "row_bytes": [8, 8], "write_id": 1, "ttl_s": 9.0}
-    return commands.BeginPut("p", **{**made, **others})
+    made = {"sample_ids": ["a", "b"], "specs": {"x": X, "y": X}, "write_id": 1, "ttl_s": 9.0}
+    return commands.BeginPut("p", **{**made, "writes": [commands.Write(["x", "y"], [8, 8])], **others})
 
 
 def claim(**others):
@@ -19,14 +19,19 @@ def claim(**others):
     return commands.ClaimSamples("p", "t", ["x"], made.pop("batch_size", 2), **made)
 
 
-def apart(row_bytes, positions, fields=("y",)):
-    return put(splits=[commands.Split(list(fields), row_bytes, positions)])
+def together(row_bytes):
+    return put(writes=[commands.Write(["x", "y"], row_bytes)])
+
+
+def apart(row_bytes, positions, fields=("y",), others=("x",)):
+    return put(writes=[commands.Write(list(others), [8, 8]), commands.Write(list(fields), row_bytes, positions)])
 
 
 FORGED = [
-    put(row_bytes=[8]),
-    put(row_bytes=[8, -8]),
-    put(row_bytes=[2**60, 8]),
+    together([8]),
+    together([8, -8]),
+    together([2**60, 8]),
+    put(writes=[]),
     put(sample_ids=["a", "a"]),
     put(tags=[{}]),
     put(write_id=-1),
@@ -38,8 +43,9 @@ FORGED = [
     apart([8], None),
     apart([8, 8], None, ["z"]),
     apart([8, 8], None, ["x", "y"]),
-    put(specs={}, splits=[]).__class__("p", ["a"], {}, [8], write_id=1, ttl_s=9.0),
-    commands.CheckPut(put(row_bytes=[8]), None),
+    apart([8, 8], None, ["x", "y"], []),
+    put(specs={}),
+    commands.CheckPut(together([8]), None),
     commands.Register("p", [], -1, [], None, {}, "e"),
     commands.Register("p", [], None, [], 0, {}, "e"),
     commands.CommitPut(-1),
@@ -71,7 +77,7 @@ def test_a_command_whose_parts_do_not_fit_is_refused(command):
 
 def test_what_clients_make_is_accepted():
     for command in (
-        *(put(), put(row_bytes=[0, 0], splits=[commands.Split(["x", "y"], [8], [0, 0])]), apart([8, 8], None)),
+        *(put(), put(writes=[commands.Write(["x", "y"], [8], [0, 0])]), put(specs={}, writes=[]), apart([8, 8], None)),
         *(claim(), claim(sampler="balanced", dp_rank=1, dp_size=2), claim(lease_s=None, dp_rank=7)),
         *(commands.Ack("p", "t", ["a", "a"], ["k", "k"]), commands.WaitForRoom("k", 8, wait_s=-1.0)),
     ):

@@ -26,7 +26,10 @@ def ledger(num_samples=None, group=None, **options):
 
 def put(made, ids, *fields, spec=INT, tags=None, size=1):
     specs = dict.fromkeys(fields, spec)
-    write_id = made.apply(commands.BeginPut("p", ids, specs, [size] * len(ids), tags, None, ttl_s=10.0), 0.0)
+    write_id = made.apply(
+        commands.BeginPut("p", ids, specs, [commands.Write(list(specs), [size] * len(ids))], tags, None, ttl_s=10.0),
+        0.0,
+    )
     return write_id, made.apply(commands.CommitPut(write_id), 0.0)
 
 
@@ -69,8 +72,12 @@ def test_a_partition_without_end_remembers_of_what_was_cleared_only_the_names_of
 
 def test_of_two_overlapping_first_writes_the_second_with_another_schema_fails():
     made = ledger()
-    one = made.apply(commands.BeginPut("p", ["a"], {"x": INT}, [8], None, None, ttl_s=10.0), 0.0)
-    two = made.apply(commands.BeginPut("p", ["b"], {"x": FLOAT}, [4], None, None, ttl_s=10.0), 0.0)
+    one = made.apply(
+        commands.BeginPut("p", ["a"], {"x": INT}, [commands.Write(["x"], [8])], None, None, ttl_s=10.0), 0.0
+    )
+    two = made.apply(
+        commands.BeginPut("p", ["b"], {"x": FLOAT}, [commands.Write(["x"], [4])], None, None, ttl_s=10.0), 0.0
+    )
     made.apply(commands.CommitPut(one), 0.0)
     with pytest.raises(SchemaMismatchError):
         made.apply(commands.CommitPut(two), 0.0)
@@ -82,7 +89,9 @@ def test_of_two_overlapping_first_writes_the_second_with_another_schema_fails():
 def test_a_put_that_overlaps_a_clear_or_registration_is_fenced(overlap):
     made = ledger()
     put(made, ["a"], "x")
-    begun = made.apply(commands.BeginPut("p", ["a"], {"y": INT}, [8], None, None, ttl_s=10.0), 0.0)
+    begun = made.apply(
+        commands.BeginPut("p", ["a"], {"y": INT}, [commands.Write(["y"], [8])], None, None, ttl_s=10.0), 0.0
+    )
     if overlap == "clear":
         made.apply(commands.Clear("p", ["a"]), 0.0)
     elif overlap == "clear_all":
@@ -100,16 +109,16 @@ def test_a_put_checked_against_an_old_registration_is_refused():
     old = made.apply(commands.Describe("p"), 0.0).epoch
     made.apply(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()), 0.0)
     with pytest.raises(StalePartitionError):
-        made.apply(commands.BeginPut("p", ["a"], {"x": INT}, [8], None, old, ttl_s=1.0), 0.0)
+        made.apply(commands.BeginPut("p", ["a"], {"x": INT}, [commands.Write(["x"], [8])], None, old, ttl_s=1.0), 0.0)
 
 
 def test_a_put_is_judged_by_another_bound_without_a_trace():
     made = ledger()
     put(made, ["a"], "x", size=6)
-    made.apply(commands.BeginPut("p", ["dies"], {"x": INT}, [3], None, None, ttl_s=10.0), 0.0)
+    made.apply(commands.BeginPut("p", ["dies"], {"x": INT}, [commands.Write(["x"], [3])], None, None, ttl_s=10.0), 0.0)
 
     def judge(size, now, epoch=None, spec=INT):
-        put = commands.BeginPut("p", ["b"], {"x": spec}, [size], None, epoch, ttl_s=10.0)
+        put = commands.BeginPut("p", ["b"], {"x": spec}, [commands.Write(["x"], [size])], None, epoch, ttl_s=10.0)
         made.apply(commands.CheckPut(put, capacity_bytes=10), now)
 
     before = pickle.dumps(made)
@@ -137,7 +146,9 @@ def test_an_overwrite_frees_the_row_it_replaces_once_no_cell_names_it():
 
 def test_an_abandoned_put_is_reaped_with_its_payload():
     made = ledger()
-    begun = made.apply(commands.BeginPut("p", ["a", "b"], {"x": INT}, [8, 8], None, None, ttl_s=10.0), 0.0)
+    begun = made.apply(
+        commands.BeginPut("p", ["a", "b"], {"x": INT}, [commands.Write(["x"], [8, 8])], None, None, ttl_s=10.0), 0.0
+    )
     assert made.garbage(9.0) == []
     assert made.garbage(10.0) == [(begun, 0), (begun, 1)]
     assert made.held_bytes == 0
@@ -182,8 +193,7 @@ def put_shared(made, ids, positions, row_bytes, now=0.0):
         "p",
         ids,
         {"x": INT, "y": INT},
-        [1] * len(ids),
-        splits=[commands.Split(("y",), row_bytes, positions)],
+        [commands.Write(["x"], [1] * len(ids)), commands.Write(["y"], row_bytes, positions)],
         ttl_s=10.0,
     )
     write_id = made.apply(begin, now)
@@ -217,13 +227,11 @@ def test_an_overwrite_gives_up_one_reference():
 
 def test_an_unfinished_put_frees_each_of_its_rows_once():
     made = ledger()
-    begin = commands.BeginPut(
-        "p", ["a", "b"], {"y": INT}, [0, 0], splits=[commands.Split(("y",), [9], [0, 0])], ttl_s=10.0
-    )
+    begin = commands.BeginPut("p", ["a", "b"], {"y": INT}, [commands.Write(["y"], [9], [0, 0])], ttl_s=10.0)
     write_id = made.apply(begin, 0.0)
     assert made.held_bytes == 9
-    assert made.apply(commands.AbortPut(write_id), 0.0) == [(write_id + 2, 0)]
-    assert made.apply(commands.AbortPut(write_id), 0.0) == [(write_id + 2, 0)]
+    assert made.apply(commands.AbortPut(write_id), 0.0) == [(write_id, 0)]
+    assert made.apply(commands.AbortPut(write_id), 0.0) == [(write_id, 0)]
     assert made.held_bytes == 0
 
 
@@ -237,7 +245,7 @@ def test_ids_of_the_writes_of_a_put_are_not_given_again():
 def test_of_two_puts_that_together_are_too_many_one_is_refused():
     made = ledger(num_samples=3)
     first, second = (
-        made.apply(commands.BeginPut("p", ids, {"x": INT}, [1] * 2, ttl_s=10.0), 0.0)
+        made.apply(commands.BeginPut("p", ids, {"x": INT}, [commands.Write(["x"], [1] * 2)], ttl_s=10.0), 0.0)
         for ids in (["a", "b"], ["c", "d"])
     )
     made.apply(commands.CommitPut(first), 0.0)
@@ -250,7 +258,7 @@ def test_of_two_puts_that_together_are_too_many_one_is_refused():
 def test_a_put_under_way_is_refused_once_the_partition_is_finished():
     made = ledger()
     put(made, ["a"], "x")
-    write_id = made.apply(commands.BeginPut("p", ["b"], {"x": INT}, [1], ttl_s=10.0), 0.0)
+    write_id = made.apply(commands.BeginPut("p", ["b"], {"x": INT}, [commands.Write(["x"], [1])], ttl_s=10.0), 0.0)
     info, _ = made.apply(commands.Register("p", [], 0, [], None, {}, new_id(), "keep"), 0.0)
     assert info.num_samples == 1
     with pytest.raises(InvalidRequestError, match="at most 1"):

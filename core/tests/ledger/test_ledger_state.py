@@ -20,7 +20,10 @@ def made():
 
 def begin(made, ids, write_id, now=0.0, tags=None):
     return made.apply(
-        commands.BeginPut("p", ids, {"x": INT}, [8] * len(ids), tags, None, write_id=write_id, ttl_s=10.0), now
+        commands.BeginPut(
+            "p", ids, {"x": INT}, [commands.Write(["x"], [8] * len(ids))], tags, None, write_id=write_id, ttl_s=10.0
+        ),
+        now,
     )
 
 
@@ -28,7 +31,7 @@ def saved_and_loaded(made, now=0.0, then=0.0):
     reader = StateReader()
     for section in [msgpack.packb(each) for each in to_state(made, now)]:
         reader.take(msgpack.unpackb(section), then)
-    reader.check()
+    reader.end()
     return reader.ledger
 
 
@@ -93,15 +96,15 @@ def test_what_an_abandoned_put_left_is_found_by_its_id_after_loading():
     ledger = Ledger()
     ledger.apply(commands.Register("p", ["x"], None, ["t"], None, {}, "e1"), 0.0)
     spec = {"x": FieldSpec("tensor", "int64", 1)}
-    split = commands.Split(("x",), [8], [0, 0])
-    put = commands.BeginPut("p", ["a", "b"], spec, [0, 0], write_id=100, splits=[split], ttl_s=1.0)
+    write = commands.Write(["x"], [8], [0, 0])
+    put = commands.BeginPut("p", ["a", "b"], spec, [write], write_id=100, ttl_s=1.0)
     ledger.apply(put, 0.0)
     ledger.apply(commands.Expire([], [100]), 2.0)
     reader = StateReader()
     for section in to_state(ledger, 2.0):
         reader.take(msgpack.unpackb(msgpack.packb(section)), 2.0)
     for each in (ledger, reader.ledger):
-        assert each.apply(commands.AbortPut(100), 3.0) == [(102, 0)]
+        assert each.apply(commands.AbortPut(100), 3.0) == [(100, 0)]
 
 
 def test_a_ledger_that_is_not_self_expiring_keeps_what_is_due_until_it_is_told():
@@ -134,7 +137,9 @@ def test_a_ledger_that_is_not_self_expiring_keeps_what_is_due_until_it_is_told()
 
 def test_open_cells_stay_open_after_loading(made):
     for write_id, sample_id, spec in ((LARGE, "a", FieldSpec.of_empty_lists()), (LARGE + 1, "b", INT)):
-        put = commands.BeginPut("p", [sample_id], {"x": spec}, [0], None, None, write_id=write_id, ttl_s=10.0)
+        put = commands.BeginPut(
+            "p", [sample_id], {"x": spec}, [commands.Write(["x"], [0])], None, None, write_id=write_id, ttl_s=10.0
+        )
         made.apply(put, 0.0)
         made.apply(commands.CommitPut(write_id), 0.0)
     with pytest.raises(OpenCellsError) as raised:

@@ -20,7 +20,7 @@ class Puts:
     def put(self, name, size, queues=True, wait_s=60.0):
         """Whether it went through."""
         try:
-            arguments = ("p", [name], {"x": INT}, [size], None, None)
+            arguments = ("p", [name], {"x": INT}, [commands.Write(["x"], [size])], None, None)
             ticket = name if queues else None
             begin = commands.BeginPut(*arguments, ticket=ticket, ttl_s=90.0)
             self.ledger.apply(commands.CommitPut(self.ledger.apply(begin, self.now)), self.now)
@@ -94,7 +94,10 @@ def test_who_says_that_it_gave_up_leaves_the_queue_at_once_and_who_must_queue_is
     with pytest.raises(
         CapacityExceededError, match="10 bytes would fit, 60 of 100 bytes are held, but 1 put waits"
     ) as told:
-        puts.ledger.apply(commands.BeginPut("p", ["b"], {"x": INT}, [10], None, None, ticket="b", ttl_s=9.0), 0.0)
+        puts.ledger.apply(
+            commands.BeginPut("p", ["b"], {"x": INT}, [commands.Write(["x"], [10])], None, None, ticket="b", ttl_s=9.0),
+            0.0,
+        )
     assert "Clear" not in told.value.hint
     puts.ledger.apply(commands.WaitForRoom("large", 80, wait_s=0.0), 0.0)
     assert puts.put("b", 10)

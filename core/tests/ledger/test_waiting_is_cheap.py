@@ -39,7 +39,7 @@ def filled(num_rows, group=None, total=None):
 def put(made, ids, tags, fields=("x",)):
     specs = dict.fromkeys(fields, INT)
     rows = [dict(tags)] * len(ids)
-    begin = commands.BeginPut("p", ids, specs, [8] * len(ids), rows, None, ttl_s=9.0)
+    begin = commands.BeginPut("p", ids, specs, [commands.Write(list(specs), [8] * len(ids))], rows, None, ttl_s=9.0)
     made.apply(commands.CommitPut(made.apply(begin, 0.0)), 0.0)
 
 
@@ -228,7 +228,7 @@ def test_many_puts_that_wait_for_room_ask_no_more_often_together_than_few(count)
     service.call(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()))
 
     def begin(name, size, ticket):
-        arguments = ("p", [name], {"x": INT}, [size], None, None)
+        arguments = ("p", [name], {"x": INT}, [commands.Write(["x"], [size])], None, None)
         return service.call(commands.BeginPut(*arguments, write_id=None, ticket=ticket, ttl_s=90.0))
 
     service.call(commands.CommitPut(begin("full", 100, None)))
@@ -264,6 +264,8 @@ def test_a_claim_that_gets_something_is_not_told_to_wait():
         service.call(commands.ClaimSamples("p", "t", ["x"], 4, **options, token=new_id()))
     pause_s = service.call(commands.ClaimSamples("p", "t", ["x"], 4, **options, token=new_id())).ask_again_s
     assert pause_s > 0.1
-    write_id = service.call(commands.BeginPut("p", ["b"], {"x": INT}, [8], None, None, write_id=None, ttl_s=9.0))
+    write_id = service.call(
+        commands.BeginPut("p", ["b"], {"x": INT}, [commands.Write(["x"], [8])], None, None, write_id=None, ttl_s=9.0)
+    )
     service.call(commands.CommitPut(write_id))
     assert service.call(commands.ClaimSamples("p", "t", ["x"], 1, **options, token=new_id())).ask_again_s == 0

@@ -32,7 +32,15 @@ class Waiting:
         return self.service.call(command, self.wake(name))
 
     def put(self, *names, fields=("x",)):
-        begin = commands.BeginPut("p", names, dict.fromkeys(fields, INT), [8] * len(names), None, None, ttl_s=9.0)
+        begin = commands.BeginPut(
+            "p",
+            names,
+            dict.fromkeys(fields, INT),
+            [commands.Write(list(dict.fromkeys(fields, INT)), [8] * len(names))],
+            None,
+            None,
+            ttl_s=9.0,
+        )
         self.service.call(commands.CommitPut(self.service.call(begin)))
 
 
@@ -214,7 +222,9 @@ def test_puts_that_wait_for_room_are_woken_when_it_is_there():
     made = Waiting(100)
 
     def begin(name, size):
-        put = commands.BeginPut("p", [name], {"x": INT}, [size], None, None, ticket=name, ttl_s=90.0)
+        put = commands.BeginPut(
+            "p", [name], {"x": INT}, [commands.Write(["x"], [size])], None, None, ticket=name, ttl_s=90.0
+        )
         return made.service.call(put)
 
     made.service.call(commands.CommitPut(begin("full", 100)))

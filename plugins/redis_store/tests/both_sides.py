@@ -9,6 +9,7 @@ from typing import Any
 
 from random_history import NAMES
 
+from dataplane_core.backends import writes_of
 from dataplane_core.errors import AlreadyDoneError, DataPlaneError
 from dataplane_core.ledger import Ledger, commands
 from dataplane_core.ledger.clients import ClientRegister
@@ -193,17 +194,13 @@ class BothSides:
         columns: dict[str, Any] = {
             each: [_cell(write_id, each, row, size) for row, size in enumerate(sizes)] for each in together
         }
-        row_bytes = [sum(len(column[row]) for column in columns.values()) for row in range(len(ids))]
-        splits = []
         if shared is not None:
-            count = max(shared) + 1
-            rows = [_cell(write_id + len(ids), fields[-1], row, 8) for row in range(count)]
+            first = write_id + (len(ids) if together else 0)
+            rows = [_cell(first, fields[-1], row, 8) for row in range(max(shared) + 1)]
             columns[fields[-1]] = SharedRows(rows, shared)
-            splits = [commands.Split([fields[-1]], [len(each) for each in rows], shared)]
         command = commands.BeginPut(
-            *(name, ids, specs, row_bytes, tags, epoch),
+            *(name, ids, specs, writes_of(columns, len(ids), None), tags, epoch),
             write_id=write_id,
-            splits=splits,
             ticket=ticket,
             ttl_s=ttl_s,
             request_id=request_id,
@@ -223,13 +220,13 @@ class BothSides:
             epoch=command.epoch,
             request_id=command.request_id,
         )
-        bundles = [each for each in _puts.bundles_of(columns, len(command.sample_ids), None) if each.columns]
+        writes = writes_of(columns, len(command.sample_ids), None)
         return _puts._Put(
             what="put",
             request=request,
-            bundles=bundles,
-            size_bytes=sum(sum(bundle.row_bytes) for bundle in bundles),
-            parts=pack_parts(bundles, specs),
+            writes=writes,
+            size_bytes=sum(sum(write.row_bytes) for write in writes),
+            parts=pack_parts(writes, specs),
             tags=[pack_tags(row) for row in command.tags or ()],
             capacity_bytes=self.capacity_bytes,
             waits=waits,

@@ -11,7 +11,7 @@ from dataplane_shm._messages import MESSAGES, Begin, Drop, Find, PutWhole, Statu
 from dataplane_shm._store import Store
 
 SPECS = {"x": FieldSpec("tensor", "uint8", 1)}
-PUT = commands.BeginPut("p", ["a", "b"], SPECS, [8, 8], write_id=1, ttl_s=9.0)
+PUT = commands.BeginPut("p", ["a", "b"], SPECS, [commands.Write(list(SPECS), [8, 8])], write_id=1, ttl_s=9.0)
 
 
 def layout(num_rows=2, step=8, size_bytes=None):
@@ -34,7 +34,10 @@ def sent(request):
         Begin(PUT, []),
         Begin(PUT, [layout(), layout()]),
         Begin(PUT, [Layout([])]),
-        Begin(commands.BeginPut("p", ["a"], SPECS, [-8], write_id=1, ttl_s=9.0), [layout(1)]),
+        Begin(
+            commands.BeginPut("p", ["a"], SPECS, [commands.Write(list(SPECS), [-8])], write_id=1, ttl_s=9.0),
+            [layout(1)],
+        ),
         Find(commands.Locate("p", ["a"], []), 1),
         commands.Ack("p", "t", ["a"], []),
     ],

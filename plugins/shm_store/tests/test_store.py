@@ -37,7 +37,9 @@ class Clients:
         layout = Layout([])
         layout.add_dense(len(ids), length, length)
         sizes, write_id = [length] * len(ids), next(self.writes)
-        put = commands.BeginPut("p", ids, SPECS, sizes, write_id=write_id, ttl_s=ttl_s, ticket=ticket)
+        put = commands.BeginPut(
+            "p", ids, SPECS, [commands.Write(list(SPECS), sizes)], write_id=write_id, ttl_s=ttl_s, ticket=ticket
+        )
         begun = self.call(Begin(put, [layout]), session)
         (offset,) = begun.offsets
         return begun.write_id, self.arena.bytes[offset : offset + layout.size_bytes]
@@ -46,9 +48,8 @@ class Clients:
         """Begins a put of a sample with an extent for each of its columns, of so many bytes."""
         names = [f"f{index}" for index in range(len(sizes))]
         specs = dict.fromkeys(names, SPECS["x"])
-        splits = [commands.Split((name,), [size], None) for name, size in zip(names[1:], sizes[1:], strict=True)]
-        write_id = next(self.writes)
-        put = commands.BeginPut("p", [sample_id], specs, [sizes[0]], write_id=write_id, splits=splits, ttl_s=30.0)
+        writes = [commands.Write((name,), [size]) for name, size in zip(names, sizes, strict=True)]
+        put = commands.BeginPut("p", [sample_id], specs, writes, write_id=next(self.writes), ttl_s=30.0)
         layouts = [Layout([]) for _ in sizes]
         for layout, size in zip(layouts, sizes, strict=True):
             layout.add_dense(1, size, size)

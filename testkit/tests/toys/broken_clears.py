@@ -138,11 +138,13 @@ class CountsSharedRowsForEachSample(NoopBackend):
 
     def _ledger(self, deadline, command):
         if isinstance(command, commands.BeginPut):
-            splits = [
+            counted = [
                 replace(
-                    split, row_bytes=[size * split.positions.count(row) for row, size in enumerate(split.row_bytes)]
+                    write, row_bytes=[size * write.positions.count(row) for row, size in enumerate(write.row_bytes)]
                 )
-                for split in command.splits
+                if write.positions
+                else write
+                for write in command.writes
             ]
-            command = replace(command, splits=splits)
+            command = replace(command, writes=counted)
         return super()._ledger(deadline, command)

@@ -109,8 +109,8 @@ class ForgetsTheSecondTask(NoopBackend):
 class GivesRoomToWhoeverAsks(NoopBackend):
     """Nobody queues for room."""
 
-    def _put(self, request, row_bytes, ticket):
-        return super()._put(request, row_bytes, None)
+    def _put(self, request, writes, ticket):
+        return super()._put(request, writes, None)
 
     def _ledger(self, deadline, command):
         return None if isinstance(command, commands.WaitForRoom) else super()._ledger(deadline, command)

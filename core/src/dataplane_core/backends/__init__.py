@@ -6,7 +6,6 @@ Backend packages derive from these classes; the client calls only `Backend`.
 
 from dataplane_core.backends.base import Backend, NoOptions, required_operations
 from dataplane_core.backends.blob_store import BlobStore
-from dataplane_core.backends.bundles import Bundle, bundles_of
 from dataplane_core.backends.diagnosis import Finding, Level, check_announced_address, missing_library, never_reachable
 from dataplane_core.backends.journal_records import Record
 from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
@@ -15,13 +14,13 @@ from dataplane_core.backends.private_folder import PrivateFolder
 from dataplane_core.backends.recorded_ledger import RecordedLedger, TakenError
 from dataplane_core.backends.row_store import RowStoreBackend, framed_columns
 from dataplane_core.backends.spread import ledger_of, spread_over
+from dataplane_core.backends.writes import columns_of, writes_of
 from dataplane_core.config import SizeBytes
 
 __all__ = [
     "LEDGER_CAPABILITIES",
     "Backend",
     "BlobStore",
-    "Bundle",
     "CapacityOptions",
     "Finding",
     "LedgerBackend",
@@ -35,8 +34,8 @@ __all__ = [
     "RowStoreBackend",
     "SizeBytes",
     "TakenError",
-    "bundles_of",
     "check_announced_address",
+    "columns_of",
     "framed_columns",
     "last_words",
     "ledger_of",
@@ -44,4 +43,5 @@ __all__ = [
     "never_reachable",
     "required_operations",
     "spread_over",
+    "writes_of",
 ]

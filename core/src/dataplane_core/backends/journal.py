@@ -375,9 +375,9 @@ class Journal:
 
     def _apply(self, command: Command[Reply], data: bytes) -> Reply:
         """Runs a command of this process in its recorded form, as the other processes will."""
-        recorded: Command[Reply] = Record.from_bytes(data, self._next_seq).command
-        answer_only = {name: getattr(command, name) for name in command.answer_only}
-        return self._run(replace(recorded, **answer_only), data)
+        recorded: Any = Record.from_bytes(data, self._next_seq).command  # a dataclass
+        others = {name: getattr(command, name) for name in command.not_recorded}
+        return self._run(replace(recorded, **others), data)
 
     def _run(self, command: Command[Reply], data: bytes) -> Reply:
         with self._or_forget():
@@ -443,7 +443,7 @@ class Journal:
                 raise ValueError("its head is of another store or version")
             if not (fits(first["seq"], int) and fits(first["prev"], bytes) and fits(loading.tail, Sequence[bytes])):
                 raise ValueError("its head or its records hold what they cannot hold")
-            loading.state.check()
+            loading.state.end()
             self._service = LedgerService(clock=self._read_clock, ledger=loading.state.ledger)
             self._store_id = named.store
             self._next_seq = first["seq"]

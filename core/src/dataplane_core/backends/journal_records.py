@@ -20,6 +20,7 @@ from types import UnionType
 from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 import msgpack
+import msgspec
 
 from dataplane_core.codec import unpack_msgpack
 from dataplane_core.errors import CorruptDataError
@@ -29,16 +30,16 @@ from dataplane_core.ledger import (
     check_command,
     commands,
     pack_refs,
-    pack_splits,
     pack_write_id,
+    pack_writes,
     unpack_refs,
-    unpack_splits,
     unpack_write_id,
+    unpack_writes,
 )
-from dataplane_core.spec import FieldSpec, fits
+from dataplane_core.spec import FieldSpec
 
 #: The version of the format.
-VERSION: Final = 7
+VERSION: Final = 8
 #: Length of a digest.
 DIGEST_BYTES: Final = 16
 _OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or begin a new store."
@@ -101,8 +102,8 @@ _KINDS: Final[Mapping[Any, _Kind]] = {
         Sequence[bytes], lambda ids: list(map(pack_write_id, ids)), lambda data: list(map(unpack_write_id, data))
     ),
     Sequence[Ref]: _Kind(Sequence[tuple[bytes, Sequence[int]]], pack_refs, unpack_refs),
-    Sequence[commands.Split]: _Kind(
-        Sequence[tuple[Sequence[str], Sequence[int], Sequence[int] | None]], pack_splits, unpack_splits
+    Sequence[commands.Write]: _Kind(
+        Sequence[tuple[Sequence[str], Sequence[int], Sequence[int] | None]], pack_writes, unpack_writes
     ),
     Mapping[str, FieldSpec]: _Kind(
         Mapping[str, str],
@@ -123,15 +124,24 @@ def _kind(hint: Any) -> _Kind:
     return _Kind(hint, _PACK.get(get_origin(hint), lambda value: value))
 
 
-def _kinds(command: type[Command[Any]]) -> Mapping[str, _Kind]:
+def _kinds(command: Any) -> Mapping[str, _Kind]:
     hints = get_type_hints(command, include_extras=True)
-    return {each.name: _kind(hints[each.name]) for each in fields(command) if each.name not in command.answer_only}
+    return {each.name: _kind(hints[each.name]) for each in fields(command) if each.name not in command.not_recorded}
 
 
 _ALL: Final[tuple[type[Command[Any]], ...]] = (Begin, Plan, Snapshot, *commands.COMMANDS)
 _CLASSES: Final = {each.op: each for each in _ALL if not each.reads}
 #: Op -> the fields that a record of it holds, in order.
 OPS: Final[Mapping[str, Mapping[str, _Kind]]] = {op: _kinds(each) for op, each in _CLASSES.items()}
+#: Op -> the form of a whole record of it.
+_FORMS: Final[Mapping[str, Any]] = {
+    op: msgspec.defstruct(
+        op,
+        [("v", int), ("seq", int), ("prev", bytes), ("op", str), *((name, kind.form) for name, kind in kinds.items())],
+        forbid_unknown_fields=True,
+    )
+    for op, kinds in OPS.items()
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,16 +190,11 @@ class Record:
                 f"journal record {seq} is of version {version}. Expected {VERSION}.", hint=_OTHER_VERSION_HINT
             )
         try:
-            kinds = OPS[held["op"]]
-            known = {name: kind.unpack(_typed(name, held[name], kind)) for name, kind in kinds.items()}
-            unknown = held.keys() - known.keys() - {"v", "seq", "prev", "op"}
-            if unknown:
-                raise ValueError(f"it holds {min(unknown)!r}")
-            if not (fits(held["seq"], int) and fits(held["prev"], bytes)):
-                raise TypeError("seq or prev is of a wrong type")
+            form = msgspec.convert(held, _FORMS[held["op"]], builtin_types=(bytes,))
+            known = {name: kind.unpack(getattr(form, name)) for name, kind in OPS[held["op"]].items()}
             command = _CLASSES[held["op"]](**known)
             check_command(command)
-            return cls(held["seq"], held["prev"], command)
+            return cls(form.seq, form.prev, command)
         except (ValueError, TypeError, KeyError) as error:
             raise _unreadable(seq, error) from error
 
@@ -208,9 +213,3 @@ def unseal(data: bytes) -> bytes | None:
     """The bytes that `seal` was given, or None if they do not agree with the digest."""
     body = data[DIGEST_BYTES:]
     return body if body and seal(body) == data else None
-
-
-def _typed(name: str, value: Any, kind: _Kind) -> Any:
-    if not fits(value, kind.form):
-        raise TypeError(f"{name} has a part of a wrong type")
-    return value

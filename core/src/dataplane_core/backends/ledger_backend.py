@@ -13,14 +13,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Final, Literal, TypeVar
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane_core.backends.base import Backend
-from dataplane_core.backends.bundles import APART_SHARE, Bundle, bundles_of
+from dataplane_core.backends.writes import APART_SHARE, columns_of, writes_of
 from dataplane_core.config import SizeBytes
 from dataplane_core.errors import (
     AlreadyDoneError,
@@ -40,38 +40,19 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import LEAST_ROOM_PAUSE_S, Command, Located, Ref, Reply, backoff_s, commands
 from dataplane_core.spec import (
     OPERATIONS,
-    AckRequest,
-    AnnounceReply,
-    AnnounceRequest,
     Bell,
     Capability,
     Claim,
     ClaimRequest,
     ClearReply,
     ClearRequest,
-    ClientList,
     ConsumptionReply,
     ConsumptionRequest,
-    DescribeRequest,
-    ExportRequest,
-    FieldList,
-    FieldsRequest,
     GetRequest,
-    InspectRequest,
-    ListClientsRequest,
-    ListPartitionsRequest,
-    ListRequest,
-    NackRequest,
-    PartitionDescription,
     PartitionInfo,
-    PartitionList,
-    PartitionState,
     PutReply,
     PutRequest,
     RegisterRequest,
-    RenewRequest,
-    Request,
-    SampleList,
     SetCursorRequest,
     SettleReply,
     SettleRequest,
@@ -106,14 +87,6 @@ _REFUSALS: Final = (
     UnknownPartitionError,
     UnsupportedOperationError,
 )
-
-
-#: The fields of each command.
-_FIELDS: Final[Mapping[type[Any], tuple[str, ...]]] = {
-    kind: tuple(each.name for each in fields(kind)) for kind in commands.COMMANDS
-}
-
-_C = TypeVar("_C", bound=Command[Any])
 
 
 class CapacityOptions(BaseModel):
@@ -165,7 +138,7 @@ class LedgerBackend(Backend, ABC):
     """All operations, from a ledger and a payload store. ``Config`` derives from `CapacityOptions`."""
 
     capabilities = LEDGER_CAPABILITIES
-    #: See `bundles_of`. None: a read moves only the cells that it asks for, so no column needs to be apart.
+    #: See `writes_of`. None: a read moves only the cells that it asks for, so no column needs to be apart.
     row_cost_bytes: ClassVar[int | None] = None
     apart_share: ClassVar[float] = APART_SHARE
     # annotated, so that a subclass may have options without a default
@@ -211,13 +184,15 @@ class LedgerBackend(Backend, ABC):
 
     def register_partition(self, request: RegisterRequest) -> PartitionInfo:
         """Opens a partition."""
-        info, freed = self._carry_out(commands.Register, request)
+        info, freed = self._ledger(request.deadline, request)
         self._collect_if_possible(freed, request.deadline)
         return info
 
-    def describe_partition(self, request: DescribeRequest) -> PartitionInfo:
-        """Reads a registration."""
-        return self._carry_out(commands.Describe, request)
+    def _pass_on(self, request: Any) -> Any:
+        """An operation whose request is a command, and whose reply is that of the ledger."""
+        return self._ledger(request.deadline, request)
+
+    describe_partition = _pass_on
 
     def put_samples(self, request: PutRequest) -> PutReply:
         """Reserves, stores and commits. If there is no room, tries again, unless ``on_full`` is ``raise``."""
@@ -236,20 +211,24 @@ class LedgerBackend(Backend, ABC):
             )
         if not request.columns:
             tags = request.tags or [{}] * num_samples
-            put = _command(commands.PutTags, request, tags=tags, left_s=_left_s(request.deadline))
+            put = commands.PutTags(
+                *(request.partition_id, request.sample_ids, tags, request.epoch),
+                request_id=request.request_id,
+                left_s=_left_s(request.deadline),
+            )
             self._ledger(request.deadline, put)
             return
         self._finish_undoing(request.deadline)
         columns = {name: request.columns[name] for name in request.specs}  # in the ledger's order of slots
-        bundles = bundles_of(columns, num_samples, self.row_cost_bytes, self.apart_share)
-        freed = self._put_when_there_is_room(request, bundles)
+        writes = writes_of(columns, num_samples, self.row_cost_bytes, self.apart_share)
+        freed = self._put_when_there_is_room(request, writes)
         self._collect_if_possible(freed, request.deadline)
 
     def get_samples(self, request: GetRequest) -> WireBatch:
         """Locates the cells and fetches them. Repeats both if the cells were overwritten in between."""
         gone: set[Ref] = set()
         before: Located | None = None
-        locate = _command(commands.Locate, request)
+        locate = commands.Locate(request.partition_id, request.sample_ids, request.fields)
         while True:
             located = self._ledger(request.deadline, locate)
             try:
@@ -273,70 +252,45 @@ class LedgerBackend(Backend, ABC):
 
     def claim(self, request: ClaimRequest) -> Claim:
         """Hands out ready samples."""
-        claim = _command(commands.ClaimSamples, request)
         wake = request.wake
         if wake is None:
-            return self._ledger(request.deadline, claim)
+            return self._ledger(request.deadline, request)
+        claim = replace(request, wake=None)  # which stays in this process
         wake.at_end = partial(self._stop_waiting, claim.token)  # also if the reply is lost: the claim may wait then
         found = self._waking_ledger(request.deadline, claim, wake)
         if found.answered or request.explain:
             wake.at_end = None
         return found
 
-    def ack(self, request: AckRequest) -> SettleReply:
-        """Settles leases."""
-        return self._settle(request, commands.Ack)
+    def _settle(self, request: SettleRequest) -> SettleReply:
+        """Settles leases, gives them back or extends them."""
+        self._ledger(request.deadline, replace(request, left_s=_left_s(request.deadline)))
+        return SettleReply(num_samples=len(request.sample_ids))
 
-    def nack(self, request: NackRequest) -> SettleReply:
-        """Gives leased samples back."""
-        return self._settle(request, commands.Nack)
-
-    def renew(self, request: RenewRequest) -> SettleReply:
-        """Extends leases."""
-        return self._settle(request, commands.Renew)
+    ack = nack = renew = _settle
 
     def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:
         """Asks the ledger."""
-        return ConsumptionReply(consumed=self._carry_out(commands.Consumed, request))
+        return ConsumptionReply(consumed=self._ledger(request.deadline, request))
 
     def clear_samples(self, request: ClearRequest) -> ClearReply:
         """Drops rows, then deletes their payload and what crashed writers left."""
         self._finish_undoing(request.deadline)
-        count, garbage = self._carry_out(commands.Clear, request)
+        count, garbage = self._ledger(request.deadline, request)
         self._collect(garbage, request.deadline)
         return ClearReply(num_samples=count)
 
-    def list_samples(self, request: ListRequest) -> SampleList:
-        """Lists ids and tags."""
-        return self._carry_out(commands.ListSamples, request)
-
-    def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:
-        """Lists the registered partitions."""
-        return self._carry_out(commands.ListPartitions, request)
-
-    def inspect_partition(self, request: InspectRequest) -> PartitionDescription:
-        """Counts what a partition holds."""
-        return self._carry_out(commands.Inspect, request)
-
-    def list_fields(self, request: FieldsRequest) -> FieldList:
-        """Lists the produced fields of samples."""
-        return self._carry_out(commands.ListFields, request)
-
-    def announce(self, request: AnnounceRequest) -> AnnounceReply:
-        """Lists a client."""
-        return self._carry_out(commands.Announce, request)
-
-    def list_clients(self, request: ListClientsRequest) -> ClientList:
-        """Lists the clients."""
-        return self._carry_out(commands.ListClients, request)
-
-    def export_partition(self, request: ExportRequest) -> PartitionState:
-        """Reads cursors and history."""
-        return self._carry_out(commands.Export, request)
+    list_samples = _pass_on
+    list_partitions = _pass_on
+    inspect_partition = _pass_on
+    list_fields = _pass_on
+    announce = _pass_on
+    list_clients = _pass_on
+    export_partition = _pass_on
 
     def set_cursor(self, request: SetCursorRequest) -> SettleReply:
         """Sets which samples a task has been given."""
-        return SettleReply(num_samples=self._carry_out(commands.SetCursor, request))
+        return SettleReply(num_samples=self._ledger(request.deadline, request))
 
     # --- what a storage author may override ---------------------------------------------------------------------------
 
@@ -350,26 +304,27 @@ class LedgerBackend(Backend, ABC):
     def _stop_waiting(self, token: str) -> None:
         """What was given to `_waking_ledger` waits no longer: calls `LedgerService.stop_waiting`. Must not block."""
 
-    def _begin(self, begin: commands.BeginPut, bundles: Sequence[Bundle], deadline: float) -> int:
+    def _begin(self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float) -> int:
         """Begins a put. An engine that gives out memory together with the write id overrides it."""
         return self._ledger(deadline, begin)
 
-    def _store_all(self, write_id: int, writes: Mapping[int, Bundle], deadline: float) -> None:
+    def _store_all(
+        self,
+        writes: Mapping[int, commands.Write],
+        columns: Mapping[str, WireColumn | SharedRows],
+        deadline: float,
+    ) -> None:
         """Stores all writes of a put. An engine that can store them together overrides it.
 
         Args:
-            write_id: The id that the put was begun with.
-            writes: The id of each write, ascending, and what it holds.
+            writes: The writes by their ids, which follow one another.
+            columns: The columns of the put. `columns_of` gives those of a write.
             deadline: On `time.monotonic`'s clock, in seconds.
         """
-        for each, bundle in writes.items():
-            self._store(each, bundle.columns, len(bundle.row_bytes), deadline)
+        for write_id, write in writes.items():
+            self._store(write_id, columns_of(write, columns), len(write.row_bytes), deadline)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
-
-    def _carry_out(self, kind: type[Command[Reply]], request: Request) -> Reply:
-        """Sends the command that says what the request says."""
-        return self._ledger(request.deadline, _command(kind, request))
 
     def _find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
         """Which refs of a failed read are gone, if the engine did not say. Default: all."""
@@ -397,11 +352,11 @@ class LedgerBackend(Backend, ABC):
             columns.update(self._fetch(some, num_samples, deadline))
         return columns
 
-    def _put_when_there_is_room(self, request: PutRequest, bundles: Sequence[Bundle]) -> Sequence[Ref]:
+    def _put_when_there_is_room(self, request: PutRequest, writes: Sequence[commands.Write]) -> Sequence[Ref]:
         """Runs a put, which queues for room unless ``on_full`` is ``raise``. Returns the refs that it freed."""
         ticket = _Ticket() if self.config.on_full == "block" else None
         try:
-            return self._put_in_turn(request, bundles, ticket)
+            return self._put_in_turn(request, writes, ticket)
         except OperationTimeoutError as late:
             if ticket is None or ticket.refusal is None:
                 raise
@@ -412,9 +367,11 @@ class LedgerBackend(Backend, ABC):
             if ticket is not None and ticket.queued_at is not None:  # the put ends while it is still in the queue
                 until = min(request.deadline, time.monotonic() + _LATE_UNDO_S)
                 with suppress(Exception):  # the ledger drops it later anyway
-                    self._ledger(until, commands.WaitForRoom(ticket.id, _size_bytes(bundles), wait_s=0.0))
+                    self._ledger(until, commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=0.0))
 
-    def _put_in_turn(self, request: PutRequest, bundles: Sequence[Bundle], ticket: _Ticket | None) -> Sequence[Ref]:
+    def _put_in_turn(
+        self, request: PutRequest, writes: Sequence[commands.Write], ticket: _Ticket | None
+    ) -> Sequence[Ref]:
         """Tries a put until there is room for it. Returns the refs that it freed."""
         start = time.monotonic()
         bell = Bell()
@@ -425,7 +382,7 @@ class LedgerBackend(Backend, ABC):
 
         while True:
             try:
-                return self._put(request, bundles, ticket)
+                return self._put(request, writes, ticket)
             except CapacityExceededError as error:
                 if not error.retryable or ticket is None:
                     raise
@@ -437,28 +394,24 @@ class LedgerBackend(Backend, ABC):
                 ticket.refusal = error
                 if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
                     ticket.queued_at, ticket.waited = now, True
-                    wait = commands.WaitForRoom(ticket.id, _size_bytes(bundles), wait_s=left_s)
+                    wait = commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=left_s)
                     self._waking_ledger(request.deadline, wait, wake)
                 # 0 if the engine itself is full: it does not say when to ask again
                 pause_s = error.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
                 bell.wait(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
 
-    def _put(self, request: PutRequest, bundles: Sequence[Bundle], ticket: _Ticket | None) -> Sequence[Ref]:
+    def _put(self, request: PutRequest, writes: Sequence[commands.Write], ticket: _Ticket | None) -> Sequence[Ref]:
         """Tries a put once. Returns the refs that it freed."""
-        together, *apart = bundles
-        splits = [commands.Split(tuple(each.columns), each.row_bytes, each.positions) for each in apart]
-        drawn = self._new_write_id(len(request.sample_ids) + sum(len(each.row_bytes) for each in apart))
-        begin = _command(
-            commands.BeginPut,
-            request,
-            row_bytes=together.row_bytes,
+        drawn = self._new_write_id(sum(len(write.row_bytes) for write in writes))
+        begin = commands.BeginPut(
+            *(request.partition_id, request.sample_ids, request.specs, writes, request.tags, request.epoch),
             write_id=drawn,
-            splits=splits,
             ticket=None if ticket is None else ticket.id,
             ttl_s=_left_s(request.deadline) + _ABANDON_GRACE_S,
+            request_id=request.request_id,
         )
         try:
-            write_id = self._begin(begin, bundles, request.deadline)
+            write_id = self._begin(begin, request.columns, request.deadline)
         except _REFUSALS:
             raise
         except BaseException:  # the reply may be lost while the bytes are reserved
@@ -468,10 +421,7 @@ class LedgerBackend(Backend, ABC):
         if ticket is not None:
             ticket.queued_at = None  # it left the queue; it enters it again if the engine itself is full
         try:
-            writes = commands.writes_of(write_id, request.specs, together.row_bytes, splits)
-            stored = [each for each in bundles if each.columns]
-            by_id = {write.write_id: bundle for write, bundle in zip(writes, stored, strict=True)}
-            self._store_all(write_id, by_id, request.deadline)
+            self._store_all(begin.by_id(write_id), request.columns, request.deadline)
             if ticket is not None:
                 ticket.refusal = None
             return self._ledger(request.deadline, commands.CommitPut(write_id))
@@ -510,26 +460,13 @@ class LedgerBackend(Backend, ABC):
         with suppress(Exception):
             self._collect(refs, deadline)
 
-    def _settle(self, request: SettleRequest, kind: type[commands.Settle]) -> SettleReply:
-        settle = _command(kind, request, tokens=request.lease_tokens, left_s=_left_s(request.deadline))
-        self._ledger(request.deadline, settle)
-        return SettleReply(num_samples=len(request.sample_ids))
-
-
-def _command(kind: type[_C], request: Request, **others: Any) -> _C:
-    """A command with the fields of a request that have the same names, and others."""
-    for name in _FIELDS[kind]:
-        if name not in others:
-            others[name] = getattr(request, name)
-    return kind(**others)
-
 
 def _left_s(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
-def _size_bytes(bundles: Sequence[Bundle]) -> int:
-    return sum(sum(each.row_bytes) for each in bundles)
+def _size_bytes(writes: Sequence[commands.Write]) -> int:
+    return sum(sum(write.row_bytes) for write in writes)
 
 
 def _only(located: Located, fields: Sequence[str]) -> Located:

@@ -271,10 +271,10 @@ def _payload_of(sections: list[dict[str, Any]]) -> dict[int, tuple[list[int] | N
                     for at in range(0, len(flat), 3):
                         held[ids[flat[at + 1]]][1].append(flat[at + 2])
             case "pending":
-                splits = [commands.Split(*each) for each in section["splits"]]
-                first = unpack_write_id(section["write_id"])
-                for write in commands.writes_of(first, section["specs"], section["row_bytes"], splits):
-                    held[write.write_id] = (list(write.row_bytes), list(range(len(write.row_bytes))))
+                write_id = unpack_write_id(section["write_id"])
+                for _, row_bytes, _ in section["writes"]:
+                    held[write_id] = (list(row_bytes), list(range(len(row_bytes))))
+                    write_id += len(row_bytes)
             case "garbage":
                 for packed, positions in section["refs"]:
                     held.setdefault(unpack_write_id(packed), (None, []))[1].extend(positions)

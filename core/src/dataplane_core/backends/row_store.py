@@ -10,12 +10,12 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dataplane_core.backends.bundles import Bundle
 from dataplane_core.backends.ledger_backend import LedgerBackend, RefsGoneError
+from dataplane_core.backends.writes import columns_of
 from dataplane_core.codec import join_rows, split_rows
 from dataplane_core.errors import BackendError, FrameError
-from dataplane_core.ledger import Located, Ref
-from dataplane_core.spec import WireColumn, WireFormat
+from dataplane_core.ledger import Located, Ref, commands
+from dataplane_core.spec import SharedRows, WireColumn, WireFormat
 
 
 class RowStoreBackend(LedgerBackend):
@@ -48,11 +48,16 @@ class RowStoreBackend(LedgerBackend):
         """Deletes rows. Ignores handles that do not exist."""
 
     def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
-        self._store_all(write_id, {write_id: Bundle(columns, [0] * num_samples)}, deadline)
+        self._store_all({write_id: commands.Write(tuple(columns), [0] * num_samples)}, columns, deadline)
 
-    def _store_all(self, write_id: int, writes: Mapping[int, Bundle], deadline: float) -> None:
-        buffer, offsets = join_rows([framed_columns(bundle.columns) for bundle in writes.values()])
-        first = min(writes)  # their ids follow one another
+    def _store_all(
+        self,
+        writes: Mapping[int, commands.Write],
+        columns: Mapping[str, WireColumn | SharedRows],
+        deadline: float,
+    ) -> None:
+        buffer, offsets = join_rows([framed_columns(columns_of(write, columns)) for write in writes.values()])
+        first = min(writes)
         self._put_rows(range(first, first + len(offsets) - 1), buffer, offsets, deadline)
 
     def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:

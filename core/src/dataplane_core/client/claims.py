@@ -189,8 +189,7 @@ class Claims(Overview):
             self._require(Capability.CLAIMS, "check_consumption_status")
             check_name("partition_id", partition_id)
             tasks = check_names("task_names", task_names)
-            request = ConsumptionRequest(partition_id=partition_id, task_names=tasks, deadline=self._deadline())
-            return self._call("check_consumption", request, ConsumptionReply).consumed
+            return self._call("check_consumption", ConsumptionRequest(partition_id, tasks), ConsumptionReply).consumed
 
     def is_finished(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """Whether the tasks get no more samples: all are written, and each task has consumed those that are held.
@@ -208,7 +207,7 @@ class Claims(Overview):
         with self._operation("is_finished", partition_id):
             self._require(Capability.CLAIMS, "is_finished")
             check_name("partition_id", partition_id)
-            info = self._describe(partition_id, self._deadline())
+            info = self._describe(partition_id)
             unknown = [name for name in check_names("task_names", task_names) if name not in info.consumer_tasks]
             if unknown:
                 raise UnknownTaskError(
@@ -322,7 +321,7 @@ class Claims(Overview):
             written: Iterable[str] = ()
             if unknown and use == "claim":
                 self._require(Capability.LISTING, "claim_meta with strict_fields")
-                request = InspectRequest(partition_id=partition_id, deadline=until)
+                request = InspectRequest(partition_id, deadline=until)
                 written = self._call("inspect_partition", request, PartitionDescription).specs
         except DataPlaneError:
             if found.strict:
@@ -364,7 +363,6 @@ class Claims(Overview):
             request,
             required_fields=list(request.required_fields),
             tag_filter=None if request.tag_filter is None else dict(request.tag_filter),
-            deadline=min(self._deadline(), request.deadline),
         )
         claim = self._call("claim", copied, Claim)
         where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
@@ -389,21 +387,22 @@ class Claims(Overview):
             if set(tasks) <= set(info.consumer_tasks):
                 return
             group_size = info.grpo_group_size
-        request = RegisterRequest(
-            partition_id=partition_id,
+        self._register(
+            partition_id,
             fields=list(fields),
-            num_samples=None,
             consumer_tasks=tasks,
             grpo_group_size=group_size,
-            enums={},
             if_exists="keep",
             deadline=deadline,
         )
-        self._call("register_partition", request, PartitionInfo)
 
-    def _describe(self, partition_id: str, deadline: float) -> PartitionInfo:
-        describe = DescribeRequest(partition_id=partition_id, deadline=deadline)
-        return self._call("describe_partition", describe, PartitionInfo)
+    def _register(self, partition_id: str, **registration: Any) -> PartitionInfo:
+        """Registers a partition as a `RegisterRequest` says. A finished one may have any number of samples."""
+        request = RegisterRequest(partition_id, **registration)
+        return self._remember(partition_id, self._call("register_partition", request, PartitionInfo))
+
+    def _describe(self, partition_id: str, deadline: float = math.inf) -> PartitionInfo:
+        return self._call("describe_partition", DescribeRequest(partition_id, deadline=deadline), PartitionInfo)
 
     def _settle(self, operation: str, request_type: Callable[..., Any], meta: KVBatchMeta, **extra: Any) -> None:
         check_meta(f"{operation}: meta", meta)

@@ -58,10 +58,8 @@ from dataplane_core.spec import (
     FieldSpec,
     GetRequest,
     IfExists,
-    PartitionInfo,
     PutReply,
     PutRequest,
-    RegisterRequest,
     TagValue,
     WireBatch,
     check_tags,
@@ -162,7 +160,15 @@ class DataPlaneClient(Claims):
                         f"grpo_group_size {grpo_group_size}."
                     )
             words = {name: check_names(f"enums['{name}']", each) for name, each in (enums or {}).items()}
-            self._register(partition_id, field_names, num_samples, tasks, grpo_group_size, words, if_exists=if_exists)
+            self._register(
+                partition_id,
+                fields=field_names,
+                num_samples=num_samples,
+                consumer_tasks=tasks,
+                grpo_group_size=grpo_group_size,
+                enums=words,
+                if_exists=if_exists,
+            )
 
     def finish_partition(self, partition_id: str) -> None:
         """Says that no more samples will be written to a partition that was registered without ``num_samples``.
@@ -186,9 +192,11 @@ class DataPlaneClient(Claims):
         """
         with self._operation("finish_partition", partition_id):
             check_name("partition_id", partition_id)
-            group_size = self._describe(partition_id, self._deadline()).grpo_group_size
+            group_size = self._describe(partition_id).grpo_group_size
             epoch = new_id()
-            info = self._register(partition_id, [], 0, [], group_size, {}, if_exists="keep", epoch=epoch)
+            info = self._register(
+                partition_id, num_samples=0, grpo_group_size=group_size, if_exists="keep", epoch=epoch
+            )
             if info.epoch == epoch:  # it was cleared after it was described
                 self.clear_samples(None, partition_id)
                 raise UnknownPartitionError(f"finish_partition('{partition_id}') refused: it was cleared meanwhile.")
@@ -385,8 +393,7 @@ class DataPlaneClient(Claims):
                 self._infos.pop(partition_id, None)
             elif not ids:
                 return
-            request = ClearRequest(partition_id=partition_id, sample_ids=ids, deadline=self._deadline())
-            self._call("clear_samples", request, ClearReply)
+            self._call("clear_samples", ClearRequest(partition_id, ids), ClearReply)
 
     def save(
         self,
@@ -452,32 +459,6 @@ class DataPlaneClient(Claims):
             return load(self, folder, partitions)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
-
-    def _register(
-        self,
-        partition_id: str,
-        fields: Sequence[str],
-        num_samples: int | None,
-        consumer_tasks: Sequence[str],
-        grpo_group_size: int | None,
-        enums: Mapping[str, Sequence[str]],
-        *,
-        if_exists: IfExists = "replace",
-        epoch: str | None = None,
-    ) -> PartitionInfo:
-        """`register_partition` without its checks: a finished partition may have any number of samples."""
-        request = RegisterRequest(
-            partition_id=partition_id,
-            fields=list(fields),
-            num_samples=num_samples,
-            consumer_tasks=list(consumer_tasks),
-            grpo_group_size=grpo_group_size,
-            enums={name: list(words) for name, words in enums.items()},
-            if_exists=if_exists,
-            epoch=epoch or new_id(),
-            deadline=self._deadline(),
-        )
-        return self._remember(partition_id, self._call("register_partition", request, PartitionInfo))
 
     def _encode_columns(self, where: str, fields: Any, num_samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
         for name in fields.keys():

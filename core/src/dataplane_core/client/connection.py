@@ -305,7 +305,9 @@ class Connection:
         )
 
     def _call(self, operation: str, request: Any, reply_type: type[_R]) -> _R:
+        """Calls a hook. It has until the request's deadline, and at most as long as an operation may take."""
         hook: Callable[..., Any] = getattr(self._hooks, operation)
+        request.deadline = min(request.deadline, self._deadline())
         try:
             if not self._to_stop:
                 raise ClientClosedError(f"{operation}: the client was closed meanwhile.")

@@ -87,8 +87,7 @@ class Overview(Connection):
         with self._operation("describe", partition_id):
             self._require(Capability.LISTING, "describe")
             check_name("partition_id", partition_id)
-            request = InspectRequest(partition_id=partition_id, deadline=self._deadline())
-            found = self._call("inspect_partition", request, PartitionDescription)
+            found = self._call("inspect_partition", InspectRequest(partition_id), PartitionDescription)
             hidden = [name for name in found.specs if name.startswith(_HIDDEN)]
             if not hidden:
                 return found
@@ -123,10 +122,7 @@ class Overview(Connection):
             ids = None if sample_ids is None else list(dict.fromkeys(check_ids(sample_ids)))
             if ids == []:
                 return KVBatchMeta(partition_id, None, [], tags=[])
-            request = ListRequest(
-                partition_id=partition_id, tag_filter=condition, sample_ids=ids, deadline=self._deadline()
-            )
-            listed = self._call("list_samples", request, SampleList)
+            listed = self._call("list_samples", ListRequest(partition_id, condition, ids), SampleList)
             ids, tags = list(listed.sample_ids), [dict(row) for row in listed.tags]
             check_counts(f"list_samples('{partition_id}')", len(ids), tags=len(tags))
             return KVBatchMeta(partition_id, None, ids, sequence_lengths=lengths_of(tags), tags=tags)
@@ -237,8 +233,7 @@ class Overview(Connection):
         """
         with self._operation("list_clients"):
             self._require(Capability.CLIENTS, "list_clients")
-            request = ListClientsRequest(deadline=self._deadline())
-            found = self._call("list_clients", request, ClientList).clients
+            found = self._call("list_clients", ListClientsRequest(), ClientList).clients
             return sorted(found, key=lambda client: (client.host, client.pid, client.client_id))
 
     def list_units(self) -> list[UnitInfo]:
@@ -253,7 +248,7 @@ class Overview(Connection):
         """
         with self._operation("list_units"):
             self._require(Capability.UNITS, "list_units")
-            return list(self._call("list_units", ListUnitsRequest(deadline=self._deadline()), UnitList).units)
+            return list(self._call("list_units", ListUnitsRequest(), UnitList).units)
 
     def add_units(self, count: int) -> list[UnitInfo]:
         """Starts storage units, which get rows of later puts. Blocks until they do, at most ``op_timeout_s``.
@@ -276,8 +271,7 @@ class Overview(Connection):
         with self._operation("add_units"):
             self._require(Capability.UNITS, "add_units")
             check_count("count", count)
-            request = ChangeUnitsRequest(add=count, deadline=self._deadline())
-            return list(self._call("change_units", request, UnitList).units)
+            return list(self._call("change_units", ChangeUnitsRequest(add=count), UnitList).units)
 
     def remove_unit(self, name: str, *, now: bool = False) -> UnitInfo | None:
         """Has a storage unit end: when the last of its rows is cleared, or at once. Does not wait for that.
@@ -302,7 +296,7 @@ class Overview(Connection):
         with self._operation("remove_unit"):
             self._require(Capability.UNITS, "remove_unit")
             check_name("name", name)
-            request = ChangeUnitsRequest(remove=name, now=now, deadline=self._deadline())
+            request = ChangeUnitsRequest(remove=name, now=now)
             return next(iter(self._call("change_units", request, UnitList).units), None)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
@@ -310,15 +304,13 @@ class Overview(Connection):
     def _list_partitions(self, what: str) -> list[str]:
         with self._operation(what):
             self._require(Capability.LISTING, what)
-            request = ListPartitionsRequest(deadline=self._deadline())
-            return sorted(self._call("list_partitions", request, PartitionList).partition_ids)
+            return sorted(self._call("list_partitions", ListPartitionsRequest(), PartitionList).partition_ids)
 
     def _list_fields(self, what: str, partition_id: str, sample_ids: list[str]) -> list[list[str]]:
         """For each sample the fields that it has, without those of middleware. Equal lists are the same object."""
         with self._operation("list_fields", partition_id):
             self._require(Capability.LISTING, what)
-            request = FieldsRequest(partition_id=partition_id, sample_ids=sample_ids, deadline=self._deadline())
-            found = self._call("list_fields", request, FieldList)
+            found = self._call("list_fields", FieldsRequest(partition_id, sample_ids), FieldList)
             check_counts(what, len(sample_ids), samples=len(found.index))
             if found.index and not 0 <= min(found.index) <= max(found.index) < len(found.patterns):
                 raise BackendError(
@@ -332,8 +324,7 @@ class Overview(Connection):
         with self._operation(what, partition_id):
             self._require(Capability.CURSORS, what)
             check_name("partition_id", partition_id)
-            request = ExportRequest(partition_id=partition_id, deadline=self._deadline())
-            return self._call("export_partition", request, PartitionState)
+            return self._call("export_partition", ExportRequest(partition_id), PartitionState)
 
     def _set_cursor(
         self, what: str, partition_id: str, task_name: str, sample_ids: Sequence[str], *, create: bool
@@ -342,13 +333,7 @@ class Overview(Connection):
             self._require(Capability.CURSORS, what)
             check_name("partition_id", partition_id)
             check_name("task_name", task_name)
-            request = SetCursorRequest(
-                partition_id=partition_id,
-                task_name=task_name,
-                sample_ids=list(sample_ids),
-                create=create,
-                deadline=self._deadline(),
-            )
+            request = SetCursorRequest(partition_id, task_name, list(sample_ids), create)
             return self._call("set_cursor", request, SettleReply).num_samples
 
 

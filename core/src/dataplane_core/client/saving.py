@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypedDict
 
 from tensordict import TensorDict
 
@@ -30,35 +30,43 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.saves import SavedFiles, pack_rows, tensor_rows, unpack_rows, write_save
-from dataplane_core.spec import FieldSpec, PartitionDescription, PartitionState, TagValue, fits, holds
+from dataplane_core.spec import FieldSpec, PartitionDescription, PartitionState, TagValue, fits
 
 _KIND: Final = "dataplane-partitions"
 #: Size of a block that is aimed at, the rows of the first block of a partition, and the most rows of any.
 _BLOCK_BYTES: Final = 16 << 20
 _FIRST_ROWS: Final = 64
 _MOST_ROWS: Final = 4096
-#: What the manifest says of a partition, its registration, and the head of each of its blocks.
-_ENTRY: Final[Mapping[str, Any]] = {
-    "partition_id": str,
-    "registration": Mapping[str, Any],
-    "num_blocks": int,
-    "num_samples": int,
-    "cleared_ids": Sequence[str],
-    "broken_groups": Sequence[str],
-}
-_REGISTRATION: Final[Mapping[str, Any]] = {
-    "fields": Sequence[str],
-    "num_samples": int | None,
-    "consumer_tasks": Sequence[str],
-    "grpo_group_size": int | None,
-    "enums": Mapping[str, Sequence[str]],
-}
-_HEAD: Final[Mapping[str, Any]] = {
-    "sample_ids": Sequence[str],
-    "created": Sequence[str],
-    "tags": Sequence[Mapping[str, TagValue]],
-    "consumed": Mapping[str, Sequence[str]],
-}
+
+
+class _Registration(TypedDict):
+    """The arguments of ``register_partition``, as the manifest says them."""
+
+    fields: Sequence[str]
+    num_samples: int | None
+    consumer_tasks: Sequence[str]
+    grpo_group_size: int | None
+    enums: Mapping[str, Sequence[str]]
+
+
+class _Entry(TypedDict):
+    """What the manifest says of a partition."""
+
+    partition_id: str
+    registration: _Registration
+    num_blocks: int
+    num_samples: int
+    cleared_ids: Sequence[str]
+    broken_groups: Sequence[str]
+
+
+class _Head(TypedDict):
+    """The head of a block."""
+
+    sample_ids: Sequence[str]
+    created: Sequence[str]
+    tags: Sequence[Mapping[str, TagValue]]
+    consumed: Mapping[str, Sequence[str]]
 
 
 class _Client(Protocol):
@@ -264,8 +272,7 @@ def _entries_of(body: Mapping[str, Any], folder: str | os.PathLike[str]) -> list
         CorruptDataError: The manifest is not one that `save` wrote.
     """
     entries: Any = body.get("partitions")
-    good = fits(entries, Sequence[Mapping[str, Any]]) and fits(body.get("metadata"), Mapping[str, Any])
-    good = good and all(holds(entry, _ENTRY) and holds(entry["registration"], _REGISTRATION) for entry in entries)
+    good = fits(entries, Sequence[_Entry]) and fits(body.get("metadata"), Mapping[str, Any])
     counts = [entry["num_blocks"] for entry in entries] if good else []
     if not good or min(counts, default=0) < 0 or sum(counts) != len(body["blocks"]):
         raise CorruptDataError(f"the manifest of the save in '{folder}' holds what no save has; take another save.")
@@ -282,7 +289,8 @@ def _load_partition(
     what the tasks have consumed is set before ``again``, the same blocks once more, gives the columns.
     """
     partition_id = entry["partition_id"]
-    registration = {name: entry["registration"][name] for name in _REGISTRATION} | {"consumer_tasks": []}
+    names = _Registration.__annotations__
+    registration = {name: entry["registration"][name] for name in names} | {"consumer_tasks": []}
     client._register(partition_id, **registration)
     _clear_again(client, partition_id, entry)
     consumed: dict[str, list[str]] = {task: [] for task in entry["registration"]["consumer_tasks"]}
@@ -314,7 +322,7 @@ def _unpacked(
     """Columns and head of each block."""
     for block in blocks:
         columns, head = unpack_rows(block, allow_pickle=client.config.allow_pickle)
-        if not holds(head, _HEAD):
+        if not fits(head, _Head):
             raise CorruptDataError(f"load: a block of partition '{partition_id}' holds what no save has.")
         yield columns, head
 

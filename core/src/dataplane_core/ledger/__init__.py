@@ -6,7 +6,7 @@ backends with it.
 
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.checks import check_command
-from dataplane_core.ledger.commands import Command, Located, Reply
+from dataplane_core.ledger.commands import Located, Reply
 from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, Pacer, backoff_s
 from dataplane_core.ledger.rows import Ref, group_of, too_many_samples
@@ -14,13 +14,14 @@ from dataplane_core.ledger.service import LedgerService
 from dataplane_core.ledger.state import (
     StateReader,
     pack_refs,
-    pack_splits,
     pack_write_id,
+    pack_writes,
     to_state,
     unpack_refs,
-    unpack_splits,
     unpack_write_id,
+    unpack_writes,
 )
+from dataplane_core.spec import Command
 
 __all__ = [
     "LEAST_ROOM_PAUSE_S",
@@ -38,11 +39,11 @@ __all__ = [
     "commands",
     "group_of",
     "pack_refs",
-    "pack_splits",
     "pack_write_id",
+    "pack_writes",
     "to_state",
     "too_many_samples",
     "unpack_refs",
-    "unpack_splits",
     "unpack_write_id",
+    "unpack_writes",
 ]

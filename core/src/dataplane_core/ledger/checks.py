@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.commands import Command
-from dataplane_core.spec import check_tag_filter
+from dataplane_core.spec import Command, check_tag_filter
 
 #: The most payload bytes of a put, data-parallel ranks of a claim, and ids.
 _MOST_BYTES: Final = 1 << 50
@@ -54,7 +53,7 @@ def check_command(command: Command[Any]) -> None:
         case commands.MayClaim():
             _check_claim(command.claim)
         case commands.Settle():
-            _expect(command, len(command.sample_ids) == len(command.tokens), "tokens")
+            _expect(command, len(command.sample_ids) == len(command.lease_tokens), "lease_tokens")
             _check_request(command, command.request_id, command.left_s)
             if isinstance(command, commands.Renew):
                 _expect(command, math.isfinite(command.lease_s) and command.lease_s > 0, "lease_s")
@@ -65,16 +64,14 @@ def check_command(command: Command[Any]) -> None:
 
 
 def _check_put(put: commands.BeginPut) -> None:
-    _check_rows(put, put.sample_ids, put.row_bytes)
-    _expect(put, put.tags is None or len(put.tags) == len(put.sample_ids), "tags")
-    apart = [name for split in put.splits for name in split.fields]
-    _expect(put, len(apart) == len(set(apart)) and put.specs.keys() >= set(apart), "splits")
-    _expect(put, len(apart) < len(put.specs) or not any(put.row_bytes), "row_bytes")
-    for split in put.splits:
-        of = range(len(put.sample_ids)) if split.positions is None else split.positions
-        _expect(put, len(of) == len(put.sample_ids) and set(of) == set(range(len(split.row_bytes))), "splits")
-    sizes = [put.row_bytes, *(split.row_bytes for split in put.splits)]
-    _expect(put, all(min(each, default=0) >= 0 for each in sizes) and put.size_bytes <= _MOST_BYTES, "row_bytes")
+    _check_rows(put, put.sample_ids, put.sample_ids if put.tags is None else put.tags)
+    names = [name for write in put.writes for name in write.fields]
+    _expect(put, len(names) == len(put.specs) and put.specs.keys() == set(names), "writes")
+    for write in put.writes:
+        of = range(len(put.sample_ids)) if write.positions is None else write.positions
+        fit = len(of) == len(put.sample_ids) and set(of) == set(range(len(write.row_bytes)))
+        _expect(put, fit and len(write.fields) > 0 and min(write.row_bytes, default=0) >= 0, "writes")
+    _expect(put, put.size_bytes <= _MOST_BYTES, "writes")
     _expect(put, put.write_id is None or 0 <= put.write_id < _MOST_IDS - put.num_ids, "write_id")
     _check_request(put, put.request_id, put.ttl_s, "ttl_s")
 

@@ -1,127 +1,70 @@
 """The commands of the ledger: one object per operation, which is sent as it is to the host of the ledger.
 
-A backend creates it and `Ledger.apply` runs it. In between, it may be pickled or recorded in a journal. The type in
-``Command[...]`` is that of the reply. Fields mean the same as those of the hook requests with the same names.
+`Ledger.apply` runs it. Before that, it may be recorded in a journal. The type in ``Command[...]`` is that of the reply.
+Most requests of hooks are commands as they are, here under their short names. Fields mean the same as those of the hook
+requests with the same names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, ClassVar, Final, Generic, TypeAlias, TypeVar
+from itertools import accumulate
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 from dataplane_core.ledger.rows import Ref
 from dataplane_core.spec import (
-    AnnounceReply,
-    Claim,
-    ClientInfo,
-    ClientList,
-    FieldList,
+    AckRequest,
+    AnnounceRequest,
+    ClaimRequest,
+    ClearRequest,
+    Command,
+    ConsumptionRequest,
+    DescribeRequest,
+    ExportRequest,
     FieldSpec,
-    IfExists,
-    PartitionDescription,
-    PartitionInfo,
-    PartitionList,
-    PartitionState,
-    SampleList,
-    Sampler,
+    FieldsRequest,
+    InspectRequest,
+    ListClientsRequest,
+    ListPartitionsRequest,
+    ListRequest,
+    NackRequest,
+    RegisterRequest,
+    RenewRequest,
+    SetCursorRequest,
+    SettleRequest,
     TagValue,
 )
-
-__all__ = [
-    "COMMANDS",
-    "AbortPut",
-    "Ack",
-    "Announce",
-    "BeginPut",
-    "CheckPut",
-    "ClaimSamples",
-    "Clear",
-    "Collected",
-    "Command",
-    "CommitPut",
-    "Consumed",
-    "Describe",
-    "Due",
-    "Expire",
-    "Export",
-    "Inspect",
-    "ListClients",
-    "ListFields",
-    "ListPartitions",
-    "ListSamples",
-    "Locate",
-    "Located",
-    "MayClaim",
-    "Nack",
-    "Part",
-    "PutTags",
-    "Register",
-    "Renew",
-    "SetCursor",
-    "Settle",
-    "Split",
-    "WaitForRoom",
-    "Write",
-    "WriteId",
-    "writes_of",
-]
 
 Reply = TypeVar("Reply", covariant=True)
 #: The id of a write, never used again; up to 128 bits.
 WriteId: TypeAlias = Annotated[int, "write id"]
-_Filter: TypeAlias = Mapping[str, tuple[str, Any]] | None
+
+Register = RegisterRequest
+Describe = DescribeRequest
+ListSamples = ListRequest
+ListPartitions = ListPartitionsRequest
+Inspect = InspectRequest
+ListFields = FieldsRequest
+Export = ExportRequest
+SetCursor = SetCursorRequest
+ClaimSamples = ClaimRequest
+Consumed = ConsumptionRequest
+Clear = ClearRequest
+Announce = AnnounceRequest
+ListClients = ListClientsRequest
+Settle = SettleRequest
+Ack = AckRequest
+Nack = NackRequest
+Renew = RenewRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Command(Generic[Reply]):
-    """One operation, answered with a ``Reply``.
+class Write:
+    """One write of a put: fields whose payload is stored together.
 
     Attributes:
-        op: Its name in messages and in journals.
-        reads: Whether it changes nothing. A journal does not record such a command.
-        answer_only: Fields that affect only the reply. A journal does not record them.
-    """
-
-    op: ClassVar[str]
-    reads: ClassVar[bool] = False
-    answer_only: ClassVar[tuple[str, ...]] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Register(Command[tuple[PartitionInfo, list[Ref]]]):
-    """Opens a partition, or extends the one that is there, as ``if_exists`` says.
-
-    Reply: the registration, and the refs of one that was dropped, which are now free. Raises `InvalidRequestError` if
-    the partition that is kept has another group size.
-    """
-
-    op = "register"
-    partition_id: str
-    fields: Sequence[str]
-    num_samples: int | None
-    consumer_tasks: Sequence[str]
-    grpo_group_size: int | None
-    enums: Mapping[str, Sequence[str]]
-    epoch: str
-    if_exists: IfExists = "replace"
-
-
-@dataclass(frozen=True, slots=True)
-class Describe(Command[PartitionInfo]):
-    """Reads a registration. Reply: the registration. Raises `UnknownPartitionError` if there is none."""
-
-    op = "describe"
-    reads = True
-    partition_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Fields of a put whose payload is a write of its own, apart from that of the other fields.
-
-    Attributes:
-        fields: The fields.
+        fields: The fields, in the order of their slots.
         row_bytes: Payload bytes of each row of the write.
         positions: The row of the write that each sample has; every row is that of some sample. None: sample i has row
             i.
@@ -130,45 +73,6 @@ class Split:
     fields: Sequence[str]
     row_bytes: Sequence[int]
     positions: Sequence[int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """One write of a put.
-
-    Attributes:
-        write_id: Its id.
-        fields, row_bytes, positions: As those of `Split`.
-    """
-
-    write_id: int
-    fields: Sequence[str]
-    row_bytes: Sequence[int]
-    positions: Sequence[int] | None = None
-
-
-def writes_of(
-    write_id: int, fields: Iterable[str], row_bytes: Sequence[int], splits: Sequence[Split] = ()
-) -> list[Write]:
-    """The writes of a put: first the fields that no split names, then the splits. Ids follow one another.
-
-    Args:
-        write_id: The id that the put was begun with.
-        fields: All fields of the put.
-        row_bytes: Payload bytes per sample of the fields that no split names.
-        splits: The other fields.
-    """
-    if not splits:
-        rest = list(fields)
-    else:
-        apart = {name for split in splits for name in split.fields}
-        rest = [name for name in fields if name not in apart]
-    writes = [Write(write_id, rest, row_bytes)] if rest else []
-    next_id = write_id + len(row_bytes)
-    for split in splits:
-        writes.append(Write(next_id, split.fields, split.row_bytes, split.positions))
-        next_id += len(split.row_bytes)
-    return writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +85,10 @@ class BeginPut(Command[int]):
         partition_id: The partition.
         sample_ids: Unique ids.
         specs: Field -> spec of the cells.
-        row_bytes: Payload bytes per sample, without those of the splits.
+        writes: Its writes: each field is in one of them.
         tags: One dict per row, or None.
         epoch: The registration that the put was checked against, or None.
         write_id: The id of the put's first write, drawn at random. None: the ledger takes its next number.
-        splits: The fields whose payload is apart. See `writes_of`.
         ticket: The id of the put in the queue for room (`WaitForRoom`). None: it does not queue.
         ttl_s: Seconds after which the put, if not committed, counts as abandoned.
         request_id: The id of the request, the same when it is repeated. None: it is not repeated.
@@ -195,12 +98,11 @@ class BeginPut(Command[int]):
     partition_id: str
     sample_ids: Sequence[str]
     specs: Mapping[str, FieldSpec]
-    row_bytes: Sequence[int]
+    writes: Sequence[Write]
     tags: Sequence[Mapping[str, TagValue]] | None = None
     epoch: str | None = None
     _: KW_ONLY
     write_id: WriteId | None = None
-    splits: Sequence[Split] = ()
     ticket: str | None = None
     ttl_s: float
     request_id: str | None = None
@@ -208,16 +110,17 @@ class BeginPut(Command[int]):
     @property
     def size_bytes(self) -> int:
         """Size of the whole payload."""
-        return sum(self.row_bytes) + sum(sum(split.row_bytes) for split in self.splits)
-
-    def writes(self, write_id: int) -> list[Write]:
-        """Its writes, once it is begun with this id."""
-        return writes_of(write_id, self.specs, self.row_bytes, self.splits)
+        return sum(sum(write.row_bytes) for write in self.writes)
 
     @property
     def num_ids(self) -> int:
-        """How many ids the put takes: one per row of its writes, and one for each sample."""
-        return max(1, len(self.sample_ids) + sum(len(split.row_bytes) for split in self.splits))
+        """How many ids the put takes: one per row of its writes, and at least one."""
+        return max(1, sum(len(write.row_bytes) for write in self.writes))
+
+    def by_id(self, write_id: int) -> dict[int, Write]:
+        """Its writes by their ids, once it is begun with this one. The ids follow one another, row by row."""
+        ids = accumulate((len(write.row_bytes) for write in self.writes), initial=write_id)
+        return dict(zip(ids, self.writes, strict=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +182,7 @@ class AbortPut(Command[list[Ref]]):
 
 @dataclass(frozen=True, slots=True)
 class PutTags(Command[None]):
-    """A put without payload, in one step. Raises as `BeginPut`. `Settle` says what its last two fields are."""
+    """A put without payload, in one step. Raises as `BeginPut`. `SettleRequest` says what its last two fields are."""
 
     op = "put_tags"
     partition_id: str
@@ -340,97 +243,6 @@ class Locate(Command[Located]):
 
 
 @dataclass(frozen=True, slots=True)
-class ListSamples(Command[SampleList]):
-    """Reply: ids in order of first write, with copies of their tags. Raises `UnknownPartitionError`.
-
-    Attributes:
-        partition_id: The partition.
-        tag_filter: Lists only samples whose tags match.
-        sample_ids: Lists only these, in this order, as far as they are there. None: all.
-    """
-
-    op = "list_samples"
-    reads = True
-    partition_id: str
-    tag_filter: _Filter = None
-    sample_ids: Sequence[str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ListPartitions(Command[PartitionList]):
-    """Reply: the names of all partitions, in order of registration."""
-
-    op = "list_partitions"
-    reads = True
-
-
-@dataclass(frozen=True, slots=True)
-class Inspect(Command[PartitionDescription]):
-    """Reply: what the partition holds. Raises `UnknownPartitionError`."""
-
-    op = "inspect"
-    reads = True
-    partition_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class ListFields(Command[FieldList]):
-    """Reply: the produced fields of samples. Raises `UnknownPartitionError`, and `MissingDataError` for samples."""
-
-    op = "list_fields"
-    reads = True
-    partition_id: str
-    sample_ids: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Export(Command[PartitionState]):
-    """Reply: what the partition knows besides its rows. Raises `UnknownPartitionError`."""
-
-    op = "export"
-    reads = True
-    partition_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class SetCursor(Command[int]):
-    """Sets the samples that a task has been given for good. Reply: how many of them are there.
-
-    Its leases end. Raises `UnknownPartitionError`, and `UnknownTaskError` unless ``create``.
-    """
-
-    op = "set_cursor"
-    partition_id: str
-    task_name: str
-    sample_ids: Sequence[str]
-    create: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimSamples(Command[Claim]):
-    """Hands out ready samples to a task. Reply: the claim. Fields, order and errors are those of the hook ``claim``."""
-
-    op = "claim"
-    answer_only = ("explain",)
-    partition_id: str
-    task_name: str
-    required_fields: Sequence[str]
-    batch_size: int
-    _: KW_ONLY
-    all_or_nothing: bool
-    lease_s: float | None
-    tag_filter: _Filter = None
-    token: str
-    holder: str = ""
-    sampler: Sampler = "first_write"
-    dp_rank: int | None = None
-    dp_size: int | None = None
-    batch_index: int = 0
-    batch_epoch: str | None = None
-    explain: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class MayClaim(Command[bool]):
     """Reply: whether a claim would change anything. If not, a journal need not record it. Raises as the claim."""
 
@@ -440,79 +252,19 @@ class MayClaim(Command[bool]):
 
 
 @dataclass(frozen=True, slots=True)
-class Settle(Command[None]):
-    """The base of `Ack`, `Nack` and `Renew`: samples that a task holds on lease, each with its token.
-
-    Attributes:
-        partition_id: The partition.
-        task_name: The task.
-        sample_ids: The samples.
-        tokens: Their tokens.
-        request_id: The id of the request. If one with this id was carried out, nothing is changed. None: it is not
-            repeated.
-        left_s: Seconds until its deadline. The ledger knows the id for a minute longer.
-
-    Raises:
-        UnknownPartitionError, UnknownTaskError: Not registered.
-        LeaseExpiredError: Some token is no longer valid. Nothing changed.
-        InvalidRequestError: It names only some of the samples held of a group.
-    """
-
-    partition_id: str
-    task_name: str
-    sample_ids: Sequence[str]
-    tokens: Sequence[str]
-    _: KW_ONLY
-    request_id: str | None = None
-    left_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Ack(Settle):
-    """Settles leases for good. Acking again with the same token is allowed, since a reply may be lost."""
-
-    op = "ack"
-
-
-@dataclass(frozen=True, slots=True)
-class Nack(Settle):
-    """Gives leased samples back to the pool."""
-
-    op = "nack"
-
-
-@dataclass(frozen=True, slots=True)
-class Renew(Settle):
-    """Extends leases to ``lease_s`` from now."""
-
-    op = "renew"
-    lease_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Consumed(Command[bool]):
-    """Reply: whether every task was given every row, and has acked the leased ones. False if there are no rows."""
-
-    op = "consumed"
-    reads = True
-    partition_id: str
-    task_names: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
 class Expire(Command[None]):
     """Ends leases, aborts unfinished puts, forgets ids of requests. Ignores those that no longer exist.
 
     Attributes:
         leases: Partition, task, token and sample ids of each.
         writes: Unfinished puts.
-        done: The ids of requests whose time is over; see `DoneRequests.forget`.
+        done: The ids of requests whose time is over.
     """
 
     op = "expire"
     leases: Sequence[Sequence[Any]]
     writes: Sequence[WriteId]
-    done: Sequence[tuple[int, int]] = ()
+    done: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,42 +276,11 @@ class Due(Command[Expire | None]):
 
 
 @dataclass(frozen=True, slots=True)
-class Clear(Command[tuple[int, list[Ref]]]):
-    """Drops rows, or the whole partition if ``sample_ids`` is None. Ignores ids that do not exist.
-
-    Reply: how many rows were dropped, and all refs that are free and not yet `Collected`: theirs, and those that
-    abandoned puts and crashed hosts left.
-    """
-
-    op = "clear"
-    partition_id: str
-    sample_ids: Sequence[str] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Collected(Command[None]):
     """Says that the payload of these refs was deleted."""
 
     op = "collected"
     refs: Sequence[Ref]
-
-
-@dataclass(frozen=True, slots=True)
-class Announce(Command[AnnounceReply]):
-    """Lists a client for ``ttl_s`` seconds. 0: no longer. It is no part of the ledger's state, so no journal has it."""
-
-    op = "announce"
-    reads = True
-    client: ClientInfo
-    ttl_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ListClients(Command[ClientList]):
-    """Reply: the clients that were announced and whose time is not over."""
-
-    op = "list_clients"
-    reads = True
 
 
 #: All commands.

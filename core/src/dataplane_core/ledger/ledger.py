@@ -45,7 +45,7 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.commands import Command, Located, Part, Reply
+from dataplane_core.ledger.commands import Located, Part, Reply
 from dataplane_core.ledger.done import DoneRequests
 from dataplane_core.ledger.partition import Partition, Task, UndoLog
 from dataplane_core.ledger.put_writes import PutWrites
@@ -53,6 +53,7 @@ from dataplane_core.ledger.room import RoomQueue
 from dataplane_core.ledger.rows import Cells, Ref, Row, group_of, positions_in
 from dataplane_core.spec import (
     Claim,
+    Command,
     FieldList,
     PartitionDescription,
     PartitionInfo,
@@ -73,7 +74,7 @@ def slots_of(fields: tuple[str, ...]) -> dict[str, int]:
 
 
 @dataclass(slots=True)
-class Write:
+class LiveWrite:
     """A write of a committed put, kept while a sample still refers to its payload.
 
     Attributes:
@@ -86,7 +87,7 @@ class Write:
 
     slots: dict[str, int]
     row_bytes: list[int]
-    num_live: int
+    num_live: int = 0
     num_sharers: dict[int, int] = field(default_factory=dict)
     lists: Mapping[str, Any] = field(default_factory=dict)
 
@@ -146,7 +147,7 @@ class Ledger:
         self._self_expiring = self_expiring
         self._partitions: dict[str, Partition] = {}
         self._pending: dict[int, Pending] = {}
-        self._writes: dict[int, Write] = {}
+        self._writes: dict[int, LiveWrite] = {}
         self._garbage: dict[Ref, int | None] = {}  # ref -> the first write of its put, if it was abandoned
         self.held_bytes = 0
         self._room = RoomQueue()
@@ -175,6 +176,10 @@ class Ledger:
         """
         for step, *args in reversed(self._undo):
             step(*args)
+        self.recount()
+
+    def recount(self) -> None:
+        """Counts again what follows from the rows and from the puts that are begun."""
         self.held_bytes = sum(pending.put.size_bytes for pending in self._pending.values())
         sharers: Counter[Ref] = Counter()
         for partition in self._partitions.values():
@@ -192,7 +197,7 @@ class Ledger:
         for (write_id, pos), count in sharers.items():
             if count > 1:
                 self._writes[write_id].num_sharers[pos] = count
-        begun = {write.write_id for first, each in self._pending.items() for write in each.put.writes(first)}
+        begun = {write_id for first, each in self._pending.items() for write_id in each.put.by_id(first)}
         garbage = self._garbage.items()
         self._garbage = {ref: put for ref, put in garbage if ref not in sharers and ref[0] not in begun}
 
@@ -247,8 +252,7 @@ class Ledger:
             command,
             sample_ids=list(command.sample_ids),
             specs=dict(command.specs),
-            row_bytes=list(command.row_bytes),
-            splits=list(command.splits),
+            writes=list(command.writes),
             tags=None if command.tags is None else [dict(row) for row in command.tags],
             epoch=partition.info.epoch,
         )
@@ -310,7 +314,7 @@ class Ledger:
     def _put_tags(self, command: commands.PutTags, now: float) -> None:
         ids = command.sample_ids
         put = commands.BeginPut(
-            *(command.partition_id, ids, {}, [0] * len(ids), command.tags, command.epoch),
+            *(command.partition_id, ids, {}, (), command.tags, command.epoch),
             ttl_s=max(1.0, command.left_s),
             request_id=command.request_id,
         )
@@ -400,12 +404,12 @@ class Ledger:
             partition.specs[name] = after
         lists = {name: spec.lists for name, spec in put.specs.items() if spec.lists}
         partition.held_bytes += put.size_bytes
-        writes = put.writes(write_id)
-        for write in writes:
+        writes = put.by_id(write_id)
+        for each, write in writes.items():
             num_sharers: dict[int, int] = {}
             if write.positions is not None:
                 num_sharers = {pos: count for pos, count in Counter(write.positions).items() if count > 1}
-            self._writes[write.write_id] = Write(
+            self._writes[each] = LiveWrite(
                 slots_of(tuple(write.fields)), list(write.row_bytes), len(write.row_bytes), num_sharers, lists
             )
         freed = partition.write_rows(PutWrites(writes, len(put.sample_ids)), put, self._next_seq, now)
@@ -420,9 +424,9 @@ class Ledger:
         """Keeps the id of a request that was carried out."""
         if request_id is not None:
             self._undo.append((self._done.drop, request_id))
-            looks = self._done.add(request_id, left_s, now)
-            if looks and self._self_expiring:
-                self._done.forget(self._done.due(now))
+            self._done.add(request_id, left_s, now)
+            if self._self_expiring and (due := self._done.due(now)):
+                self._done.forget(due)
 
     def _refuse_stale(self, put: commands.BeginPut, what: str) -> NoReturn:
         raise StalePartitionError(
@@ -658,7 +662,7 @@ class Ledger:
     def _abandon(self, write_id: int, put: commands.BeginPut, now: float) -> list[Ref]:
         self._room.freed_at = now
         self.held_bytes -= put.size_bytes
-        refs = [(write.write_id, pos) for write in put.writes(write_id) for pos in range(len(write.row_bytes))]
+        refs = [(each, pos) for each, write in put.by_id(write_id).items() for pos in range(len(write.row_bytes))]
         self._garbage.update(dict.fromkeys(refs, write_id))
         return refs
 

@@ -530,7 +530,8 @@ class Partition:
         for row in given:
             for view in task.views.values():
                 view.discard(self._claimable_of(row).seq)
-            self.restore_hold(row, command.task_name, holder)
+            holder.give(row)
+            self._count_hold(row, command.task_name, row.holds[command.task_name])
         self.tidy()
         return len(given)
 
@@ -629,7 +630,7 @@ class Partition:
         self._expire(now)
         rows: dict[Row, None] = {}  # ids may repeat
         lost: list[str] = []
-        for sample_id, token in zip(sample_ids, command.tokens, strict=True):
+        for sample_id, token in zip(sample_ids, command.lease_tokens, strict=True):
             row = self.rows.get(sample_id)
             hold = None if row is None else row.holds.get(task_name)
             if row is None or hold is None or hold.token != token or (hold.done and action != "ack"):
@@ -702,11 +703,6 @@ class Partition:
         task.num_done -= hold.done
         if row.group is not None:
             self.groups[row.group].num_held[task_name] -= 1
-
-    def restore_hold(self, row: Row, task_name: str, holder: Holder) -> None:
-        """Adds a hold to a row that the task does not hold and that is in none of the task's views."""
-        holder.give(row)
-        self._count_hold(row, task_name, row.holds[task_name])
 
     def _count_hold(self, row: Row, task_name: str, hold: Hold) -> None:
         task = self.tasks[task_name]

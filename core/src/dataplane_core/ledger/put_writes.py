@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dataplane_core.ledger import commands
@@ -31,7 +31,7 @@ class PutWrites:
     """The writes of a put that commits, and what it changes in the rows of one partition.
 
     Args:
-        writes: Its writes.
+        writes: Its writes by their ids.
         num_rows: Its rows.
 
     Attributes:
@@ -41,11 +41,11 @@ class PutWrites:
 
     __slots__ = ("_num_rows", "_positions", "_simple", "changes", "writes")
 
-    def __init__(self, writes: Sequence[commands.Write], num_rows: int) -> None:
-        self.writes = [(write.write_id, tuple(write.fields)) for write in writes]
+    def __init__(self, writes: Mapping[int, commands.Write], num_rows: int) -> None:
+        self.writes = [(write_id, tuple(write.fields)) for write_id, write in writes.items()]
         self.changes: dict[Cells | None, Change] = {}
         self._num_rows = num_rows
-        self._positions = [write.positions for write in writes]
+        self._positions = [write.positions for write in writes.values()]
         self._simple = all(each is None for each in self._positions)
 
     def positions(self, row: Row, index: int, sources: Sequence[int]) -> int | tuple[int, ...]:

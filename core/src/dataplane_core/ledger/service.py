@@ -16,12 +16,12 @@ from typing import Any, Final, TypeVar, cast
 from dataplane_core.errors import CapacityExceededError, DataPlaneError, Shortfall, UnsupportedOperationError
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.clients import ClientRegister
-from dataplane_core.ledger.commands import Command, Reply
+from dataplane_core.ledger.commands import Reply
 from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, Pacer
 from dataplane_core.ledger.rows import Ref
 from dataplane_core.ledger.waiting import WaitingClaims
-from dataplane_core.spec import AnnounceReply, Claim, ClientList
+from dataplane_core.spec import AnnounceReply, Claim, ClientList, Command
 
 _R = TypeVar("_R")
 

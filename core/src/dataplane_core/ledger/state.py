@@ -12,35 +12,37 @@ The state is a sequence of sections. Each is a map for msgpack with its kind und
     garbage     refs that are free and not yet collected; and their put, if it was abandoned
     done        ids of requests that were carried out
 
-Times are seconds left. What can be derived is not saved: views, groups, counts, the heap of leases. The queue for room
-is not saved either, since waiting puts report again and again.
+Times are seconds left. What can be derived is not saved: views, groups, counts of rows and bytes, the heap of leases.
+The queue for room is not saved either, since waiting puts report again and again.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import Any, Final, Literal
 
+import msgspec
+
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.batches import Batch, RankBatches
 from dataplane_core.ledger.checks import check_command
-from dataplane_core.ledger.commands import Split
-from dataplane_core.ledger.ledger import Ledger, Pending, Write, slots_of
+from dataplane_core.ledger.ledger import Ledger, LiveWrite, Pending, slots_of
 from dataplane_core.ledger.partition import Partition, Task
-from dataplane_core.ledger.rows import NO_CELLS, Cells, Group, Hold, Holder, Join, Ref, Row, group_of, packed_positions
-from dataplane_core.spec import FieldSpec, PartitionInfo, TagValue, fits, holds
+from dataplane_core.ledger.rows import NO_CELLS, Cells, Hold, Holder, Join, Ref, Row, group_of, packed_positions
+from dataplane_core.spec import FieldSpec, PartitionInfo, Seconds, TagValue, fits
 
+_HOLD: Final = msgspec.defstruct(
+    "_HOLD",
+    [("task_name", str), ("token", str), ("holder", str), ("left_s", Seconds), ("done", bool), ("rows", Sequence[int])],
+)
 #: Part -> what its section holds.
 _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "ledger": {"next_write": int, "next_seq": int, "held_bytes": int},
+    "ledger": {"next_write": int, "next_seq": int},
     "writes": {
         "write_ids": Sequence[bytes],
         "fields": Sequence[Sequence[str]],
         "row_bytes": Sequence[Sequence[int]],
-        "num_live": Sequence[int],
-        "num_sharers": Sequence[Sequence[tuple[int, int]]],
         "lists": Sequence[Mapping[str, Literal["empty", "ints"]]],
     },
     "partition": {
@@ -52,7 +54,7 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "grpo_group_size": int | None,
         "enums": Mapping[str, Sequence[str]],
         "specs": Mapping[str, str],
-        "poisoned_groups": Sequence[str],
+        "broken_groups": Sequence[str],
         "version": int,
         "num_cleared": int,
     },
@@ -71,10 +73,10 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "sample_ids": Sequence[str],
         "seqs": Sequence[int],
         "tags": Sequence[Mapping[str, TagValue]],
-        "ages_s": Sequence[float],
+        "ages_s": Sequence[Seconds],
         "fields": Sequence[Sequence[str]],
         "cells": Sequence[Sequence[int]],
-        "holds": Sequence[Mapping[str, Any]],
+        "holds": Sequence[_HOLD],  # type: ignore[valid-type]
     },
     "pending": {
         "write_id": bytes,
@@ -83,27 +85,17 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "version": int,
         "sample_ids": Sequence[str],
         "specs": Mapping[str, str],
-        "row_bytes": Sequence[int],
-        "splits": Sequence[tuple[Sequence[str], Sequence[int], Sequence[int] | None]],
+        "writes": Sequence[tuple[Sequence[str], Sequence[int], Sequence[int] | None]],
         "tags": Sequence[Mapping[str, TagValue]] | None,
         "known_seqs": Sequence[int | None],
-        "left_s": float,
-        "ttl_s": float,
+        "left_s": Seconds,
+        "ttl_s": Seconds,
         "request_id": str | None,
     },
     "garbage": {"refs": Sequence[tuple[bytes, Sequence[int]]], "put": bytes | None},
-    "done": {"kept": int, "first": int, "request_ids": Sequence[str], "left_s": float},
+    "done": {"request_ids": Sequence[str], "left_s": Sequence[Seconds]},
 }
-#: What a section may lack.
-_ABSENT: Final = {("writes", "lists"), ("batches", "num_ranks"), ("batches", "ended")}
-_HOLD: Final[Mapping[str, Any]] = {
-    "task_name": str,
-    "token": str,
-    "holder": str,
-    "left_s": float,
-    "done": bool,
-    "rows": Sequence[int],
-}
+_SECTIONS: Final = {part: msgspec.defstruct(part, list(form.items())) for part, form in _FORMS.items()}
 
 #: The most items of a section, which limits the memory for one section.
 _SECTION_ITEMS: Final = 2_000
@@ -117,12 +109,7 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
         ledger: The ledger.
         now: The time in seconds, on the clock of its commands.
     """
-    yield {
-        "part": "ledger",
-        "next_write": ledger._next_write,
-        "next_seq": ledger._next_seq,
-        "held_bytes": ledger.held_bytes,
-    }
+    yield {"part": "ledger", "next_write": ledger._next_write, "next_seq": ledger._next_seq}
     places: dict[int, int] = {}
     for some in _portions(ledger._writes.items()):
         for write_id, _ in some:
@@ -132,8 +119,6 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
             "write_ids": [pack_write_id(write_id) for write_id, _ in some],
             "fields": [list(write.slots) for _, write in some],
             "row_bytes": [write.row_bytes for _, write in some],
-            "num_live": [write.num_live for _, write in some],
-            "num_sharers": [list(write.num_sharers.items()) for _, write in some],
             "lists": [dict(write.lists) for _, write in some],
         }
     for partition in ledger._partitions.values():
@@ -148,8 +133,7 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
             "version": pending.version,
             "sample_ids": put.sample_ids,
             "specs": {name: spec.to_text() for name, spec in put.specs.items()},
-            "row_bytes": put.row_bytes,
-            "splits": pack_splits(put.splits),
+            "writes": pack_writes(put.writes),
             "tags": put.tags,
             "known_seqs": [None if row is None else row.seq for row in pending.known],
             "left_s": max(0.0, pending.expires_at - now),
@@ -163,8 +147,8 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
         for refs in _portions(all_refs):
             of_put = None if abandoned is None else pack_write_id(abandoned)
             yield {"part": "garbage", "refs": pack_refs(refs), "put": of_put}
-    for kept, first, ids, left_s in ledger._done.portions(_SECTION_ITEMS, now):
-        yield {"part": "done", "kept": kept, "first": first, "request_ids": ids, "left_s": left_s}
+    for done in _portions(ledger._done.left(now)):
+        yield {"part": "done", "request_ids": [each for each, _ in done], "left_s": [left_s for _, left_s in done]}
 
 
 class StateReader:
@@ -190,20 +174,16 @@ class StateReader:
             ValueError, KeyError, IndexError: It is no section, or refers to what the sections before it lack.
         """
         ledger, partition, part = self.ledger, self._partition, section["part"]
-        _check_form(section, part)
+        if not (fits(part, str) and part in _SECTIONS and fits(section, _SECTIONS[part])):
+            raise ValueError(f"section {part!r} has a part of a wrong type, or does not belong here")
         if part == "ledger":
             ledger._next_write = section["next_write"]
             ledger._next_seq = section["next_seq"]
-            ledger.held_bytes = section["held_bytes"]
         elif part == "writes":
-            lists = section.get("lists") or [{}] * len(section["write_ids"])
-            names = ("write_ids", "fields", "row_bytes", "num_live", "num_sharers")
-            columns = zip(_columns(section, *names), lists, strict=True)
-            for (each, fields, row_bytes, num_live, num_sharers), some in columns:
+            for each, fields, row_bytes, lists in _columns(section, "write_ids", "fields", "row_bytes", "lists"):
                 write_id = unpack_write_id(each)
                 self._write_ids.append(write_id)
-                slots = slots_of(tuple(fields))
-                ledger._writes[write_id] = Write(slots, row_bytes, num_live, dict(num_sharers), dict(some))
+                ledger._writes[write_id] = LiveWrite(slots_of(tuple(fields)), row_bytes, lists=lists)
         elif part == "partition":
             self._partition = _restore_partition(section, self._self_expiring)
             self._partition.undo = ledger._undo
@@ -223,48 +203,18 @@ class StateReader:
                 dict.fromkeys(unpack_refs(section["refs"]), None if put is None else unpack_write_id(put))
             )
         elif part == "done":
-            done = (section["kept"], section["first"], section["request_ids"], section["left_s"])
-            ledger._done.restore(*done, now)
+            for request_id, left_s in _columns(section, "request_ids", "left_s"):
+                ledger._done.restore(request_id, now + left_s)
         else:
             raise ValueError(f"section {part!r} does not belong here")
 
-    def check(self) -> None:
-        """After the last section: counts the bytes of each partition, and checks what else the ledger counts. A wrong
-        count would make a later command fail.
+    def end(self) -> None:
+        """After the last section: counts what follows from the rows.
 
         Raises:
-            ValueError: The counts are not those of the rows.
+            KeyError, IndexError: They refer to what no section holds.
         """
-        ledger = self.ledger
-        sharers: dict[Ref, int] = {}
-        for partition in ledger._partitions.values():
-            for row in partition.rows.values():
-                for ref in row.refs:
-                    sharers[ref] = sharers.get(ref, 0) + 1
-                    if sharers[ref] == 1:
-                        partition.held_bytes += ledger._writes[ref[0]].row_bytes[ref[1]]
-        live = Counter(write_id for write_id, _ in sharers)
-        held_bytes = sum(pending.put.size_bytes for pending in ledger._pending.values())
-        held_bytes += sum(partition.held_bytes for partition in ledger._partitions.values())
-        shared = {ref: count for ref, count in sharers.items() if count > 1}
-        writes = ledger._writes.items()
-        if (
-            held_bytes != ledger.held_bytes
-            or live != {write_id: write.num_live for write_id, write in writes}
-            or shared != {(each, pos): count for each, write in writes for pos, count in write.num_sharers.items()}
-        ):
-            raise ValueError("its counts of bytes and rows are not those of its rows")
-
-
-def _check_form(section: Mapping[str, Any], part: Any) -> None:
-    if not fits(part, str) or part not in _FORMS:
-        raise ValueError(f"section {part!r} does not belong here")
-    for name, form in _FORMS[part].items():
-        if name in section:
-            if not fits(section[name], form):
-                raise ValueError(f"{name!r} of section {part!r} has a part of a wrong type")
-        elif (part, name) not in _ABSENT:
-            raise ValueError(f"section {part!r} lacks {name!r}")
+        self.ledger.recount()
 
 
 # --- one partition ----------------------------------------------------------------------------------------------------
@@ -278,7 +228,7 @@ def _partition_state(partition: Partition, places: Mapping[int, int], now: float
         "epoch": info.epoch,
         **info.registration(),
         "specs": {name: spec.to_text() for name, spec in partition.specs.items()},
-        "poisoned_groups": sorted(partition.broken_groups),
+        "broken_groups": sorted(partition.broken_groups),
         "version": partition.version,
         "num_cleared": partition.num_cleared,
     }
@@ -341,7 +291,7 @@ def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Parti
         {name: Task() for name in info.consumer_tasks},
         self_expiring,
         specs=_unpack_specs(section["specs"]),
-        broken_groups=set(section["poisoned_groups"]),
+        broken_groups=set(section["broken_groups"]),
         version=section["version"],
         num_cleared=section["num_cleared"],
     )
@@ -349,10 +299,9 @@ def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Parti
 
 def _restore_batches(section: Mapping[str, Any]) -> RankBatches:
     """Reads what a rank was given."""
-    restored = RankBatches(gone=list(section["gone"]), ended=list(section.get("ended", ())))
-    columns = _columns(section, "indexes", "batches", "last_seqs")
-    num_ranks = section.get("num_ranks") or [None] * len(section["indexes"])
-    for (index, (sample_ids, token, exhausted), last), num in zip(columns, num_ranks, strict=True):
+    restored = RankBatches(gone=list(section["gone"]), ended=list(section["ended"]))
+    columns = _columns(section, "indexes", "batches", "last_seqs", "num_ranks")
+    for index, (sample_ids, token, exhausted), last, num in columns:
         restored.kept[index] = Batch(sample_ids, token, exhausted, last, num)
     return restored
 
@@ -380,16 +329,13 @@ def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: l
         cells, joint = known
         positions = packed_positions([flat[3 * number + 2] for number in joint.sources])
         group = group_of(sample_id) if grouped else None
-        row = Row(sample_id, seq, group, now - age_s, cells, positions, tags)
+        row = partition.rows[sample_id] = Row(sample_id, seq, group, now - age_s, cells, positions, tags)
         rows.append(row)
-        partition.rows[sample_id] = row
-        if row.group is not None:
-            partition.groups.setdefault(row.group, Group(seq)).members[sample_id] = row
     if len(partition.rows) != num_rows:
         raise ValueError("a sample is there twice")
     for held in section["holds"]:
-        if not holds(held, _HOLD) or min(held["rows"], default=0) < 0:
-            raise ValueError("a lease has a part of a wrong type")
+        if min(held["rows"], default=0) < 0:
+            raise ValueError("a lease is on no row")
         task_name, done = held["task_name"], held["done"]
         expires_at = 0.0 if done else now + held["left_s"]
         hold = Hold(held["token"], held["holder"], expires_at, done)
@@ -397,7 +343,7 @@ def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: l
         for index in held["rows"]:
             if task_name in rows[index].holds:
                 raise ValueError("a task holds a sample twice")
-            partition.restore_hold(rows[index], task_name, holder)
+            holder.give(rows[index])
 
 
 def _restore_pending(ledger: Ledger, section: Mapping[str, Any], now: float) -> Pending:
@@ -412,9 +358,8 @@ def _restore_pending(ledger: Ledger, section: Mapping[str, Any], now: float) -> 
         )
     put = commands.BeginPut(
         *(section["partition_id"], section["sample_ids"], _unpack_specs(section["specs"])),
-        *(section["row_bytes"], section["tags"], section["epoch"]),
+        *(unpack_writes(section["writes"]), section["tags"], section["epoch"]),
         write_id=unpack_write_id(section["write_id"]),
-        splits=unpack_splits(section["splits"]),
         ttl_s=section["ttl_s"],
         request_id=section["request_id"],
     )
@@ -452,17 +397,17 @@ def unpack_write_id(data: bytes) -> int:
     return int.from_bytes(data, "big")
 
 
-def pack_splits(splits: Sequence[Split]) -> list[list[Any]]:
-    """Splits as ``[fields, row bytes, positions or None]``."""
+def pack_writes(writes: Sequence[commands.Write]) -> list[list[Any]]:
+    """Writes of a put as ``[fields, row bytes, positions or None]``."""
     return [
         [list(each.fields), list(each.row_bytes), None if each.positions is None else list(each.positions)]
-        for each in splits
+        for each in writes
     ]
 
 
-def unpack_splits(packed: Sequence[Sequence[Any]]) -> list[Split]:
-    """Reads `pack_splits`' lists."""
-    return [Split(*each) for each in packed]
+def unpack_writes(packed: Sequence[Sequence[Any]]) -> list[commands.Write]:
+    """Reads `pack_writes`' lists."""
+    return [commands.Write(*each) for each in packed]
 
 
 def pack_refs(refs: Sequence[Ref]) -> list[list[Any]]:

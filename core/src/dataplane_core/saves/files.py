@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypedDict
 
 import xxhash
 
@@ -39,6 +39,20 @@ VERSION: Final = 2
 _ROWS_PREFIX: Final = "rows-"
 _ROWS_NAME: Final = re.compile(rf"{_ROWS_PREFIX}[0-9a-f]+\.bin")
 _TEMPORARY: Final = "manifest.json.new"
+
+
+class _Block(TypedDict):
+    """What the manifest says of a block."""
+
+    size_bytes: int
+    xxh3_128: str
+
+
+class _Body(TypedDict):
+    """What the manifest says of the blocks, beside what its writer adds."""
+
+    rows_file: str
+    blocks: Sequence[_Block]
 
 
 def write_save(
@@ -254,11 +268,10 @@ def _checked(body: Any) -> dict[str, Any]:
     Raises:
         ValueError, KeyError, TypeError: It is none.
     """
-    if not (fits(body["rows_file"], str) and fits(body["blocks"], Sequence[Mapping[str, Any]])):
+    if not fits(body, _Body):
         raise ValueError("it has a part of a wrong type")
     if not _ROWS_NAME.fullmatch(body["rows_file"]):
         raise ValueError(f"it names the file {body['rows_file'][:100]!r}")
-    for block in body["blocks"]:
-        if not (fits(block["size_bytes"], int) and fits(block["xxh3_128"], str)) or block["size_bytes"] < 0:
-            raise ValueError("a block of it has a part of a wrong type")
+    if min((block["size_bytes"] for block in body["blocks"]), default=0) < 0:
+        raise ValueError("a block of it has a negative size")
     return {**body}

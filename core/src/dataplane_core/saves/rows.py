@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Final, cast
+from typing import Any, Final, TypedDict, cast
 
 import msgpack
 import torch
@@ -25,13 +25,27 @@ from dataplane_core.codec import (
     unpack_msgpack,
 )
 from dataplane_core.errors import CorruptDataError
-from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat, holds
+from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat, fits
 
 _FRAMES: Final = WireFormat(bytes=True, shared_rows=True)
 _SIZE: Final = struct.Struct("<Q")
-#: What the head of a block holds, and each of its columns.
-_BLOCK: Final[Mapping[str, Any]] = {"num_rows": int, "columns": Sequence[Mapping[str, Any]], "head": Mapping[str, Any]}
-_COLUMN: Final[Mapping[str, Any]] = {"name": str, "spec": str, "sizes": Sequence[int], "index": Sequence[int] | None}
+
+
+class _Column(TypedDict):
+    """What the head of a block holds of a column."""
+
+    name: str
+    spec: str
+    sizes: Sequence[int]
+    index: Sequence[int] | None
+
+
+class _Block(TypedDict):
+    """The head of a block."""
+
+    num_rows: int
+    columns: Sequence[_Column]
+    head: Mapping[str, Any]
 
 
 def pack_rows(
@@ -71,14 +85,14 @@ def unpack_rows(block: bytes, *, allow_pickle: bool = False) -> tuple[dict[str, 
         (size,) = _SIZE.unpack_from(view)
         start = _SIZE.size + size
         held = unpack_msgpack(view[_SIZE.size : start])
-        if not (isinstance(held, dict) and holds(held, _BLOCK)):
+        if not fits(held, _Block):
             raise ValueError("its head has a part of a wrong type")
         num_rows, head = held["num_rows"], held["head"]
         columns: dict[str, WireColumn | SharedRows] = {}
         specs: dict[str, FieldSpec] = {}
         for column in held["columns"]:
-            if not holds(column, _COLUMN) or min(column["sizes"], default=0) < 0:
-                raise ValueError("a column has a part of a wrong type")
+            if min(column["sizes"], default=0) < 0:
+                raise ValueError("a cell has a negative size")
             sizes, index = column["sizes"], column["index"]
             if not sizes or num_rows != len(sizes if index is None else index):
                 raise ValueError("a column has another number of rows")

@@ -6,7 +6,7 @@ All other wings import it. Authors of backends and middleware write against it.
 from dataplane_core.spec.capabilities import GUARANTEES, OPERATIONS, Capability, Scope, WireFormat
 from dataplane_core.spec.columns import SharedRows, WireColumn
 from dataplane_core.spec.field_spec import FieldSpec
-from dataplane_core.spec.forms import fits, holds
+from dataplane_core.spec.forms import Seconds, fits
 from dataplane_core.spec.hooks import CONTRACT_VERSION, DataPlaneSpec, hookimpl
 from dataplane_core.spec.replies import (
     AnnounceReply,
@@ -36,6 +36,7 @@ from dataplane_core.spec.requests import (
     ChangeUnitsRequest,
     ClaimRequest,
     ClearRequest,
+    Command,
     ConsumptionRequest,
     DescribeRequest,
     ExportRequest,
@@ -89,6 +90,7 @@ __all__ = [
     "ClearRequest",
     "ClientInfo",
     "ClientList",
+    "Command",
     "ConsumptionReply",
     "ConsumptionRequest",
     "DataPlaneSpec",
@@ -118,6 +120,7 @@ __all__ = [
     "SampleList",
     "Sampler",
     "Scope",
+    "Seconds",
     "SetCursorRequest",
     "SettleReply",
     "SettleRequest",
@@ -135,7 +138,6 @@ __all__ = [
     "check_tags",
     "check_text",
     "fits",
-    "holds",
     "hookimpl",
     "lengths_of",
     "matches",

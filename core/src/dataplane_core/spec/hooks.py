@@ -16,45 +16,7 @@ from typing import Final
 
 import pluggy
 
-from dataplane_core.spec.replies import (
-    AnnounceReply,
-    Claim,
-    ClearReply,
-    ClientList,
-    ConsumptionReply,
-    FieldList,
-    PartitionDescription,
-    PartitionInfo,
-    PartitionList,
-    PartitionState,
-    PutReply,
-    SampleList,
-    SettleReply,
-    UnitList,
-    WireBatch,
-)
-from dataplane_core.spec.requests import (
-    AckRequest,
-    AnnounceRequest,
-    ChangeUnitsRequest,
-    ClaimRequest,
-    ClearRequest,
-    ConsumptionRequest,
-    DescribeRequest,
-    ExportRequest,
-    FieldsRequest,
-    GetRequest,
-    InspectRequest,
-    ListClientsRequest,
-    ListPartitionsRequest,
-    ListRequest,
-    ListUnitsRequest,
-    NackRequest,
-    PutRequest,
-    RegisterRequest,
-    RenewRequest,
-    SetCursorRequest,
-)
+from dataplane_core.spec import replies, requests
 
 #: The version of the contract that this core speaks.
 CONTRACT_VERSION: Final = 1
@@ -71,7 +33,7 @@ class DataPlaneSpec:
     """
 
     @hookspec(firstresult=True)
-    def register_partition(self, request: RegisterRequest) -> PartitionInfo:  # type: ignore[empty-body]
+    def register_partition(self, request: requests.RegisterRequest) -> replies.PartitionInfo:  # type: ignore[empty-body]
         """Opens the partition. On return, an earlier registration is dropped or extended, as ``if_exists`` says.
 
         To finish a partition, the client sends ``keep`` with ``num_samples`` 0.
@@ -81,7 +43,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def describe_partition(self, request: DescribeRequest) -> PartitionInfo:  # type: ignore[empty-body]
+    def describe_partition(self, request: requests.DescribeRequest) -> replies.PartitionInfo:  # type: ignore[empty-body]
         """Reads the registration.
 
         Raises:
@@ -89,7 +51,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def put_samples(self, request: PutRequest) -> PutReply:  # type: ignore[empty-body]
+    def put_samples(self, request: requests.PutRequest) -> replies.PutReply:  # type: ignore[empty-body]
         """Commits cells and tags, then marks the cells as produced. Returns once every client sees the commit.
 
         Raises:
@@ -106,7 +68,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def get_samples(self, request: GetRequest) -> WireBatch:  # type: ignore[empty-body]
+    def get_samples(self, request: requests.GetRequest) -> replies.WireBatch:  # type: ignore[empty-body]
         """Reads exactly one row per id in every column asked for.
 
         Raises:
@@ -118,7 +80,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def claim(self, request: ClaimRequest) -> Claim:  # type: ignore[empty-body]
+    def claim(self, request: requests.ClaimRequest) -> replies.Claim:  # type: ignore[empty-body]
         """Hands out ready samples, each at most once per task; with leases, to one holder at a time. Never waits.
 
         Raises:
@@ -128,7 +90,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def ack(self, request: AckRequest) -> SettleReply:  # type: ignore[empty-body]
+    def ack(self, request: requests.AckRequest) -> replies.SettleReply:  # type: ignore[empty-body]
         """Settles all of the rows or none.
 
         Raises:
@@ -136,7 +98,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def nack(self, request: NackRequest) -> SettleReply:  # type: ignore[empty-body]
+    def nack(self, request: requests.NackRequest) -> replies.SettleReply:  # type: ignore[empty-body]
         """Gives all of the rows back or none.
 
         Raises:
@@ -144,7 +106,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def renew(self, request: RenewRequest) -> SettleReply:  # type: ignore[empty-body]
+    def renew(self, request: requests.RenewRequest) -> replies.SettleReply:  # type: ignore[empty-body]
         """Renews all of the leases or none.
 
         Raises:
@@ -152,17 +114,17 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:  # type: ignore[empty-body]
+    def check_consumption(self, request: requests.ConsumptionRequest) -> replies.ConsumptionReply:  # type: ignore[empty-body]
         """Answers from the store's own state. False for an unknown partition or task, and before ``num_samples``
         distinct ids were written; without ``num_samples``, while no sample is held.
         """
 
     @hookspec(firstresult=True)
-    def clear_samples(self, request: ClearRequest) -> ClearReply:  # type: ignore[empty-body]
+    def clear_samples(self, request: requests.ClearRequest) -> replies.ClearReply:  # type: ignore[empty-body]
         """Drops rows with their tags and cursors, or the whole partition. Ignores samples that are not there."""
 
     @hookspec(firstresult=True)
-    def list_samples(self, request: ListRequest) -> SampleList:  # type: ignore[empty-body]
+    def list_samples(self, request: requests.ListRequest) -> replies.SampleList:  # type: ignore[empty-body]
         """Lists ids and tags.
 
         Raises:
@@ -170,11 +132,11 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:  # type: ignore[empty-body]
+    def list_partitions(self, request: requests.ListPartitionsRequest) -> replies.PartitionList:  # type: ignore[empty-body]
         """Lists the registered partitions."""
 
     @hookspec(firstresult=True)
-    def inspect_partition(self, request: InspectRequest) -> PartitionDescription:  # type: ignore[empty-body]
+    def inspect_partition(self, request: requests.InspectRequest) -> replies.PartitionDescription:  # type: ignore[empty-body]
         """Counts what the partition holds, and what its tasks were given.
 
         Raises:
@@ -182,7 +144,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def list_fields(self, request: FieldsRequest) -> FieldList:  # type: ignore[empty-body]
+    def list_fields(self, request: requests.FieldsRequest) -> replies.FieldList:  # type: ignore[empty-body]
         """Lists the produced fields of samples.
 
         Raises:
@@ -191,19 +153,19 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def announce(self, request: AnnounceRequest) -> AnnounceReply:  # type: ignore[empty-body]
+    def announce(self, request: requests.AnnounceRequest) -> replies.AnnounceReply:  # type: ignore[empty-body]
         """Lists the client for ``ttl_s`` seconds in place of what it announced before. 0: no longer."""
 
     @hookspec(firstresult=True)
-    def list_clients(self, request: ListClientsRequest) -> ClientList:  # type: ignore[empty-body]
+    def list_clients(self, request: requests.ListClientsRequest) -> replies.ClientList:  # type: ignore[empty-body]
         """Lists the clients that were announced and whose time is not over."""
 
     @hookspec(firstresult=True)
-    def list_units(self, request: ListUnitsRequest) -> UnitList:  # type: ignore[empty-body]
+    def list_units(self, request: requests.ListUnitsRequest) -> replies.UnitList:  # type: ignore[empty-body]
         """Lists the storage units."""
 
     @hookspec(firstresult=True)
-    def change_units(self, request: ChangeUnitsRequest) -> UnitList:  # type: ignore[empty-body]
+    def change_units(self, request: requests.ChangeUnitsRequest) -> replies.UnitList:  # type: ignore[empty-body]
         """Starts storage units and waits until they serve, or has one end. Replies the new or changed ones.
 
         Raises:
@@ -212,7 +174,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def export_partition(self, request: ExportRequest) -> PartitionState:  # type: ignore[empty-body]
+    def export_partition(self, request: requests.ExportRequest) -> replies.PartitionState:  # type: ignore[empty-body]
         """Reads cursors and history.
 
         Raises:
@@ -220,7 +182,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def set_cursor(self, request: SetCursorRequest) -> SettleReply:  # type: ignore[empty-body]
+    def set_cursor(self, request: requests.SetCursorRequest) -> replies.SettleReply:  # type: ignore[empty-body]
         """Sets which samples a task has been given, all at once. Replies how many of the samples are there.
 
         Raises:

@@ -1,22 +1,38 @@
-"""What the hooks are asked. Requests are mutable, so that middleware can change them."""
+"""What the hooks are asked. Requests are mutable, so that middleware can change them.
+
+A request that is also a `Command` is sent to the ledger as it is. `dataplane_core.ledger.commands` has the others.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import secrets
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from dataplane_core.spec.columns import SharedRows, WireColumn
 from dataplane_core.spec.field_spec import FieldSpec
-from dataplane_core.spec.replies import ClientInfo
+from dataplane_core.spec.replies import (
+    AnnounceReply,
+    Claim,
+    ClientInfo,
+    ClientList,
+    FieldList,
+    PartitionDescription,
+    PartitionInfo,
+    PartitionList,
+    PartitionState,
+    SampleList,
+)
 from dataplane_core.spec.tags import TagValue
 
+Reply = TypeVar("Reply", covariant=True)
 #: Which ready samples a claim gives. ``first_write``: in order of first write. ``freshest``: the last written first.
 #: ``balanced``: in order of first write, divided among the ranks so that each gets about as many tokens.
 Sampler: TypeAlias = Literal["first_write", "freshest", "balanced"]
@@ -97,18 +113,37 @@ def _host_name() -> str:
     return socket.gethostname()
 
 
-@dataclass(slots=True, kw_only=True)
+class Command(Generic[Reply]):
+    """One operation of a ledger, which answers it with a ``Reply``.
+
+    Attributes:
+        op: Its name in messages and in journals.
+        reads: Whether it changes nothing. A journal does not record such a command.
+        not_recorded: Fields that a journal does not record, since they do not change what the ledger does.
+    """
+
+    __slots__ = ()
+
+    op: ClassVar[str]
+    reads: ClassVar[bool] = False
+    not_recorded: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(slots=True)
 class Request:
     """The base of all requests.
 
     Attributes:
-        deadline: On `time.monotonic`'s clock, in seconds.
+        deadline: On `time.monotonic`'s clock of the client, in seconds.
     """
 
-    deadline: float
+    not_recorded: ClassVar[tuple[str, ...]] = ("deadline",)
+
+    _: KW_ONLY
+    deadline: float = math.inf
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class PartitionRequest(Request):
     """A request about a partition.
 
@@ -119,9 +154,11 @@ class PartitionRequest(Request):
     partition_id: str
 
 
-@dataclass(slots=True, kw_only=True)
-class RegisterRequest(PartitionRequest):
+@dataclass(slots=True)
+class RegisterRequest(PartitionRequest, Command[tuple[PartitionInfo, list[tuple[int, int]]]]):
     """Open a partition.
+
+    A ledger replies the registration, and the refs of one that was dropped, which are now free.
 
     Attributes:
         fields: Fields that producers are expected to write.
@@ -136,18 +173,22 @@ class RegisterRequest(PartitionRequest):
         epoch: The id of the registration, if it is a new one: random bits drawn by the client (`new_id`).
     """
 
-    fields: list[str]
-    num_samples: int | None
-    consumer_tasks: list[str]
-    grpo_group_size: int | None
-    enums: dict[str, list[str]]
-    if_exists: IfExists = "replace"
+    op = "register"
+    fields: list[str] = field(default_factory=list)
+    num_samples: int | None = None
+    consumer_tasks: list[str] = field(default_factory=list)
+    grpo_group_size: int | None = None
+    enums: dict[str, list[str]] = field(default_factory=dict)
     epoch: str = field(default_factory=new_id)
+    if_exists: IfExists = "replace"
 
 
-@dataclass(slots=True, kw_only=True)
-class DescribeRequest(PartitionRequest):
+@dataclass(slots=True)
+class DescribeRequest(PartitionRequest, Command[PartitionInfo]):
     """Read a partition's registration."""
+
+    op = "describe"
+    reads = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -182,8 +223,8 @@ class GetRequest(PartitionRequest):
     fields: list[str]
 
 
-@dataclass(slots=True, kw_only=True)
-class ClaimRequest(PartitionRequest):
+@dataclass(slots=True)
+class ClaimRequest(PartitionRequest, Command[Claim]):
     """Hand out ready samples to a task. The hook never waits: the client asks again until its deadline.
 
     Attributes:
@@ -212,9 +253,12 @@ class ClaimRequest(PartitionRequest):
             without being called.
     """
 
+    op = "claim"
+    not_recorded = ("deadline", "explain", "since", "wake")
     task_name: str
     required_fields: list[str]
     batch_size: int
+    _: KW_ONLY
     all_or_nothing: bool
     lease_s: float | None = None
     tag_filter: dict[str, tuple[str, Any]] | None = None
@@ -230,56 +274,72 @@ class ClaimRequest(PartitionRequest):
     wake: Wake | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class SettleRequest(PartitionRequest):
+@dataclass(slots=True)
+class SettleRequest(PartitionRequest, Command[None]):
     """A request about samples that a task has leased.
 
     Attributes:
         task_name: The consumer task.
         sample_ids: Unique ids.
         lease_tokens: One per id.
-        request_id: As `PutRequest.request_id`.
+        request_id: As `PutRequest.request_id`. None, for a ledger: it is not repeated.
+        left_s: For a ledger, which has another clock: seconds until the deadline. `LedgerBackend` sets it. The ledger
+            knows the id for a minute longer.
     """
 
     task_name: str
     sample_ids: list[str]
     lease_tokens: list[str]
-    request_id: str = field(default_factory=new_id)
+    _: KW_ONLY
+    request_id: str | None = field(default_factory=new_id)
+    left_s: float = 0.0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class AckRequest(SettleRequest):
-    """Settle leased samples as consumed."""
+    """Settle leased samples as consumed. Acking again with the same token is allowed, since a reply may be lost."""
+
+    op = "ack"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class NackRequest(SettleRequest):
     """Give leased samples back to the pool."""
 
+    op = "nack"
 
-@dataclass(slots=True, kw_only=True)
+
+@dataclass(slots=True)
 class RenewRequest(SettleRequest):
     """Extend leases to ``lease_s`` seconds from now."""
 
+    op = "renew"
     lease_s: float
 
 
-@dataclass(slots=True, kw_only=True)
-class ConsumptionRequest(PartitionRequest):
+@dataclass(slots=True)
+class ConsumptionRequest(PartitionRequest, Command[bool]):
     """Ask whether tasks have been given all samples that the partition holds."""
 
+    op = "consumed"
+    reads = True
     task_names: list[str]
 
 
-@dataclass(slots=True, kw_only=True)
-class ClearRequest(PartitionRequest):
-    """Drop samples, or the whole partition if ``sample_ids`` is None."""
+@dataclass(slots=True)
+class ClearRequest(PartitionRequest, Command[tuple[int, list[tuple[int, int]]]]):
+    """Drop samples, or the whole partition if ``sample_ids`` is None.
 
+    A ledger replies how many samples were there, and all refs that are free and not yet `Collected`: theirs, and those
+    that abandoned puts and crashed hosts left.
+    """
+
+    op = "clear"
     sample_ids: list[str] | None
 
 
-@dataclass(slots=True, kw_only=True)
-class ListRequest(PartitionRequest):
+@dataclass(slots=True)
+class ListRequest(PartitionRequest, Command[SampleList]):
     """List ids and tags.
 
     Attributes:
@@ -287,34 +347,47 @@ class ListRequest(PartitionRequest):
         sample_ids: Unique ids: list only these, in this order, as far as they are there. None: all samples.
     """
 
-    tag_filter: dict[str, tuple[str, Any]] | None
+    op = "list_samples"
+    reads = True
+    tag_filter: dict[str, tuple[str, Any]] | None = None
     sample_ids: list[str] | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class ListPartitionsRequest(Request):
+@dataclass(slots=True)
+class ListPartitionsRequest(Request, Command[PartitionList]):
     """List the registered partitions."""
 
+    op = "list_partitions"
+    reads = True
 
-@dataclass(slots=True, kw_only=True)
-class InspectRequest(PartitionRequest):
+
+@dataclass(slots=True)
+class InspectRequest(PartitionRequest, Command[PartitionDescription]):
     """Count what a partition holds."""
 
+    op = "inspect"
+    reads = True
 
-@dataclass(slots=True, kw_only=True)
-class FieldsRequest(PartitionRequest):
+
+@dataclass(slots=True)
+class FieldsRequest(PartitionRequest, Command[FieldList]):
     """Ask which fields samples have."""
 
+    op = "list_fields"
+    reads = True
     sample_ids: list[str]
 
 
-@dataclass(slots=True, kw_only=True)
-class ExportRequest(PartitionRequest):
+@dataclass(slots=True)
+class ExportRequest(PartitionRequest, Command[PartitionState]):
     """Read what a partition knows besides its rows, to save it."""
 
+    op = "export"
+    reads = True
 
-@dataclass(slots=True, kw_only=True)
-class SetCursorRequest(PartitionRequest):
+
+@dataclass(slots=True)
+class SetCursorRequest(PartitionRequest, Command[int]):
     """Set which samples a task has been given.
 
     Attributes:
@@ -324,13 +397,14 @@ class SetCursorRequest(PartitionRequest):
         create: Whether to add the task if the partition does not have it.
     """
 
+    op = "set_cursor"
     task_name: str
     sample_ids: list[str]
-    create: bool
+    create: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
-class AnnounceRequest(Request):
+@dataclass(slots=True)
+class AnnounceRequest(Request, Command[AnnounceReply]):
     """Say that a client uses the store, and what it does.
 
     Attributes:
@@ -338,13 +412,18 @@ class AnnounceRequest(Request):
         ttl_s: Seconds for which the store lists it, unless it is announced again. 0: the client closes.
     """
 
+    op = "announce"
+    reads = True
     client: ClientInfo
     ttl_s: float
 
 
-@dataclass(slots=True, kw_only=True)
-class ListClientsRequest(Request):
+@dataclass(slots=True)
+class ListClientsRequest(Request, Command[ClientList]):
     """List the clients that use the store."""
+
+    op = "list_clients"
+    reads = True
 
 
 @dataclass(slots=True, kw_only=True)

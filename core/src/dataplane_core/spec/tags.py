@@ -8,9 +8,8 @@ from typing import Any, Final, TypeAlias
 
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_core.schema import INPUT_LENGTHS_TAG
-from dataplane_core.spec.forms import AnyFloat
 
-TagValue: TypeAlias = bool | int | AnyFloat | str | None
+TagValue: TypeAlias = bool | int | float | str | None
 #: Tag name -> the value that the tag must equal, or ``(operator, operand)``.
 TagFilter: TypeAlias = Mapping[str, Any]
 

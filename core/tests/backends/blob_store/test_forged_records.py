@@ -26,7 +26,7 @@ FORGED = [
     changed("register", num_samples="4"),
     changed("register", enums={"e": "words"}),
     changed("begin_put", sample_ids=[["a"]]),
-    changed("begin_put", row_bytes=[-8]),
+    changed("begin_put", writes=[[["x"], [-8], None]]),
     changed("begin_put", specs={"x": "tensor:int64:9:"}),
     changed("begin_put", write_id=b"\xff" * 400),
     changed("begin_put", tags=[1]),
@@ -36,7 +36,7 @@ FORGED = [
     changed("expire", leases=[["p"]]),
     changed("collected", refs=[[b"1", ["a"]]]),
     changed("ack", seq="1"),
-    seal(msgpack.packb({"v": 7, "op": ["ack"]})),
+    seal(msgpack.packb({"v": 8, "op": ["ack"]})),
     seal(msgpack.packb([])),
     seal(b"\xdd\x00\x00\xff\xff" * 300 + b"\xc0" * 9000),
 ]
@@ -53,7 +53,7 @@ def test_a_forged_record_in_a_journal_is_refused_by_every_call():
     with open_client(cls) as client:
         client.register_partition("p", ["x"], None, ["t"])
         last = max(cls.journal)
-        held = msgpack.unpackb(changed("begin_put", row_bytes=[-8])[DIGEST_BYTES:])
+        held = msgpack.unpackb(changed("begin_put", writes=[[["x"], [-8], None]])[DIGEST_BYTES:])
         held |= {"seq": last + 1, "prev": cls.journal[last][:DIGEST_BYTES]}
         cls.journal[last + 1] = seal(msgpack.packb(held))
         for _ in range(2):
@@ -68,8 +68,7 @@ def change(section, **others):
 @pytest.mark.parametrize(
     "forge",
     [
-        lambda part: change(part, held_bytes=7) if part["part"] == "ledger" else part,
-        lambda part: change(part, num_live=[9] * len(part["num_live"])) if part["part"] == "writes" else part,
+        lambda part: change(part, row_bytes=[[] for _ in part["row_bytes"]]) if part["part"] == "writes" else part,
         lambda part: change(part, cells=[[0, -1, 0]] * len(part["cells"])) if part["part"] == "rows" else part,
         lambda part: change(part, seqs=part["seqs"][::-1]) if part["part"] == "rows" else part,
         lambda part: change(part, tags=[1] * len(part["tags"])) if part["part"] == "rows" else part,

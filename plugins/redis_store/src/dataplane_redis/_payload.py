@@ -34,11 +34,10 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from redis.crc import key_slot
 
-from dataplane_core.backends import Bundle, framed_columns
 from dataplane_core.errors import DataPlaneError
 from dataplane_redis._link import Read
 from dataplane_redis._nodes import Job, LostNodeError, Nodes
@@ -58,6 +57,9 @@ _SMALL_ROW_BYTES: Final = 64
 _HEAD: Final = struct.Struct("<BBH")
 _RANDOM_BYTES: Final = 12
 #: Rows are sent in commands of at most about this size, and so many rows.
+#: The frames of a write by column, and the sizes of its rows.
+Table: TypeAlias = tuple[list[list[Any]], Sequence[int]]
+
 _CHUNK_BYTES: Final = 4 << 20
 _CHUNK_ROWS: Final = 1000
 #: Size of the replies that rows are read in: the server copies one while the client receives another.
@@ -185,7 +187,7 @@ class Payload:
 
     # --- writes -------------------------------------------------------------------------------------------------------
 
-    def write(self, what: str, write: bytes, bundles: Sequence[Bundle], deadline: float, keep_s: float) -> None:
+    def write(self, what: str, write: bytes, tables: Sequence[Table], deadline: float, keep_s: float) -> None:
         """Writes all rows of a put to the nodes. They then stay until they are deleted. Raises as `Nodes.exchange`.
 
         The nodes give the put up so many seconds after the deadline, as the ledger does.
@@ -197,7 +199,7 @@ class Payload:
         """
         nodes, placing, label = self._nodes(), self.placing, self._session.connected()[0].label
         jobs, counts = [], Counter[int]()
-        for bucket, first, frames in self.chunks(write, bundles):
+        for bucket, first, frames in self.chunks(write, tables):
             key = placing.key_of(write, bucket)
             counts[bucket] += len(frames[0])
             packed = pack_rows(key, first, frames, max(0.0, deadline - time.monotonic()) + keep_s)
@@ -230,12 +232,11 @@ class Payload:
             if refusal is not None:
                 self._session.connected()[0].raise_error(what, refusal)
 
-    def chunks(self, write: bytes, bundles: Sequence[Bundle]) -> Iterator[tuple[int, int, list[Any]]]:
+    def chunks(self, write: bytes, tables: Sequence[Table]) -> Iterator[tuple[int, int, list[Any]]]:
         """The rows of a put in parts: bucket, position of the first row, and the frames by column."""
         placing = self.placing
-        first = 0  # row of the bundle
-        for bundle in bundles:
-            frames, sizes = framed_columns(bundle.columns), bundle.row_bytes
+        first = 0  # row of the table
+        for frames, sizes in tables:
             start = 0
             while start < len(sizes):
                 group = placing.group_rows(write)

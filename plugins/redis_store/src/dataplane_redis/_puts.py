@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, NoReturn
 
 from redis.exceptions import NoScriptError
 
-from dataplane_core.backends import Backend, Bundle, bundles_of, framed_columns
+from dataplane_core.backends import Backend, columns_of, framed_columns, writes_of
 from dataplane_core.codec import join_rows
 from dataplane_core.errors import (
     BackendError,
@@ -30,11 +30,11 @@ from dataplane_core.errors import (
     SchemaMismatchError,
     StalePartitionError,
 )
-from dataplane_core.ledger import group_of, too_many_samples
+from dataplane_core.ledger import commands, group_of, too_many_samples
 from dataplane_core.spec import FieldSpec, PutReply, PutRequest
 from dataplane_redis._acknowledged import Acknowledged
 from dataplane_redis._nodes import LostNodeError
-from dataplane_redis._payload import Payload
+from dataplane_redis._payload import Payload, Table
 from dataplane_redis._protocol import PACKED_REPLIES, pack, pack_rows
 from dataplane_redis._scripts import INLINE_BYTES, INLINE_ROWS, SCRIPTS, pack_parts, pack_tags, text_of, tuples_of
 from dataplane_redis._server import setting_of
@@ -68,12 +68,18 @@ class _Put:
 
     what: str
     request: PutRequest
-    bundles: Sequence[Bundle]
+    writes: Sequence[commands.Write]
     size_bytes: int
     parts: Sequence[Any]  # see `pack_parts`
     tags: Sequence[bytes]  # packed, of each sample; or none
     capacity_bytes: int  # of the store; 0: no limit
     waits: bool  # for room
+
+    @property
+    def tables(self) -> list[Table]:
+        """The frames of each write, by column, and the sizes of its rows."""
+        columns = self.request.columns
+        return [(framed_columns(columns_of(write, columns)), write.row_bytes) for write in self.writes]
 
     @property
     def call(self) -> Acknowledged:
@@ -105,7 +111,7 @@ class _Put:
 class Puts(Backend):
     """The puts of `RedisBackend`."""
 
-    #: See `bundles_of`.
+    #: See `writes_of`.
     row_cost_bytes: ClassVar[int | None] = 6144
     _session: Session
     _payload: Payload
@@ -121,13 +127,13 @@ class Puts(Backend):
         self._undo_remembered(request.deadline)
         num_samples = len(request.sample_ids)
         columns = {name: request.columns[name] for name in request.specs}
-        bundles = [each for each in bundles_of(columns, num_samples, self.row_cost_bytes) if each.columns]
+        writes = writes_of(columns, num_samples, self.row_cost_bytes)
         put = _Put(
             what=f"put_samples('{request.partition_id}', {num_samples} samples)",
             request=request,
-            bundles=bundles,
-            size_bytes=sum(sum(bundle.row_bytes) for bundle in bundles),
-            parts=pack_parts(bundles, request.specs),
+            writes=writes,
+            size_bytes=sum(sum(each.row_bytes) for each in writes),
+            parts=pack_parts(writes, request.specs),
             tags=[pack_tags(row) for row in request.tags or ()],
             capacity_bytes=instance.capacity_bytes or 0,
             waits=instance.on_full == "block",
@@ -136,7 +142,7 @@ class Puts(Backend):
         size_bytes = put.size_bytes + 32 * num_samples * len(request.columns)
         small = num_samples <= INLINE_ROWS and size_bytes <= INLINE_BYTES
         placing = self._payload.placing
-        if not bundles or (small and placing.stays(num_samples, put.size_bytes)):
+        if not writes or (small and placing.stays(num_samples, put.size_bytes)):
             self._put_inline(put)
         elif placing.is_spread:
             self._put_spread(put)
@@ -148,7 +154,7 @@ class Puts(Backend):
         """Refuses a row that is too large for one value: the server closes the connection of who sends it."""
         if put.size_bytes < _LARGE_ROW_BYTES:
             return
-        largest = max(max(bundle.row_bytes) for bundle in put.bundles)
+        largest = max(max(each.row_bytes) for each in put.writes)
         if largest < _LARGE_ROW_BYTES:
             return
         link, _ = self._session.connected()
@@ -164,8 +170,8 @@ class Puts(Backend):
     def _put_inline(self, put: _Put) -> None:
         """Does all of it in one script."""
         rows: list[memoryview] = []
-        if put.bundles:
-            buffer, offsets = join_rows([framed_columns(bundle.columns) for bundle in put.bundles])
+        if put.writes:
+            buffer, offsets = join_rows([frames for frames, _ in put.tables])
             view, cuts = memoryview(buffer), offsets.tolist()
             rows = [view[start:stop] for start, stop in pairwise(cuts)]
         write = self._payload.placing.new_write()
@@ -186,7 +192,7 @@ class Puts(Backend):
         """Reserves, writes the rows to the nodes, commits. If a node is lost before the commit, undoes the put and
         begins again, until the deadline."""
         deadline = put.request.deadline
-        num_rows = sum(len(bundle.row_bytes) for bundle in put.bundles)
+        num_rows = sum(len(each.row_bytes) for each in put.writes)
         while True:
             write = self._payload.placing.new_spread_write(num_rows, put.size_bytes)
             try:
@@ -195,7 +201,7 @@ class Puts(Backend):
                     if commit is None:
                         return
                     try:
-                        self._payload.write(put.what, write, put.bundles, deadline, _ABANDON_GRACE_S)
+                        self._payload.write(put.what, write, put.tables, deadline, _ABANDON_GRACE_S)
                     except (BackendUnavailableError, OperationTimeoutError) as error:
                         error.outcome = "not_done"  # no commit was sent
                         raise
@@ -279,7 +285,7 @@ class Puts(Backend):
         link, _ = self._session.connected()
         what, deadline = put.what, put.request.deadline
         key = self._payload.placing.key_of(write)
-        chunks = list(self._payload.chunks(write, put.bundles))
+        chunks = list(self._payload.chunks(write, put.tables))
         keep_s = max(0.0, deadline - time.monotonic()) + _ABANDON_GRACE_S
 
         def commands(context: bytes) -> Iterator[list[Any]]:

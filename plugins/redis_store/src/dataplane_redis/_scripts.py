@@ -27,9 +27,9 @@ from typing import Any, Final, TypeAlias
 import msgpack
 import numpy as np
 
-from dataplane_core.backends import Bundle
 from dataplane_core.codec import unpack_msgpack
 from dataplane_core.errors import CorruptDataError
+from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec, TagValue
 
 __all__ = [
@@ -300,16 +300,16 @@ def pack_strings(strings: Iterable[str]) -> bytes:
     return b"".join(parts)
 
 
-def pack_parts(bundles: Sequence[Bundle], specs: Mapping[str, FieldSpec]) -> list[list[Any]]:
-    """What a script must know of each bundle of a put: its layout, the sizes of its rows, and where each sample's row
-    is (or nothing, if sample i has row i). A layout is the bundle's fields in order, each with its spec."""
+def pack_parts(writes: Sequence[commands.Write], specs: Mapping[str, FieldSpec]) -> list[list[Any]]:
+    """What a script must know of each write of a put: its layout, the sizes of its rows, and where each sample's row
+    is (or nothing, if sample i has row i). A layout is the write's fields in order, each with its spec."""
     return [
         [
-            pack_strings(text for name in bundle.columns for text in (name, specs[name].to_text())),
-            bundle.row_bytes,
-            "" if bundle.positions is None else bundle.positions,
+            pack_strings(text for name in write.fields for text in (name, specs[name].to_text())),
+            write.row_bytes,
+            "" if write.positions is None else write.positions,
         ]
-        for bundle in bundles
+        for write in writes
     ]
 
 

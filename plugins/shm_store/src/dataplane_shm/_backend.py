@@ -14,18 +14,18 @@ import numpy as np
 
 from dataplane_core.backends import (
     LEDGER_CAPABILITIES,
-    Bundle,
     Finding,
     LedgerBackend,
     OwnedProcess,
     RefsGoneError,
+    columns_of,
     last_words,
 )
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_core.host_memory import Arena, check_capacity, memory_limit
 from dataplane_core.hosting import Layout, Pin, Place, Session
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
-from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
+from dataplane_core.spec import Capability, Scope, SharedRows, WireColumn, WireFormat
 from dataplane_shm import _payload
 from dataplane_shm._diagnosis import diagnose
 from dataplane_shm._messages import Begin, Drop, Find, PutWhole, Statistics, Status
@@ -186,11 +186,10 @@ class ShmBackend(LedgerBackend):
         if self._session is not None:
             self._session.end_waiting(token, tell=True)
 
-    def _begin(self, begin: commands.BeginPut, bundles: Sequence[Bundle], deadline: float) -> int:
-        stored = [bundle for bundle in bundles if bundle.columns]
-        tables = [list(bundle.columns.values()) for bundle in stored]
+    def _begin(self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float) -> int:
+        tables = [list(columns_of(write, columns).values()) for write in begin.writes]
         layouts = [
-            _payload.plan(columns, len(bundle.row_bytes)) for columns, bundle in zip(tables, stored, strict=True)
+            _payload.plan(table, len(write.row_bytes)) for table, write in zip(tables, begin.writes, strict=True)
         ]
         if len(layouts) == 1 and layouts[0].size_bytes <= _FEW_BYTES:
             assert begin.write_id is not None
@@ -199,10 +198,9 @@ class ShmBackend(LedgerBackend):
             self._connected().call(begin.op, deadline, PutWhole(begin, layouts[0], data.tobytes()))
             return begin.write_id  # it is committed
         begun = self._connected().call(begin.op, deadline, Begin(begin, layouts))
-        writes = commands.writes_of(begun.write_id, begin.specs, begin.row_bytes, begin.splits)
-        self._begun[begun.write_id] = [write.write_id for write in writes]
-        for write, offset, layout in zip(writes, begun.offsets, layouts, strict=True):
-            self._placed[write.write_id] = (offset, layout)
+        self._begun[begun.write_id] = list(begin.by_id(begun.write_id))
+        places = zip(begun.offsets, layouts, strict=True)
+        self._placed.update(zip(self._begun[begun.write_id], places, strict=True))
         return begun.write_id
 
     def _new_write_id(self, num_ids: int) -> int:

@@ -135,8 +135,7 @@ MESSAGES: Final = Messages(Begin, PutWhole, Find, Drop, Status)
 
 
 def _check_layouts(put: commands.BeginPut, layouts: list[Layout]) -> None:
-    writes = put.writes(0)
-    if len(writes) != len(layouts) or not all(
-        layout.fits(len(write.fields), len(write.row_bytes)) for write, layout in zip(writes, layouts, strict=True)
+    if len(put.writes) != len(layouts) or not all(
+        layout.fits(len(write.fields), len(write.row_bytes)) for write, layout in zip(put.writes, layouts, strict=True)
     ):
         raise InvalidRequestError("a put has columns that do not lie in its extents.")

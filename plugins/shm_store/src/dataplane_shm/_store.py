@@ -77,8 +77,8 @@ class Store(LedgerHost):
         write_id = self._ledger.call(put)
         self._sweep()  # the ledger gave up puts of before
         wanted = [
-            Wanted(write.write_id, layout, len(write.row_bytes))
-            for write, layout in zip(put.writes(write_id), request.layouts, strict=True)
+            Wanted(each, layout, len(write.row_bytes))
+            for (each, write), layout in zip(put.by_id(write_id).items(), request.layouts, strict=True)
         ]
         offsets = self._extents.allocate(client.holds, write_id, wanted)
         if offsets is None:

@@ -13,14 +13,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, PrivateFolder, RowStoreBackend
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger import Command, LedgerService, Ref, Reply, commands
-from dataplane_core.spec import Capability, ChangeUnitsRequest, ListUnitsRequest, PutRequest, Scope, UnitList, new_id
+from dataplane_core.spec import (
+    Capability,
+    ChangeUnitsRequest,
+    ListUnitsRequest,
+    PutRequest,
+    Scope,
+    SharedRows,
+    UnitList,
+    WireColumn,
+    new_id,
+)
 from dataplane_tq_simple._diagnosis import diagnose
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._messages import BeginNear
 from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
 
 if TYPE_CHECKING:
-    from dataplane_core.backends import Bundle
     from dataplane_tq_simple._engine import Engine
     from dataplane_tq_simple._queue import QueueEngine
     from dataplane_tq_simple._recorded import RecordedService
@@ -139,11 +148,11 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
         if self._engine is not None:
             self._engine.stop_waiting(token)
 
-    def _put(self, request: PutRequest, bundles: Sequence[Bundle], ticket: Any) -> Sequence[Ref]:
+    def _put(self, request: PutRequest, writes: Sequence[commands.Write], ticket: Any) -> Sequence[Ref]:
         """Tries a put again where storage units ended before it was committed: others take it, or they come back."""
         while True:
             try:
-                return super()._put(request, bundles, ticket)
+                return super()._put(request, writes, ticket)
             except UnitsGoneError:
                 if left_s(request.deadline) <= 2 * _AGAIN_S:
                     raise
@@ -182,7 +191,7 @@ class TQSimpleBackend(QueueBackend["Engine"]):
 
         return PlacingRecordedService
 
-    def _begin(self, begin: commands.BeginPut, bundles: Sequence[Bundle], deadline: float) -> int:
+    def _begin(self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float) -> int:
         engine = self._connected()
         request = BeginNear(begin, engine.node) if self.config.near_writer else begin
         return engine.call(request, timeout_s=left_s(deadline))

@@ -309,17 +309,17 @@ class UnitBook:
             self._version += 1
         return _Choice(spread, total * _SLACK)
 
-    def add(self, writes: Iterable[commands.Write]) -> None:
-        """The rows of a put that was begun."""
+    def add(self, writes: Mapping[int, commands.Write]) -> None:
+        """The rows of a put that was begun: its writes by their ids."""
         with self._lock:
-            for write in writes:
-                spread = write.write_id >> SPREAD_BITS
+            for write_id, write in writes.items():
+                spread = write_id >> SPREAD_BITS
                 lives = self._spreads[spread]
                 num_rows = len(write.row_bytes)
-                self._stored[write.write_id] = _Stored(write.row_bytes, bytearray(b"\1" * num_rows), num_rows)
+                self._stored[write_id] = _Stored(write.row_bytes, bytearray(b"\1" * num_rows), num_rows)
                 self._rows_of_spread[spread] = self._rows_of_spread.get(spread, 0) + num_rows
                 for first in range(min(num_rows, len(lives))):
-                    held = self._lives[life_of(write.write_id + first, lives)]
+                    held = self._lives[life_of(write_id + first, lives)]
                     sizes = write.row_bytes[first :: len(lives)]
                     held.num_rows += len(sizes)
                     held.size_bytes += sum(sizes)

@@ -47,7 +47,7 @@ class Placing(ABC):
         write_id = self._book.place(begin.num_ids, begin.size_bytes, node)
         self._before_put()
         self._pass_on(replace(begin, write_id=write_id))
-        self._book.add(commands.writes_of(write_id, begin.specs, begin.row_bytes, begin.splits))
+        self._book.add(begin.by_id(write_id))
         return write_id
 
     @abstractmethod

@@ -29,7 +29,7 @@ def book() -> UnitBook:
 
 def put(book: UnitBook, row_bytes: Sequence[int], node: str | None = None) -> int:
     write_id = book.place(len(row_bytes), sum(row_bytes), node)
-    book.add([commands.Write(write_id, ["x"], list(row_bytes))])
+    book.add({write_id: commands.Write(["x"], list(row_bytes))})
     return write_id
 
 
@@ -121,7 +121,7 @@ def test_a_unit_that_is_started_unnoticed_has_lost_its_rows_too(book: UnitBook) 
 def test_a_put_whose_unit_ends_while_it_is_begun_has_lost_it(book: UnitBook) -> None:
     write_id = book.place(6, 60, None)
     book.ended("unit-0", "0a")
-    book.add([commands.Write(write_id, ["x"], [10] * 6)])
+    book.add({write_id: commands.Write(["x"], [10] * 6)})
     with pytest.raises(UnitsGoneError, match="unit-0"):
         book.check(write_id)
 
@@ -193,7 +193,9 @@ def service(book: UnitBook) -> PlacingLedgerService:
 
 
 def begin_put(ids: list[str]) -> commands.BeginPut:
-    return commands.BeginPut("p", ids, {"x": FieldSpec(kind="object")}, [10] * len(ids), ttl_s=60.0)
+    return commands.BeginPut(
+        "p", ids, {"x": FieldSpec(kind="object")}, [commands.Write(["x"], [10] * len(ids))], ttl_s=60.0
+    )
 
 
 def test_rows_that_two_clients_report_as_deleted_are_counted_once(

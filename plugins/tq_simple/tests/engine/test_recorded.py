@@ -46,7 +46,9 @@ class Controller:
 
     def begin(self, *, again: bool = False) -> int:
         self._num_puts += not again
-        begin = commands.BeginPut("p", [f"{self._num_puts}{each}" for each in IDS], X, [10] * 6, ttl_s=60.0)
+        begin = commands.BeginPut(
+            "p", [f"{self._num_puts}{each}" for each in IDS], X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0
+        )
         return int(self.call(begin, again=again))
 
     def put(self) -> int:
@@ -183,7 +185,7 @@ def test_units_that_end_or_start_while_no_controller_runs(controller: Controller
 
 def test_without_units_the_ledger_numbers_writes(tmp_path: Path) -> None:
     controller = Controller(tmp_path / "journal", RecordedService)
-    begin = commands.BeginPut("p", IDS, X, [10] * 6, ttl_s=60.0)
+    begin = commands.BeginPut("p", IDS, X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0)
     first = controller.call(begin)
     controller.again()
     assert controller.call(begin, again=True) == first

@@ -163,7 +163,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def write(self, ids: list[str], columns: dict[str, Any], specs: dict[str, FieldSpec], tags: Any) -> bool:
         """Puts to the model and to the store. Returns whether both accepted the put."""
-        begin = commands.BeginPut(self.partition, ids, specs, [0] * len(ids), tags, ttl_s=1e9)
+        writes = [commands.Write(list(specs), [0] * len(ids))] if specs else []
+        begin = commands.BeginPut(self.partition, ids, specs, writes, tags, ttl_s=1e9)
         _, expected = _attempt(lambda: self.call_model(commands.CommitPut(self.call_model(begin))))
         _, found = _attempt(lambda: self.store.put(self.partition, ids, tags, columns))
         _agree(expected, found, "put_samples")

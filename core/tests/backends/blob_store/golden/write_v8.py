@@ -1,6 +1,6 @@
-"""Writes ``v7.json``: a journal with every op and a snapshot, as version 7 of the records has them.
+"""Writes ``v8.json``: a journal with every op and a snapshot, as version 8 of the records has them.
 
-Run it only with the core that made version 7: the file shows that later ones still read it. The other files were
+Run it only with the core that made version 8: the file shows that later ones still read it. The other files were
 written so, each by the core that made its version.
 """
 
@@ -53,7 +53,7 @@ def fill(client):
     client.clear_samples(["gone"], "q")
     client.clear_samples(None, "q")
     deadline = clock.now + 1e9
-    begin = ["p", ["v_g0"], {}, [0], None, None]
+    begin = ["p", ["v_g0"], {}, [], None, None]
     backend_of(client)._ledger(deadline, commands.WaitForRoom("b0" * 16, 8, wait_s=20.0))
     backend_of(client)._ledger(deadline, commands.BeginPut(*begin, write_id=17, ticket="b0" * 16, ttl_s=30.0))
     backend_of(client)._ledger(deadline, commands.BeginPut(*begin, write_id=1 << 127, ticket=None, ttl_s=30.0))
@@ -71,9 +71,9 @@ def fill(client):
         client.clear_samples(["a"], "anew")
     client.put_samples(["a"], "anew", {"x": torch.arange(1)})
     client.register_partition("shared", ["x", "y"], None, ["t"])
-    split = commands.Split(["y"], [100, 200], [0, 1, 0])  # two samples share a row
-    shared = ["shared", ["a", "b", "c"], {"x": _INT64, "y": _INT64}, [8, 8, 8]]
-    put = commands.BeginPut(*shared, write_id=1 << 100, splits=[split], ttl_s=30.0)
+    write = commands.Write(["y"], [100, 200], [0, 1, 0])  # two samples share a row
+    shared = ["shared", ["a", "b", "c"], {"x": _INT64, "y": _INT64}, [commands.Write(["x"], [8, 8, 8]), write]]
+    put = commands.BeginPut(*shared, write_id=1 << 100, ttl_s=30.0)
     backend_of(client)._ledger(deadline, commands.CommitPut(backend_of(client)._ledger(deadline, put)))
     done = commands.PutTags("p", ["k_g0"], [{"n": 0}], request_id="d0" * 16, left_s=60.0)
     backend_of(client)._ledger(deadline, done)
@@ -90,7 +90,7 @@ def main():
         blobs = {key: base64.b64encode(data).decode() for key, data in backend_of(client).blobs.items()}
         records = [base64.b64encode(Untrimmed.journal[seq]).decode() for seq in sorted(Untrimmed.journal)]
     text = json.dumps({"records": records, "blobs": blobs}, indent=1)
-    Path(__file__).with_name("v7.json").write_text(text + "\n")
+    Path(__file__).with_name("v8.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@ the put: a put of large cells has room for many such columns, a put of small one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from dataplane_core.codec import cell_nbytes, num_rows, row_nbytes
 from dataplane_core.errors import BackendError
+from dataplane_core.ledger import commands
 from dataplane_core.spec import SharedRows, WireColumn
 
 #: How much the rows of columns that are apart may cost, as a share of the put.
@@ -23,28 +23,13 @@ APART_SHARE: Final = 0.04
 _LEAST_APART_BYTES: Final = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """Columns of a put whose payload is one write.
-
-    Attributes:
-        columns: The columns, in the ledger's order of slots.
-        row_bytes: Payload bytes of each of their rows.
-        positions: The row that each sample has. None: sample i has row i.
-    """
-
-    columns: Mapping[str, WireColumn]
-    row_bytes: Sequence[int]
-    positions: Sequence[int] | None = None
-
-
-def bundles_of(
+def writes_of(
     columns: Mapping[str, WireColumn | SharedRows],
     num_samples: int,
     row_cost_bytes: int | None,
     apart_share: float = APART_SHARE,
-) -> list[Bundle]:
-    """The writes of a put: first the columns that are stored together, which may be none, then each one that is apart.
+) -> list[commands.Write]:
+    """The writes of a put: first the columns that are stored together, if there are any, then each one that is apart.
 
     Args:
         columns: The columns of the put, encoded. `SharedRows` are always apart.
@@ -58,19 +43,24 @@ def bundles_of(
     """
     plain = {name: column for name, column in columns.items() if not isinstance(column, SharedRows)}
     if len(plain) == len(columns) and (row_cost_bytes is None or len(plain) < 2):  # the usual case of few columns
-        return [Bundle(plain, row_nbytes(plain, num_samples))]
+        return [commands.Write(tuple(plain), row_nbytes(plain, num_samples))] if plain else []
     sizes = {name: np.broadcast_to(cell_nbytes(column, num_samples), num_samples) for name, column in plain.items()}
     apart = _columns_apart(sizes, num_samples, row_cost_bytes, apart_share)
-    together = {name: column for name, column in plain.items() if name not in apart}
+    together = tuple(name for name in plain if name not in apart)
     row_bytes = sum((sizes[name] for name in together), np.zeros(num_samples, dtype=np.int64))
-    bundles = [Bundle(together, row_bytes.tolist())]
-    bundles += [Bundle({name: plain[name]}, sizes[name].tolist()) for name in apart]
+    writes = [commands.Write(together, row_bytes.tolist())] if together else []
+    writes += [commands.Write((name,), sizes[name].tolist()) for name in apart]
     for name, column in columns.items():
         if isinstance(column, SharedRows):
             _check_index(name, column, num_samples)
-            rows = {name: column.rows}
-            bundles.append(Bundle(rows, row_nbytes(rows, num_rows(column.rows)), column.index))
-    return bundles
+            writes.append(commands.Write((name,), row_nbytes({name: column.rows}, num_rows(column.rows)), column.index))
+    return writes
+
+
+def columns_of(write: commands.Write, columns: Mapping[str, WireColumn | SharedRows]) -> dict[str, WireColumn]:
+    """The columns of a write among those of its put, each with the rows of the write."""
+    found = {name: columns[name] for name in write.fields}
+    return {name: column.rows if isinstance(column, SharedRows) else column for name, column in found.items()}
 
 
 def _check_index(name: str, column: SharedRows, num_samples: int) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from blob_stores import Plain, open_client
 
-from dataplane_core.backends import bundles_of
+from dataplane_core.backends import writes_of
 from dataplane_core.errors import BackendError
 from dataplane_core.spec import SharedRows
 from dataplane_testkit import backend_of
@@ -19,10 +19,10 @@ def frames(num_rows, size):
 def apart(**sizes):
     """The names of the columns that are apart, of a put of 10 samples with cells of these sizes."""
     columns = {name: frames(10, size) for name, size in sizes.items()}
-    together, *rest = bundles_of(columns, 10, ROW_COST)
-    assert list(together.columns) == [name for name in columns if name not in {next(iter(b.columns)) for b in rest}]
-    assert sum(sum(bundle.row_bytes) for bundle in (together, *rest)) == 10 * sum(sizes.values())
-    return [name for bundle in rest for name in bundle.columns]
+    together, *rest = writes_of(columns, 10, ROW_COST)
+    assert list(together.fields) == [name for name in columns if name not in {b.fields[0] for b in rest}]
+    assert sum(sum(write.row_bytes) for write in (together, *rest)) == 10 * sum(sizes.values())
+    return [name for write in rest for name in write.fields]
 
 
 def test_the_largest_columns_are_apart_as_far_as_their_rows_cost_little():
@@ -43,22 +43,22 @@ def test_a_single_column_is_not_apart():
 
 def test_columns_of_engines_that_address_cells_stay_together():
     columns = {"a": frames(3, 1 << 20), "b": frames(3, 8)}
-    (together,) = bundles_of(columns, 3, None)
-    assert list(together.columns) == ["a", "b"]
+    (together,) = writes_of(columns, 3, None)
+    assert list(together.fields) == ["a", "b"]
     assert together.row_bytes == [(1 << 20) + 8] * 3
 
 
 def test_shared_rows_are_apart_with_the_row_of_each_sample():
     columns = {"a": SharedRows(frames(2, 1000), [0, 1, 0]), "b": frames(3, 8)}
-    together, shared = bundles_of(columns, 3, ROW_COST)
-    assert (list(together.columns), together.row_bytes, together.positions) == (["b"], [8, 8, 8], None)
-    assert (list(shared.columns), shared.row_bytes, list(shared.positions)) == (["a"], [1000, 1000], [0, 1, 0])
+    together, shared = writes_of(columns, 3, ROW_COST)
+    assert (list(together.fields), together.row_bytes, together.positions) == (["b"], [8, 8, 8], None)
+    assert (list(shared.fields), shared.row_bytes, list(shared.positions)) == (["a"], [1000, 1000], [0, 1, 0])
 
 
 @pytest.mark.parametrize("index", [[0, 1], [0, 1, 2], [0, 0, 0], [0, -1, 1]])
 def test_shared_rows_that_do_not_fit_the_samples_are_refused(index):
     with pytest.raises(BackendError, match="'a' has 2 shared rows"):
-        bundles_of({"a": SharedRows(frames(2, 1000), index)}, 3, ROW_COST)
+        writes_of({"a": SharedRows(frames(2, 1000), index)}, 3, ROW_COST)
 
 
 class Counting(Plain):

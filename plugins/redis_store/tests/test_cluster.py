@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from redis.crc import key_slot
+from redis_servers import wait_until
 from tensordict import TensorDict
 
 from dataplane_testkit import backend_of
@@ -43,7 +44,7 @@ def test_any_node_of_a_cluster_may_be_named(start_cluster, connect):
             assert nodes[number].admin("EXISTS", key) == 1
 
 
-def test_a_slot_that_moves_is_followed(start_cluster, connect, only_woken, wait_until):
+def test_a_slot_that_moves_is_followed(start_cluster, connect, only_woken):
     nodes = start_cluster()
     namespace = namespace_on(0)
     client = connect(url=nodes[0].url, namespace=namespace)
@@ -107,7 +108,7 @@ def offset(node, name):
     return node.admin("INFO", "replication")[name]
 
 
-def test_another_node_takes_over_from_one_that_was_killed(start_cluster, connect, wait_until):
+def test_another_node_takes_over_from_one_that_was_killed(start_cluster, connect):
     nodes = start_cluster(num_replicas=1)
     replica = nodes.pop()
 

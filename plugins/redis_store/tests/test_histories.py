@@ -5,8 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
-from tensordict import TensorDict
+from redis_servers import LARGE, SMALL, columns, wait_until
 
 from dataplane_core.errors import (
     AlreadyRunningError,
@@ -20,12 +19,6 @@ from dataplane_core.spec import PutRequest, RegisterRequest
 from dataplane_redis import Acknowledged, LostCallsError, _acknowledged
 from dataplane_redis._scripts import STORE_VERSION
 from dataplane_testkit import backend_of
-
-SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
-
-
-def columns(count, size, value):
-    return TensorDict({"x": torch.full((count, size), value)}, batch_size=[count])
 
 
 def comes_back(server):
@@ -236,13 +229,10 @@ def test_a_put_that_meets_an_emptied_store_writes_nothing(pair, connect, monkeyp
 @pytest.mark.parametrize("tag_filter", [None, {"v": 1}])
 def test_a_claim_that_waits_meets_an_emptied_store(pair, tag_filter):
     server, one, _ = pair
-    before = server.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"]
+    before = server.num_calls()
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(one.claim_meta, "p", "train", ["x"], 2, timeout_s=60, tag_filter=tag_filter)
-        give_up = time.monotonic() + 30
-        while server.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"] == before:
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
+        wait_until(lambda: server.num_calls() > before)
         server.admin("FLUSHALL")
         with pytest.raises(StalePartitionError, match="no longer holds the store"):
             waits.result(40)
@@ -328,7 +318,7 @@ def loses_a_call(monkeypatch):
 
     def prepare(client, name, count):
         session, met = backend_of(client)._session, []
-        run = session.script
+        run = session.run
 
         def counted(what, deadline, script, *words, **more):
             reply = run(what, deadline, script, *words, **more)
@@ -337,7 +327,7 @@ def loses_a_call(monkeypatch):
                 session.acknowledgements._lost.append(Acknowledged("put_samples", "p", sample_ids=["lost"]))
             return reply
 
-        monkeypatch.setattr(session, "script", counted)
+        monkeypatch.setattr(session, "run", counted)
 
     return prepare
 

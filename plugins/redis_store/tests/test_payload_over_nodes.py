@@ -2,8 +2,6 @@
 
 import itertools
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 import uuid
@@ -12,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from redis.crc import key_slot
+from redis_servers import wait_until
 from tensordict import TensorDict
 
 from dataplane_core.errors import (
@@ -164,9 +163,9 @@ WRITER = """
 
 
 @pytest.mark.parametrize("when", ["before the commit", pytest.param("before its rows stay", marks=pytest.mark.long)])
-def test_what_a_killed_writer_left_is_deleted(cluster, client, namespace, wait_until, when):
-    command = [sys.executable, "-c", textwrap.dedent(WRITER), cluster[0].url, namespace, when]
-    assert subprocess.run(command, check=False, timeout=120).returncode == -signal.SIGKILL
+def test_what_a_killed_writer_left_is_deleted(cluster, client, namespace, python, when):
+    died = python.run("-c", textwrap.dedent(WRITER), cluster[0].url, namespace, when, check=False)
+    assert died.returncode == -signal.SIGKILL
     keys = [(node, key) for node, mine in zip(cluster, payload_keys(cluster, namespace), strict=True) for key in mine]
     assert len(keys) == 8
     ends = [node.admin("PTTL", key) for node, key in keys]
@@ -290,7 +289,7 @@ def test_a_slot_that_is_moving_and_one_that_has_moved(cluster, client, namespace
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_failovers_and_moving_slots_under_load(start_cluster, start_load, connect, check_told, wait_until, namespace):
+def test_failovers_and_moving_slots_under_load(start_cluster, start_load, connect, check_told, namespace):
     nodes = start_cluster(num_replicas=3)
     client = connect(url=nodes[0].url, namespace=namespace, wait_replicas=1, op_timeout_s=60.0)
     client.register_partition("p", ["x"], None, ["train"])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from redis_servers import wait_until
 from tensordict import TensorDict
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError
@@ -36,13 +37,6 @@ def runs(pid):
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_until(condition, within_s=15.0):
-    give_up = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up, "the condition did not come true"
-        time.sleep(0.01)
 
 
 def test_close_ends_the_server_and_leaves_no_folder(connect):

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import pytest
 import torch
+from redis_servers import wait_until
 from tensordict import TensorDict
 
 from dataplane_core.cli import main
@@ -198,8 +199,5 @@ def test_nothing_listens(connect):
 def test_a_cluster_node_that_serves_the_namespace(start_server, connect):
     server = start_server(cluster=True)
     server.admin("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
-    give_up = time.monotonic() + 20
-    while not server.is_in_cluster():
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
+    wait_until(server.is_in_cluster)
     round_trip(connect(url=server.url))  # all keys of a namespace lie in one slot, else the server refuses

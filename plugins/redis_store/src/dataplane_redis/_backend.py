@@ -22,7 +22,6 @@ import msgspec
 from dataplane_core.backends import Finding
 from dataplane_core.errors import (
     BackendUnavailableError,
-    CorruptDataError,
     DataPlaneError,
     InvalidRequestError,
     LeaseHolder,
@@ -61,7 +60,7 @@ from dataplane_redis._link import Link
 from dataplane_redis._payload import NUM_BUCKETS, Payload
 from dataplane_redis._puts import Puts
 from dataplane_redis._reads import Reads
-from dataplane_redis._scripts import MARK, pack_strings, text_of, tuples_of
+from dataplane_redis._scripts import MARK, damaged, pack_strings, text_of, tuples_of
 from dataplane_redis._server import (
     Durability,
     PrivateServer,
@@ -411,10 +410,7 @@ def _read_as(form: type[_T], text: bytes, **more: Any) -> _T:
     try:
         return msgspec.convert(json.loads(text) | more, form)
     except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
-        raise CorruptDataError(
-            f"a description on the server cannot be read: {error}. Another program may have changed the keys of this "
-            "namespace."
-        ) from error
+        raise damaged("a description on the server", error) from error
 
 
 def _holder_of(sample_id: bytes, holder: bytes, left_s: bytes, held_s: bytes) -> LeaseHolder:

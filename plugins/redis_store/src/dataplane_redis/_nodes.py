@@ -21,7 +21,7 @@ import redis
 from redis.exceptions import RedisError, ResponseError
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_redis._link import Address, Link, Read, Stream, fetch_arrays, is_quiet
+from dataplane_redis._link import Address, Idle, Link, Read, Stream, fetch_arrays
 from dataplane_redis._protocol import Parts, is_moving, is_temporary_refusal, left_s, pack, redirection_of
 
 #: Seconds between two tries while a node cannot be reached or refuses, and the most that connecting may take.
@@ -73,8 +73,7 @@ class Nodes:
         self._owners: list[Address] = []  # of these ranges
         self._moved: dict[int, Address] = {}  # slots that moved since
         self._known: list[Address] = []
-        self._idle: dict[Address, list[Any]] = defaultdict(list)
-        self._closed = False
+        self._idle = Idle()
 
     # --- who serves a slot --------------------------------------------------------------------------------------------
 
@@ -86,10 +85,7 @@ class Nodes:
             self._starts, self._owners = [first for first, _ in ranges], [address for _, address in ranges]
             self._moved = {}
             self._known = list(dict.fromkeys([*self._owners, *known, *self._known]))
-            others = [address for address in self._idle if address not in self._owners]
-            gone = [each for address in others for each in self._idle.pop(address)]
-        for connection in gone:
-            connection.disconnect()
+        self._idle.drop(self._owners)
         self._link.know(self._known)
 
     def refresh(self, deadline: float) -> None:
@@ -121,33 +117,18 @@ class Nodes:
 
     def close(self) -> None:
         """Closes all connections. One in use is closed when its call ends."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, defaultdict(list)
-        for connections in idle.values():
-            for each in connections:
-                each.disconnect()
+        self._idle.close()
 
     def _open(self, address: Address, deadline: float) -> Stream:
         """Raises what redis-py raises."""
-        while True:
-            with self._lock:
-                connection = self._idle[address].pop() if self._idle[address] else None
-            if connection is None:
-                until = min(deadline, time.monotonic() + _CONNECT_S)
-                connection = self._link.connect_to(address, left_s(until))
-                return Stream(connection, deadline, _JOIN_BYTES)
-            if is_quiet(connection):
-                return Stream(connection, deadline, _JOIN_BYTES)
-            connection.disconnect()
+        connection = self._idle.take(address)
+        if connection is None:
+            until = min(deadline, time.monotonic() + _CONNECT_S)
+            connection = self._link.connect_to(address, left_s(until))
+        return Stream(connection, deadline, _JOIN_BYTES)
 
-    def _close(self, address: Address, stream: Stream, complete: bool) -> None:
-        with self._lock:
-            keep = complete and stream.error is None and not self._closed
-            if keep:
-                self._idle[address].append(stream.connection)
-        if not keep:
-            stream.connection.disconnect()
+    def _close(self, stream: Stream, complete: bool) -> None:
+        self._idle.give(stream.connection, complete and stream.error is None)
 
     def _ask(self, address: Address, deadline: float, *words: bytes) -> Any:
         """What one node replies. Raises what redis-py raises, and a refusal."""
@@ -157,7 +138,7 @@ class Nodes:
             stream.flush()
             reply, complete = stream.read(), True
         finally:
-            self._close(address, stream, complete)
+            self._close(stream, complete)
         if isinstance(reply, Exception):
             raise reply
         return reply
@@ -235,8 +216,8 @@ class Nodes:
                     left.asked[index] = None
             complete = True
         finally:
-            for address, stream in streams.items():
-                self._close(address, stream, complete)
+            for stream in streams.values():
+                self._close(stream, complete)
         again = {index: Job(reads[index][0], [reads[index][1].packed]) for index in left.asked}
         self.exchange(what, deadline, list(again.values()), again=True)
         for index, job in again.items():
@@ -328,7 +309,7 @@ class Nodes:
                     self._sort(index, jobs[index].slot, jobs[index].replies, left)
         finally:
             for address, stream in streams.items():
-                self._close(address, stream, address in done)
+                self._close(stream, address in done)
         return left
 
     def _sort(self, index: int, slot: int, replies: Sequence[Any], left: _Try) -> None:

@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from dataplane_core.errors import (
     AlreadyRunningError,
@@ -142,39 +142,37 @@ class Session:
             raise BackendUnavailableError("the backend is not started.", retryable=False)
         return self.link, self.instance
 
-    def run(self, what: str, deadline: float, script: str, /, *, confirms: Confirms | None = None, **asked: Any) -> Any:
-        """Runs a script on the values that its file names, and returns the reply; see `script`.
-
-        Raises:
-            UnknownPartitionError, UnknownTaskError: They are not registered.
-        """
-        reply = self.script(what, deadline, script, SCRIPTS[script].pack(asked), confirms=confirms)
-        if reply[0] in (b"unknown_partition", b"unknown_task"):
-            raise_unknown(reply, asked.get("name", ""), asked.get("task_name", ""))
-        return reply
-
-    def script(
+    def run(
         self,
         what: str,
         deadline: float,
         script: str,
-        packed: bytes,
+        /,
         *rows: memoryview,
         confirms: Confirms | None = None,
+        **asked: Any,
     ) -> Any:
-        """Runs a script on a packed request and further arguments, and returns the reply.
+        """Runs a script on the values that its file names, and on rows, and returns the reply.
 
         If ``confirms`` says that the reply acknowledges something, waits for replicas, if it should.
 
         Raises:
+            UnknownPartitionError, UnknownTaskError: They are not registered.
             StalePartitionError: The namespace now holds another store than the one that this client connected to; or it
                 went back behind what this client was told is done.
         """
         link, _ = self.connected()
+        packed = SCRIPTS[script].pack(asked)
         with self.receipt(confirms) as receipt:
             context = self.context(receipt)
             reply = link.script(what, deadline, SCRIPTS[script], self.base, packed, *rows, context, receipt=receipt)
             self.accept(what, receipt, reply)
+        if reply[0] in (b"unknown_partition", b"unknown_task"):
+            hint = f"Registered: {preview(sorted(map(text_of, reply[1])), limit=5) or 'none'}."
+            partition_id, task_name = asked.get("name", ""), asked.get("task_name", "")
+            if reply[0] == b"unknown_task":
+                raise UnknownTaskError(f"partition '{partition_id}' has no consumer task '{task_name}'.", hint=hint)
+            raise UnknownPartitionError(f"partition '{partition_id}' is not registered.", hint=hint)
         return reply
 
     @contextlib.contextmanager
@@ -213,11 +211,6 @@ class Session:
         return self.connected()[0].command(what, deadline, *words)
 
 
-def raise_unknown(reply: Sequence[Any], partition_id: str, task_name: str = "") -> NoReturn:
-    """Raises what a script refuses: the partition or the task is not registered."""
-    if reply[0] not in (b"unknown_partition", b"unknown_task"):
-        raise BackendError(f"the server's script replied {reply[0]!r}, which this client does not know.")
-    hint = f"Registered: {preview(sorted(map(text_of, reply[1])), limit=5) or 'none'}."
-    if reply[0] == b"unknown_task":
-        raise UnknownTaskError(f"partition '{partition_id}' has no consumer task '{task_name}'.", hint=hint)
-    raise UnknownPartitionError(f"partition '{partition_id}' is not registered.", hint=hint)
+def unknown_reply(reply: Sequence[Any]) -> BackendError:
+    """The error of a reply that no script of this version gives."""
+    return BackendError(f"the server's script replied {reply[0]!r}, which this client does not know.")

@@ -162,8 +162,9 @@ def scripts_of(monkeypatch):
 
 
 @pytest.fixture
-def every_operation():
+def every_operation(monkeypatch):
     """Runs every operation of a client once and more, with puts and reads in one script and in several."""
+    monkeypatch.setattr(_claims, "_COUNT_AFTER_S", 0.0)  # claims that wait tell the server at once
 
     def run(client, partition="p"):
         def columns(count, size):
@@ -187,7 +188,7 @@ def every_operation():
         client.claim_meta(partition, "other", ["x"], 2)
         for tag_filter in (None, {"v": 99}):
             with pytest.raises(TimeoutError):
-                client.claim_meta(partition, "other", ["x"], 8, timeout_s=0.5, tag_filter=tag_filter)
+                client.claim_meta(partition, "other", ["x"], 8, timeout_s=0.1, tag_filter=tag_filter)
         client.reset_consumption(partition, "other", ids[:2])
         client.list_consumed(partition, "other")
         client.check_consumption_status(partition, ["train"])

@@ -1,7 +1,6 @@
 """Servers that come back from an older state, empty or replaced: nothing is given twice, no foreign bytes are read."""
 
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,7 +14,6 @@ from dataplane_core.errors import (
     StalePartitionError,
     UnknownPartitionError,
 )
-from dataplane_core.spec import PutRequest, RegisterRequest
 from dataplane_redis import Acknowledged, LostCallsError, _acknowledged
 from dataplane_redis._scripts import STORE_VERSION
 from dataplane_testkit import backend_of
@@ -109,46 +107,6 @@ def test_a_put_whose_begin_is_in_the_snapshot_is_judged_by_what_came_after(pair,
     found = two.get_samples(["a"], "p", ["x"])["x"]
     assert found.shape == (1, SMALL if cleared else LARGE)
     assert (found == (2 if cleared else 3)).all()
-
-
-def test_a_registration_that_a_rollback_undid_is_not_the_next_one(pair):
-    server, one, two = pair
-    server.admin("SAVE")
-    deadline = time.monotonic() + 60
-    registration = RegisterRequest(
-        partition_id="p",
-        fields=["x"],
-        num_samples=None,
-        consumer_tasks=["train"],
-        grpo_group_size=None,
-        enums={},
-        deadline=deadline,
-    )
-    lost = backend_of(one).register_partition(registration)
-    comes_back(server)
-    two.register_partition("p", ["x"], None, ["train"])
-    request = PutRequest(
-        partition_id="p",
-        sample_ids=["b"],
-        columns={},
-        specs={},
-        tags=[{"v": 1}],
-        epoch=lost.epoch,
-        deadline=deadline,
-    )
-    with pytest.raises(StalePartitionError):
-        backend_of(one).put_samples(request)
-    assert two.list_samples("p").size == 0
-
-
-def test_samples_that_a_rollback_undid_are_missing(pair):
-    server, one, two = pair
-    server.admin("SAVE")
-    one.put_samples(["b", "c"], "p", columns(2, LARGE, 1))
-    comes_back(server)
-    with pytest.raises(MissingDataError) as caught:
-        two.get_samples(["a", "b"], "p", ["x"])
-    assert caught.value.missing_samples == ("b",)
 
 
 def calls(client, meta):

@@ -50,15 +50,6 @@ def test_close_ends_the_server_and_leaves_no_folder(connect):
     assert not folder.with_name(".life.lock").exists()
 
 
-def test_an_attached_client_leaves_it_running(connect):
-    owner = connect(server="private", namespace="leave")
-    owner.register_partition("p", ["x"], None, ["train"])
-    other = connect(bootstrap=False, server="private", namespace="leave")
-    other.put_samples(["a"], "p", TensorDict({"x": torch.ones(1)}, batch_size=[1]))
-    other.close()
-    assert owner.get_samples(["a"], "p", ["x"])["x"].tolist() == [1.0]
-
-
 def test_a_stopped_server_is_ended_too(connect):
     client = connect(server="private", namespace="stopped")
     pid = backend_of(client)._server.pid
@@ -159,12 +150,6 @@ def test_without_a_url_the_server_is_private(connect):
     connect(namespace="unnamed").register_partition("p", ["x"], None, ["t"])
     attached = connect(bootstrap=False, server="private", namespace="unnamed")
     assert attached.list_samples("p").sample_ids == []
-
-
-def test_attaching_to_nothing_says_so(connect):
-    with pytest.raises(BackendUnavailableError) as caught:
-        connect(bootstrap=False, server="private")
-    assert caught.value.retryable
 
 
 @pytest.mark.parametrize(

@@ -51,25 +51,6 @@ def line(client):
     return session.command("test", time.monotonic() + 5, b"ZCARD", session.base + b":line")
 
 
-def test_a_large_put_that_waits_is_not_passed_by_small_ones(client):
-    for number in range(10):
-        put(client, f"old{number}", 10)
-    done = []
-    large = put_by_thread(client, "large", 60, done)
-    wait_until(lambda: line(client) == 1)
-    small = [put_by_thread(client, f"small{number}", 5, done) for number in range(4)]
-    wait_until(lambda: line(client) == 5)
-    for number in range(6):  # each makes room for two small ones
-        assert done == []
-        client.clear_samples([f"old{number}"], "p")
-    large.join(30)
-    assert done == ["large"]
-    client.clear_samples([f"old{number}" for number in range(6, 10)], "p")
-    for thread in small:
-        thread.join(30)
-    assert sorted(done[1:]) == [f"small{number}" for number in range(4)]
-
-
 def test_a_put_that_waits_when_the_capacity_is_lifted_goes_on(plain, connect):
     namespace = "lifted"
     owner = connect(url=plain.url, namespace=namespace, capacity_bytes=10 * _UNIT, op_timeout_s=60.0)
@@ -85,18 +66,6 @@ def test_a_put_that_waits_when_the_capacity_is_lifted_goes_on(plain, connect):
     thread.join(30)
     assert done == ["second"]
     assert without.describe("p").held_bytes == 8 * _UNIT
-
-
-def test_a_put_goes_where_there_is_room_for_it_and_for_all_before_it(client):
-    put(client, "old1", 50)
-    put(client, "old2", 50)
-    done = []
-    large = put_by_thread(client, "large", 30, done)
-    wait_until(lambda: line(client) == 1)
-    client.clear_samples(["old1"], "p")
-    put(client, "small", 10)
-    large.join(30)
-    assert done == ["large"]
 
 
 def test_small_puts_pass_while_no_room_becomes_free_and_within_a_bound(client):
@@ -256,10 +225,10 @@ def test_a_put_that_waited_for_room_does_not_hold_it_for_longer(client, monkeypa
     """What a killed client's put holds is given up a fixed time after the put's deadline."""
     run, sent = backend_of(client)._session.run, []
 
-    def noted(what, deadline, name, *rows, **asked):
-        if name == "put":
+    def noted(what, deadline, script, /, *rows, **asked):
+        if script == "put":
             sent.append((asked["mode"], asked["ttl_s"]))
-        return run(what, deadline, name, *rows, **asked)
+        return run(what, deadline, script, *rows, **asked)
 
     put(client, "old", 60)
     monkeypatch.setattr(backend_of(client)._session, "run", noted)

@@ -55,10 +55,14 @@ def test_a_claim_whose_rows_are_cleared_on_the_way_gives_nothing(client, other, 
 
 
 _DIES = """
-import os, signal, sys
+import hashlib, os, signal, sys
 from dataplane_core import connect
-from dataplane_redis import _claims
+from dataplane_redis import _claims, _scripts
 _claims._GIVE_ROWS = 100
+claim = _scripts.SCRIPTS["claim"]
+text = claim.text.replace(b"local FILL_S = 5", b"local FILL_S = 0.5")
+assert text != claim.text
+_scripts.SCRIPTS["claim"] = _scripts.Script(text, hashlib.sha1(text).hexdigest().encode(), claim.names)
 client = connect({"backend": "redis_store", "options": {"url": sys.argv[1], "namespace": sys.argv[2]}}, bootstrap=False)
 script, asked = client._backend._session.link.script, []
 def counted(*words, **more):

@@ -9,9 +9,7 @@ sends to one node after the other, and repeats a command that may have run.
 
 from __future__ import annotations
 
-import threading
 import time
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -68,10 +66,7 @@ class Nodes:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._lock = threading.Lock()
-        self._starts: list[int] = []  # of ranges of slots
-        self._owners: list[Address] = []  # of these ranges
-        self._moved: dict[int, Address] = {}  # slots that moved since
+        self._owners: dict[int, Address] = {}  # by slot
         self._known: list[Address] = []
         self._idle = Idle()
 
@@ -79,13 +74,15 @@ class Nodes:
 
     def learn(self, reply: Sequence[Any]) -> None:
         """Takes the reply to CLUSTER SLOTS."""
-        ranges = sorted((int(first), self._link.address_of(*nodes[0][:2])) for first, _, *nodes in reply)
-        known = [self._link.address_of(*node[:2]) for _, _, *nodes in reply for node in nodes]
-        with self._lock:
-            self._starts, self._owners = [first for first, _ in ranges], [address for _, address in ranges]
-            self._moved = {}
-            self._known = list(dict.fromkeys([*self._owners, *known, *self._known]))
-        self._idle.drop(self._owners)
+        owners: dict[int, Address] = {}
+        known: list[Address] = []
+        for first, last, *nodes in reply:
+            addresses = [self._link.address_of(*node[:2]) for node in nodes]
+            owners.update(dict.fromkeys(range(first, last + 1), addresses[0]))
+            known += addresses
+        self._owners = owners
+        self._known = list(dict.fromkeys([*self.primaries(), *known, *self._known]))
+        self._idle.drop(self.primaries())
         self._link.know(self._known)
 
     def refresh(self, deadline: float) -> None:
@@ -103,15 +100,7 @@ class Nodes:
 
     def primaries(self) -> list[Address]:
         """The nodes that serve slots."""
-        with self._lock:
-            return list(dict.fromkeys([*self._owners, *self._moved.values()]))
-
-    def _owner(self, slot: int) -> Address:
-        with self._lock:
-            found = self._moved.get(slot)
-            if found is None and self._owners:
-                found = self._owners[max(0, bisect_right(self._starts, slot) - 1)]
-        return self._link.address if found is None else found
+        return list(dict.fromkeys(list(self._owners.values())))
 
     # --- connections --------------------------------------------------------------------------------------------------
 
@@ -258,7 +247,7 @@ class Nodes:
         """Connections to the nodes of the jobs, and the jobs of each. A node that cannot be reached has none."""
         mine: dict[Address, list[int]] = defaultdict(list)
         for index, address in asked.items():
-            mine[address or self._owner(slots[index])].append(index)
+            mine[address or self._owners.get(slots[index], self._link.address)].append(index)
         streams: dict[Address, Stream] = {}
         for address, indices in mine.items():
             try:
@@ -324,9 +313,8 @@ class Nodes:
                 if kind == "ASK":
                     left.asked[index] = address
                     return
-                with self._lock:
-                    self._moved[slot] = address
-                    self._known = list(dict.fromkeys([*self._known, address]))
+                self._owners[slot] = address
+                self._known = list(dict.fromkeys([*self._known, address]))
                 left.asked[index] = None
                 return
             if is_moving(reply) or is_temporary_refusal(reply):

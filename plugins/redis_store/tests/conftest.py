@@ -122,10 +122,13 @@ def plain():
 
 @pytest.fixture
 def connect():
-    """Connects clients, closed at the end of the test. They do not announce themselves: tests count and cut calls."""
+    """Connects clients, closed at the end of the test. They do not announce themselves: tests count and cut calls.
+
+    A client registers a partition, if one is named, with the field "x" and the task "train".
+    """
     clients = []
 
-    def make(bootstrap=True, op_timeout_s=10.0, attach_wait_s=0.2, **options):
+    def make(bootstrap=True, op_timeout_s=10.0, attach_wait_s=0.2, partition=None, **options):
         options.setdefault("namespace", f"test-{uuid.uuid4().hex[:8]}")
         config = DataPlaneConfig(
             backend="redis_store",
@@ -135,6 +138,8 @@ def connect():
             announce_s=None,
         )
         clients.append(connect_backend(RedisBackend, config, bootstrap=bootstrap))
+        if partition is not None:
+            clients[-1].register_partition(partition, ["x"], None, ["train"])
         return clients[-1]
 
     yield make

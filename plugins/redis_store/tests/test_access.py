@@ -129,8 +129,7 @@ def test_what_a_server_must_not_refuse_is_named(url_without, connect, refused):
 
 
 def test_a_row_for_no_value_is_refused_where_the_server_does_not_tell_its_limit(url_without, connect):
-    client = connect(url=url_without("config"))
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=url_without("config"), partition="p")
     large = TensorDict({"x": torch.zeros(1, 600_000_000, dtype=torch.uint8)}, batch_size=[1])
     with pytest.raises(CapacityExceededError, match=rf"600000016 bytes\. .* {512 << 20} bytes") as caught:
         client.put_samples(["a"], "p", large)
@@ -203,8 +202,7 @@ def test_a_service_with_tls_and_users(start_server, start_sentinel, connect, cer
     sentinel.admin("SENTINEL MONITOR", "plane", "127.0.0.1", port, 1)
     wait_until(lambda: sentinel.admin("SENTINEL MASTER", "plane")["flags"] == "master")
     place = f"rediss+sentinel://dataplane:{_PASSWORD}@127.0.0.1:{sentinel_port}/plane?{parameters(certificates)}"
-    client = connect(url=f"{place}&sentinel_username=asker&sentinel_password=asked", namespace="mine")
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=f"{place}&sentinel_username=asker&sentinel_password=asked", namespace="mine", partition="p")
     assert client.list_partitions() == ["p"]
     with pytest.raises(BackendUnavailableError, match="password") as caught:
         connect(url=f"{place}&sentinel_username=asker&sentinel_password=wrong", namespace="mine")

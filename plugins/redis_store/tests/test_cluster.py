@@ -47,8 +47,7 @@ def test_any_node_of_a_cluster_may_be_named(start_cluster, connect):
 def test_a_slot_that_moves_is_followed(start_cluster, connect, only_woken):
     nodes = start_cluster()
     namespace = namespace_on(0)
-    client = connect(url=nodes[0].url, namespace=namespace)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=nodes[0].url, namespace=namespace, partition="p")
     values = torch.randn(64, 4096)
     client.put_samples([f"s{row}" for row in range(64)], "p", TensorDict({"x": values}, batch_size=[64]))
     pool = ThreadPoolExecutor(1)
@@ -77,8 +76,7 @@ def test_a_large_put_whose_slot_moves_before_its_commit_begins_again(start_clust
     nodes[0].admin("ACL", "SETUSER", "plain", "on", ">pw", "~*", "&*", "+@all", "-cluster|slots")
     nodes[1].admin("ACL", "SETUSER", "plain", "on", ">pw", "~*", "&*", "+@all", "-cluster|slots")
     # a client that may not ask for the slots keeps all payload with the ledger
-    client = connect(url=f"redis://plain:pw@127.0.0.1:{nodes[0].port}/0", namespace=namespace_on(0))
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=f"redis://plain:pw@127.0.0.1:{nodes[0].port}/0", namespace=namespace_on(0), partition="p")
     write, met = backend_of(client)._write, []
 
     def moves_first(*args):

@@ -30,9 +30,7 @@ from dataplane_testkit import backend_of
 
 @pytest.fixture
 def client(plain, connect):
-    made = connect(url=plain.url)
-    made.register_partition("p", ["x"], None, ["train"])
-    return made
+    return connect(url=plain.url, partition="p")
 
 
 def test_a_server_that_forgot_its_scripts_is_told_them_again(plain, client):
@@ -47,8 +45,7 @@ def test_a_server_that_forgot_its_scripts_is_told_them_again(plain, client):
 
 def test_a_stopped_server_meets_the_deadline(start_server, connect, hurries):
     server = start_server()
-    made = connect(url=server.url, op_timeout_s=60.0)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, op_timeout_s=60.0, partition="p")
     made.put_samples(["a"], "p", columns(1))
     with server.stopped():
         for call in (
@@ -66,8 +63,7 @@ def test_a_stopped_server_meets_the_deadline(start_server, connect, hurries):
 
 def test_idle_connections_that_lead_nowhere_cost_one_timeout(plain, connect, start_relay, hurries):
     relay = start_relay(plain.port)
-    made = connect(url=relay.url, op_timeout_s=60.0)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=relay.url, op_timeout_s=60.0, partition="p")
     link = backend_of(made)._session.link
     held = [link._acquire("test", time.monotonic() + 5) for _ in range(4)]
     for each in held:
@@ -103,8 +99,7 @@ def test_a_server_without_enough_replicas_is_worth_another_try(start_server, con
 @pytest.mark.parametrize("size", [3, 100_000])
 def test_what_a_server_refuses_was_not_done_and_the_error_names_the_put(start_server, connect, size):
     server = start_server()
-    made = connect(url=server.url)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, partition="p")
     made.put_samples(["a"], "p", columns(1, size))
     held = made.claim_meta("p", "train", ["x"], 1, lease_s=600)
     server.admin("CONFIG", "SET", "min-replicas-to-write", 1)
@@ -144,8 +139,7 @@ def test_a_command_that_was_refused_before_it_began_was_not_done(refusal):
 
 def test_a_clear_of_which_a_part_is_done_may_have_been_done_or_not(start_server, connect, scripts_of):
     server = start_server()
-    made = connect(url=server.url)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, partition="p")
     ids = [f"s{row}" for row in range(2500)]
     made.put_samples(ids, "p", tags=[{}] * len(ids))
     server.admin("CONFIG", "SET", "min-replicas-to-write", 1)
@@ -229,8 +223,7 @@ def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, hurrie
 @pytest.mark.parametrize("name", ["commands", "_fetch_once"])
 def test_a_script_that_starts_between_two_steps_is_waited_for(start_server, connect, monkeypatch, name):
     server = start_server()
-    made = connect(url=server.url)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, partition="p")
     made.put_samples(["a"], "p", columns(1, 100_000))
     link = backend_of(made)._session.link
     step, met = getattr(link, name), []
@@ -250,8 +243,7 @@ def test_a_script_that_starts_between_two_steps_is_waited_for(start_server, conn
 
 def test_a_dead_server_is_named_and_a_restarted_one_found(start_server, connect):
     server = start_server("--appendonly", "yes", "--appendfsync", "always")
-    made = connect(url=server.url, op_timeout_s=3.0)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, op_timeout_s=3.0, partition="p")
     made.put_samples(["a"], "p", columns(1))
     server.kill()
     with pytest.raises(BackendUnavailableError, match="cannot be reached") as caught:
@@ -263,8 +255,7 @@ def test_a_dead_server_is_named_and_a_restarted_one_found(start_server, connect)
 
 def test_a_server_killed_under_load_loses_nothing_committed(start_server, connect):
     server = start_server("--appendonly", "yes", "--appendfsync", "always")
-    made = connect(url=server.url, op_timeout_s=5.0)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, op_timeout_s=5.0, partition="p")
     committed, tried, errors, done = [], [], [], threading.Event()
 
     def produce(worker):
@@ -306,8 +297,7 @@ def test_a_server_killed_under_load_loses_nothing_committed(start_server, connec
 
 def test_a_full_server_says_so_and_can_be_cleared(start_server, connect):
     server = start_server("--maxmemory", "12mb")
-    made = connect(url=server.url, op_timeout_s=5.0)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, op_timeout_s=5.0, partition="p")
     written = []
 
     def fill():
@@ -326,8 +316,7 @@ def test_a_full_server_says_so_and_can_be_cleared(start_server, connect):
 
 def test_undoing_a_put_keeps_its_deadline_and_the_next_put_has_its_room(start_server, connect, monkeypatch, hurries):
     server = start_server()
-    made = connect(url=server.url, op_timeout_s=60.0, capacity_bytes=20_000_000)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, op_timeout_s=60.0, capacity_bytes=20_000_000, partition="p")
     write, met, deadlines = backend_of(made)._write, [], []
     undo = backend_of(made)._undo
 
@@ -388,8 +377,7 @@ def test_payload_that_is_gone_is_told_at_once_and_can_be_produced_again(plain, c
 
 
 def test_a_put_that_was_given_up_leaves_nothing(plain, connect):
-    made = connect(url=plain.url, namespace="reaped", capacity_bytes=1000)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=plain.url, namespace="reaped", capacity_bytes=1000, partition="p")
     backend = backend_of(made)
     write = os.urandom(16)
     parts = [[pack_strings(["x", "tensor:int64:1:"]), [900], ""]]

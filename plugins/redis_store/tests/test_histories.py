@@ -137,8 +137,7 @@ def test_a_store_that_was_emptied_is_not_the_one_that_a_client_knew(pair, connec
     meta = two.claim_meta("p", "train", ["x"], 1, lease_s=600)
     server.admin("FLUSHALL")
     if bootstrapped:
-        other = connect(url=server.url, namespace="history")
-        other.register_partition("p", ["x"], None, ["train"])
+        other = connect(url=server.url, namespace="history", partition="p")
         other.put_samples(["a"], "p", columns(1, SMALL, 4))
     for client in (one, two):
         for name, call in calls(client, meta).items():
@@ -173,8 +172,7 @@ def test_a_put_that_meets_an_emptied_store_writes_nothing(pair, connect, monkeyp
 
     def others_come_first():
         server.admin("FLUSHALL")
-        other = connect(url=server.url, namespace="history")
-        other.register_partition("p", ["x"], None, ["train"])
+        other = connect(url=server.url, namespace="history", partition="p")
         other.put_samples(["a"], "p", columns(1, LARGE, 4))
 
     between_begin_and_rows(one, monkeypatch, others_come_first)
@@ -200,8 +198,7 @@ def test_a_replica_that_lost_its_tail_gives_nothing_twice(start_server, connect)
     primary, replica = start_server(), start_server()
     replica.admin("REPLICAOF", "127.0.0.1", primary.port)
     url = f"unix://{primary.socket}"
-    one = connect(url=url, namespace="history")
-    one.register_partition("p", ["x"], None, ["train"])
+    one = connect(url=url, namespace="history", partition="p")
     one.put_samples(["a"], "p", columns(1, SMALL, 1))
     assert primary.admin("WAIT", 1, 20_000) == 1
     replica.admin("REPLICAOF", "127.0.0.1", "1")  # nobody there: what comes now does not reach it
@@ -256,8 +253,7 @@ def test_lost_calls_that_a_client_no_longer_remembers(start_server, connect, mon
     monkeypatch.setattr(_acknowledged, "_MAX_CALLS", 2)
     primary, replica = start_server(), start_server()
     replica.admin("REPLICAOF", "127.0.0.1", primary.port)
-    client = connect(url=f"unix://{primary.socket}")
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=f"unix://{primary.socket}", partition="p")
     assert primary.admin("WAIT", 1, 20_000) == 1
     replica.admin("REPLICAOF", "127.0.0.1", "1")
     for name in "abc":

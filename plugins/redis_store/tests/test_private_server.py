@@ -61,8 +61,7 @@ def test_a_stopped_server_is_ended_too(connect):
 @pytest.mark.parametrize("operation", ["put", "read", "claim", "wait"])
 def test_a_server_that_was_killed_is_gone_for_good(connect, operation):
     owner = connect(server="private", namespace=f"killed-{operation}")
-    client = connect(bootstrap=False, server="private", namespace=f"killed-{operation}")
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(bootstrap=False, server="private", namespace=f"killed-{operation}", partition="p")
     columns = TensorDict({"x": torch.ones(1)}, batch_size=[1])
     client.put_samples(["a"], "p", columns)
     pid = backend_of(owner)._server.pid
@@ -133,8 +132,7 @@ def test_the_next_owner_need_not_wait_for_one_that_was_killed(connect, killed_ow
 def test_an_owner_killed_together_with_its_watcher_leaves_no_server_and_a_folder_to_the_next_one(connect, python):
     namespace, pid = kill_an_owner(python, with_watcher=True)
     wait_until(lambda: not runs(pid))
-    client = connect(server="private", namespace=namespace)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(server="private", namespace=namespace, partition="p")
     client.close()
     assert not _folder(namespace).path.exists()
     assert not _folder(namespace).lock_path.exists()

@@ -73,8 +73,7 @@ def test_an_operation_of_which_any_reply_was_lost_is_carried_out_once(plain, cut
 
 
 def test_the_error_at_the_deadline_says_what_is_known(plain, cutter, connect, hurries):
-    made = connect(url=cutter.url, namespace="known")
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=cutter.url, namespace="known", partition="p")
     cutter.pass_on, cutter.refuses = 0, True
     repeated = r"It may have been done or not\. It was repeated: "
     with hurries(2.0), pytest.raises(LostReplyError, match=repeated) as caught:

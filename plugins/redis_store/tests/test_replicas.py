@@ -72,8 +72,7 @@ def test_what_is_acknowledged_waits_for_replicas(start_server, connect, hardly_w
 def test_calls_that_change_nothing_do_not_wait_and_keep_their_connection(start_server, connect):
     primary = start_server()
     replica = start_server().follow(primary)
-    client = connect(url=primary.url, wait_replicas=1, op_timeout_s=30)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=primary.url, wait_replicas=1, op_timeout_s=30, partition="p")
     client.put_samples(["a"], "p", columns(1, SMALL))
     assert client.claim_meta("p", "train", ["x"], 1, blocking=False).size == 1
     before = primary.info("stats")["total_connections_received"]
@@ -102,8 +101,7 @@ def test_a_server_that_becomes_a_replica_while_it_waits_says_so(start_server, co
 def test_a_put_whose_wait_is_not_allowed_says_that_it_was_done(start_server, connect, size):
     server = start_server()
     server.admin("ACL", "SETUSER", "hasty", "on", ">pw", "~*", "&*", "+@all", "-wait")
-    other = connect(url=server.url, namespace="no-wait")
-    other.register_partition("p", ["x"], None, ["train"])
+    other = connect(url=server.url, namespace="no-wait", partition="p")
     client = connect(
         url=f"redis://hasty:pw@127.0.0.1:{server.port}/0", namespace="no-wait", bootstrap=False, wait_replicas=1
     )
@@ -118,8 +116,7 @@ def test_a_put_whose_wait_is_not_allowed_says_that_it_was_done(start_server, con
 def test_a_put_whose_wait_was_refused_for_a_moment_is_repeated(start_server, connect, monkeypatch, size):
     primary = start_server()
     start_server().follow(primary)
-    client = connect(url=primary.url, wait_replicas=1, op_timeout_s=30)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=primary.url, wait_replicas=1, op_timeout_s=30, partition="p")
     pack_wait, refused = _acknowledged._pack_wait, []
 
     def refused_once(*args):
@@ -138,8 +135,7 @@ def test_a_failover_under_load_loses_nothing_acknowledged(start_server, connect,
     primary = start_server()
     replica = start_server().follow(primary)
     url, namespace = f"unix://{primary.socket}", f"load-{uuid.uuid4().hex[:8]}"
-    client = connect(url=url, namespace=namespace, wait_replicas=1, op_timeout_s=20)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=url, namespace=namespace, wait_replicas=1, op_timeout_s=20, partition="p")
     load = start_load(url, namespace, "load", 1)
     wait_until(lambda: load.num_committed() >= 20)
     replica.admin("REPLICAOF", "127.0.0.1", "1")  # nobody there: what comes now does not reach it

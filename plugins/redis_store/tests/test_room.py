@@ -26,9 +26,7 @@ _HEAD = 16  # of these, of a cell besides its values
 
 @pytest.fixture
 def client(plain, connect):
-    client = connect(url=plain.url, capacity_bytes=100 * _UNIT, on_full="block", op_timeout_s=60.0)
-    client.register_partition("p", ["x"], None, ["train"])
-    return client
+    return connect(url=plain.url, capacity_bytes=100 * _UNIT, on_full="block", op_timeout_s=60.0, partition="p")
 
 
 def put(client, name, units, partition="p"):
@@ -310,8 +308,7 @@ def test_a_put_without_payload_can_be_given_up(client):
 
 def test_a_row_that_no_value_can_hold_is_refused_before_it_is_sent(plain, connect, monkeypatch):
     monkeypatch.setattr(_puts, "_LARGE_ROW_BYTES", 1 << 20)
-    client = connect(url=plain.url)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=plain.url, partition="p")
     most = 2 << 20
     words = (b"CONFIG", b"SET", b"proto-max-bulk-len", b"%d" % most)
     assert backend_of(client)._session.command("test", time.monotonic() + 60, *words)

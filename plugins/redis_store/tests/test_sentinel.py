@@ -84,8 +84,7 @@ def plane(start_server, start_sentinel):
 
 
 def test_a_service_is_named_and_followed(plane, connect, only_woken):
-    client = connect(url=plane.url, op_timeout_s=60)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=plane.url, op_timeout_s=60, partition="p")
     client.put_samples(["a"], "p", columns(1, LARGE, 7))
     pool = ThreadPoolExecutor(1)
     waits = pool.submit(client.claim_meta, "p", "train", ["x"], 3, timeout_s=300.0)
@@ -114,8 +113,7 @@ def test_a_large_put_whose_server_became_a_replica_before_its_commit_begins_agai
     old = start_server()
     new, sentinel = start_server().follow(old), start_sentinel()
     sentinel.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", old.port, 1)
-    client = connect(url=f"redis+sentinel://127.0.0.1:{sentinel.port}/plane", op_timeout_s=60)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=f"redis+sentinel://127.0.0.1:{sentinel.port}/plane", op_timeout_s=60, partition="p")
     write, met = backend_of(client)._write, []
 
     def fails_over_first(*args):
@@ -153,8 +151,7 @@ def under_load(plane, connect, start_load):
 
     def start(wait_replicas):
         namespace = f"load-{uuid.uuid4().hex[:8]}"
-        client = connect(url=plane.url, namespace=namespace, op_timeout_s=60)
-        client.register_partition("p", ["x"], None, ["train"])
+        client = connect(url=plane.url, namespace=namespace, op_timeout_s=60, partition="p")
         plane.primary.admin("WAIT", 2, 20_000)
         loads = [start_load(plane.url, namespace, f"load{number}", wait_replicas) for number in range(2)]
 
@@ -259,8 +256,7 @@ def test_a_service_that_the_sentinels_do_not_know_is_refused_at_once(plane, conn
 
 
 def test_a_failover_that_lasts_too_long_is_a_retryable_error(plane, connect, hurries):
-    client = connect(url=plane.url)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=plane.url, partition="p")
     for server in (plane.primary, *plane.replicas):
         server.kill()
     no_primary = "had no primary that answers until the deadline"

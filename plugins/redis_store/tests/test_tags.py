@@ -14,8 +14,7 @@ _VALUES = [
 
 
 def test_filters_judge_as_python_does(plain, connect):
-    client = connect(url=plain.url)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=plain.url, partition="p")
     rows = [{"v": value} for value in _VALUES]
     ids = [f"s{number}" for number in range(len(rows))]
     client.put_samples(ids, "p", tags=[*rows, {}][: len(ids)])

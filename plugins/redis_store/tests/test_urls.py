@@ -159,8 +159,7 @@ def test_two_namespaces_on_one_server_share_nothing(plain, connect):
 def test_the_marker_says_whether_an_instance_runs(plain, connect):
     with pytest.raises(BackendUnavailableError, match="holds no instance"):
         connect(bootstrap=False, url=plain.url, namespace="marked")
-    owner = connect(url=plain.url, namespace="marked", capacity_bytes=1000)
-    owner.register_partition("p", ["x"], None, ["train"])
+    owner = connect(url=plain.url, namespace="marked", capacity_bytes=1000, partition="p")
     with pytest.raises(AlreadyRunningError, match="capacity_bytes"):
         connect(url=plain.url, namespace="marked")
     again = connect(url=plain.url, namespace="marked", capacity_bytes=1000)  # as after a crash of the owner

@@ -36,8 +36,7 @@ def test_waiting_for_append_only_files(start_server, connect, every_operation, b
         return
     replica = start_server(*durable, binary=binary).follow(primary)
     options = {"url": primary.url, "namespace": "synced", "wait_replicas": 1, "wait_fsync": True}
-    client = connect(**options)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(**options, partition="p")
     client.put_samples(["a"], "p", columns(1, 40_000, 7))
     for server in (primary, replica):  # both die at once
         server.kill()

@@ -24,7 +24,6 @@ from dataplane_core.errors import (
     BackendUnavailableError,
     DataPlaneError,
     InvalidRequestError,
-    LeaseHolder,
     OperationTimeoutError,
     UnknownPartitionError,
 )
@@ -55,7 +54,7 @@ from dataplane_core.spec import (
     WireFormat,
 )
 from dataplane_redis._acknowledged import Acknowledged, Acknowledgements
-from dataplane_redis._claims import Claims
+from dataplane_redis._claims import Claims, holder_of
 from dataplane_redis._link import Link
 from dataplane_redis._payload import NUM_BUCKETS, Payload
 from dataplane_redis._puts import Puts
@@ -271,7 +270,7 @@ class RedisBackend(Puts, Reads, Claims):
         info = _info_of(text_of(epoch), text)
         required = pack_strings(sorted(info.fields))
         consumed = {text_of(name): count for name, count in tuples_of(tasks, 2)}
-        oldest = {text_of(name): _holder_of(*lease) for name, lease in tuples_of(leases, 2)}
+        oldest = {text_of(name): holder_of(*lease) for name, lease in tuples_of(leases, 2)}
         described = {}
         for name in info.consumer_tasks:
             ready, leased = self._count(what, request.partition_id, name, required, request.deadline)
@@ -411,7 +410,3 @@ def _read_as(form: type[_T], text: bytes, **more: Any) -> _T:
         return msgspec.convert(json.loads(text) | more, form)
     except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise damaged("a description on the server", error) from error
-
-
-def _holder_of(sample_id: bytes, holder: bytes, left_s: bytes, held_s: bytes) -> LeaseHolder:
-    return LeaseHolder(sample_id=text_of(sample_id), holder=text_of(holder), left_s=float(left_s), held_s=float(held_s))

@@ -201,10 +201,7 @@ class Claims(Backend):
         _, num_ready, num_leased, leased, num_passed, num_incomplete, groups, num_lacking, cells = reply
         shortfall = Shortfall(
             num_leased=int(num_leased),
-            leased=tuple(
-                LeaseHolder(sample_id=text_of(each[0]), holder=text_of(each[1]), left_s=float(each[2]))
-                for each in leased
-            ),
+            leased=tuple(holder_of(*each) for each in leased),
             num_not_matching=int(num_passed),
             num_incomplete=int(num_incomplete),
             incomplete_groups={text_of(group): int(count) for group, count in groups},
@@ -303,6 +300,12 @@ class Claims(Backend):
             while reply[0] == b"ok" and reply[1]:  # else the partition is gone, or has no such task now
                 reply = run("finish")
         return SettleReply(num_samples=len(request.sample_ids))
+
+
+def holder_of(sample_id: bytes, holder: bytes, left_s: bytes, held_s: bytes | None = None) -> LeaseHolder:
+    """Who holds a sample, as a script replies it."""
+    held = None if held_s is None else float(held_s)
+    return LeaseHolder(sample_id=text_of(sample_id), holder=text_of(holder), left_s=float(left_s), held_s=held)
 
 
 def _given(request: ClaimRequest, reply: Any) -> Acknowledged | None:

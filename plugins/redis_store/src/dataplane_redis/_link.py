@@ -187,7 +187,7 @@ class Idle:
         while True:
             with self._lock:
                 mine = self._connections[address]
-                connection = mine.pop() if mine else None
+                connection: Any = mine.pop() if mine else None
             with contextlib.suppress(RedisError, OSError):
                 if connection is None or not connection.can_read(timeout=0):
                     return connection

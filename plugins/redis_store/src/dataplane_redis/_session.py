@@ -84,10 +84,6 @@ class Instance:
         """Removes the owner, unless a later client took over. Then no client can attach. Data and clients stay."""
         _ask(link, config, deadline, "end", self.owner)
 
-    def call_context(self) -> bytes:
-        """The last argument of every script: the instance's id, 16 random bytes, and the store's current time."""
-        return self.id + os.urandom(16) + _TIME.pack(self.clock_offset_s + time.monotonic())
-
     def full_error(self, what: str, size_bytes: int, held_bytes: int, num_before: int) -> CapacityExceededError:
         """The error of a put that does not fit, or would have to wait for earlier puts."""
         assert self.capacity_bytes is not None
@@ -185,8 +181,10 @@ class Session:
                 yield receipt
 
     def context(self, receipt: Receipt | None) -> bytes:
-        """The last argument of a script."""
-        return self.connected()[1].call_context() + (b"" if receipt is None else receipt.mark)
+        """The last argument of every script: the instance's id, 16 random bytes, the store's time, and a mark."""
+        _, instance = self.connected()
+        now = _TIME.pack(instance.clock_offset_s + time.monotonic())
+        return instance.id + os.urandom(16) + now + (b"" if receipt is None else receipt.mark)
 
     def accept(self, what: str, receipt: Receipt | None, reply: Any) -> None:
         """Notes what a script's reply acknowledges. Raises if too few replicas have it, or if the server has another

@@ -58,7 +58,7 @@ def test_the_documented_user_can_do_everything_and_nothing_else(start_server, co
     url = f"redis://dataplane:{_PASSWORD}@127.0.0.1:{server.port}/1"
     client = connect(url=url, namespace="mine", capacity_bytes=12_000_000)
     every_operation(client)
-    check_wake(client, wait_until)
+    check_wake(client)
     client.register_partition("full", ["x"], None, ["train"])
     large = TensorDict({"x": torch.ones(1, 2_000_000)}, batch_size=[1])
     client.put_samples(["a"], "full", large)
@@ -178,7 +178,7 @@ def test_tls_with_certificates_and_a_user(start_server, connect, every_operation
     user, place, asked = f"dataplane:{_PASSWORD}", f"localhost:{port}", parameters(certificates)
     client = connect(url=f"rediss://{user}@{place}?{asked}", namespace="mine")
     every_operation(client)
-    check_wake(client, wait_until)
+    check_wake(client)
     server.admin("ACL", "SETUSER", "default", "resetpass", ">another")
     for url, reason in (
         (f"rediss://dataplane:wrong@{place}?{asked}", "password"),

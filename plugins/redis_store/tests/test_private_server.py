@@ -15,6 +15,7 @@ from redis_servers import wait_until
 from tensordict import TensorDict
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError
+from dataplane_redis import _server
 from dataplane_redis._server import _folder
 from dataplane_testkit import backend_of
 
@@ -50,7 +51,8 @@ def test_close_ends_the_server_and_leaves_no_folder(connect):
     assert not folder.with_name(".life.lock").exists()
 
 
-def test_a_stopped_server_is_ended_too(connect):
+def test_a_stopped_server_is_ended_too(connect, monkeypatch):
+    monkeypatch.setattr(_server, "_END_S", 0.1)  # then it is killed
     client = connect(server="private", namespace="stopped")
     pid = backend_of(client)._server.pid
     os.kill(pid, signal.SIGSTOP)

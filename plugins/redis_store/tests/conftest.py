@@ -1,14 +1,9 @@
-"""Servers that tests start with settings of their own, ended by process id."""
+"""Servers that tests start with settings of their own, clients of them, and loads."""
 
 import collections
 import contextlib
 import functools
 import json
-import os
-import random
-import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +13,6 @@ import uuid
 from pathlib import Path
 
 import pytest
-import redis
 import torch
 from tensordict import TensorDict
 
@@ -31,124 +25,7 @@ from dataplane_testkit import backend_of
 if str(Path(__file__).parent) not in sys.path:  # modules beside the tests can be imported by them
     sys.path.insert(0, str(Path(__file__).parent))
 
-
-class Server:
-    """A `redis-server` of a test's own, on TCP and a unix socket; as a node of a cluster with a bus port besides."""
-
-    def __init__(self, *settings, cluster=False, sentinel=False, binary="redis-server"):
-        self.folder = Path(tempfile.mkdtemp(prefix="dp-redis-"))
-        self.port = _free_port()
-        self.socket = self.folder / "redis.sock"
-        self.bus_port = _free_port() if cluster else None
-        self.settings = settings
-        self.sentinel = sentinel
-        self.binary = binary
-        if cluster:
-            node = ("--cluster-enabled", "yes", "--cluster-port", str(self.bus_port), "--cluster-node-timeout", "1000")
-            self.settings = (*node, *settings)
-        self.process = None
-
-    def start(self):
-        base = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", str(self.socket)]
-        if self.sentinel:
-            file = self.folder / "sentinel.conf"  # a sentinel rewrites it
-            file.touch()
-            words = [self.binary, str(file), "--sentinel", *base, "--dir", str(self.folder), *self.settings]
-        else:
-            base += ["--save", "", "--repl-diskless-sync-delay", "0"]
-            words = [self.binary, *base, "--dir", str(self.folder), *self.settings]
-        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        give_up = time.monotonic() + 20
-        while True:
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-                probe.settimeout(5)
-                probe.connect(str(self.socket))
-                probe.sendall(b"PING\r\n")
-                if not probe.recv(64).startswith(b"-LOADING"):
-                    return self
-            assert time.monotonic() < give_up, "the server does not answer"
-            if self.process.poll() is not None:
-                raise _Ended(f"the server ended at its start, with {words}")
-            time.sleep(0.01)
-
-    @property
-    def url(self):
-        return f"redis://127.0.0.1:{self.port}/0"
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait()
-
-    @contextlib.contextmanager
-    def stopped(self):
-        """It does not run in the block, and goes on after it."""
-        self.process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
-
-    def admin(self, *words):
-        """One command, past the backend."""
-        with redis.Redis(unix_socket_path=str(self.socket)) as client:
-            return client.execute_command(*words)
-
-    def info(self, section):
-        """What the server says of itself, past the backend."""
-        return self.admin("INFO", section)
-
-    def is_in_cluster(self):
-        """Whether it says that every slot of its cluster is served."""
-        with contextlib.suppress(redis.exceptions.RedisError):
-            return b"cluster_state:ok" in self.admin("CLUSTER", "INFO")
-        return False
-
-    def move_slot(self, slot, target, others=(), whole=True):
-        """Moves the keys of a slot to another node; if not whole, the cluster still says that this node serves it."""
-        mine, its = (node.admin("CLUSTER", "MYID").decode() for node in (self, target))
-        target.admin("CLUSTER", "SETSLOT", slot, "IMPORTING", mine)
-        self.admin("CLUSTER", "SETSLOT", slot, "MIGRATING", its)
-        while keys := self.admin("CLUSTER", "GETKEYSINSLOT", slot, 100):
-            self.admin("MIGRATE", "127.0.0.1", target.port, "", 0, 10_000, "KEYS", *keys)
-        if whole:
-            for node in (target, self, *others):
-                node.admin("CLUSTER", "SETSLOT", slot, "NODE", its)
-
-    def follow(self, primary):
-        """Becomes a replica of another server, and returns once it has its data."""
-        self.admin("REPLICAOF", "127.0.0.1", primary.port)
-        _wait_until(lambda: self.info("replication").get("master_link_status") == "up")
-        return self
-
-    def take_over(self, primary):
-        """Becomes the primary, at the socket of the one that died."""
-        self.admin("REPLICAOF", "NO", "ONE")
-        os.rename(self.socket, primary.socket)
-        self.socket = primary.socket
-
-    def end(self):
-        if self.process is not None:
-            self.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _wait_until(condition, timeout_s=60.0):
-    give_up = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up, "waited too long"
-        time.sleep(0.02)
-
-
-def _free_port():
-    """A port that nobody uses. It is none of those that the kernel gives to connections, so that it stays free."""
-    while True:
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", random.randrange(20_000, 32_768)))
-            return probe.getsockname()[1]
-
-
-class _Ended(AssertionError):
-    """A server ended at its start."""
+from redis_servers import Ended, Relay, Server, wait_until
 
 
 @contextlib.contextmanager
@@ -158,7 +35,7 @@ def _starting():
     def start(*settings, **options):
         for _ in range(2):
             servers.append(Server(*settings, **options))
-            with contextlib.suppress(_Ended):  # another process took the port meanwhile
+            with contextlib.suppress(Ended):  # another process took the port meanwhile
                 return servers[-1].start()
         servers.append(Server(*settings, **options))
         return servers[-1].start()
@@ -193,14 +70,28 @@ def _cluster(start, num_replicas=0, settings=()):
             node.admin("CLUSTER", "ADDSLOTSRANGE", number * third, min(16384, (number + 1) * third) - 1)
         node.admin("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, nodes[0].bus_port)
     ids = [node.admin("CLUSTER", "MYID") for node in nodes]
-    _wait_until(lambda: all(name in node.admin("CLUSTER", "NODES") for node in nodes for name in ids))
+    wait_until(lambda: all(name in node.admin("CLUSTER", "NODES") for node in nodes for name in ids))
     for number, replica in enumerate(nodes[3:]):
         replica.admin("CLUSTER", "REPLICATE", ids[number])
     for replica in nodes[3:]:
-        _wait_until(lambda replica=replica: replica.info("replication").get("master_link_status") == "up")
-    _wait_until(lambda: all(node.admin("CLUSTER", "NODES").count(b"slave") == num_replicas for node in nodes))
-    _wait_until(lambda: all(node.is_in_cluster() for node in nodes))
+        wait_until(lambda replica=replica: replica.info("replication").get("master_link_status") == "up")
+    wait_until(lambda: all(node.admin("CLUSTER", "NODES").count(b"slave") == num_replicas for node in nodes))
+    wait_until(lambda: all(node.is_in_cluster() for node in nodes))
     return nodes
+
+
+@pytest.fixture
+def start_relay():
+    """Starts relays to a port."""
+    relays = []
+
+    def start(port, delay_s=0.0):
+        relays.append(Relay(port, delay_s))
+        return relays[-1]
+
+    yield start
+    for relay in relays:
+        relay.close()
 
 
 @pytest.fixture
@@ -225,19 +116,19 @@ def start_sentinel():
 @pytest.fixture(scope="module")
 def plain():
     """One server without persistence for a module."""
-    server = Server()
-    try:
-        yield server.start()
-    finally:
-        server.end()
+    with _starting() as start:
+        yield start()
 
 
 @pytest.fixture
 def connect():
-    """Connects clients, closed at the end of the test. They do not announce themselves: tests count and cut calls."""
+    """Connects clients, closed at the end of the test. They do not announce themselves: tests count and cut calls.
+
+    A client registers a partition, if one is named, with the field "x" and the task "train".
+    """
     clients = []
 
-    def make(bootstrap=True, op_timeout_s=10.0, attach_wait_s=0.2, **options):
+    def make(bootstrap=True, op_timeout_s=10.0, attach_wait_s=0.2, partition=None, **options):
         options.setdefault("namespace", f"test-{uuid.uuid4().hex[:8]}")
         config = DataPlaneConfig(
             backend="redis_store",
@@ -247,6 +138,8 @@ def connect():
             announce_s=None,
         )
         clients.append(connect_backend(RedisBackend, config, bootstrap=bootstrap))
+        if partition is not None:
+            clients[-1].register_partition(partition, ["x"], None, ["train"])
         return clients[-1]
 
     yield make
@@ -274,8 +167,9 @@ def scripts_of(monkeypatch):
 
 
 @pytest.fixture
-def every_operation():
+def every_operation(monkeypatch):
     """Runs every operation of a client once and more, with puts and reads in one script and in several."""
+    monkeypatch.setattr(_claims, "_COUNT_AFTER_S", 0.0)  # claims that wait tell the server at once
 
     def run(client, partition="p"):
         def columns(count, size):
@@ -299,7 +193,7 @@ def every_operation():
         client.claim_meta(partition, "other", ["x"], 2)
         for tag_filter in (None, {"v": 99}):
             with pytest.raises(TimeoutError):
-                client.claim_meta(partition, "other", ["x"], 8, timeout_s=0.5, tag_filter=tag_filter)
+                client.claim_meta(partition, "other", ["x"], 8, timeout_s=0.1, tag_filter=tag_filter)
         client.reset_consumption(partition, "other", ids[:2])
         client.list_consumed(partition, "other")
         client.check_consumption_status(partition, ["train"])
@@ -444,15 +338,3 @@ def hardly_waits(monkeypatch):
             yield
 
     return limit
-
-
-@pytest.fixture
-def wait_until():
-    """Waits for a condition."""
-    return _wait_until
-
-
-@pytest.fixture
-def free_port():
-    """Finds a port that nobody listens on."""
-    return _free_port

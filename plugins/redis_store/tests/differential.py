@@ -155,7 +155,7 @@ def simulate(store: Store, seeds: Sequence[int], num_steps: int = EPISODE) -> No
 
 def main() -> None:
     """Runs histories on a server of its own."""
-    from conftest import Server
+    from redis_servers import Server
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1_000_000)

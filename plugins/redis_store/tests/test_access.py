@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 import torch
+from redis_servers import free_port, wait_until
 from tensordict import TensorDict
 
 from dataplane_core.backends import Level
@@ -27,7 +28,7 @@ def documented_user(namespace):
     return found.replace("\\\n", " ").replace("PASSWORD", _PASSWORD).replace("NAMESPACE", namespace).split()
 
 
-def check_wake(client, wait_until):
+def check_wake(client):
     """A claim waits and is woken."""
     client.register_partition("woken", ["x"], None, ["train"])
     with ThreadPoolExecutor(1) as pool:
@@ -49,9 +50,7 @@ def test_the_documented_user_of_a_cluster_can_do_everything(cluster, connect, ev
         assert not [each for each in map(str, node.admin("ACL", "LOG")) if "client|setinfo" not in each]
 
 
-def test_the_documented_user_can_do_everything_and_nothing_else(
-    start_server, connect, every_operation, wait_until, hardly_waits
-):
+def test_the_documented_user_can_do_everything_and_nothing_else(start_server, connect, every_operation, hardly_waits):
     server = start_server()
     words = documented_user("mine")
     server.admin(*words)
@@ -59,7 +58,7 @@ def test_the_documented_user_can_do_everything_and_nothing_else(
     url = f"redis://dataplane:{_PASSWORD}@127.0.0.1:{server.port}/1"
     client = connect(url=url, namespace="mine", capacity_bytes=12_000_000)
     every_operation(client)
-    check_wake(client, wait_until)
+    check_wake(client)
     client.register_partition("full", ["x"], None, ["train"])
     large = TensorDict({"x": torch.ones(1, 2_000_000)}, batch_size=[1])
     client.put_samples(["a"], "full", large)
@@ -97,13 +96,13 @@ def test_the_documented_user_can_do_everything_and_nothing_else(
 
 
 @pytest.fixture
-def url_without(start_server):
-    """The url of a user of a new server who may do everything but one thing."""
+def url_without(plain):
+    """The url of a user who may do everything but one thing."""
 
     def make(refused):
-        server = start_server()
-        server.admin("ACL", "SETUSER", "some", "on", f">{_PASSWORD}", "~*", "&*", "+@all", f"-{refused}")
-        return f"redis://some:{_PASSWORD}@127.0.0.1:{server.port}/1"
+        plain.admin("SCRIPT", "FLUSH")  # so that the user has to load them
+        plain.admin("ACL", "SETUSER", f"no-{refused}", "on", f">{_PASSWORD}", "~*", "&*", "+@all", f"-{refused}")
+        return f"redis://no-{refused}:{_PASSWORD}@127.0.0.1:{plain.port}/1"
 
     return make
 
@@ -114,7 +113,7 @@ _NOT_NEEDED = ("config", "client", "cluster", "module", "hello", "command", "pin
 @pytest.mark.parametrize("refused", _NOT_NEEDED)
 def test_a_server_may_refuse_what_is_only_good_to_know(url_without, connect, every_operation, refused):
     url = url_without(refused)
-    client = connect(url=url, namespace="mine")
+    client = connect(url=url)
     every_operation(client)
     client.close()
     findings = RedisBackend.diagnose(RedisConfig(url=url, namespace="mine"), deadline=time.monotonic() + 20)
@@ -124,14 +123,13 @@ def test_a_server_may_refuse_what_is_only_good_to_know(url_without, connect, eve
 @pytest.mark.parametrize("refused", ["info", "script", "evalsha", "exists", "select", "hmget", "time", "hget", "zadd"])
 def test_what_a_server_must_not_refuse_is_named(url_without, connect, refused):
     with pytest.raises(BackendUnavailableError, match=r"refused by .* (no permissions|can't run this)") as caught:
-        connect(url=url_without(refused), namespace="mine").register_partition("p", ["x"], None, ["train"])
+        connect(url=url_without(refused)).register_partition("p", ["x"], None, ["train"])
     assert not caught.value.retryable
     assert "what the ACL grants" in caught.value.hint
 
 
 def test_a_row_for_no_value_is_refused_where_the_server_does_not_tell_its_limit(url_without, connect):
-    client = connect(url=url_without("config"), namespace="mine")
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=url_without("config"), partition="p")
     large = TensorDict({"x": torch.zeros(1, 600_000_000, dtype=torch.uint8)}, batch_size=[1])
     with pytest.raises(CapacityExceededError, match=rf"600000016 bytes\. .* {512 << 20} bytes") as caught:
         client.put_samples(["a"], "p", large)
@@ -173,16 +171,14 @@ def parameters(folder, authority="ca"):
     return f"ssl_ca_certs={folder}/{authority}.pem&ssl_certfile={folder}/client.pem&ssl_keyfile={folder}/client.key"
 
 
-def test_tls_with_certificates_and_a_user(
-    start_server, connect, every_operation, certificates, free_port, wait_until, only_woken
-):
+def test_tls_with_certificates_and_a_user(start_server, connect, every_operation, certificates, only_woken):
     port = free_port()
     server = start_server(*tls_settings(certificates, port))
     server.admin(*documented_user("mine"))
     user, place, asked = f"dataplane:{_PASSWORD}", f"localhost:{port}", parameters(certificates)
     client = connect(url=f"rediss://{user}@{place}?{asked}", namespace="mine")
     every_operation(client)
-    check_wake(client, wait_until)
+    check_wake(client)
     server.admin("ACL", "SETUSER", "default", "resetpass", ">another")
     for url, reason in (
         (f"rediss://dataplane:wrong@{place}?{asked}", "password"),
@@ -197,7 +193,7 @@ def test_tls_with_certificates_and_a_user(
         assert _PASSWORD not in str(caught.value)
 
 
-def test_a_service_with_tls_and_users(start_server, start_sentinel, connect, wait_until, certificates, free_port):
+def test_a_service_with_tls_and_users(start_server, start_sentinel, connect, certificates):
     port, sentinel_port = free_port(), free_port()
     server = start_server(*tls_settings(certificates, port, "host"))
     server.admin(*documented_user("mine"))
@@ -206,8 +202,7 @@ def test_a_service_with_tls_and_users(start_server, start_sentinel, connect, wai
     sentinel.admin("SENTINEL MONITOR", "plane", "127.0.0.1", port, 1)
     wait_until(lambda: sentinel.admin("SENTINEL MASTER", "plane")["flags"] == "master")
     place = f"rediss+sentinel://dataplane:{_PASSWORD}@127.0.0.1:{sentinel_port}/plane?{parameters(certificates)}"
-    client = connect(url=f"{place}&sentinel_username=asker&sentinel_password=asked", namespace="mine")
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=f"{place}&sentinel_username=asker&sentinel_password=asked", namespace="mine", partition="p")
     assert client.list_partitions() == ["p"]
     with pytest.raises(BackendUnavailableError, match="password") as caught:
         connect(url=f"{place}&sentinel_username=asker&sentinel_password=wrong", namespace="mine")

@@ -1,8 +1,7 @@
 """Claims that take more than one script, since each looks at so many rows only."""
 
 import pytest
-import torch
-from tensordict import TensorDict
+from redis_servers import put
 
 from dataplane_redis import _claims
 from dataplane_testkit import backend_of
@@ -18,30 +17,20 @@ def client(plain, connect, monkeypatch):
     return connect(url=plain.url)
 
 
-def put(client, ids, field="x", tags=None):
-    columns = TensorDict({field: torch.ones(len(ids))}, batch_size=[len(ids)])
-    client.put_samples(ids, "p", columns, None if tags is None else [tags] * len(ids))
-
-
-def scripts_run(server):
-    """How many the server was asked for."""
-    return server.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"]
-
-
 def test_a_filter_looks_at_many_rows_in_several_scripts_and_at_each_once(plain, client):
     client.register_partition("p", ["x"], None, ["train"])
     ids = [f"s{number}" for number in range(_COUNT)]
     put(client, ids, tags={"v": 0})
-    before = scripts_run(plain)
+    before = plain.num_calls()
     assert client.claim_meta("p", "train", ["x"], 4, blocking=False, tag_filter=_FRESH).size == 0
-    assert scripts_run(plain) - before > 5
+    assert plain.num_calls() - before > 5
     fresh = [ids[7], ids[8], ids[1500], ids[2999]]
     client.put_samples(fresh, "p", tags=[_FRESH] * 4)
-    before = scripts_run(plain)
+    before = plain.num_calls()
     found = client.claim_meta("p", "train", ["x"], 4, blocking=False, tag_filter=_FRESH)
     assert found.sample_ids == fresh
     assert client.claim_meta("p", "train", ["x"], 4, blocking=False).sample_ids == [*ids[:4]]
-    assert scripts_run(plain) - before == 2
+    assert plain.num_calls() - before == 2
 
 
 def test_a_row_given_back_behind_a_claim_is_not_lost_at_the_end(client, plain, connect, scripts_of):

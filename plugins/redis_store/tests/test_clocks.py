@@ -93,8 +93,7 @@ def server(start_server, monkeypatch, tmp_path, library):
 @pytest.fixture
 def pair(server, connect):
     """Two clients, and a partition with two samples."""
-    one = connect(url=server.url, namespace="clock")
-    one.register_partition("p", ["x"], None, ["train"])
+    one = connect(url=server.url, namespace="clock", partition="p")
     one.put_samples(["a", "b"], "p", TensorDict({"x": torch.ones(2)}, batch_size=[2]))
     return one, connect(url=server.url, namespace="clock", bootstrap=False)
 

@@ -8,6 +8,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from redis_servers import wait_until
 
 from dataplane_core import connect
 from dataplane_core.client.announcing import Announcer
@@ -40,7 +41,7 @@ def deadlines(monkeypatch):
 
 
 @pytest.fixture(params=["private", "server", "sentinel", "cluster"])
-def place(request, start_server, start_sentinel, start_cluster, wait_until):
+def place(request, start_server, start_sentinel, start_cluster):
     """Options of a store, and the processes that keep it; those of a private server are known later."""
     if request.param == "private":
         return {}, []
@@ -58,7 +59,7 @@ def place(request, start_server, start_sentinel, start_cluster, wait_until):
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
-def test_all_that_close_waits_for_has_one_deadline(place, how, deadlines, wait_until):
+def test_all_that_close_waits_for_has_one_deadline(place, how, deadlines):
     options, pids = place
     client = connect(
         {

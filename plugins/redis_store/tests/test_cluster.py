@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from redis.crc import key_slot
+from redis_servers import wait_until
 from tensordict import TensorDict
 
 from dataplane_testkit import backend_of
@@ -43,11 +44,10 @@ def test_any_node_of_a_cluster_may_be_named(start_cluster, connect):
             assert nodes[number].admin("EXISTS", key) == 1
 
 
-def test_a_slot_that_moves_is_followed(start_cluster, connect, only_woken, wait_until):
+def test_a_slot_that_moves_is_followed(start_cluster, connect, only_woken):
     nodes = start_cluster()
     namespace = namespace_on(0)
-    client = connect(url=nodes[0].url, namespace=namespace)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=nodes[0].url, namespace=namespace, partition="p")
     values = torch.randn(64, 4096)
     client.put_samples([f"s{row}" for row in range(64)], "p", TensorDict({"x": values}, batch_size=[64]))
     pool = ThreadPoolExecutor(1)
@@ -76,8 +76,7 @@ def test_a_large_put_whose_slot_moves_before_its_commit_begins_again(start_clust
     nodes[0].admin("ACL", "SETUSER", "plain", "on", ">pw", "~*", "&*", "+@all", "-cluster|slots")
     nodes[1].admin("ACL", "SETUSER", "plain", "on", ">pw", "~*", "&*", "+@all", "-cluster|slots")
     # a client that may not ask for the slots keeps all payload with the ledger
-    client = connect(url=f"redis://plain:pw@127.0.0.1:{nodes[0].port}/0", namespace=namespace_on(0))
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=f"redis://plain:pw@127.0.0.1:{nodes[0].port}/0", namespace=namespace_on(0), partition="p")
     write, met = backend_of(client)._write, []
 
     def moves_first(*args):
@@ -107,7 +106,7 @@ def offset(node, name):
     return node.admin("INFO", "replication")[name]
 
 
-def test_another_node_takes_over_from_one_that_was_killed(start_cluster, connect, wait_until):
+def test_another_node_takes_over_from_one_that_was_killed(start_cluster, connect):
     nodes = start_cluster(num_replicas=1)
     replica = nodes.pop()
 

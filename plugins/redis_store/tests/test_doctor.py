@@ -5,6 +5,7 @@ import shutil
 import time
 
 import pytest
+from redis_servers import wait_until
 
 from dataplane_core.backends import Level
 from dataplane_core.cli import main
@@ -89,10 +90,7 @@ def test_a_server_with_replicas_may_lose_its_newest_writes(start_server):
     server, replica = start_server(), start_server()
     assert "replicates" not in str(findings(Level.WARNING, url=server.url))
     replica.admin("REPLICAOF", "127.0.0.1", server.port)
-    give_up = time.monotonic() + 20
-    while server.admin("INFO", "replication")["connected_slaves"] != 1:
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
+    wait_until(lambda: server.info("replication")["connected_slaves"] == 1)
     _, (what, hint) = findings(Level.WARNING, url=server.url)
     assert "has 1 replica, and replicates without waiting" in what
     assert "wait_replicas" in hint

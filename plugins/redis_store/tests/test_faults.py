@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 import tracemalloc
@@ -12,6 +11,7 @@ import pytest
 import redis
 import torch
 from redis._parsers.base import BaseParser
+from redis_servers import columns, wait_until
 from tensordict import TensorDict
 
 from dataplane_core.client.connection import LATEST_END
@@ -24,19 +24,13 @@ from dataplane_core.errors import (
     OperationTimeoutError,
 )
 from dataplane_redis._protocol import to_error
-from dataplane_redis._scripts import pack_strings, pack_value
+from dataplane_redis._scripts import pack_strings
 from dataplane_testkit import backend_of
-
-
-def columns(count, size=1, value=0):
-    return TensorDict({"x": torch.full((count, size), value)}, batch_size=[count])
 
 
 @pytest.fixture
 def client(plain, connect):
-    made = connect(url=plain.url)
-    made.register_partition("p", ["x"], None, ["train"])
-    return made
+    return connect(url=plain.url, partition="p")
 
 
 def test_a_server_that_forgot_its_scripts_is_told_them_again(plain, client):
@@ -51,8 +45,7 @@ def test_a_server_that_forgot_its_scripts_is_told_them_again(plain, client):
 
 def test_a_stopped_server_meets_the_deadline(start_server, connect, hurries):
     server = start_server()
-    made = connect(url=server.url, op_timeout_s=60.0)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, op_timeout_s=60.0, partition="p")
     made.put_samples(["a"], "p", columns(1))
     with server.stopped():
         for call in (
@@ -68,84 +61,30 @@ def test_a_stopped_server_meets_the_deadline(start_server, connect, hurries):
     assert made.get_samples(["a"], "p", ["x"])["x"].tolist() == [[0]]
 
 
-class Proxy:
-    """Forwards connections to a server. Those that were made before `freeze` then hang."""
-
-    def __init__(self, port, delay_s=0.0):
-        self._port, self._delay_s = port, delay_s
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
-        self._sockets, self._frozen = [], set()
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def _accept(self):
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._port))
-                self._sockets += [near, far]
-                for source, target in ((near, far), (far, near)):
-                    self._threads.append(threading.Thread(target=self._forward, args=(source, target)))
-                    self._threads[-1].start()
-
-    def _forward(self, source, target):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if source not in self._frozen:
-                    time.sleep(self._delay_s)
-                    target.sendall(data)
-
-    def freeze(self):
-        self._frozen.update(self._sockets)
-
-    def close(self):
-        for each in (self._listener, *self._sockets):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-        for thread in self._threads:
-            thread.join(20)
-
-
-@pytest.fixture
-def start_proxy():
-    proxies = []
-
-    def start(*args):
-        proxies.append(Proxy(*args))
-        return proxies[-1]
-
-    yield start
-    for each in proxies:
-        each.close()
-
-
-def test_idle_connections_that_lead_nowhere_cost_one_timeout(plain, connect, start_proxy, hurries):
-    proxy = start_proxy(plain.port)
-    made = connect(url=proxy.url, op_timeout_s=60.0)
-    made.register_partition("p", ["x"], None, ["train"])
+def test_idle_connections_that_lead_nowhere_cost_one_timeout(plain, connect, start_relay, hurries):
+    relay = start_relay(plain.port)
+    made = connect(url=relay.url, op_timeout_s=60.0, partition="p")
     link = backend_of(made)._session.link
     held = [link._acquire("test", time.monotonic() + 5) for _ in range(4)]
     for each in held:
         link._release(each, True)
-    proxy.freeze()
+    relay.freeze()
     with hurries(1.0), pytest.raises(OperationTimeoutError):
         made.list_samples("p")
     assert made.list_samples("p").size == 0
 
 
-def test_a_connection_that_takes_too_long_sends_nothing_after_the_deadline(plain, connect, start_proxy, hurries):
+def test_a_connection_that_takes_too_long_sends_nothing_after_the_deadline(plain, connect, start_relay, hurries):
     connect(url=plain.url, namespace="slow").register_partition("p", ["x"], None, ["train"])
     made = connect(url=plain.url, namespace="slow", bootstrap=False)
     made.list_samples("p")
     link = backend_of(made)._session.link
-    link._close_idle()
-    link._pool.connection_kwargs["port"] = int(start_proxy(plain.port, 0.7).url.split(":")[2].split("/")[0])
-    before = plain.info("commandstats")["cmdstat_evalsha"]["calls"]
+    link._idle.drop()
+    link._pool.connection_kwargs["port"] = start_relay(plain.port, 0.7).port
+    before = plain.num_calls()
     with hurries(1.0), pytest.raises(OperationTimeoutError):
         made.put_samples(["late"], "p", columns(1))
-    assert plain.info("commandstats")["cmdstat_evalsha"]["calls"] == before
+    assert plain.num_calls() == before
 
 
 def test_a_server_without_enough_replicas_is_worth_another_try(start_server, connect):
@@ -160,8 +99,7 @@ def test_a_server_without_enough_replicas_is_worth_another_try(start_server, con
 @pytest.mark.parametrize("size", [3, 100_000])
 def test_what_a_server_refuses_was_not_done_and_the_error_names_the_put(start_server, connect, size):
     server = start_server()
-    made = connect(url=server.url)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, partition="p")
     made.put_samples(["a"], "p", columns(1, size))
     held = made.claim_meta("p", "train", ["x"], 1, lease_s=600)
     server.admin("CONFIG", "SET", "min-replicas-to-write", 1)
@@ -201,8 +139,7 @@ def test_a_command_that_was_refused_before_it_began_was_not_done(refusal):
 
 def test_a_clear_of_which_a_part_is_done_may_have_been_done_or_not(start_server, connect, scripts_of):
     server = start_server()
-    made = connect(url=server.url)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, partition="p")
     ids = [f"s{row}" for row in range(2500)]
     made.put_samples(ids, "p", tags=[{}] * len(ids))
     server.admin("CONFIG", "SET", "min-replicas-to-write", 1)
@@ -215,17 +152,6 @@ def test_a_clear_of_which_a_part_is_done_may_have_been_done_or_not(start_server,
         made.clear_samples(ids, "p")
     assert caught.value.outcome == "unknown"
     assert 0 < made.list_samples("p").size < len(ids)
-
-
-def test_an_old_sample_does_not_make_the_store_grow(plain, client):
-    client.put_samples(["old"], "p", columns(1))
-    for row in range(50):
-        client.put_samples([f"s{row}"], "p", columns(1))
-        client.clear_samples([f"s{row}"], "p")
-    base = backend_of(client)._session.base.decode()
-    (times,) = plain.admin("KEYS", f"{base}:e:*:w")
-    start = client.describe("p").oldest_s
-    assert plain.admin("ZCARD", times) <= start + 2
 
 
 def test_any_id_is_kept(client):
@@ -255,9 +181,7 @@ def a_long_script(server):
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        give_up = time.monotonic() + 20
-        while not is_busy(server):
-            assert time.monotonic() < give_up
+        wait_until(lambda: is_busy(server))
         yield
     finally:
         server.admin("SCRIPT", "KILL")
@@ -299,8 +223,7 @@ def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, hurrie
 @pytest.mark.parametrize("name", ["commands", "_fetch_once"])
 def test_a_script_that_starts_between_two_steps_is_waited_for(start_server, connect, monkeypatch, name):
     server = start_server()
-    made = connect(url=server.url)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, partition="p")
     made.put_samples(["a"], "p", columns(1, 100_000))
     link = backend_of(made)._session.link
     step, met = getattr(link, name), []
@@ -320,8 +243,7 @@ def test_a_script_that_starts_between_two_steps_is_waited_for(start_server, conn
 
 def test_a_dead_server_is_named_and_a_restarted_one_found(start_server, connect):
     server = start_server("--appendonly", "yes", "--appendfsync", "always")
-    made = connect(url=server.url, op_timeout_s=3.0)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, op_timeout_s=3.0, partition="p")
     made.put_samples(["a"], "p", columns(1))
     server.kill()
     with pytest.raises(BackendUnavailableError, match="cannot be reached") as caught:
@@ -333,8 +255,7 @@ def test_a_dead_server_is_named_and_a_restarted_one_found(start_server, connect)
 
 def test_a_server_killed_under_load_loses_nothing_committed(start_server, connect):
     server = start_server("--appendonly", "yes", "--appendfsync", "always")
-    made = connect(url=server.url, op_timeout_s=5.0)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, op_timeout_s=5.0, partition="p")
     committed, tried, errors, done = [], [], [], threading.Event()
 
     def produce(worker):
@@ -376,8 +297,7 @@ def test_a_server_killed_under_load_loses_nothing_committed(start_server, connec
 
 def test_a_full_server_says_so_and_can_be_cleared(start_server, connect):
     server = start_server("--maxmemory", "12mb")
-    made = connect(url=server.url, op_timeout_s=5.0)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, op_timeout_s=5.0, partition="p")
     written = []
 
     def fill():
@@ -396,8 +316,7 @@ def test_a_full_server_says_so_and_can_be_cleared(start_server, connect):
 
 def test_undoing_a_put_keeps_its_deadline_and_the_next_put_has_its_room(start_server, connect, monkeypatch, hurries):
     server = start_server()
-    made = connect(url=server.url, op_timeout_s=60.0, capacity_bytes=20_000_000)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=server.url, op_timeout_s=60.0, capacity_bytes=20_000_000, partition="p")
     write, met, deadlines = backend_of(made)._write, [], []
     undo = backend_of(made)._undo
 
@@ -440,10 +359,10 @@ def test_payload_that_is_gone_is_told_at_once_and_can_be_produced_again(plain, c
     made.put_samples(ids, "p", both)
     (write,) = set(plain.admin("KEYS", backend_of(made)._session.base + b":w:*")) - before
     plain.admin("HDEL", write, *(str(row) for row in range(plain.admin("HLEN", write)) if row % 4 in (1, 3)))
-    scripts = plain.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"]
+    scripts = plain.num_calls()
     with pytest.raises(LostSamplesError, match="payload of 2 samples is gone") as caught:
         made.get_samples(ids, "p", ["x", "y", "z"])
-    assert plain.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"] - scripts <= 2
+    assert plain.num_calls() - scripts <= 2
     assert not caught.value.retryable
     assert caught.value.missing_cells == {"b": ("y", "z"), "d": ("y", "z")}
     assert made.get_samples(ids, "p", ["x"]).batch_size == torch.Size([4])
@@ -458,21 +377,23 @@ def test_payload_that_is_gone_is_told_at_once_and_can_be_produced_again(plain, c
 
 
 def test_a_put_that_was_given_up_leaves_nothing(plain, connect):
-    made = connect(url=plain.url, namespace="reaped", capacity_bytes=1000)
-    made.register_partition("p", ["x"], None, ["train"])
+    made = connect(url=plain.url, namespace="reaped", capacity_bytes=1000, partition="p")
     backend = backend_of(made)
     write = os.urandom(16)
     parts = [[pack_strings(["x", "tensor:int64:1:"]), [900], ""]]
-    request = ("begin", "p", "", ["a"], parts, "", 1000, 0.05, "", write, b"")
-    reply = backend._session.script("t", time.monotonic() + 5, "put", pack_value(request))
-    assert reply[0] == b"ok"
+    asked = {"name": "p", "ids": ["a"], "parts": parts, "tags": "", "capacity": 1000, "ttl_s": 0.05, "request": ""}
+    asked |= {"write": write, "wait_s": 0.0, "client": b""}
+
+    def put(**more):
+        return backend._session.run("t", time.monotonic() + 5, "put", **asked, **more)
+
+    kind, epoch, known = put(mode="begin", epoch="", known=b"")
+    assert kind == b"ok"
     key = b"dp:{reaped}:w:%s" % write.hex().encode()
     plain.admin("HSET", key, "0", "rows of a writer that died")
     made.put_samples(["b"], "p", columns(1, 50))  # has room again: it waits until there is
     assert plain.admin("EXISTS", key) == 0
-    commit = ("commit", "p", reply[1], *request[3:9], write, reply[2])
-    late = backend._session.script("t", time.monotonic() + 5, "put", pack_value(commit))
-    assert late[0] == b"abandoned"
+    assert put(mode="commit", epoch=epoch, known=known)[0] == b"abandoned"
 
 
 @pytest.mark.parametrize("num_samples", [None, 4])
@@ -489,11 +410,9 @@ def test_ids_that_were_cleared_are_kept_only_where_they_are_counted(plain, conne
 
 def test_a_small_column_beside_a_large_one_comes_with_the_reply_of_one_script(plain, client):
     def read():
-        before = plain.admin("INFO", "commandstats")
+        scripts, rows = plain.num_calls(), plain.num_calls("hget")
         values = client.get_samples(ids, "p", ["x"])["x"].tolist()
-        after = plain.admin("INFO", "commandstats")
-        assert after["cmdstat_evalsha"]["calls"] - before["cmdstat_evalsha"]["calls"] == 1
-        assert after["cmdstat_hget"]["calls"] - before.get("cmdstat_hget", {"calls": 0})["calls"] == len(ids)
+        assert (plain.num_calls() - scripts, plain.num_calls("hget") - rows) == (1, len(ids))
         return values
 
     ids = ["a", "b", "c"]

@@ -1,12 +1,10 @@
 """Servers that come back from an older state, empty or replaced: nothing is given twice, no foreign bytes are read."""
 
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
-from tensordict import TensorDict
+from redis_servers import LARGE, SMALL, columns, wait_until
 
 from dataplane_core.errors import (
     AlreadyRunningError,
@@ -16,16 +14,9 @@ from dataplane_core.errors import (
     StalePartitionError,
     UnknownPartitionError,
 )
-from dataplane_core.spec import PutRequest, RegisterRequest
 from dataplane_redis import Acknowledged, LostCallsError, _acknowledged
 from dataplane_redis._scripts import STORE_VERSION
 from dataplane_testkit import backend_of
-
-SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
-
-
-def columns(count, size, value):
-    return TensorDict({"x": torch.full((count, size), value)}, batch_size=[count])
 
 
 def comes_back(server):
@@ -118,46 +109,6 @@ def test_a_put_whose_begin_is_in_the_snapshot_is_judged_by_what_came_after(pair,
     assert (found == (2 if cleared else 3)).all()
 
 
-def test_a_registration_that_a_rollback_undid_is_not_the_next_one(pair):
-    server, one, two = pair
-    server.admin("SAVE")
-    deadline = time.monotonic() + 60
-    registration = RegisterRequest(
-        partition_id="p",
-        fields=["x"],
-        num_samples=None,
-        consumer_tasks=["train"],
-        grpo_group_size=None,
-        enums={},
-        deadline=deadline,
-    )
-    lost = backend_of(one).register_partition(registration)
-    comes_back(server)
-    two.register_partition("p", ["x"], None, ["train"])
-    request = PutRequest(
-        partition_id="p",
-        sample_ids=["b"],
-        columns={},
-        specs={},
-        tags=[{"v": 1}],
-        epoch=lost.epoch,
-        deadline=deadline,
-    )
-    with pytest.raises(StalePartitionError):
-        backend_of(one).put_samples(request)
-    assert two.list_samples("p").size == 0
-
-
-def test_samples_that_a_rollback_undid_are_missing(pair):
-    server, one, two = pair
-    server.admin("SAVE")
-    one.put_samples(["b", "c"], "p", columns(2, LARGE, 1))
-    comes_back(server)
-    with pytest.raises(MissingDataError) as caught:
-        two.get_samples(["a", "b"], "p", ["x"])
-    assert caught.value.missing_samples == ("b",)
-
-
 def calls(client, meta):
     """Every operation, by name."""
     return {
@@ -186,8 +137,7 @@ def test_a_store_that_was_emptied_is_not_the_one_that_a_client_knew(pair, connec
     meta = two.claim_meta("p", "train", ["x"], 1, lease_s=600)
     server.admin("FLUSHALL")
     if bootstrapped:
-        other = connect(url=server.url, namespace="history")
-        other.register_partition("p", ["x"], None, ["train"])
+        other = connect(url=server.url, namespace="history", partition="p")
         other.put_samples(["a"], "p", columns(1, SMALL, 4))
     for client in (one, two):
         for name, call in calls(client, meta).items():
@@ -222,8 +172,7 @@ def test_a_put_that_meets_an_emptied_store_writes_nothing(pair, connect, monkeyp
 
     def others_come_first():
         server.admin("FLUSHALL")
-        other = connect(url=server.url, namespace="history")
-        other.register_partition("p", ["x"], None, ["train"])
+        other = connect(url=server.url, namespace="history", partition="p")
         other.put_samples(["a"], "p", columns(1, LARGE, 4))
 
     between_begin_and_rows(one, monkeypatch, others_come_first)
@@ -236,13 +185,10 @@ def test_a_put_that_meets_an_emptied_store_writes_nothing(pair, connect, monkeyp
 @pytest.mark.parametrize("tag_filter", [None, {"v": 1}])
 def test_a_claim_that_waits_meets_an_emptied_store(pair, tag_filter):
     server, one, _ = pair
-    before = server.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"]
+    before = server.num_calls()
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(one.claim_meta, "p", "train", ["x"], 2, timeout_s=60, tag_filter=tag_filter)
-        give_up = time.monotonic() + 30
-        while server.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"] == before:
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
+        wait_until(lambda: server.num_calls() > before)
         server.admin("FLUSHALL")
         with pytest.raises(StalePartitionError, match="no longer holds the store"):
             waits.result(40)
@@ -252,8 +198,7 @@ def test_a_replica_that_lost_its_tail_gives_nothing_twice(start_server, connect)
     primary, replica = start_server(), start_server()
     replica.admin("REPLICAOF", "127.0.0.1", primary.port)
     url = f"unix://{primary.socket}"
-    one = connect(url=url, namespace="history")
-    one.register_partition("p", ["x"], None, ["train"])
+    one = connect(url=url, namespace="history", partition="p")
     one.put_samples(["a"], "p", columns(1, SMALL, 1))
     assert primary.admin("WAIT", 1, 20_000) == 1
     replica.admin("REPLICAOF", "127.0.0.1", "1")  # nobody there: what comes now does not reach it
@@ -308,8 +253,7 @@ def test_lost_calls_that_a_client_no_longer_remembers(start_server, connect, mon
     monkeypatch.setattr(_acknowledged, "_MAX_CALLS", 2)
     primary, replica = start_server(), start_server()
     replica.admin("REPLICAOF", "127.0.0.1", primary.port)
-    client = connect(url=f"unix://{primary.socket}")
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=f"unix://{primary.socket}", partition="p")
     assert primary.admin("WAIT", 1, 20_000) == 1
     replica.admin("REPLICAOF", "127.0.0.1", "1")
     for name in "abc":
@@ -328,7 +272,7 @@ def loses_a_call(monkeypatch):
 
     def prepare(client, name, count):
         session, met = backend_of(client)._session, []
-        run = session.script
+        run = session.run
 
         def counted(what, deadline, script, *words, **more):
             reply = run(what, deadline, script, *words, **more)
@@ -337,7 +281,7 @@ def loses_a_call(monkeypatch):
                 session.acknowledgements._lost.append(Acknowledged("put_samples", "p", sample_ids=["lost"]))
             return reply
 
-        monkeypatch.setattr(session, "script", counted)
+        monkeypatch.setattr(session, "run", counted)
 
     return prepare
 

@@ -2,8 +2,6 @@
 
 import itertools
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 import uuid
@@ -12,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from redis.crc import key_slot
+from redis_servers import wait_until
 from tensordict import TensorDict
 
 from dataplane_core.errors import (
@@ -21,6 +20,7 @@ from dataplane_core.errors import (
     StalePartitionError,
 )
 from dataplane_redis._payload import NUM_BUCKETS, Placing
+from dataplane_redis._scripts import MARK
 from dataplane_testkit import backend_of
 
 #: Numbers in a row that is a group of its own: more than half of what a group may have.
@@ -34,9 +34,7 @@ def namespace():
 
 @pytest.fixture
 def client(cluster, connect, namespace):
-    client = connect(url=cluster[0].url, namespace=namespace)
-    client.register_partition("p", ["x"], None, ["train"])
-    return client
+    return connect(url=cluster[0].url, namespace=namespace, partition="p")
 
 
 def rows(count, value=0.0, size=WIDE):
@@ -115,8 +113,7 @@ def test_a_put_that_is_refused_leaves_nothing(cluster, client, namespace, connec
 
 def test_a_put_whose_rows_a_node_did_not_take_was_not_done(start_cluster, connect, namespace):
     nodes = start_cluster()
-    client = connect(url=nodes[0].url, namespace=namespace)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=nodes[0].url, namespace=namespace, partition="p")
     hasty = connect(url=nodes[0].url, namespace=namespace, bootstrap=False, op_timeout_s=3.0)
     silent = next(node for node in nodes if not _serves(node, backend_of(client)._session.base))
     with (
@@ -164,9 +161,9 @@ WRITER = """
 
 
 @pytest.mark.parametrize("when", ["before the commit", pytest.param("before its rows stay", marks=pytest.mark.long)])
-def test_what_a_killed_writer_left_is_deleted(cluster, client, namespace, wait_until, when):
-    command = [sys.executable, "-c", textwrap.dedent(WRITER), cluster[0].url, namespace, when]
-    assert subprocess.run(command, check=False, timeout=120).returncode == -signal.SIGKILL
+def test_what_a_killed_writer_left_is_deleted(cluster, client, namespace, python, when):
+    died = python.run("-c", textwrap.dedent(WRITER), cluster[0].url, namespace, when, check=False)
+    assert died.returncode == -signal.SIGKILL
     keys = [(node, key) for node, mine in zip(cluster, payload_keys(cluster, namespace), strict=True) for key in mine]
     assert len(keys) == 8
     ends = [node.admin("PTTL", key) for node, key in keys]
@@ -193,10 +190,9 @@ def test_what_the_ledger_does_not_know_is_deleted(cluster, connect, namespace):
     session, deadline = backend_of(client)._session, time.monotonic() + 60
     client.register_partition("p", ["x"], None, ["train"])
     client.put_samples(names(8), "p", rows(8))
-    backend_of(client)._payload._swept = ""
     session.command("test", deadline, b"HDEL", session.base + b":instance", b"swept")
     backend_of(client)._payload.look(deadline)
-    assert session.command("test", deadline, b"ZRANGE", session.base + b":gone", b"0", b"-1") == [write]
+    assert session.command("test", deadline, b"ZRANGE", session.base + b":gone", b"0", b"-1") == [write, MARK]
     assert owner.admin("EXISTS", key) == 1  # the ledger may be one that was replaced a moment ago
 
     session.command("test", deadline, b"ZADD", session.base + b":gone", b"0", write)  # that moment is over
@@ -220,7 +216,6 @@ def test_a_look_at_what_the_ledger_does_not_know_is_made_again_if_it_failed(clus
             return iter(())
 
         payload = backend_of(client)._payload
-        payload._swept = ""
         monkeypatch.setattr(payload, "_find", find)
         payload.look(deadline)
         return payload
@@ -290,10 +285,9 @@ def test_a_slot_that_is_moving_and_one_that_has_moved(cluster, client, namespace
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_failovers_and_moving_slots_under_load(start_cluster, start_load, connect, check_told, wait_until, namespace):
+def test_failovers_and_moving_slots_under_load(start_cluster, start_load, connect, check_told, namespace):
     nodes = start_cluster(num_replicas=3)
-    client = connect(url=nodes[0].url, namespace=namespace, wait_replicas=1, op_timeout_s=60.0)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=nodes[0].url, namespace=namespace, wait_replicas=1, op_timeout_s=60.0, partition="p")
     placing = backend_of(client)._payload.placing
     loads = [start_load(nodes[0].url, namespace, f"l{number}", wait_replicas=1) for number in range(2)]
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from redis_servers import wait_until
 from tensordict import TensorDict
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError
+from dataplane_redis import _server
 from dataplane_redis._server import _folder
 from dataplane_testkit import backend_of
 
@@ -38,13 +40,6 @@ def runs(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_until(condition, within_s=15.0):
-    give_up = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up, "the condition did not come true"
-        time.sleep(0.01)
-
-
 def test_close_ends_the_server_and_leaves_no_folder(connect):
     client = connect(server="private", namespace="life")
     pid, folder = backend_of(client)._server.pid, _folder("life").path
@@ -56,16 +51,8 @@ def test_close_ends_the_server_and_leaves_no_folder(connect):
     assert not folder.with_name(".life.lock").exists()
 
 
-def test_an_attached_client_leaves_it_running(connect):
-    owner = connect(server="private", namespace="leave")
-    owner.register_partition("p", ["x"], None, ["train"])
-    other = connect(bootstrap=False, server="private", namespace="leave")
-    other.put_samples(["a"], "p", TensorDict({"x": torch.ones(1)}, batch_size=[1]))
-    other.close()
-    assert owner.get_samples(["a"], "p", ["x"])["x"].tolist() == [1.0]
-
-
-def test_a_stopped_server_is_ended_too(connect):
+def test_a_stopped_server_is_ended_too(connect, monkeypatch):
+    monkeypatch.setattr(_server, "_END_S", 0.1)  # then it is killed
     client = connect(server="private", namespace="stopped")
     pid = backend_of(client)._server.pid
     os.kill(pid, signal.SIGSTOP)
@@ -76,8 +63,7 @@ def test_a_stopped_server_is_ended_too(connect):
 @pytest.mark.parametrize("operation", ["put", "read", "claim", "wait"])
 def test_a_server_that_was_killed_is_gone_for_good(connect, operation):
     owner = connect(server="private", namespace=f"killed-{operation}")
-    client = connect(bootstrap=False, server="private", namespace=f"killed-{operation}")
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(bootstrap=False, server="private", namespace=f"killed-{operation}", partition="p")
     columns = TensorDict({"x": torch.ones(1)}, batch_size=[1])
     client.put_samples(["a"], "p", columns)
     pid = backend_of(owner)._server.pid
@@ -148,8 +134,7 @@ def test_the_next_owner_need_not_wait_for_one_that_was_killed(connect, killed_ow
 def test_an_owner_killed_together_with_its_watcher_leaves_no_server_and_a_folder_to_the_next_one(connect, python):
     namespace, pid = kill_an_owner(python, with_watcher=True)
     wait_until(lambda: not runs(pid))
-    client = connect(server="private", namespace=namespace)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(server="private", namespace=namespace, partition="p")
     client.close()
     assert not _folder(namespace).path.exists()
     assert not _folder(namespace).lock_path.exists()
@@ -165,12 +150,6 @@ def test_without_a_url_the_server_is_private(connect):
     connect(namespace="unnamed").register_partition("p", ["x"], None, ["t"])
     attached = connect(bootstrap=False, server="private", namespace="unnamed")
     assert attached.list_samples("p").sample_ids == []
-
-
-def test_attaching_to_nothing_says_so(connect):
-    with pytest.raises(BackendUnavailableError) as caught:
-        connect(bootstrap=False, server="private")
-    assert caught.value.retryable
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
-from tensordict import TensorDict
+from redis_servers import LARGE, SMALL, columns, wait_until
 
 from dataplane_core.errors import (
     BackendUnavailableError,
@@ -14,16 +13,6 @@ from dataplane_core.errors import (
 )
 from dataplane_redis import _acknowledged
 from dataplane_redis._protocol import pack
-
-SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
-
-
-def columns(count, size, value=0):
-    return TensorDict({"x": torch.full((count, size), value)}, batch_size=[count])
-
-
-def num_waits(server):
-    return server.info("commandstats").get("cmdstat_wait", {}).get("calls", 0)
 
 
 def calls(client, name, held):
@@ -57,14 +46,14 @@ def test_what_is_acknowledged_waits_for_replicas(start_server, connect, hardly_w
         return [client.claim_meta("p", "train", ["x"], 1, lease_s=600) for _ in range(4)]
 
     for name, call in calls(client, "one", held()).items():
-        before = num_waits(primary)
+        before = primary.num_calls("wait")
         call()
-        assert num_waits(primary) > before, name
-    before = num_waits(primary)
+        assert primary.num_calls("wait") > before, name
+    before = primary.num_calls("wait")
     client.get_samples(["one-large"], "p", ["x"])
     client.list_samples("p")
     some = held()
-    assert num_waits(primary) == before  # ack notices a claim that was lost, so it need not wait
+    assert primary.num_calls("wait") == before  # ack notices a claim that was lost, so it need not wait
     with replica.stopped(), hardly_waits():
         for name, call in calls(client, "two", some).items():
             with pytest.raises(OperationTimeoutError, match="made the change, but 0 of 1 replicas have it") as caught:
@@ -83,8 +72,7 @@ def test_what_is_acknowledged_waits_for_replicas(start_server, connect, hardly_w
 def test_calls_that_change_nothing_do_not_wait_and_keep_their_connection(start_server, connect):
     primary = start_server()
     replica = start_server().follow(primary)
-    client = connect(url=primary.url, wait_replicas=1, op_timeout_s=30)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=primary.url, wait_replicas=1, op_timeout_s=30, partition="p")
     client.put_samples(["a"], "p", columns(1, SMALL))
     assert client.claim_meta("p", "train", ["x"], 1, blocking=False).size == 1
     before = primary.info("stats")["total_connections_received"]
@@ -97,7 +85,7 @@ def test_calls_that_change_nothing_do_not_wait_and_keep_their_connection(start_s
     assert primary.info("stats")["total_connections_received"] - before == admin_connections
 
 
-def test_a_server_that_becomes_a_replica_while_it_waits_says_so(start_server, connect, wait_until):
+def test_a_server_that_becomes_a_replica_while_it_waits_says_so(start_server, connect):
     primary, other = start_server(), start_server()
     client = connect(url=primary.url, wait_replicas=1, op_timeout_s=30)
     with ThreadPoolExecutor(1) as pool:
@@ -113,8 +101,7 @@ def test_a_server_that_becomes_a_replica_while_it_waits_says_so(start_server, co
 def test_a_put_whose_wait_is_not_allowed_says_that_it_was_done(start_server, connect, size):
     server = start_server()
     server.admin("ACL", "SETUSER", "hasty", "on", ">pw", "~*", "&*", "+@all", "-wait")
-    other = connect(url=server.url, namespace="no-wait")
-    other.register_partition("p", ["x"], None, ["train"])
+    other = connect(url=server.url, namespace="no-wait", partition="p")
     client = connect(
         url=f"redis://hasty:pw@127.0.0.1:{server.port}/0", namespace="no-wait", bootstrap=False, wait_replicas=1
     )
@@ -129,8 +116,7 @@ def test_a_put_whose_wait_is_not_allowed_says_that_it_was_done(start_server, con
 def test_a_put_whose_wait_was_refused_for_a_moment_is_repeated(start_server, connect, monkeypatch, size):
     primary = start_server()
     start_server().follow(primary)
-    client = connect(url=primary.url, wait_replicas=1, op_timeout_s=30)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=primary.url, wait_replicas=1, op_timeout_s=30, partition="p")
     pack_wait, refused = _acknowledged._pack_wait, []
 
     def refused_once(*args):
@@ -145,12 +131,11 @@ def test_a_put_whose_wait_was_refused_for_a_moment_is_repeated(start_server, con
     assert client.get_samples(["a"], "p", ["x"])["x"].shape == (1, size)
 
 
-def test_a_failover_under_load_loses_nothing_acknowledged(start_server, connect, start_load, check_told, wait_until):
+def test_a_failover_under_load_loses_nothing_acknowledged(start_server, connect, start_load, check_told):
     primary = start_server()
     replica = start_server().follow(primary)
     url, namespace = f"unix://{primary.socket}", f"load-{uuid.uuid4().hex[:8]}"
-    client = connect(url=url, namespace=namespace, wait_replicas=1, op_timeout_s=20)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=url, namespace=namespace, wait_replicas=1, op_timeout_s=20, partition="p")
     load = start_load(url, namespace, "load", 1)
     wait_until(lambda: load.num_committed() >= 20)
     replica.admin("REPLICAOF", "127.0.0.1", "1")  # nobody there: what comes now does not reach it

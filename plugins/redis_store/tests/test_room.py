@@ -7,6 +7,7 @@ import time
 import msgpack
 import pytest
 import torch
+from redis_servers import wait_until
 from tensordict import TensorDict
 
 from dataplane_core.errors import (
@@ -25,9 +26,7 @@ _HEAD = 16  # of these, of a cell besides its values
 
 @pytest.fixture
 def client(plain, connect):
-    client = connect(url=plain.url, capacity_bytes=100 * _UNIT, on_full="block", op_timeout_s=60.0)
-    client.register_partition("p", ["x"], None, ["train"])
-    return client
+    return connect(url=plain.url, capacity_bytes=100 * _UNIT, on_full="block", op_timeout_s=60.0, partition="p")
 
 
 def put(client, name, units, partition="p"):
@@ -50,32 +49,6 @@ def line(client):
     return session.command("test", time.monotonic() + 5, b"ZCARD", session.base + b":line")
 
 
-def until(condition):
-    give_up = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.005)
-
-
-def test_a_large_put_that_waits_is_not_passed_by_small_ones(client):
-    for number in range(10):
-        put(client, f"old{number}", 10)
-    done = []
-    large = put_by_thread(client, "large", 60, done)
-    until(lambda: line(client) == 1)
-    small = [put_by_thread(client, f"small{number}", 5, done) for number in range(4)]
-    until(lambda: line(client) == 5)
-    for number in range(6):  # each makes room for two small ones
-        assert done == []
-        client.clear_samples([f"old{number}"], "p")
-    large.join(30)
-    assert done == ["large"]
-    client.clear_samples([f"old{number}" for number in range(6, 10)], "p")
-    for thread in small:
-        thread.join(30)
-    assert sorted(done[1:]) == [f"small{number}" for number in range(4)]
-
-
 def test_a_put_that_waits_when_the_capacity_is_lifted_goes_on(plain, connect):
     namespace = "lifted"
     owner = connect(url=plain.url, namespace=namespace, capacity_bytes=10 * _UNIT, op_timeout_s=60.0)
@@ -86,35 +59,23 @@ def test_a_put_that_waits_when_the_capacity_is_lifted_goes_on(plain, connect):
     without = connect(url=plain.url, namespace=namespace, op_timeout_s=60.0)
     done = []
     thread = put_by_thread(waits, "second", 8, done)
-    until(lambda: line(waits) == 1)
+    wait_until(lambda: line(waits) == 1)
     without.clear_samples(["first"], "p")
     thread.join(30)
     assert done == ["second"]
     assert without.describe("p").held_bytes == 8 * _UNIT
 
 
-def test_a_put_goes_where_there_is_room_for_it_and_for_all_before_it(client):
-    put(client, "old1", 50)
-    put(client, "old2", 50)
-    done = []
-    large = put_by_thread(client, "large", 30, done)
-    until(lambda: line(client) == 1)
-    client.clear_samples(["old1"], "p")
-    put(client, "small", 10)
-    large.join(30)
-    assert done == ["large"]
-
-
 def test_small_puts_pass_while_no_room_becomes_free_and_within_a_bound(client):
     put(client, "old", 50)
     done = []
     large = put_by_thread(client, "large", 60, done)
-    until(lambda: line(client) == 1)
+    wait_until(lambda: line(client) == 1)
     for number in range(2):  # who frees room may need them; as much as the store holds, not more
         put(client, f"passes{number}", 50)
         client.clear_samples([f"passes{number}"], "p")
     late = put_by_thread(client, "late", 50, done)
-    until(lambda: line(client) == 2)
+    wait_until(lambda: line(client) == 2)
     client.clear_samples(["old"], "p")
     large.join(60)
     assert done == ["large"]
@@ -127,7 +88,7 @@ def test_a_put_that_never_fits_and_one_of_tags_alone_do_not_wait(client):
     put(client, "old", 90)
     done = []
     waiting = put_by_thread(client, "waits", 20, done)
-    until(lambda: line(client) == 1)
+    wait_until(lambda: line(client) == 1)
     with pytest.raises(CapacityExceededError) as caught:
         put(client, "never", 101)
     assert not caught.value.retryable
@@ -182,7 +143,7 @@ def test_a_put_that_waits_is_woken_when_room_becomes_free(client, never_asks, ho
         told |= {"capacity": 100 * _UNIT, "wait_s": 0.0, "client": b""}
         assert session.run("test", time.monotonic() + 5, "put", **told)[0] == b"ok"
     waiting = put_by_thread(client, "waits", 30 if how == "abort" else 50, done)
-    until(lambda: num_told(client) == 1)
+    wait_until(lambda: num_told(client) == 1)
     assert done == []
     if how == "clear":
         client.clear_samples(["old"], "other")
@@ -198,7 +159,7 @@ def test_all_puts_that_wait_are_woken_though_only_a_few_are_told_at_a_time(clien
     put(client, "old", 100)
     done = []
     threads = [put_by_thread(client, f"waits{number}", 2, done) for number in range(40)]
-    until(lambda: line(client) == 40)
+    wait_until(lambda: line(client) == 40)
     client.clear_samples(["old"], "p")
     for thread in threads:
         thread.join(60)
@@ -217,10 +178,10 @@ def test_a_put_is_woken_when_the_one_before_it_gives_up(client, never_asks, monk
 
     first = threading.Thread(target=give_up)
     first.start()
-    until(lambda: num_told(client) == 1)
+    wait_until(lambda: num_told(client) == 1)
     (event,) = backend_of(client)._wakes._puts.values()
     second = put_by_thread(client, "second", 40, done)
-    until(lambda: num_told(client) == 2)
+    wait_until(lambda: num_told(client) == 2)
     monkeypatch.setattr(_puts, "_LAST_ASK_S", 1e6)
     event.set()
     first.join(60)
@@ -232,11 +193,11 @@ def test_a_put_whose_client_lost_the_connection_on_which_it_listens_is_woken(cli
     put(client, "old", 60)
     done = []
     waiting = put_by_thread(client, "waits", 50, done)
-    until(lambda: num_told(client) == 1)
+    wait_until(lambda: num_told(client) == 1)
     lost = backend_of(client)._wakes._connection
     session = backend_of(client)._session
     session.command("test", time.monotonic() + 5, b"CLIENT", b"KILL", b"TYPE", b"pubsub")
-    until(lambda: backend_of(client)._wakes._connection not in (None, lost))
+    wait_until(lambda: backend_of(client)._wakes._connection not in (None, lost))
     client.clear_samples(["old"], "p")
     waiting.join(60)
     assert done == ["waits"]
@@ -246,7 +207,7 @@ def test_a_put_whose_client_was_killed_keeps_nobody_waiting_for_long(client, pla
     put(client, "old", 60)
     words = ["-c", _WAITS, plain.url, client.config.options["namespace"]]
     with python.start(*words, stderr=subprocess.DEVNULL) as process:
-        until(lambda: line(client) == 1)
+        wait_until(lambda: line(client) == 1)
         process.kill()
     put(client, "small", 20)
 
@@ -255,28 +216,27 @@ def test_a_put_whose_client_was_killed_keeps_nobody_waiting_for_long(client, pla
         client.clear_samples(["probe"], "p")
         return line(client) == 0
 
-    until(is_forgotten)
+    wait_until(is_forgotten)
 
 
 def test_a_put_that_waited_for_room_does_not_hold_it_for_longer(client, monkeypatch):
     """What a killed client's put holds is given up a fixed time after the put's deadline."""
-    script, sent = backend_of(client)._session.script, []
+    run, sent = backend_of(client)._session.run, []
 
-    def noted(what, deadline, name, packed, *rows, **more):
-        if name == "put":
-            mode, *_, ttl_s = msgpack.unpackb(packed, raw=True)[:8]
-            sent.append((mode, ttl_s))
-        return script(what, deadline, name, packed, *rows, **more)
+    def noted(what, deadline, script, /, *rows, **asked):
+        if script == "put":
+            sent.append((asked["mode"], asked["ttl_s"]))
+        return run(what, deadline, script, *rows, **asked)
 
     put(client, "old", 60)
-    monkeypatch.setattr(backend_of(client)._session, "script", noted)
+    monkeypatch.setattr(backend_of(client)._session, "run", noted)
     done = []
     waiting = put_by_thread(client, "waits", 60, done)
-    until(lambda: line(client) == 1)
+    wait_until(lambda: line(client) == 1)
     client.clear_samples(["old"], "p")
     waiting.join(60)
     (mode, before), (mode_again, after) = sent  # the commit goes with the rows
-    assert (mode, mode_again) == (b"begin", b"begin")
+    assert (mode, mode_again) == ("begin", "begin")
     assert after < before
 
 
@@ -284,13 +244,13 @@ def test_questions_of_puts_that_wait_are_few_and_small(client, plain):
     put(client, "old", 100)
     done = []
     threads = [put_by_thread(client, f"s{number}", 1, done) for number in range(50)]
-    until(lambda: line(client) == 50)
+    wait_until(lambda: line(client) == 50)
     before = plain.admin("INFO", "persistence")["rdb_changes_since_last_save"]
-    calls = plain.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"]
+    calls = plain.num_calls()
     start = time.monotonic()
     time.sleep(1.0)  # what is measured
     lasted_s = time.monotonic() - start
-    assert plain.admin("INFO", "commandstats")["cmdstat_evalsha"]["calls"] - calls < 1000 * lasted_s
+    assert plain.num_calls() - calls < 1000 * lasted_s
     assert plain.admin("INFO", "persistence")["rdb_changes_since_last_save"] - before < 100 * lasted_s
     client.clear_samples(["old"], "p")
     for thread in threads:
@@ -311,7 +271,7 @@ def test_a_put_that_waited_and_is_refused_then_keeps_nobody_waiting(client):
     threads = [threading.Thread(target=put_stale, args=(f"stale{units}", units)) for units in (60, 90)]
     for number, thread in enumerate(threads):
         thread.start()
-        until(lambda number=number: line(client) == number + 1)
+        wait_until(lambda number=number: line(client) == number + 1)
     client.clear_samples(None, "p")
     for thread in threads:
         thread.join(30)
@@ -348,8 +308,7 @@ def test_a_put_without_payload_can_be_given_up(client):
 
 def test_a_row_that_no_value_can_hold_is_refused_before_it_is_sent(plain, connect, monkeypatch):
     monkeypatch.setattr(_puts, "_LARGE_ROW_BYTES", 1 << 20)
-    client = connect(url=plain.url)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=plain.url, partition="p")
     most = 2 << 20
     words = (b"CONFIG", b"SET", b"proto-max-bulk-len", b"%d" % most)
     assert backend_of(client)._session.command("test", time.monotonic() + 60, *words)

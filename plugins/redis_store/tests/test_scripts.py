@@ -8,23 +8,8 @@ from dataplane_redis import _scripts
 from dataplane_redis._scripts import SCRIPTS
 
 _TOKENS = re.compile(r"--[^\n]*|'(?:\\.|[^'\\])*'|[A-Za-z_]\w*|\d[\w.]*|\.\.\.?|[=~<>]=|\S")
-_KEYWORDS = {
-    "and",
-    "break",
-    "do",
-    "else",
-    "elseif",
-    "end",
-    "false",
-    "for",
-    "function",
-    "if",
-    "in",
-    "local",
-    "nil",
-    "not",
-}
-_KEYWORDS |= {"or", "repeat", "return", "then", "true", "until", "while"}
+_KEYWORDS = {"and", "break", "do", "else", "elseif", "end", "false", "for", "function", "if", "in", "local", "nil"}
+_KEYWORDS |= {"not", "or", "repeat", "return", "then", "true", "until", "while"}
 _GLOBALS = {"KEYS", "ARGV", "redis", "cmsgpack", "struct", "string", "table", "math", "ipairs", "pairs", "unpack"}
 _GLOBALS |= {"tonumber", "tostring", "type", "error"}
 

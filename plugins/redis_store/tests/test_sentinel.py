@@ -6,21 +6,14 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from redis.exceptions import RedisError
-from tensordict import TensorDict
+from redis_servers import LARGE, SMALL, columns, wait_until
 
 from dataplane_core.backends import Level
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_redis import RedisBackend, RedisConfig
 from dataplane_redis._sentinel import Service
 from dataplane_testkit import backend_of
-
-SMALL, LARGE = 3, 40_000  # a put in one script, and one in several
-
-
-def columns(count, size, value=0):
-    return TensorDict({"x": torch.full((count, size), value)}, batch_size=[count])
 
 
 class Plane:
@@ -31,6 +24,9 @@ class Plane:
         self.replicas = [start_server(*settings).follow(self.primary) for _ in range(2)]
         self.sentinels = [start_sentinel() for _ in range(3)]
         for sentinel in self.sentinels:
+            # how often it asks and tells, in milliseconds; else as long as down-after-milliseconds, or for seconds
+            periods = {"info-period": 200, "publish-period": 200, "ask-period": 200, "min-link-reconnect-period": 200}
+            sentinel.admin("SENTINEL", "DEBUG", *(word for period in periods.items() for word in period))
             sentinel.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", self.primary.port, 2)
         self.set("down-after-milliseconds", 1000)
         self.set("failover-timeout", 6000)
@@ -81,15 +77,14 @@ class Plane:
 
 
 @pytest.fixture
-def plane(start_server, start_sentinel, wait_until):
+def plane(start_server, start_sentinel):
     made = Plane(start_server, start_sentinel)
     wait_until(made.knows_all)
     return made
 
 
-def test_a_service_is_named_and_followed(plane, connect, wait_until, only_woken):
-    client = connect(url=plane.url, op_timeout_s=60)
-    client.register_partition("p", ["x"], None, ["train"])
+def test_a_service_is_named_and_followed(plane, connect, only_woken):
+    client = connect(url=plane.url, op_timeout_s=60, partition="p")
     client.put_samples(["a"], "p", columns(1, LARGE, 7))
     pool = ThreadPoolExecutor(1)
     waits = pool.submit(client.claim_meta, "p", "train", ["x"], 3, timeout_s=300.0)
@@ -118,8 +113,7 @@ def test_a_large_put_whose_server_became_a_replica_before_its_commit_begins_agai
     old = start_server()
     new, sentinel = start_server().follow(old), start_sentinel()
     sentinel.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", old.port, 1)
-    client = connect(url=f"redis+sentinel://127.0.0.1:{sentinel.port}/plane", op_timeout_s=60)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=f"redis+sentinel://127.0.0.1:{sentinel.port}/plane", op_timeout_s=60, partition="p")
     write, met = backend_of(client)._write, []
 
     def fails_over_first(*args):
@@ -152,13 +146,12 @@ def fail_over(sentinel):
 
 
 @pytest.fixture
-def under_load(plane, connect, start_load, wait_until):
+def under_load(plane, connect, start_load):
     """A client and two processes with a load, and a function that waits until each load put 20 more samples."""
 
     def start(wait_replicas):
         namespace = f"load-{uuid.uuid4().hex[:8]}"
-        client = connect(url=plane.url, namespace=namespace, op_timeout_s=60)
-        client.register_partition("p", ["x"], None, ["train"])
+        client = connect(url=plane.url, namespace=namespace, op_timeout_s=60, partition="p")
         plane.primary.admin("WAIT", 2, 20_000)
         loads = [start_load(plane.url, namespace, f"load{number}", wait_replicas) for number in range(2)]
 
@@ -173,7 +166,7 @@ def under_load(plane, connect, start_load, wait_until):
 
 
 @pytest.fixture
-def end_load(plane, check_told, wait_until):
+def end_load(plane, check_told):
     """Ends loads once they know which server is the primary, so that they were told of all losses. Checks these, and
     returns them."""
 
@@ -190,7 +183,7 @@ def end_load(plane, check_told, wait_until):
 
 
 @pytest.mark.parametrize("wait_replicas", [0, 1])
-def test_what_a_failover_loses_is_named(plane, under_load, end_load, wait_until, wait_replicas):
+def test_what_a_failover_loses_is_named(plane, under_load, end_load, wait_replicas):
     client, loads, go_on = under_load(wait_replicas)
     plane.detach_replicas()
     if wait_replicas:
@@ -209,7 +202,7 @@ def test_what_a_failover_loses_is_named(plane, under_load, end_load, wait_until,
 
 
 @pytest.mark.long
-def test_what_a_replaced_primary_took_is_named(plane, under_load, end_load, wait_until):
+def test_what_a_replaced_primary_took_is_named(plane, under_load, end_load):
     """A primary that stood still is replaced. It goes on, and takes writes, until the sentinels make it a replica."""
     client, loads, go_on = under_load(0)
     plane.kill_primary()
@@ -226,7 +219,7 @@ def test_what_a_replaced_primary_took_is_named(plane, under_load, end_load, wait
     assert lost_acks
 
 
-def test_a_sentinel_that_has_not_heard_of_a_failover_is_not_believed(plane, start_server, start_sentinel, wait_until):
+def test_a_sentinel_that_has_not_heard_of_a_failover_is_not_believed(plane, start_server, start_sentinel):
     old, behind = start_server(), start_sentinel()
     behind.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", old.port, 1)
     service = Service.of(plane.url)
@@ -263,8 +256,7 @@ def test_a_service_that_the_sentinels_do_not_know_is_refused_at_once(plane, conn
 
 
 def test_a_failover_that_lasts_too_long_is_a_retryable_error(plane, connect, hurries):
-    client = connect(url=plane.url)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=plane.url, partition="p")
     for server in (plane.primary, *plane.replicas):
         server.kill()
     no_primary = "had no primary that answers until the deadline"

@@ -12,8 +12,7 @@ from dataplane_testkit import backend_of
 
 
 def test_a_holder_is_forgotten_with_its_lease(plain, connect):
-    client = connect(url=plain.url)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(url=plain.url, partition="p")
     client.put_samples(["a", "b", "c"], "p", TensorDict({"x": torch.ones(3)}, batch_size=[3]))
     first, second = (client.claim_meta("p", "train", ["x"], 1, lease_s=600) for _ in range(2))
     gone = client.claim_meta("p", "train", ["x"], 1, lease_s=600)

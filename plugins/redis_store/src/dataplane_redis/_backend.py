@@ -22,10 +22,8 @@ import msgspec
 from dataplane_core.backends import Finding
 from dataplane_core.errors import (
     BackendUnavailableError,
-    CorruptDataError,
     DataPlaneError,
     InvalidRequestError,
-    LeaseHolder,
     OperationTimeoutError,
     UnknownPartitionError,
 )
@@ -56,12 +54,12 @@ from dataplane_core.spec import (
     WireFormat,
 )
 from dataplane_redis._acknowledged import Acknowledged, Acknowledgements
-from dataplane_redis._claims import Claims
+from dataplane_redis._claims import Claims, holder_of
 from dataplane_redis._link import Link
 from dataplane_redis._payload import NUM_BUCKETS, Payload
 from dataplane_redis._puts import Puts
 from dataplane_redis._reads import Reads
-from dataplane_redis._scripts import MARK, pack_strings, text_of, tuples_of
+from dataplane_redis._scripts import MARK, damaged, pack_strings, text_of, tuples_of
 from dataplane_redis._server import (
     Durability,
     PrivateServer,
@@ -272,7 +270,7 @@ class RedisBackend(Puts, Reads, Claims):
         info = _info_of(text_of(epoch), text)
         required = pack_strings(sorted(info.fields))
         consumed = {text_of(name): count for name, count in tuples_of(tasks, 2)}
-        oldest = {text_of(name): _holder_of(*lease) for name, lease in tuples_of(leases, 2)}
+        oldest = {text_of(name): holder_of(*lease) for name, lease in tuples_of(leases, 2)}
         described = {}
         for name in info.consumer_tasks:
             ready, leased = self._count(what, request.partition_id, name, required, request.deadline)
@@ -411,11 +409,4 @@ def _read_as(form: type[_T], text: bytes, **more: Any) -> _T:
     try:
         return msgspec.convert(json.loads(text) | more, form)
     except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
-        raise CorruptDataError(
-            f"a description on the server cannot be read: {error}. Another program may have changed the keys of this "
-            "namespace."
-        ) from error
-
-
-def _holder_of(sample_id: bytes, holder: bytes, left_s: bytes, held_s: bytes) -> LeaseHolder:
-    return LeaseHolder(sample_id=text_of(sample_id), holder=text_of(holder), left_s=float(left_s), held_s=float(held_s))
+        raise damaged("a description on the server", error) from error

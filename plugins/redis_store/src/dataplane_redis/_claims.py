@@ -11,7 +11,8 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from dataplane_core.backends import Backend
@@ -42,10 +43,9 @@ from dataplane_redis._scripts import (
     pack_value,
     text_of,
     to_bytes,
-    tuples_of,
     unpack_tags,
 )
-from dataplane_redis._session import KEPT_S, Session, raise_unknown
+from dataplane_redis._session import KEPT_S, Session, unknown_reply
 from dataplane_redis._wakes import Question, Turns, Wakes
 
 #: Rows that one script scans, and rows that it hands out, settles or takes back.
@@ -201,10 +201,7 @@ class Claims(Backend):
         _, num_ready, num_leased, leased, num_passed, num_incomplete, groups, num_lacking, cells = reply
         shortfall = Shortfall(
             num_leased=int(num_leased),
-            leased=tuple(
-                LeaseHolder(sample_id=text_of(each[0]), holder=text_of(each[1]), left_s=float(each[2]))
-                for each in leased
-            ),
+            leased=tuple(holder_of(*each) for each in leased),
             num_not_matching=int(num_passed),
             num_incomplete=int(num_incomplete),
             incomplete_groups={text_of(group): int(count) for group, count in groups},
@@ -261,7 +258,13 @@ class Claims(Backend):
         call = Acknowledged(action, request.partition_id, request.task_name, request.sample_ids)
 
         def run(
-            mode: str, epoch: Any = "", ids: Sequence[str] = (), tokens: Sequence[str] = (), leases: Sequence[Any] = ()
+            mode: str,
+            epoch: Any = "",
+            ids: Sequence[str] = (),
+            tokens: Sequence[str] = (),
+            named: Mapping[str, int] | None = None,
+            into: Mapping[bytes, bytes] | None = None,
+            leases: Sequence[Any] = (),
         ) -> Any:
             return self._session.run(
                 what,
@@ -275,6 +278,8 @@ class Claims(Backend):
                 epoch=epoch,
                 ids=ids,
                 tokens=tokens,
+                named=named or {},
+                into=into or {},
                 lease_s=lease_s,
                 leases=leases,
                 budget=_GIVE_ROWS,
@@ -297,6 +302,12 @@ class Claims(Backend):
         return SettleReply(num_samples=len(request.sample_ids))
 
 
+def holder_of(sample_id: bytes, holder: bytes, left_s: bytes, held_s: bytes | None = None) -> LeaseHolder:
+    """Who holds a sample, as a script replies it."""
+    held = None if held_s is None else float(held_s)
+    return LeaseHolder(sample_id=text_of(sample_id), holder=text_of(holder), left_s=float(left_s), held_s=held)
+
+
 def _given(request: ClaimRequest, reply: Any) -> Acknowledged | None:
     """What the reply to a claim without a lease acknowledges."""
     ids = [text_of(each) for each in reply[2]]
@@ -304,67 +315,47 @@ def _given(request: ClaimRequest, reply: Any) -> Acknowledged | None:
 
 
 def _settle_many(run: Callable[..., Any], ids: Sequence[str], tokens: Sequence[str]) -> Any:
-    """Settles more rows than one script can: checks all rows first, and then settles their leases in one script.
+    """Settles more rows than one script can: looks at all rows first, and then settles their leases in one script.
 
-    A lease of which only some rows are named is split before. No client can see the split, so a client that dies before
-    the last script has changed nothing. Returns the reply to the last script, or "done" if another request with the
-    same id is carried out.
+    A lease of which only some rows are named is split on the way. No client can see the split, so a client that dies
+    before the last script has changed nothing. Returns the reply to the last script, or "done" if another request with
+    the same id is carried out.
     """
+    # rows never join a lease: one with as many rows as are named, here and at the commit, holds exactly these
+    named = Counter(tokens)
     while True:
-        reply = run("check")
+        reply = run("split")
         if reply[0] != b"ok":
             return reply
         _, epoch, group_size, _ = reply
         lost: set[bytes] = set()
         part = None
-        tokens_of: dict[bytes, bytes] = {}
-        named: dict[bytes, int] = {}
-        held: dict[bytes, int] = {}
-        chunks: list[tuple[list[str], list[str], list[bytes]]] = []
+        into: dict[str, dict[bytes, bytes]] = defaultdict(dict)  # by token: lease -> the one that has its rows now
+        rows: Counter[tuple[bytes, bytes]] = Counter()  # by lease and token
         for some, some_tokens in _chunks(ids, tokens, group_size):
-            reply = run("check", epoch, some, some_tokens)
+            mine = set(some_tokens)
+            known = {lease: to for token in mine for lease, to in into[token].items()}
+            reply = run("split", epoch, some, some_tokens, {token: named[token] for token in mine}, known)
             if reply[0] == b"lost":
                 lost.update(reply[1])
             elif reply[0] == b"part":
                 part = part or reply
             elif reply[0] != b"ok":
-                return reply
+                break
             else:
-                chunks.append((some, some_tokens, [lease for lease, *_ in reply[3]]))
-                for lease, token, count, rows in reply[3]:
-                    tokens_of[lease] = token
-                    named[lease] = named.get(lease, 0) + count
-                    held.setdefault(lease, rows)
-        if lost:  # in the order of the request
-            return [b"lost", [each for each in map(to_bytes, ids) if each in lost]]
-        if part:
-            return part
-        # rows never join a lease: if its count equals the named rows, here and at the commit, it holds exactly these
-        into = {lease: lease if count == held[lease] else b"" for lease, count in named.items()}
-        if _split(run, epoch, chunks, into):
-            leases = [each for lease, to in into.items() for each in (to, tokens_of[lease], named[lease])]
+                for lease, to, token, count in reply[3]:
+                    into[text_of(token)][lease] = to
+                    rows[to, token] += count
+        else:
+            if lost:  # in the order of the request
+                return [b"lost", [each for each in map(to_bytes, ids) if each in lost]]
+            if part:
+                return part
+            leases = [each for (lease, token), count in rows.items() for each in (lease, token, count)]
             reply = run("commit", epoch, leases=leases)
-            if reply[0] != b"changed":
-                return reply
-
-
-def _split(
-    run: Callable[..., Any],
-    epoch: bytes,
-    chunks: Sequence[tuple[list[str], list[str], list[bytes]]],
-    into: dict[bytes, bytes],
-) -> bool:
-    """Splits the leases of which only some rows are named, and enters the new leases in ``into``. False if another
-    client changed these leases since the check."""
-    in_part = {lease for lease, to in into.items() if not to}
-    for ids, tokens, leases in chunks:
-        pairs = [each for lease in leases if lease in in_part for each in (lease, into[lease])]
-        if pairs:
-            reply = run("split", epoch, ids, tokens, pairs)
-            if reply[0] != b"ok":
-                return False
-            into.update(tuples_of(reply[1], 2))
-    return True
+        if reply[0] != b"changed":
+            return reply
+        named.clear()  # the rows that are named may be those of several leases with one token
 
 
 def _chunks(ids: Sequence[str], tokens: Sequence[str], group_size: int) -> Iterator[tuple[list[str], list[str]]]:
@@ -387,7 +378,7 @@ def _raise_claim(what: str, request: ClaimRequest, reply: Sequence[Any]) -> NoRe
         raise InvalidRequestError(
             f"{what} refused: batch_size {request.batch_size} is not a multiple of the group size {reply[1]}."
         )
-    raise_unknown(reply, request.partition_id, request.task_name)
+    raise unknown_reply(reply)
 
 
 def _raise_settle(what: str, request: AckRequest | NackRequest | RenewRequest, reply: Sequence[Any]) -> NoReturn:
@@ -404,4 +395,4 @@ def _raise_settle(what: str, request: AckRequest | NackRequest | RenewRequest, r
             f"{what} refused: it names {reply[2]} of the {reply[3]} samples held of group '{text_of(reply[1])}'. "
             "Groups are handed out, settled and renewed as a whole. No row was changed."
         )
-    raise_unknown(reply, request.partition_id, request.task_name)
+    raise unknown_reply(reply)

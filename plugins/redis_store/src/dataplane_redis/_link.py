@@ -13,9 +13,12 @@ In this package, ``what`` is the operation, with which messages begin, and ``dea
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
@@ -171,12 +174,45 @@ def _in_chunks(reads: Sequence[Read]) -> list[list[int]]:
     return chunks
 
 
-def is_quiet(connection: Any) -> bool:
-    """False if the server closed a connection while it was idle."""
-    try:
-        return not connection.can_read(timeout=0)
-    except (RedisError, OSError):
-        return False
+class Idle:
+    """Connections that serve no call now, by the address of their server. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._lock = threading.Lock()
+        self._connections: dict[Address, list[Any]] = defaultdict(list)
+
+    def take(self, address: Address) -> Any:
+        """A connection that the server has not closed meanwhile. None: there is none."""
+        while True:
+            with self._lock:
+                mine = self._connections[address]
+                connection: Any = mine.pop() if mine else None
+            with contextlib.suppress(RedisError, OSError):
+                if connection is None or not connection.can_read(timeout=0):
+                    return connection
+            connection.disconnect()
+
+    def give(self, connection: Any, complete: bool) -> None:
+        """Takes a connection back. If its call was cut off, or after `close`, it is closed."""
+        with self._lock:
+            keep = complete and not self.closed
+            if keep:
+                self._connections[connection.dataplane_address].append(connection)
+        if not keep:
+            connection.disconnect()
+
+    def drop(self, but: Sequence[Address] = ()) -> None:
+        """Closes the connections to all servers but some."""
+        with self._lock:
+            gone = [self._connections.pop(address) for address in set(self._connections).difference(but)]
+        for each in itertools.chain(*gone):
+            each.disconnect()
+
+    def close(self) -> None:
+        """Closes all. One in use is closed when its call ends."""
+        self.closed = True
+        self.drop()
 
 
 class Link:
@@ -205,20 +241,11 @@ class Link:
         self.address = _UNNAMED  # of the node that calls go to
         self._told = told
         self._nodes: list[Address] = []  # of the cluster, if there is one
-        self._idle: list[Any] = []
-        self._closed = False
-        self._lock = threading.Lock()
+        self._idle = Idle()
 
     def close(self) -> None:
         """Closes all connections. One in use is closed when its call ends."""
-        self._closed = True
-        self._close_idle()
-
-    def _close_idle(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.disconnect()
+        self._idle.close()
 
     # --- the nodes of a cluster ---------------------------------------------------------------------------------------
 
@@ -252,9 +279,8 @@ class Link:
         return self.address == connection.dataplane_address or (self._service is not None and self.address == _UNNAMED)
 
     def _switch_to(self, address: Address) -> None:
-        with self._lock:
-            self.address = address
-        self._close_idle()
+        self.address = address
+        self._idle.drop()
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -422,43 +448,36 @@ class Link:
         while True:
             if time.monotonic() >= deadline:  # callers may loop: this ends them
                 raise OperationTimeoutError(f"{what} timed out before it was sent to {self.label}.")
-            with self._lock:
-                self._check_open(what)
-                connection = self._idle.pop() if self._idle else None
+            self._check_open(what)
+            connection = self._idle.take(self.address)
             if connection is None:
                 connection = self._connect(what, deadline, self._told)
                 if time.monotonic() >= deadline:
                     self._release(connection, True)
                     continue
-            elif not is_quiet(connection) or (
-                self._told is not None and not self._told.is_newest(connection.dataplane_history)
-            ):  # it was closed while it was idle; or it may lead to an old primary
+            if self._told is None:
+                return connection
+            if not self._told.is_newest(connection.dataplane_history):  # it may lead to an old primary
                 connection.disconnect()
                 continue
             try:
-                if self._told is not None:
-                    self._told.raise_lost(what, self.label)
+                self._told.raise_lost(what, self.label)
             except DataPlaneError:
                 self._release(connection, True)
                 raise
             return connection
 
     def _check_open(self, what: str) -> None:
-        if self._closed:
+        if self._idle.closed:
             raise BackendUnavailableError(f"{what} refused: the connection to {self.label} is closed.")
 
     def _release(self, connection: Any, complete: bool) -> None:
-        with self._lock:
-            keep = complete and not self._closed
-            if keep:
-                self._idle.append(connection)
-        if not keep:
-            connection.disconnect()
+        self._idle.give(connection, complete)
         if not complete and self.leads_to(connection):  # so do the idle ones, perhaps in vain
             if self._service is not None:
                 self._switch_to(_UNNAMED)
             else:
-                self._close_idle()
+                self._idle.drop()
 
     def open(self, what: str, deadline: float) -> Any:
         """A connection for the caller alone, who disconnects it. Raises as `commands`."""

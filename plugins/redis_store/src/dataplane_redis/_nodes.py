@@ -9,9 +9,7 @@ sends to one node after the other, and repeats a command that may have run.
 
 from __future__ import annotations
 
-import threading
 import time
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +19,7 @@ import redis
 from redis.exceptions import RedisError, ResponseError
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_redis._link import Address, Link, Read, Stream, fetch_arrays, is_quiet
+from dataplane_redis._link import Address, Idle, Link, Read, Stream, fetch_arrays
 from dataplane_redis._protocol import Parts, is_moving, is_temporary_refusal, left_s, pack, redirection_of
 
 #: Seconds between two tries while a node cannot be reached or refuses, and the most that connecting may take.
@@ -68,28 +66,23 @@ class Nodes:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._lock = threading.Lock()
-        self._starts: list[int] = []  # of ranges of slots
-        self._owners: list[Address] = []  # of these ranges
-        self._moved: dict[int, Address] = {}  # slots that moved since
+        self._owners: dict[int, Address] = {}  # by slot
         self._known: list[Address] = []
-        self._idle: dict[Address, list[Any]] = defaultdict(list)
-        self._closed = False
+        self._idle = Idle()
 
     # --- who serves a slot --------------------------------------------------------------------------------------------
 
     def learn(self, reply: Sequence[Any]) -> None:
         """Takes the reply to CLUSTER SLOTS."""
-        ranges = sorted((int(first), self._link.address_of(*nodes[0][:2])) for first, _, *nodes in reply)
-        known = [self._link.address_of(*node[:2]) for _, _, *nodes in reply for node in nodes]
-        with self._lock:
-            self._starts, self._owners = [first for first, _ in ranges], [address for _, address in ranges]
-            self._moved = {}
-            self._known = list(dict.fromkeys([*self._owners, *known, *self._known]))
-            others = [address for address in self._idle if address not in self._owners]
-            gone = [each for address in others for each in self._idle.pop(address)]
-        for connection in gone:
-            connection.disconnect()
+        owners: dict[int, Address] = {}
+        known: list[Address] = []
+        for first, last, *nodes in reply:
+            addresses = [self._link.address_of(*node[:2]) for node in nodes]
+            owners.update(dict.fromkeys(range(first, last + 1), addresses[0]))
+            known += addresses
+        self._owners = owners
+        self._known = list(dict.fromkeys([*self.primaries(), *known, *self._known]))
+        self._idle.drop(self.primaries())
         self._link.know(self._known)
 
     def refresh(self, deadline: float) -> None:
@@ -107,47 +100,24 @@ class Nodes:
 
     def primaries(self) -> list[Address]:
         """The nodes that serve slots."""
-        with self._lock:
-            return list(dict.fromkeys([*self._owners, *self._moved.values()]))
-
-    def _owner(self, slot: int) -> Address:
-        with self._lock:
-            found = self._moved.get(slot)
-            if found is None and self._owners:
-                found = self._owners[max(0, bisect_right(self._starts, slot) - 1)]
-        return self._link.address if found is None else found
+        return list(dict.fromkeys(list(self._owners.values())))
 
     # --- connections --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Closes all connections. One in use is closed when its call ends."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, defaultdict(list)
-        for connections in idle.values():
-            for each in connections:
-                each.disconnect()
+        self._idle.close()
 
     def _open(self, address: Address, deadline: float) -> Stream:
         """Raises what redis-py raises."""
-        while True:
-            with self._lock:
-                connection = self._idle[address].pop() if self._idle[address] else None
-            if connection is None:
-                until = min(deadline, time.monotonic() + _CONNECT_S)
-                connection = self._link.connect_to(address, left_s(until))
-                return Stream(connection, deadline, _JOIN_BYTES)
-            if is_quiet(connection):
-                return Stream(connection, deadline, _JOIN_BYTES)
-            connection.disconnect()
+        connection = self._idle.take(address)
+        if connection is None:
+            until = min(deadline, time.monotonic() + _CONNECT_S)
+            connection = self._link.connect_to(address, left_s(until))
+        return Stream(connection, deadline, _JOIN_BYTES)
 
-    def _close(self, address: Address, stream: Stream, complete: bool) -> None:
-        with self._lock:
-            keep = complete and stream.error is None and not self._closed
-            if keep:
-                self._idle[address].append(stream.connection)
-        if not keep:
-            stream.connection.disconnect()
+    def _close(self, stream: Stream, complete: bool) -> None:
+        self._idle.give(stream.connection, complete and stream.error is None)
 
     def _ask(self, address: Address, deadline: float, *words: bytes) -> Any:
         """What one node replies. Raises what redis-py raises, and a refusal."""
@@ -157,7 +127,7 @@ class Nodes:
             stream.flush()
             reply, complete = stream.read(), True
         finally:
-            self._close(address, stream, complete)
+            self._close(stream, complete)
         if isinstance(reply, Exception):
             raise reply
         return reply
@@ -235,8 +205,8 @@ class Nodes:
                     left.asked[index] = None
             complete = True
         finally:
-            for address, stream in streams.items():
-                self._close(address, stream, complete)
+            for stream in streams.values():
+                self._close(stream, complete)
         again = {index: Job(reads[index][0], [reads[index][1].packed]) for index in left.asked}
         self.exchange(what, deadline, list(again.values()), again=True)
         for index, job in again.items():
@@ -277,7 +247,7 @@ class Nodes:
         """Connections to the nodes of the jobs, and the jobs of each. A node that cannot be reached has none."""
         mine: dict[Address, list[int]] = defaultdict(list)
         for index, address in asked.items():
-            mine[address or self._owner(slots[index])].append(index)
+            mine[address or self._owners.get(slots[index], self._link.address)].append(index)
         streams: dict[Address, Stream] = {}
         for address, indices in mine.items():
             try:
@@ -328,7 +298,7 @@ class Nodes:
                     self._sort(index, jobs[index].slot, jobs[index].replies, left)
         finally:
             for address, stream in streams.items():
-                self._close(address, stream, address in done)
+                self._close(stream, address in done)
         return left
 
     def _sort(self, index: int, slot: int, replies: Sequence[Any], left: _Try) -> None:
@@ -343,9 +313,8 @@ class Nodes:
                 if kind == "ASK":
                     left.asked[index] = address
                     return
-                with self._lock:
-                    self._moved[slot] = address
-                    self._known = list(dict.fromkeys([*self._known, address]))
+                self._owners[slot] = address
+                self._known = list(dict.fromkeys([*self._known, address]))
                 left.asked[index] = None
                 return
             if is_moving(reply) or is_temporary_refusal(reply):

@@ -42,6 +42,7 @@ from dataplane_core.errors import DataPlaneError
 from dataplane_redis._link import Read
 from dataplane_redis._nodes import Job, LostNodeError, Nodes
 from dataplane_redis._protocol import PACKED_REPLIES, pack, pack_rows
+from dataplane_redis._scripts import text_of
 from dataplane_redis._session import Session
 from dataplane_redis.config import base_of
 
@@ -293,11 +294,15 @@ class Payload:
         deleted: list[bytes] = []
         with contextlib.suppress(DataPlaneError), self._session.quietly():  # the call that left it has done its work
             while left or deleted:
-                _, left, given = self._session.run("collect", until, "collect", limit=count, deleted=deleted)
+                _, left, given, swept = self._session.run("collect", until, "collect", limit=count, deleted=deleted)
+                self._swept = text_of(swept)
                 deleted = self._delete(given, until) if given else []
 
     def look(self, deadline: float) -> None:
-        """Collects what others left, in a cluster. After a failover, also looks for payload that the ledger lacks."""
+        """Collects what others left, in a cluster.
+
+        After a failover, or if the list of what to delete was lost, also looks for payload that the ledger lacks.
+        """
         if not self.placing.is_spread:
             return
         self.collect(1, deadline)

@@ -63,7 +63,6 @@ _LOST_PARTS: Final = {
     "r": "the index of the partition's rows",
     "t": "the tags of the partition",
     "o": "the order of the partition's rows",
-    "w": "the times of the partition's writes",
     "s": "the types of the partition's fields",
     "l": "the layouts of the partition's rows",
     "u": "the list of the partition's writes",
@@ -75,8 +74,6 @@ _LOST_PARTS: Final = {
     "k": "the leases of the partition",
     "q": "the times when leases of the partition end",
     "a": "the samples of a lease of the partition",
-    "v": "the queue of a consumer task of the partition",
-    "vw": "the list of the partition's queues",
     "parts": "the list of the partitions",
     "clients": "the list of the clients",
 }

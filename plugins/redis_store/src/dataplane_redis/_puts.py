@@ -38,7 +38,7 @@ from dataplane_redis._payload import Payload, Table
 from dataplane_redis._protocol import PACKED_REPLIES, pack, pack_rows
 from dataplane_redis._scripts import INLINE_BYTES, INLINE_ROWS, SCRIPTS, pack_parts, pack_tags, text_of, tuples_of
 from dataplane_redis._server import setting_of
-from dataplane_redis._session import Session, raise_unknown
+from dataplane_redis._session import Session, unknown_reply
 from dataplane_redis._wakes import Wakes
 
 #: A put that is not committed so many seconds after its deadline counts as abandoned.
@@ -86,11 +86,11 @@ class _Put:
         """What the reply to its commit acknowledges."""
         return Acknowledged("put_samples", self.request.partition_id, sample_ids=self.request.sample_ids)
 
-    def pack(self, mode: str, write: bytes, epoch: bytes | None = None, known: bytes = b"") -> bytes:
+    def asked(self, mode: str, write: bytes, epoch: bytes | None = None, known: bytes = b"") -> dict[str, Any]:
         """The request to the script ``put``, which is told how much time is left now."""
         request = self.request
         left_s = max(0.0, request.deadline - time.monotonic())
-        asked = {
+        return {
             "mode": mode,
             "name": request.partition_id,
             "epoch": epoch or request.epoch or "",
@@ -105,7 +105,6 @@ class _Put:
             "wait_s": left_s if self.waits else 0.0,
             "client": b"",
         }
-        return SCRIPTS["put"].pack(asked)
 
 
 class Puts(Backend):
@@ -213,14 +212,14 @@ class Puts(Backend):
                     raise
                 time.sleep(_LOST_PAUSE_S)
 
-    def _begin(self, put: _Put, write: bytes) -> bytes | None:
+    def _begin(self, put: _Put, write: bytes) -> dict[str, Any] | None:
         """Reserves. Returns the commit that follows the rows, or None if the request was carried out before: then this
         confirms it."""
         reply = self._reserve(put, "begin", write)
         if reply[0] == b"done":
-            self._commit(put, put.pack("commit", write))
+            self._commit(put, put.asked("commit", write))
             return None
-        return put.pack("commit", write, reply[1], reply[2])
+        return put.asked("commit", write, reply[1], reply[2])
 
     def _reserve(
         self,
@@ -233,17 +232,17 @@ class Puts(Backend):
         """Runs the put script. While the store is full, waits for room and runs it again. The reply begins with "ok",
         or with "done" if the put was to begin and its request was carried out before."""
         while True:
-            packed = put.pack(mode, write)
-            reply = self._session.script(put.what, put.request.deadline, "put", packed, *rows, confirms=confirms)
+            asked = put.asked(mode, write)
+            reply = self._session.run(put.what, put.request.deadline, "put", *rows, confirms=confirms, **asked)
             if reply[0] in (b"ok", b"done"):
                 return reply
             if reply[0] != b"full":
                 _raise_refused(put, reply)
             self._wait_for_room(put, write, reply)
 
-    def _commit(self, put: _Put, commit: bytes) -> Any:
+    def _commit(self, put: _Put, commit: dict[str, Any]) -> Any:
         """Runs the script of a commit, and returns its reply. Raises unless the server confirms it."""
-        reply = self._session.script(put.what, put.request.deadline, "put", commit, confirms=put.call)
+        reply = self._session.run(put.what, put.request.deadline, "put", confirms=put.call, **commit)
         if reply[0] != b"ok":
             _raise_refused(put, reply)
         return reply
@@ -280,7 +279,7 @@ class Puts(Backend):
                 except OperationTimeoutError as late:
                     raise RoomTimeoutError.after(full, asked_in_vain=True) from late
 
-    def _write(self, put: _Put, write: bytes, commit: bytes) -> None:
+    def _write(self, put: _Put, write: bytes, commit: dict[str, Any]) -> None:
         """Sends the rows and the commit. Raises unless the server confirms the commit."""
         link, _ = self._session.connected()
         what, deadline = put.what, put.request.deadline
@@ -291,7 +290,8 @@ class Puts(Backend):
         def commands(context: bytes) -> Iterator[list[Any]]:
             for _, position, frames in chunks:
                 yield pack_rows(key, position, frames, keep_s)
-            yield pack((b"EVALSHA", SCRIPTS["put"].sha, b"1", self._session.base, commit, context))
+            script = SCRIPTS["put"]
+            yield pack((b"EVALSHA", script.sha, b"1", self._session.base, script.pack(commit), context))
 
         with self._session.receipt(put.call) as receipt:
             sent = commands(self._session.context(receipt))
@@ -378,4 +378,4 @@ def _raise_refused(put: _Put, reply: Sequence[Any]) -> NoReturn:
         )
     if kind == b"too_many":
         raise too_many_samples(what, reply[1], reply[2])
-    raise_unknown(reply, request.partition_id)
+    raise unknown_reply(reply)

@@ -32,29 +32,8 @@ from dataplane_core.errors import CorruptDataError
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec, TagValue
 
-__all__ = [
-    "INLINE_BYTES",
-    "INLINE_ROWS",
-    "MARK",
-    "SCRIPTS",
-    "STORE_VERSION",
-    "Refs",
-    "Script",
-    "pack_filter",
-    "pack_parts",
-    "pack_strings",
-    "pack_tags",
-    "pack_value",
-    "text_of",
-    "to_bytes",
-    "tuples_of",
-    "unpack_layout",
-    "unpack_rows",
-    "unpack_tags",
-]
-
 #: The version of keys and scripts. A client refuses an instance of another version.
-STORE_VERSION: Final = 8
+STORE_VERSION: Final = 9
 
 #: The files with definitions. A definition uses only those before it.
 _LIBRARIES: Final = ("common", "leases", "line", "filter", "waiting", "question", "wakes", "unknown", "adding", "drop")
@@ -74,10 +53,12 @@ MARK: Final = b"\xff"
 _ERRORS: Final = "surrogatepass"
 _SIZE: Final = struct.Struct("<I")
 _FLOAT: Final = struct.Struct("<d")
+#: Tags that are no number and no text.
+_CONSTANTS: Final = {b"n": None, b"t": True, b"u": False}
 #: Up to this magnitude, a double holds every integer exactly.
 _MAX_EXACT_INT: Final = 1 << 53
 
-_ROW_HEAD: Final = 8
+_ROW_HEAD: Final = 16  # its seq and time
 _REF: Final = np.dtype([("write", "V16"), ("position", "<u4"), ("layout", "<u4"), ("size", "<u8")])
 #: Every ref of a row, the latest write last: (write, position, number of the layout, bytes of the cells).
 Refs: TypeAlias = list[tuple[bytes, int, int, int]]
@@ -234,10 +215,8 @@ def pack_value(value: Any) -> bytes:
 def _tag_value(value: TagValue) -> bytes:
     if value is None:
         return b"n"
-    if value is True:
-        return b"t"
-    if value is False:
-        return b"u"
+    if isinstance(value, bool):
+        return b"t" if value else b"u"
     if isinstance(value, float):
         return b"f" + _FLOAT.pack(value)
     if isinstance(value, str):
@@ -248,13 +227,9 @@ def _tag_value(value: TagValue) -> bytes:
 
 
 def _unpack_tag_value(data: bytes) -> TagValue:
+    if data in _CONSTANTS:
+        return _CONSTANTS[data]
     kind = data[:1]
-    if kind == b"n":
-        return None
-    if kind == b"t":
-        return True
-    if kind == b"u":
-        return False
     if kind == b"f":
         (number,) = _FLOAT.unpack(data[1:])
         return float(number)
@@ -278,7 +253,7 @@ def unpack_tags(data: bytes | None) -> dict[str, TagValue]:
         found = unpack_msgpack(data, raw=True, strict_map_key=False)
         return {text_of(name): _unpack_tag_value(value) for name, value in found.items()} if found else {}
     except (ValueError, TypeError, AttributeError, struct.error) as error:
-        raise _damaged("the tags of a row", error) from error
+        raise damaged("the tags of a row", error) from error
 
 
 def pack_filter(tag_filter: Mapping[str, tuple[str, Any]] | None) -> list[Any]:
@@ -328,10 +303,11 @@ def unpack_layout(data: bytes) -> Mapping[str, FieldSpec]:
         names, texts = strings[::2], strings[1::2]
         return dict(zip(names, map(FieldSpec.from_text, texts), strict=True))
     except (ValueError, struct.error) as error:
-        raise _damaged("the fields of a write", error) from error
+        raise damaged("the fields of a write", error) from error
 
 
-def _damaged(what: str, error: Exception) -> CorruptDataError:
+def damaged(what: str, error: Exception | str) -> CorruptDataError:
+    """The error of what this package wrote and cannot read."""
     return CorruptDataError(
         f"{what} cannot be read: {error}. Another program may have changed the keys of this namespace."
     )
@@ -343,15 +319,6 @@ def unpack_rows(rows: Sequence[bytes]) -> list[Refs]:
         return []
     sizes = [len(row) - _ROW_HEAD for row in rows]
     if any(size < 0 or size % _REF.itemsize for size in sizes):
-        raise CorruptDataError(
-            "a row on the server has a length that this package never writes. Another program may have changed it."
-        )
-    table = np.frombuffer(b"".join([row[_ROW_HEAD:] for row in rows]), dtype=_REF)
-    refs: Refs = table.tolist()
-    found: list[Refs] = []
-    at = 0
-    for size in sizes:
-        count = size // _REF.itemsize
-        found.append(refs[at : at + count])
-        at += count
-    return found
+        raise damaged("a row on the server", "it has a length that this package never writes")
+    refs = iter(np.frombuffer(b"".join([row[_ROW_HEAD:] for row in rows]), dtype=_REF).tolist())
+    return [list(itertools.islice(refs, size // _REF.itemsize)) for size in sizes]

@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from dataplane_core.errors import (
     AlreadyRunningError,
@@ -84,10 +84,6 @@ class Instance:
         """Removes the owner, unless a later client took over. Then no client can attach. Data and clients stay."""
         _ask(link, config, deadline, "end", self.owner)
 
-    def call_context(self) -> bytes:
-        """The last argument of every script: the instance's id, 16 random bytes, and the store's current time."""
-        return self.id + os.urandom(16) + _TIME.pack(self.clock_offset_s + time.monotonic())
-
     def full_error(self, what: str, size_bytes: int, held_bytes: int, num_before: int) -> CapacityExceededError:
         """The error of a put that does not fit, or would have to wait for earlier puts."""
         assert self.capacity_bytes is not None
@@ -142,39 +138,37 @@ class Session:
             raise BackendUnavailableError("the backend is not started.", retryable=False)
         return self.link, self.instance
 
-    def run(self, what: str, deadline: float, script: str, /, *, confirms: Confirms | None = None, **asked: Any) -> Any:
-        """Runs a script on the values that its file names, and returns the reply; see `script`.
-
-        Raises:
-            UnknownPartitionError, UnknownTaskError: They are not registered.
-        """
-        reply = self.script(what, deadline, script, SCRIPTS[script].pack(asked), confirms=confirms)
-        if reply[0] in (b"unknown_partition", b"unknown_task"):
-            raise_unknown(reply, asked.get("name", ""), asked.get("task_name", ""))
-        return reply
-
-    def script(
+    def run(
         self,
         what: str,
         deadline: float,
         script: str,
-        packed: bytes,
+        /,
         *rows: memoryview,
         confirms: Confirms | None = None,
+        **asked: Any,
     ) -> Any:
-        """Runs a script on a packed request and further arguments, and returns the reply.
+        """Runs a script on the values that its file names, and on rows, and returns the reply.
 
         If ``confirms`` says that the reply acknowledges something, waits for replicas, if it should.
 
         Raises:
+            UnknownPartitionError, UnknownTaskError: They are not registered.
             StalePartitionError: The namespace now holds another store than the one that this client connected to; or it
                 went back behind what this client was told is done.
         """
         link, _ = self.connected()
+        packed = SCRIPTS[script].pack(asked)
         with self.receipt(confirms) as receipt:
             context = self.context(receipt)
             reply = link.script(what, deadline, SCRIPTS[script], self.base, packed, *rows, context, receipt=receipt)
             self.accept(what, receipt, reply)
+        if reply[0] in (b"unknown_partition", b"unknown_task"):
+            hint = f"Registered: {preview(sorted(map(text_of, reply[1])), limit=5) or 'none'}."
+            partition_id, task_name = asked.get("name", ""), asked.get("task_name", "")
+            if reply[0] == b"unknown_task":
+                raise UnknownTaskError(f"partition '{partition_id}' has no consumer task '{task_name}'.", hint=hint)
+            raise UnknownPartitionError(f"partition '{partition_id}' is not registered.", hint=hint)
         return reply
 
     @contextlib.contextmanager
@@ -187,8 +181,10 @@ class Session:
                 yield receipt
 
     def context(self, receipt: Receipt | None) -> bytes:
-        """The last argument of a script."""
-        return self.connected()[1].call_context() + (b"" if receipt is None else receipt.mark)
+        """The last argument of every script: the instance's id, 16 random bytes, the store's time, and a mark."""
+        _, instance = self.connected()
+        now = _TIME.pack(instance.clock_offset_s + time.monotonic())
+        return instance.id + os.urandom(16) + now + (b"" if receipt is None else receipt.mark)
 
     def accept(self, what: str, receipt: Receipt | None, reply: Any) -> None:
         """Notes what a script's reply acknowledges. Raises if too few replicas have it, or if the server has another
@@ -213,11 +209,6 @@ class Session:
         return self.connected()[0].command(what, deadline, *words)
 
 
-def raise_unknown(reply: Sequence[Any], partition_id: str, task_name: str = "") -> NoReturn:
-    """Raises what a script refuses: the partition or the task is not registered."""
-    if reply[0] not in (b"unknown_partition", b"unknown_task"):
-        raise BackendError(f"the server's script replied {reply[0]!r}, which this client does not know.")
-    hint = f"Registered: {preview(sorted(map(text_of, reply[1])), limit=5) or 'none'}."
-    if reply[0] == b"unknown_task":
-        raise UnknownTaskError(f"partition '{partition_id}' has no consumer task '{task_name}'.", hint=hint)
-    raise UnknownPartitionError(f"partition '{partition_id}' is not registered.", hint=hint)
+def unknown_reply(reply: Sequence[Any]) -> BackendError:
+    """The error of a reply that no script of this version gives."""
+    return BackendError(f"the server's script replied {reply[0]!r}, which this client does not know.")

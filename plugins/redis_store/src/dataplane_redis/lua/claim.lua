@@ -17,7 +17,7 @@
 local FILL_S = 5
 -- Seconds for which a client is counted as one that waits.
 local COUNTED_S = 15
-local P, task = open_partition(name, task_name, {'r', 't', 'o', 'l', 'k', 'q', 'vw'})
+local P, task = open_partition(name, task_name, {'r', 't', 'o', 'l', 'k', 'q'})
 if not P then return unknown_partition() end
 if not task then return unknown_task(P) end
 local per_unit = P.group or 1

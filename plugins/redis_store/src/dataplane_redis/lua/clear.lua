@@ -18,7 +18,7 @@ for i, id in ipairs(ids) do
   local row = rows[i]
   if row then
     gone[#gone + 1] = id
-    for at = 9, #row, REF do refs[#refs + 1] = string.sub(row, at, at + REF - 1) end
+    for at = HEAD + 1, #row, REF do refs[#refs + 1] = string.sub(row, at, at + REF - 1) end
   end
 end
 if #gone > 0 then
@@ -75,9 +75,6 @@ if #gone > 0 then
   batched('ZREM', P.at .. 'c', units)
   if P.num then batched('SADD', P.at .. 'x', gone) end
   call('HINCRBY', P.meta, 'cleared', #gone)
-  local oldest = call('ZRANGE', P.at .. 'o', 1, 1, 'WITHSCORES')[2]
-  local kept = oldest and call('ZREVRANGEBYSCORE', P.at .. 'w', oldest, '-inf', 'WITHSCORES', 'LIMIT', 0, 1)[2]
-  call('ZREMRANGEBYSCORE', P.at .. 'w', '-inf', kept and '(' .. kept or '+inf')
   free_refs(P, refs)
   changed(P)
   wake(P)

@@ -17,8 +17,8 @@
 --   base:line, waiting, freed   puts that wait for room, see line.lua
 --   base:why:<digest>    the shortfall of a claim that timed out, kept for a short time, see shortfall.lua
 --   base:trash           set: dropped registrations; base:trash:<epoch>: their writes
---   base:gone            zset: payload in other slots that clients must delete, by the time when: a write, or a write
---                        and the position of a row
+--   base:gone            zset, if payload lies in other slots: that which clients must delete, by the time when: a write,
+--                        or a write and the position of a row
 --   base:p:<partition>   hash: epoch, num, group, info, ntasks, seen, cleared, bytes, whole, t:<task> -> index,
 --                        d:<index> -> samples done, w:<index> -> whole groups held, change: the mark of the last
 --                        change, noted: see changed, lease: the last lease's number, turn: see wakes.lua,
@@ -26,10 +26,10 @@
 --                        groups that were not whole
 --   base:w:<write>       hash: position -> joined cells of one row; written before the commit, never changed. In a
 --                        cluster, most rows lie in other slots, where no script reaches them, see lies_elsewhere
---   base:e:<epoch>:      r   hash   id -> row: seq, then the refs (write, position, layout, bytes) of its payload
+--   base:e:<epoch>:      r   hash   id -> row: seq, the time of the first write, then the refs (write, position, layout,
+--                                   bytes) of its payload
 --                        t   hash   id -> msgpack map of tags
 --                        o   zset   id by seq: the order of first writes
---                        w   zset   "<time>:<seq>" by seq: when rows from this seq on were first written
 --                        x   set    ids that were cleared, if num is set
 --                        s   hash   field -> spec
 --                        l   list   layouts: the fields of a write in order, with their specs; li: hash layout -> index
@@ -49,11 +49,11 @@
 --
 -- Redis deletes a key that is empty, and may evict one, or somebody deletes it. So that a missing key always means that
 -- something was lost, base:parts, base:pending and the parts of a partition (parts_at) are never empty: each has a MARK
--- from the start, as a field, or as a member with the score 0 (in q and pending: +inf). The keys that have none are
--- looked at where they are read (w, a, gm), or can be made again (li, c, f:<digest>...).
+-- from the start, as a field, or as a member with the score 0 (in q, pending and gone: +inf). The keys that have none are
+-- looked at where they are read (a, gm), or can be made again (li, vw, v:<view>, c, f:<digest>...).
 local BASE = KEYS[1]
 local CHUNK = 1000
-local REF = 32
+local HEAD, REF = 16, 32  -- bytes of a row before its refs, and of each of them
 local MEMBERS = 64
 local MARK = '\255'  -- no name: it is not UTF-8
 local call = redis.call
@@ -215,7 +215,7 @@ local function check_unknown(name)
 end
 
 -- The parts that a partition has from its registration on; x only with num, g only with groups, and h for each task.
-local ALL_PARTS = {'r', 't', 'o', 's', 'l', 'u', 'n', 'k', 'q', 'vw'}
+local ALL_PARTS = {'r', 't', 'o', 's', 'l', 'u', 'n', 'k', 'q'}
 
 -- As find_partition. Ends the script if one of these parts is missing, or what a task holds: the one that is named, or
 -- any.
@@ -278,9 +278,9 @@ local function seq_of(row) return (struct.unpack('<I8', row)) end
 
 -- The layouts of a row's refs, as bytes. Rows with equal signatures have the same fields.
 local function signature(row)
-  if #row == 8 + REF then return string.sub(row, 29, 32) end
+  if #row == HEAD + REF then return string.sub(row, HEAD + 21, HEAD + 24) end
   local parts = {}
-  for at = 29, #row, REF do parts[#parts + 1] = string.sub(row, at, at + 3) end
+  for at = HEAD + 21, #row, REF do parts[#parts + 1] = string.sub(row, at, at + 3) end
   return table.concat(parts)
 end
 
@@ -425,14 +425,6 @@ local function unshared(P, refs)
   return free
 end
 
--- Notes when the rows from a seq on were first written, once per second at most.
-local function note_time(P, seq)
-  local last = call('ZRANGE', P.at .. 'w', -1, -1)[1]
-  if not last or now() - tonumber(string.match(last, '^[^:]*')) >= 1 then
-    call('ZADD', P.at .. 'w', seq, string.format('%.6f:%s', now(), seq))
-  end
-end
-
 -- Gives up payload: `refs` is a list of ref byte strings, one for each id that had it. Frees what no id has any longer.
 local function free_refs(P, refs)
   if #refs == 0 then return end
@@ -506,9 +498,7 @@ local function views_of(P, task)
   if not P.views then
     P.views = {}
     local flat = call('HGETALL', P.at .. 'vw')
-    for i = 1, #flat, 2 do
-      if flat[i] ~= MARK then P.views[#P.views + 1] = open_view(P, flat[i], flat[i + 1]) end
-    end
+    for i = 1, #flat, 2 do P.views[#P.views + 1] = open_view(P, flat[i], flat[i + 1]) end
   end
   if not task then return P.views end
   local mine = {}
@@ -662,11 +652,7 @@ local function claimable(P, view, ids, rows)
 end
 
 -- How many units a view has queued.
-local function num_queued(view)
-  local count = call('ZCARD', view.ready)
-  if count == 0 then lost('v') end
-  return count - 1
-end
+local function num_queued(view) return call('ZCARD', view.ready) - 1 end
 
 -- Queues claimable units: rows `ids` (with their `rows`), or their groups. Returns the number of group members that it
 -- looked at.
@@ -701,7 +687,8 @@ local function offer(P, views, ids, rows)
     end
   end
   for i, view in ipairs(views) do
-    if #queued[i] > 0 and num_queued(view) >= 0 then batched('ZADD', view.ready, queued[i]) end
+    -- a queue that was lost is made again by the next claim: half of one would not be
+    if #queued[i] > 0 and call('EXISTS', view.ready) == 1 then batched('ZADD', view.ready, queued[i]) end
   end
   return looked
 end

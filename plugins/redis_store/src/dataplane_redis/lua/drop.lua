@@ -13,7 +13,7 @@ local function recount(P)
   local rows = call('HGETALL', P.at .. 'r')
   for i = 2, #rows, 2 do
     local row = rows[i]
-    for at = 9, #row, REF do
+    for at = HEAD + 1, #row, REF do
       local place = string.sub(row, at, at + 19)
       if not seen[place] then
         local write, _, _, size = struct.unpack('<c16I4I4I8', row, at)
@@ -34,7 +34,7 @@ local function drop_partition(P)
   local keys = {P.meta}
   for _, view in ipairs(views_of(P)) do keys[#keys + 1] = view.ready end
   for task = 0, P.ntasks - 1 do keys[#keys + 1] = P.at .. 'h:' .. task end
-  for _, suffix in ipairs({'r', 't', 'o', 'w', 'x', 's', 'l', 'li', 'n', 'g', 'gm', 'k', 'q', 'a', 'vw', 'c', 'fs', 'uc'}) do
+  for _, suffix in ipairs({'r', 't', 'o', 'x', 's', 'l', 'li', 'n', 'g', 'gm', 'k', 'q', 'a', 'vw', 'c', 'fs', 'uc'}) do
     keys[#keys + 1] = P.at .. suffix
   end
   unlink(filter_keys(P))

@@ -10,12 +10,8 @@ for i, task in ipairs(names) do
   name_of[indices[i]] = task
   tasks[#tasks + 1], tasks[#tasks + 2] = task, tonumber(call('HGET', P.meta, 'd:' .. indices[i]) or 0)
 end
-local age, oldest = '', call('ZRANGE', P.at .. 'o', 1, 1, 'WITHSCORES')
-if oldest[2] then
-  local written = call('ZREVRANGEBYSCORE', P.at .. 'w', oldest[2], '-inf', 'LIMIT', 0, 1)[1]
-  if not written then lost('w') end
-  age = string.format('%.6f', math.max(0, now() - tonumber(string.match(written, '^[^:]*'))))
-end
+local age, oldest = '', call('HGET', P.at .. 'r', call('ZRANGE', P.at .. 'o', 1, 1)[1] or MARK)
+if oldest and oldest ~= '' then age = string.format('%.6f', math.max(0, now() - struct.unpack('<d', oldest, 9))) end
 local oldest_leases = {}
 local queue = call('ZRANGEBYSCORE', P.at .. 'q', string.format('(%.6f', now()), '+inf', 'WITHSCORES', 'LIMIT', 0, LEASES)
 for i = 1, #queue, 2 do

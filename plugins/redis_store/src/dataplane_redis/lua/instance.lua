@@ -28,6 +28,7 @@ if found[5] and not same then return {'other', found[3], found[4]} end
 if not found[2] then  -- see MARK in common.lua
   redis.call('HSET', KEYS[1] .. ':parts', '\255', '')
   redis.call('ZADD', KEYS[1] .. ':pending', '+inf', '\255')
+  if tonumber(buckets) > 1 then redis.call('ZADD', KEYS[1] .. ':gone', '+inf', '\255') end
 end
 id, buckets = found[2] or id, found[7] or buckets  -- its payload is already there
 local options = {'capacity_bytes', capacity_bytes, 'on_full', on_full, 'buckets', buckets}

@@ -22,8 +22,8 @@ for i = 1, #ids do
   local row = rows[i]
   if not row then return {'missing', rows, layouts, P.epoch} end
   if total <= most then
-    local kept = string.sub(row, 1, 8)
-    for at = 9, #row, REF do
+    local kept = string.sub(row, 1, HEAD)
+    for at = HEAD + 1, #row, REF do
       if not has_any or has_any[string.sub(row, at + 20, at + 23)] then
         local write, position, _, size = struct.unpack('<c16I4I4I8', row, at)
         total = total + size

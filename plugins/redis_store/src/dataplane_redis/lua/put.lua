@@ -28,7 +28,7 @@ end
 if mode == 'commit' then
   if not call('ZSCORE', BASE .. ':pending', write) then return {'abandoned'} end
 end
-local P = open_partition(name, nil, {'r', 't', 'o', 's', 'l', 'u', 'n', 'vw'})
+local P = open_partition(name, nil, {'r', 't', 'o', 's', 'l', 'u', 'n'})
 if not P then
   if mode == 'commit' then return refuse('stale', '') end
   return unknown_partition()
@@ -188,7 +188,7 @@ for i, id in ipairs(ids) do
   local after
   if not row then
     local seq = first_seq + i
-    after = struct.pack('<I8', seq) .. ref
+    after = struct.pack('<I8d', seq, now()) .. ref
     new_ids[#new_ids + 1] = id
     order_args[#order_args + 1], order_args[#order_args + 2] = seq, id
     if P.group then
@@ -198,9 +198,9 @@ for i, id in ipairs(ids) do
   elseif num_rows > 0 then
     local sig = signature(row)
     local plan = plan_of(sig)
-    local parts = {string.sub(row, 1, 8)}
+    local parts = {string.sub(row, 1, HEAD)}
     for k, stays in ipairs(plan.stays) do
-      local old = string.sub(row, 9 + REF * (k - 1), 8 + REF * k)
+      local old = string.sub(row, HEAD + 1 + REF * (k - 1), HEAD + REF * k)
       if stays then parts[#parts + 1] = old else freed[#freed + 1] = old end
     end
     parts[#parts + 1] = ref
@@ -232,7 +232,6 @@ for i, id in ipairs(ids) do
 end
 set_fields(P.at .. 'r', row_args)
 batched('ZADD', P.at .. 'o', order_args)
-if order_args[1] then note_time(P, order_args[1]) end
 set_fields(P.at .. 't', tag_args)
 local units = known_ids  -- those that are now whole or match may have an early seq
 if P.group then

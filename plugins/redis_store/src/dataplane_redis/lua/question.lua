@@ -2,21 +2,35 @@
 -- `Q.budget` is about how many rows a script may still look at for it.
 --
 --   Q.view, Q.F   the view, and the filter's state (nil: no filter)
+-- Seconds after which a queue expires whose view saw no new rows. If the list of the views was lost, nothing else names
+-- it. The next claim makes it again.
+local QUEUE_S = 24 * 3600
 local function open_question(P, view_name, filter, budget)
   local Q = {budget = budget}
   for _, view in ipairs(views_of(P)) do Q.view = view.name == view_name and view or Q.view end
-  Q.view = Q.view or open_view(P, view_name)
+  if not Q.view then
+    Q.view = open_view(P, view_name)
+    P.views[#P.views + 1] = Q.view
+  end
   Q.units = math.max(1, math.floor(CHUNK / (P.group or 1)))  -- units looked at per step
   Q.held = P.at .. 'h:' .. Q.view.task
-  if not Q.view.kept then call('ZADD', Q.view.ready, '0', MARK) else num_queued(Q.view) end
+  local is_listed, is_there = Q.view.kept ~= nil, call('EXISTS', Q.view.ready) == 1
+  if is_listed ~= is_there then unlink(filter_keys(P)) end  -- one was lost: what filters have seen of it is not so now
+  if not (is_listed and is_there) then  -- all rows are offered to it, again if it was lost
+    Q.view.mark, Q.view.kept = 0, nil
+    call('UNLINK', Q.view.ready)
+    call('ZADD', Q.view.ready, '0', MARK)
+  end
   if filter ~= '' then Q.F = open_filter(P, Q.view, filter) end
   return Q
 end
 
 local function save_question(P, Q)
   local view = Q.view
-  if view.mark ~= view.kept then call('HSET', P.at .. 'vw', view.name, view.mark) end
-  if not view.kept then P.views[#P.views + 1] = view end
+  if view.mark ~= view.kept then
+    call('HSET', P.at .. 'vw', view.name, view.mark)
+    call('PEXPIRE', view.ready, QUEUE_S * 1000)
+  end
   view.kept = view.mark
   if Q.F then save_filter(P, Q.F) end
 end

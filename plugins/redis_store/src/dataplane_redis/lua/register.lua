@@ -11,7 +11,7 @@ for i, task in ipairs(tasks) do args[#args + 1], args[#args + 2] = 't:' .. task,
 batched('HSET', meta, args)
 call('HSET', BASE .. ':parts', name, epoch)
 local P = find_partition(name)
-for _, part in ipairs({'r', 't', 's', 'n', 'k', 'vw'}) do call('HSET', P.at .. part, MARK, '') end
+for _, part in ipairs({'r', 't', 's', 'n', 'k'}) do call('HSET', P.at .. part, MARK, '') end
 for task = 0, P.ntasks - 1 do call('HSET', P.at .. 'h:' .. task, MARK, '') end
 call('ZADD', P.at .. 'o', '0', MARK)
 call('ZADD', P.at .. 'q', '+inf', MARK)

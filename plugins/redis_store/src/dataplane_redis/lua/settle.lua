@@ -1,22 +1,21 @@
--- Request: {mode, action, name, task_name, epoch ("": any), ids, tokens, lease_s, leases, budget (rows to give back),
--- request (its id or ""), kept_s (for how many seconds to keep that)}.
--- Settles all of the rows or none. Mode "all" does it at once. Many rows take several calls: "check", for each chunk of
--- ids, changes nothing; "split" moves rows that are only a part of a lease to a new lease, which nobody notices;
--- "commit" settles whole leases, all of them or none; "finish" returns more of the nacked rows to the pool.
+-- Request: {mode, action, name, task_name, epoch ("": any), ids, tokens, named (token -> how many of its rows the request
+-- has in all), into (lease -> the one into which its rows go), lease_s, leases, budget (rows to give back), request (its
+-- id or ""), kept_s (for how many seconds to keep that)}.
+-- Settles all of the rows or none. Mode "all" does it at once. Many rows take several calls: "split", for each chunk of
+-- ids, moves rows that are only a part of their lease into another one, which nobody notices; "commit" settles whole
+-- leases, all of them or none; "finish" returns more of the nacked rows to the pool.
 --
--- check  -> {"ok", epoch, group size or 0, {{lease, its token, rows of it in this chunk, in all}, ...}},
---           {"lost", ids} or {"part", group, named, held}
--- split  -> `leases`: {lease, the lease to put its rows into or "", ...}; {"ok", the same filled in}, or {"changed"}
--- commit -> `leases`: {lease, its token, its rows, ...}; {"ok", rows are left to give back}, or {"changed"}: check
---           again
--- all    -> as commit, or refused as check is
--- A request whose id is kept was carried out: check replies {"done"}, and all and commit reply {"ok", 0}.
+-- split  -> {"ok", epoch, group size or 0, {{lease, the one that has the rows now, its token, rows in this chunk}, ...}},
+--           {"lost", ids}, {"part", group, named, held} or {"changed"}: another client changed these leases, begin again
+-- commit -> `leases`: {lease, its token, its rows, ...}; {"ok", rows are left to give back}, or {"changed"}
+-- all    -> as commit, or refused as split is
+-- A request whose id is kept was carried out: split replies {"done"}, and all and commit reply {"ok", 0}.
 if is_done(request) then
   if mode ~= 'all' and mode ~= 'commit' then return {'done'} end
   leave_mark()
   return {'ok', 0}
 end
-local P, task = open_partition(name, task_name, {'r', 'l', 'k', 'q', 'vw'})
+local P, task = open_partition(name, task_name, {'r', 'l', 'k', 'q'})
 if not P then return unknown_partition() end
 if not task then return unknown_task(P) end
 local same = epoch == '' or epoch == P.epoch
@@ -50,9 +49,8 @@ local function look_up()
   return order, rows_of, gone
 end
 
--- Moves rows of a lease to an equal one: a new lease, or the one with the given number.
-local function split(from, number, rows)
-  local to = number ~= '' and read_lease(P, number)
+-- Moves rows of a lease to an equal one: a new lease, or `to`.
+local function split(from, to, rows)
   if not to then
     to = new_lease(P, 'L', from.task, from.token, from.holder)
     to.since = from.since
@@ -65,7 +63,7 @@ local function split(from, number, rows)
   return to
 end
 
-local function commit(lease)
+local function settle(lease)
   if action == 'ack' then
     give_for_good(P, lease, 'A')
   elseif action == 'renew' then
@@ -87,24 +85,11 @@ if mode == 'commit' then
       return {'changed'}
     end
   end
-  for i = 1, #leases, 3 do commit(read_lease(P, leases[i])) end
+  for i = 1, #leases, 3 do settle(read_lease(P, leases[i])) end
   keep_done(request, kept_s)
   return finish()
 end
 local order, rows_of, gone = look_up()
-if mode == 'split' then
-  if #gone > 0 then return {'changed'} end
-  for i = 1, #leases, 2 do  -- one that was settled meanwhile takes no rows
-    local from, number = read_lease(P, leases[i]), leases[i + 1]
-    local to = number ~= '' and read_lease(P, number)
-    if number ~= '' and (not is_leased(to) or (from and from.token ~= to.token)) then return {'changed'} end
-  end
-  for i = 1, #leases, 2 do
-    local from = read_lease(P, leases[i])
-    if from and rows_of[from] then leases[i + 1] = split(from, leases[i + 1], rows_of[from]).number end
-  end
-  return {'ok', leases}
-end
 if #gone > 0 then return {'lost', gone} end
 if P.group then  -- the request names all members that are held, or none
   local names, counts = distinct_groups(ids)
@@ -115,16 +100,18 @@ if P.group then  -- the request names all members that are held, or none
     if present ~= counts[unit] then return {'part', unit, counts[unit], present} end
   end
 end
-if mode == 'check' then
-  local found = {}
-  for _, lease in ipairs(order) do
-    found[#found + 1] = {lease.number, lease.token, #rows_of[lease], lease.rows}
+local found = {}
+for i, lease in ipairs(order) do
+  local rows, to = rows_of[lease], lease
+  if lease.rows ~= (mode == 'all' and #rows or named[lease.token]) then
+    local number = into[lease.number]
+    to = number and read_lease(P, number)
+    if number and (not is_leased(to) or to.token ~= lease.token) then return {'changed'} end  -- it was settled meanwhile
+    to = split(lease, to, rows)
   end
-  return {'ok', P.epoch, P.group or 0, found}
+  found[i] = {lease.number, to.number, to.token, #rows}
+  if mode == 'all' then settle(to) end
 end
-for _, lease in ipairs(order) do
-  local rows = rows_of[lease]
-  commit(#rows == lease.rows and lease or split(lease, '', rows))
-end
+if mode == 'split' then return {'ok', P.epoch, P.group or 0, found} end
 keep_done(request, kept_s)
 return finish()

@@ -1,0 +1,222 @@
+"""Servers and connections of the tests, and what several test files fill stores with."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import redis
+import torch
+from tensordict import TensorDict
+
+SMALL, LARGE = 3, 40_000  # values of a row: of a put in one script, and of one in several
+
+
+def columns(count, size=1, value=0):
+    """Rows of the field "x" with equal values."""
+    return TensorDict({"x": torch.full((count, size), value)}, batch_size=[count])
+
+
+def put(client, ids, tags=None, fields=("x",)):
+    """Puts a number of each field into partition "p", and the same tags for each sample."""
+    ones = TensorDict({field: torch.ones(len(ids)) for field in fields}, batch_size=[len(ids)])
+    client.put_samples(ids, "p", ones, None if tags is None else [tags] * len(ids))
+
+
+def wait_until(condition, timeout_s=60.0):
+    """Waits for a condition."""
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up, "waited too long"
+        time.sleep(0.02)
+
+
+def free_port():
+    """A port that nobody uses. It is none of those that the kernel gives to connections, so that it stays free."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", random.randrange(20_000, 32_768)))
+            return probe.getsockname()[1]
+
+
+class Ended(AssertionError):
+    """A server ended at its start."""
+
+
+class Server:
+    """A `redis-server` of a test's own, on TCP and a unix socket; as a node of a cluster with a bus port besides."""
+
+    def __init__(self, *settings, cluster=False, sentinel=False, binary="redis-server"):
+        self.folder = Path(tempfile.mkdtemp(prefix="dp-redis-"))
+        self.port = free_port()
+        self.socket = self.folder / "redis.sock"
+        self.bus_port = free_port() if cluster else None
+        self.settings = settings
+        self.sentinel = sentinel
+        self.binary = binary
+        if cluster:
+            node = ("--cluster-enabled", "yes", "--cluster-port", str(self.bus_port), "--cluster-node-timeout", "1000")
+            self.settings = (*node, *settings)
+        self.process = None
+
+    def start(self):
+        base = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", str(self.socket)]
+        if self.sentinel:
+            file = self.folder / "sentinel.conf"  # a sentinel rewrites it
+            file.touch()
+            words = [self.binary, str(file), "--sentinel", *base, "--dir", str(self.folder), *self.settings]
+        else:
+            base += ["--save", "", "--repl-diskless-sync-delay", "0"]
+            words = [self.binary, *base, "--dir", str(self.folder), *self.settings]
+        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        give_up = time.monotonic() + 20
+        while True:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(5)
+                probe.connect(str(self.socket))
+                probe.sendall(b"PING\r\n")
+                if not probe.recv(64).startswith(b"-LOADING"):
+                    return self
+            assert time.monotonic() < give_up, "the server does not answer"
+            if self.process.poll() is not None:
+                raise Ended(f"the server ended at its start, with {words}")
+            time.sleep(0.01)
+
+    @property
+    def url(self):
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    @contextlib.contextmanager
+    def stopped(self):
+        """It does not run in the block, and goes on after it."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def admin(self, *words):
+        """One command, past the backend."""
+        with redis.Redis(unix_socket_path=str(self.socket)) as client:
+            return client.execute_command(*words)
+
+    def info(self, section):
+        """What the server says of itself, past the backend."""
+        return self.admin("INFO", section)
+
+    def num_calls(self, command="evalsha"):
+        """How often a command was called."""
+        return self.info("commandstats").get(f"cmdstat_{command}", {}).get("calls", 0)
+
+    def is_in_cluster(self):
+        """Whether it says that every slot of its cluster is served."""
+        with contextlib.suppress(redis.exceptions.RedisError):
+            return b"cluster_state:ok" in self.admin("CLUSTER", "INFO")
+        return False
+
+    def move_slot(self, slot, target, others=(), whole=True):
+        """Moves the keys of a slot to another node; if not whole, the cluster still says that this node serves it."""
+        mine, its = (node.admin("CLUSTER", "MYID").decode() for node in (self, target))
+        target.admin("CLUSTER", "SETSLOT", slot, "IMPORTING", mine)
+        self.admin("CLUSTER", "SETSLOT", slot, "MIGRATING", its)
+        while keys := self.admin("CLUSTER", "GETKEYSINSLOT", slot, 100):
+            self.admin("MIGRATE", "127.0.0.1", target.port, "", 0, 10_000, "KEYS", *keys)
+        if whole:
+            for node in (target, self, *others):
+                node.admin("CLUSTER", "SETSLOT", slot, "NODE", its)
+
+    def follow(self, primary):
+        """Becomes a replica of another server, and returns once it has its data."""
+        self.admin("REPLICAOF", "127.0.0.1", primary.port)
+        wait_until(lambda: self.info("replication").get("master_link_status") == "up")
+        return self
+
+    def take_over(self, primary):
+        """Becomes the primary, at the socket of the one that died."""
+        self.admin("REPLICAOF", "NO", "ONE")
+        os.rename(self.socket, primary.socket)
+        self.socket = primary.socket
+
+    def end(self):
+        if self.process is not None:
+            self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Relay:
+    """Passes connections on to a server, and does with them what networks do.
+
+    Attributes:
+        url: Names it as a server.
+        pass_on: How many replies it passes on before it cuts their connection, after the server answered. None: all.
+        num_cuts: How often it did that.
+        refuses: Whether it closes a new connection at once.
+    """
+
+    def __init__(self, port, delay_s):
+        self.pass_on, self.num_cuts, self.refuses = None, 0, False
+        self._target, self._delay_s = port, delay_s
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._sockets, self._frozen = [], set()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def freeze(self):
+        """Connections that were made before hang from now on."""
+        self._frozen.update(self._sockets)
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                if self.refuses:
+                    client.close()
+                    continue
+                server = socket.create_connection(("127.0.0.1", self._target))
+                self._sockets += [client, server]
+                for call in ((client, server, False), (server, client, True)):
+                    self._threads.append(threading.Thread(target=self._pass, args=call))
+                    self._threads[-1].start()
+
+    def _pass(self, source, sink, replies):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if source in self._frozen:
+                    continue
+                if replies and self.pass_on is not None:
+                    self.pass_on -= 1
+                    if self.pass_on < 0:
+                        self.pass_on = None
+                        self.num_cuts += 1
+                        break
+                time.sleep(self._delay_s)
+                sink.sendall(data)
+        _shut(source, sink)
+
+    def close(self):
+        _shut(self._listener)
+        self._threads[0].join()  # so there is no further connection
+        _shut(*self._sockets)
+        for thread in self._threads:
+            thread.join()
+        for each in (*self._sockets, self._listener):
+            each.close()
+
+
+def _shut(*sockets):
+    for each in sockets:
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)

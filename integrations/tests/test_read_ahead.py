@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import bits
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataplane_core import KVBatchMeta, connect
@@ -113,10 +114,6 @@ def test_a_result_whose_wait_was_interrupted_is_discarded(monkeypatch: pytest.Mo
 # --- a worker that walks portions -------------------------------------------------------------------------------------
 
 
-def _bits(batch: BatchedDataDict) -> dict[str, Any]:
-    return {name: (column.shape, column.dtype, column.numpy().tobytes()) for name, column in batch.items()}
-
-
 @pytest.fixture
 def portions(write_rows: Callable[..., KVBatchMeta]) -> list[KVBatchMeta]:
     """Three portions of two rows."""
@@ -144,7 +141,7 @@ def test_portions_are_trained_on_as_if_each_were_a_call(
     for portion in portions:
         one_by_one.train_microbatch_presharded(portion)
     at_once.train_microbatches_presharded(portions, read_ahead=depth)
-    expected, found = ([_bits(batch) for _, batch in worker.seen] for worker in (one_by_one, at_once))
+    expected, found = ([bits(batch) for _, batch in worker.seen] for worker in (one_by_one, at_once))
     assert found == expected
     assert len(found) == 3
     assert at_once.finish_train_step_presharded()["all_mb_metrics"] == {"rows": [2, 2, 2]}
@@ -250,19 +247,13 @@ def test_the_leader_reads_ahead_and_its_siblings_get_each_portion_and_its_error(
 # --- the driver -------------------------------------------------------------------------------------------------------
 
 
-def _trainable(policy: DataPlanePolicy, meta: KVBatchMeta) -> KVBatchMeta:
-    width = max(meta.sequence_lengths or [])
-    columns = ("advantages", "prev_logprobs", "reference_policy_logprobs")
-    return policy.write_to_dataplane(meta, {name: torch.zeros(meta.size, width) for name in columns})
-
-
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_the_driver_trains_on_several_portions_in_one_call(
-    toy_worker: Any, client: DataPlaneClient, write_rows: Callable[..., KVBatchMeta], depth: int
+    toy_worker: Any, client: DataPlaneClient, trainable_rows: Callable[..., KVBatchMeta], depth: int
 ) -> None:
     workers = [toy_worker(0), toy_worker(1)]
     with DataPlanePolicy(InProcessWorkerGroup(workers), client, read_ahead=depth) as policy:
-        meta = _trainable(policy, write_rows([3, 5, 2, 2, 7, 1, 4, 4]))
+        meta = trainable_rows([3, 5, 2, 2, 7, 1, 4, 4])
         policy.begin_train_step(0.25)
         with pytest.raises(InvalidRequestError, match="shard_meta_for_dp"):
             policy.train_microbatches_from_metas([meta.slice(0, 4), meta.slice(4, 5)])

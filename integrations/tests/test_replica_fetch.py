@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dataplane_core import DataPlaneConfig, KVBatchMeta, connect
 from dataplane_core.batch import BatchedDataDict
-from dataplane_core.errors import DataPlaneError, InvalidRequestError, MissingDataError
+from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.ledger import commands
 from dataplane_core.middleware import Metrics
 from dataplane_integrations.errors import ReplicaLeaderError
@@ -107,24 +107,6 @@ def test_every_rank_preprocesses_what_the_leader_read(ranks: Any) -> None:
     first, second = ranks(2, run)
     assert first == ([(True, 0)], [[2, 4], [6, 8]], [[[0, 2]]], 1)
     assert second == ([(True, 1)], [[2, 4], [6, 8]], [[[0, 2]]], 0)
-
-
-def test_a_leaders_failed_fetch_fails_its_siblings_with_the_cause(ranks: Any) -> None:
-    def run(rank: int) -> tuple[Any, Any, str]:
-        worker, _, meta = _prepared((1, 2, 2))
-        meta.fields = ["input_ids", "advantages"]
-        try:
-            worker._fetch(meta)
-        except Exception as error:
-            return type(error), type(error.__cause__), str(error)
-        raise AssertionError("nothing was raised")
-
-    leader, *siblings = ranks(4, run)
-    assert leader[0] is MissingDataError
-    for kind, cause, message in siblings:
-        assert kind is ReplicaLeaderError
-        assert cause is MissingDataError
-        assert "advantages" in message
 
 
 def test_ranks_that_would_plan_unequal_microbatches_all_refuse(ranks: Any) -> None:

@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tiny_policy import microbatches
+from tiny_policy import CONTEXT, HEADS, VOCAB, WIDTH, microbatches
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -31,27 +31,12 @@ from dataplane_core.batch import BatchedDataDict
 from dataplane_integrations.trainer.megatron import MegatronDataPlaneMixin
 from dataplane_integrations.trainer.router_replay import RoutingReplay, lay_out_routed_experts
 
-VOCAB, WIDTH, HEADS, LAYERS, CONTEXT = 16, 16, 4, 2, 16
+LAYERS = 2
 LEARNING_RATE = 0.1
 PAD_MULTIPLE = 4
 
 #: How the model is spread, in `initialize_model_parallel`'s and `TransformerConfig`'s words.
 Layout = dict[str, Any]
-
-
-def batch_of(lengths: list[int], seed: int) -> BatchedDataDict:
-    """Rows of these many random tokens with random advantages, right-padded with 0."""
-    inside = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
-    generator = torch.Generator().manual_seed(seed)
-    return BatchedDataDict(
-        {
-            "input_ids": torch.randint(1, VOCAB, inside.shape, generator=generator) * inside,
-            "input_lengths": torch.tensor(lengths),
-            "token_mask": inside.float(),
-            "sample_mask": torch.ones(len(lengths)),
-            "advantages": torch.randn(inside.shape, generator=generator).where(inside, 0.0),
-        }
-    )
 
 
 class _CpuForCuda(TorchFunctionMode):

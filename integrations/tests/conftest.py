@@ -234,6 +234,14 @@ def client() -> Iterator[DataPlaneClient]:
 
 
 @pytest.fixture
+def worker(client: DataPlaneClient) -> ToyWorker:
+    """A worker that is attached to the store."""
+    made = ToyWorker()
+    made.setup_data_plane(client)
+    return made
+
+
+@pytest.fixture
 def lose(client: DataPlaneClient) -> Callable[..., None]:
     """``lose(partition_id, sample_id, field)`` deletes a payload behind the ledger's back, as a dead engine does."""
 

@@ -20,12 +20,6 @@ from dataplane_integrations.trainer.batching import Batching, DynamicBatching, S
 
 LENGTHS = [5, 2, 7, 3, 6, 4, 8, 2]
 IDS = ids_of(LENGTHS)
-CONFIG = {
-    "backend": "tq_simple",
-    "options": {"instance": "parallel-training"},
-    "middleware": ["metrics"],
-    "op_timeout_s": 120.0,
-}
 LAYOUTS = [
     pytest.param((2, 1, 2), Batching(dynamic=DynamicBatching(train_mb_tokens=16, sequence_length_round=4)), id="2x1x2"),
     pytest.param(
@@ -35,23 +29,16 @@ LAYOUTS = [
 
 
 @pytest.fixture(scope="module")
-def store(local_ray: Any) -> Iterator[tuple[DataPlaneClient, dict[str, Any]]]:
-    """The driver's client of a running store, and the config by which other processes attach to it."""
-    options = {**CONFIG["options"], "ray_address": local_ray.get_runtime_context().gcs_address}
-    with connect(CONFIG) as client:
-        yield client, {**CONFIG, "options": options}
-
-
-@pytest.fixture(scope="module")
-def attached_ranks(ranks: Any, store: Any) -> Iterator[Any]:
-    """Ranks that started after Ray: how to authenticate is in the environment that they inherit."""
-    pool = type(ranks)()
-    yield pool
-    pool.close()
+def store() -> Iterator[DataPlaneClient]:
+    """The driver's client of a private Redis server."""
+    options = {"namespace": "parallel-training"}
+    config = {"backend": "redis_store", "options": options, "middleware": ["metrics"], "op_timeout_s": 60}
+    with connect(config) as client:
+        yield client
 
 
 def _run(
-    rank: int, shape: tuple[int, int, int], packed: bool, config: dict[str, Any], shards: Shards, plain: KVBatchMeta
+    rank: int, shape: tuple[int, int, int], packed: bool, config: Any, shards: Shards, plain: KVBatchMeta
 ) -> dict[str, Any]:
     """What one rank does; returns what it saw."""
     seen = train_as_rank(lambda: TinyWorker(shape, packed), config, shards)
@@ -69,20 +56,19 @@ def _run(
 
 @pytest.mark.parametrize(("shape", "batching"), LAYOUTS)
 def test_a_mesh_trains_as_one_process_with_one_fetch_per_group_and_one_writer_per_key(
-    attached_ranks: Any, store: Any, shape: tuple[int, int, int], batching: Batching
+    ranks: Any, store: DataPlaneClient, shape: tuple[int, int, int], batching: Batching
 ) -> None:
-    client, config = store
-    client.register_partition("train", [], None, ["train"])
+    store.register_partition("train", [], None, ["train"])
     batch = batch_of(LENGTHS, seed=3)
-    meta = kv_first_write(batch, sample_ids=IDS, dp_client=client, partition_id="train")
+    meta = kv_first_write(batch, sample_ids=IDS, dp_client=store, partition_id="train")
     every_dtype = {f"as_{dtype}": random_bits(dtype, len(IDS), 3) for dtype in sorted(ALL_DTYPES, key=str)}
-    plain = client.put_samples(IDS, "train", every_dtype)
+    plain = store.put_samples(IDS, "train", every_dtype)
     shards = shards_of(meta, batching, shape[0], max(LENGTHS))
 
-    seen = attached_ranks(4, _run, shape, batching.packing is not None, config, shards, plain, timeout_s=60)
+    seen = ranks(4, _run, shape, batching.packing is not None, store.config, shards, plain, timeout_s=60)
 
     check_training(seen, shape[0], IDS, *in_one_process(batch, STEPS))
-    stored = client.get_samples(IDS, "train", ["prev_logprobs"])["prev_logprobs"]
+    stored = store.get_samples(IDS, "train", ["prev_logprobs"])["prev_logprobs"]
     assert [len(row) for row in stored.unbind()] == LENGTHS
     for rank in seen:
         assert rank["plain"] == bits(BatchedDataDict(every_dtype)), "by the leader's fetch or by its broadcast"

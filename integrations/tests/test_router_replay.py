@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -284,14 +285,21 @@ def test_routes_are_checked_once_and_missing_ones_are_refused_only_if_told(ranks
     assert not said
 
 
+@contextmanager
+def _alone(
+    layout: dict[str, Any], recorded: Tensor | None = None
+) -> Iterator[tuple[Any, DataPlaneClient, KVBatchMeta]]:
+    """A worker, the client of a store of its own, and the rows in it."""
+    with megatron_on_cpu(layout), connect({"backend": "noop"}) as client:
+        worker = TinyMegatronWorker(layout)
+        worker.setup_data_plane(client)
+        yield worker, client, _write(client, "train", recorded)
+
+
 def _read_wrong(rank: int) -> list[str]:
     """What a worker says of rows that name an expert twice, when it reads them."""
-    with megatron_on_cpu({}), connect({"backend": "noop"}) as client:
-        worker = TinyMegatronWorker({"experts": EXPERTS})
-        worker.setup_data_plane(client)
-        meta = _write(client, "train", torch.ones_like(_recorded()))
+    with _alone(LAYOUTS["one"], torch.ones_like(_recorded())) as (worker, _, meta):
         checks = []
-        assert worker.routing_replay is not None
         check = worker.routing_replay.check
         worker.routing_replay.check = lambda *args: (checks.append(1), check(*args))[1]
         return [_said(lambda: worker.get_logprobs_presharded(meta)), str(len(checks)), str(len(worker.installed))]
@@ -305,10 +313,7 @@ def test_rows_are_checked_when_they_are_read(ranks: Any) -> None:
 
 def _begin_every_call(rank: int) -> list[tuple[str, bool]]:
     """Per method that a worker runs for its driver, whether routers still had the experts of the call before."""
-    with megatron_on_cpu({}), connect({"backend": "noop"}) as client:
-        worker: Any = TinyMegatronWorker({"experts": EXPERTS})
-        worker.setup_data_plane(client)
-        meta = _write(client, "train", None)
+    with _alone(LAYOUTS["one"]) as (worker, _, meta):
         seen: list[tuple[str, bool]] = []
 
         def replace(name: str, result: Any) -> None:
@@ -447,11 +452,7 @@ def _record(rank: int, layout: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The experts that this rank recorded, and which tokens of a row they are for."""
     from megatron.core import parallel_state
 
-    with megatron_on_cpu(layout), connect({"backend": "noop"}) as client:
-        worker = TinyMegatronWorker(layout)
-        worker.setup_data_plane(client)
-        assert worker.replay is not None
-        meta = _write(client, "train", None)
+    with _alone(layout) as (worker, _, meta):
         data = worker._fetch(meta)
         with worker.replay.recording() as recorded:
             worker.get_logprobs(data)
@@ -473,16 +474,11 @@ def test_what_is_recorded_names_the_layers_of_this_stage_and_the_tokens_of_this_
 def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
     """Records a forward, replays what was recorded, and has the router choose otherwise afterwards."""
     seen: dict[str, Any] = {}
-    with megatron_on_cpu(layout), connect({"backend": "noop"}) as client:
-        worker = TinyMegatronWorker(layout)
-        worker.setup_data_plane(client)
-        assert worker.replay is not None
-        meta = _write(client, "train", None)
+    with _alone(layout) as (worker, client, meta):
         meta.fields = list(_batch())
         data = worker._fetch(meta)
         with worker.replay.recording() as recorded:
             generated = worker.get_logprobs(data)
-        assert generated is not None
         experts = recorded.routed_experts(len(LENGTHS))
         seen["shape"], seen["dtype"] = tuple(experts.shape), str(experts.dtype)
 
@@ -499,7 +495,6 @@ def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
                 if "router" in name:
                     parameter.neg_()  # chooses those that it chose last
         drifted = worker.get_logprobs(data)
-        assert drifted is not None
         seen["drifted"] = (drifted["logprobs"] - generated["logprobs"]).abs().max().item()
         seen["refusals"] = []
         right = worker.installed[-1]
@@ -515,7 +510,6 @@ def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
         seen["refusals"].append(_said(lambda: worker.get_logprobs(data)))
         worker.replay.clear()
         again = worker.get_logprobs(data)
-        assert again is not None
         seen["cleared"] = torch.equal(again["logprobs"], drifted["logprobs"])
 
         worker.get_logprobs_presharded(meta)  # replays, and leaves the experts of its last forward installed

@@ -16,13 +16,6 @@ from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
 Write = Callable[..., KVBatchMeta]
 
 
-@pytest.fixture
-def worker(toy_worker: Any, client: DataPlaneClient) -> Any:
-    made = toy_worker()
-    made.setup_data_plane(client)
-    return made
-
-
 def test_rows_come_in_the_order_of_the_meta(worker: Any, write_rows: Write) -> None:
     meta = write_rows([3, 1, 4, 2])
     fetched = worker._fetch(meta.subset([2, 0]))

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from tensordict import TensorDict
@@ -49,6 +49,8 @@ StorageKeyNotFoundError = MissingDataError
 _WAIT_S: Final = 3600.0
 #: Seconds between two looks of `async_get_meta`.
 _LOOK_S: Final = 0.1
+
+_T = TypeVar("_T")
 
 
 class _Look:
@@ -344,13 +346,7 @@ class TransferQueueClient:
             partition_id: Their partition.
             create: Whether to create those that do not exist, without fields.
         """
-        wanted = [keys] if isinstance(keys, str) else keys
-        if not isinstance(wanted, list):
-            raise TypeError("Only string or list of strings are allowed as `keys`.")
-        if not wanted:
-            raise ValueError("Received an empty list as keys.")
-        if not all(isinstance(key, str) for key in wanted):
-            raise TypeError("Not all elements in `keys` are strings.")
+        wanted = _listed("keys", keys, str)
         rows = find_rows(self.store, partition_id, wanted)
         if create and len(rows) < len(set(wanted)):
             known = {row.sample_id for row in rows}
@@ -368,13 +364,7 @@ class TransferQueueClient:
         Raises:
             RuntimeError: A row is not there, or has no key.
         """
-        wanted = [global_indexes] if isinstance(global_indexes, int) else global_indexes
-        if not isinstance(wanted, list):
-            raise TypeError("Only int or list of int are allowed as `global_indexes`.")
-        if not wanted:
-            raise ValueError("Received an empty list as `global_indexes`.")
-        if not all(isinstance(index, int) for index in wanted):
-            raise TypeError("Not all elements in `global_indexes` are int.")
+        wanted = _listed("global_indexes", global_indexes, int)
         keys = self._keys(wanted, partition_id)
         unknown = [index for index in wanted if index not in keys]
         if unknown:
@@ -463,6 +453,16 @@ class TransferQueueClient:
     async_kv_retrieve_meta = in_threads(kv_retrieve_meta)
     async_kv_retrieve_keys = in_threads(kv_retrieve_keys)
     async_kv_list = in_threads(kv_list)
+
+
+def _listed(what: str, given: list[_T] | _T, kind: type[_T]) -> list[_T]:
+    """One or several of a kind, as a list."""
+    found = [given] if isinstance(given, kind) else given
+    if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
+        raise TypeError(f"Only {kind.__name__} or list of {kind.__name__} are allowed as `{what}`.")
+    if not found:
+        raise ValueError(f"Received an empty list as `{what}`.")
+    return found
 
 
 def _check_wait(deadline: float, asked: Asked) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,24 +19,20 @@ GOOD, SOLVED, HOPELESS = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
 Generate = Callable[[Sequence[list[float]]], KVBatchMeta]
 
 
-def _generate(client: DataPlaneClient, generation: int, rewards: Sequence[list[float]]) -> KVBatchMeta:
-    ids = mint_sample_ids([f"r{generation}p{i}" for i in range(len(rewards))], 2)
-    lengths = list(range(1, len(ids) + 1))
-    meta = client.put_samples(ids, "train", {"input_ids": torch.ones(len(ids), 8, dtype=torch.int64)})
-    meta.sequence_lengths = lengths
-    meta.stamp_tags({"reward": [value for group in rewards for value in group], "input_lengths": lengths})
-    return meta
-
-
 @pytest.fixture
 def generate(client: DataPlaneClient) -> Generate:
     """Writes a generation of groups with the given rewards, under new ids."""
     client.register_partition("train", ["input_ids"], None, ["train"])
-    done: list[int] = []
+    numbers = itertools.count()
 
     def write(rewards: Sequence[list[float]]) -> KVBatchMeta:
-        done.append(1)
-        return _generate(client, len(done) - 1, rewards)
+        generation = next(numbers)
+        ids = mint_sample_ids([f"r{generation}p{i}" for i in range(len(rewards))], 2)
+        lengths = list(range(1, len(ids) + 1))
+        meta = client.put_samples(ids, "train", {"input_ids": torch.ones(len(ids), 8, dtype=torch.int64)})
+        meta.sequence_lengths = lengths
+        meta.stamp_tags({"reward": [value for group in rewards for value in group], "input_lengths": lengths})
+        return meta
 
     return write
 

@@ -19,7 +19,6 @@ __all__ = [
     "SamplingExhaustedError",
     "WorkerFailedError",
     "WorkerTimeoutError",
-    "noted_on",
 ]
 
 

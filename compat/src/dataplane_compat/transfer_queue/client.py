@@ -40,8 +40,6 @@ from dataplane_compat.transfer_queue.metadata import BatchMeta
 from dataplane_core.client import DataPlaneClient, common_fields
 from dataplane_core.errors import MissingDataError, UnknownPartitionError, UnknownTaskError, preview
 
-__all__ = ["StorageKeyNotFoundError", "TransferQueueClient"]
-
 #: What a read of rows or cells that are not there raises. It is a `KeyError`.
 StorageKeyNotFoundError = MissingDataError
 

@@ -1,7 +1,6 @@
 """`ReplayBuffer`: records the groups between rollouts and training. It holds metas and states, never a tensor.
 
-Here are its operations. `_state` has what they work on, `_groups` the record of a group, `_policies` the staleness
-rules.
+Here are its operations. `_state` has what they work on, `_policies` the staleness rules.
 """
 
 from __future__ import annotations

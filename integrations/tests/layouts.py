@@ -11,15 +11,33 @@ from typing import Any
 import numpy as np
 import torch
 from tiny_policy import loss_of
+from torch.distributed.device_mesh import init_device_mesh
 
-from dataplane_core import KVBatchMeta, shard_meta_for_dp
+from dataplane_core import DataPlaneConfig, KVBatchMeta, connect, shard_meta_for_dp
 from dataplane_core.errors import InvalidRequestError
+from dataplane_core.middleware import Metrics
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations.trainer.batching import Batching
+from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 
 STEPS = 3
 #: Per data-parallel rank: all its rows, and its rows of each portion of a split step.
 Shards = tuple[list[KVBatchMeta], list[list[KVBatchMeta]]]
+
+
+def worker_of_rank(
+    shape: tuple[int, int, int], columns: dict[str, Any], lengths: list[int], kind: type = FSDP2DataPlaneMixin
+) -> tuple[Any, Metrics, KVBatchMeta]:
+    """A worker whose process has a store of its own with the same rows as the others': what counts is who asks it."""
+    metrics = Metrics()
+    client = connect(DataPlaneConfig(backend="noop", middleware=[metrics]))
+    client.register_partition("train", list(columns), None, [])
+    meta = client.put_samples([f"p{row}_g0" for row in range(len(lengths))], "train", columns)
+    meta.sequence_lengths = lengths
+    worker = kind()
+    worker.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
+    worker.setup_data_plane(client)
+    return worker, metrics, meta
 
 
 def ids_of(lengths: Sequence[int]) -> list[str]:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from bits import bits
-from torch.distributed.device_mesh import init_device_mesh
+from layouts import worker_of_rank
 
-from dataplane_core import KVBatchMeta, connect
+from dataplane_core import KVBatchMeta
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, MissingDataError
@@ -208,7 +208,6 @@ def test_the_leader_reads_ahead_and_its_siblings_get_each_portion_and_its_error(
     def train(rank: int) -> Any:
         class Worker(FSDP2DataPlaneMixin):
             def __init__(self) -> None:
-                self.mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
                 self.seen: list[Any] = []
 
             def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None: ...
@@ -221,16 +220,10 @@ def test_the_leader_reads_ahead_and_its_siblings_get_each_portion_and_its_error(
 
             def abort_train_step(self) -> None: ...
 
-        client = connect({"backend": "noop"})
-        client.register_partition("train", ["input_ids"], None, [])
-        ids = [f"p{row}_g0" for row in range(8)]
         lengths = [1, 3, 2, 2, 4, 1, 2, 3]
-        rows = [torch.full((length,), row) for row, length in enumerate(lengths)]
-        meta = client.put_samples(ids, "train", {"input_ids": stack_or_nest(rows)})
-        meta.sequence_lengths = lengths
-        client.clear_samples(ids[6:7], "train")
-        worker = Worker()
-        worker.setup_data_plane(client)
+        rows = stack_or_nest([torch.full((length,), row) for row, length in enumerate(lengths)])
+        worker, _, meta = worker_of_rank((1, 1, 2), {"input_ids": rows}, lengths, Worker)
+        worker._require_dp_client().clear_samples(["p6_g0"], "train")
         worker.begin_train_step_presharded(None)
         try:
             worker.train_microbatches_presharded([meta.slice(row, row + 2) for row in (0, 2, 4, 6)], read_ahead=depth)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from layouts import worker_of_rank
 
-from dataplane_core import DataPlaneConfig, KVBatchMeta, connect
+from dataplane_core import KVBatchMeta
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.ledger import commands
@@ -23,22 +23,13 @@ from dataplane_testkit import backend_of
 SHAPES = [(2, 1, 2), (1, 2, 2), (2, 2, 1)]
 
 
-def _prepared(shape: tuple[int, ...]) -> tuple[Any, Any, KVBatchMeta]:
-    """A worker whose process has a store of its own with the rows: what counts here is who asks it."""
+class Worker(FSDP2DataPlaneMixin):
+    def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> dict[str, Any]:
+        return {"logprobs": -data["input_ids"].float()}
 
-    class Worker(FSDP2DataPlaneMixin):
-        def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> dict[str, Any]:
-            return {"logprobs": -data["input_ids"].float()}
 
-    metrics = Metrics()
-    client = connect(DataPlaneConfig(backend="noop", middleware=[metrics]))
-    client.register_partition("train", ["input_ids"], None, [])
-    meta = client.put_samples(["a_g0", "a_g1"], "train", {"input_ids": torch.tensor([[1, 2], [3, 4]])})
-    meta.sequence_lengths = [2, 2]
-    worker = Worker()
-    worker.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
-    worker.setup_data_plane(client)
-    return worker, metrics, meta
+def _prepared(shape: tuple[int, int, int]) -> tuple[Any, Metrics, KVBatchMeta]:
+    return worker_of_rank(shape, {"input_ids": torch.tensor([[1, 2], [3, 4]])}, [2, 2], Worker)
 
 
 def _calls(metrics: Metrics) -> dict[str, int]:
@@ -46,7 +37,7 @@ def _calls(metrics: Metrics) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_leader_alone_fetches_and_writes(ranks: Any, shape: tuple[int, ...]) -> None:
+def test_the_leader_alone_fetches_and_writes(ranks: Any, shape: tuple[int, int, int]) -> None:
     def run(rank: int) -> tuple[Any, ...]:
         worker, metrics, meta = _prepared(shape)
         fetched = worker._fetch(meta)["input_ids"].tolist()
@@ -71,13 +62,13 @@ def test_rows_that_are_read_before_the_call_are_read_once_and_all_ranks_hear_of_
         reads = _calls(metrics).get("get_samples", 0)
         if worker._is_replica_leader() and worker._local_coords()["data_parallel"] == 1:
             backend, deadline = backend_of(worker._dp_client), time.monotonic() + 60
-            lost = backend._ledger(deadline, commands.Locate("train", ["a_g1"], ["input_ids"]))
+            lost = backend._ledger(deadline, commands.Locate("train", ["p1_g0"], ["input_ids"]))
             backend._delete(lost.refs, deadline)
         found.append(worker.hold_presharded(meta))
         return worker._local_coords()["data_parallel"], worker._is_replica_leader(), found, reads
 
     for dp_rank, leads, found, reads in ranks(4, run):
-        assert found == [[], ["a_g1"] if dp_rank == 1 else []]
+        assert found == [[], ["p1_g0"] if dp_rank == 1 else []]
         assert reads == int(leads)
 
 

@@ -12,17 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import bits, random_bits
+from layouts import worker_of_rank
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import init_device_mesh
 
-from dataplane_core import DataPlaneConfig, KVBatchMeta, connect
+from dataplane_core import KVBatchMeta
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations.errors import ReplicaLeaderError
 from dataplane_integrations.trainer.broadcast import broadcast_from_leader
-from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 
 PAD_ID = 7
 
@@ -53,22 +52,13 @@ def _columns(lengths: list[int]) -> dict[str, list[Any]]:
 PAD_VALUES = {"input_ids": PAD_ID, "token_mask": 0, "generation_logprobs": 0, "routed_experts": -1, "advantages": 0}
 
 
-def _worker(lengths: list[int], world: int = 2, columns: Any = None) -> tuple[Any, Metrics, KVBatchMeta]:
-    """A worker whose process has a store of its own with the same rows as the other processes'."""
-    metrics = Metrics()
-    client = connect(DataPlaneConfig(backend="noop", middleware=[metrics]))
-    columns = _columns(lengths) if columns is None else columns
-    client.register_partition("train", list(columns), None, [])
+def _worker(lengths: list[int], columns: Any = None) -> tuple[Any, Metrics, KVBatchMeta]:
     fields = {
         name: stack_or_nest(rows) if isinstance(rows[0], torch.Tensor) else np.array([*rows, None], dtype=object)[:-1]
-        for name, rows in columns.items()
+        for name, rows in (_columns(lengths) if columns is None else columns).items()
     }
-    meta = client.put_samples([f"p{row}_g0" for row in range(len(lengths))], "train", fields)
-    meta.sequence_lengths = lengths
-    worker: Any = FSDP2DataPlaneMixin()
-    worker.mesh = init_device_mesh("cpu", (1, 1, world), mesh_dim_names=("dp", "cp", "tp"))
+    worker, metrics, meta = worker_of_rank((1, 1, 2), fields, lengths)
     worker.tokenizer = SimpleNamespace(pad_token_id=PAD_ID)
-    worker.setup_data_plane(client)
     return worker, metrics, meta
 
 

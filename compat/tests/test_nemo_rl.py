@@ -7,7 +7,6 @@ import inspect
 import os
 import pickle
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -313,13 +312,10 @@ print("the worker is done")
 """
 
 
-def test_a_script_runs_activated_and_its_workers_are_reached_by_config_and_client(tmp_path):
+def test_a_script_runs_activated_and_its_workers_are_reached_by_config_and_client(tmp_path, python):
     (tmp_path / "driver.py").write_text(DRIVER)
     (tmp_path / "worker.py").write_text(WORKER)
     paths = os.pathsep.join([str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "dataplane_compat.nemo_rl", "driver.py", f"nemo-{os.getpid()}"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = ["-m", "dataplane_compat.nemo_rl", "driver.py", f"nemo-{os.getpid()}"]
+    done = python.run(*command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths})
     assert done.stdout == "the worker is done\n"

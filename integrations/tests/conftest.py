@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -19,15 +19,17 @@ import pytest
 import torch
 
 from dataplane_core import DataPlaneConfig, KVBatchMeta, connect, kv_first_write
-from dataplane_core.batch import BatchedDataDict
+from dataplane_core.batch import BatchedDataDict, write_columns
 from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger import commands
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import DP_TRAIN_FIELDS
 from dataplane_integrations import DataPlaneWorkerMixin
 from dataplane_testkit import backend_of
 
-# `tiny_policy` and its like, beside this file
+# modules beside this file, which other processes cannot import: functions of theirs travel by value
+_HELPERS = ("bits", "layouts", "tiny_megatron", "tiny_policy")
 sys.path.insert(0, os.path.dirname(__file__))
 
 
@@ -97,8 +99,8 @@ class Ranks:
 
     def outcomes(self, world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 30.0) -> list[Any]:
         """Per rank what ``fn(rank, *args)`` returned, or the exception that it raised (EOFError: the rank died)."""
-        # the test's module is not importable in another process, so its functions travel by value
-        cloudpickle.register_pickle_by_value(sys.modules[fn.__module__])
+        for name in {fn.__module__, *_HELPERS} & sys.modules.keys():
+            cloudpickle.register_pickle_by_value(sys.modules[name])
         self._ensure(world)
         with tempfile.TemporaryDirectory() as folder:
             pipes = [pipe for _, pipe in self._processes[:world]]
@@ -232,6 +234,14 @@ def client() -> Iterator[DataPlaneClient]:
 
 
 @pytest.fixture
+def worker(client: DataPlaneClient) -> ToyWorker:
+    """A worker that is attached to the store."""
+    made = ToyWorker()
+    made.setup_data_plane(client)
+    return made
+
+
+@pytest.fixture
 def lose(client: DataPlaneClient) -> Callable[..., None]:
     """``lose(partition_id, sample_id, field)`` deletes a payload behind the ledger's back, as a dead engine does."""
 
@@ -241,6 +251,22 @@ def lose(client: DataPlaneClient) -> Callable[..., None]:
         backend_of(client)._delete(located.refs, deadline)
 
     return delete
+
+
+@pytest.fixture
+def no_clears(client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """``with no_clears():`` the store is away for whoever clears rows."""
+
+    def refuse(*_: Any) -> None:
+        raise BackendUnavailableError("the store is away")
+
+    @contextmanager
+    def away() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "clear_samples", refuse)
+            yield
+
+    return away
 
 
 def rollout_batch(lengths: list[int], first: int = 1) -> BatchedDataDict:
@@ -277,12 +303,29 @@ def write_rows(client: DataPlaneClient) -> Callable[..., KVBatchMeta]:
     return write
 
 
+@pytest.fixture
+def trainable_rows(client: DataPlaneClient, write_rows: Callable[..., KVBatchMeta]) -> Callable[..., KVBatchMeta]:
+    """As ``write_rows``, with the columns that training reads besides those of a rollout; all are 0."""
+
+    def write(lengths: list[int]) -> KVBatchMeta:
+        zeros = torch.zeros(len(lengths), max(lengths))
+        columns = dict.fromkeys(("advantages", "prev_logprobs", "reference_policy_logprobs"), zeros)
+        return write_columns(client, write_rows(lengths), columns, token_aligned_fields=columns)
+
+    return write
+
+
 # --- Ray --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def local_ray(ray_address: str) -> Any:
-    """Ray, with this process connected to the one that all files share."""
+def local_ray(ray_address: str, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Ray, with this process connected to the one that all files share. Its actors get the file's classes by value."""
     import ray
 
-    return ray
+    sent = [sys.modules[name] for name in {request.module.__name__, *_HELPERS} & sys.modules.keys()]
+    for module in sent:
+        ray.cloudpickle.register_pickle_by_value(module)
+    yield ray
+    for module in sent:
+        ray.cloudpickle.unregister_pickle_by_value(module)

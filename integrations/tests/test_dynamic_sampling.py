@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from dataplane_core import KVBatchMeta, connect
+from dataplane_core import KVBatchMeta
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError
 from dataplane_integrations.errors import SamplingExhaustedError
@@ -18,24 +19,20 @@ GOOD, SOLVED, HOPELESS = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
 Generate = Callable[[Sequence[list[float]]], KVBatchMeta]
 
 
-def _generate(client: DataPlaneClient, generation: int, rewards: Sequence[list[float]]) -> KVBatchMeta:
-    ids = mint_sample_ids([f"r{generation}p{i}" for i in range(len(rewards))], 2)
-    lengths = list(range(1, len(ids) + 1))
-    meta = client.put_samples(ids, "train", {"input_ids": torch.ones(len(ids), 8, dtype=torch.int64)})
-    meta.sequence_lengths = lengths
-    meta.stamp_tags({"reward": [value for group in rewards for value in group], "input_lengths": lengths})
-    return meta
-
-
 @pytest.fixture
 def generate(client: DataPlaneClient) -> Generate:
     """Writes a generation of groups with the given rewards, under new ids."""
     client.register_partition("train", ["input_ids"], None, ["train"])
-    done: list[int] = []
+    numbers = itertools.count()
 
     def write(rewards: Sequence[list[float]]) -> KVBatchMeta:
-        done.append(1)
-        return _generate(client, len(done) - 1, rewards)
+        generation = next(numbers)
+        ids = mint_sample_ids([f"r{generation}p{i}" for i in range(len(rewards))], 2)
+        lengths = list(range(1, len(ids) + 1))
+        meta = client.put_samples(ids, "train", {"input_ids": torch.ones(len(ids), 8, dtype=torch.int64)})
+        meta.sequence_lengths = lengths
+        meta.stamp_tags({"reward": [value for group in rewards for value in group], "input_lengths": lengths})
+        return meta
 
     return write
 
@@ -123,17 +120,12 @@ def test_any_error_on_the_way_clears_the_rows_of_the_step(
 
 @pytest.mark.parametrize("then", ["add", "take", "discard"])
 def test_rows_that_could_not_be_cleared_are_cleared_with_the_next_call(
-    client: DataPlaneClient, generate: Generate, monkeypatch: pytest.MonkeyPatch, then: str
+    client: DataPlaneClient, generate: Generate, no_clears: Any, then: str
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise BackendUnavailableError("the store is away")
-
     sampling = DynamicSampling(client, num_groups=2, group_size=2, max_generations=2, allow_fewer=True)
     sampling.add(generate([SOLVED]))
-    with monkeypatch.context() as patch:
-        patch.setattr(client, "clear_samples", refuse)
-        with pytest.raises(BackendUnavailableError):
-            sampling.add(generate([GOOD, HOPELESS, GOOD] if then == "take" else [GOOD, HOPELESS]))
+    with no_clears(), pytest.raises(BackendUnavailableError):
+        sampling.add(generate([GOOD, HOPELESS, GOOD] if then == "take" else [GOOD, HOPELESS]))
     if then == "add":
         sampling.max_generations = 3
         sampling.add(generate([GOOD]))
@@ -238,15 +230,3 @@ def test_rules() -> None:
 def test_numbers_below_one_are_refused(client: DataPlaneClient, name: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"{name} is 0"):
         DynamicSampling(client, **{"num_groups": 1, "group_size": 1, name: 0})
-
-
-def test_over_a_store_of_several_processes(local_ray: Any) -> None:
-    config = {"backend": "tq_simple", "options": {"instance": "dynamic-sampling"}, "op_timeout_s": 120}
-    with connect(config) as client:
-        client.register_partition("train", ["input_ids"], None, ["train"], grpo_group_size=2)
-        plan = [[GOOD, SOLVED], [HOPELESS, GOOD, GOOD]]
-        sampling = DynamicSampling(client, num_groups=2, group_size=2)
-        meta = sampling.collect(lambda n: _generate(client, n, plan[n]))
-        assert meta.sample_ids == ["r0p0_g0", "r0p0_g1", "r1p1_g0", "r1p1_g1"]
-        assert sorted(client.list_samples("train").sample_ids) == sorted(meta.sample_ids)
-        assert client.get_data(meta, ["input_ids"])["input_ids"].shape == (4, 8)

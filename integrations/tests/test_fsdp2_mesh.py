@@ -11,12 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dataplane_core import connect
 from dataplane_core.errors import DataPlaneError
-from dataplane_integrations.trainer.fsdp2 import (
-    FSDP2DataPlaneMixin,
-    mesh_coords,
-    mesh_data_parallel_group,
-    mesh_replica_group,
-)
+from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 
 LAYOUTS = {
     "pure data parallel": ((4,), ("dp",)),
@@ -29,16 +24,17 @@ LAYOUTS = {
 }
 
 
+class Worker(FSDP2DataPlaneMixin):
+    def __init__(self, shape: tuple[int, ...], names: tuple[str, ...] | None) -> None:
+        self.device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_that_share_rows_form_one_group_with_the_leader_first(ranks: Any, layout: str) -> None:
     shape, names = LAYOUTS[layout]
 
     def describe(rank: int) -> tuple[Any, ...]:
-        class Worker(FSDP2DataPlaneMixin):
-            def __init__(self) -> None:
-                self.device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-        worker = Worker()
+        worker = Worker(shape, names)
         group = worker._get_replica_group()
         assert worker._get_replica_group() is group, "built once"
         across = worker._get_data_parallel_group()
@@ -61,13 +57,10 @@ def test_ranks_that_share_rows_form_one_group_with_the_leader_first(ranks: Any, 
 
 def test_a_rank_that_cannot_attach_keeps_no_other_waiting(ranks: Any) -> None:
     def attach(rank: int) -> str:
-        class Worker(FSDP2DataPlaneMixin):
-            def __init__(self) -> None:
-                self.device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
+        worker = Worker((2, 2), ("dp", "tp"))
         missing = {"backend": "shm_store", "attach_wait_s": 0, "options": {"namespace": f"nowhere-{rank}"}}
         try:
-            Worker().setup_data_plane(missing if rank == 0 else connect({"backend": "noop"}))
+            worker.setup_data_plane(missing if rank == 0 else connect({"backend": "noop"}))
         except DataPlaneError as error:
             return type(error).__name__
         return "attached"
@@ -77,8 +70,8 @@ def test_a_rank_that_cannot_attach_keeps_no_other_waiting(ranks: Any) -> None:
 
 def test_one_rank_alone_has_no_group(ranks: Any) -> None:
     def groups(rank: int) -> list[Any]:
-        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-        return [mesh_replica_group(mesh), mesh_data_parallel_group(mesh), mesh_coords(mesh)]
+        worker = Worker((1, 1), ("dp", "tp"))
+        return [worker._get_replica_group(), worker._get_data_parallel_group(), worker._local_coords()]
 
     assert ranks(1, groups) == [[None, None, {"data_parallel": 0, "tensor_parallel": 0}]]
 
@@ -88,7 +81,7 @@ def test_a_mesh_that_does_not_say_who_shares_rows_is_refused(ranks: Any) -> None
         said = []
         for names in (None, ("dp", "ep")):
             try:
-                mesh_coords(init_device_mesh("cpu", (1, 1), mesh_dim_names=names))
+                Worker((1, 1), names)._local_coords()
             except DataPlaneError as error:
                 said.append(str(error))
         return said

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import cloudpickle
 import pytest
-import tiny_megatron
-import tiny_policy
 import torch
 import torch.distributed as dist
 from tiny_megatron import megatron_on_cpu
@@ -29,16 +25,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
     "context, data": ({"context": 2}, [[0, 1], [2, 3]]),
     "context, pipeline": ({"context": 2, "pipeline": 2}, [[0, 1, 2, 3]]),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _by_value() -> Iterator[None]:
-    modules = (tiny_policy, tiny_megatron)
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    yield
-    for module in modules:
-        cloudpickle.unregister_pickle_by_value(module)
 
 
 def _describe(rank: int, layouts: dict[str, Any]) -> dict[str, Any]:

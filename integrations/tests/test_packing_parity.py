@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tiny_policy
 import torch
-from tiny_policy import TinyPolicy, logprobs_of, loss_of, microbatches
+from bits import bits
+from tiny_policy import TinyPolicy, batch_of, logprobs_of, loss_of, microbatches
 
 from dataplane_core import connect, kv_first_write, shard_meta_for_dp
 from dataplane_core.batch import BatchedDataDict
@@ -50,15 +50,7 @@ def _batch() -> BatchedDataDict:
     generator = torch.Generator().manual_seed(11)
     lengths = torch.randint(1, tiny_policy.CONTEXT + 1, (ROWS,), generator=generator)
     lengths[0] = tiny_policy.CONTEXT
-    inside = torch.arange(tiny_policy.CONTEXT) < lengths.unsqueeze(1)
-    columns = {
-        "input_ids": torch.randint(1, tiny_policy.VOCAB, inside.shape, generator=generator) * inside,
-        "input_lengths": lengths,
-        "token_mask": inside.float(),
-        "sample_mask": torch.ones(ROWS),
-        "advantages": torch.randn(inside.shape, generator=generator).where(inside, 0.0),
-    }
-    batch = BatchedDataDict(columns)
+    batch = batch_of(lengths.tolist(), seed=12)
     with torch.no_grad():
         batch["prev_logprobs"] = logprobs_of(TinyPolicy(), batch, packed=False)
     return batch
@@ -80,15 +72,6 @@ def _over(plane: DataPlaneClient, batching: Batching) -> list[BatchedDataDict]:
     reader = Reader()
     reader.setup_data_plane(plane)
     return [reader._attach_or_repack_pack_metadata(reader._fetch(shard), shard)[0] for shard in metas]
-
-
-def _bytes_of(shard: BatchedDataDict) -> dict[str, Any]:
-    """Columns, dtypes and plan of a shard as bytes."""
-    columns = {
-        name: (str(column.dtype), tuple(column.shape), column.contiguous().numpy().tobytes())
-        for name, column in shard.items()
-    }
-    return {**columns, **{key: pickle.dumps(getattr(shard, key)) for key in PLAN_KEYS}}
 
 
 def _losses(shards: list[BatchedDataDict], packed: bool) -> list[float]:
@@ -117,7 +100,9 @@ def test_shards_and_plans_over_the_plane_are_those_in_memory_to_the_byte(plane: 
     in_memory, over_plane = _in_memory(WAYS[way]), _over(plane, WAYS[way])
     assert len(over_plane) == SHARDS
     for here, there in zip(in_memory, over_plane, strict=True):
-        assert _bytes_of(there) == _bytes_of(here)
+        assert dict(bits(there)) == dict(bits(here))
+        for key in PLAN_KEYS:
+            assert getattr(there, key) == getattr(here, key)
         assert (here.micro_batch_indices is None) == (way == "neither")
     packed = way.startswith("packing")
     assert _losses(over_plane, packed) == _losses(in_memory, packed)

@@ -16,7 +16,6 @@ from dataplane_core.errors import (
     InvalidRequestError,
     InvalidTypeError,
     LostSamplesError,
-    MissingDataError,
 )
 from dataplane_core.schema import DP_TRAIN_FIELDS, GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations import DataPlanePolicy
@@ -105,13 +104,6 @@ def test_a_stamp_that_later_rows_outgrow_is_renewed(policy: DataPlanePolicy, wri
     assert joined.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 12
 
 
-def test_arguments_of_training_reach_the_workers(policy: DataPlanePolicy, write_rows: Write) -> None:
-    meta = write_rows(LENGTHS)
-    columns = {name: torch.zeros(8, 7) for name in ("advantages", "prev_logprobs", "reference_policy_logprobs")}
-    result = policy.train_from_meta(policy.write_to_dataplane(meta, columns), 1.0, eval_mode=True, gbs=4, mbs=2)
-    assert result["arguments"] == (True, 4, 2)
-
-
 # --- rows that the store has lost -------------------------------------------------------------------------------------
 
 
@@ -159,9 +151,9 @@ def replacing(workers: list[Any], client: DataPlaneClient, rollouts: Rollouts) -
 
 
 def test_lost_rows_are_produced_again_before_anything_is_computed(
-    replacing: DataPlanePolicy, workers: list[Any], write_rows: Write, rollouts: Rollouts, lose: Any, client: Any
+    replacing: DataPlanePolicy, workers: list[Any], trainable_rows: Write, rollouts: Rollouts, lose: Any, client: Any
 ) -> None:
-    meta = replacing.write_to_dataplane(write_rows(LENGTHS), {name: torch.zeros(8, 7) for name in COLUMNS})
+    meta = trainable_rows(LENGTHS)
     lose("train", "p0_g1", "input_ids")
     lose("train", "p3_g1", "token_mask")
     rollouts.loses_again = 1
@@ -194,9 +186,9 @@ def test_rows_that_are_lost_again_and_again_end_the_call_with_their_names(
 
 
 def test_portions_of_a_step_are_replaced_too(
-    replacing: DataPlanePolicy, workers: list[Any], write_rows: Write, rollouts: Rollouts, lose: Any
+    replacing: DataPlanePolicy, workers: list[Any], trainable_rows: Write, rollouts: Rollouts, lose: Any
 ) -> None:
-    meta = replacing.write_to_dataplane(write_rows(LENGTHS), {name: torch.zeros(8, 7) for name in COLUMNS})
+    meta = trainable_rows(LENGTHS)
     replacing.begin_train_step(1.0)
     for portion in (meta.slice(0, 4), meta.slice(4, 8)):
         lose("train", portion.sample_ids[0], "input_ids")
@@ -218,7 +210,7 @@ def _without_lost_groups(meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
 def test_global_batches_have_fewer_rows_when_rows_were_left_out(
     workers: list[Any],
     client: DataPlaneClient,
-    write_rows: Write,
+    trainable_rows: Write,
     lose: Any,
     lost_in: str,
     num_rows: int,
@@ -229,7 +221,7 @@ def test_global_batches_have_fewer_rows_when_rows_were_left_out(
     group = InProcessWorkerGroup(workers)
     batching = Batching(global_batch_size=gbs)
     with DataPlanePolicy(group, client, batching=batching, replace_lost=_without_lost_groups) as policy:
-        meta = _trainable(policy, write_rows([3] * num_rows))
+        meta = trainable_rows([3] * num_rows)
         if lost_in == "logprobs":
             lose("train", "p1_g0", "input_ids")
         meta = policy.get_logprobs_from_meta(meta)
@@ -242,29 +234,29 @@ def test_global_batches_have_fewer_rows_when_rows_were_left_out(
 
 
 def test_rows_that_are_no_whole_global_batches_are_refused_if_none_was_left_out(
-    workers: list[Any], client: DataPlaneClient, write_rows: Write
+    workers: list[Any], client: DataPlaneClient, trainable_rows: Write
 ) -> None:
     group = InProcessWorkerGroup(workers)
     with DataPlanePolicy(group, client, replace_lost=_without_lost_groups) as policy:
         with pytest.raises(InvalidRequestError, match="not a multiple of batch_size 6"):
-            policy.train_from_meta(_trainable(policy, write_rows(LENGTHS)), 1.0, gbs=6)
+            policy.train_from_meta(trainable_rows(LENGTHS), 1.0, gbs=6)
         assert client.list_samples("train").size == 8
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_rows_that_were_read_for_a_call_that_failed_are_never_trained_on(
-    workers: list[Any], client: DataPlaneClient, write_rows: Write, rollouts: Rollouts, make_batch: Any, depth: int
+    workers: list[Any], client: DataPlaneClient, trainable_rows: Write, rollouts: Rollouts, make_batch: Any, depth: int
 ) -> None:
     group = InProcessWorkerGroup(workers)
     with DataPlanePolicy(group, client, replace_lost=rollouts, read_ahead=depth) as policy:
-        meta = _trainable(policy, write_rows(LENGTHS))
+        meta = trainable_rows(LENGTHS)
         portions = [meta.slice(0, 4), meta.slice(4, 8)]
         workers[0].fail_in = "train"
         with pytest.raises(WorkerFailedError, match="broke in train"):
             policy.train_from_meta(portions[0], 1.0)  # worker 1 has read its rows and is not called
         batch = make_batch(LENGTHS, first=100)
-        kv_first_write(batch, sample_ids=meta.sample_ids, dp_client=client, partition_id="train")
-        meta = _trainable(policy, meta)
+        columns = {name: torch.zeros(8, 7) for name in COLUMNS}
+        kv_first_write({**batch, **columns}, sample_ids=meta.sample_ids, dp_client=client, partition_id="train")
         policy.begin_train_step(1.0)
         policy.train_microbatches_from_metas(portions)
         policy.finish_train_step()
@@ -300,9 +292,9 @@ class Timer:
 
 
 def test_a_timer_measures_the_phases_of_each_call(
-    policy: DataPlanePolicy, workers: list[Any], write_rows: Write
+    policy: DataPlanePolicy, workers: list[Any], trainable_rows: Write
 ) -> None:
-    meta = policy.write_to_dataplane(write_rows(LENGTHS), {name: torch.zeros(8, 7) for name in COLUMNS})
+    meta = trainable_rows(LENGTHS)
     timer = Timer(workers)
     policy.get_logprobs_from_meta(meta, timer=timer)
     policy.get_reference_policy_logprobs_from_meta(meta, timer=timer)
@@ -334,7 +326,7 @@ def test_sizes_of_batches_come_from_the_config_unless_the_call_says(
     with DataPlanePolicy(InProcessWorkerGroup(workers), client, batching=batching, train_fields=fields) as policy:
         meta = write_rows(LENGTHS)
         assert policy.train_from_meta(meta, 1.0)["arguments"] == (False, 4, 2)
-        assert policy.train_from_meta(meta, 1.0, gbs=8, mbs=1)["arguments"] == (False, 8, 1)
+        assert policy.train_from_meta(meta, 1.0, eval_mode=True, gbs=8, mbs=1)["arguments"] == (True, 8, 1)
         # rows of the first global batch come first on both ranks
         assert [data["input_lengths"].tolist() for _, data in workers[0].seen] == [[4, 1, 6, 5], [4, 1, 3, 2]]
 
@@ -381,25 +373,15 @@ def test_the_reference_policy_does_not_read_the_policys_routes_unless_told(
     assert reads == {"get_logprobs": True, "get_reference_policy_logprobs": told}
 
 
-@pytest.mark.parametrize("call", ["get_logprobs", "get_reference_policy_logprobs"])
+@pytest.mark.parametrize("call", ["get_logprobs", "get_reference_policy_logprobs", "train"])
 def test_rows_are_cleared_although_a_worker_raised(
-    policy: DataPlanePolicy, workers: list[Any], write_rows: Write, client: DataPlaneClient, call: str
+    policy: DataPlanePolicy, workers: list[Any], trainable_rows: Write, client: DataPlaneClient, call: str
 ) -> None:
-    meta = write_rows(LENGTHS)
+    meta = trainable_rows(LENGTHS)
     workers[1].fail_in = call
-    with pytest.raises(WorkerFailedError, match="policy worker 1 failed while computing.*broke in " + call) as caught:
-        getattr(policy, f"{call}_from_meta")(meta)
+    with pytest.raises(WorkerFailedError, match="policy worker 1 failed while.*ing.*broke in " + call) as caught:
+        getattr(policy, f"{call}_from_meta")(meta, *([1.0] if call == "train" else []))
     assert isinstance(caught.value.__cause__, RuntimeError)
-    assert _is_cleared(client, meta)
-
-
-def test_rows_are_cleared_although_training_raised(
-    policy: DataPlanePolicy, write_rows: Write, client: DataPlaneClient
-) -> None:
-    meta = write_rows(LENGTHS)
-    with pytest.raises(WorkerFailedError, match="advantages") as caught:  # nobody wrote them
-        policy.train_from_meta(meta, 1.0)
-    assert isinstance(caught.value.__cause__, MissingDataError)
     assert _is_cleared(client, meta)
 
 
@@ -428,15 +410,6 @@ def test_rows_stay_when_they_are_refused_before_a_worker_is_called(
         getattr(policy, call)(meta, *([1.0] if call == "train_from_meta" else []))
     assert client.list_samples("train").size == len(lengths)
     assert [worker.seen for worker in workers] == [[], []]
-
-
-def test_rows_stay_when_a_global_batch_does_not_divide_them(
-    policy: DataPlanePolicy, write_rows: Write, client: DataPlaneClient
-) -> None:
-    meta = write_rows(LENGTHS)
-    with pytest.raises(InvalidRequestError, match="shard_meta_for_dp"):
-        policy.train_from_meta(meta, 1.0, gbs=5)
-    assert client.list_samples("train").size == len(LENGTHS)
 
 
 def test_partitions_are_opened_afresh_and_emptied(
@@ -506,26 +479,10 @@ def test_close_is_idempotent_and_leaves_a_given_client_open(workers: list[Any], 
 # --- the split step ---------------------------------------------------------------------------------------------------
 
 
-def _trainable(policy: DataPlanePolicy, meta: KVBatchMeta) -> KVBatchMeta:
-    width = max(meta.sequence_lengths or [])
-    columns = ("advantages", "prev_logprobs", "reference_policy_logprobs")
-    return policy.write_to_dataplane(meta, {name: torch.zeros(meta.size, width) for name in columns})
-
-
-def test_a_split_step_trains_on_portions(policy: DataPlanePolicy, write_rows: Write) -> None:
-    meta = _trainable(policy, write_rows(LENGTHS))
-    policy.begin_train_step(0.25)
-    policy.train_microbatch_from_meta(meta.slice(0, 4))
-    policy.train_microbatch_from_meta(meta.slice(4, 8))
-    result = policy.finish_train_step()
-    assert result["loss"].tolist() == [0.25]
-    assert result["all_mb_metrics"] == {"rows": [2, 2, 2, 2]}
-
-
 def test_a_failing_portion_aborts_the_step_and_clears_all_its_rows(
-    policy: DataPlanePolicy, workers: list[Any], write_rows: Write, client: DataPlaneClient
+    policy: DataPlanePolicy, workers: list[Any], trainable_rows: Write, client: DataPlaneClient
 ) -> None:
-    meta = _trainable(policy, write_rows(LENGTHS))
+    meta = trainable_rows(LENGTHS)
     policy.begin_train_step(1.0)
     policy.train_microbatch_from_meta(meta.slice(0, 4))
     workers[1].fail_in = "train_microbatch"
@@ -538,9 +495,9 @@ def test_a_failing_portion_aborts_the_step_and_clears_all_its_rows(
 
 
 def test_a_portion_that_cannot_be_read_aborts_the_step_and_clears_all_its_rows(
-    replacing: DataPlanePolicy, workers: list[Any], write_rows: Write, client: DataPlaneClient
+    replacing: DataPlanePolicy, workers: list[Any], trainable_rows: Write, client: DataPlaneClient
 ) -> None:
-    meta = _trainable(replacing, write_rows(LENGTHS))
+    meta = trainable_rows(LENGTHS)
     replacing.begin_train_step(1.0)
     replacing.train_microbatch_from_meta(meta.slice(0, 4))
     client.clear_samples(meta.sample_ids[4:5], "train")
@@ -553,20 +510,22 @@ def test_a_portion_that_cannot_be_read_aborts_the_step_and_clears_all_its_rows(
 
 
 def test_a_portion_that_is_refused_leaves_the_step_open_and_all_rows_there(
-    policy: DataPlanePolicy, write_rows: Write, client: DataPlaneClient
+    policy: DataPlanePolicy, trainable_rows: Write, client: DataPlaneClient
 ) -> None:
-    meta = _trainable(policy, write_rows([*LENGTHS, 17, 1]))
+    meta = trainable_rows([*LENGTHS, 17, 1])
     policy.begin_train_step(0.25)
     policy.train_microbatch_from_meta(meta.slice(0, 4))
     with pytest.raises(InvalidRequestError, match="shard_meta_for_dp"):
         policy.train_microbatch_from_meta(meta.slice(8, 10))
     assert client.list_samples("train").size == 10
     policy.train_microbatch_from_meta(meta.slice(4, 8))
-    assert policy.finish_train_step()["all_mb_metrics"] == {"rows": [2, 2, 2, 2]}
+    result = policy.finish_train_step()
+    assert result["loss"].tolist() == [0.25]
+    assert result["all_mb_metrics"] == {"rows": [2, 2, 2, 2]}
 
 
-def test_an_aborted_step_keeps_its_rows(policy: DataPlanePolicy, write_rows: Write, client: DataPlaneClient) -> None:
-    meta = _trainable(policy, write_rows(LENGTHS))
+def test_an_aborted_step_keeps_rows(policy: DataPlanePolicy, trainable_rows: Write, client: DataPlaneClient) -> None:
+    meta = trainable_rows(LENGTHS)
     policy.abort_train_step()
     policy.begin_train_step(1.0)
     with pytest.raises(InvalidRequestError, match="a step is open"):
@@ -577,9 +536,9 @@ def test_an_aborted_step_keeps_its_rows(policy: DataPlanePolicy, write_rows: Wri
 
 
 def test_training_beside_an_open_step_is_refused_and_keeps_the_rows(
-    policy: DataPlanePolicy, write_rows: Write, client: DataPlaneClient
+    policy: DataPlanePolicy, trainable_rows: Write, client: DataPlaneClient
 ) -> None:
-    meta = _trainable(policy, write_rows(LENGTHS))
+    meta = trainable_rows(LENGTHS)
     policy.begin_train_step(1.0)
     with pytest.raises(InvalidRequestError, match="train_from_meta refused: a step is open"):
         policy.train_from_meta(meta, 1.0)

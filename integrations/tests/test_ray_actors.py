@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +9,8 @@ import pytest
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.errors import PlacementError, WorkerFailedError
 from dataplane_integrations.ray import ActorRequest, check_placement, start_actors
+
+pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 class Rank:
@@ -25,18 +25,11 @@ class Rank:
         return self.rank * scale
 
 
-@pytest.fixture(autouse=True)
-def _by_value(local_ray: Any) -> Iterator[None]:
-    local_ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    yield
-    local_ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-
-
 def _requests(count: int, **options: Any) -> list[ActorRequest]:
     return [ActorRequest(name=f"worker {i}", cls=Rank, args=(i,), **options) for i in range(count)]
 
 
-def test_several_actors_share_a_cpu_and_form_a_worker_group(local_ray: Any) -> None:
+def test_several_actors_share_a_cpu_and_form_a_worker_group() -> None:
     with start_actors(_requests(4, num_cpus=0.25), timeout_s=60) as group:
         workers = group.workers(["worker 3", "worker 1"], dp_ranks=[0, 0])
         assert workers.call("where", [(), ()], {"scale": 10}, timeout_s=30, doing="asking") == [30, 10]
@@ -48,7 +41,7 @@ def test_several_actors_share_a_cpu_and_form_a_worker_group(local_ray: Any) -> N
     check_placement(_requests(8, num_cpus=1))  # waits until Ray has noticed that they have ended
 
 
-def test_too_few_cpus_are_said_with_numbers(local_ray: Any) -> None:
+def test_too_few_cpus_are_said_with_numbers() -> None:
     with pytest.raises(
         PlacementError, match=r"3 actors cannot be placed: they ask for 9\.5 logical CPUs, the cluster has 8, .* free"
     ) as caught:
@@ -57,7 +50,8 @@ def test_too_few_cpus_are_said_with_numbers(local_ray: Any) -> None:
     assert "num_cpus=" in caught.value.hint
 
 
-def test_cpus_that_others_hold_count(local_ray: Any) -> None:
+def test_cpus_that_others_hold_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataplane_integrations.ray.actors._SETTLE_S", 0.0)  # nothing has ended
     with (
         start_actors(_requests(2, num_cpus=3)),
         pytest.raises(PlacementError, match=r"ask for 2\.5 logical CPUs, the cluster has 8, 2 of them free"),
@@ -65,12 +59,12 @@ def test_cpus_that_others_hold_count(local_ray: Any) -> None:
         check_placement([ActorRequest(name="rollout", cls=Rank, num_cpus=2.5)])
 
 
-def test_gpus_that_the_cluster_lacks_are_said(local_ray: Any) -> None:
+def test_gpus_that_the_cluster_lacks_are_said() -> None:
     with pytest.raises(PlacementError, match="ask for 4 GPUs, the cluster has 0"):
         check_placement(_requests(4, num_gpus=1))
 
 
-def test_an_actor_larger_than_every_node_is_named(local_ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_larger_than_every_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     # two nodes of 4: the sum would do; a second node takes longer to start than all these tests
     monkeypatch.setattr("dataplane_integrations.ray.actors._nodes", lambda: [{"CPU": 4.0}, {"CPU": 4.0}])
     requests = [ActorRequest(name="small", cls=Rank), ActorRequest(name="large", cls=Rank, num_cpus=6)]
@@ -78,14 +72,14 @@ def test_an_actor_larger_than_every_node_is_named(local_ray: Any, monkeypatch: p
         check_placement(requests)
 
 
-def test_a_constructor_that_raises_ends_the_others(local_ray: Any) -> None:
+def test_a_constructor_that_raises_ends_the_others() -> None:
     broken = ActorRequest(name="worker 4", cls=Rank, args=(4,), kwargs={"fail": True})
     with pytest.raises(WorkerFailedError, match=r"worker 4.*rank 4 has no weights"):
         start_actors([*_requests(2), broken], timeout_s=60)
     check_placement(_requests(8, num_cpus=1))
 
 
-def test_actors_that_do_not_come_up_are_named_with_the_clusters_state(local_ray: Any) -> None:
+def test_actors_that_do_not_come_up_are_named_with_the_clusters_state() -> None:
     with pytest.raises(PlacementError, match=r"no answer from worker 0.*The cluster has 8 logical CPUs"):
         start_actors(_requests(1), timeout_s=0.01)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,6 +13,8 @@ import pytest
 from dataplane_core.errors import InvalidRequestError, MissingDataError
 from dataplane_integrations.errors import ReplicaLeaderError, WorkerFailedError, WorkerTimeoutError
 from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
+
+GROUP_MODULE = "dataplane_integrations.ray.worker_group"
 
 
 class Actor:
@@ -41,7 +42,6 @@ class Actor:
 
 @pytest.fixture(scope="module")
 def group(local_ray: Any) -> Iterator[RayWorkerGroup]:
-    local_ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     actors = [
         local_ray.remote(Actor).options(num_cpus=0.1, max_concurrency=8, max_restarts=-1).remote() for _ in range(3)
     ]
@@ -68,7 +68,10 @@ def test_calls_run_at_the_same_time(group: RayWorkerGroup) -> None:
     assert max(begun for begun, _ in spans) < min(ended for _, ended in spans)
 
 
-def test_the_first_failure_ends_the_wait_and_is_the_cause(group: RayWorkerGroup) -> None:
+def test_the_first_failure_ends_the_wait_and_is_the_cause(
+    group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{GROUP_MODULE}._CAUSE_GRACE_S", 0.1)
     error = _fail(group, "hang", "leader", "hang")
     assert str(error).startswith("policy worker 1 failed while training: MissingDataError: [tq_simple] 'a_g0' lacks")
     assert isinstance(error.__cause__, MissingDataError)
@@ -80,7 +83,7 @@ def test_the_first_failure_ends_the_wait_and_is_the_cause(group: RayWorkerGroup)
 def test_a_leaders_own_error_is_told_rather_than_its_siblings(
     group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataplane_integrations.ray.worker_group._CAUSE_GRACE_S", 60.0)
+    monkeypatch.setattr(f"{GROUP_MODULE}._CAUSE_GRACE_S", 60.0)
     error = _fail(group, "sibling", "peer", "leader")
     assert error.worker == "policy worker 2"
 
@@ -97,17 +100,15 @@ def test_after_a_failure_the_others_have_the_grace_together(
     failing, other, _ = group._actors
     calls = {"first": failing.fail.remote("leader"), **{str(n): other.echo.remote(n) for n in range(20)}}
     monkeypatch.setattr(local_ray, "wait", an_answer_every_2_s)
-    monkeypatch.setattr("dataplane_integrations.ray.worker_group.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("dataplane_integrations.ray.worker_group._CAUSE_GRACE_S", 3.0)
+    monkeypatch.setattr(f"{GROUP_MODULE}.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(f"{GROUP_MODULE}._CAUSE_GRACE_S", 3.0)
     with pytest.raises(WorkerFailedError, match="first failed"):
         wait_for_all(calls, timeout_s=60.0, doing="training")
     assert now == [5.0], "the failure came after 2 s"
 
 
 def test_a_death_explains_the_errors_of_its_peers(group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "dataplane_integrations.ray.worker_group._CAUSE_GRACE_S", 60.0
-    )  # Ray may take seconds to see a death
+    monkeypatch.setattr(f"{GROUP_MODULE}._CAUSE_GRACE_S", 60.0)  # Ray may take seconds to see a death
     error = _fail(group, "peer", "die", "sibling", timeout_s=90.0)
     assert error.worker == "policy worker 1"
     assert error.died

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from bits import bits
+from layouts import worker_of_rank
 
-from dataplane_core import KVBatchMeta, connect
+from dataplane_core import KVBatchMeta
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, MissingDataError
@@ -113,10 +114,6 @@ def test_a_result_whose_wait_was_interrupted_is_discarded(monkeypatch: pytest.Mo
 # --- a worker that walks portions -------------------------------------------------------------------------------------
 
 
-def _bits(batch: BatchedDataDict) -> dict[str, Any]:
-    return {name: (column.shape, column.dtype, column.numpy().tobytes()) for name, column in batch.items()}
-
-
 @pytest.fixture
 def portions(write_rows: Callable[..., KVBatchMeta]) -> list[KVBatchMeta]:
     """Three portions of two rows."""
@@ -144,7 +141,7 @@ def test_portions_are_trained_on_as_if_each_were_a_call(
     for portion in portions:
         one_by_one.train_microbatch_presharded(portion)
     at_once.train_microbatches_presharded(portions, read_ahead=depth)
-    expected, found = ([_bits(batch) for _, batch in worker.seen] for worker in (one_by_one, at_once))
+    expected, found = ([bits(batch) for _, batch in worker.seen] for worker in (one_by_one, at_once))
     assert found == expected
     assert len(found) == 3
     assert at_once.finish_train_step_presharded()["all_mb_metrics"] == {"rows": [2, 2, 2]}
@@ -211,7 +208,6 @@ def test_the_leader_reads_ahead_and_its_siblings_get_each_portion_and_its_error(
     def train(rank: int) -> Any:
         class Worker(FSDP2DataPlaneMixin):
             def __init__(self) -> None:
-                self.mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
                 self.seen: list[Any] = []
 
             def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None: ...
@@ -224,16 +220,10 @@ def test_the_leader_reads_ahead_and_its_siblings_get_each_portion_and_its_error(
 
             def abort_train_step(self) -> None: ...
 
-        client = connect({"backend": "noop"})
-        client.register_partition("train", ["input_ids"], None, [])
-        ids = [f"p{row}_g0" for row in range(8)]
         lengths = [1, 3, 2, 2, 4, 1, 2, 3]
-        rows = [torch.full((length,), row) for row, length in enumerate(lengths)]
-        meta = client.put_samples(ids, "train", {"input_ids": stack_or_nest(rows)})
-        meta.sequence_lengths = lengths
-        client.clear_samples(ids[6:7], "train")
-        worker = Worker()
-        worker.setup_data_plane(client)
+        rows = stack_or_nest([torch.full((length,), row) for row, length in enumerate(lengths)])
+        worker, _, meta = worker_of_rank((1, 1, 2), {"input_ids": rows}, lengths, Worker)
+        worker._require_dp_client().clear_samples(["p6_g0"], "train")
         worker.begin_train_step_presharded(None)
         try:
             worker.train_microbatches_presharded([meta.slice(row, row + 2) for row in (0, 2, 4, 6)], read_ahead=depth)
@@ -250,19 +240,13 @@ def test_the_leader_reads_ahead_and_its_siblings_get_each_portion_and_its_error(
 # --- the driver -------------------------------------------------------------------------------------------------------
 
 
-def _trainable(policy: DataPlanePolicy, meta: KVBatchMeta) -> KVBatchMeta:
-    width = max(meta.sequence_lengths or [])
-    columns = ("advantages", "prev_logprobs", "reference_policy_logprobs")
-    return policy.write_to_dataplane(meta, {name: torch.zeros(meta.size, width) for name in columns})
-
-
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_the_driver_trains_on_several_portions_in_one_call(
-    toy_worker: Any, client: DataPlaneClient, write_rows: Callable[..., KVBatchMeta], depth: int
+    toy_worker: Any, client: DataPlaneClient, trainable_rows: Callable[..., KVBatchMeta], depth: int
 ) -> None:
     workers = [toy_worker(0), toy_worker(1)]
     with DataPlanePolicy(InProcessWorkerGroup(workers), client, read_ahead=depth) as policy:
-        meta = _trainable(policy, write_rows([3, 5, 2, 2, 7, 1, 4, 4]))
+        meta = trainable_rows([3, 5, 2, 2, 7, 1, 4, 4])
         policy.begin_train_step(0.25)
         with pytest.raises(InvalidRequestError, match="shard_meta_for_dp"):
             policy.train_microbatches_from_metas([meta.slice(0, 4), meta.slice(4, 5)])

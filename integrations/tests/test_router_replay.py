@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import tiny_megatron
-import tiny_policy
 import torch
 import torch.distributed as dist
 from tiny_megatron import TinyMegatronWorker, megatron_on_cpu
-from tiny_policy import loss_of
+from tiny_policy import batch_of, loss_of
 from torch import Tensor
 
 from dataplane_core import KVBatchMeta, connect, kv_first_write
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import DataPlaneError, InvalidRequestError, MissingDataError, UnsupportedOperationError
+from dataplane_core.errors import InvalidRequestError, MissingDataError, UnsupportedOperationError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.errors import WorkerFailedError
@@ -35,6 +34,7 @@ from dataplane_integrations.trainer.router_replay import (
 )
 
 LENGTHS = [5, 2, 7, 3]
+IDS = [f"p{row}_g0" for row in range(len(LENGTHS))]
 WIDTH = 8
 EXPERTS, CHOSEN = 4, 2
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -54,6 +54,11 @@ def _recorded() -> Tensor:
         experts[row, length - 1] = -1
         experts[row, length:] = 0
     return experts
+
+
+def _batch(recorded: Tensor | None = None) -> BatchedDataDict:
+    experts = {} if recorded is None else {ROUTED_EXPERTS_FIELD: recorded}
+    return BatchedDataDict({**batch_of(LENGTHS, seed=5), **experts})
 
 
 # --- the column -------------------------------------------------------------------------------------------------------
@@ -83,10 +88,8 @@ class Rollout(DataPlaneRolloutMixin):
     """Makes the first write of a rollout that must have recorded its routing."""
 
     def write(self, batch: BatchedDataDict) -> KVBatchMeta:
-        ids = [f"p{i}_g0" for i in range(len(LENGTHS))]
-        return self._first_write(
-            batch, sample_ids=ids, partition_id="train", required_fields=[ROUTED_EXPERTS_FIELD]
-        ).meta
+        options = {"partition_id": "train", "required_fields": [ROUTED_EXPERTS_FIELD]}
+        return self._first_write(batch, sample_ids=IDS, **options).meta
 
 
 def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane: DataPlaneClient, toy_worker: Any) -> None:
@@ -96,9 +99,7 @@ def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane: DataPlaneCl
     group = InProcessWorkerGroup(workers)
     with DataPlanePolicy(group, plane, router_replay=True, train_fields=["input_ids", "input_lengths"]) as policy:
         policy.prepare_step()
-        meta = rollout.write(
-            BatchedDataDict({**tiny_megatron.batch_of(LENGTHS, seed=5), ROUTED_EXPERTS_FIELD: _recorded()})
-        )
+        meta = rollout.write(_batch(_recorded()))
         policy.get_logprobs_from_meta(meta)
         policy.train_from_meta(meta, 1.0)
 
@@ -113,7 +114,7 @@ def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane: DataPlaneCl
             columns = (data["input_ids"], data[ROUTED_EXPERTS_FIELD], data["input_lengths"].tolist())
             for ids, experts, length in zip(*columns, strict=True):
                 row = LENGTHS.index(length)
-                assert torch.equal(ids[:length], tiny_megatron.batch_of(LENGTHS, seed=5)["input_ids"][row, :length])
+                assert torch.equal(ids[:length], _batch()["input_ids"][row, :length])
                 assert torch.equal(experts[:length], _recorded()[row, :length])
                 assert bool((experts[length:] == -1).all()), "padding names no expert"
 
@@ -123,17 +124,14 @@ def test_rows_without_their_routing_are_refused_at_the_write(plane: DataPlaneCli
     rollout.setup_data_plane(plane)
     plane.register_partition("train", [], None, ["train"])
     with pytest.raises(InvalidRequestError, match="the batch has no 'routed_experts', which is required"):
-        rollout.write(tiny_megatron.batch_of(LENGTHS, seed=5))
+        rollout.write(_batch())
     assert plane.list_samples("train").size == 0
 
 
 def test_rows_without_their_routing_are_refused_at_the_fetch(plane: DataPlaneClient, toy_worker: Any) -> None:
-    ids = [f"p{i}_g0" for i in range(len(LENGTHS))]
     with DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), plane, router_replay=True) as policy:
         policy.prepare_step()
-        meta = kv_first_write(
-            tiny_megatron.batch_of(LENGTHS, seed=5), sample_ids=ids, dp_client=plane, partition_id="train"
-        )
+        meta = kv_first_write(_batch(), sample_ids=IDS, dp_client=plane, partition_id="train")
         with pytest.raises(WorkerFailedError) as caught:
             policy.get_logprobs_from_meta(meta)
     assert isinstance(caught.value.__cause__, MissingDataError)
@@ -287,14 +285,21 @@ def test_routes_are_checked_once_and_missing_ones_are_refused_only_if_told(ranks
     assert not said
 
 
+@contextmanager
+def _alone(
+    layout: dict[str, Any], recorded: Tensor | None = None
+) -> Iterator[tuple[Any, DataPlaneClient, KVBatchMeta]]:
+    """A worker, the client of a store of its own, and the rows in it."""
+    with megatron_on_cpu(layout), connect({"backend": "noop"}) as client:
+        worker = TinyMegatronWorker(layout)
+        worker.setup_data_plane(client)
+        yield worker, client, _write(client, "train", recorded)
+
+
 def _read_wrong(rank: int) -> list[str]:
     """What a worker says of rows that name an expert twice, when it reads them."""
-    with megatron_on_cpu({}), connect({"backend": "noop"}) as client:
-        worker = TinyMegatronWorker({"experts": EXPERTS})
-        worker.setup_data_plane(client)
-        meta = _write(client, "train", torch.ones_like(_recorded()))
+    with _alone(LAYOUTS["one"], torch.ones_like(_recorded())) as (worker, _, meta):
         checks = []
-        assert worker.routing_replay is not None
         check = worker.routing_replay.check
         worker.routing_replay.check = lambda *args: (checks.append(1), check(*args))[1]
         return [_said(lambda: worker.get_logprobs_presharded(meta)), str(len(checks)), str(len(worker.installed))]
@@ -308,10 +313,7 @@ def test_rows_are_checked_when_they_are_read(ranks: Any) -> None:
 
 def _begin_every_call(rank: int) -> list[tuple[str, bool]]:
     """Per method that a worker runs for its driver, whether routers still had the experts of the call before."""
-    with megatron_on_cpu({}), connect({"backend": "noop"}) as client:
-        worker: Any = TinyMegatronWorker({"experts": EXPERTS})
-        worker.setup_data_plane(client)
-        meta = _write(client, "train", None)
+    with _alone(LAYOUTS["one"]) as (worker, _, meta):
         seen: list[tuple[str, bool]] = []
 
         def replace(name: str, result: Any) -> None:
@@ -349,24 +351,14 @@ def test_each_call_of_the_driver_begins_with_routers_that_choose_for_themselves(
 @pytest.fixture(scope="module")
 def store() -> Iterator[DataPlaneClient]:
     """The driver's client of a private Redis server, with the rows and their recorded experts in it."""
-    for module in (tiny_policy, tiny_megatron):
-        cloudpickle.register_pickle_by_value(module)
     options = {"namespace": "replay-model"}
     with connect({"backend": "redis_store", "options": options, "op_timeout_s": 60}) as client:
         yield client
-    for module in (tiny_policy, tiny_megatron):
-        cloudpickle.unregister_pickle_by_value(module)
 
 
 def _write(client: DataPlaneClient, partition_id: str, recorded: Tensor | None) -> KVBatchMeta:
     client.register_partition(partition_id, [], None, ["train"])
-    ids = [f"p{i}_g0" for i in range(len(LENGTHS))]
-    batch = (
-        tiny_megatron.batch_of(LENGTHS, seed=5)
-        if recorded is None
-        else BatchedDataDict({**tiny_megatron.batch_of(LENGTHS, seed=5), ROUTED_EXPERTS_FIELD: recorded})
-    )
-    meta = kv_first_write(batch, sample_ids=ids, dp_client=client, partition_id=partition_id)
+    meta = kv_first_write(_batch(recorded), sample_ids=IDS, dp_client=client, partition_id=partition_id)
     meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = WIDTH
     return meta
 
@@ -408,7 +400,7 @@ def _route(rank: int, layout: dict[str, Any], config: Any, metas: dict[str, KVBa
 
 def _route_by(worker: TinyMegatronWorker, config: Any, meta: KVBatchMeta) -> dict[str, Any]:
     worker.setup_data_plane(config)
-    meta.fields = list(tiny_megatron.batch_of(LENGTHS, seed=5))
+    meta.fields = list(_batch())
     own = _choices(worker, lambda: worker.get_logprobs(worker._fetch(meta), 2))
     meta = meta.with_fields([ROUTED_EXPERTS_FIELD])
     used = _choices(worker, lambda: worker.get_logprobs_presharded(meta, 2))
@@ -460,11 +452,7 @@ def _record(rank: int, layout: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The experts that this rank recorded, and which tokens of a row they are for."""
     from megatron.core import parallel_state
 
-    with megatron_on_cpu(layout), connect({"backend": "noop"}) as client:
-        worker = TinyMegatronWorker(layout)
-        worker.setup_data_plane(client)
-        assert worker.replay is not None
-        meta = _write(client, "train", None)
+    with _alone(layout) as (worker, _, meta):
         data = worker._fetch(meta)
         with worker.replay.recording() as recorded:
             worker.get_logprobs(data)
@@ -486,16 +474,11 @@ def test_what_is_recorded_names_the_layers_of_this_stage_and_the_tokens_of_this_
 def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
     """Records a forward, replays what was recorded, and has the router choose otherwise afterwards."""
     seen: dict[str, Any] = {}
-    with megatron_on_cpu(layout), connect({"backend": "noop"}) as client:
-        worker = TinyMegatronWorker(layout)
-        worker.setup_data_plane(client)
-        assert worker.replay is not None
-        meta = _write(client, "train", None)
-        meta.fields = list(tiny_megatron.batch_of(LENGTHS, seed=5))
+    with _alone(layout) as (worker, client, meta):
+        meta.fields = list(_batch())
         data = worker._fetch(meta)
         with worker.replay.recording() as recorded:
             generated = worker.get_logprobs(data)
-        assert generated is not None
         experts = recorded.routed_experts(len(LENGTHS))
         seen["shape"], seen["dtype"] = tuple(experts.shape), str(experts.dtype)
 
@@ -512,7 +495,6 @@ def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
                 if "router" in name:
                     parameter.neg_()  # chooses those that it chose last
         drifted = worker.get_logprobs(data)
-        assert drifted is not None
         seen["drifted"] = (drifted["logprobs"] - generated["logprobs"]).abs().max().item()
         seen["refusals"] = []
         right = worker.installed[-1]
@@ -521,19 +503,13 @@ def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
         beyond = right.clone()
         beyond[0, 1, 0, 0] = EXPERTS
         for wrong in (right[:, :, :1], right.float(), twice, beyond):
-            try:
-                worker.replay.install(wrong)
-                worker.replay.check(wrong)
-            except DataPlaneError as error:
-                seen["refusals"].append(str(error))
+            seen["refusals"].append(
+                _said(lambda wrong=wrong: (worker.replay.install(wrong), worker.replay.check(wrong)))
+            )
         worker.replay.install(right[:, :4])
-        try:
-            worker.get_logprobs(data)
-        except DataPlaneError as error:
-            seen["refusals"].append(str(error))
+        seen["refusals"].append(_said(lambda: worker.get_logprobs(data)))
         worker.replay.clear()
         again = worker.get_logprobs(data)
-        assert again is not None
         seen["cleared"] = torch.equal(again["logprobs"], drifted["logprobs"])
 
         worker.get_logprobs_presharded(meta)  # replays, and leaves the experts of its last forward installed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,12 +67,10 @@ class Worker(DataPlaneWorkerMixin):
 
 @pytest.fixture
 def actors(local_ray: Any, tmp_path: Path) -> Iterator[list[Any]]:
-    local_ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     started = [local_ray.remote(Worker).options(num_cpus=0.5).remote(rank, tmp_path / "released") for rank in range(2)]
     yield started
     for actor in started:
         local_ray.kill(actor)
-    local_ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 def test_a_failed_portion_is_told_while_another_worker_is_still_busy_with_it(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from tiny_policy import TinyWorker, batch_of, in_one_process, loss_of
 
 from dataplane_core import KVBatchMeta
 from dataplane_core.batch import BatchedDataDict
@@ -23,7 +20,6 @@ from dataplane_integrations.errors import WorkerFailedError
 from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
 from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
 from dataplane_integrations.trainer.batching import Batching, DynamicBatching
-from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 from dataplane_testkit._timing import STARTS_S, eventually
 
 pytestmark = pytest.mark.long  # `make test` has a whole run of the example over the same backend and workers
@@ -36,35 +32,12 @@ CONFIG = {
 }
 
 
-def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 16))
-
-
-def make_batch() -> BatchedDataDict:
-    inside = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(1)
-    tokens = torch.randint(1, 16, inside.shape, generator=torch.Generator().manual_seed(1))
-    return BatchedDataDict(
-        {
-            "input_ids": tokens * inside,
-            "input_lengths": torch.tensor(LENGTHS),
-            "generation_logprobs": torch.zeros(inside.shape),
-            "token_mask": inside.float(),
-            "sample_mask": torch.ones(len(LENGTHS)),
-        }
-    )
-
-
-def logprobs_of(model: nn.Module, data: BatchedDataDict) -> torch.Tensor:
-    ids = data["input_ids"]
-    logprobs: torch.Tensor = model(ids).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    return logprobs
-
-
-def loss_of(logprobs: torch.Tensor, data: BatchedDataDict, tokens: float) -> torch.Tensor:
-    ratio = (logprobs - data["prev_logprobs"]).exp()
-    loss: torch.Tensor = -(ratio * data["advantages"] * data["token_mask"]).sum() / tokens
-    return loss
+def generated() -> BatchedDataDict:
+    """What the rollout makes: the driver adds the advantages."""
+    batch = batch_of(LENGTHS, seed=1)
+    batch["generation_logprobs"] = torch.zeros(batch["input_ids"].shape)
+    del batch["advantages"]
+    return batch
 
 
 class Rollout(DataPlaneRolloutMixin):
@@ -72,74 +45,40 @@ class Rollout(DataPlaneRolloutMixin):
 
     def generate(self, step: int, partition_id: str) -> RolloutReceipt:
         ids = mint_sample_ids([f"s{step}_p{i}" for i in range(4)], 2)
-        return self._first_write(make_batch(), sample_ids=ids, partition_id=partition_id)
+        return self._first_write(generated(), sample_ids=ids, partition_id=partition_id)
 
     def generate_again(self, sample_ids: list[str], rows: list[int], partition_id: str) -> RolloutReceipt:
-        return self._first_write(make_batch().select_indices(rows), sample_ids=sample_ids, partition_id=partition_id)
+        return self._first_write(generated().select_indices(rows), sample_ids=sample_ids, partition_id=partition_id)
 
 
-class Worker(FSDP2DataPlaneMixin):
-    """A policy worker with a real model."""
+class Worker(TinyWorker):
+    """A policy worker with a real model, in a process of its own."""
 
     def __init__(self, rank: int, port: int) -> None:
         torch.set_num_threads(1)
         self.rank = rank
         self.port = port
+        self.broken = False
 
     def start(self) -> int:
         store = dist.TCPStore("127.0.0.1", self.port, 2, self.rank == 0)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=2, timeout=timedelta(seconds=40))
-        self.mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        self.model = make_model()
-        fully_shard(self.model, mesh=self.mesh)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        super().__init__((2, 1, 1))
+        self.optimizer.param_groups[0]["lr"] = 0.0  # every step is from the same weights
         return self.rank
 
     def break_next(self) -> None:
         self.broken = True
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> dict[str, Any]:
-        if getattr(self, "broken", False):
+        if self.broken:
             raise RuntimeError("the worker broke")
-        with torch.no_grad():
-            return {"logprobs": logprobs_of(self.model, data)}
-
-    def get_reference_policy_logprobs(
-        self, data: BatchedDataDict, micro_batch_size: int | None = None
-    ) -> dict[str, Any]:
-        return {"reference_logprobs": self.get_logprobs(data)["logprobs"]}
-
-    def train(
-        self,
-        data: BatchedDataDict,
-        loss_fn: Any,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-    ) -> dict[str, Any]:
-        tokens = data["token_mask"].sum()
-        dist.all_reduce(tokens)
-        total = torch.zeros(())
-        parts = []
-        for microbatch in data.make_microbatch_iterator_with_dynamic_shapes():
-            loss = loss_fn(logprobs_of(self.model, microbatch), microbatch, tokens.item())
-            (loss * 2).backward()  # FSDP averages over the two ranks
-            total += loss.detach()
-            parts.append(loss.item())
-        dist.all_reduce(total)
-        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        self.optimizer.zero_grad()
-        return {
-            "global_loss": total.reshape(1),
-            "grad_norm": norm.full_tensor().reshape(1),
-            "all_mb_metrics": {"loss": parts},
-        }
+        return super().get_logprobs(data, micro_batch_size)
 
 
 @pytest.fixture(scope="module")
 def run(local_ray: Any) -> Iterator[tuple[Any, list[Any], DataPlanePolicy]]:
     ray = local_ray
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -190,17 +129,8 @@ def _end_a_unit(client: DataPlaneClient) -> None:
 
 def test_a_step_gives_the_loss_and_gradient_of_one_process(run: Any) -> None:
     rollout, _, policy = run
-    batch = make_batch()
-    advantages = torch.linspace(-1, 1, 8).unsqueeze(1) * batch["token_mask"]
-
-    # one process, everything at once
-    model = make_model()
-    batch["advantages"] = advantages
-    with torch.no_grad():
-        batch["prev_logprobs"] = logprobs_of(model, batch)
-    expected = loss_of(logprobs_of(model, batch), batch, batch["token_mask"].sum().item())
-    expected.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    batch = batch_of(LENGTHS, seed=1)
+    [loss], [norm] = in_one_process(batch, 1)
 
     for step in range(2):
         partition = policy.prepare_step(num_samples=8, group_size=2)
@@ -210,15 +140,15 @@ def test_a_step_gives_the_loss_and_gradient_of_one_process(run: Any) -> None:
         meta = policy.get_logprobs_from_meta(meta)
         assert (policy.num_lost > 0) == (step == 1)
         meta = policy.get_reference_policy_logprobs_from_meta(meta)
-        meta = policy.write_to_dataplane(meta, {"advantages": advantages})
+        meta = policy.write_to_dataplane(meta, {"advantages": batch["advantages"]})
         result = policy.train_from_meta(meta, loss_of)
 
         read = policy.read_from_dataplane(meta, ["prev_logprobs"])
-        expected_logprobs = torch.nn.functional.pad(batch["prev_logprobs"] * batch["token_mask"], (0, 1))
-        assert torch.allclose(read["prev_logprobs"], expected_logprobs, atol=1e-6), "as wide as the workers' forward"
-        assert result["loss"].item() == pytest.approx(expected.item(), abs=1e-5)
-        assert result["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-5)
-        assert sum(result["all_mb_metrics"]["loss"]) == pytest.approx(expected.item(), abs=1e-5)
+        expected = torch.nn.functional.pad(batch["prev_logprobs"], (0, 1))
+        assert torch.allclose(read["prev_logprobs"], expected, atol=1e-6), "as wide as the workers' forward"
+        assert result["loss"].item() == pytest.approx(loss, abs=1e-5)
+        assert result["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+        assert sum(result["all_mb_metrics"]["loss"]) / sum(LENGTHS) == pytest.approx(loss, abs=1e-5)
         policy.finish_step(meta)
         assert policy.client.list_samples("train").size == 0
 

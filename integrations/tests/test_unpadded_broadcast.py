@@ -11,34 +11,26 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from bits import bits, random_bits
+from layouts import worker_of_rank
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import init_device_mesh
 
-from dataplane_core import DataPlaneConfig, KVBatchMeta, connect
+from dataplane_core import KVBatchMeta
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations.errors import ReplicaLeaderError
 from dataplane_integrations.trainer.broadcast import broadcast_from_leader
-from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 
 PAD_ID = 7
 
 
 def _rows(lengths: list[int], dtype: torch.dtype, *trailing: int) -> list[torch.Tensor]:
-    """Bits of every kind, NaN payloads among them; for int16 experts' numbers."""
-    generator = torch.Generator().manual_seed(sum(lengths) + dtype.itemsize)
-    rows = []
-    for length in lengths:
-        shape = (length, *trailing)
-        if dtype in (torch.bool, torch.int16):
-            rows.append(torch.randint(0, 2, shape, generator=generator).to(dtype))
-        else:
-            size = dtype.itemsize * int(np.prod(shape))
-            raw = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
-            rows.append(raw.view(dtype).reshape(shape))
-    return rows
+    """Bits of every kind; for int16 experts' numbers."""
+    seeds = range(sum(lengths), sum(lengths) + len(lengths))
+    rows = [random_bits(dtype, length, *trailing, seed=seed) for seed, length in zip(seeds, lengths, strict=True)]
+    return [row % 2 for row in rows] if dtype is torch.int16 else rows
 
 
 def _columns(lengths: list[int]) -> dict[str, list[Any]]:
@@ -60,42 +52,14 @@ def _columns(lengths: list[int]) -> dict[str, list[Any]]:
 PAD_VALUES = {"input_ids": PAD_ID, "token_mask": 0, "generation_logprobs": 0, "routed_experts": -1, "advantages": 0}
 
 
-def _worker(lengths: list[int], world: int = 2, columns: Any = None) -> tuple[Any, Metrics, KVBatchMeta]:
-    """A worker whose process has a store of its own with the same rows as the other processes'."""
-    metrics = Metrics()
-    client = connect(DataPlaneConfig(backend="noop", middleware=[metrics]))
-    columns = _columns(lengths) if columns is None else columns
-    client.register_partition("train", list(columns), None, [])
+def _worker(lengths: list[int], columns: Any = None) -> tuple[Any, Metrics, KVBatchMeta]:
     fields = {
         name: stack_or_nest(rows) if isinstance(rows[0], torch.Tensor) else np.array([*rows, None], dtype=object)[:-1]
-        for name, rows in columns.items()
+        for name, rows in (_columns(lengths) if columns is None else columns).items()
     }
-    meta = client.put_samples([f"p{row}_g0" for row in range(len(lengths))], "train", fields)
-    meta.sequence_lengths = lengths
-    worker: Any = FSDP2DataPlaneMixin()
-    worker.mesh = init_device_mesh("cpu", (1, 1, world), mesh_dim_names=("dp", "cp", "tp"))
+    worker, metrics, meta = worker_of_rank((1, 1, 2), fields, lengths)
     worker.tokenizer = SimpleNamespace(pad_token_id=PAD_ID)
-    worker.setup_data_plane(client)
     return worker, metrics, meta
-
-
-def _bits(value: Any) -> Any:
-    """A value that is equal only for the same container, dtype, shape and bits."""
-    if isinstance(value, torch.Tensor):
-        if value.is_nested:
-            # torch's `offsets` has no types
-            return "jagged", _bits(value.values()), _bits(value.offsets())
-        raw = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return str(value.dtype), tuple(value.shape), raw
-    if isinstance(value, np.ndarray):
-        return "objects", [_bits(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _bits(item) for key, item in value.items()}
-    return value
-
-
-def _all_bits(batch: BatchedDataDict) -> list[tuple[str, Any]]:
-    return [(name, _bits(column)) for name, column in batch.items()]
 
 
 def _by_hand(lengths: list[int], layout: str, width: int) -> list[tuple[str, Any]]:
@@ -103,7 +67,7 @@ def _by_hand(lengths: list[int], layout: str, width: int) -> list[tuple[str, Any
     expected = []
     for name, rows in _columns(lengths).items():
         if name == "note":
-            expected.append((name, ("objects", [_bits(row) for row in rows])))
+            expected.append((name, ("objects", [bits(row) for row in rows])))
             continue
         column = stack_or_nest(rows)
         if layout == "padded" and name in PAD_VALUES:
@@ -111,7 +75,7 @@ def _by_hand(lengths: list[int], layout: str, width: int) -> list[tuple[str, Any
             column = torch.full((len(rows), width, *rows[0].shape[1:]), value, dtype=rows[0].dtype)
             for row, cells in zip(column, rows, strict=True):
                 row[: len(cells)] = cells
-        expected.append((name, _bits(column)))
+        expected.append((name, bits(column)))
     return expected
 
 
@@ -128,16 +92,16 @@ def test_leader_and_siblings_get_the_bits_that_a_rank_reads_alone(ranks: Any, le
                 options: Any = {"layout": layout, "dp_aligned_seq_len": aligned}
                 batch = worker._fetch(meta, **options)
                 alone = worker._fetch(meta, fetch_policy="independent", **options)
-                assert _all_bits(batch) == _all_bits(alone), (layout, pad, aligned)
+                assert bits(batch) == bits(alone), (layout, pad, aligned)
                 assert vars(batch).keys() == vars(alone).keys() == vars(BatchedDataDict()).keys()
-                found[layout, pad, aligned] = _all_bits(batch)
+                found[layout, pad, aligned] = bits(batch)
         return found
 
     leader, sibling = ranks(2, fetch)
     assert leader == sibling
-    for (layout, pad, aligned), bits in leader.items():
+    for (layout, pad, aligned), found in leader.items():
         width = max(*lengths, pad if aligned else 0)
-        assert bits == _by_hand(lengths, layout, width), (layout, pad, aligned)
+        assert found == _by_hand(lengths, layout, width), (layout, pad, aligned)
 
 
 def test_all_ranks_pad_as_the_leader_says(ranks: Any) -> None:
@@ -146,7 +110,7 @@ def test_all_ranks_pad_as_the_leader_says(ranks: Any) -> None:
         if rank:
             worker.tokenizer = SimpleNamespace(pad_token_id=PAD_ID + 1)
             meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 64
-        return _all_bits(worker._fetch(meta))
+        return bits(worker._fetch(meta))
 
     leader, sibling = ranks(2, fetch)
     assert leader == sibling == _by_hand([2, 1], "padded", 2)

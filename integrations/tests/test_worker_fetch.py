@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from dataplane_core import KVBatchMeta
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import InvalidRequestError, MissingDataError
+from dataplane_core.errors import InvalidRequestError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
 
 Write = Callable[..., KVBatchMeta]
-
-
-@pytest.fixture
-def worker(toy_worker: Any, client: DataPlaneClient) -> Any:
-    made = toy_worker()
-    made.setup_data_plane(client)
-    return made
 
 
 def test_rows_come_in_the_order_of_the_meta(worker: Any, write_rows: Write) -> None:
@@ -33,41 +23,9 @@ def test_rows_come_in_the_order_of_the_meta(worker: Any, write_rows: Write) -> N
     assert fetched["input_lengths"].tolist() == [4, 3]
 
 
-def test_rows_are_padded_to_the_stamped_length(worker: Any, write_rows: Write) -> None:
-    meta = write_rows([3, 1])
-    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 8
-    assert worker._forward_pad_seqlen(meta) == 8
-    fetched = worker._fetch(meta)
-    assert {name: tuple(column.shape) for name, column in fetched.items()} == {
-        "input_ids": (2, 8),
-        "input_lengths": (2,),
-        "generation_logprobs": (2, 8),
-        "token_mask": (2, 8),
-        "sample_mask": (2,),
-    }
-
-
-def test_without_alignment_rows_are_padded_to_their_own_longest(worker: Any, write_rows: Write) -> None:
-    meta = write_rows([3, 1])
-    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 8
-    assert worker._fetch(meta, dp_aligned_seq_len=False)["input_ids"].shape == (2, 3)
-
-
 def test_a_recorded_pad_multiple_is_honoured(worker: Any, write_rows: Write) -> None:
     meta = write_rows([3, 1], pad_to_multiple=4)
     assert worker._fetch(meta, dp_aligned_seq_len=False)["input_ids"].shape == (2, 4)
-
-
-def test_token_ids_pad_with_the_tokenizers_pad_id(worker: Any, write_rows: Write) -> None:
-    worker.tokenizer = SimpleNamespace(pad_token_id=99)
-    fetched = worker._fetch(write_rows([2, 1]))
-    assert fetched["input_ids"].tolist() == [[1, 1], [2, 99]]
-    assert fetched["token_mask"].tolist() == [[1, 1], [1, 0]]
-
-
-def test_the_jagged_layout_keeps_rows_jagged(worker: Any, write_rows: Write) -> None:
-    fetched = worker._fetch(write_rows([2, 1]), layout="jagged")
-    assert fetched["input_ids"].layout is torch.jagged
 
 
 def test_preprocess_sees_worker_and_batch_and_its_result_is_returned(worker: Any, write_rows: Write) -> None:
@@ -99,12 +57,6 @@ def test_a_stamped_length_that_is_none_is_refused(worker: Any, write_rows: Write
     meta = write_rows([3, 1])
     meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = length
     with pytest.raises(InvalidRequestError, match="at least 3, the longest of these 2 rows"):
-        worker._fetch(meta)
-
-
-def test_a_field_that_nobody_wrote_is_named(worker: Any, write_rows: Write) -> None:
-    meta = replace(write_rows([3, 1]), fields=["input_ids", "advantages"])
-    with pytest.raises(MissingDataError, match="advantages"):
         worker._fetch(meta)
 
 

@@ -18,13 +18,6 @@ from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 Write = Callable[..., KVBatchMeta]
 
 
-@pytest.fixture
-def worker(toy_worker: Any, client: DataPlaneClient) -> Any:
-    made = toy_worker()
-    made.setup_data_plane(client)
-    return made
-
-
 def _rows(client: DataPlaneClient, meta: KVBatchMeta, field: str) -> list[Any]:
     return [row.tolist() for row in client.get_samples(meta.sample_ids, "train", [field])[field].unbind()]
 

@@ -11,7 +11,6 @@ context-parallel rank, ``T`` tokens of all rows.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,36 +21,25 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tiny_policy import microbatches
+from tiny_policy import CONTEXT, HEADS, VOCAB, WIDTH, microbatches
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from dataplane_core.batch import BatchedDataDict
 from dataplane_integrations.trainer.megatron import MegatronDataPlaneMixin
-from dataplane_integrations.trainer.router_replay import RoutingReplay, lay_out_routed_experts
+from dataplane_integrations.trainer.router_replay import (
+    RoutingReplay,
+    context_parallel_tokens,
+    lay_out_routed_experts,
+)
 
-VOCAB, WIDTH, HEADS, LAYERS, CONTEXT = 16, 16, 4, 2, 16
+LAYERS = 2
 LEARNING_RATE = 0.1
 PAD_MULTIPLE = 4
 
 #: How the model is spread, in `initialize_model_parallel`'s and `TransformerConfig`'s words.
 Layout = dict[str, Any]
-
-
-def batch_of(lengths: list[int], seed: int) -> BatchedDataDict:
-    """Rows of these many random tokens with random advantages, right-padded with 0."""
-    inside = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
-    generator = torch.Generator().manual_seed(seed)
-    return BatchedDataDict(
-        {
-            "input_ids": torch.randint(1, VOCAB, inside.shape, generator=generator) * inside,
-            "input_lengths": torch.tensor(lengths),
-            "token_mask": inside.float(),
-            "sample_mask": torch.ones(len(lengths)),
-            "advantages": torch.randn(inside.shape, generator=generator).where(inside, 0.0),
-        }
-    )
 
 
 class _CpuForCuda(TorchFunctionMode):
@@ -85,15 +73,9 @@ def megatron_on_cpu(layout: Layout) -> Iterator[None]:
             parallel_state.destroy_model_parallel()
 
 
-def tokens_of_rank(cu_seqlens: list[int], rank: int, size: int) -> Tensor:
-    """The places in the whole sequence of what one context-parallel rank holds: of each row, two of 2 x size parts."""
-    if size == 1:
-        return torch.arange(cu_seqlens[-1])
-    places = []
-    for start, end in itertools.pairwise(cu_seqlens):
-        parts = torch.arange(start, end).chunk(2 * size)
-        places += [parts[rank], parts[2 * size - 1 - rank]]
-    return torch.cat(places)
+def tokens_of_rank(bounds: list[int], rank: int, size: int) -> Tensor:
+    """The places in the whole sequence of what one context-parallel rank holds."""
+    return torch.arange(bounds[-1]) if size == 1 else context_parallel_tokens(bounds, rank, size)
 
 
 class SdpaAttention(torch.nn.Module):
@@ -340,7 +322,6 @@ class TinyMegatronTrainer:
     def _forward(self, model: Any, part: BatchedDataDict, inputs: _Inputs) -> Tensor:
         if self.replay is not None and "routed_experts" in part:
             self.installed.append(inputs.experts(part))
-            assert torch.equal(self.installed[-1], inputs.take(inputs.lay_out(part["routed_experts"], fill=-1)))
             self.replay.install(self.installed[-1])
         logits: Tensor = model(
             inputs.take(inputs.ids), inputs.take(inputs.positions), None, packed_seq_params=inputs.packed_seq_params
@@ -389,12 +370,11 @@ class _Inputs:
         self.positions = self.lay_out(torch.arange(CONTEXT).expand(len(lengths), -1))
         self._places = [tokens_of_rank(self._bounds, rank, self._size) for rank in range(self._size)]
 
-    def lay_out(self, column: Tensor, fill: int = 0) -> Tensor:
-        """A column (N, S, ...) as (B, S, ...): each row cut or filled to its room."""
+    def lay_out(self, column: Tensor) -> Tensor:
+        """A column (N, S) as (B, S): each row cut, or filled with 0, to its room."""
         rows = []
         for row, room in zip(column, self._rooms, strict=True):
-            filler = row.new_full((max(0, room - row.shape[0]), *row.shape[1:]), fill)
-            rows.append(torch.cat([row[:room], filler]))
+            rows.append(functional.pad(row[:room], (0, max(0, room - len(row)))))
         return torch.stack(rows) if self.packed_seq_params is None else torch.cat(rows).unsqueeze(0)
 
     def take(self, laid_out: Tensor) -> Tensor:

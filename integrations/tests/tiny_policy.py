@@ -67,6 +67,21 @@ class TinyPolicy(nn.Module):
         return logits
 
 
+def batch_of(lengths: list[int], seed: int) -> BatchedDataDict:
+    """Rows of these many random tokens with random advantages, right-padded with 0."""
+    inside = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+    generator = torch.Generator().manual_seed(seed)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.randint(1, VOCAB, inside.shape, generator=generator) * inside,
+            "input_lengths": torch.tensor(lengths),
+            "token_mask": inside.float(),
+            "sample_mask": torch.ones(len(lengths)),
+            "advantages": torch.randn(inside.shape, generator=generator).where(inside, 0.0),
+        }
+    )
+
+
 def padded_logprobs(model: nn.Module, ids_ns: Tensor, lengths_n: Tensor) -> Tensor:
     """(N, S): of each token given those before it; 0 at position 0 and on padding. Rows side by side, padded."""
     position_s = torch.arange(ids_ns.shape[1])
@@ -98,6 +113,26 @@ def loss_of(logprobs_ns: Tensor, data: BatchedDataDict, global_tokens: float) ->
     ratio_ns = (logprobs_ns - data["prev_logprobs"]).exp()
     loss: Tensor = -(ratio_ns * data["advantages"] * mask_ns).sum() / global_tokens
     return loss
+
+
+def in_one_process(data: BatchedDataDict, steps: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of the steps of a `TinyWorker`, everything at once, nothing sharded.
+
+    ``data`` gets the column ``prev_logprobs``.
+    """
+    model = TinyPolicy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    with torch.no_grad():
+        data["prev_logprobs"] = logprobs_of(model, data, packed=False)
+    losses, norms = [], []
+    for _ in range(steps):
+        loss = loss_of(logprobs_of(model, data, packed=False), data, data["token_mask"].sum().item())
+        loss.backward()
+        norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
 
 
 def microbatches(data: BatchedDataDict, size: int | None = None) -> Iterator[BatchedDataDict]:
@@ -139,6 +174,12 @@ class TinyWorker(FSDP2DataPlaneMixin):
             parts = [logprobs_of(self.model, part, self.packed) for part in microbatches(data, micro_batch_size)]
         return {"logprobs": torch.cat([functional.pad(part, (0, width - part.shape[1])) for part in parts])}
 
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> dict[str, Tensor]:
+        """Those of the policy: its weights are the reference's before the first step."""
+        return {"reference_logprobs": self.get_logprobs(data, micro_batch_size)["logprobs"]}
+
     def train(
         self,
         data: BatchedDataDict,
@@ -154,6 +195,7 @@ class TinyWorker(FSDP2DataPlaneMixin):
     def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
         self.loss_fn, self.mbs = loss_fn, mbs
         self.sums = torch.zeros(2)  # the loss and the tokens of this rank
+        self.parts: list[float] = []
         self.optimizer.zero_grad()
 
     def train_microbatch(self, data: BatchedDataDict) -> None:
@@ -161,6 +203,7 @@ class TinyWorker(FSDP2DataPlaneMixin):
             loss = self.loss_fn(logprobs_of(self.model, part, self.packed), part, 1.0)
             loss.backward()
             self.sums += torch.stack([loss.detach(), part["token_mask"].sum()])
+            self.parts.append(loss.item())
 
     def finish_train_step(self) -> dict[str, Any]:
         total, tokens = self._sum(self.sums)
@@ -170,7 +213,7 @@ class TinyWorker(FSDP2DataPlaneMixin):
             parameter.grad.mul_(self.dp_size / tokens.item())
         norm = self._grad_norm()
         self.optimizer.step()
-        return {"global_loss": (total / tokens).reshape(1), "grad_norm": norm, "all_mb_metrics": {}}
+        return {"global_loss": (total / tokens).reshape(1), "grad_norm": norm, "all_mb_metrics": {"loss": self.parts}}
 
     def abort_train_step(self) -> None:
         self.optimizer.zero_grad()

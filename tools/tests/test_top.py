@@ -6,8 +6,8 @@ import pty
 import re
 import select
 import signal
-import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -128,24 +128,22 @@ def store(path, partition):
     return client
 
 
-def test_in_a_terminal_it_waits_for_the_next_store_when_one_ends(tmp_path):
+def test_in_a_terminal_it_waits_for_the_next_store_when_one_ends(tmp_path, python):
     path = str(tmp_path / "config.yaml")
     Path(path).write_text("{backend: shm_store, options: {capacity_bytes: 50000000}}")
+    terminal, inside = pty.openpty()
+    size = {"TERM": "xterm", "COLUMNS": "118", "LINES": "30"}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), inside)
     with store(path, "step-1"):
-        pid, terminal = pty.fork()
-        if pid == 0:
-            os.environ.update(TERM="xterm", COLUMNS="118", LINES="30")
-            os.execv(sys.executable, [sys.executable, "-m", "dataplane_core", "top", path])
+        top = python.start("-m", "dataplane_core", "top", path, env={**os.environ, **size}, **streams)
+        os.close(inside)
         assert re.search(r"written +1/16", read_until(terminal, "step-1"))
     read_until(terminal, "waiting for the store: ")
     with store(path, "step-2"):
         read_until(terminal, "step-2")
-        os.kill(pid, signal.SIGINT)
-        while True:  # its last words must be read, or it cannot end
-            try:
-                if not os.read(terminal, 65536):
-                    break
-            except OSError:
-                break
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        top.send_signal(signal.SIGINT)
+        with suppress(OSError):  # its last words must be read, or it cannot end
+            while os.read(terminal, 65536):
+                pass
+        assert top.wait() == 0
         os.close(terminal)

@@ -52,6 +52,11 @@ def ask(one: TransferQueueClient, size: int, **config: Any) -> list[int]:
     return one.get_meta(["x"], size, "p", task_name=task, sampling_config=config or None).global_indexes
 
 
+def of_rank(one: TransferQueueClient, rank: int, batch: int, task: str = "t") -> list[int]:
+    """A rank's batch of two rows."""
+    return ask(one, 2, dp_rank=rank, batch_index=batch, task_name=task, partition_id="p")
+
+
 def test_rows_with_keys_come_in_the_order_of_writing_and_in_groups(tq: ModuleType) -> None:
     keys = [f"{number}" for number in (5, 3, 9, 1, 7, 0)]
     tq.kv_batch_put(keys, "p", TensorDict({"x": torch.arange(6)}, batch_size=[6]))
@@ -87,26 +92,23 @@ def test_processes_of_a_rank_get_the_same_rows(tq: ModuleType) -> None:
     rows = fill(tq, 8)
     first, second = client(tq, "RankAwareSampler"), client(tq, "RankAwareSampler")
 
-    def of(one: TransferQueueClient, rank: int, batch: int) -> list[int]:
-        return ask(one, 2, dp_rank=rank, batch_index=batch, task_name="t", partition_id="p")
-
-    assert of(first, 0, 0) == of(second, 0, 0) == rows[:2]
-    assert of(second, 1, 0) == of(first, 1, 0) == rows[2:4]
-    assert of(first, 0, 1) == rows[4:6]
-    assert of(second, 0, 1) == rows[4:6]
-    assert of(second, 1, 1) == rows[6:]
-    assert of(first, 0, 2) == []
+    assert of_rank(first, 0, 0) == of_rank(second, 0, 0) == rows[:2]
+    assert of_rank(second, 1, 0) == of_rank(first, 1, 0) == rows[2:4]
+    assert of_rank(first, 0, 1) == rows[4:6]
+    assert of_rank(second, 0, 1) == rows[4:6]
+    assert of_rank(second, 1, 1) == rows[6:]
+    assert of_rank(first, 0, 2) == []
     assert first.check_consumption_status("t", "p")
     second.clear_partition("p")
     again = fill(tq, 2)
-    assert of(first, 0, 0) == of(second, 0, 0) == again
+    assert of_rank(first, 0, 0) == of_rank(second, 0, 0) == again
 
 
 def test_ranks_get_about_as_many_tokens(tq: ModuleType) -> None:
     rows = fill(tq, 4, [1, 9, 8, 2])
     arguments = {"dp_size": 2, "n_samples_per_prompt": 1}
     ranks = [client(tq, SeqlenBalancedSampler(**arguments)) for _ in range(2)]
-    got = [ask(one, 2, dp_rank=n, batch_index=0, task_name="t", partition_id="p") for n, one in enumerate(ranks)]
+    got = [of_rank(one, rank, 0) for rank, one in enumerate(ranks)]
     assert sorted(map(sorted, got)) == [[rows[0], rows[1]], [rows[2], rows[3]]]  # 10 tokens each
     assert ranks[0].check_consumption_status("t", "p")
 
@@ -125,17 +127,14 @@ def test_a_choice_that_could_not_be_written_is_none(
             raise BackendUnavailableError("the store is away")
         return put(sample_ids, partition_id, *columns, **options)
 
-    def of(rank: int) -> list[int]:
-        return ask(ranks[rank], 2, dp_rank=rank, batch_index=0, task_name="t", partition_id="p")
-
     with monkeypatch.context() as patch:
         patch.setattr(store, "put_samples", refuse_plans)
         with pytest.raises(BackendUnavailableError):
-            of(0)
+            of_rank(ranks[0], 0, 0)
     if refilled:
         tq.get_client().clear_partition("p")
         rows = fill(tq, 4)
-    assert sorted(of(0) + of(1)) == rows
+    assert sorted(of_rank(ranks[0], 0, 0) + of_rank(ranks[1], 1, 0)) == rows
     assert ranks[0].check_consumption_status("t", "p")
 
 
@@ -155,19 +154,16 @@ def test_rows_of_a_process_that_was_killed_after_its_plan_are_in_no_other_batch(
         leased.append(meta)
         raise Killed
 
-    def of(one: TransferQueueClient, batch: int) -> list[int]:
-        return ask(one, 2, dp_rank=0, batch_index=batch, task_name="t", partition_id="p")
-
     with monkeypatch.context() as patch:
         patch.setattr(store, "ack", die)
         patch.setattr(store, "nack", leased.append)
         with pytest.raises(Killed):
-            of(killed, 0)
+            of_rank(killed, 0, 0)
     for meta in leased:  # as if its leases had ended
         store.nack(meta)
-    assert of(other, 1) == rows[2:4]
-    assert of(other, 0) == rows[:2]
-    assert of(other, 2) == rows[4:]
+    assert of_rank(other, 0, 1) == rows[2:4]
+    assert of_rank(other, 0, 0) == rows[:2]
+    assert of_rank(other, 0, 2) == rows[4:]
     assert other.check_consumption_status("t", "p")
 
 
@@ -175,15 +171,12 @@ def test_a_reset_of_one_task_leaves_the_batches_of_the_others(tq: ModuleType) ->
     rows = fill(tq, 4)
     first, second = client(tq, GRPOGroupNSampler(1)), client(tq, GRPOGroupNSampler(1))
 
-    def of(one: TransferQueueClient, task: str, batch: int) -> list[int]:
-        return ask(one, 2, dp_rank=0, batch_index=batch, task_name=task, partition_id="p")
-
-    assert of(first, "t", 0) == of(first, "u", 0) == rows[:2]
+    assert of_rank(first, 0, 0) == of_rank(first, 0, 0, "u") == rows[:2]
     first.reset_consumption("p", "u")
-    assert of(second, "t", 0) == rows[:2]
-    assert of(second, "u", 1) == rows[:2]
+    assert of_rank(second, 0, 0) == rows[:2]
+    assert of_rank(second, 0, 1, "u") == rows[:2]
     first.reset_consumption("p")
-    assert of(second, "t", 1) == of(second, "u", 2) == rows[:2]
+    assert of_rank(second, 0, 1) == of_rank(second, 0, 2, "u") == rows[:2]
 
 
 def test_other_processes_learn_the_sampler(tq: ModuleType) -> None:

@@ -10,8 +10,6 @@ from typing import TypeVar
 
 from dataplane_core.errors import InvalidRequestError
 
-__all__ = ["check_depth", "read_ahead"]
-
 _T = TypeVar("_T")
 
 

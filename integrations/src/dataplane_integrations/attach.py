@@ -11,8 +11,6 @@ from dataplane_core.config import DataPlaneConfig, load_config
 from dataplane_core.connecting import connect
 from dataplane_core.errors import ClientClosedError, InvalidRequestError
 
-__all__ = ["DataPlaneClientMixin", "DataPlaneSource"]
-
 #: What a process attaches to: the config of a running backend, or a client of this process.
 DataPlaneSource = DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | DataPlaneClient
 

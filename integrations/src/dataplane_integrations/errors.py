@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from dataplane_core.errors import ClientClosedError, DataPlaneError, OperationTimeoutError
@@ -91,3 +92,12 @@ class RolloutAbortedError(DataPlaneError, RuntimeError):
 
 class CollectorFailedError(DataPlaneError, RuntimeError):
     """Rollouts have stopped: too many failed one after another. The cause is the error of the last one."""
+
+
+@contextmanager
+def noted_on(error: BaseException, what: str) -> Iterator[None]:
+    """For what is done after ``error``, which is the one to report: an error inside the block becomes a note of it."""
+    try:
+        yield
+    except Exception as broken:
+        error.add_note(f"{what}: {type(broken).__name__}: {broken}")

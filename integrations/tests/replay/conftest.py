@@ -71,3 +71,21 @@ def make_buffer(client: DataPlaneClient) -> Iterator[Callable[..., ReplayBuffer]
     yield make
     for buffer in made:
         buffer.close()
+
+
+@pytest.fixture
+def commit(client: DataPlaneClient) -> Callable[..., None]:
+    """``commit(buffer, reservations)`` writes their rows and commits them."""
+    return lambda buffer, reservations: buffer.commit(reservations, write(client, reservations))
+
+
+@pytest.fixture
+def fill(commit: Callable[..., None]) -> Callable[..., list[Reservation]]:
+    """``fill(buffer, num_groups)`` reserves groups and commits them."""
+
+    def reserve_and_commit(buffer: ReplayBuffer, num_groups: int = 1) -> list[Reservation]:
+        reservations = buffer.reserve(num_groups, timeout_s=0)
+        commit(buffer, reservations)
+        return reservations
+
+    return reserve_and_commit

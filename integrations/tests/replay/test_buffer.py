@@ -41,25 +41,16 @@ from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 
 Make = Callable[..., ReplayBuffer]
 Held = Callable[[], list[str]]
+Fill = Callable[..., list[Any]]
 WAIT_S = 60.0
-
-
-def fill(buffer: ReplayBuffer, client: DataPlaneClient, write: Any, num_groups: int = 1) -> list[Any]:
-    reservations = buffer.reserve(num_groups, timeout_s=0)
-    buffer.commit(reservations, write(client, reservations))
-    return reservations
-
-
-def refuse(*_: Any) -> None:
-    raise BackendUnavailableError("the store is away")
 
 
 # --- ids --------------------------------------------------------------------------------------------------------------
 
 
-def test_ids_and_tags_say_version_and_prompt(make_buffer: Make, client: DataPlaneClient, write: Any) -> None:
+def test_ids_and_tags_say_version_and_prompt(make_buffer: Make, client: DataPlaneClient, fill: Fill) -> None:
     buffer = make_buffer(weight_version=7)
-    first, second = fill(buffer, client, write, 2)
+    first, second = fill(buffer, 2)
     assert first.sample_ids == ("v7_p0_g0", "v7_p0_g1")
     assert second.sample_ids == ("v7_p1_g0", "v7_p1_g1")
     assert parse_sample_id("v7_p1_g0") == {
@@ -116,23 +107,13 @@ def test_groups_come_back_whole_with_their_tags_and_are_cleared_when_consumed(
     }
 
 
-def test_take_reads_and_clears_in_one_go(make_buffer: Make, client: DataPlaneClient, write: Any, held: Held) -> None:
-    buffer = make_buffer()
-    fill(buffer, client, write, 2)
-    meta, columns = buffer.take(2)
-    assert columns["input_ids"].tolist() == [[0, 0], [0, 0], [1, 0], [1, 1]]
-    assert meta.size == 4
-    assert held() == []
-
-
 def test_what_take_has_read_is_returned_even_if_the_store_fails_at_the_clear(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, monkeypatch: pytest.MonkeyPatch
+    make_buffer: Make, held: Held, fill: Fill, no_clears: Any
 ) -> None:
     buffer = make_buffer()
-    fill(buffer, client, write, 2)
+    fill(buffer, 2)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(client, "clear_samples", refuse)
+    with no_clears():
         meta, columns = buffer.take(1)
     assert columns["input_ids"].tolist() == [[0, 0], [0, 0]]
     assert (buffer.counts.trained, len(held())) == (1, 4)
@@ -140,20 +121,18 @@ def test_what_take_has_read_is_returned_even_if_the_store_fails_at_the_clear(
     assert held() == []
 
 
-def test_a_read_that_fails_puts_the_groups_back(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
-) -> None:
+def test_a_read_that_fails_puts_the_groups_back(make_buffer: Make, held: Held, fill: Fill) -> None:
     buffer = make_buffer()
-    fill(buffer, client, write, 2)
+    fill(buffer, 2)
     with pytest.raises(MissingDataError, match="advantages"):
         buffer.take(2, ["advantages"])
     assert len(held()) == 4
     assert buffer.take(2)[0].size == 4
 
 
-def test_a_step_that_failed_puts_its_groups_back(make_buffer: Make, client: DataPlaneClient, write: Any) -> None:
+def test_a_step_that_failed_puts_its_groups_back(make_buffer: Make, fill: Fill) -> None:
     buffer = make_buffer()
-    fill(buffer, client, write, 2)
+    fill(buffer, 2)
     meta = buffer.select(2)
     with pytest.raises(ReplayTimeoutError, match="2 are in training"):
         buffer.select(1, timeout_s=0)
@@ -162,11 +141,11 @@ def test_a_step_that_failed_puts_its_groups_back(make_buffer: Make, client: Data
 
 
 def test_a_step_whose_rows_a_policy_has_cleared_is_generated_again(
-    make_buffer: Make, client: DataPlaneClient, write: Any, toy_worker: Any
+    make_buffer: Make, client: DataPlaneClient, fill: Fill, toy_worker: Any
 ) -> None:
     worker = toy_worker()
     buffer = make_buffer()
-    first, second = fill(buffer, client, write, 2)
+    first, second = fill(buffer, 2)
     meta = buffer.select(2)
     with DataPlanePolicy(InProcessWorkerGroup([worker]), client, train_fields=["input_ids", "input_lengths"]) as policy:
         worker.fail_in = "train"
@@ -177,7 +156,7 @@ def test_a_step_whose_rows_a_policy_has_cleared_is_generated_again(
         with pytest.raises(ReplayTimeoutError, match="2 prompts are to be generated again"):
             buffer.select(1, timeout_s=0)
         worker.fail_in = None
-        again = fill(buffer, client, write, 2)
+        again = fill(buffer, 2)
         assert [each.prompt for each in again] == [first.prompt, second.prompt]
         meta = buffer.select(2, timeout_s=0)
         policy.train_from_meta(meta, 0.5)
@@ -186,11 +165,11 @@ def test_a_step_whose_rows_a_policy_has_cleared_is_generated_again(
 
 
 def test_groups_of_lost_rows_are_left_out_of_the_step_and_generated_again(
-    make_buffer: Make, client: DataPlaneClient, write: Any, toy_worker: Any, lose: Any
+    make_buffer: Make, client: DataPlaneClient, fill: Fill, toy_worker: Any, lose: Any
 ) -> None:
     worker = toy_worker()
     buffer = make_buffer()
-    first, second = fill(buffer, client, write, 2)
+    first, second = fill(buffer, 2)
     meta = buffer.select(2)
     lose("replay", first.sample_ids[1], "input_ids")
     with DataPlanePolicy(
@@ -208,14 +187,14 @@ def test_groups_of_lost_rows_are_left_out_of_the_step_and_generated_again(
     assert client.list_samples("replay").size == 0
     with pytest.raises(InvalidRequestError, match="not in training"):
         buffer.consume(meta)
-    assert [each.prompt for each in fill(buffer, client, write, 2)] == [first.prompt, 2]
+    assert [each.prompt for each in fill(buffer, 2)] == [first.prompt, 2]
 
 
 def test_a_selection_that_groups_have_left_means_what_is_left_of_it_until_it_ends(
-    make_buffer: Make, client: DataPlaneClient, write: Any
+    make_buffer: Make, fill: Fill
 ) -> None:
     buffer = make_buffer()
-    first, second, _ = fill(buffer, client, write, 3)
+    first, second, _ = fill(buffer, 3)
     meta = buffer.select(3)
     buffer.leave_out(meta, first.sample_ids)
     left = buffer.leave_out(meta, second.sample_ids)
@@ -229,17 +208,15 @@ def test_a_selection_that_groups_have_left_means_what_is_left_of_it_until_it_end
 
 
 def test_a_state_that_is_loaded_replaces_all_that_the_buffer_knew(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, monkeypatch: pytest.MonkeyPatch
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, fill: Fill, no_clears: Any
 ) -> None:
     buffer = make_buffer()
-    groups = fill(buffer, client, write, 2)
+    groups = fill(buffer, 2)
     with buffer.snapshot() as state:
         pass
     left = buffer.leave_out(buffer.select(2), groups[0].sample_ids)
-    with monkeypatch.context() as patch:
-        patch.setattr(client, "clear_samples", refuse)
-        with pytest.raises(BackendUnavailableError):
-            buffer.consume(left)
+    with no_clears(), pytest.raises(BackendUnavailableError):
+        buffer.consume(left)
     rows = write(client, groups)
     buffer.load_state(state)
     buffer.set_weight_version(1)
@@ -250,10 +227,10 @@ def test_a_state_that_is_loaded_replaces_all_that_the_buffer_knew(
 
 @pytest.mark.parametrize(("num_lost", "num_trained"), [(1, 2), (3, 0)])
 def test_further_groups_are_left_out_until_all_ranks_get_as_many_rows(
-    make_buffer: Make, client: DataPlaneClient, write: Any, toy_worker: Any, lose: Any, num_lost: int, num_trained: int
+    make_buffer: Make, client: DataPlaneClient, fill: Fill, toy_worker: Any, lose: Any, num_lost: int, num_trained: int
 ) -> None:
     buffer = make_buffer()
-    groups = fill(buffer, client, write, 4)
+    groups = fill(buffer, 4)
     meta = buffer.select(4)
     for group in groups[:num_lost]:
         lose("replay", group.sample_ids[0], "input_ids")
@@ -277,40 +254,26 @@ def test_further_groups_are_left_out_until_all_ranks_get_as_many_rows(
     assert sorted(again) == [each.prompt for each in groups if each.prompt not in trained]
 
 
-def test_take_gives_other_groups_for_those_that_the_store_has_lost(
-    make_buffer: Make, client: DataPlaneClient, write: Any, lose: Any
+def test_take_gives_other_groups_even_if_the_store_fails_at_the_clear_of_the_lost_ones(
+    make_buffer: Make, held: Held, fill: Fill, no_clears: Any, lose: Any
 ) -> None:
     buffer = make_buffer(ReadyFirstPolicy(max_staleness=1, groups_per_version=2))
-    groups = fill(buffer, client, write, 3)
-    lose("replay", groups[0].sample_ids[0], "input_lengths")
-    meta, columns = buffer.take(2, timeout_s=0)
+    groups = fill(buffer, 3)
+    lose("replay", groups[0].sample_ids[0], "input_ids")
+    with no_clears():
+        meta, columns = buffer.take(2, timeout_s=0)
     assert meta.sample_ids == [*groups[1].sample_ids, *groups[2].sample_ids]
     assert columns["input_ids"][:, 0].tolist() == [1, 1, 2, 2]
-    assert (buffer.counts.trained, buffer.counts.lost) == (2, 1)
+    assert (buffer.counts.trained, buffer.counts.lost, len(held())) == (2, 1, 6)
     with pytest.raises(ReplayTimeoutError, match="1 prompts are to be generated again"):
         buffer.take(1, timeout_s=0)
-
-
-def test_take_gives_other_groups_even_if_the_store_fails_at_the_clear_of_the_lost_ones(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, lose: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    buffer = make_buffer(ReadyFirstPolicy(max_staleness=1, groups_per_version=2))
-    groups = fill(buffer, client, write, 3)
-    lose("replay", groups[0].sample_ids[0], "input_ids")
-    with monkeypatch.context() as patch:
-        patch.setattr(client, "clear_samples", refuse)
-        meta, _ = buffer.take(2, timeout_s=0)
-    assert meta.sample_ids == [*groups[1].sample_ids, *groups[2].sample_ids]
-    assert (buffer.counts.trained, buffer.counts.lost, len(held())) == (2, 1, 6)
     buffer.set_weight_version(1)
     assert held() == []
 
 
-def test_discarded_groups_are_cleared_and_do_not_count_as_trained(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
-) -> None:
+def test_discarded_groups_are_cleared_and_do_not_count_as_trained(make_buffer: Make, held: Held, fill: Fill) -> None:
     buffer = make_buffer()
-    fill(buffer, client, write, 4)
+    fill(buffer, 4)
     meta = buffer.select(2)
     buffer.discard(meta.subset([1]))  # any row of a group names it
     assert held() == ["v0_p1_g0", "v0_p1_g1", "v0_p2_g0", "v0_p2_g1", "v0_p3_g0", "v0_p3_g1"]
@@ -320,10 +283,10 @@ def test_discarded_groups_are_cleared_and_do_not_count_as_trained(
 
 @pytest.mark.parametrize("operation", ["consume", "discard", "put_back"])
 def test_only_groups_in_training_can_be_settled(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, operation: str
+    make_buffer: Make, client: DataPlaneClient, held: Held, fill: Fill, operation: str
 ) -> None:
     buffer = make_buffer()
-    fill(buffer, client, write, 2)
+    fill(buffer, 2)
     meta = buffer.select(1)
     other = client.list_samples("replay").subset([0, 2])  # of a group in training, and of one that is not
     with pytest.raises(InvalidRequestError, match="not in training: 'v0_p1'"):
@@ -353,11 +316,9 @@ def test_a_commit_must_be_of_exactly_the_rows_reserved(make_buffer: Make, client
 # --- bounds and staleness ---------------------------------------------------------------------------------------------
 
 
-def test_a_reservation_waits_for_room_and_says_what_fills_it(
-    make_buffer: Make, client: DataPlaneClient, write: Any
-) -> None:
+def test_a_reservation_waits_for_room_and_says_what_fills_it(make_buffer: Make, fill: Fill) -> None:
     buffer = make_buffer()
-    fill(buffer, client, write, 3)
+    fill(buffer, 3)
     with pytest.raises(
         ReplayTimeoutError, match=r"of 3 groups 0 are being made, 3 are ready, 0 are in training"
     ) as info:
@@ -370,9 +331,9 @@ def test_a_reservation_waits_for_room_and_says_what_fills_it(
         buffer.reserve(5)
 
 
-def test_room_appears_when_the_trainer_moves_on(make_buffer: Make, client: DataPlaneClient, write: Any) -> None:
+def test_room_appears_when_the_trainer_moves_on(make_buffer: Make, fill: Fill) -> None:
     buffer = make_buffer()
-    fill(buffer, client, write, 4)
+    fill(buffer, 4)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(buffer.reserve, 2, timeout_s=WAIT_S)
         buffer.consume(buffer.select(2))
@@ -384,16 +345,16 @@ def test_room_appears_when_the_trainer_moves_on(make_buffer: Make, client: DataP
 
 
 def test_what_has_become_too_stale_is_evicted_and_cleared_but_not_what_is_in_training(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
+    make_buffer: Make, held: Held, fill: Fill, commit: Any
 ) -> None:
     buffer = make_buffer()
-    fill(buffer, client, write, 3)
+    fill(buffer, 3)
     (late,) = buffer.reserve(1)
     training = buffer.select(1)
     assert buffer.set_weight_version(1) == []
     assert buffer.set_weight_version(2) == ["v0_p1", "v0_p2"]
     assert held() == training.sample_ids
-    buffer.commit([late], write(client, [late]))  # ready only now, and too stale already
+    commit(buffer, [late])  # ready only now, and too stale already
     assert held() == training.sample_ids
     assert buffer.counts.evicted == 3
     buffer.consume(training)
@@ -402,14 +363,14 @@ def test_what_has_become_too_stale_is_evicted_and_cleared_but_not_what_is_in_tra
 
 
 def test_groups_that_come_too_late_are_said_once_per_version_with_the_reason(
-    make_buffer: Make, client: DataPlaneClient, write: Any, caplog: pytest.LogCaptureFixture
+    make_buffer: Make, fill: Fill, commit: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     buffer = make_buffer(TargetStepPolicy(max_staleness=1, groups_per_version=3))
     late = buffer.reserve(1, timeout_s=0)
-    fill(buffer, client, write, 2)
+    fill(buffer, 2)
     buffer.set_weight_version(1)
-    buffer.commit(late, write(client, late))
-    fill(buffer, client, write, 3)
+    commit(buffer, late)
+    fill(buffer, 3)
     assert len(caplog.messages) == 1
     assert "'replay': 2 groups were dropped" in caplog.text
     assert "At weight version 1 they are too old for TargetStepPolicy(max_staleness=1" in caplog.text
@@ -420,42 +381,24 @@ def test_groups_that_come_too_late_are_said_once_per_version_with_the_reason(
     assert len(caplog.messages) == 2
 
 
-def test_evicted_prompts_may_be_generated_again(make_buffer: Make, client: DataPlaneClient, write: Any) -> None:
+def test_evicted_prompts_may_be_generated_again(make_buffer: Make, fill: Fill) -> None:
     buffer = make_buffer(requeue_evicted=True)
-    fill(buffer, client, write, 2)
+    fill(buffer, 2)
     buffer.set_weight_version(2)
     assert [each.group for each in buffer.reserve(3)] == ["v2_p0r1", "v2_p1r1", "v2_p2"]
-
-
-def test_with_in_order_and_one_version_per_step_nothing_is_too_stale(
-    make_buffer: Make, client: DataPlaneClient, write: Any
-) -> None:
-    policy = InOrderPolicy(max_staleness=2, groups_per_version=3)
-    buffer = make_buffer(policy)
-    seen: list[int] = []
-    for version in range(8):
-        while policy.admit(buffer.view()):
-            fill(buffer, client, write)
-        meta = buffer.select(3, timeout_s=0)
-        seen += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
-        assert {version - tags["weight_version"] for tags in meta.tags or []} <= {0, 1, 2}
-        buffer.consume(meta)
-        buffer.set_weight_version(version + 1)
-    assert seen == list(range(24))
-    assert buffer.counts.evicted == 0
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
 @pytest.mark.parametrize("num_groups", [2, 4])
 def test_windowed_loses_no_slow_group_however_wide_the_window_is(
-    make_buffer: Make, client: DataPlaneClient, write: Any, max_staleness: int, num_groups: int
+    make_buffer: Make, commit: Any, max_staleness: int, num_groups: int
 ) -> None:
     buffer = make_buffer(WindowedPolicy(max_staleness=max_staleness, groups_per_version=4))
     slow = deque(buffer.reserve(4 * (max_staleness + 1), timeout_s=0))  # the first 4 are fast
     fast = [slow.popleft() for _ in range(4)]
     trained: list[int] = []
     for version in range(3 * max_staleness):
-        buffer.commit(fast, write(client, fast))
+        commit(buffer, fast)
         for _ in range(4 // num_groups):
             while True:
                 try:
@@ -463,7 +406,7 @@ def test_windowed_loses_no_slow_group_however_wide_the_window_is(
                     break
                 except ReplayTimeoutError:  # it waits for slow ones
                     late = [slow.popleft()]
-                    buffer.commit(late, write(client, late))
+                    commit(buffer, late)
             trained += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
             buffer.consume(meta)
         assert buffer.set_weight_version(version + 1) == []
@@ -473,7 +416,7 @@ def test_windowed_loses_no_slow_group_however_wide_the_window_is(
     assert buffer.counts.evicted == 0
 
 
-def test_a_policy_that_breaks_the_rules_is_told_so(make_buffer: Make, client: DataPlaneClient, write: Any) -> None:
+def test_a_policy_that_breaks_the_rules_is_told_so(make_buffer: Make, commit: Any) -> None:
     @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
     class Wrong(StalenessPolicy):
         evicts: bool = False
@@ -488,7 +431,7 @@ def test_a_policy_that_breaks_the_rules_is_told_so(make_buffer: Make, client: Da
     (made,) = buffer.reserve()
     with pytest.raises(InvalidRequestError, match=r"Wrong.select named 1 groups, .* not ready: 'v0_p0'"):
         buffer.select(1, timeout_s=0)
-    buffer.commit([made], write(client, [made]))
+    commit(buffer, [made])
     with pytest.raises(InvalidRequestError, match=r"Wrong.select named 2 groups, 1 of them different"):
         buffer.select(2, timeout_s=0)
     taking = make_buffer(Wrong(max_staleness=1, groups_per_version=2, evicts=True))
@@ -500,16 +443,14 @@ def test_a_policy_that_breaks_the_rules_is_told_so(make_buffer: Make, client: Da
 # --- a range of groups, target steps, rollouts in vain ----------------------------------------------------------------
 
 
-def test_a_step_takes_between_the_fewest_and_the_most_groups(
-    make_buffer: Make, client: DataPlaneClient, write: Any
-) -> None:
+def test_a_step_takes_between_the_fewest_and_the_most_groups(make_buffer: Make, fill: Fill) -> None:
     buffer = make_buffer(ReadyFirstPolicy(max_staleness=0, groups_per_version=8), num_prompts=8)
-    fill(buffer, client, write, 1)
+    fill(buffer, 1)
     with pytest.raises(ReplayTimeoutError):
         buffer.select(4, min_groups=2, timeout_s=0)
-    fill(buffer, client, write, 2)
+    fill(buffer, 2)
     assert buffer.select(4, min_groups=2, timeout_s=0).size == 2 * 3
-    fill(buffer, client, write, 5)
+    fill(buffer, 5)
     meta, _ = buffer.take(4, min_groups=2, timeout_s=0)
     assert meta.size == 2 * 4
     assert buffer.select(4, min_groups=2, timeout_s=0).size == 2, "no prompts are left"
@@ -519,19 +460,19 @@ def test_a_step_takes_between_the_fewest_and_the_most_groups(
 
 
 def test_groups_are_trained_on_in_the_step_that_they_were_started_for(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
+    make_buffer: Make, held: Held, commit: Any
 ) -> None:
     buffer = make_buffer(TargetStepPolicy(max_staleness=1, groups_per_version=2), num_prompts=9)
     reserved = buffer.reserve(4, timeout_s=0)
     assert [each.target_step for each in reserved] == [0, 0, 1, 1]
     for each in (reserved[0], *reserved[2:]):
-        buffer.commit([each], write(client, [each]))
+        commit(buffer, [each])
     with pytest.raises(ReplayTimeoutError):  # ready are one of step 0 and two of step 1
         buffer.select(2, timeout_s=0)
     buffer.abandon([reserved[1]])
     (again,) = buffer.reserve(1, timeout_s=0)
     assert (again.group, again.target_step) == ("v0_p1r1", 0)
-    buffer.commit([again], write(client, [again]))
+    commit(buffer, [again])
     meta = buffer.select(2, timeout_s=0)
     assert {group_of(each) for each in meta.sample_ids} == {"v0_p0", "v0_p1r1"}
     buffer.consume(meta)
@@ -565,16 +506,14 @@ def test_rollouts_in_vain_are_named_and_given_up(make_buffer: Make, requeue: boo
 
 
 def test_rollouts_that_have_ended_are_all_given_up_even_if_the_store_fails_at_the_clear(
-    make_buffer: Make, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+    make_buffer: Make, no_clears: Any
 ) -> None:
     buffer = make_buffer()
     in_vain = buffer.reserve(2)
     buffer.set_weight_version(2)
     wanted = buffer.reserve(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(client, "clear_samples", refuse)
-        with pytest.raises(BackendUnavailableError):
-            buffer.abort([*in_vain, *wanted])
+    with no_clears(), pytest.raises(BackendUnavailableError):
+        buffer.abort([*in_vain, *wanted])
     assert not buffer.view().groups
     assert buffer.counts.abandoned == 3
     assert [each.group for each in buffer.reserve(1)] == ["v2_p2r1"]
@@ -599,11 +538,9 @@ def test_a_remote_buffer_has_the_same_operations_with_the_same_arguments() -> No
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_groups_are_given_even_if_they_are_fewer(
-    make_buffer: Make, client: DataPlaneClient, write: Any
-) -> None:
+def test_the_last_groups_are_given_even_if_they_are_fewer(make_buffer: Make, fill: Fill, commit: Any) -> None:
     buffer = make_buffer(num_prompts=3)
-    fill(buffer, client, write, 2)
+    fill(buffer, 2)
     buffer.consume(buffer.select(2))
     buffer.set_weight_version(1)
     (last,) = buffer.reserve(2)
@@ -611,7 +548,7 @@ def test_the_last_groups_are_given_even_if_they_are_fewer(
         buffer.select(2, timeout_s=0)
     with pytest.raises(ReplayTimeoutError):  # the last prompt may come back
         buffer.reserve(timeout_s=0)
-    buffer.commit([last], write(client, [last]))
+    commit(buffer, [last])
     assert buffer.reserve(timeout_s=0) == []
     buffer.consume(buffer.select(2, timeout_s=0))
     assert buffer.select(2, timeout_s=0).size == 0
@@ -675,14 +612,14 @@ def test_the_trainer_learns_of_a_failure_once_no_collector_is_left(make_buffer: 
 
 
 def test_a_new_start_takes_over_what_the_dead_one_had_reserved(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, commit: Any
 ) -> None:
     buffer = make_buffer()
     first = buffer.enlist("a")
     other = buffer.enlist("b")
     committed, written, reserved = (buffer.reserve(collector="a", incarnation=first)[0] for _ in range(3))
     (of_other,) = buffer.reserve(collector="b", incarnation=other)
-    buffer.commit([committed], write(client, [committed]))
+    commit(buffer, [committed])
     write(client, [written])  # killed before its commit
     client.put_samples(reserved.sample_ids[:1], "replay", tags=[reserved.tags])  # killed in the middle of the group
     write(client, [of_other])
@@ -695,28 +632,10 @@ def test_a_new_start_takes_over_what_the_dead_one_had_reserved(
     with pytest.raises(ReservationLostError, match="collector 'a' was started 2 times, this is start 1"):
         buffer.reserve(collector="a", incarnation=first, timeout_s=0)
     with pytest.raises(ReservationLostError) as info:  # the dead one was only slow
-        buffer.commit([written], write(client, [written]))
+        commit(buffer, [written])
     assert info.value.groups == ("v0_p1",)
     buffer.abandon([written])
     assert held() == [*committed.sample_ids, *of_other.sample_ids]
-
-
-def test_rows_that_could_not_be_cleared_are_cleared_the_next_time(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    buffer = make_buffer()
-    fill(buffer, client, write, 2)
-
-    def refuse(*_: Any) -> None:
-        raise MissingDataError("the store is away")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(client, "clear_samples", refuse)
-        with pytest.raises(MissingDataError):
-            buffer.consume(buffer.select(1))
-    assert len(held()) == 4
-    buffer.consume(buffer.select(1))
-    assert held() == []
 
 
 # --- many threads -----------------------------------------------------------------------------------------------------
@@ -724,7 +643,7 @@ def test_rows_that_could_not_be_cleared_are_cleared_the_next_time(
 
 @pytest.mark.parametrize("policy", [ReadyFirstPolicy, InOrderPolicy])
 def test_under_threads_every_group_is_trained_once_or_evicted_and_reads_never_meet_cleared_rows(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, policy: type
+    make_buffer: Make, client: DataPlaneClient, held: Held, commit: Any, policy: type
 ) -> None:
     buffer = make_buffer(policy(max_staleness=1, groups_per_version=4), num_prompts=120)
     trained: list[str] = []
@@ -732,7 +651,7 @@ def test_under_threads_every_group_is_trained_once_or_evicted_and_reads_never_me
 
     def roll() -> None:
         while reservations := buffer.reserve(1, timeout_s=WAIT_S):
-            buffer.commit(reservations, write(client, reservations))
+            commit(buffer, reservations)
             assert len(buffer.view().groups) <= 8
 
     def train() -> None:

@@ -245,8 +245,9 @@ def impatient_client(backend: str, **options: Any) -> Iterator[DataPlaneClient]:
 
 
 @pytest.fixture
-def small_store(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
-    """A store of little room that blocks or raises when it is full."""
+def small_store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DataPlaneClient]:
+    """A store of little room that blocks or raises when it is full. Collectors soon look again whether there is any."""
+    monkeypatch.setattr("dataplane_integrations.replay._collector._LONGEST_PAUSE_S", 0.05)
     backend, on_full = request.param
     with impatient_client(backend, capacity_bytes=ROOM, on_full=on_full) as client:
         yield client

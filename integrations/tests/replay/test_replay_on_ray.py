@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,11 +65,9 @@ def store(request: pytest.FixtureRequest, local_ray: Any) -> Iterator[DataPlaneC
     """A store that the actors attach to."""
     name = f"replay-{os.getpid()}"
     options = {"namespace": name} if request.param == "redis_store" else {"instance": name}
-    local_ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with connect({"backend": request.param, "options": options}) as client:
         client.register_partition("replay", ["input_ids"], None, ["train"], grpo_group_size=2)
         yield client
-    local_ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 def book(store: DataPlaneClient) -> ActorRequest:

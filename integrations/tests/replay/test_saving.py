@@ -45,16 +45,20 @@ REGISTRATION: dict[str, Any] = {
     "grpo_group_size": 2,
     "enums": {"grade": ["good", "bad"]},
 }
+SMALL = {"fields": ["x"], "num_samples": None, "consumer_tasks": ["train"]}
 WAIT_S = 60.0
+Stores = Callable[..., DataPlaneClient]
 
 
 @pytest.fixture
-def stores() -> Iterator[Callable[[], DataPlaneClient]]:
-    """Fresh stores, as a process has them that starts anew."""
+def stores() -> Iterator[Stores]:
+    """``stores()`` is a fresh store, as a process has it that starts anew; or with a partition, ``stores(options)``."""
     opened: list[DataPlaneClient] = []
 
-    def new() -> DataPlaneClient:
+    def new(registration: dict[str, Any] | None = None) -> DataPlaneClient:
         opened.append(connect({"backend": "noop"}))
+        if registration is not None:
+            opened[-1].register_partition("replay", **registration)
         return opened[-1]
 
     yield new
@@ -123,9 +127,7 @@ class Run:
         self.buffer.set_weight_version(self.step)
 
 
-def test_a_run_cut_at_any_step_goes_on_as_one_that_was_not_cut(
-    stores: Callable[[], DataPlaneClient], tmp_path: Path
-) -> None:
+def test_a_run_cut_at_any_step_goes_on_as_one_that_was_not_cut(stores: Stores, tmp_path: Path) -> None:
     whole = Run(stores(), tmp_path / "none", resume=False, num_steps=8).go()
     assert len(whole) == 8
     assert len(set(whole)) == 8
@@ -136,13 +138,10 @@ def test_a_run_cut_at_any_step_goes_on_as_one_that_was_not_cut(
         assert before + after == whole, f"cut at step {cut_at}"
 
 
-def test_a_save_in_full_run_loses_and_doubles_no_prompt(
-    stores: Callable[[], DataPlaneClient], tmp_path: Path, answers: Any
-) -> None:
+def test_a_save_in_full_run_loses_and_doubles_no_prompt(stores: Stores, tmp_path: Path, answers: Any) -> None:
     """No quiet moment: some groups are being made, some are ready, one is in training and is consumed meanwhile."""
     policy = ReadyFirstPolicy(max_staleness=100, groups_per_version=1)
-    client = stores()
-    client.register_partition("replay", ["input_ids"], None, ["train"], grpo_group_size=2)
+    client = stores({**SMALL, "grpo_group_size": 2})
     buffer = ReplayBuffer(client, "replay", policy, group_size=2, num_prompts=40)
     prompts: list[int] = []
     with Collector(buffer, answers, client=client, num_threads=3):
@@ -165,8 +164,7 @@ def test_a_save_in_full_run_loses_and_doubles_no_prompt(
         assert not set(client.list_samples("replay").sample_ids) & set(meta.sample_ids)
         buffer.close()
 
-    client = stores()
-    client.register_partition("replay", ["input_ids"], None, ["train"], grpo_group_size=2)
+    client = stores({**SMALL, "grpo_group_size": 2})
     buffer = ReplayBuffer(client, "replay", policy, group_size=2, num_prompts=40)
     restore_replay(tmp_path, client, buffer=buffer)
     with Collector(buffer, answers, client=client, num_threads=3):
@@ -196,11 +194,8 @@ def filled(client: DataPlaneClient, columns: Mapping[str, Any], num_groups: int 
     return buffer
 
 
-def test_every_kind_of_column_comes_back_bit_for_bit_without_pickle(
-    stores: Callable[[], DataPlaneClient], tmp_path: Path
-) -> None:
-    client = stores()
-    client.register_partition("replay", **REGISTRATION)
+def test_every_kind_of_column_comes_back_bit_for_bit_without_pickle(stores: Stores, tmp_path: Path) -> None:
+    client = stores(REGISTRATION)
     num_rows = 600  # more than two blocks
     ragged = torch.nested.nested_tensor(
         [torch.full((row % 4, 2), float(row), dtype=torch.bfloat16) for row in range(num_rows)], layout=torch.jagged
@@ -232,10 +227,9 @@ def test_every_kind_of_column_comes_back_bit_for_bit_without_pickle(
         other.put_samples(["x_g0"], "replay", {"grade": np.array(["excellent"], dtype=object)})
 
 
-def test_what_tasks_were_given_is_not_given_again(stores: Callable[[], DataPlaneClient], tmp_path: Path) -> None:
+def test_what_tasks_were_given_is_not_given_again(stores: Stores, tmp_path: Path) -> None:
     registration = {**REGISTRATION, "grpo_group_size": None}
-    client = stores()
-    client.register_partition("replay", **registration)
+    client = stores(registration)
     buffer = filled(client, {"x": torch.arange(8.0)}, 4)
     ids = client.list_samples("replay").sample_ids
     last = client.claim_meta("replay", "score", ["x"], 2, blocking=False, tag_filter={"prompt": 3})
@@ -250,10 +244,9 @@ def test_what_tasks_were_given_is_not_given_again(stores: Callable[[], DataPlane
 
 
 def test_a_backend_without_cursors_refuses_rows_that_were_given_before_anything_is_written(
-    stores: Callable[[], DataPlaneClient], tmp_path: Path
+    stores: Stores, tmp_path: Path
 ) -> None:
-    client, other = stores(), stores()
-    client.register_partition("replay", **REGISTRATION)
+    client, other = stores(REGISTRATION), stores()
     buffer = filled(client, {"x": torch.arange(2.0)})
     other._capabilities -= {Capability.CURSORS}
     save_replay(tmp_path, client, buffer=buffer, registration=REGISTRATION)
@@ -268,11 +261,8 @@ def test_a_backend_without_cursors_refuses_rows_that_were_given_before_anything_
     assert not restored.view().groups
 
 
-def test_only_committed_rows_are_saved_and_what_is_in_training_is_ready_again(
-    stores: Callable[[], DataPlaneClient], tmp_path: Path
-) -> None:
-    client = stores()
-    client.register_partition("replay", **REGISTRATION)
+def test_only_committed_rows_are_saved_and_what_is_in_training_is_ready_again(stores: Stores, tmp_path: Path) -> None:
+    client = stores(REGISTRATION)
     policy = InOrderPolicy(max_staleness=1, groups_per_version=2)
     buffer = ReplayBuffer(client, "replay", policy, group_size=2)
     reservations = buffer.reserve(4)
@@ -309,7 +299,6 @@ def saved(client: DataPlaneClient, tmp_path: Path) -> Path:
     return tmp_path / "save"
 
 
-SMALL = {"fields": ["x"], "num_samples": None, "consumer_tasks": ["train"]}
 IDS = ["v0_p0_g0", "v0_p0_g1"]
 
 
@@ -362,11 +351,10 @@ def test_refusals_say_what_is_wrong(saved: Path, client: DataPlaneClient, tmp_pa
 
 
 def test_a_buffer_of_another_shape_refuses_the_save(
-    client: DataPlaneClient, make_buffer: Any, write: Any, tmp_path: Path
+    client: DataPlaneClient, make_buffer: Any, fill: Any, tmp_path: Path
 ) -> None:
     buffer = make_buffer()
-    reservations = buffer.reserve(1)
-    buffer.commit(reservations, write(client, reservations))
+    fill(buffer)
     save_replay(tmp_path, client, buffer=buffer)
     with pytest.raises(InvalidRequestError, match="group_size is 2 in the state and 3 in the buffer"):
         restore_replay(tmp_path, client, buffer=make_buffer(group_size=3))
@@ -411,7 +399,7 @@ def test_a_save_without_rows_of_a_group_is_refused_and_the_former_save_stays(
 
 
 def test_a_registration_may_name_its_fields_tasks_and_enums_in_sets(
-    client: DataPlaneClient, tmp_path: Path, stores: Callable[[], DataPlaneClient]
+    client: DataPlaneClient, tmp_path: Path, stores: Stores
 ) -> None:
     registration = {**REGISTRATION, "fields": {"x": None}.keys(), "consumer_tasks": {"train"}, "enums": {"x": {"good"}}}
     client.register_partition("replay", **registration)

@@ -182,7 +182,8 @@ def _flow(report: dict[str, Any]) -> RenderableType:
         stages.add_column(name, no_wrap=True, overflow="ellipsis")
     expected = report["num_samples"] or report["written"]
     rate = "" if report["written_per_s"] is None else f"{report['written_per_s']:.1f}"
-    stages.add_row("written", _of(report["written"], report["num_samples"]), rate, "", "", _part(report, expected), "")
+    part = _bar(report["written"] / expected if expected else 0.0)
+    stages.add_row("written", _of(report["written"], report["num_samples"]), rate, "", "", part, "")
     lagging = lag_of(report)
     tasks = sorted(report["tasks"].items(), key=lambda item: -item[1]["consumed"])
     for name, counts in tasks:
@@ -198,10 +199,6 @@ def _flow(report: dict[str, Any]) -> RenderableType:
             Text("" if lease is None else printable(f"{lease['holder']}, {_seconds(lease['held_s'])}")),
         )
     return stages
-
-
-def _part(report: dict[str, Any], expected: int) -> Text:
-    return _bar(report["written"] / expected if expected else 0.0)
 
 
 def _of(count: int, expected: int | None) -> str:

@@ -22,8 +22,6 @@ from dataplane_core import DataPlaneClient, KVBatchMeta, connect
 from dataplane_core.config import DataPlaneConfig, load_config
 from dataplane_core.errors import ConfigError, UnknownPartitionError, UnknownTaskError
 
-__all__ = ["NemoRLAdapter", "Section", "activate", "client_class"]
-
 _INTERFACES: Final = "nemo_rl.data_plane.interfaces"
 _IMPL: Final = "dataplane"
 _FACTORY: Final = "build_data_plane_client"

@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from dataplane_compat.transfer_queue import sampler as samplers
@@ -29,6 +30,23 @@ _CHOOSE_S: Final = 60.0
 _ALL: Final = 2**31 - 1
 #: Arguments of our samplers that other processes need to make the same sampler.
 _ARGUMENTS: Final = ("n_samples_per_prompt", "dp_size")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `TransferQueueClient.get_meta`."""
+
+    fields: list[str]
+    batch_size: int
+    partition_id: str
+    mode: str = "fetch"
+    task_name: str | None = None
+    sampling_config: dict[str, Any] | None = None
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The arguments for the sampler."""
+        return self.sampling_config or {}
 
 
 class _Partition:
@@ -67,26 +85,26 @@ class Claims:
         self._read_settings()
         return bool(self._polling)
 
-    def claim(
-        self, partition_id: str, task_name: str, fields: Sequence[str], batch_size: int, config: Mapping[str, Any]
-    ) -> list[Row]:
+    def claim(self, asked: Asked, task_name: str) -> list[Row]:
         """Rows for a task, or none if there are not enough."""
         sampler = self._read_settings()
-        rank, batch_index = config.get("dp_rank"), config.get("batch_index")
+        rank, batch_index = asked.config.get("dp_rank"), asked.config.get("batch_index")
         has_ranks = rank is not None and batch_index is not None
         by_rank = type(sampler) is RankAwareSampler and has_ranks and Capability.SAMPLERS in self._client.capabilities
         if type(sampler) is SequentialSampler or by_rank:  # the client's own claims do the same
             batch: dict[str, Any] = {"dp_rank": rank, "batch_index": batch_index} if by_rank else {}
             try:
-                claimed = self._client.claim_meta(partition_id, task_name, fields, batch_size, timeout_s=0.0, **batch)
+                claimed = self._client.claim_meta(
+                    asked.partition_id, task_name, asked.fields, asked.batch_size, timeout_s=0.0, **batch
+                )
             except ClaimTimeoutError:
                 return []
-            return _rows(claimed, fields)
+            return _rows(claimed, asked.fields)
         with self._lock:
             if not has_ranks:
-                with self._choice(sampler, partition_id, task_name, fields, batch_size, config) as (rows, _):
+                with self._choice(sampler, asked, task_name) as (rows, _):
                     return rows
-            return self._planned(sampler, partition_id, task_name, fields, batch_size, config)
+            return self._planned(sampler, asked, task_name)
 
     def forget(self, partition_id: str | None, task_name: str | None = None) -> None:
         """Drops what samplers chose.
@@ -114,31 +132,26 @@ class Claims:
 
     @contextlib.contextmanager
     def _choice(
-        self,
-        sampler: BaseSampler,
-        partition_id: str,
-        task_name: str,
-        fields: Sequence[str],
-        batch_size: int,
-        config: Mapping[str, Any],
+        self, sampler: BaseSampler, asked: Asked, task_name: str
     ) -> Iterator[tuple[list[Row], dict[Any, list[str]]]]:
         """Leases all rows that are ready, lets the sampler choose, and gives the others back.
 
         Yields the rows, and the ids for each rank for which the sampler chose now. They count as given after the block;
         if it raises, they go back too.
         """
-        held = self._client.claim_meta(partition_id, task_name, fields, _ALL, blocking=False, lease_s=_CHOOSE_S)
+        partition_id = asked.partition_id
+        held = self._client.claim_meta(partition_id, task_name, asked.fields, _ALL, blocking=False, lease_s=_CHOOSE_S)
         given: list[int] = []
         try:
             held = self._without_planned(held, partition_id, task_name)
-            rows = self._by_index(partition_id, _rows(held, fields))
+            rows = self._by_index(partition_id, _rows(held, asked.fields))
             sampled: Sequence[int] = []
             ranks: dict[Any, Sequence[int]] = {}
             used: set[int] = set()
-            if held.size and held.size >= batch_size:
+            if held.size and held.size >= asked.batch_size:
                 tags = _Partition({index: row.tags for index, row in rows.items()})
-                sampled, consumed = sampler(sorted(rows), batch_size, partition=tags, **config)
-                ranks = _kept(sampler, partition_id, task_name, config, sampled)
+                sampled, consumed = sampler(sorted(rows), asked.batch_size, partition=tags, **asked.config)
+                ranks = _kept(sampler, partition_id, task_name, asked.config, sampled)
                 used = {*consumed, *(index for rank in ranks.values() for index in rank if consumed)}
             chosen = [place for place, index in enumerate(rows) if index in used]
             if ranks and chosen:  # a process that took too long must not replace the plan of the next
@@ -184,29 +197,25 @@ class Claims:
 
     # --- the same choice in several processes -------------------------------------------------------------------------
 
-    def _planned(
-        self,
-        sampler: BaseSampler,
-        partition_id: str,
-        task_name: str,
-        fields: Sequence[str],
-        batch_size: int,
-        config: Mapping[str, Any],
-    ) -> list[Row]:
+    def _planned(self, sampler: BaseSampler, asked: Asked, task_name: str) -> list[Row]:
         """The rows of a rank's batch: chosen by the first process that asks, and read by the others."""
-        dp_rank, batch_index = config["dp_rank"], config["batch_index"]
-        plan = self._read_plan(partition_id, task_name, dp_rank, batch_index)
+        partition_id, dp_rank, batch_index = asked.partition_id, asked.config["dp_rank"], asked.config["batch_index"]
+
+        def name_of(rank: Any) -> str:
+            return json.dumps([partition_id, task_name, rank, batch_index])
+
+        plan = self._read_plan(name_of(dp_rank))
         if plan is None:
             task = json.dumps([partition_id, task_name])
             lock = self._take_lock(task)
             if not lock.size:
                 return []
             try:
-                plan = self._read_plan(partition_id, task_name, dp_rank, batch_index)
+                plan = self._read_plan(name_of(dp_rank))
                 if plan is None:
-                    with self._choice(sampler, partition_id, task_name, fields, batch_size, config) as (_, ranks):
+                    with self._choice(sampler, asked, task_name) as (_, ranks):
                         sampler.clear_cache(partition_id)  # what it chose is kept in the store
-                        names = [json.dumps([partition_id, task_name, rank, batch_index]) for rank in ranks]
+                        names = list(map(name_of, ranks))
                         if names:
                             self._client.put_samples(names, _UNACKED, tags=[{"task": task}] * len(names))
                             tags = [{"ids": json.dumps(ids)} for ids in ranks.values()]
@@ -217,8 +226,7 @@ class Claims:
                 self._client.nack(lock)
         return find_rows(self._client, partition_id, plan) if plan else []
 
-    def _read_plan(self, partition_id: str, task_name: str, dp_rank: Any, batch_index: Any) -> list[str] | None:
-        name = json.dumps([partition_id, task_name, dp_rank, batch_index])
+    def _read_plan(self, name: str) -> list[str] | None:
         found = find_rows(self._client, _PLANS, [name])
         return json.loads(found[0].tags["ids"]) if found else None
 

@@ -116,7 +116,7 @@ def find_config(conf: Any) -> DataPlaneConfig:
     elif (shown := _key(conf, "dataplane")) is not None:
         given = _plain(shown)
     if given is None:
-        given = os.environ.get(CONFIG_VARIABLE) or _published()
+        given = os.environ.get(CONFIG_VARIABLE) or (_directory.look_up() or {}).get("dataplane")
     if given is None:
         raise ConfigError(
             "no config was found.",
@@ -124,11 +124,6 @@ def find_config(conf: Any) -> DataPlaneConfig:
             "such as {'backend': 'shm_store'}, to init().",
         )
     return load_config(given).model_copy(update={"open_partitions": True})
-
-
-def _published() -> Any:
-    found = _directory.look_up()
-    return None if found is None else found["dataplane"]
 
 
 def _shown(config: DataPlaneConfig, controller: Any) -> dict[str, Any]:

@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from tensordict import TensorDict
 
-from dataplane_compat.transfer_queue._claims import Claims
+from dataplane_compat.transfer_queue._claims import Asked, Claims
 from dataplane_compat.transfer_queue._columns import (
     column_of_rows,
     columns_to_put,
@@ -40,8 +40,6 @@ from dataplane_compat.transfer_queue.metadata import BatchMeta
 from dataplane_core.client import DataPlaneClient, common_fields
 from dataplane_core.errors import MissingDataError, UnknownPartitionError, UnknownTaskError, preview
 
-__all__ = ["StorageKeyNotFoundError", "TransferQueueClient"]
-
 #: What a read of rows or cells that are not there raises. It is a `KeyError`.
 StorageKeyNotFoundError = MissingDataError
 
@@ -50,19 +48,21 @@ _WAIT_S: Final = 3600.0
 #: Seconds between two looks of `async_get_meta`.
 _LOOK_S: Final = 0.1
 
+_T = TypeVar("_T")
 
-class _Asked:
+
+class _Look:
     """One look of `async_get_meta`. If that is cancelled meanwhile, the rows are kept for the next call."""
 
-    def __init__(self, client: TransferQueueClient, wanted: tuple[Any, ...]) -> None:
+    def __init__(self, client: TransferQueueClient, asked: Asked) -> None:
         self._client = client
-        self._wanted = wanted
+        self._asked = asked
         self._given: BatchMeta | None = None
         self._given_up = False
 
     def look(self) -> BatchMeta | None:
         """Runs in a thread."""
-        given = self._client._look(*self._wanted)
+        given = self._client._look(self._asked)
         with self._client._keeping:
             self._given = given
             self._keep()
@@ -75,8 +75,8 @@ class _Asked:
             self._keep()
 
     def _keep(self) -> None:
-        if self._given_up and self._given is not None and self._given.size and self._wanted[3] == "fetch":
-            self._client._kept.append((self._wanted, self._given))
+        if self._given_up and self._given is not None and self._given.size and self._asked.mode == "fetch":
+            self._client._kept.append((self._asked, self._given))
 
 
 class TransferQueueClient:
@@ -94,7 +94,7 @@ class TransferQueueClient:
         self.store = store
         self._numbers = Numbers(store)
         self._claims = Claims(store, controller)
-        self._kept: list[tuple[tuple[Any, ...], BatchMeta]] = []  # what cancelled calls were given; guarded by _keeping
+        self._kept: list[tuple[Asked, BatchMeta]] = []  # what cancelled calls were given; guarded by _keeping
         self._keeping = threading.Lock()
 
     # --- rows and their metadata --------------------------------------------------------------------------------------
@@ -126,13 +126,14 @@ class TransferQueueClient:
         Raises:
             TimeoutError: There were not enough rows for an hour.
         """
+        asked = Asked(data_fields, batch_size, partition_id, mode, task_name, sampling_config)
         deadline = time.monotonic() + _WAIT_S
         pause_s = 0.01
         while True:
-            meta = self._look(data_fields, batch_size, partition_id, mode, task_name, sampling_config)
+            meta = self._look(asked)
             if meta is not None:
                 return meta
-            self._check_wait(deadline, batch_size, partition_id, task_name)
+            _check_wait(deadline, asked)
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 1.0)
 
@@ -149,56 +150,41 @@ class TransferQueueClient:
 
         If it is cancelled while it is given rows, the next call with the same arguments in this process gets them.
         """
-        wanted = (data_fields, batch_size, partition_id, mode, task_name, sampling_config)
+        asked = Asked(data_fields, batch_size, partition_id, mode, task_name, sampling_config)
         deadline = time.monotonic() + _WAIT_S
         while True:
-            asked = _Asked(self, wanted)
+            look = _Look(self, asked)
             try:
-                meta = await in_threads(asked.look)()
+                meta = await in_threads(look.look)()
             except asyncio.CancelledError:
-                asked.give_up()
+                look.give_up()
                 raise
             if meta is not None:
                 return meta
-            self._check_wait(deadline, batch_size, partition_id, task_name)
+            _check_wait(deadline, asked)
             await asyncio.sleep(_LOOK_S)
 
-    def _check_wait(self, deadline: float, batch_size: int, partition_id: str, task_name: str | None) -> None:
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"get_meta('{partition_id}', task '{task_name}') timed out: {batch_size} rows were not ready within "
-                f"{_WAIT_S:.0f} s."
-            )
-
-    def _look(
-        self,
-        data_fields: list[str],
-        batch_size: int,
-        partition_id: str,
-        mode: str,
-        task_name: str | None,
-        sampling_config: dict[str, Any] | None,
-    ) -> BatchMeta | None:
+    def _look(self, asked: Asked) -> BatchMeta | None:
         """What `get_meta` returns now, or None if it has to wait."""
-        if mode == "insert":
-            return self._new_rows(data_fields, batch_size, partition_id)
-        if mode == "force_fetch":
+        partition_id = asked.partition_id
+        if asked.mode == "insert":
+            return self._new_rows(asked.fields, asked.batch_size, partition_id)
+        if asked.mode == "force_fetch":
             rows = find_rows(self.store, partition_id)
-            fields = data_fields or sorted({name for row in rows for name in row.fields})
+            fields = asked.fields or sorted({name for row in rows for name in row.fields})
             return meta_of(self.store, partition_id, rows, fields, lenient=True)
-        if mode != "fetch":
-            raise ValueError(f"Invalid mode: {mode}")
-        if task_name is None:
+        if asked.mode != "fetch":
+            raise ValueError(f"Invalid mode: {asked.mode}")
+        if asked.task_name is None:
             raise ValueError("get_meta in mode 'fetch' needs a task_name.")
-        wanted = (data_fields, batch_size, partition_id, mode, task_name, sampling_config)
         with self._keeping:
-            for number, (asked, kept) in enumerate(self._kept):
-                if asked == wanted:
+            for number, (before, kept) in enumerate(self._kept):
+                if before == asked:
                     del self._kept[number]
                     return kept
-        rows = self._claims.claim(partition_id, task_name, data_fields, batch_size, sampling_config or {})
+        rows = self._claims.claim(asked, asked.task_name)
         if rows:
-            return meta_of(self.store, partition_id, rows, data_fields)
+            return meta_of(self.store, partition_id, rows, asked.fields)
         return BatchMeta.empty() if self._claims.polling_mode else None
 
     def _new_rows(self, fields: Sequence[str], count: int, partition_id: str) -> BatchMeta:
@@ -281,7 +267,7 @@ class TransferQueueClient:
     def clear_partition(self, partition_id: str) -> None:
         """Removes a partition with all of its rows."""
         self._claims.forget(partition_id)
-        self._drop_kept(lambda wanted, _: wanted[2] == partition_id)
+        self._drop_kept(lambda asked, _: asked.partition_id == partition_id)
         self.store.clear_samples(None, partition_id)
 
     def clear_samples(self, metadata: BatchMeta) -> None:
@@ -291,7 +277,7 @@ class TransferQueueClient:
         for part in metadata.chunk_by_partition():
             self.store.clear_samples(self._ids(part), part.partition_ids[0])
 
-    def _drop_kept(self, gone: Callable[[tuple[Any, ...], BatchMeta], bool]) -> None:
+    def _drop_kept(self, gone: Callable[[Asked, BatchMeta], bool]) -> None:
         """Drops what cancelled calls were given, where that holds no longer."""
         with self._keeping:
             self._kept = [kept for kept in self._kept if not gone(*kept)]
@@ -340,7 +326,7 @@ class TransferQueueClient:
                 self.store.reset_consumption(partition_id, task)
         except (UnknownPartitionError, UnknownTaskError):
             pass
-        self._drop_kept(lambda wanted, _: wanted[2] == partition_id and task_name in (None, wanted[4]))
+        self._drop_kept(lambda asked, _: asked.partition_id == partition_id and task_name in (None, asked.task_name))
         self._claims.forget(partition_id, task_name)
         return True
 
@@ -358,13 +344,7 @@ class TransferQueueClient:
             partition_id: Their partition.
             create: Whether to create those that do not exist, without fields.
         """
-        wanted = [keys] if isinstance(keys, str) else keys
-        if not isinstance(wanted, list):
-            raise TypeError("Only string or list of strings are allowed as `keys`.")
-        if not wanted:
-            raise ValueError("Received an empty list as keys.")
-        if not all(isinstance(key, str) for key in wanted):
-            raise TypeError("Not all elements in `keys` are strings.")
+        wanted = _listed("keys", keys, str)
         rows = find_rows(self.store, partition_id, wanted)
         if create and len(rows) < len(set(wanted)):
             known = {row.sample_id for row in rows}
@@ -382,13 +362,7 @@ class TransferQueueClient:
         Raises:
             RuntimeError: A row is not there, or has no key.
         """
-        wanted = [global_indexes] if isinstance(global_indexes, int) else global_indexes
-        if not isinstance(wanted, list):
-            raise TypeError("Only int or list of int are allowed as `global_indexes`.")
-        if not wanted:
-            raise ValueError("Received an empty list as `global_indexes`.")
-        if not all(isinstance(index, int) for index in wanted):
-            raise TypeError("Not all elements in `global_indexes` are int.")
+        wanted = _listed("global_indexes", global_indexes, int)
         keys = self._keys(wanted, partition_id)
         unknown = [index for index in wanted if index not in keys]
         if unknown:
@@ -477,6 +451,24 @@ class TransferQueueClient:
     async_kv_retrieve_meta = in_threads(kv_retrieve_meta)
     async_kv_retrieve_keys = in_threads(kv_retrieve_keys)
     async_kv_list = in_threads(kv_list)
+
+
+def _listed(what: str, given: list[_T] | _T, kind: type[_T]) -> list[_T]:
+    """One or several of a kind, as a list."""
+    found = [given] if isinstance(given, kind) else given
+    if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
+        raise TypeError(f"Only {kind.__name__} or list of {kind.__name__} are allowed as `{what}`.")
+    if not found:
+        raise ValueError(f"Received an empty list as `{what}`.")
+    return found
+
+
+def _check_wait(deadline: float, asked: Asked) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(
+            f"get_meta('{asked.partition_id}', task '{asked.task_name}') timed out: {asked.batch_size} rows were not "
+            f"ready within {_WAIT_S:.0f} s."
+        )
 
 
 def _select(column: Any, places: Sequence[int]) -> Any:

@@ -18,8 +18,6 @@ from dataplane_core import DataPlaneConfig
 from dataplane_core.backends import Backend
 from dataplane_core.connecting import load_backend
 
-__all__ = ["StreamingDataLoader", "StreamingDataset"]
-
 #: Seconds until an empty partition is asked again.
 _PAUSE_S: Final = 0.2
 

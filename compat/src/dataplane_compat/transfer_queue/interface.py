@@ -18,28 +18,6 @@ from dataplane_compat.transfer_queue.metadata import KVBatchMeta
 from dataplane_core.client import DataPlaneClient, common_fields
 from dataplane_core.errors import LostSamplesError, MissingDataError, UnknownPartitionError
 
-__all__ = [
-    "RowsNotFoundError",
-    "async_kv_batch_get",
-    "async_kv_batch_get_by_meta",
-    "async_kv_batch_put",
-    "async_kv_clear",
-    "async_kv_list",
-    "async_kv_put",
-    "close",
-    "get_client",
-    "get_metrics_endpoint",
-    "init",
-    "kv_batch_get",
-    "kv_batch_get_by_meta",
-    "kv_batch_put",
-    "kv_clear",
-    "kv_list",
-    "kv_put",
-    "load_checkpoint",
-    "save_checkpoint",
-]
-
 
 class RowsNotFoundError(MissingDataError, ValueError):
     """Rows are not there, or have none of the fields. A `ValueError`, as in TransferQueue, and a `KeyError`."""

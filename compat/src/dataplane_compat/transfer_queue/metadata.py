@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,40 +16,14 @@ from dataplane_compat.transfer_queue._keyed import KVBatchMeta, check_order, cop
 __all__ = ["BatchMeta", "KVBatchMeta"]
 
 
-class _Sample:
-    """A read-only view of one row of a `BatchMeta`."""
+class _Sample(NamedTuple):
+    """A read-only view of one row of a `BatchMeta`. The shapes in ``fields`` are those of this row."""
 
-    __slots__ = ("_batch", "_place")
-
-    def __init__(self, batch: BatchMeta, place: int) -> None:
-        self._batch, self._place = batch, place
-
-    @property
-    def global_index(self) -> int:
-        return self._batch.global_indexes[self._place]
-
-    @property
-    def partition_id(self) -> str:
-        return self._batch.partition_ids[self._place]
-
-    @property
-    def production_status(self) -> int:
-        return int(self._batch.production_status[self._place])
-
-    @property
-    def custom_meta(self) -> MappingProxyType[str, Any]:
-        return MappingProxyType(self._batch.custom_meta[self._place])
-
-    @property
-    def fields(self) -> MappingProxyType[str, MappingProxyType[str, Any]]:
-        """Field -> its schema; ``shape`` is that of this row."""
-        shown = {}
-        for name, schema in self._batch.field_schema.items():
-            own = {key: value for key, value in schema.items() if key != "per_sample_shapes"}
-            if schema.get("per_sample_shapes") is not None:
-                own["shape"] = schema["per_sample_shapes"][self._place]
-            shown[name] = MappingProxyType(own)
-        return MappingProxyType(shown)
+    global_index: int
+    partition_id: str
+    production_status: int
+    custom_meta: MappingProxyType[str, Any]
+    fields: MappingProxyType[str, MappingProxyType[str, Any]]
 
 
 def _schema_of(name: str, column: Any, size: int) -> dict[str, Any]:
@@ -110,8 +84,6 @@ class BatchMeta:
         self.global_indexes = list(global_indexes)
         self.partition_ids = list(partition_ids)
         size = len(self.global_indexes)
-        if len(self.partition_ids) != size:
-            raise ValueError(f"Length mismatch: global_indexes has {size}, partition_ids has {len(self.partition_ids)}")
         self.field_schema = {name: dict(schema) for name, schema in (field_schema or {}).items()}
         for name, schema in self.field_schema.items():
             shapes = schema.get("per_sample_shapes")
@@ -120,15 +92,12 @@ class BatchMeta:
         if production_status is None:
             production_status = np.zeros(size, dtype=np.int8)
         self.production_status = np.array(production_status, dtype=np.int8, copy=True)
-        if len(self.production_status) != size:
-            raise ValueError(f"production_status length {len(self.production_status)} != batch_size {size}")
         self.extra_info = dict(extra_info or {})
         self.custom_meta = [dict(row) for row in custom_meta or [{}] * size]
-        if len(self.custom_meta) != size:
-            raise ValueError(f"custom_meta length {len(self.custom_meta)} != batch_size {size}")
         self._custom_backend_meta = [dict(row) for row in _custom_backend_meta or [{}] * size]
-        if len(self._custom_backend_meta) != size:
-            raise ValueError(f"_custom_backend_meta length {len(self._custom_backend_meta)} != batch_size {size}")
+        for slot in ("partition_ids", "production_status", "custom_meta", "_custom_backend_meta"):
+            if len(getattr(self, slot)) != size:
+                raise ValueError(f"{slot} length {len(getattr(self, slot))} != batch_size {size}")
 
     def __getstate__(self) -> tuple[Any, ...]:
         return tuple(getattr(self, slot) for slot in BatchMeta.__slots__)
@@ -154,7 +123,22 @@ class BatchMeta:
     @property
     def samples(self) -> tuple[_Sample, ...]:
         """Read-only views of the rows."""
-        return tuple(_Sample(self, place) for place in range(self.size))
+        return tuple(map(self._sample, range(self.size)))
+
+    def _sample(self, place: int) -> _Sample:
+        fields = {}
+        for name, schema in self.field_schema.items():
+            own = {key: value for key, value in schema.items() if key != "per_sample_shapes"}
+            if schema.get("per_sample_shapes") is not None:
+                own["shape"] = schema["per_sample_shapes"][place]
+            fields[name] = MappingProxyType(own)
+        return _Sample(
+            self.global_indexes[place],
+            self.partition_ids[place],
+            int(self.production_status[place]),
+            MappingProxyType(self.custom_meta[place]),
+            MappingProxyType(fields),
+        )
 
     @property
     def is_ready(self) -> bool:

@@ -18,8 +18,6 @@ from types import ModuleType
 
 from dataplane_compat.transfer_queue._session import CONFIG_VARIABLE
 
-__all__ = ["install"]
-
 #: Modules of TransferQueue that others import from, and that have a counterpart here.
 _MODULES = ("client", "dataloader", "interface", "metadata", "sampler")
 #: The module of verl that has stand-ins where TransferQueue is not installed, and their names.

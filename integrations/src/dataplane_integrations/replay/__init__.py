@@ -43,7 +43,6 @@ from dataplane_integrations.replay._async_collector import AsyncCollector, Async
 from dataplane_integrations.replay._buffer import ReplayBuffer
 from dataplane_integrations.replay._collector import Collector, CollectorCounts, Rollout
 from dataplane_integrations.replay._consumer import ClaimedBatch, StreamingConsumer
-from dataplane_integrations.replay._groups import BufferCounts
 from dataplane_integrations.replay._ids import Reservation, parse_sample_id
 from dataplane_integrations.replay._policies import (
     BufferView,
@@ -56,6 +55,7 @@ from dataplane_integrations.replay._policies import (
 )
 from dataplane_integrations.replay._remote import RemoteReplayBuffer
 from dataplane_integrations.replay._saving import RestoredReplay, restore_replay, save_replay
+from dataplane_integrations.replay._state import BufferCounts
 
 __all__ = [
     "AsyncCollector",

@@ -1,7 +1,6 @@
 """`ReplayBuffer`: records the groups between rollouts and training. It holds metas and states, never a tensor.
 
-Here are its operations. `_state` has what they work on, `_groups` the record of a group, `_policies` the staleness
-rules.
+Here are its operations. `_state` has what they work on, `_policies` the staleness rules.
 """
 
 from __future__ import annotations
@@ -352,16 +351,15 @@ class ReplayBuffer(BufferState):
                 columns = read_columns(self._require_dp_client(), meta, select_fields, **options)
                 break
             except LostSamplesError as error:
-                self._leave_out(meta, error.missing_samples)
-                self._put_back(meta)
                 with suppress(DataPlaneError):
-                    self._clear_rows()
+                    self.leave_out(meta, error.missing_samples)
+                with suppress(DataPlaneError):
+                    self.put_back(meta)
             except BaseException:
                 self.put_back(meta)
                 raise
-        self._note_trained(meta)
         with suppress(DataPlaneError):
-            self._clear_rows()
+            self.consume(meta)
         return meta, columns
 
     def consume(self, meta: KVBatchMeta) -> None:
@@ -373,16 +371,13 @@ class ReplayBuffer(BufferState):
         Raises:
             InvalidRequestError: A group is not selected. Nothing has been changed.
         """
-        self._note_trained(meta)
-        self._clear_rows()
-
-    def _note_trained(self, meta: KVBatchMeta) -> None:
         with self._lock:
             names = self._ended(meta, "consume")
             self._drop(names)
             self._counts.trained += len(names)
             self._trained_since += len(names)
             self._changed.notify_all()
+        self._clear_rows()
 
     def discard(self, meta: KVBatchMeta, *, requeue: bool = False) -> None:
         """As `consume`, for selected groups that the trainer will not train on, such as those with equal rewards.
@@ -418,12 +413,6 @@ class ReplayBuffer(BufferState):
         Raises:
             InvalidRequestError: A group is not selected. Nothing has been changed.
         """
-        left = self._leave_out(meta, lost)
-        self._clear_rows()
-        return meta.subset([row for row, sample_id in enumerate(meta.sample_ids) if group_of(sample_id) in left])
-
-    def _leave_out(self, meta: KVBatchMeta, lost: Sequence[str]) -> set[str]:
-        """Returns the groups that are left."""
         gone = {group_of(sample_id) for sample_id in lost}
         with self._lock:
             selected = self._selected(meta, "leave_out")
@@ -435,7 +424,8 @@ class ReplayBuffer(BufferState):
             self._left_out.update((name, set(left)) for name in names)
             self._counts.lost += len(names)
             self._changed.notify_all()
-            return left
+        self._clear_rows()
+        return meta.subset([row for row, sample_id in enumerate(meta.sample_ids) if group_of(sample_id) in left])
 
     def put_back(self, meta: KVBatchMeta) -> None:
         """Makes selected groups ready again, for example after a failed step. Raises what `consume` raises.
@@ -443,16 +433,13 @@ class ReplayBuffer(BufferState):
         Their rows must still be in the store. `DataPlanePolicy` clears the rows of a call that raises: then use
         `discard` with ``requeue``.
         """
-        self._put_back(meta)
-        self._clear_rows()
-
-    def _put_back(self, meta: KVBatchMeta) -> None:
         with self._lock:
             for name in self._ended(meta, "put_back"):
                 group = self._groups[name]
                 group.view = dataclasses.replace(group.view, selected=False)
             self._evict()
             self._changed.notify_all()
+        self._clear_rows()
 
     def wait_until_reserved(self, *, timeout_s: float = 60.0) -> None:
         """Waits until the rollout side has started all groups that the rule admits with the current weights.

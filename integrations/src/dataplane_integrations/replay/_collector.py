@@ -27,6 +27,7 @@ from dataplane_integrations.errors import (
     ReplayTimeoutError,
     ReservationLostError,
     RolloutAbortedError,
+    noted_on,
 )
 from dataplane_integrations.replay._buffer import ReplayBuffer
 from dataplane_integrations.replay._ids import Reservation
@@ -338,10 +339,8 @@ class Collector:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _roll_back(self, reservations: Sequence[Reservation], error: BaseException) -> None:
-        try:
+        with noted_on(error, "the rows written could not be cleared yet"):
             self._buffer.abandon(reservations)
-        except DataPlaneError as broken:
-            error.add_note(f"the rows written could not be cleared yet: {type(broken).__name__}: {broken}")
         if isinstance(error, (ReplayClosedError, ReservationLostError)) or not isinstance(error, Exception):
             raise error
         with self._lock:

@@ -24,6 +24,7 @@ from dataplane_core.errors import (
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import TagFilter
 from dataplane_integrations.ahead import check_depth, read_ahead
+from dataplane_integrations.errors import noted_on
 from dataplane_integrations.replay._ids import WEIGHT_VERSION_TAG
 
 #: At the end of a partition: seconds between two checks whether a dead consumer's leases have expired.
@@ -122,10 +123,8 @@ class ClaimedBatch:
     ) -> None:
         self._stop_renewing()
         if error is not None:
-            try:
+            with noted_on(error, "the rows could not be given back"):  # then they go back when the lease ends
                 self._client.nack(self.meta)
-            except DataPlaneError as broken:  # they go back when the lease ends
-                error.add_note(f"the rows could not be given back: {type(broken).__name__}: {broken}")
             return
         self._client.ack(self.meta)
         if self._clear:

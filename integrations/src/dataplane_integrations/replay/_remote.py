@@ -12,7 +12,7 @@ from dataplane_core.errors import DataPlaneError
 from dataplane_integrations.errors import CollectorFailedError, WorkerFailedError
 from dataplane_integrations.ray import wait_for_all
 from dataplane_integrations.replay._buffer import ReplayBuffer
-from dataplane_integrations.replay._groups import BufferCounts
+from dataplane_integrations.replay._state import BufferCounts
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -19,7 +19,7 @@ from dataplane_core.errors import InvalidRequestError, preview
 from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import TagFilter, check_tag_filter, matches
-from dataplane_integrations.errors import SamplingExhaustedError
+from dataplane_integrations.errors import SamplingExhaustedError, noted_on
 from dataplane_integrations.rollout.first_write import RolloutReceipt
 
 #: Decides on a group from its rows' tags: True keeps it.
@@ -169,10 +169,8 @@ class DynamicSampling:
                 pending = []
             return self.take()
         except BaseException as error:
-            try:
+            with noted_on(error, "the rows could not be cleared"):
                 self._discard(*pending)
-            except Exception as broken:  # the first error is the one to report
-                error.add_note(f"the rows could not be cleared: {type(broken).__name__}: {broken}")
             raise
 
     def add(self, made: KVBatchMeta | RolloutReceipt) -> bool:

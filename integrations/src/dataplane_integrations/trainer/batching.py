@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from dataplane_core.errors import ConfigError
 
@@ -12,13 +12,6 @@ from dataplane_core.errors import ConfigError
 Stage: TypeAlias = Literal["train", "logprob"]
 
 _Section = TypeVar("_Section", "DynamicBatching", "SequencePacking")
-
-
-class ShardArgs(TypedDict):
-    """Keyword arguments of ``shard_by_batch_size`` and ``shard_meta_for_dp``; at most one is not None."""
-
-    dynamic_batching_args: dict[str, Any] | None
-    sequence_packing_args: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,32 +111,22 @@ class Batching:
         """Whether microbatches are planned from lengths."""
         return self.dynamic is not None or self.packing is not None
 
-    def shard_args(self, stage: Stage) -> ShardArgs:
-        """Keyword arguments for ``shard_by_batch_size`` and ``shard_meta_for_dp``."""
-        keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
-        dynamic: dict[str, Any] | None = None
-        packing: dict[str, Any] | None = None
-        if self.dynamic is not None:
-            dynamic = {
-                **keys,
-                "max_tokens_per_microbatch": _limit(self.dynamic, stage),
-                "sequence_length_round": self.dynamic.sequence_length_round,
-            }
-        if self.packing is not None:
-            packing = {
-                **keys,
-                "algorithm": self.packing.algorithm,
-                "max_tokens_per_microbatch": _limit(self.packing, stage),
-                "sequence_length_pad_multiple": self.packing.sequence_length_pad_multiple,
-                "microbatch_order": self.packing.microbatch_order,
-            }
-        return {"dynamic_batching_args": dynamic, "sequence_packing_args": packing}
+    def shard_args(self, stage: Stage) -> dict[str, Any]:
+        """Keyword arguments for ``shard_by_batch_size`` and ``shard_meta_for_dp``; at most one is not None."""
+        return {
+            "dynamic_batching_args": _args(self.dynamic, stage),
+            "sequence_packing_args": _args(self.packing, stage),
+        }
 
 
-def _limit(section: DynamicBatching | SequencePacking, stage: Stage) -> int:
-    if stage == "logprob" and section.logprob_mb_tokens is not None:
-        return section.logprob_mb_tokens
-    return section.train_mb_tokens
+def _args(section: DynamicBatching | SequencePacking | None, stage: Stage) -> dict[str, Any] | None:
+    if section is None:
+        return None
+    options = asdict(section)
+    limits = {"train": options.pop("train_mb_tokens"), "logprob": options.pop("logprob_mb_tokens")}
+    limit = limits["train"] if limits[stage] is None else limits[stage]
+    keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
+    return {**keys, "max_tokens_per_microbatch": limit, **options}
 
 
 def _section(cfg: Mapping[str, Any], name: str, cls: type[_Section], **defaults: Any) -> _Section | None:

@@ -1,10 +1,10 @@
 """Broadcast of a value, such as a batch, from a replica group's leader to its siblings.
 
-There are two phases. The first broadcasts a small descriptor object: names, dtypes, shapes and all values that are not
-tensors; or the leader's failure. The second broadcasts the bytes of all tensors, those inside list and object columns
-too, with `torch.distributed.broadcast` on the group's device, in buckets of at most 4 MiB. They are sent as bytes,
-because no backend supports every dtype (gloo refuses float8). A bucket that is a part of one tensor is sent out of that
-tensor's memory; the parts of several are copied into a buffer first.
+There are two phases. The first broadcasts a small descriptor object: the value pickled without its tensors, and their
+dtypes and shapes; or the leader's failure. The second broadcasts the bytes of all tensors, those inside list and object
+columns too, with `torch.distributed.broadcast` on the group's device, in buckets of at most 4 MiB. They are sent as
+bytes, because no backend supports every dtype (gloo refuses float8). A bucket that is a part of one tensor is sent out
+of that tensor's memory; the parts of several are copied into a buffer first.
 
 Every rank of the group must call `broadcast_from_leader`, in the same order.
 """
@@ -12,20 +12,19 @@ Every rank of the group must call `broadcast_from_leader`, in the same order.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dataplane_core.batch import BatchedDataDict
 from dataplane_core.errors import InvalidTypeError
-from dataplane_integrations.errors import ReplicaLeaderError
+from dataplane_integrations.errors import ReplicaLeaderError, noted_on
 
 #: Group rank of the leader: 0 on every replicated axis.
 _LEADER: Final = 0
@@ -33,41 +32,6 @@ _LEADER: Final = 0
 _BUCKET_BYTES: Final = 4 << 20
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Placeholder in the descriptor for the tensor of that index."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class _JaggedSlot:
-    """Placeholder for a jagged nested tensor."""
-
-    values: int
-    offsets: int
-    ragged_idx: int
-    min_seqlen: int
-    max_seqlen: int
-
-
-@dataclass(frozen=True, slots=True)
-class _ObjectArray:
-    """Placeholder for an ``np.ndarray(dtype=object)``, whose items may hold tensors."""
-
-    items: list[Any]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Placeholder for a batch."""
-
-    batch_class: type[BatchedDataDict]
-    columns: dict[str, Any]
-    attributes: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +49,8 @@ class _TensorInfo:
 class _Descriptor:
     """The object that the first phase broadcasts."""
 
-    value: Any
+    #: The value by `_Pickler`.
+    pickled: bytes
     tensors: list[_TensorInfo]
 
 
@@ -135,19 +100,18 @@ def group_device(group: dist.ProcessGroup, preferred: str = "cpu") -> torch.devi
 def _send(produce: Callable[[], _T], group: dist.ProcessGroup) -> _T:
     try:
         value = produce()
-        tensors = _Tensors()
-        described = _take_out(value, tensors)
-        infos = [_TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.device.type) for tensor in tensors]
-        descriptor = _Descriptor(described, infos)
-        # fails here if a part cannot be pickled, so that the siblings get the error; later they would hang
-        pickle.dumps(descriptor)
-        contents = [_as_bytes(tensor) for tensor in tensors]
+        # whatever cannot be sent fails here, so that the siblings get the error; later they would hang
+        pickled = io.BytesIO()
+        pickler = _Pickler(pickled)
+        pickler.dump(value)
+        infos = [_TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.device.type) for tensor in pickler.tensors]
+        contents = [_as_bytes(tensor) for tensor in pickler.tensors]
         buckets = _buckets(contents, group)
     except BaseException as error:
         _send_failure(error, group)
         raise
     own_rank = dist.get_rank(group)
-    _broadcast_object(descriptor, group, own_rank)
+    _broadcast_object(_Descriptor(pickled.getvalue(), infos), group, own_rank)
     _broadcast_buckets(buckets, group, own_rank, receive=False)
     return value
 
@@ -156,62 +120,50 @@ def _send_failure(error: BaseException, group: dist.ProcessGroup) -> None:
     failed = f"the leader of its replica group, rank {dist.get_rank()}, failed: {type(error).__name__}: {error}"
     failure = ReplicaLeaderError(failed)
     failure.__cause__ = error  # pickled as its description if it cannot be pickled itself
-    try:
+    with noted_on(error, "The replica group could not be notified"):  # it may be broken too
         _broadcast_object(failure, group, dist.get_rank(group))
-    except Exception as broken:  # the group is broken too: report the first error
-        error.add_note(f"The replica group could not be notified: {type(broken).__name__}: {broken}")
 
 
-class _Tensors(list[Tensor]):
-    """The tensors of a value. One that columns share, such as the offsets of jagged columns, is there once."""
+class _Pickler(pickle.Pickler):
+    """Pickles a value with numbers in place of its tensors, wherever they are in it.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._slots: dict[Any, _Slot] = {}
+    Attributes:
+        tensors: The tensors. One that columns share, such as the offsets of jagged columns, is there once.
+    """
 
-    def add(self, tensor: Tensor) -> _Slot:
-        # by memory, not by identity: each access of `offsets` makes a new tensor of the same memory
-        same = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if same not in self._slots:
-            self._slots[same] = _Slot(len(self))
-            self.append(tensor)  # keeps its memory from being used again
-        return self._slots[same]
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[Any, int] = {}
 
-
-def _take_out(value: Any, tensors: _Tensors) -> Any:
-    """A copy of ``value`` with placeholders for its tensors, which are added to ``tensors``."""
-    if isinstance(value, Tensor):
-        if value.is_nested:
-            return _take_out_jagged(value, tensors)
-        if value.layout is not torch.strided or value.device.type == "meta":
+    def persistent_id(self, obj: Any) -> Any:
+        """None for what is pickled itself; what stands for a tensor: its number, or for a jagged one its parts."""
+        if not isinstance(obj, Tensor):
+            return None
+        if obj.is_nested:
+            return self._parts_of_jagged(obj)
+        if obj.layout is not torch.strided or obj.device.type == "meta":
             raise InvalidTypeError(
-                f"broadcast refused: a tensor of layout {value.layout} on device '{value.device}'. Expected dense or "
+                f"broadcast refused: a tensor of layout {obj.layout} on device '{obj.device}'. Expected dense or "
                 "jagged tensors that hold data."
             )
-        return tensors.add(value.detach().resolve_conj().resolve_neg())
-    if type(value) is list:
-        return [_take_out(item, tensors) for item in value]
-    if type(value) is tuple:
-        return tuple(_take_out(item, tensors) for item in value)
-    if type(value) is dict:
-        return {key: _take_out(item, tensors) for key, item in value.items()}
-    if isinstance(value, BatchedDataDict):
-        attributes = {name: item for name, item in vars(value).items() if name != "data"}
-        return _Batch(type(value), _take_out(value.data, tensors), _take_out(attributes, tensors))
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        return _ObjectArray([_take_out(item, tensors) for item in value.ravel()], value.shape)
-    return value
+        tensor = obj.detach().resolve_conj().resolve_neg()
+        # by memory, not by identity: each access of `offsets` makes a new tensor of the same memory
+        same = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if same not in self._numbers:
+            self._numbers[same] = len(self.tensors)
+            self.tensors.append(tensor)  # keeps its memory from being used again
+        return self._numbers[same]
 
-
-def _take_out_jagged(value: Tensor, tensors: _Tensors) -> _JaggedSlot:
-    nested: Any = value  # torch's stubs do not know nested tensors
-    if value.layout is not torch.jagged or nested.lengths() is not None:
-        # a strided nested tensor, or a jagged one with holes: join its rows end to end
-        nested = torch.nested.as_nested_tensor(list(value.unbind()), layout=torch.jagged)
-    lengths = nested.offsets().diff()
-    low, high = (int(lengths.min()), int(lengths.max())) if lengths.numel() else (0, 0)
-    values, offsets = _take_out(nested.values(), tensors), _take_out(nested.offsets(), tensors)
-    return _JaggedSlot(values.index, offsets.index, int(nested._ragged_idx), low, high)
+    def _parts_of_jagged(self, tensor: Tensor) -> tuple[int, ...]:
+        nested: Any = tensor  # torch's stubs do not know nested tensors
+        if tensor.layout is not torch.jagged or nested.lengths() is not None:
+            # a strided nested tensor, or a jagged one with holes: join its rows end to end
+            nested = torch.nested.as_nested_tensor(list(tensor.unbind()), layout=torch.jagged)
+        lengths = nested.offsets().diff()
+        low, high = (int(lengths.min()), int(lengths.max())) if lengths.numel() else (0, 0)
+        values, offsets = self.persistent_id(nested.values()), self.persistent_id(nested.offsets())
+        return values, offsets, int(nested._ragged_idx), low, high
 
 
 # --- the siblings ----------------------------------------------------------------------------------------------------
@@ -223,7 +175,11 @@ def _receive(group: dist.ProcessGroup, leader: int) -> Any:
     if isinstance(descriptor, ReplicaLeaderError):
         descriptor.message = f"no batch for rank {dist.get_rank()}: {descriptor.message}"
         raise descriptor
-    return _put_back(descriptor.value, _receive_tensors(descriptor.tensors, group, leader))
+    infos: list[_TensorInfo] = descriptor.tensors
+    contents = [torch.empty(info.nbytes, dtype=torch.uint8, device=_own_device(info.device_type)) for info in infos]
+    _broadcast_buckets(_buckets(contents, group), group, leader, receive=True)
+    tensors = [content.view(info.dtype).reshape(info.shape) for content, info in zip(contents, infos, strict=True)]
+    return _Unpickler(descriptor.pickled, tensors).load()
 
 
 @contextlib.contextmanager
@@ -239,39 +195,25 @@ def _collective_errors_name_the_leader() -> Iterator[None]:
         ) from error
 
 
-def _receive_tensors(infos: Sequence[_TensorInfo], group: dist.ProcessGroup, leader: int) -> list[Tensor]:
-    contents = [torch.empty(info.nbytes, dtype=torch.uint8, device=_own_device(info.device_type)) for info in infos]
-    _broadcast_buckets(_buckets(contents, group), group, leader, receive=True)
-    return [content.view(info.dtype).reshape(info.shape) for content, info in zip(contents, infos, strict=True)]
+class _Unpickler(pickle.Unpickler):
+    """Reads what `_Pickler` wrote, with the tensors in their places."""
 
+    def __init__(self, pickled: bytes, tensors: Sequence[Tensor]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._tensors = tensors
 
-def _put_back(value: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(value, _Slot):
-        return tensors[value.index]
-    if isinstance(value, _JaggedSlot):
+    def persistent_load(self, pid: Any) -> Tensor:
+        """The tensor that a number or the parts of a jagged tensor stand for."""
+        if isinstance(pid, int):
+            return self._tensors[pid]
+        values, offsets, ragged_idx, low, high = pid
         return torch.nested.nested_tensor_from_jagged(
-            tensors[value.values],
-            offsets=tensors[value.offsets],
-            jagged_dim=value.ragged_idx,
-            min_seqlen=value.min_seqlen,
-            max_seqlen=value.max_seqlen,
+            self._tensors[values],
+            offsets=self._tensors[offsets],
+            jagged_dim=ragged_idx,
+            min_seqlen=low,
+            max_seqlen=high,
         )
-    if isinstance(value, _ObjectArray):
-        array = np.empty(len(value.items), dtype=object)
-        for position, item in enumerate(value.items):  # assigning a list would make equal-length items a matrix
-            array[position] = _put_back(item, tensors)
-        return array.reshape(value.shape)
-    if isinstance(value, _Batch):
-        batch = value.batch_class(_put_back(value.columns, tensors))
-        vars(batch).update(_put_back(value.attributes, tensors))
-        return batch
-    if type(value) is list:
-        return [_put_back(item, tensors) for item in value]
-    if type(value) is tuple:
-        return tuple(_put_back(item, tensors) for item in value)
-    if type(value) is dict:
-        return {key: _put_back(item, tensors) for key, item in value.items()}
-    return value
 
 
 # --- both ------------------------------------------------------------------------------------------------------------

@@ -26,42 +26,6 @@ _REPLICATED: Final = {
 }
 
 
-def mesh_coords(mesh: DeviceMesh) -> dict[str, int]:
-    """This rank's coordinate on each axis.
-
-    Args:
-        mesh: A mesh with named dims.
-
-    Returns:
-        ``data_parallel``, one number for all data axes together, and the replicated axes that the mesh has.
-
-    Raises:
-        ConfigError: The mesh has no names, or a name that is not known.
-    """
-    data, replicated = _split_axes(mesh)
-    coords = {"data_parallel": 0}
-    for axis in data:
-        coords["data_parallel"] = coords["data_parallel"] * mesh[axis].size() + mesh.get_local_rank(axis)
-    coords.update({_REPLICATED[axis]: mesh.get_local_rank(axis) for axis in replicated})
-    return coords
-
-
-def mesh_replica_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The ranks that work on this rank's rows, the leader first; None if there is no other rank.
-
-    If several replicated axes are larger than 1, the first call makes their group and is collective over the mesh.
-
-    Raises:
-        ConfigError: As `mesh_coords`.
-    """
-    return _group_over(mesh, _split_axes(mesh)[1])
-
-
-def mesh_data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """This rank and those that work on other rows; None if there is no other. Collective as `mesh_replica_group`."""
-    return _group_over(mesh, _split_axes(mesh)[0])
-
-
 class FSDP2DataPlaneMixin(DataPlaneWorkerMixin):
     """`DataPlaneWorkerMixin` for a worker whose attribute ``device_mesh`` or ``mesh`` holds its `DeviceMesh`."""
 
@@ -88,13 +52,27 @@ class FSDP2DataPlaneMixin(DataPlaneWorkerMixin):
         return mesh
 
     def _local_coords(self) -> dict[str, int]:
-        return mesh_coords(self._require_mesh())
+        """``data_parallel``, one number for all data axes together, and the replicated axes that the mesh has.
+
+        Raises:
+            ConfigError: The mesh has no names, or a name that is not known.
+        """
+        mesh = self._require_mesh()
+        data, replicated = _split_axes(mesh)
+        coords = {"data_parallel": 0}
+        for axis in data:
+            coords["data_parallel"] = coords["data_parallel"] * mesh[axis].size() + mesh.get_local_rank(axis)
+        coords.update({_REPLICATED[axis]: mesh.get_local_rank(axis) for axis in replicated})
+        return coords
 
     def _get_replica_group(self) -> dist.ProcessGroup | None:
-        return mesh_replica_group(self._require_mesh())
+        """If several replicated axes are larger than 1, the first call makes the group: collective over the mesh."""
+        mesh = self._require_mesh()
+        return _group_over(mesh, _split_axes(mesh)[1])
 
     def _get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        return mesh_data_parallel_group(self._require_mesh())
+        mesh = self._require_mesh()
+        return _group_over(mesh, _split_axes(mesh)[0])
 
 
 def _split_axes(mesh: DeviceMesh) -> tuple[list[str], list[str]]:

@@ -53,51 +53,6 @@ def megatron_pad_multiple(
     return math.lcm(parts, context_parallel * tensor_parallel if sequence_parallel else 1)
 
 
-def megatron_coords() -> dict[str, int]:
-    """This rank's coordinate on each axis: ``data_parallel`` and the three replicated ones.
-
-    Raises:
-        UnsupportedOperationError: Megatron is not installed, or its model parallelism is not initialized.
-    """
-    state = _parallel_state()
-    return {
-        "data_parallel": state.get_data_parallel_rank(),
-        "tensor_parallel": state.get_tensor_model_parallel_rank(),
-        "context_parallel": state.get_context_parallel_rank(),
-        "pipeline_parallel": state.get_pipeline_model_parallel_rank(),
-    }
-
-
-def megatron_replica_group() -> dist.ProcessGroup | None:
-    """The ranks that work on this rank's rows, the leader first; None if there is no other rank.
-
-    With both context and pipeline parallelism, the first call after ``initialize_model_parallel`` is collective over
-    all
-    ranks: it makes the group, with the default timeout of ``torch.distributed.new_group``. Otherwise this returns a
-    group of Megatron, with the timeout that ``initialize_model_parallel`` was given.
-
-    Raises:
-        UnsupportedOperationError: As `megatron_coords`.
-    """
-    state = _parallel_state()
-    if state.get_context_parallel_world_size() == 1:
-        group = state.get_model_parallel_group()  # tensor x pipeline
-    elif state.get_pipeline_model_parallel_world_size() == 1:
-        group = state.get_tensor_and_context_parallel_group()
-    else:
-        group = _tensor_context_pipeline_group(state)
-    return _unless_alone(group)
-
-
-def megatron_data_parallel_group() -> dist.ProcessGroup | None:
-    """This rank and those that work on other rows; None if there is no other rank.
-
-    Raises:
-        UnsupportedOperationError: As `megatron_coords`.
-    """
-    return _unless_alone(_parallel_state().get_data_parallel_group())
-
-
 class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
     """`DataPlaneWorkerMixin` for a worker whose model is distributed by `megatron.core.parallel_state`.
 
@@ -115,17 +70,40 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
     def setup_data_plane(self, cfg: DataPlaneSource) -> None:
         """Attaches. If Megatron is initialized, first makes the replica group; it is then collective over all ranks."""
         if _initialized_parallel_state() is not None:
-            megatron_replica_group()
+            self._get_replica_group()
         super().setup_data_plane(cfg)  # may fail on one rank: no other rank waits for it by now
 
     def _local_coords(self) -> dict[str, int]:
-        return megatron_coords()
+        """The coordinates of all four axes.
+
+        Raises:
+            UnsupportedOperationError: Megatron is not installed, or its model parallelism is not initialized.
+        """
+        state = _parallel_state()
+        return {
+            "data_parallel": state.get_data_parallel_rank(),
+            "tensor_parallel": state.get_tensor_model_parallel_rank(),
+            "context_parallel": state.get_context_parallel_rank(),
+            "pipeline_parallel": state.get_pipeline_model_parallel_rank(),
+        }
 
     def _get_replica_group(self) -> dist.ProcessGroup | None:
-        return megatron_replica_group()
+        """A group of Megatron, with the timeout that ``initialize_model_parallel`` was given.
+
+        With both context and pipeline parallelism, the first call after ``initialize_model_parallel`` is collective
+        over all ranks: it makes the group, with the default timeout of ``torch.distributed.new_group``.
+        """
+        state = _parallel_state()
+        if state.get_context_parallel_world_size() == 1:
+            group = state.get_model_parallel_group()  # tensor x pipeline
+        elif state.get_pipeline_model_parallel_world_size() == 1:
+            group = state.get_tensor_and_context_parallel_group()
+        else:
+            group = _tensor_context_pipeline_group(state)
+        return _unless_alone(group)
 
     def _get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        return megatron_data_parallel_group()
+        return _unless_alone(_parallel_state().get_data_parallel_group())
 
     def _read(self, meta: KVBatchMeta, dp_aligned: bool) -> tuple[BatchedDataDict, dict[str, Any]]:
         batch, padding = super()._read(meta, dp_aligned)

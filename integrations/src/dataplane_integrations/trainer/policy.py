@@ -36,6 +36,7 @@ from dataplane_core.schema import (
 from dataplane_core.spec import Scope
 from dataplane_integrations.ahead import check_depth
 from dataplane_integrations.attach import DataPlaneSource
+from dataplane_integrations.errors import noted_on
 from dataplane_integrations.trainer._shards import ReplaceLost, Shards, batch_size
 from dataplane_integrations.trainer.batching import Batching, Stage
 from dataplane_integrations.trainer.groups import WorkerGroup
@@ -602,10 +603,8 @@ class DataPlanePolicy:
             yield
         except BaseException as error:
             for meta in metas:
-                try:
+                with noted_on(error, f"Its {meta.size} rows could not be cleared"):
                     self.discard_samples(meta)
-                except Exception as broken:  # the first error is the one to report
-                    error.add_note(f"Its {meta.size} rows could not be cleared: {type(broken).__name__}: {broken}")
             raise
 
     @contextlib.contextmanager
@@ -614,10 +613,8 @@ class DataPlanePolicy:
             with self._clearing_on_failure(metas):
                 yield
         except BaseException as error:
-            try:
+            with noted_on(error, "The step could not be aborted"):
                 self._abort_train_step(min(self._timeout_s, _PATIENCE_AFTER_FAILURE_S))
-            except Exception as broken:
-                error.add_note(f"The step could not be aborted: {type(broken).__name__}: {broken}")
             raise
 
 

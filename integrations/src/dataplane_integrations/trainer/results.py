@@ -32,29 +32,6 @@ class FlopsTracker(Protocol):
         """Adds the rows of one shard."""
 
 
-def leaders_of(results: Sequence[Mapping[str, Any]], dp_ranks: Sequence[int]) -> list[Mapping[str, Any]]:
-    """The result of the replica leader of each data-parallel rank, in the order of the ranks.
-
-    Args:
-        results: Per worker, what ``train_presharded`` returned.
-        dp_ranks: Per worker, its data-parallel rank.
-
-    Raises:
-        InvalidRequestError: A rank has no leader, or several.
-    """
-    chosen: list[Mapping[str, Any]] = []
-    for rank in range(max(dp_ranks) + 1):
-        leaders = [r for r, of in zip(results, dp_ranks, strict=True) if of == rank and r.get("is_replica_leader")]
-        if len(leaders) != 1:
-            raise InvalidRequestError(
-                f"training results refused: data-parallel rank {rank} has {len(leaders)} replica leaders among "
-                f"{list(dp_ranks).count(rank)} workers. Expected one: check the workers' _local_coords() against the "
-                "dp_ranks of the worker group."
-            )
-        chosen.append(leaders[0])
-    return chosen
-
-
 def aggregate_training_results(results: Sequence[Mapping[str, Any]], dp_ranks: Sequence[int]) -> dict[str, Any]:
     """Combines the results of all workers into one.
 
@@ -68,17 +45,27 @@ def aggregate_training_results(results: Sequence[Mapping[str, Any]], dp_ranks: S
         in their order; all other keys of the first rank.
 
     Raises:
-        InvalidRequestError: As `leaders_of`, or a result without ``global_loss``.
+        InvalidRequestError: A data-parallel rank has no replica leader, or several; or a result without
+            ``global_loss``.
     """
-    leaders = leaders_of(results, dp_ranks)
-    first = leaders[0]
+    chosen: list[Mapping[str, Any]] = []
+    for rank in range(max(dp_ranks) + 1):
+        leaders = [r for r, of in zip(results, dp_ranks, strict=True) if of == rank and r.get("is_replica_leader")]
+        if len(leaders) != 1:
+            raise InvalidRequestError(
+                f"training results refused: data-parallel rank {rank} has {len(leaders)} replica leaders among "
+                f"{list(dp_ranks).count(rank)} workers. Expected one: check the workers' _local_coords() against the "
+                "dp_ranks of the worker group."
+            )
+        chosen += leaders
+    first = chosen[0]
     if "global_loss" not in first:
         raise InvalidRequestError(
             f"training results refused: a worker returned the keys {', '.join(map(str, first))}. Expected "
             "'global_loss', 'grad_norm' and 'all_mb_metrics'."
         )
     metrics: dict[str, list[Any]] = {}
-    for result in leaders:
+    for result in chosen:
         for name, values in result.get("all_mb_metrics", {}).items():
             metrics.setdefault(name, []).extend(values)
     own = {"global_loss", "all_mb_metrics", "is_replica_leader"}

@@ -14,6 +14,7 @@ Shape legend: ``N`` rows as they were read, ``B`` rows and ``S`` tokens of the m
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -240,21 +241,16 @@ class RoutingReplay:
         ]
         if self._refuse_missing:
             counts = rows if lengths is None else torch.as_tensor(lengths, device="cpu").tolist()
-            places = (
-                torch.cat([torch.arange(each, device="cpu") for each in rows])
-                if rows
-                else torch.zeros(0, dtype=torch.int64, device="cpu")
-            )
-            before_last = (
-                places < torch.tensor(counts, device="cpu").repeat_interleave(torch.tensor(rows, device="cpu")) - 1
-            )
+            none = torch.zeros(0, dtype=torch.bool, device="cpu")
+            of_rows = (torch.arange(each, device="cpu") < count - 1 for each, count in zip(rows, counts, strict=True))
+            before_last = torch.cat([none, *of_rows])
             refusals.append((~known & before_last.to(known.device).unsqueeze(-1), "no expert"))
         for wrong, what in refusals:
             if wrong.any():
                 at, layer = (int(place) for place in wrong.nonzero()[0])
-                bounds = torch.tensor(rows, device="cpu").cumsum(0)
-                row = int(torch.bucketize(at, bounds, right=True))
-                token = at - int(bounds[row]) + rows[row]
+                ends = list(itertools.accumulate(rows))
+                row = bisect.bisect_right(ends, at)
+                token = at - ends[row] + rows[row]
                 raise InvalidRequestError(
                     f"routed_experts refused: row {row}, token {token}, layer {layer} names {what}: "
                     f"{flat[at, layer].tolist()}. Expected {k} different experts of {num_experts}, or "

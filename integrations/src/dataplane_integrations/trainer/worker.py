@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, cast, overload
+from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -303,48 +303,44 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         """
         plan = [meta.extra_info.get(key) for key in PLAN_KEYS]
         if all(part is None for part in plan):
-            return self._apply_packing_prep(data, meta, stage, gbs)
+            data, order = self._planned(data, stage, gbs)
+            return data, meta if order is None else meta.subset(order)
         data.micro_batch_indices, data.micro_batch_lengths, data.elem_counts_per_gb = plan
         return data, meta
 
-    @overload
     def _apply_packing_prep(
-        self, data: BatchedDataDict, meta: None = None, stage: Stage = "train", gbs: int | None = None
-    ) -> BatchedDataDict: ...
-
-    @overload
-    def _apply_packing_prep(
-        self, data: BatchedDataDict, meta: KVBatchMeta, stage: Stage = "train", gbs: int | None = None
-    ) -> tuple[BatchedDataDict, KVBatchMeta]: ...
-
-    def _apply_packing_prep(
-        self, data: BatchedDataDict, meta: KVBatchMeta | None = None, stage: Stage = "train", gbs: int | None = None
-    ) -> BatchedDataDict | tuple[BatchedDataDict, KVBatchMeta]:
+        self, data: BatchedDataDict, stage: Stage = "train", gbs: int | None = None
+    ) -> BatchedDataDict:
         """Plans microbatches from ``self.cfg`` (see `Batching.from_config`). Without such settings, changes nothing.
 
         Ranks that plan separately may get different numbers of microbatches, and would then deadlock. So this compares
         the numbers over `_get_data_parallel_group`. If there is such a group, this is a collective call.
 
         Returns:
-            The rows with their plan; with ``meta``, a tuple of these and the meta in their order.
+            The rows with their plan, perhaps in another order.
 
         Raises:
             InvalidRequestError: Data-parallel ranks got different numbers of microbatches, or one of them could not
                 plan, for example because a row is over the token limit.
         """
+        return self._planned(data, stage, gbs)[0]
+
+    def _planned(
+        self, data: BatchedDataDict, stage: Stage, gbs: int | None
+    ) -> tuple[BatchedDataDict, list[int] | None]:
+        """As `_apply_packing_prep`, with the order of the rows; None: it is as it was."""
         batching = Batching.from_config(getattr(self, "cfg", None) or {})
         if not batching.plans:
-            return data if meta is None else (data, meta)
+            return data, None
         try:
             batch_size = self._rows_of_a_batch(gbs, data.size)
             planned_shards = data.shard_by_batch_size(1, batch_size, **batching.shard_args(stage))
         except Exception:
             self._extreme_microbatch_counts(_NO_PLAN)  # the other ranks wait for this rank's number
             raise
-        shards, order = cast("tuple[list[SlicedDataDict], list[int]]", planned_shards)
-        planned = shards[0]
+        (planned,), order = cast("tuple[list[SlicedDataDict], list[int]]", planned_shards)
         self._check_equal_microbatches(planned)
-        return planned if meta is None else (planned, meta.subset(order))
+        return planned, order
 
     def _rows_of_a_batch(self, gbs: int | None, num_rows: int) -> int | None:
         """How many of this rank's rows are of one global batch. None: all.
@@ -522,19 +518,21 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
 
     def get_logprobs_presharded(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
         """Computes the shard's logprobs and writes them as ``prev_logprobs``. The driver must call every rank."""
-        data, meta = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "logprob")
-        worker = cast(PolicyWorker, self)
-        result = self._run(lambda: worker.get_logprobs(data, micro_batch_size=micro_batch_size))
-        self._write_back_result_field(meta, result, result_key="logprobs", tq_field="prev_logprobs")
+        compute = cast(PolicyWorker, self).get_logprobs
+        self._compute_and_write(compute, meta, micro_batch_size, result_key="logprobs", tq_field="prev_logprobs")
 
     def get_reference_policy_logprobs_presharded(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
         """As `get_logprobs_presharded`, for the reference policy: writes ``reference_policy_logprobs``."""
+        compute = cast(PolicyWorker, self).get_reference_policy_logprobs
+        names = {"result_key": "reference_logprobs", "tq_field": "reference_policy_logprobs"}
+        self._compute_and_write(compute, meta, micro_batch_size, **names)
+
+    def _compute_and_write(
+        self, compute: Callable[..., Any], meta: KVBatchMeta, micro_batch_size: int | None, **names: str
+    ) -> None:
         data, meta = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "logprob")
-        worker = cast(PolicyWorker, self)
-        result = self._run(lambda: worker.get_reference_policy_logprobs(data, micro_batch_size=micro_batch_size))
-        self._write_back_result_field(
-            meta, result, result_key="reference_logprobs", tq_field="reference_policy_logprobs"
-        )
+        result = self._run(lambda: compute(data, micro_batch_size=micro_batch_size))
+        self._write_back_result_field(meta, result, **names)
 
     def begin_train_step_presharded(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
         """Opens a step whose rows arrive in portions. The driver must call every rank, here and in the calls that

@@ -1,0 +1,32 @@
+"""Values and columns bit by bit; tests send it to other processes by value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def bits(value: Any) -> Any:
+    """What is equal only for a value of the same container, dtype, shape and bits, whatever pickle carries."""
+    if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            return "jagged", bits(value.values()), bits(value.offsets())
+        raw = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return str(value.dtype), tuple(value.shape), value.device.type, raw
+    if isinstance(value, np.ndarray):
+        return "objects", [bits(item) for item in value]
+    if isinstance(value, Mapping):
+        return [(key, bits(item)) for key, item in value.items()]
+    return value
+
+
+def random_bits(dtype: torch.dtype, *shape: int, seed: int = 7) -> torch.Tensor:
+    """Bits of every kind, NaN payloads among them."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    size = dtype.itemsize * int(np.prod(shape))
+    return torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -99,8 +99,7 @@ class CapabilitySuite(Suite, chapter="capabilities"):
         """
         if undeclared is None:
             not_run("the backend declares all operations")
-        partition = store.register("x")
-        store.put(partition, ids(2), [{"n": 1}, {"n": 2}], x=torch.arange(2))
+        partition = store.filled(2, tags=[{"n": 1}, {"n": 2}])
         if undeclared is Capability.CAPACITY:
             fields = type(store.backend).Config.model_fields
             assert "capacity_bytes" not in fields, (

@@ -53,8 +53,7 @@ class ClearSuite(Suite, chapter="clear"):
         Check first: a clear must delete what the cursors record of the sample. An id that is written again is a new
         sample, last in the order, which no task has been given.
         """
-        partition = store.register("x")
-        store.put(partition, ids(3), x=torch.arange(3))
+        partition = store.filled(3)
         assert store.claim(partition, 2).sample_ids == ["s0", "s1"]
         store.client.clear_samples(["s0", "s1"], partition)
         assert store.claim(partition, 1).sample_ids == ["s2"]
@@ -66,8 +65,7 @@ class ClearSuite(Suite, chapter="clear"):
 
         Check first: clear_samples must skip unknown ids and clear all others.
         """
-        partition = store.register("x")
-        store.put(partition, ids(3), x=torch.arange(3))
+        partition = store.filled(3)
         store.client.clear_samples(["nobody", "s1", "no one", "s1"], partition)
         store.client.clear_samples(["s1"], partition)
         store.client.clear_samples([], partition)
@@ -100,8 +98,7 @@ class ClearSuite(Suite, chapter="clear"):
         Check first: after the clear, every operation on the partition must raise UnknownPartitionError until it is
         registered again. None may create it. It then has no rows, and its fields have no dtype yet.
         """
-        partition = store.register("x")
-        store.put(partition, ids(3), [{"old": 1}] * 3, x=torch.arange(3))
+        partition = store.filled(3, tags=[{"old": 1}] * 3)
         store.client.clear_samples(None, partition)
         with store.refusal(KeyError, partition):
             store.get(partition, ["s0"])
@@ -155,8 +152,7 @@ class ClearSuite(Suite, chapter="clear"):
 
         Check first: ClearReply.num_samples must be the number of rows that existed and were cleared.
         """
-        partition = store.register("x")
-        store.put(partition, ids(5), x=torch.arange(5))
+        partition = store.filled(5)
         assert store.hooks.clear(partition, ["s0", "nobody"]).num_samples == 1
         assert store.hooks.clear(partition, ["s0"]).num_samples == 0
         assert store.hooks.clear(partition, None).num_samples == 4

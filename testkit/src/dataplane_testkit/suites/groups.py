@@ -24,8 +24,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
 
         Check first: a group must become claimable when its last member is ready, not before.
         """
-        partition = store.register("x", tasks=["train", "eval"], group_size=3)
-        store.put(partition, ["a_g0", "b_g0", "a_g1", "b_g1"], x=torch.arange(4))
+        partition = store.filled(["a_g0", "b_g0", "a_g1", "b_g1"], tasks=["train", "eval"], group_size=3)
         assert store.claim(partition, 6).size == 0
         store.put(partition, ["b_g2"], x=torch.zeros(1, dtype=torch.int64))
         assert store.claim(partition, 6).sample_ids == _group("b")
@@ -38,8 +37,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
 
         Check first: a group is ready when all its members have all required fields.
         """
-        partition = store.register("x", "y", group_size=2)
-        store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1"], x=torch.arange(4))
+        partition = store.filled(["a_g0", "a_g1", "b_g0", "b_g1"], "x", "y", group_size=2)
         store.put(partition, ["a_g0", "b_g1", "b_g0"], y=torch.zeros(3))
         assert store.claim(partition, 4, "x", "y").sample_ids == ["b_g0", "b_g1"]
         assert store.claim(partition, 4, "x").sample_ids == ["a_g0", "a_g1"]
@@ -61,8 +59,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
 
         Check first: the place of a group in the order is the place of the member that was written first.
         """
-        partition = store.register("x", group_size=2)
-        store.put(partition, ["z_g1", "a_g0"], x=torch.arange(2))
+        partition = store.filled(["z_g1", "a_g0"], group_size=2)
         store.put(partition, ["m_g0", "m_g1"], x=torch.arange(2))
         store.put(partition, ["a_g1"], x=torch.arange(1))
         store.put(partition, ["z_g0"], x=torch.arange(1))
@@ -74,8 +71,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
 
         Check first: split the id at its last _g, but only if the registration has a group size.
         """
-        partition = store.register("x", group_size=2)
-        store.put(partition, ["a_g0_g0", "a_g1_g0", "a_g0_g1", "v7_p3_gx", "v7_p3_g"], x=torch.arange(5))
+        partition = store.filled(["a_g0_g0", "a_g1_g0", "a_g0_g1", "v7_p3_gx", "v7_p3_g"], group_size=2)
         assert store.claim(partition, 4).sample_ids == ["a_g0_g0", "a_g0_g1", "v7_p3_gx", "v7_p3_g"]
         without = store.register("x")
         store.put(without, ["a_g0", "b", "a_g1", "a_g2"], x=torch.arange(4))
@@ -105,8 +101,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         Check first: a clear of a member must close its group for good, whether the group was complete or not. Writing
         the member again must not open it.
         """
-        partition = store.register("x", group_size=2)
-        store.put(partition, ["a_g0", "a_g1", "b_g0", "c_g0", "c_g1"], x=torch.arange(5))
+        partition = store.filled(["a_g0", "a_g1", "b_g0", "c_g0", "c_g1"], group_size=2)
         store.client.clear_samples(["a_g1", "b_g0"], partition)
         store.put(partition, ["a_g1", "b_g0", "b_g1"], x=torch.arange(3))
         assert store.claim(partition, 6).sample_ids == ["c_g0", "c_g1"]
@@ -128,8 +123,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
 
         Check first: members of incomplete groups must not count as ready.
         """
-        partition = store.register("x", group_size=2)
-        store.put(partition, ["a_g0", "a_g1", "b_g0", "c_g0"], x=torch.arange(4))
+        partition = store.filled(["a_g0", "a_g1", "b_g0", "c_g0"], group_size=2)
         waiting = store.waiting_claim(partition, 4)
         with store.refusal(TimeoutError):
             store.claim(partition, 4, blocking=True, timeout_s=0.05)
@@ -143,8 +137,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
 
         Check first: a group with a cleared member can never be given. A claim must not wait for it.
         """
-        partition = store.register("x", group_size=2, num_samples=6)
-        store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1", "c_g0", "c_g1"], x=torch.arange(6))
+        partition = store.filled(["a_g0", "a_g1", "b_g0", "b_g1", "c_g0", "c_g1"], group_size=2, num_samples=6)
         store.client.clear_samples(["b_g0"], partition)
         meta = bounded(lambda: store.claim(partition, 6, blocking=True, timeout_s=60), what="a claim of the tail")
         assert meta.sample_ids == ["a_g0", "a_g1", "c_g0", "c_g1"]
@@ -159,8 +152,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         Check first: before any row is changed, compare the rows of the request with those of the group that the task
         holds. A consumer may settle some groups of a claim and keep the others.
         """
-        partition = store.register("x", group_size=2)
-        store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1"], x=torch.arange(4))
+        partition = store.filled(["a_g0", "a_g1", "b_g0", "b_g1"], group_size=2)
         meta = store.claim(partition, 4, lease_s=600)
         part = meta.subset([0, 1, 2])
         with store.refusal(ValueError, "'b'"):

@@ -78,8 +78,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         Check first: stop must end only this client's own connection. Look for global state, and for processes that are
         killed by name.
         """
-        partition = store.register("x")
-        store.put(partition, ids(2), x=torch.arange(2))
+        partition = store.filled(2)
         other = store.another_client()
         theirs = store.register("x", client=other)
         other.put_samples(ids(2), theirs, batch(2, x=torch.arange(2) + 5))

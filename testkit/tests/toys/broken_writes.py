@@ -123,7 +123,7 @@ class StoresTagsAsJson(NoopBackend):
         return super().put_samples(request)
 
 
-@breaks("test_claims_see_whole_rows_with_their_tags")
+@breaks("test_first_writes_are_seen_whole_with_their_tags")
 class CommitsTagsAfterData(NoopBackend):
     """Two writes: cells, then tags."""
 
@@ -136,7 +136,7 @@ class CommitsTagsAfterData(NoopBackend):
         return super().put_samples(replace(request, columns={}, specs={}, tags=tags))
 
 
-@breaks("test_reads_see_whole_rows_or_none")
+@breaks("test_first_writes_are_seen_whole_with_their_tags")
 class WritesFieldByField(NoopBackend):
     """One write per column."""
 

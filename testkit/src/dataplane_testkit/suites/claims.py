@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from dataplane_core.errors import ClaimTimeoutError
+from dataplane_core.errors import ClaimTimeoutError, UnknownPartitionError, UnknownTaskError
 from dataplane_core.spec import Capability, ClaimRequest, this_process
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import ids
@@ -260,9 +260,9 @@ class ClaimSuite(Suite, chapter="claims", proof=Capability.CLAIMS):
         """
         partition, unknown = store.register("x"), store.new_id()
         store.put(partition, ["a"], x=torch.zeros(1))
-        with store.refusal(KeyError, unknown):
+        with store.refusal(UnknownPartitionError, unknown):
             store.claim(unknown, 1, blocking=blocking, timeout_s=_LONG_S)
-        with store.refusal(KeyError, "nobody"):
+        with store.refusal(UnknownTaskError, "nobody"):
             store.claim(partition, 1, task="nobody", blocking=blocking, timeout_s=_LONG_S)
 
     # --- the hook -----------------------------------------------------------------------------------------------------

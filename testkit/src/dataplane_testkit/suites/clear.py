@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 
+from dataplane_core.errors import UnknownPartitionError
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import ids, jagged
@@ -100,15 +105,20 @@ class ClearSuite(Suite, chapter="clear"):
         """
         partition = store.filled(3, tags=[{"old": 1}] * 3)
         store.client.clear_samples(None, partition)
-        with store.refusal(KeyError, partition):
-            store.get(partition, ["s0"])
-        with store.refusal(KeyError, partition):
-            store.put(partition, ["s0"], x=torch.arange(1))
-        with store.refusal(KeyError, partition):
-            store.put(partition, ["s0"], [{"n": 1}])
+        calls: list[tuple[Capability | None, Callable[[], Any]]] = [
+            (None, lambda: store.get(partition, ["s0"])),
+            (None, lambda: store.put(partition, ["s0"], x=torch.arange(1))),
+            (None, lambda: store.put(partition, ["s0"], [{"n": 1}])),
+            (Capability.CLAIMS, lambda: store.claim(partition, 1)),
+            (Capability.LISTING, lambda: store.client.list_samples(partition)),
+        ]
+        for need, call in calls:
+            if need is None or store.declares(need):
+                with store.refusal(UnknownPartitionError, partition):
+                    call()
+        with pytest.raises(UnknownPartitionError):
+            store.hooks.describe(partition)
         if store.declares(Capability.CLAIMS):
-            with store.refusal(KeyError, partition):
-                store.claim(partition, 1)
             assert not store.client.check_consumption_status(partition, ["train"])
         store.register("x", partition_id=partition)
         assert not store.has(partition, "s0")

@@ -338,6 +338,23 @@ class FaultSuite(Suite, chapter="faults"):
                 case.call(scene)
         case.again(scene)
 
+    def test_a_missing_reply_is_an_error(self, store: Store) -> None:
+        """Contract: "Core does the following once, for all backends: argument checks, empty batches, repeated ids in a
+        read, row and field counts of every reply".
+
+        Check first: every hook must return its reply type. None is not a reply.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(1), x=torch.zeros(1))
+        calls: dict[str, Callable[[], Any]] = {
+            "put_samples": lambda: store.put(partition, ["b"], x=torch.zeros(1)),
+            "get_samples": lambda: store.get(partition, ids(1)),
+            "clear_samples": lambda: store.client.clear_samples(ids(1), partition),
+        }
+        for operation, call in calls.items():
+            with store.faults.after(operation, lambda request, reply: None), store.refusal(RuntimeError, operation):
+                call()
+
     def test_a_cell_that_is_cut_is_refused(self, store: Store) -> None:
         """Contract: "Dtype and values come back bit for bit".
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dataplane_core.errors import InvalidRequestError
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._marks import proves
@@ -84,9 +85,9 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         anything. It must count the new members of the put itself too. A later put of a known member is not a surplus.
         """
         partition = store.register("x", "y", group_size=2)
-        with store.refusal(ValueError, "lonely", "_g"):
+        with store.refusal(InvalidRequestError, "lonely", "_g"):
             store.put(partition, ["b_g0", "lonely"], x=torch.arange(2))
-        with store.refusal(ValueError, "'a'"):
+        with store.refusal(InvalidRequestError, "'a'"):
             store.put(partition, ["b_g0", "a_g0", "a_g1", "a_g2"], x=torch.arange(4))
         assert not store.has(partition, "b_g0"), "a refused put wrote a row"
         store.put(partition, ["a_g0", "a_g1"], x=torch.arange(2))
@@ -115,7 +116,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         """
         partition = store.register("x", group_size=3)
         for blocking in (True, False):
-            with store.refusal(ValueError, "4", "3"):
+            with store.refusal(InvalidRequestError, "4", "3"):
                 store.claim(partition, 4, blocking=blocking)
 
     def test_blocking_claims_wait_for_whole_groups(self, store: Store) -> None:

@@ -69,7 +69,8 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
     def test_listing_of_many_samples(self, store: Store) -> None:
         """Hook spec: "Ids in order of first write, with their tags."
 
-        Check first: the page size of the engine. The hook must read all pages.
+        Check first: the page size of the engine. The hook must read all pages. The engine may limit the size of one
+        call: split the rows inside the put hook, but commit them together.
         """
         partition = store.register("x")
         store.put(partition, ids(1500)[::-1], [{"n": index} for index in range(1500)], x=torch.arange(1500))

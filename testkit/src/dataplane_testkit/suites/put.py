@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.errors import StalePartitionError
+from dataplane_core.errors import SchemaMismatchError, StalePartitionError
 from dataplane_core.spec import Capability, PutRequest
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, batch, check_column, ids, items_of, jagged
@@ -317,7 +317,7 @@ class PutSuite(Suite, chapter="put"):
         partition = store.register("x", "y")
         before = _FIRST[first]()
         store.put(partition, ["a", "b"], x=before)
-        with store.refusal(ValueError, "x"):
+        with store.refusal(SchemaMismatchError, "x"):
             store.put(partition, ["c", "d"], [{"n": 1}, {"n": 2}], y=torch.ones(2), x=later())
         for sample_id in ("c", "d"):
             for field in ("x", "y"):

@@ -1,4 +1,4 @@
-"""The fault wrappers: what they do to any backend, and that they do nothing unasked."""
+"""The fault wrappers. What the kit's own tests ask of them, the kit shows on every backend."""
 
 from __future__ import annotations
 
@@ -32,20 +32,6 @@ def _put(client, *names):
 
 def _get(client, *names):
     return client.get_samples(names, "p", ["x", "y"])["x"].tolist()
-
-
-def test_unarmed_they_pass_everything_through(client):
-    _put(client, "a", "b")
-    assert _get(client, "b", "a") == [1, 0]
-
-
-def test_calls_are_counted_while_asked(client, faults):
-    _put(client, "a")
-    with faults.counting() as outer, faults.counting() as inner:
-        _get(client, "a", "a")
-        client.claim_meta("p", "train", ["x"], 1, blocking=False)
-    _get(client, "a")
-    assert outer == inner == ["get_samples", "claim"]
 
 
 def test_an_error_before_reaches_no_backend(client, faults):
@@ -101,30 +87,9 @@ def test_a_late_request_reaches_the_backend_after_its_deadline(client, faults):
     assert late_by_s[0] > 0
 
 
-@pytest.mark.parametrize("operation", ["put_samples", "claim", "list_samples", "ack"])
-def test_replies_that_count_too_few_samples_are_refused(client, faults, operation):
-    _put(client, "a", "b")
-    held = client.claim_meta("p", "train", ["x"], 1, lease_s=600)
-    calls = {
-        "put_samples": lambda: _put(client, "c", "d"),
-        "claim": lambda: client.claim_meta("p", "train", ["x"], 1),
-        "list_samples": lambda: client.list_samples("p"),
-        "ack": lambda: client.ack(held),
-    }
-    with faults.truncation(operation=operation), pytest.raises(BackendError, match=r"reply holds \d .* for \d samples"):
-        calls[operation]()
-
-
-@pytest.mark.parametrize("truncation", [{}, {"num_rows": 2}, {"field": "y"}])
-def test_truncated_replies_are_refused_by_the_client(client, faults, truncation):
-    _put(client, "a", "b", "c")
-    with faults.truncation(**truncation), pytest.raises(BackendError, match=r"rows|lacks"):
-        _get(client, "a", "b", "c")
-    assert _get(client, "c", "b", "a") == [2, 1, 0]
-
-
 def test_truncation_cuts_jagged_and_object_columns_too(client, faults):
     rows = torch.nested.nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
     client.put_samples(["a", "b"], "p", TensorDict({"z": rows}, batch_size=[2]))
     with faults.truncation(), pytest.raises(BackendError, match="1 rows"):
         client.get_samples(["a", "b"], "p", ["z"])
+    assert len(client.get_samples(["a", "b"], "p", ["z"])["z"].unbind()) == 2

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
@@ -87,11 +88,14 @@ def rows_of(column: Any, num_rows: int) -> list[torch.Tensor]:
 
 @contextmanager
 def naming(column: str) -> Iterator[None]:
-    """Adds the name of a column to what is wrong with it."""
+    """Adds the name of a column, or of another case, to what is wrong with it."""
     try:
         yield
-    except AssertionError as error:
+    except (AssertionError, pytest.fail.Exception) as error:
         raise AssertionError(f"'{column}': {error}") from None
+    except Exception as error:
+        error.add_note(f"in the case '{column}'")
+        raise
 
 
 def check_column(column: Any, expected: Sequence[torch.Tensor] | torch.Tensor) -> None:
@@ -211,6 +215,14 @@ def _strided_slice(dtype: torch.dtype, seed: int) -> Laid:
     return column, list(column.contiguous().unbind())
 
 
+def _nans(dtype: torch.dtype, seed: int) -> Laid:
+    """Each with another payload."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    exponent = torch.tensor(math.inf, dtype=dtype).view(whole)
+    column = (exponent | torch.arange(1, NUM_ROWS + 1, dtype=whole)).view(dtype)
+    return column, list(column.clone().unbind())
+
+
 def _with_grad(dtype: torch.dtype, seed: int) -> Laid:
     column = random_cells(dtype, (NUM_ROWS, 3), seed)
     return column.clone().requires_grad_(), list(column.unbind())
@@ -246,6 +258,7 @@ _STRIDED: Final = _GRAD | {torch.bool, torch.uint8, torch.int8, torch.int16, tor
 
 #: Layouts that torch supports for some dtypes only.
 _ONLY_FOR: Final[dict[str, frozenset[torch.dtype]]] = {
+    "nans": _REAL,
     "with_grad": _GRAD,
     "jagged_with_grad": _REAL,
     "strided_nested": _STRIDED,
@@ -274,6 +287,7 @@ LAYOUTS: Final[dict[str, Callable[[torch.dtype, int], Laid]]] = {
     "transposed": _transposed,
     "expanded": _expanded,
     "strided_slice": _strided_slice,
+    "nans": _nans,
     "with_grad": _with_grad,
 }
 

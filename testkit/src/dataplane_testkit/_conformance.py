@@ -18,7 +18,6 @@ from dataplane_testkit.suites.costs import CostSuite
 from dataplane_testkit.suites.crashes import CrashSuite
 from dataplane_testkit.suites.cursors import CursorSuite
 from dataplane_testkit.suites.equal_cells import EqualCellsSuite
-from dataplane_testkit.suites.errors import ErrorSuite
 from dataplane_testkit.suites.faults import FaultSuite
 from dataplane_testkit.suites.get import GetSuite
 from dataplane_testkit.suites.groups import GroupSuite
@@ -54,7 +53,6 @@ class BackendConformance(
     CostSuite,
     BoundSuite,
     FaultSuite,
-    ErrorSuite,
     ArgumentSuite,
     CapacitySuite,
     ConsumptionSuite,

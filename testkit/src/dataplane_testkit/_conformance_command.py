@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import shlex
@@ -37,24 +38,8 @@ class TestConformance(BackendConformance):
 """
 
 
-def run(
-    name: str,
-    *,
-    options: str,
-    json_path: str | None,
-    markdown_path: str | None,
-    select: str | None,
-    first_failure: bool = False,
-) -> int:
+def run(chosen: argparse.Namespace) -> int:
     """Runs the kit in this process.
-
-    Args:
-        name: Entry-point name of the backend.
-        options: Its options, as YAML.
-        json_path: Where to write the report as JSON, or None.
-        markdown_path: Where to write it as Markdown, or None.
-        select: Only the tests that match, as pytest's ``-k``; None: all.
-        first_failure: Stop at the first failure.
 
     Returns:
         0 if a test ran and nothing failed, else 1.
@@ -63,14 +48,14 @@ def run(
         ConfigError: The options are not a YAML mapping, or the backend refuses them.
         PluginError: The backend cannot be loaded.
     """
-    values = _ready(name, options)
-    for path in (json_path, markdown_path):
+    values = _ready(chosen.name, chosen.options)
+    for path in (chosen.json_path, chosen.markdown_path):
         _check_report(path)
     import pytest
 
     reports: list[Report] = []
 
-    class Collector:
+    class Watcher:
         """Shows progress, and collects the reports when the session ends.
 
         Imports modules with assertions only after pytest can rewrite these.
@@ -84,52 +69,40 @@ def run(
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_configure(self, config: pytest.Config) -> None:
-            from dataplane_testkit import pytest_plugin
-
-            plugins = config.pluginmanager
-            if not plugins.has_plugin("dataplane_conformance") and not plugins.is_registered(pytest_plugin):
-                plugins.register(pytest_plugin, "dataplane_conformance")
             from dataplane_testkit import Progress
 
-            plugins.register(Progress(config))
+            config.pluginmanager.register(Progress(config))
 
     with tempfile.TemporaryDirectory(prefix="dataplane-conformance-") as folder:
         file = Path(folder, "test_conformance.py")
-        file.write_text(_TEST.format(name=name, options=json.dumps(values)), encoding="utf-8")
+        file.write_text(_TEST.format(name=chosen.name, options=json.dumps(values)), encoding="utf-8")
         Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-        arguments = [str(file), "-c", str(Path(folder, "pytest.ini")), "--rootdir", folder]
+        # by the name of its entry point, so that it is loaded where plugins are not loaded by themselves
+        arguments = [
+            "-p",
+            "dataplane_conformance",
+            str(file),
+            "-c",
+            str(Path(folder, "pytest.ini")),
+            "--rootdir",
+            folder,
+        ]
         arguments += ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-o", "console_output_style=classic"]
         # of the package itself, which holds this command and no assertion
         told = "Module already imported so cannot be rewritten; dataplane_testkit"
         arguments += ["-W", f"ignore:{told}:pytest.PytestAssertRewriteWarning"]
         arguments += ["--disable-warnings"]  # the report lists them
-        if first_failure:
-            arguments += ["-x"]
-        if select is not None:
-            arguments += ["-k", select]
-        status = pytest.main(arguments, plugins=[Collector()])
-    from dataplane_testkit import to_json
-
-    if json_path is not None:
-        Path(json_path).write_text(to_json(reports), encoding="utf-8")
-    if markdown_path is not None:
-        Path(markdown_path).write_text("\n".join(report.to_markdown() for report in reports), encoding="utf-8")
+        arguments += ["-x"] if chosen.first_failure else []
+        arguments += ["-k", chosen.select] if chosen.select is not None else []
+        arguments += ["--dataplane-json", chosen.json_path] if chosen.json_path else []
+        arguments += ["--dataplane-markdown", chosen.markdown_path] if chosen.markdown_path else []
+        status = pytest.main(arguments, plugins=[Watcher()])
     succeeded = status == pytest.ExitCode.OK and bool(reports) and all(report.passed for report in reports)
     return 0 if succeeded else 1
 
 
-def run_chaos(
-    name: str, *, options: str, minutes: float, seed: int | None, folder: str | None, json_path: str | None
-) -> int:
+def run_chaos(chosen: argparse.Namespace) -> int:
     """Runs a random schedule in processes that are killed and stopped, and has its history checked.
-
-    Args:
-        name: Entry-point name of the backend.
-        options: Its options, as YAML.
-        minutes: How long the schedule lasts.
-        seed: The seed of the schedules. None: a new one.
-        folder: Where the page and the history go if something is found. None: a folder here, named after the seed.
-        json_path: Where to write the result as JSON, or None.
 
     Returns:
         0 if nothing was found, else 1.
@@ -139,25 +112,26 @@ def run_chaos(
         PluginError: The backend cannot be loaded.
         DataPlaneError: The store cannot be started.
     """
-    values = _ready(name, options)
+    name, minutes = chosen.name, 1.0 if chosen.minutes is None else chosen.minutes
+    values = _ready(name, chosen.options)
     if not minutes > 0:
         raise ConfigError(f"--minutes must be above 0, got {minutes:g}.")
-    _check_report(json_path)
+    _check_report(chosen.json_path)
     from dataplane_testkit import AuthorsClass, Settings
     from dataplane_testkit import run_chaos as run_schedule
 
-    chosen = random.SystemRandom().randrange(1_000_000) if seed is None else seed
-    words = ["dataplane", "conformance", name, "--chaos", "--minutes", f"{minutes:g}", "--seed", str(chosen)]
-    words += [] if not values else ["--options", options]
-    print(f"chaos on {name}: {minutes:g} min, seed {chosen}", flush=True)
+    seed = random.SystemRandom().randrange(1_000_000) if chosen.seed is None else chosen.seed
+    words = ["dataplane", "conformance", name, "--chaos", "--minutes", f"{minutes:g}", "--seed", str(seed)]
+    words += ["--options", chosen.options] if values else []
+    print(f"chaos on {name}: {minutes:g} min, seed {seed}", flush=True)
     case = type("Case", (AuthorsClass,), {"backend": name})()
     line = _Line()
     try:
         verdict = run_schedule(
             case,
             values,
-            Settings(seed=chosen, schedule_s=60 * minutes),
-            folder=Path(folder or f"chaos-{name}-{chosen}"),
+            Settings(seed=seed, schedule_s=60 * minutes),
+            folder=Path(chosen.folder or f"chaos-{name}-{seed}"),
             command=shlex.join(words),
             progress=line.show,
         )
@@ -165,8 +139,8 @@ def run_chaos(
         line.end()
     print(verdict.facts)
     print("\n".join(verdict.table()))
-    if json_path is not None:
-        Path(json_path).write_text(json.dumps(verdict.summary(), indent=2) + "\n", encoding="utf-8")
+    if chosen.json_path is not None:
+        Path(chosen.json_path).write_text(json.dumps(verdict.summary(), indent=2) + "\n", encoding="utf-8")
     for found in verdict.findings:
         print(printable(f"FAULT {found.rule}: {found.text}"))
     print("no rule of the contract was broken" if verdict.page is None else f"see {verdict.page}")

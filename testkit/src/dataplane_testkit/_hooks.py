@@ -5,45 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import partialmethod
-from typing import Any, TypeVar
+from typing import Any, get_type_hints
 
 from tensordict import TensorDictBase
 
 from dataplane_core import DataPlaneClient
 from dataplane_core.backends import Backend
 from dataplane_core.codec import decode_columns, encode_columns
-from dataplane_core.spec import (
-    AckRequest,
-    AnnounceReply,
-    AnnounceRequest,
-    Claim,
-    ClaimRequest,
-    ClearReply,
-    ClearRequest,
-    ClientInfo,
-    ClientList,
-    ConsumptionReply,
-    ConsumptionRequest,
-    DescribeRequest,
-    GetRequest,
-    ListClientsRequest,
-    ListRequest,
-    ListUnitsRequest,
-    NackRequest,
-    PartitionInfo,
-    PutReply,
-    PutRequest,
-    RegisterRequest,
-    RenewRequest,
-    SampleList,
-    SettleReply,
-    UnitInfo,
-    UnitList,
-    WireBatch,
-    new_id,
-)
-
-_R = TypeVar("_R")
+from dataplane_core.spec import ClientInfo, DataPlaneSpec, new_id
 
 
 def backend_of(client: DataPlaneClient) -> Any:
@@ -59,7 +28,7 @@ def backend_of(client: DataPlaneClient) -> Any:
 
 
 class Hooks:
-    """Calls hooks as core does: unique ids, encoded columns, a deadline.
+    """Calls hooks as core does: unique ids, encoded columns, a deadline. Each call returns the hook's reply.
 
     Args:
         backend: A started backend.
@@ -84,12 +53,10 @@ class Hooks:
         tasks: Sequence[str] = ("train",),
         group_size: int | None = None,
         enums: Mapping[str, Sequence[str]] | None = None,
-    ) -> PartitionInfo:
+    ) -> Any:
         """``register_partition``."""
         return self._ask(
-            PartitionInfo,
             "register_partition",
-            RegisterRequest,
             partition_id=partition_id,
             fields=list(fields),
             num_samples=num_samples,
@@ -98,9 +65,9 @@ class Hooks:
             enums={name: list(words) for name, words in (enums or {}).items()},
         )
 
-    def describe(self, partition_id: str) -> PartitionInfo:
+    def describe(self, partition_id: str) -> Any:
         """``describe_partition``."""
-        return self._ask(PartitionInfo, "describe_partition", DescribeRequest, partition_id=partition_id)
+        return self._ask("describe_partition", partition_id=partition_id)
 
     def put(
         self,
@@ -111,13 +78,11 @@ class Hooks:
         *,
         epoch: str | None = None,
         request_id: str | None = None,
-    ) -> PutReply:
+    ) -> Any:
         """``put_samples``, with the fields encoded in the backend's wire format."""
         columns, specs = ({}, {}) if fields is None else encode_columns(fields, len(sample_ids), self._wire)
         return self._ask(
-            PutReply,
             "put_samples",
-            PutRequest,
             partition_id=partition_id,
             sample_ids=list(sample_ids),
             columns=columns,
@@ -127,10 +92,9 @@ class Hooks:
             request_id=request_id or new_id(),
         )
 
-    def get(self, partition_id: str, sample_ids: Sequence[str], fields: Sequence[str]) -> WireBatch:
+    def get(self, partition_id: str, sample_ids: Sequence[str], fields: Sequence[str]) -> Any:
         """``get_samples``, with the columns in the wire format."""
-        about = {"partition_id": partition_id, "sample_ids": list(sample_ids), "fields": list(fields)}
-        return self._ask(WireBatch, "get_samples", GetRequest, **about)
+        return self._ask("get_samples", partition_id=partition_id, sample_ids=list(sample_ids), fields=list(fields))
 
     def read(self, partition_id: str, sample_ids: Sequence[str], fields: Sequence[str]) -> dict[str, Any]:
         """``get_samples``, with the columns decoded."""
@@ -139,13 +103,11 @@ class Hooks:
 
     def claim(
         self, partition_id: str, batch_size: int, fields: Sequence[str] = ("x",), task: str = "train", **more: Any
-    ) -> Claim:
+    ) -> Any:
         """``claim``. ``more`` are further attributes of the request."""
         settings = {"all_or_nothing": False, "lease_s": None, "tag_filter": None, **more}
         return self._ask(
-            Claim,
             "claim",
-            ClaimRequest,
             partition_id=partition_id,
             task_name=task,
             required_fields=list(fields),
@@ -153,47 +115,39 @@ class Hooks:
             **settings,
         )
 
-    def consumed(self, partition_id: str, tasks: Sequence[str] = ("train",)) -> ConsumptionReply:
-        """``check_consumption``."""
-        about = {"partition_id": partition_id, "task_names": list(tasks)}
-        return self._ask(ConsumptionReply, "check_consumption", ConsumptionRequest, **about)
-
-    def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> ClearReply:
+    def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> Any:
         """``clear_samples``."""
         names = None if sample_ids is None else list(sample_ids)
-        return self._ask(ClearReply, "clear_samples", ClearRequest, partition_id=partition_id, sample_ids=names)
+        return self._ask("clear_samples", partition_id=partition_id, sample_ids=names)
 
-    def listing(self, partition_id: str) -> SampleList:
+    def listing(self, partition_id: str) -> Any:
         """``list_samples``."""
-        return self._ask(SampleList, "list_samples", ListRequest, partition_id=partition_id, tag_filter=None)
+        return self._ask("list_samples", partition_id=partition_id, tag_filter=None)
 
-    def announce(self, client: ClientInfo, ttl_s: float) -> AnnounceReply:
+    def announce(self, client: ClientInfo, ttl_s: float) -> Any:
         """``announce``."""
-        return self._ask(AnnounceReply, "announce", AnnounceRequest, client=client, ttl_s=ttl_s)
+        return self._ask("announce", client=client, ttl_s=ttl_s)
 
-    def clients(self) -> Sequence[ClientInfo]:
+    def clients(self) -> Any:
         """``list_clients``."""
-        return self._ask(ClientList, "list_clients", ListClientsRequest).clients
+        return self._ask("list_clients").clients
 
-    def units(self) -> Sequence[UnitInfo]:
+    def units(self) -> Any:
         """``list_units``."""
-        return self._ask(UnitList, "list_units", ListUnitsRequest).units
+        return self._ask("list_units").units
 
     def _settle(
         self,
         operation: str,
-        request_type: Any,
         partition_id: str,
         sample_ids: Sequence[str],
         tokens: Sequence[str],
         *,
         request_id: str | None = None,
         **lease_s: float,
-    ) -> SettleReply:
+    ) -> Any:
         return self._ask(
-            SettleReply,
             operation,
-            request_type,
             partition_id=partition_id,
             task_name="train",
             sample_ids=list(sample_ids),
@@ -202,15 +156,16 @@ class Hooks:
             **lease_s,
         )
 
-    ack = partialmethod(_settle, "ack", AckRequest)
-    nack = partialmethod(_settle, "nack", NackRequest)
+    ack = partialmethod(_settle, "ack")
+    nack = partialmethod(_settle, "nack")
     #: Needs ``lease_s`` as a keyword argument.
-    renew = partialmethod(_settle, "renew", RenewRequest)
+    renew = partialmethod(_settle, "renew")
 
-    def _ask(self, reply_type: type[_R], operation: str, request_type: Any, **about: Any) -> _R:
-        request = request_type(**about, deadline=time.monotonic() + self._deadline_s)
+    def _ask(self, operation: str, **about: Any) -> Any:
+        types = get_type_hints(getattr(DataPlaneSpec, operation))
+        request = types["request"](**about, deadline=time.monotonic() + self._deadline_s)
         reply = getattr(self._backend, operation)(request)
-        assert isinstance(reply, reply_type), (
-            f"hook '{operation}' returned {type(reply).__name__}, expected {reply_type.__name__}"
+        assert isinstance(reply, types["return"]), (
+            f"hook '{operation}' returned {type(reply).__name__}, expected {types['return'].__name__}"
         )
         return reply

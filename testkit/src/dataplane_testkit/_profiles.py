@@ -28,16 +28,14 @@ def new_seed() -> int:
     return seed
 
 
-def kit_settings(max_examples: int, *, stateful_step_count: int = 50, shrink: bool = True) -> settings:
+def kit_settings(max_examples: int, *, stateful_step_count: int = 50) -> settings:
     """The kit's Hypothesis settings. They do not depend on the profile that the author's tests load.
 
     Args:
         max_examples: How many examples to try. The profile ``long`` tries 25 times as many, ``brief`` a quarter.
         stateful_step_count: The most steps in one run of a state machine.
-        shrink: Whether to look for a simpler example of a failure.
     """
     long = is_long()
-    phases = [Phase.explicit, Phase.generate, Phase.target]
     return settings(
         max_examples=by_profile(max_examples // 4, max_examples, max_examples * 25),
         stateful_step_count=stateful_step_count,
@@ -46,5 +44,5 @@ def kit_settings(max_examples: int, *, stateful_step_count: int = 50, shrink: bo
         deadline=None,
         print_blob=long,
         suppress_health_check=list(HealthCheck),
-        phases=[*phases, Phase.shrink] if shrink else phases,
+        phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],
     )

@@ -29,7 +29,7 @@ from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
 from dataplane_testkit._asyncio import ThroughAsyncio
 from dataplane_testkit._author import AuthorsClass
 from dataplane_testkit._blobs import recorded_keys
-from dataplane_testkit._columns import batch, bits
+from dataplane_testkit._columns import batch, bits, ids
 from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._nursery import Nursery
 from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, eventually
@@ -328,6 +328,25 @@ class Store:
         self._partitions.append((owner, chosen))
         owner.register_partition(chosen, fields or ("x",), num_samples, tasks, group_size, enums, if_exists=if_exists)
         return chosen
+
+    def filled(
+        self, samples: int | Sequence[str], *fields: str, tags: Sequence[Mapping[str, Any]] | None = None, **about: Any
+    ) -> str:
+        """Registers a partition, and puts samples whose field ``x`` holds 0, 1, 2, ...
+
+        Args:
+            samples: Their ids; or how many, which are then ``s0``, ``s1``, ...
+            fields: As for `register`.
+            tags: Their tags.
+            about: As for `register`.
+
+        Returns:
+            The partition's id.
+        """
+        names = ids(samples) if isinstance(samples, int) else samples
+        partition = self.register(*fields, **about)
+        self.put(partition, names, tags, x=torch.arange(len(names)))
+        return partition
 
     def owned_id(self, client: DataPlaneClient) -> str:
         """A new partition id. What the client registers under it is cleared when the test ends."""

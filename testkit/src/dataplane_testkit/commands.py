@@ -31,27 +31,11 @@ def conformance(parser: argparse.ArgumentParser) -> Command:
     def run(chosen: argparse.Namespace) -> int:
         from dataplane_testkit import _conformance_command as command
 
-        if chosen.chaos:
-            if chosen.markdown_path or chosen.select or chosen.first_failure:
-                parser.error("conformance --chaos takes no --markdown, -k and -x")
-            return command.run_chaos(
-                chosen.name,
-                options=chosen.options,
-                minutes=1.0 if chosen.minutes is None else chosen.minutes,
-                seed=chosen.seed,
-                folder=chosen.folder,
-                json_path=chosen.json_path,
-            )
-        if any(each is not None for each in (chosen.minutes, chosen.seed, chosen.folder)):
+        if chosen.chaos and (chosen.markdown_path or chosen.select or chosen.first_failure):
+            parser.error("conformance --chaos takes no --markdown, -k and -x")
+        if not chosen.chaos and any(each is not None for each in (chosen.minutes, chosen.seed, chosen.folder)):
             parser.error("conformance takes --minutes, --seed and -o only with --chaos")
-        return command.run(
-            chosen.name,
-            options=chosen.options,
-            json_path=chosen.json_path,
-            markdown_path=chosen.markdown_path,
-            select=chosen.select,
-            first_failure=chosen.first_failure,
-        )
+        return command.run_chaos(chosen) if chosen.chaos else command.run(chosen)
 
     return run
 

@@ -23,6 +23,14 @@ BROKEN = Broken()
 breaks = BROKEN.breaks
 
 
+def _one_by_one(put, request, pause_s=0.0):
+    """Puts the columns of a request one after the other."""
+    for name, column in request.columns.items():
+        put(replace(request, columns={name: column}, specs={name: request.specs[name]}, request_id=new_id()))
+        time.sleep(pause_s)
+    return PutReply(num_samples=len(request.sample_ids))
+
+
 @breaks("test_a_list_becomes_the_type_that_its_field_has")
 class DoesNotSayWhatItExpects(NoopBackend):
     """Refuses columns of another type without the types of their fields."""
@@ -115,7 +123,7 @@ class StoresTagsAsJson(NoopBackend):
         return super().put_samples(request)
 
 
-@breaks("test_claims_see_whole_rows_with_their_tags")
+@breaks("test_first_writes_are_seen_whole_with_their_tags")
 class CommitsTagsAfterData(NoopBackend):
     """Two writes: cells, then tags."""
 
@@ -128,18 +136,13 @@ class CommitsTagsAfterData(NoopBackend):
         return super().put_samples(replace(request, columns={}, specs={}, tags=tags))
 
 
-@breaks("test_reads_see_whole_rows_or_none")
+@breaks("test_first_writes_are_seen_whole_with_their_tags")
 class WritesFieldByField(NoopBackend):
     """One write per column."""
 
     def put_samples(self, request):
-        reply = PutReply(num_samples=len(request.sample_ids))
-        for name, column in request.columns.items():
-            super().put_samples(
-                replace(request, columns={name: column}, specs={name: request.specs[name]}, request_id=new_id())
-            )
-            time.sleep(0.001)
-        return reply if request.columns else super().put_samples(request)
+        put = super().put_samples
+        return _one_by_one(put, request, 0.001) if request.columns else put(request)
 
 
 @breaks("test_a_field_keeps_its_schema[dtype]")
@@ -158,10 +161,7 @@ class WritesTheGoodColumns(NoopBackend):
     """Of a put with one bad column, the others are written."""
 
     def put_samples(self, request):
-        for name in list(request.columns):
-            one = {name: request.columns[name]}
-            super().put_samples(replace(request, columns=one, specs={name: request.specs[name]}, request_id=new_id()))
-        return PutReply(num_samples=len(request.sample_ids))
+        return _one_by_one(super().put_samples, request)
 
 
 @breaks("test_put_hook_takes_the_current_epoch")
@@ -190,17 +190,10 @@ class OverwritesFieldByField(NoopBackend):
     """Declares atomic_overwrite, but replaces one column after the other."""
 
     def put_samples(self, request):
-        if len(request.columns) < 2:
-            return super().put_samples(request)
         known = set(self._service.call(commands.ListSamples(request.partition_id, None)).sample_ids)
-        if not known & set(request.sample_ids):
+        if len(request.columns) < 2 or not known & set(request.sample_ids):
             return super().put_samples(request)
-        for name, column in request.columns.items():
-            super().put_samples(
-                replace(request, columns={name: column}, specs={name: request.specs[name]}, request_id=new_id())
-            )
-            time.sleep(0.0005)
-        return PutReply(num_samples=len(request.sample_ids))
+        return _one_by_one(super().put_samples, request, 0.0005)
 
 
 @breaks("test_puts_that_overlap_clears_are_whole_or_nothing[clear]")

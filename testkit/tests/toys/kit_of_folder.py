@@ -24,7 +24,7 @@ class TestFolderStore(BackendConformance):
 
     def raw_get(self, backend, partition_id, sample_id, field):
         (part,) = backend._ledger(time.monotonic() + 60, commands.Locate(partition_id, [sample_id], [field])).parts
-        row = (backend.blobs / f"row{part.write_id + part.positions[0]:x}").read_bytes()
+        row = (backend._blobs / f"row{part.write_id + part.positions[0]:x}").read_bytes()
         return split_rows([row])[0][part.slots[0]]
 
 

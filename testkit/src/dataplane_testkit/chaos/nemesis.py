@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from dataplane_testkit._author import Disturbance
 from dataplane_testkit._store import Deployment
+from dataplane_testkit._timing import STARTS_S, eventually
 from dataplane_testkit._workers import Worker
 from dataplane_testkit.chaos.history import Event
 from dataplane_testkit.chaos.schedule import Disruption
@@ -25,6 +28,8 @@ _AIM_S: Final = 1.0
 _AIM_LOOK_S: Final = 0.0002
 #: The most seconds from the start of that call to the kill or stop.
 _LATEST_S: Final = 0.0015
+#: How many calls a worker has made when `Nemesis.kill_all` kills it.
+_CALLS: Final = 25
 
 
 class Nemesis:
@@ -67,7 +72,7 @@ class Nemesis:
             worker.kill()
             worker.close()
 
-    def start(self, count: int, within_s: float) -> None:
+    def start(self, count: int) -> None:
         """Starts the processes and waits until all are attached."""
         for number in range(count):
             self._workers[number] = 0, self._new()
@@ -83,20 +88,12 @@ class Nemesis:
         """Kills or stops a worker, or disturbs the store. Continues the workers whose stop is over."""
         self.continue_those_due()
         number = disruption.worker
-        life, worker = self._workers[number]
+        life, _ = self._workers[number]
         if disruption.kind in ("kill", "stop") and number not in self._stopped:
-            began_s = self._now()
-            self._stop(number, disruption.choice * _LATEST_S)
-            self._stopped[number] = began_s, self._now() + disruption.for_s
+            self._stop(number, disruption.choice, disruption.for_s)
         if disruption.kind == "kill":
-            stopped_s, _ = self._stopped.pop(number)
-            os.kill(worker.pid, signal.SIGKILL)
-            worker.kill()  # which also waits for its end
-            self._events.append(Event(kind="kill", process=f"w{number}.{life}", begin_s=stopped_s, end_s=self._now()))
-            worker.close()
-            self._workers[number] = life + 1, self._new()
-            self._workers[number][1].wait_ready()
-            self._begin(number, life + 1, self._workers[number][1], until_s)
+            self._kill(number)
+            self._renew(number, life + 1, until_s)
         elif disruption.kind == "disturb" and self.disturbances:
             name = sorted(self.disturbances)[int(disruption.choice * len(self.disturbances))]
             disturbance, began_s = self.disturbances[name], self._now()
@@ -105,6 +102,20 @@ class Nemesis:
             self._events.append(
                 Event(kind=name, process="", begin_s=began_s, end_s=self._now(), loses_data=disturbance.loses_data)
             )
+
+    def kill_all(self, count: int, seed: int, until_s: float) -> None:
+        """Kills so many workers, each after some calls. When it returns, none is left."""
+        rng, numbers = random.Random(seed), list(self._workers)
+        count = max(count, len(numbers))
+        for turn in range(count):
+            number = numbers[turn % len(numbers)]
+            life, _ = self._workers[number]
+            eventually(partial(self._has_called, number), STARTS_S, f"the first calls of w{number}.{life}")
+            self._stop(number, rng.random())
+            self._kill(number)
+            del self._workers[number]
+            if turn < count - len(numbers):
+                self._renew(number, life + 1, until_s)
 
     def continue_those_due(self) -> None:
         """Continues the workers whose stop is over."""
@@ -128,8 +139,29 @@ class Nemesis:
                 worker.result()  # raises what the worker raised
             # a worker that died by itself raises here
 
-    def _stop(self, number: int, late_s: float) -> None:
+    def _has_called(self, number: int) -> bool:
+        """Whether a worker has made some calls."""
+        _, worker = self._workers[number]
+        if worker.replied:
+            worker.result()  # raises what ended it
+        return self._files[number].read_bytes().count(b"\n") >= 2 * _CALLS
+
+    def _kill(self, number: int) -> None:
+        """Kills a worker that is stopped."""
+        life, worker = self._workers[number]
+        stopped_s, _ = self._stopped.pop(number)
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.kill()  # which also waits for its end
+        self._events.append(Event(kind="kill", process=f"w{number}.{life}", begin_s=stopped_s, end_s=self._now()))
+        worker.close()
+
+    def _stop(self, number: int, choice: float, for_s: float = 0.0) -> None:
         """Stops a worker in the middle of a call, if one begins soon: most of the time it pauses."""
+        began_s = self._now()
+        self._stop_in_a_call(number, choice * _LATEST_S)
+        self._stopped[number] = began_s, self._now() + for_s
+
+    def _stop_in_a_call(self, number: int, late_s: float) -> None:
         pid, give_up, lines = self._workers[number][1].pid, time.monotonic() + _AIM_S, 0
         with self._files[number].open("rb") as file:
             while True:
@@ -143,6 +175,12 @@ class Nemesis:
                         return
                     os.kill(pid, signal.SIGCONT)
                 time.sleep(_AIM_LOOK_S)
+
+    def _renew(self, number: int, life: int, until_s: float) -> None:
+        """Gives a worker that was killed its next life."""
+        self._workers[number] = life, self._new()
+        self._workers[number][1].wait_ready()
+        self._begin(number, life, self._workers[number][1], until_s)
 
     def _begin(self, number: int, life: int, worker: Worker, until_s: float) -> None:
         arguments = self._arguments(number, life, until_s)

@@ -32,8 +32,7 @@ def page(backend: str, command: str, findings: Sequence[tuple[Finding, History]]
     lines += [f"    {command}", ""]
     for number, (found, history) in enumerate(findings, start=1):
         lines += [f"## {number}. {found.rule}", "", f"**{found.text}**", ""]
-        lines += [f'The contract: "{RULES[found.rule]}"', ""]
-        lines += _table(found, history)
+        lines += [f'The contract: "{RULES[found.rule]}"', "", *table(found, history), ""]
     lines += _LEGEND
     return "\n".join(map(printable, lines)) + "\n"
 
@@ -47,7 +46,8 @@ _LEGEND: Final = [
 ]
 
 
-def _table(found: Finding, history: History) -> list[str]:
+def table(found: Finding, history: History) -> list[str]:
+    """The calls of a history, in lines of Markdown; those that prove the finding are bold."""
     proof = {call.name for call in found.calls}
     calls = list(history.calls)
     if len(calls) > _MOST_CALLS:
@@ -57,7 +57,7 @@ def _table(found: Finding, history: History) -> list[str]:
     rows: list[tuple[float, str]] = [(call.begin_s, _call_row(call, call.name in proof)) for call in calls]
     rows += [(each.begin_s, _event_row(each)) for each in history.events if since - 1 <= each.begin_s <= until + 1]
     head = ["| begin | end | call | what | outcome |", "|---|---|---|---|---|"]
-    return [*head, *(row for _, row in sorted(rows)), ""]
+    return [*head, *(row for _, row in sorted(rows))]
 
 
 def _call_row(call: Call, bold: bool) -> str:

@@ -14,14 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, MissingDataError
 from dataplane_core.spec import Capability, Scope
 from dataplane_testkit._author import AuthorsClass
 from dataplane_testkit._hooks import backend_of
 from dataplane_testkit._profiles import is_long, new_seed
 from dataplane_testkit._store import Deployment
-from dataplane_testkit._timing import STARTS_S, Background
+from dataplane_testkit._timing import Background
 from dataplane_testkit.chaos.checker import check, shrunk
 from dataplane_testkit.chaos.history import (
     OK,
@@ -40,6 +39,8 @@ from dataplane_testkit.chaos.rules import Finding
 from dataplane_testkit.chaos.schedule import BASE, KINDS, LATER, PARTITIONS, TASKS, Plan, disruptions, steps
 from dataplane_testkit.chaos.worker import Hands, live, seen_of, tags_seen
 
+#: The process that puts again what killed ones were putting.
+HEIR: Final = "heir"
 #: The batch size of the claims of the audit.
 _AUDIT_CLAIMS: Final = 64
 #: The most claims of the audit per task and partition. No store holds so many samples.
@@ -76,6 +77,8 @@ class Settings:
         op_timeout_s: The deadline of a call, in seconds.
         allowance_s: Seconds that a call may take beyond its deadline on a busy machine.
         capacity_bytes: What the store may hold, if the backend can limit it.
+        kills: How many processes are killed, each after some calls, in place of kills and stops by the clock. With the
+            last of them the run is over. None: the clock decides.
     """
 
     seed: int
@@ -87,6 +90,7 @@ class Settings:
     op_timeout_s: float = 30.0
     allowance_s: float = 15.0
     capacity_bytes: int = 640 * 1024
+    kills: int | None = None
 
     @classmethod
     def brief(cls) -> Settings:
@@ -181,8 +185,21 @@ def run_chaos(
     Raises:
         DataPlaneError: The store cannot be started.
     """
-    run = _Run(case, dict(options), settings, progress)
-    try:
+    backend_class = case.under_test()
+    capacity_bytes = settings.capacity_bytes if Capability.CAPACITY in backend_class.capabilities else None
+    isolated = case.isolated_options(dict(options), f"chaos-{os.getpid()}")
+    if capacity_bytes is not None:
+        # with every fourth seed puts wait for room, with the others they are refused
+        isolated |= {"capacity_bytes": capacity_bytes, "on_full": "raise" if settings.seed % 4 else "block"}
+    progress("starting the store")
+    # of scope process, the workers share this client; elsewhere it has the time to start the store
+    threaded = backend_class.scope is Scope.PROCESS
+    timeout_s = settings.op_timeout_s if threaded else max(case.op_timeout_s, settings.op_timeout_s)
+    name = case.backend or backend_class.__name__
+    with ExitStack() as stack:
+        deployment = Deployment(case, backend_class, name, isolated, op_timeout_s=timeout_s)
+        stack.callback(deployment.close)
+        run = stack.enter_context(_Run(deployment, settings, capacity_bytes, progress))
         history = run.history()
         progress("checking the history")
         findings = check(history)
@@ -191,70 +208,65 @@ def run_chaos(
             return Verdict(findings=(), history=history, facts=facts, page=None)
         progress("shortening the history")
         shown = [(each, shrunk(history, each)) for each in findings]
-        text = page(run.deployment.name, command, shown, facts)
-        path = run.keep(folder, history, text)
+        path = run.keep(folder, history, page(name, command, shown, facts))
         return Verdict(findings=tuple(findings), history=history, facts=facts, page=path)
-    finally:
-        run.close()
 
 
-class _Run:
+def history_of(deployment: Deployment, settings: Settings) -> History:
+    """The history of a run on a store that others use too: there is no limit to what it may hold."""
+    with _Run(deployment, settings, None) as run:
+        return run.history()
+
+
+class _Run(ExitStack):
+    """A run on a store. It ends its processes with the block, and leaves the store to its owner."""
+
     def __init__(
-        self, case: AuthorsClass, options: dict[str, Any], settings: Settings, progress: Callable[[str], None]
+        self,
+        deployment: Deployment,
+        settings: Settings,
+        capacity_bytes: int | None,
+        progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._stack = ExitStack()
-        self._settings, self._progress = settings, progress
-        backend_class = case.under_test()
-        declared = backend_class.capabilities
-        self._capacity = settings.capacity_bytes if Capability.CAPACITY in declared else None
-        isolated = case.isolated_options(options, f"chaos-{os.getpid()}")
-        if self._capacity is not None:
-            # with every fourth seed puts wait for room, with the others they are refused
-            isolated |= {"capacity_bytes": self._capacity, "on_full": "raise" if settings.seed % 4 else "block"}
-        progress("starting the store")
-        # of scope process, the workers share this client; elsewhere it has the time to start the store
-        self._threaded = backend_class.scope is Scope.PROCESS
-        self._own_timeout_s = settings.op_timeout_s if self._threaded else max(case.op_timeout_s, settings.op_timeout_s)
-        name = case.backend or backend_class.__name__
-        self.deployment = Deployment(case, backend_class, name, isolated, op_timeout_s=self._own_timeout_s)
-        self._stack.callback(self.deployment.close)
+        super().__init__()
+        self._deployment, self._settings, self._progress = deployment, settings, progress
+        self._capacity = capacity_bytes
+        declared = deployment.backend_class.capabilities
         self._folder = Path(tempfile.mkdtemp(prefix="dataplane-chaos-"))
-        self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        self.callback(shutil.rmtree, self._folder, ignore_errors=True)
         can = frozenset(step for step in KINDS if step not in _NEEDS or _NEEDS[step] in declared)
-        self._tasks = {
-            name: task
+        self._tasks = [
+            name
             for name, task in TASKS.items()
             if Capability.CLAIMS in declared and (not task.leased or Capability.LEASES in declared)
-        }
+        ]
         self._plan = Plan(settings.seed, settings.pause_s, settings.lease_s, can, tuple(self._tasks) or ("once",))
         self._epoch_s = time.monotonic()
         self._events: list[Event] = []
         self._processes: list[str] = []
         self._audited_s = float("inf")
 
-    def close(self) -> None:
-        """Ends all processes and the store."""
-        self._stack.close()
-
     def history(self) -> History:
         """Runs the schedule and the audit."""
-        settings, client = self._settings, self.deployment.client
-        first = self._hands(client, "first", 900_000_000)
+        settings, first, heir = self._settings, self._hands("first", 900_000_000), self._hands(HEIR, 901_000_000)
         for partition in PARTITIONS:
             first.register(partition, "register")
-        if self._threaded:
+        if self._deployment.backend_class.scope is Scope.PROCESS:
             self._threads()
         else:
             self._workers()
+        if settings.kills is not None:
+            self._put_again(heir)
         self._audited_s = self._now()
-        audit = self._hands(client, "audit", 901_000_000)
+        audit = self._hands("audit", 902_000_000)
         self._take_the_rest(audit)
         for partition in PARTITIONS:
             self._read_all(audit, partition)
-        calls = [call for name in self._processes for call in read_calls(self._folder / f"{name}.jsonl", name)]
-        end_s = self._now()
+        calls, end_s = self._calls(), self._now()
         calls += self._saves(calls)
-        declared = self.deployment.backend_class.capabilities
+        for partition in PARTITIONS:
+            self._deployment.client.clear_samples(None, partition)
+        declared = self._deployment.backend_class.capabilities
         return History(
             calls=tuple(calls),
             events=tuple(self._events),
@@ -272,7 +284,7 @@ class _Run:
         kinds = Counter(event.kind for event in history.events)
         done = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "no kills"
         return (
-            f"Seed {self._settings.seed}: {len(history.calls)} calls of {len(self._processes) - 2} processes in "
+            f"Seed {self._settings.seed}: {len(history.calls)} calls of {len(self._processes) - 3} processes in "
             f"{self._settings.schedule_s:g} s ({outcomes[OK]} succeeded, {outcomes['refused']} were refused, "
             f"{outcomes[UNKNOWN]} have an unknown outcome); {done}."
         )
@@ -297,11 +309,15 @@ class _Run:
     def _now(self) -> float:
         return time.monotonic() - self._epoch_s
 
-    def _hands(self, client: DataPlaneClient, process: str, first_version: int) -> Hands:
+    def _calls(self) -> list[Call]:
+        return [call for name in self._processes for call in read_calls(self._folder / f"{name}.jsonl", name)]
+
+    def _hands(self, process: str, first_version: int) -> Hands:
         self._processes.append(process)
         recorder = Recorder(self._folder / f"{process}.jsonl", process, self._epoch_s)
-        self._stack.callback(recorder.close)
-        return Hands(client, recorder, self._plan, first_version, self._own_timeout_s, self._folder)
+        self.callback(recorder.close)
+        client = self._deployment.client
+        return Hands(client, recorder, self._plan, first_version, client.config.op_timeout_s, self._folder)
 
     def _arguments(self, worker: int, life: int, until_s: float) -> tuple[Any, ...]:
         name = f"w{worker}.{life}"
@@ -313,7 +329,7 @@ class _Run:
     def _threads(self) -> None:
         until_s = time.monotonic() + self._settings.schedule_s
         arguments = [self._arguments(worker, 0, until_s) for worker in range(self._settings.workers)]
-        threads = [Background(partial(live, self.deployment.client, *each)) for each in arguments]
+        threads = [Background(partial(live, self._deployment.client, *each)) for each in arguments]
         give_up = until_s + self._settings.op_timeout_s + self._settings.allowance_s
         while any(thread.running for thread in threads) and time.monotonic() < give_up:
             time.sleep(0.05)
@@ -324,13 +340,16 @@ class _Run:
 
     def _workers(self) -> None:
         settings = self._settings
-        case, backend = self.deployment.case, backend_of(self.deployment.client)
-        nemesis = Nemesis(self.deployment, self._arguments, self._events, self._now, settings.op_timeout_s)
+        case, backend = self._deployment.case, backend_of(self._deployment.client)
+        nemesis = Nemesis(self._deployment, self._arguments, self._events, self._now, settings.op_timeout_s)
         nemesis.disturbances.update(case.disturbances(backend))
         with nemesis:
-            nemesis.start(settings.workers, STARTS_S)
+            nemesis.start(settings.workers)
             until_s = time.monotonic() + settings.schedule_s
             nemesis.begin(until_s)
+            if settings.kills is not None:
+                nemesis.kill_all(settings.kills, settings.seed, until_s)
+                return
             disturb = bool(nemesis.disturbances)
             began = time.monotonic()
             for each in disruptions(self._plan, settings.workers, settings.every_s, disturb=disturb):
@@ -347,6 +366,16 @@ class _Run:
         left_s = max(0.0, until_s - time.monotonic())
         kinds = Counter(event.kind for event in self._events)
         return f"{left_s:.0f} s left, {kinds['kill']} kills, {kinds['stop']} stops"
+
+    def _put_again(self, heir: Hands) -> None:
+        """Puts what killed workers were putting."""
+        for partition in PARTITIONS:
+            heir.register(partition, "keep")
+        for call in self._calls():
+            if call.operation == "put" and call.outcome == UNKNOWN:
+                fields, tag = call.fields[:-1], call.fields[-1].removeprefix("#")
+                if "overwrite" in self._plan.steps or not heir.read(call.partition, call.samples, fields):
+                    heir.write(call.partition, call.samples, fields, tag, [3] * len(call.samples))
 
     # --- the audit ----------------------------------------------------------------------------------------------------
 
@@ -382,7 +411,7 @@ class _Run:
 
     def _saves(self, calls: list[Call]) -> list[Call]:
         """What the saves hold, each loaded into the store, which nobody uses any more."""
-        client, found = self.deployment.client, []
+        client, found = self._deployment.client, []
         for call in [each for each in calls if each.operation == "save"]:
             about: dict[str, Any] = {"process": call.process, "number": call.number + 1_000_000, "operation": "saved"}
             about |= {"partition": call.partition, "begin_s": call.begin_s, "end_s": call.end_s}

@@ -145,16 +145,22 @@ class Hands:
     def _write(self, step: Step, names: Sequence[str], fields: Sequence[str], tag: str) -> bool:
         if not names:
             return False
+        return self.write(step.partition, names, fields, tag, step.lengths[: len(names)])
+
+    def write(
+        self, partition: str, names: Sequence[str], fields: Sequence[str], tag: str, lengths: Sequence[int]
+    ) -> bool:
+        """Puts fields of samples with the next version, which a tag holds too."""
         self._version += 1
-        version, lengths = self._version, step.lengths[: len(names)]
+        version = self._version
         columns = _columns(names, fields, version, lengths)
         sizes = [8 * (length + 1) + 24 if tag == "v" else 16 for length in lengths]
 
         def act() -> None:
-            self._client.put_samples(names, step.partition, columns, [{tag: version} for _ in names])
+            self._client.put_samples(names, partition, columns, [{tag: version} for _ in names])
 
         about = {"samples": list(names), "fields": [*fields, f"#{tag}"], "version": version, "size_bytes": sizes}
-        return self._call("put", step.partition, act, **about)
+        return self._call("put", partition, act, **about)
 
     def _pick(self, step: Step) -> list[str]:
         """Some of the samples that this process knows of, or of those that all processes fight for."""
@@ -170,18 +176,19 @@ class Hands:
     def _get_one_field(self, step: Step) -> None:
         self.read(step.partition, self._pick(step), ((*BASE, LATER)[int(step.choice * 4)],))
 
-    def read(self, partition: str, names: Sequence[str], fields: Sequence[str]) -> None:
-        """Reads fields of samples."""
+    def read(self, partition: str, names: Sequence[str], fields: Sequence[str]) -> bool:
+        """Reads fields of samples. Returns whether all of them are there."""
 
         def act() -> Mapping[str, Any]:
             rows = self._client.get_samples(names, partition, list(fields))
             return {"seen": seen_of(rows, names, fields)}
 
         if not names:
-            return
+            return False
         found = self._call("get", partition, act, samples=list(names), fields=list(fields))
         if not found and fields == BASE:  # some are gone
             self._known[partition] = deque((each for each in self._known[partition] if each not in names), _KNOWN)
+        return found
 
     def _list(self, step: Step) -> None:
         self._known[step.partition].extend(self.listed(step.partition)[-step.count * 6 :])

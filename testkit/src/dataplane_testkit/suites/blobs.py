@@ -23,7 +23,6 @@ from dataplane_testkit._store import Store
 from dataplane_testkit._timing import in_threads
 
 _MANY: Final = 300
-_LARGE_BYTES: Final = (16 << 20) + 3
 _THREADS: Final = 8
 
 #: Contents that a conversion to text, a C string, stripped whitespace or compression would change.
@@ -36,6 +35,7 @@ _CONTENTS: Final[dict[str, bytes]] = {
     "looks_like_a_number": b"007",
     "looks_like_nothing": b"None",
     "64_kb": bytes(range(256)) * 256,
+    "16_mb": random.Random(7).randbytes((16 << 20) + 3),
 }
 
 
@@ -53,7 +53,7 @@ class BlobSuite(Suite, chapter="blobs"):
         """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
 
         Check first: put and get must not change the bytes. Look for a conversion to text, stripped whitespace, a cut at
-        a zero byte, or a conversion by the engine.
+        a zero byte, a conversion by the engine, or its limits and chunks for large blobs.
         """
         blobs = store.blobs()
         (key,), data = new_keys(1), _CONTENTS[content]
@@ -124,20 +124,6 @@ class BlobSuite(Suite, chapter="blobs"):
         except Exception as error:
             pytest.fail(f"delete of a missing key raised {error!r}. Expected no error.")
         assert blobs.get(key) is None
-
-    def test_a_blob_of_16_mb(self, store: Store) -> None:
-        """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
-
-        Check first: the size limits and the chunking of the engine. A blob holds one row of a put, which may be large.
-        """
-        blobs = store.blobs()
-        (key,), data = new_keys(1), random.Random(7).randbytes(_LARGE_BYTES)
-        blobs.put(key, data)
-        found = blobs.get(key)
-        assert found is not None, "get of a blob that was put returned None"
-        assert len(found) == len(data), f"{len(found)} of {len(data)} bytes were read"
-        assert _same(found, data), "the bytes that were read differ from those that were put"
-        blobs.delete(key)
 
     def test_keys_do_not_clash(self, store: Store) -> None:
         """Blob store: "key: ASCII letters and digits."

@@ -7,52 +7,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
-from dataplane_core.errors import DataPlaneError
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
-from dataplane_testkit._columns import batch, ids
+from dataplane_testkit._columns import ids
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import PROMPT_S, Background, bounded
 
-_HOOKS: dict[str, tuple[Callable[[Store, str], Any], Capability | None]] = {
-    "register_partition": (lambda s, p: s.hooks.within(-1).register(p), None),
-    "describe_partition": (lambda s, p: s.hooks.within(-1).describe(p), None),
-    "put_samples": (lambda s, p: s.hooks.within(-1).put(p, ["z"], batch(1, x=torch.zeros(1))), None),
-    "get_samples": (lambda s, p: s.hooks.within(-1).get(p, ["a"], ["x"]), None),
-    "get_samples_missing": (lambda s, p: s.hooks.within(-1).get(p, ["nobody"], ["x"]), None),
-    "claim": (lambda s, p: s.hooks.within(-1).claim(p, 1), Capability.CLAIMS),
-    "check_consumption": (lambda s, p: s.hooks.within(-1).consumed(p), Capability.CLAIMS),
-    "clear_samples": (lambda s, p: s.hooks.within(-1).clear(p, ["a"]), None),
-    "list_samples": (lambda s, p: s.hooks.within(-1).listing(p), Capability.LISTING),
-    "list_clients": (lambda s, p: s.hooks.within(-1).clients(), Capability.CLIENTS),
-    "list_units": (lambda s, p: s.hooks.within(-1).units(), Capability.UNITS),
-}
-
 
 class BoundSuite(Suite, chapter="bounds"):
     """Deadlines and timeouts."""
-
-    @pytest.mark.parametrize("hook", list(_HOOKS))
-    def test_hooks_heed_their_deadline(self, store: Store, hook: str) -> None:
-        """Hook spec: "They must return or raise before deadline."
-
-        Check first: every wait inside the hook must end at request.deadline. In this test the deadline has already
-        passed when the hook is called.
-        """
-        call, capability = _HOOKS[hook]
-        store.require(capability)
-        partition = store.register("x")
-        store.put(partition, ["a"], x=torch.zeros(1))
-        running = Background(lambda: call(store, partition))
-        with contextlib.suppress(DataPlaneError):
-            running.result(what=f"hook '{hook}' with a deadline in the past")
-        # the store must still answer
-        again = store.register("x")
-        bounded(lambda: store.put(again, ["a"], x=torch.zeros(1)), what="a put after a deadline was missed")
 
     def test_deadlines_follow_the_config(self, store: Store) -> None:
         """Contract: "Every call ends by its deadline: op_timeout_s of the config".
@@ -84,8 +50,7 @@ class BoundSuite(Suite, chapter="bounds"):
 
         Check first: get_samples must raise MissingDataError immediately. It must not wait for a producer.
         """
-        partition = store.register("x", "y")
-        store.put(partition, ids(3), x=torch.arange(3))
+        partition = store.filled(3, "x", "y")
 
         def reads() -> None:
             for names, fields in ((["s0", "nobody"], ["x"]), (ids(3), ["x", "y"]), (["nobody"], ["x"])):
@@ -123,8 +88,7 @@ class BoundSuite(Suite, chapter="bounds"):
         Check first: after a request that fails in the engine, the connection, the locks, the event loop and the threads
         must still be usable, by others at the same time and by the next request.
         """
-        partition = store.register("x")
-        store.put(partition, ids(2), x=torch.arange(2))
+        partition = store.filled(2)
         bad: list[tuple[type[Exception], Callable[[], Any]]] = [
             (KeyError, lambda: store.get(partition, ["nobody"])),
             (KeyError, lambda: store.get(store.new_id(), ["a"])),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 
+from dataplane_core.errors import UnknownPartitionError
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import ids, jagged
@@ -53,8 +58,7 @@ class ClearSuite(Suite, chapter="clear"):
         Check first: a clear must delete what the cursors record of the sample. An id that is written again is a new
         sample, last in the order, which no task has been given.
         """
-        partition = store.register("x")
-        store.put(partition, ids(3), x=torch.arange(3))
+        partition = store.filled(3)
         assert store.claim(partition, 2).sample_ids == ["s0", "s1"]
         store.client.clear_samples(["s0", "s1"], partition)
         assert store.claim(partition, 1).sample_ids == ["s2"]
@@ -66,8 +70,7 @@ class ClearSuite(Suite, chapter="clear"):
 
         Check first: clear_samples must skip unknown ids and clear all others.
         """
-        partition = store.register("x")
-        store.put(partition, ids(3), x=torch.arange(3))
+        partition = store.filled(3)
         store.client.clear_samples(["nobody", "s1", "no one", "s1"], partition)
         store.client.clear_samples(["s1"], partition)
         store.client.clear_samples([], partition)
@@ -100,18 +103,22 @@ class ClearSuite(Suite, chapter="clear"):
         Check first: after the clear, every operation on the partition must raise UnknownPartitionError until it is
         registered again. None may create it. It then has no rows, and its fields have no dtype yet.
         """
-        partition = store.register("x")
-        store.put(partition, ids(3), [{"old": 1}] * 3, x=torch.arange(3))
+        partition = store.filled(3, tags=[{"old": 1}] * 3)
         store.client.clear_samples(None, partition)
-        with store.refusal(KeyError, partition):
-            store.get(partition, ["s0"])
-        with store.refusal(KeyError, partition):
-            store.put(partition, ["s0"], x=torch.arange(1))
-        with store.refusal(KeyError, partition):
-            store.put(partition, ["s0"], [{"n": 1}])
+        calls: list[tuple[Capability | None, Callable[[], Any]]] = [
+            (None, lambda: store.get(partition, ["s0"])),
+            (None, lambda: store.put(partition, ["s0"], x=torch.arange(1))),
+            (None, lambda: store.put(partition, ["s0"], [{"n": 1}])),
+            (Capability.CLAIMS, lambda: store.claim(partition, 1)),
+            (Capability.LISTING, lambda: store.client.list_samples(partition)),
+        ]
+        for need, call in calls:
+            if need is None or store.declares(need):
+                with store.refusal(UnknownPartitionError, partition):
+                    call()
+        with pytest.raises(UnknownPartitionError):
+            store.hooks.describe(partition)
         if store.declares(Capability.CLAIMS):
-            with store.refusal(KeyError, partition):
-                store.claim(partition, 1)
             assert not store.client.check_consumption_status(partition, ["train"])
         store.register("x", partition_id=partition)
         assert not store.has(partition, "s0")
@@ -155,8 +162,7 @@ class ClearSuite(Suite, chapter="clear"):
 
         Check first: ClearReply.num_samples must be the number of rows that existed and were cleared.
         """
-        partition = store.register("x")
-        store.put(partition, ids(5), x=torch.arange(5))
+        partition = store.filled(5)
         assert store.hooks.clear(partition, ["s0", "nobody"]).num_samples == 1
         assert store.hooks.clear(partition, ["s0"]).num_samples == 0
         assert store.hooks.clear(partition, None).num_samples == 4

@@ -38,8 +38,7 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
         Check first: check_consumption must not raise for an unknown task. It must reply consumed=False, even if the
         other tasks have consumed everything.
         """
-        partition = store.register("x")
-        store.put(partition, ids(2), x=torch.arange(2))
+        partition = store.filled(2)
         store.claim(partition, 2)
         assert not _consumed(store, partition, "nobody")
         assert not _consumed(store, partition, "train", "nobody")
@@ -52,8 +51,7 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
         to the partition too. A clear must remove a sample from both numbers: those that the partition holds, and those
         that the task has been given.
         """
-        partition = store.register("x", "y")
-        store.put(partition, ids(4), x=torch.arange(4))
+        partition = store.filled(4, "x", "y")
         store.claim(partition, 2)
         assert not _consumed(store, partition)
         store.client.clear_samples(["s3"], partition)
@@ -74,8 +72,7 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
 
         Check first: the reply must be consumed=False if any of the tasks has not consumed everything.
         """
-        partition = store.register("x", tasks=["train", "eval"])
-        store.put(partition, ids(2), x=torch.arange(2))
+        partition = store.filled(2, tasks=["train", "eval"])
         store.claim(partition, 2)
         assert _consumed(store, partition, "train")
         assert not _consumed(store, partition, "train", "eval")
@@ -108,8 +105,7 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
         Check first: with num_samples, a partition that holds no sample can be consumed. Compare the ids ever written
         with num_samples, and what each task has consumed with what is held.
         """
-        partition = store.register("x", num_samples=4)
-        store.put(partition, ids(3), x=torch.arange(3))
+        partition = store.filled(3, num_samples=4)
         store.client.clear_samples(ids(3), partition)
         assert not _consumed(store, partition)
         store.put(partition, ["s3"], x=torch.arange(1))
@@ -125,8 +121,7 @@ class ConsumptionSuite(Suite, chapter="consumption", proof=Capability.CLAIMS):
 
         Check first: a leased sample must count as consumed only after its ack.
         """
-        partition = store.register("x")
-        store.put(partition, ids(3), x=torch.arange(3))
+        partition = store.filled(3)
         meta = store.claim(partition, 2, lease_s=600)
         store.claim(partition, 2)
         assert not _consumed(store, partition), "leased samples count before they are acked"

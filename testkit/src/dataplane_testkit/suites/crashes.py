@@ -1,41 +1,69 @@
 """Processes killed while they put and claim, at random moments, over and over: what must hold afterwards.
 
-The processes are killed once for all tests of the class. Each test checks one property of what was found then.
-For scopes wider than one process.
+The processes are killed once for all tests of the class, in a chaos run on the store under test. Each test looks at
+some of the rules to which the checker holds its history. For scopes wider than one process.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import os
+from dataclasses import dataclass
+from typing import Final
 
-from dataplane_core.errors import preview
+import pytest
+
 from dataplane_core.spec import Capability, Scope
 from dataplane_testkit._base import Suite
-from dataplane_testkit._crashes import LEASED, MOST_LOST, PLAIN, Aftermath, aftermath
+from dataplane_testkit._blobs import journal_state
+from dataplane_testkit._hooks import backend_of
 from dataplane_testkit._marks import lasts, proves
-from dataplane_testkit._store import Store
+from dataplane_testkit._profiles import by_profile, new_seed
+from dataplane_testkit._store import Deployment, Store
+from dataplane_testkit.chaos.checker import check, shrunk
+from dataplane_testkit.chaos.history import OK, History
+from dataplane_testkit.chaos.page import table
+from dataplane_testkit.chaos.rules import Finding
+from dataplane_testkit.chaos.run import HEIR, Settings, history_of
 
+#: How many processes are killed. The environment variable sets another number.
+_KILLS: Final = int(os.environ.get("DATAPLANE_CONFORMANCE_KILLS") or by_profile(5, 20, 200))
 #: Time limit in seconds. The first of these tests does all the kills.
-_LIMIT_S = 900.0
+_LIMIT_S: Final = 900.0
 
 
-def _after(store: Store) -> Aftermath:
-    return store.deployment.once(aftermath)
+@dataclass(frozen=True, slots=True)
+class _Aftermath:
+    seed: int
+    history: History
+    findings: list[Finding]
+    state: str
 
 
-def _usable(store: Store) -> Aftermath:
-    """The result of the kills, for tests that need a store that served other clients to the end."""
-    found = _after(store)
-    assert found.unusable is None, f"{found.unusable} (seed {found.seed})"
+def _aftermath(deployment: Deployment) -> _Aftermath:
+    """Kills the processes, and checks their history."""
+    seed = new_seed()
+    timeout_s = deployment.case.op_timeout_s
+    settings = Settings(seed=seed, schedule_s=_LIMIT_S, kills=_KILLS, pause_s=0.01, lease_s=0.5, op_timeout_s=timeout_s)
+    backend = backend_of(deployment.client)
+    try:
+        history = history_of(deployment, settings)
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {error} (seed {seed}){journal_state(backend)}") from error
+    return _Aftermath(seed, history, check(history), journal_state(backend))
+
+
+def _holds(store: Store, *rules: str) -> _Aftermath:
+    """Asserts that the history breaks none of these rules."""
+    found = store.deployment.once(_aftermath)
+    for each in found.findings:
+        if each.rule in rules:
+            proof = "\n".join(table(each, shrunk(found.history, each)))
+            pytest.fail(f"{each.rule}: {each.text} (seed {found.seed})\n\n{proof}{found.state}", pytrace=False)
     return found
 
 
-def _repeated(claims: list[str]) -> list[str]:
-    return [name for name, count in Counter(claims).items() if count > 1]
-
-
 class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
-    """kill -9 in the middle of puts and claims: 20 times, 200 times under the profile ``long``."""
+    """kill -9 in the middle of calls: 20 times, 200 times under the profile ``long``."""
 
     @lasts(_LIMIT_S)
     def test_the_store_serves_others_after_every_kill(self, store: Store) -> None:
@@ -43,8 +71,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
 
         Check first: locks and reservations that a client takes in the store. A killed client does not release them.
         """
-        found = _after(store)
-        assert found.unusable is None, f"{found.unusable} (seed {found.seed})"
+        _holds(store, "deadline", "error", "puts", "registered", "waiting")
 
     @lasts(_LIMIT_S)
     def test_killed_producers_leave_no_half_rows(self, store: Store) -> None:
@@ -53,16 +80,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
 
         Check first: the put must mark its cells as produced in one step, after all cells and tags are stored.
         """
-        found = _usable(store)
-        half = {name: fields for name, fields in found.found.items() if 0 < len(fields) < 3}
-        assert not half, (
-            f"{len(half)} samples of killed producers are there in part: "
-            f"{preview(f'{name} has {sorted(fields)}' for name, fields in half.items())} (seed {found.seed})"
-        )
-        assert not found.wrong, f"these samples differ from what was put: {preview(found.wrong)} (seed {found.seed})"
-        if found.listed is not None:
-            bare = [name for name in found.listed if not found.found.get(name)]
-            assert not bare, f"listed, but without cells: {preview(bare)} (seed {found.seed})"
+        _holds(store, "half", "bits", "written", "mixed")
 
     @lasts(_LIMIT_S)
     def test_killed_producers_lose_no_committed_sample(self, store: Store) -> None:
@@ -70,9 +88,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
 
         Check first: when put_samples returns, no data of the put may still wait in the client's process.
         """
-        found = _usable(store)
-        lost = [name for name in found.confirmed if not found.found[name]]
-        assert not lost, f"put_samples returned, and {preview(lost)} are gone with their process (seed {found.seed})"
+        _holds(store, "committed", "lost", "latest", "cleared", "save")
 
     @lasts(_LIMIT_S)
     def test_what_a_killed_producer_was_putting_can_be_put_again(self, store: Store) -> None:
@@ -82,9 +98,10 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
         Check first: what a put reserves in the store. If its client is killed, a later put of the same samples must not
         wait or fail because of it.
         """
-        found = _usable(store)
-        assert found.retried is None, (
-            f"a new put of the samples that a killed process was putting failed: {found.retried} (seed {found.seed})"
+        found = _holds(store)
+        failed = [call for call in found.history.calls if call.process == HEIR and call.outcome != OK]
+        assert not failed, (
+            f"a new put of the samples that a killed process was putting failed: {failed[0].error} (seed {found.seed})"
         )
 
     @lasts(_LIMIT_S)
@@ -95,15 +112,7 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
 
         Check first: the store must mark samples as given in the same step that chooses them.
         """
-        found = _usable(store)
-        given = found.given + found.taken[PLAIN]
-        twice = _repeated(given)
-        assert not twice, f"given to two consumers: {preview(twice)} (seed {found.seed})"
-        lost = {name for name, fields in found.found.items() if fields} - set(given)
-        assert len(lost) <= MOST_LOST, (
-            f"{len(lost)} samples were given to nobody. Expected at most {MOST_LOST}, one claim per kill, whose "
-            f"reply a killed consumer never saw (seed {found.seed})"
-        )
+        _holds(store, "given once", "at most one claim", "ready", "order")
 
     @lasts(_LIMIT_S)
     @proves(Scope.HOST, Capability.LEASES)
@@ -114,12 +123,4 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
         Check first: leases must end by the store's clock, also if their holder is dead. An acked sample must never go
         back to the pool.
         """
-        found = _usable(store)
-        acked = found.acked + found.taken[LEASED]
-        twice = _repeated(acked)
-        assert not twice, f"two holders acked {preview(twice)} (seed {found.seed})"
-        # a victim may have been killed after its ack and before it recorded the ack
-        there = {name for name, fields in found.found.items() if fields}
-        lost = sorted(there - set(acked) - set(found.acking))
-        assert not lost, f"{len(lost)} samples never came back from killed holders: {preview(lost)} (seed {found.seed})"
-        assert found.consumed[LEASED], f"the partition never counts as consumed (seed {found.seed})"
+        _holds(store, "handed out again", "two holders", "lease", "refused ack", "token", "consumed")

@@ -24,8 +24,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
 
         Check first: export_partition. Samples under a lease and cleared samples must not be listed.
         """
-        partition = store.register("x", tasks=["train", "other"])
-        store.put(partition, ids(8), x=torch.arange(8))
+        partition = store.filled(8, tasks=["train", "other"])
         store.claim(partition, 4)
         store.client.clear_samples(["s1"], partition)
         expected = ["s0", "s2", "s3"]
@@ -46,8 +45,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
 
         Check first: set_cursor without ids must end every hold of the task, and offer all rows to its claims again.
         """
-        partition = store.register("x", num_samples=6, tasks=["train", "other"])
-        store.put(partition, ids(6), x=torch.arange(6))
+        partition = store.filled(6, num_samples=6, tasks=["train", "other"])
         leases = store.declares(Capability.LEASES)
         store.claim(partition, 6, task="other")
         store.claim(partition, 3)
@@ -180,8 +178,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
 
         Check first: core, not the backend: core must check the files before it calls a hook.
         """
-        partition = store.register("x")
-        store.put(partition, ids(3), x=torch.arange(3))
+        partition = store.filled(3)
         with store.refusal(KeyError, "save"):
             store.client.load(tmp_path / "none")
         store.client.save(tmp_path, None, [partition])

@@ -177,6 +177,14 @@ def _list_fields(scene: _Scene) -> None:
     assert scene.store.client.list_fields(ids(3), scene.partition) == [["x"]] * 3
 
 
+def _list_clients(scene: _Scene) -> None:
+    scene.store.client.list_clients()
+
+
+def _list_units(scene: _Scene) -> None:
+    assert scene.store.client.list_units()
+
+
 @dataclass(frozen=True)
 class _Case:
     """An operation and how to test it under a fault.
@@ -211,6 +219,8 @@ _CASES: dict[str, _Case] = {
     "clear_samples_of_all": _Case("clear_samples", _drop, _was_dropped),
     "list_samples": _Case("list_samples", _list, _list, Capability.LISTING),
     "list_fields": _Case("list_fields", _list_fields, _list_fields, Capability.LISTING),
+    "list_clients": _Case("list_clients", _list_clients, _list_clients, Capability.CLIENTS),
+    "list_units": _Case("list_units", _list_units, _list_units, Capability.UNITS),
 }
 
 #: Operations whose replies hold a number of rows, or one entry per row.
@@ -276,8 +286,9 @@ class FaultSuite(Suite, chapter="faults"):
         """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs." and "the write
         may then have happened or not".
 
-        Check first: what the hook does when request.deadline has passed. It must raise OperationTimeoutError, or finish
-        immediately. After it has raised, nothing that it sent to the engine may change later operations.
+        Check first: every wait inside the hook must end at request.deadline, which has passed here. The hook must raise
+        OperationTimeoutError, or finish immediately. After it has raised, nothing that it sent to the engine may change
+        later operations.
         """
         case = _CASES[name]
         scene = _scene(store, case)
@@ -326,6 +337,23 @@ class FaultSuite(Suite, chapter="faults"):
             with store.faults.truncation(field="x"), store.refusal(BackendError, operation, "reply"):
                 case.call(scene)
         case.again(scene)
+
+    def test_a_missing_reply_is_an_error(self, store: Store) -> None:
+        """Contract: "Core does the following once, for all backends: argument checks, empty batches, repeated ids in a
+        read, row and field counts of every reply".
+
+        Check first: every hook must return its reply type. None is not a reply.
+        """
+        partition = store.register("x")
+        store.put(partition, ids(1), x=torch.zeros(1))
+        calls: dict[str, Callable[[], Any]] = {
+            "put_samples": lambda: store.put(partition, ["b"], x=torch.zeros(1)),
+            "get_samples": lambda: store.get(partition, ids(1)),
+            "clear_samples": lambda: store.client.clear_samples(ids(1), partition),
+        }
+        for operation, call in calls.items():
+            with store.faults.after(operation, lambda request, reply: None), store.refusal(RuntimeError, operation):
+                call()
 
     def test_a_cell_that_is_cut_is_refused(self, store: Store) -> None:
         """Contract: "Dtype and values come back bit for bit".

@@ -91,8 +91,7 @@ class GetSuite(Suite, chapter="get"):
         Check first: compare the rows that the engine returned with the requested ids. Raise MissingDataError with the
         ids that are missing.
         """
-        partition = store.register("x")
-        store.put(partition, ids(5), x=torch.arange(5))
+        partition = store.filled(5)
         with store.refusal(KeyError, "'gone0'"):
             store.get(partition, ["s0", "gone0", "s1"])
         missing = ids(9, "gone")
@@ -124,8 +123,7 @@ class GetSuite(Suite, chapter="get"):
         Check first: every requested field must exist for every row. Look for a field that the hook drops without an
         error.
         """
-        partition = store.register("x", "y")
-        store.put(partition, ids(6), x=torch.arange(6))
+        partition = store.filled(6, "x", "y")
         store.put(partition, ["s1"], y=torch.zeros(1))
         with store.refusal(KeyError, "'s0'", "y"):
             store.get(partition, ["s1", "s0"], "x", "y")
@@ -190,8 +188,7 @@ class GetSuite(Suite, chapter="get"):
 
         Check first: a read must not change what is recorded of the tasks.
         """
-        partition = store.register("x")
-        store.put(partition, ids(3), x=torch.arange(3))
+        partition = store.filled(3)
         store.get(partition, ids(3))
         assert not store.client.check_consumption_status(partition, ["train"])
         assert store.claim(partition, 3).sample_ids == ids(3)
@@ -261,8 +258,7 @@ class GetSuite(Suite, chapter="get"):
         payload is lost, and the read must name it. Check also that lose_payload of your test class deletes payload of
         one put only.
         """
-        partition = store.register("x", "y")
-        store.put(partition, ids(3), x=torch.arange(3))
+        partition = store.filled(3, "x", "y")
         store.put(partition, ids(3), y=torch.arange(3))
         store.lose(partition, "s1", "x")
         with store.refusal(LostSamplesError, "'s1'", "x") as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dataplane_core.errors import InvalidRequestError
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._marks import proves
@@ -24,8 +25,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
 
         Check first: a group must become claimable when its last member is ready, not before.
         """
-        partition = store.register("x", tasks=["train", "eval"], group_size=3)
-        store.put(partition, ["a_g0", "b_g0", "a_g1", "b_g1"], x=torch.arange(4))
+        partition = store.filled(["a_g0", "b_g0", "a_g1", "b_g1"], tasks=["train", "eval"], group_size=3)
         assert store.claim(partition, 6).size == 0
         store.put(partition, ["b_g2"], x=torch.zeros(1, dtype=torch.int64))
         assert store.claim(partition, 6).sample_ids == _group("b")
@@ -38,8 +38,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
 
         Check first: a group is ready when all its members have all required fields.
         """
-        partition = store.register("x", "y", group_size=2)
-        store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1"], x=torch.arange(4))
+        partition = store.filled(["a_g0", "a_g1", "b_g0", "b_g1"], "x", "y", group_size=2)
         store.put(partition, ["a_g0", "b_g1", "b_g0"], y=torch.zeros(3))
         assert store.claim(partition, 4, "x", "y").sample_ids == ["b_g0", "b_g1"]
         assert store.claim(partition, 4, "x").sample_ids == ["a_g0", "a_g1"]
@@ -61,8 +60,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
 
         Check first: the place of a group in the order is the place of the member that was written first.
         """
-        partition = store.register("x", group_size=2)
-        store.put(partition, ["z_g1", "a_g0"], x=torch.arange(2))
+        partition = store.filled(["z_g1", "a_g0"], group_size=2)
         store.put(partition, ["m_g0", "m_g1"], x=torch.arange(2))
         store.put(partition, ["a_g1"], x=torch.arange(1))
         store.put(partition, ["z_g0"], x=torch.arange(1))
@@ -74,8 +72,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
 
         Check first: split the id at its last _g, but only if the registration has a group size.
         """
-        partition = store.register("x", group_size=2)
-        store.put(partition, ["a_g0_g0", "a_g1_g0", "a_g0_g1", "v7_p3_gx", "v7_p3_g"], x=torch.arange(5))
+        partition = store.filled(["a_g0_g0", "a_g1_g0", "a_g0_g1", "v7_p3_gx", "v7_p3_g"], group_size=2)
         assert store.claim(partition, 4).sample_ids == ["a_g0_g0", "a_g0_g1", "v7_p3_gx", "v7_p3_g"]
         without = store.register("x")
         store.put(without, ["a_g0", "b", "a_g1", "a_g2"], x=torch.arange(4))
@@ -88,9 +85,9 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         anything. It must count the new members of the put itself too. A later put of a known member is not a surplus.
         """
         partition = store.register("x", "y", group_size=2)
-        with store.refusal(ValueError, "lonely", "_g"):
+        with store.refusal(InvalidRequestError, "lonely", "_g"):
             store.put(partition, ["b_g0", "lonely"], x=torch.arange(2))
-        with store.refusal(ValueError, "'a'"):
+        with store.refusal(InvalidRequestError, "'a'"):
             store.put(partition, ["b_g0", "a_g0", "a_g1", "a_g2"], x=torch.arange(4))
         assert not store.has(partition, "b_g0"), "a refused put wrote a row"
         store.put(partition, ["a_g0", "a_g1"], x=torch.arange(2))
@@ -105,8 +102,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         Check first: a clear of a member must close its group for good, whether the group was complete or not. Writing
         the member again must not open it.
         """
-        partition = store.register("x", group_size=2)
-        store.put(partition, ["a_g0", "a_g1", "b_g0", "c_g0", "c_g1"], x=torch.arange(5))
+        partition = store.filled(["a_g0", "a_g1", "b_g0", "c_g0", "c_g1"], group_size=2)
         store.client.clear_samples(["a_g1", "b_g0"], partition)
         store.put(partition, ["a_g1", "b_g0", "b_g1"], x=torch.arange(3))
         assert store.claim(partition, 6).sample_ids == ["c_g0", "c_g1"]
@@ -120,7 +116,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         """
         partition = store.register("x", group_size=3)
         for blocking in (True, False):
-            with store.refusal(ValueError, "4", "3"):
+            with store.refusal(InvalidRequestError, "4", "3"):
                 store.claim(partition, 4, blocking=blocking)
 
     def test_blocking_claims_wait_for_whole_groups(self, store: Store) -> None:
@@ -128,8 +124,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
 
         Check first: members of incomplete groups must not count as ready.
         """
-        partition = store.register("x", group_size=2)
-        store.put(partition, ["a_g0", "a_g1", "b_g0", "c_g0"], x=torch.arange(4))
+        partition = store.filled(["a_g0", "a_g1", "b_g0", "c_g0"], group_size=2)
         waiting = store.waiting_claim(partition, 4)
         with store.refusal(TimeoutError):
             store.claim(partition, 4, blocking=True, timeout_s=0.05)
@@ -143,8 +138,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
 
         Check first: a group with a cleared member can never be given. A claim must not wait for it.
         """
-        partition = store.register("x", group_size=2, num_samples=6)
-        store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1", "c_g0", "c_g1"], x=torch.arange(6))
+        partition = store.filled(["a_g0", "a_g1", "b_g0", "b_g1", "c_g0", "c_g1"], group_size=2, num_samples=6)
         store.client.clear_samples(["b_g0"], partition)
         meta = bounded(lambda: store.claim(partition, 6, blocking=True, timeout_s=60), what="a claim of the tail")
         assert meta.sample_ids == ["a_g0", "a_g1", "c_g0", "c_g1"]
@@ -159,8 +153,7 @@ class GroupSuite(Suite, chapter="groups", proof=Capability.GROUPS):
         Check first: before any row is changed, compare the rows of the request with those of the group that the task
         holds. A consumer may settle some groups of a claim and keep the others.
         """
-        partition = store.register("x", group_size=2)
-        store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1"], x=torch.arange(4))
+        partition = store.filled(["a_g0", "a_g1", "b_g0", "b_g1"], group_size=2)
         meta = store.claim(partition, 4, lease_s=600)
         part = meta.subset([0, 1, 2])
         with store.refusal(ValueError, "'b'"):

@@ -45,12 +45,6 @@ def _in_time(store: Store, partition: str, settle: Callable[[KVBatchMeta], None]
     raise AssertionError("this machine is too busy: no lease could be settled in time")
 
 
-def _filled(store: Store, count: int = 4) -> str:
-    partition = store.register("x")
-    store.put(partition, ids(count), x=torch.arange(count))
-    return partition
-
-
 def _settlers(store: Store) -> list[Callable[[KVBatchMeta], None]]:
     """ack, nack, renew."""
     return [store.client.ack, store.client.nack, partial(store.client.renew, lease_s=_LONG_S)]
@@ -64,7 +58,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
 
         Check first: Claim.lease_tokens must hold one str per id if the request has lease_s. Otherwise it must be None.
         """
-        partition = _filled(store)
+        partition = store.filled(4)
         meta = store.claim(partition, 3, lease_s=_LONG_S)
         assert meta.lease_tokens is not None
         assert len(meta.lease_tokens) == 3
@@ -77,7 +71,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         Check first: the claim hook itself must return samples with expired leases to the pool. No other call must be
         needed for it.
         """
-        partition = _filled(store)
+        partition = store.filled(4)
         lost = store.claim(partition, 2, lease_s=_SHORT_S)
         _wait_out()
         again = store.claim(partition, 4, lease_s=_LONG_S)
@@ -92,7 +86,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         Check first: a claim that waits must get samples whose leases expire while it waits, also leases that were given
         after it asked.
         """
-        partition = _filled(store, 1)
+        partition = store.filled(1)
         waiting = store.waiting_claim(partition, 2)
         store.claim(partition, 1, lease_s=_SHORT_S)
         store.put(partition, ["s1"], x=torch.arange(1))
@@ -103,7 +97,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
 
         Check first: after an ack, the sample must never go back to the pool, also after the lease time is over.
         """
-        partition = _filled(store)
+        partition = store.filled(4)
         _wait_out(_in_time(store, partition, store.client.ack))
         assert store.claim(partition, 4).size == 0
 
@@ -114,7 +108,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         Check first: ack must compare the lease token and the time. It must refuse an expired lease, even if no other
         consumer has claimed the sample since.
         """
-        partition = _filled(store)
+        partition = store.filled(4)
         meta = store.claim(partition, 2, lease_s=_SHORT_S)
         _wait_out()
         with store.refusal(LeaseExpiredError, "'s0'") as caught:
@@ -128,7 +122,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
 
         Check first: every claim must give new lease tokens. ack, nack and renew must compare them.
         """
-        partition = _filled(store)
+        partition = store.filled(4)
         first = store.claim(partition, 4, lease_s=_SHORT_S)
         _wait_out()
         second = store.claim(partition, 4, lease_s=_LONG_S)
@@ -147,7 +141,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
 
         Check first: check all lease tokens of the request before any row is changed, in one atomic step.
         """
-        partition = _filled(store)
+        partition = store.filled(4)
         held = store.claim(partition, 2, lease_s=_LONG_S)
         lost = store.claim(partition, 2, lease_s=_SHORT_S)
         _wait_out()
@@ -170,7 +164,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         Check first: when nack returns, its samples must be claimable again, at their old places in the order. Their old
         token must be refused from then on.
         """
-        partition = _filled(store)
+        partition = store.filled(4)
         meta = store.claim(partition, 3, lease_s=_LONG_S)
         store.client.nack(meta.subset([0, 2]))
         with store.refusal(LeaseExpiredError):
@@ -182,7 +176,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
 
         Check first: renew must set the end of the lease to lease_s seconds from now. The old end must no longer count.
         """
-        partition = _filled(store)
+        partition = store.filled(4)
         renewed: list[KVBatchMeta] = []
 
         def renew_two(meta: KVBatchMeta) -> None:
@@ -199,7 +193,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         Check first: renew must always set the new end of the lease. It must not keep the later one of the old and the
         new end.
         """
-        partition = _filled(store)
+        partition = store.filled(4)
         meta = store.claim(partition, 2, lease_s=_LONG_S)
         store.client.renew(meta, _SHORT_S)
         _wait_out()
@@ -212,7 +206,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         Check first: check the lease token of each sample on its own: one request may hold a part of a claim, and the
         tokens of several. The other samples of the claims must stay leased.
         """
-        partition = _filled(store)
+        partition = store.filled(4)
         first, second = (store.claim(partition, 2, lease_s=_LONG_S) for _ in range(2))
         store.client.ack(second.subset([1]).concat(first.subset([1])))
         assert not store.client.check_consumption_status(partition, ["train"])
@@ -229,7 +223,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         Check first: the store must keep the token of an acked sample. A second ack with this token must succeed and
         change nothing. A nack or renewal must be refused, and must not bring the sample back.
         """
-        partition = _filled(store)
+        partition = store.filled(4)
         meta = store.claim(partition, 4, lease_s=_LONG_S)
         with store.faults.error_after("ack", ConnectionError("the reply was lost")), pytest.raises(RuntimeError):
             store.client.ack(meta)
@@ -248,8 +242,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         Check first: once num_samples ids were written, a blocking claim must not wait for samples that others hold on a
         lease.
         """
-        partition = store.register("x", num_samples=4)
-        store.put(partition, ids(4), x=torch.arange(4))
+        partition = store.filled(4, num_samples=4)
         held = store.claim(partition, 3, lease_s=_LONG_S)
         rest = bounded(partial(store.claim, partition, 2, blocking=True, timeout_s=60), what="a claim of the tail")
         assert rest.sample_ids == ["s3"]
@@ -265,8 +258,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
 
         Check first: the store must record leases per task. It must refuse a token of another task.
         """
-        partition = store.register("x", tasks=["train", "eval"])
-        store.put(partition, ids(2), x=torch.arange(2))
+        partition = store.filled(2, tasks=["train", "eval"])
         train = store.claim(partition, 2, lease_s=_LONG_S)
         evaluation = store.claim(partition, 2, task="eval", lease_s=_LONG_S)
         assert train.sample_ids == evaluation.sample_ids
@@ -283,7 +275,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         Check first: a clear must end the leases of its samples. An id that is written again is a new sample, and the
         old token must be refused.
         """
-        partition = _filled(store, 2)
+        partition = store.filled(2)
         meta = store.claim(partition, 2, lease_s=_LONG_S)
         store.client.clear_samples(["s0"], partition)
         with store.refusal(LeaseExpiredError) as caught:
@@ -295,17 +287,6 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         assert store.claim(partition, 2).sample_ids == ["s0"]
         store.client.ack(meta.subset([1]))
 
-    def test_without_a_lease_delivery_is_at_most_once(self, store: Store) -> None:
-        """Contract: "Without a lease, delivery is at most once: if the reply to a claim is lost, its rows are lost
-        to the task."
-
-        Check first: samples of a claim without lease_s must never go back to the pool.
-        """
-        partition = _filled(store)
-        with store.faults.error_after("claim", ConnectionError("the reply was lost")), pytest.raises(RuntimeError):
-            store.claim(partition, 2)
-        assert store.claim(partition, 4).sample_ids == ["s2", "s3"]
-
     def test_lease_tokens_are_those_that_the_claim_drew(self, store: Store) -> None:
         """Hook spec: "The lease token of the samples that this claim hands out: random bits drawn by the client
         (new_id)."
@@ -313,7 +294,7 @@ class LeaseSuite(Suite, chapter="leases", proof=Capability.LEASES):
         Check first: use the lease token of the request. Do not count them in the store: a store that is restored to an
         older state would give out the same tokens again.
         """
-        partition = _filled(store)
+        partition = store.filled(4)
         drawn: list[str] = []
         with store.faults.before("claim", lambda request: drawn.append(request.token)):
             given = [store.claim(partition, 1, lease_s=_LONG_S).lease_tokens for _ in range(4)]

@@ -62,8 +62,7 @@ class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
 
         Check first: an overwrite must not change what is recorded of the tasks, nor the number of a row's first write.
         """
-        partition = store.register("x")
-        store.put(partition, ids(4), x=torch.arange(4))
+        partition = store.filled(4)
         assert store.claim(partition, 2).size == 2
         store.put(partition, ["s0", "s3", "s1"], x=torch.arange(3) + 10)
         assert store.claim(partition, 4).sample_ids == ["s2", "s3"]

@@ -94,8 +94,7 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
         Check first: check_consumption must use the state of the store, not the claims of this client.
         """
         (worker,) = store.deployment.workers(1)
-        partition = store.register("x")
-        store.put(partition, ids(4), x=torch.arange(4))
+        partition = store.filled(4)
         store.claim(partition, 3)
         assert not worker.run(_workers.call, "check_consumption_status", partition, ["train"])
         assert worker.run(_workers.claim_leased, partition, "train", 3, None).sample_ids == ["s3"]
@@ -108,8 +107,7 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
         Check first: the store, not the client that holds a lease, must record the lease and measure its time.
         """
         (worker,) = store.deployment.workers(1)
-        partition = store.register("x")
-        store.put(partition, ids(4), x=torch.arange(4))
+        partition = store.filled(4)
         lost = worker.run(_workers.claim_leased, partition, "train", 4, 0.5)
         assert lost.sample_ids == ids(4)
         worker.kill()
@@ -125,8 +123,7 @@ class ProcessSuite(Suite, chapter="processes", proof=Scope.HOST):
         Check first: the lease token alone must prove the lease, whichever process sends it.
         """
         (worker,) = store.deployment.workers(1)
-        partition = store.register("x")
-        store.put(partition, ids(2), x=torch.arange(2))
+        partition = store.filled(2)
         meta = worker.run(_workers.claim_leased, partition, "train", 2, 600.0)
         store.client.ack(meta)
         assert worker.run(_workers.call, "check_consumption_status", partition, ["train"])

@@ -39,8 +39,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         Check first: register_partition must delete the old rows of a known partition, with their tags, before it
         returns.
         """
-        partition = store.register("x")
-        store.put(partition, ids(3), [{"old": 1}] * 3, x=torch.arange(3))
+        partition = store.filled(3, tags=[{"old": 1}] * 3)
         store.register("x", partition_id=partition)
         for sample_id in ids(3):
             assert not store.has(partition, sample_id), f"row '{sample_id}' is still there after a new registration"
@@ -75,8 +74,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         Check first: tasks, cursors and the count of distinct ids must belong to one registration. It is not enough to
         record sample ids.
         """
-        partition = store.register("x", num_samples=3, tasks=["train", "old"])
-        store.put(partition, ids(3), x=torch.arange(3))
+        partition = store.filled(3, num_samples=3, tasks=["train", "old"])
         assert store.claim(partition, 3).size == 3
         store.register("x", partition_id=partition, num_samples=3)
         assert not store.client.check_consumption_status(partition, ["train"])
@@ -95,8 +93,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         Check first: the store must never use a lease token again, not even in a later registration of the same
         partition.
         """
-        partition = store.register("x")
-        store.put(partition, ids(2), x=torch.arange(2))
+        partition = store.filled(2)
         old = store.claim(partition, 2, lease_s=600)
         store.register("x", partition_id=partition)
         store.put(partition, ids(2), x=torch.arange(2))
@@ -191,8 +188,7 @@ class RegistrationSuite(Suite, chapter="registration"):
 
         Check first: register_partition with if_exists "keep" must not drop anything of a known partition.
         """
-        partition = store.register("x", num_samples=3)
-        store.put(partition, ids(3), [{"n": row} for row in range(3)], x=torch.arange(3))
+        partition = store.filled(3, num_samples=3, tags=[{"n": row} for row in range(3)])
         assert store.claim(partition, 1).sample_ids == ["s0"]
         store.register("x", num_samples=99, tasks=["train"], partition_id=partition, if_exists="keep")
         assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2]
@@ -210,8 +206,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         Check first: to finish a partition, the client registers it with if_exists "keep" and num_samples 0. If the
         partition has no num_samples, the store sets it, in one step, to the number of rows, and replies it.
         """
-        partition = store.register("x", "y")
-        store.put(partition, ids(4), x=torch.arange(4))
+        partition = store.filled(4, "x", "y")
         store.client.clear_samples(["s0"], partition)
         waits = store.waiting_claim(partition, 8)
         assert not store.client.is_finished(partition, ["train"])
@@ -229,8 +224,7 @@ class RegistrationSuite(Suite, chapter="registration"):
 
         Check first: register_partition with if_exists "keep" must set num_samples if the partition has none.
         """
-        partition = store.register("x")
-        store.put(partition, ids(2), x=torch.arange(2))
+        partition = store.filled(2)
         store.register("x", num_samples=3, partition_id=partition, if_exists="keep")
         assert store.claim(partition, 2).size == 2
         assert not store.client.check_consumption_status(partition, ["train"])
@@ -264,8 +258,7 @@ class RegistrationSuite(Suite, chapter="registration"):
 
         Check first: register_partition with if_exists "keep" must compare the group sizes before it adds anything.
         """
-        partition = store.register("x", group_size=2)
-        store.put(partition, ["k_g0", "k_g1"], x=torch.arange(2))
+        partition = store.filled(["k_g0", "k_g1"], group_size=2)
         for group_size in (None, 4):
             with store.refusal(ValueError, "grpo_group_size"):
                 store.register("x", tasks=["late"], group_size=group_size, partition_id=partition, if_exists="keep")

@@ -29,8 +29,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
 
         Check first: the claim hook must pass `sampler` to the ledger.
         """
-        partition = store.register("x")
-        store.put(partition, ids(6), x=torch.arange(6))
+        partition = store.filled(6)
         store.put(partition, ["s0"], y=torch.zeros(1))  # its first write stays
         assert store.claim(partition, 2, sampler="freshest").sample_ids == ["s5", "s4"]
         assert store.claim(partition, 2).sample_ids == ["s0", "s1"]
@@ -41,8 +40,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
 
         Check first: what a rank was given must be kept in the store, not in a client.
         """
-        partition = store.register("x", num_samples=5, tasks=["train", "other"])
-        store.put(partition, ids(5), x=torch.arange(5))
+        partition = store.filled(5, num_samples=5, tasks=["train", "other"])
         one, two = store.client, store.same_store_client()
         got = []
         for number, client in enumerate((one, two)):
@@ -77,8 +75,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
 
         Check first: a claim of a batch that was given must reply the token of the claim that it was given to.
         """
-        partition = store.register("x")
-        store.put(partition, ids(2), x=torch.arange(2))
+        partition = store.filled(2)
         metas = [store.claim(partition, 2, dp_rank=3, batch_index=0, lease_s=600.0) for _ in range(2)]
         assert metas[0] == metas[1]
         for meta in metas:
@@ -91,8 +88,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         Check first: the claim must not give other samples in place of the cleared ones. A batch must not know its
         samples by their ids alone: a new sample may have the same id.
         """
-        partition = store.register("x")
-        store.put(partition, ids(4), x=torch.arange(4))
+        partition = store.filled(4)
         assert store.claim(partition, 2, dp_rank=0).sample_ids == ["s0", "s1"]
 
         def refused() -> None:
@@ -185,8 +181,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         Check first: a claim that finds no samples left for any rank must record that in the store. A journal must keep
         it too.
         """
-        partition = store.register("x", num_samples=2)
-        store.put(partition, ids(2), x=torch.arange(2))
+        partition = store.filled(2, num_samples=2)
 
         def claim(rank: int, batch_index: int) -> KVBatchMeta:
             return store.client.claim_meta(

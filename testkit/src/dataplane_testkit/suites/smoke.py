@@ -149,7 +149,8 @@ class SmokeSuite(Suite, chapter="smoke"):
         """Contract: "Across all clients and processes no sample is given to a task twice." and "Samples come in order
         of first write, unless a sampler says otherwise."
 
-        Check first: the claim hook. It must mark the samples that it gives, and must leave out none.
+        Check first: the claim hook. It must mark the samples that it gives, must leave out none, and must sort row
+        numbers as numbers, not as text.
         """
         partition = store.register("x", "y", num_samples=_ROWS)
         _put_hundreds(store, partition)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
-from dataplane_testkit._columns import ids
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import bounded
@@ -46,14 +44,11 @@ _FILTERS: list[tuple[dict[str, Any], list[int]]] = [
     ({}, [0, 1, 2, 3, 4]),
 ]
 
-_NAMES = [repr(each).replace(" ", "") for each, _ in _FILTERS]
-
 
 class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS):
     """Filters that the store applies to the tags."""
 
-    @pytest.mark.parametrize(("tag_filter", "expected"), _FILTERS, ids=_NAMES)
-    def test_samples_match_the_filter(self, store: Store, tag_filter: dict[str, Any], expected: list[int]) -> None:
+    def test_samples_match_the_filter(self, store: Store) -> None:
         """Contract: "with tag_filter, a small predicate on tags such as {'weight_version': ('>=', 7)}, a claim hands
         out only samples that match it." and "list_samples(partition_id, tag_filter=None, sample_ids=None) -> meta
         returns ids and tags, no data."
@@ -61,19 +56,20 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
         Check first: use dataplane_core.spec.matches, for claims and listings. All conditions must hold. A missing tag,
         or a type that cannot be compared, does not match.
         """
-        partition = store.register("x")
-        store.put(partition, ids(5), _TAGS, x=torch.arange(5))
-        matching = [f"s{index}" for index in expected], [_TAGS[index] for index in expected]
-        if store.declares(Capability.LISTING):
-            listed = store.client.list_samples(partition, tag_filter)
-            assert (listed.sample_ids, listed.tags) == matching
-        if store.declares(Capability.CLAIMS):
-            given = store.claim(partition, 9, tag_filter=tag_filter)
-            assert (given.sample_ids, given.tags) == matching
-            rest = store.claim(partition, 9)
-            assert rest.sample_ids == [f"s{index}" for index in range(5) if index not in expected], (
-                "a later claim without the filter did not give the rest"
-            )
+        tasks = [f"task {number}" for number in range(len(_FILTERS))]
+        partition = store.filled(5, tasks=tasks, tags=_TAGS)
+        for task, (tag_filter, expected) in zip(tasks, _FILTERS, strict=True):
+            matching = [f"s{index}" for index in expected], [_TAGS[index] for index in expected]
+            if store.declares(Capability.LISTING):
+                listed = store.client.list_samples(partition, tag_filter)
+                assert (listed.sample_ids, listed.tags) == matching, f"listed for {tag_filter}"
+            if store.declares(Capability.CLAIMS):
+                given = store.claim(partition, 9, task=task, tag_filter=tag_filter)
+                assert (given.sample_ids, given.tags) == matching, f"given for {tag_filter}"
+                rest = store.claim(partition, 9, task=task)
+                assert rest.sample_ids == [f"s{index}" for index in range(5) if index not in expected], (
+                    f"after a claim with {tag_filter}, one without a filter did not give the rest"
+                )
 
     @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
     def test_filters_see_the_newest_tags(self, store: Store) -> None:
@@ -81,8 +77,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
 
         Check first: the filter must use the tags at the time of the claim.
         """
-        partition = store.register("x")
-        store.put(partition, ids(3), [{"v": 1}] * 3, x=torch.arange(3))
+        partition = store.filled(3, tags=[{"v": 1}] * 3)
         assert store.claim(partition, 3, tag_filter={"v": 2}).size == 0
         store.put(partition, ["s1"], [{"v": 2}])
         assert store.claim(partition, 3, tag_filter={"v": 2}).sample_ids == ["s1"]
@@ -95,8 +90,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
 
         Check first: samples that do not match must stay in the pool, at their places in the order.
         """
-        partition = store.register("x")
-        store.put(partition, ids(6), [{"odd": index % 2} for index in range(6)], x=torch.arange(6))
+        partition = store.filled(6, tags=[{"odd": index % 2} for index in range(6)])
         assert store.claim(partition, 2, tag_filter={"odd": 1}).sample_ids == ["s1", "s3"]
         assert store.claim(partition, 3).sample_ids == ["s0", "s2", "s4"]
         assert store.claim(partition, 3).sample_ids == ["s5"]
@@ -107,8 +101,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
 
         Check first: samples that do not match must not count as ready.
         """
-        partition = store.register("x")
-        store.put(partition, ids(3), [{"v": 1}, {"v": 2}, {"v": 1}], x=torch.arange(3))
+        partition = store.filled(3, tags=[{"v": 1}, {"v": 2}, {"v": 1}])
         with store.refusal(TimeoutError, "1"):
             store.claim(partition, 2, tag_filter={"v": 2}, blocking=True, timeout_s=0.05)
         waiting = store.waiting_claim(partition, 2, tag_filter={"v": 2})
@@ -123,8 +116,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
         Check first: once num_samples ids were written, a claim with a filter must give the samples that match and are
         left.
         """
-        partition = store.register("x", num_samples=4)
-        store.put(partition, ids(4), [{"v": index % 2} for index in range(4)], x=torch.arange(4))
+        partition = store.filled(4, num_samples=4, tags=[{"v": index % 2} for index in range(4)])
         meta = bounded(
             lambda: store.claim(partition, 3, tag_filter={"v": 1}, blocking=True, timeout_s=60),
             what="a claim of the tail",

@@ -1,10 +1,10 @@
-"""What a ledger's saved state holds beside what `simulation` compares: unfinished puts, garbage, names."""
+"""What a ledger's saved state holds beside what `test_histories` compares: garbage, ages, names."""
 
-import msgpack
 import pytest
+from histories import saved_and_loaded
 
 from dataplane_core.errors import LeaseExpiredError, OpenCellsError, StalePartitionError
-from dataplane_core.ledger import Ledger, StateReader, commands, to_state
+from dataplane_core.ledger import Ledger, commands
 from dataplane_core.spec import FieldSpec
 
 INT = FieldSpec("tensor", "int64", 1)
@@ -22,14 +22,6 @@ def begin(made, ids, write_id, now=0.0, tags=None):
     return made.apply(
         commands.BeginPut("p", ids, {"x": INT}, [8] * len(ids), tags, None, write_id=write_id, ttl_s=10.0), now
     )
-
-
-def saved_and_loaded(made, now=0.0, then=0.0):
-    reader = StateReader()
-    for section in [msgpack.packb(each) for each in to_state(made, now)]:
-        reader.take(msgpack.unpackb(section), then)
-    reader.check()
-    return reader.ledger
 
 
 def test_an_unfinished_put_commits_after_loading(made):
@@ -97,10 +89,7 @@ def test_what_an_abandoned_put_left_is_found_by_its_id_after_loading():
     put = commands.BeginPut("p", ["a", "b"], spec, [0, 0], write_id=100, splits=[split], ttl_s=1.0)
     ledger.apply(put, 0.0)
     ledger.apply(commands.Expire([], [100]), 2.0)
-    reader = StateReader()
-    for section in to_state(ledger, 2.0):
-        reader.take(msgpack.unpackb(msgpack.packb(section)), 2.0)
-    for each in (ledger, reader.ledger):
+    for each in (ledger, saved_and_loaded(ledger, 2.0)):
         assert each.apply(commands.AbortPut(100), 3.0) == [(102, 0)]
 
 

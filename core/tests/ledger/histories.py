@@ -157,14 +157,13 @@ class History:
         return self.dice.choice([["x"], ["y"], ["x", "y"]])
 
     def _claim(self) -> Command[Any]:
-        dice, all_or_nothing = self.dice, self.dice.random() < 0.4
+        dice = self.dice
         return commands.ClaimSamples(
             *(self._part(), dice.choice("tttu"), self._fields(), dice.choice([1, 2, 2, 3, 4, 6, 6])),
-            all_or_nothing=all_or_nothing,
+            all_or_nothing=dice.random() < 0.4,
             lease_s=dice.choice([None, 2.0, 5.0, 5.0, 20.0]),
             tag_filter=dice.choice(FILTERS),
             sampler=dice.choice(["first_write", "first_write", "freshest"]),
-            explain=all_or_nothing and dice.random() < 0.3,
             token=f"k{self.count}",
         )
 

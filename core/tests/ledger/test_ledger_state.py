@@ -3,7 +3,7 @@
 import pytest
 from histories import saved_and_loaded
 
-from dataplane_core.errors import LeaseExpiredError, OpenCellsError, StalePartitionError
+from dataplane_core.errors import LeaseExpiredError
 from dataplane_core.ledger import Ledger, commands
 from dataplane_core.spec import FieldSpec
 
@@ -24,31 +24,6 @@ def begin(made, ids, write_id, now=0.0, tags=None):
     )
 
 
-def test_an_unfinished_put_commits_after_loading(made):
-    begin(made, ["a", "b"], LARGE, tags=[{"n": 1}, {"n": None}])
-    loaded = saved_and_loaded(made)
-    assert loaded.held_bytes == 16
-    loaded.apply(commands.CommitPut(LARGE), 0.0)
-    listed = loaded.apply(commands.ListSamples("p", None), 0.0)
-    assert (listed.sample_ids, listed.tags) == (["a", "b"], [{"n": 1}, {"n": None}])
-    assert loaded.apply(commands.Locate("p", ["b"], ["x"]), 0.0).parts[0].write_id == LARGE
-    assert loaded.apply(commands.Describe("p"), 0.0) == made.apply(commands.Describe("p"), 0.0)
-
-
-def test_an_unfinished_put_of_a_row_that_was_cleared_is_refused_after_loading_too(made):
-    for again in (False, True):
-        begin(made, ["a"], LARGE)
-        made.apply(commands.CommitPut(LARGE), 0.0)
-        begin(made, ["a"], LARGE + 1)
-        made.apply(commands.Clear("p", ["a"]), 0.0)
-        if again:
-            begin(made, ["a"], LARGE + 2)
-            made.apply(commands.CommitPut(LARGE + 2), 0.0)
-        with pytest.raises(StalePartitionError, match="sample 'a' was cleared"):
-            saved_and_loaded(made).apply(commands.CommitPut(LARGE + 1), 0.0)
-        made.apply(commands.AbortPut(LARGE + 1), 0.0)
-
-
 def test_a_lease_from_before_the_restart_is_older_than_one_from_after_it(made):
     begin(made, ["a", "b"], LARGE)
     made.apply(commands.CommitPut(LARGE), 0.0)
@@ -62,13 +37,6 @@ def test_a_lease_from_before_the_restart_is_older_than_one_from_after_it(made):
     claim(loaded, "new", 5.0, 2.0)
     for ledger in (made, loaded):
         assert ledger.apply(commands.Inspect("p"), 3.0).tasks["t"].oldest_lease.holder == "old"
-
-
-def test_an_unfinished_put_has_as_long_as_before(made):
-    begin(made, ["a"], LARGE, now=0.0)
-    loaded = saved_and_loaded(made, now=4.0, then=1000.0)
-    assert loaded.apply(commands.Due(), 1005.9) is None
-    assert loaded.apply(commands.Due(), 1006.1).writes == [LARGE]
 
 
 def test_garbage_stays_until_it_is_collected(made):
@@ -119,13 +87,3 @@ def test_a_ledger_that_is_not_self_expiring_keeps_what_is_due_until_it_is_told()
     made.apply(commands.Ack("p", "t", ["b"], ["one"]), 6.0)
     made.apply(commands.Expire([("gone", "t", "one", ["a"]), ("p", "gone", "one", ["a"])], [LARGE + 9]), 0.0)
     assert made.apply(commands.Consumed("p", ["t"]), 0.0)
-
-
-def test_open_cells_stay_open_after_loading(made):
-    for write_id, sample_id, spec in ((LARGE, "a", FieldSpec.of_empty_lists()), (LARGE + 1, "b", INT)):
-        put = commands.BeginPut("p", [sample_id], {"x": spec}, [0], None, None, write_id=write_id, ttl_s=10.0)
-        made.apply(put, 0.0)
-        made.apply(commands.CommitPut(write_id), 0.0)
-    with pytest.raises(OpenCellsError) as raised:
-        saved_and_loaded(made).apply(commands.Locate("p", ["a", "b"], ["x"]), 0.0)
-    assert raised.value.groups == (("a",), ("b",))

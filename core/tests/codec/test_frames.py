@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 
 import pytest
@@ -156,6 +157,18 @@ def test_rows_that_claim_too_much_together_are_refused():
     assert unframe_cell(huge).shape == (2**45, 0)
     with pytest.raises(FrameError, match="together"):
         unframe_column([huge] * 9)
+
+
+def test_every_single_byte_of_a_frame_may_be_damaged():
+    for data in (frame_cell(torch.arange(3, dtype=torch.int16)), frame_cell({"k": [1, "a"]})):
+        for at in range(len(data)):
+            for value in (0, 1, 2, 3, 12, 0x7F, 0x80, 0xC1, 0xDD, 0xFF, data[at] ^ 1, data[at] ^ 64):
+                damaged = bytearray(data)
+                damaged[at] = value
+                with contextlib.suppress(FrameError):
+                    unframe_cell(bytes(damaged))
+                with contextlib.suppress(FrameError):
+                    unframe_column([data, bytes(damaged)])
 
 
 def test_every_truncation_of_a_frame_is_refused():

@@ -47,6 +47,14 @@ def test_scalars_are_promoted_and_wide_cells_are_not():
     assert encoded(torch.zeros(3, 1), wire).shape == (3, 1)
 
 
+def test_promoted_scalars_come_back_as_scalars_and_wide_cells_as_wide():
+    wire = WireFormat(promote_1d=True)
+    columns, specs = encode_columns({"scalar": torch.zeros(3), "wide": torch.zeros(3, 1)}, 3, wire)
+    decoded = decode_columns(columns, specs, 3, wire)
+    assert decoded["scalar"].shape == (3,)
+    assert decoded["wide"].shape == (3, 1)
+
+
 def test_a_dtype_that_is_not_carried_travels_as_bytes():
     wire = WireFormat(dtypes=frozenset({torch.uint8, torch.int64}))
     assert encoded(torch.zeros(2, 3, 4, 5), wire).shape == (2, 3, 80)

@@ -12,7 +12,7 @@ from filelock import FileLock
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-for folder in (EXAMPLES, EXAMPLES / "third_party_sqlite" / "src", Path(__file__).parent):
+for folder in (EXAMPLES, Path(__file__).parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

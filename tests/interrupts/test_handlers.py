@@ -153,21 +153,6 @@ def test_a_close_in_the_middle_of_the_store_is_done_after_it(config, ends):
         assert owner.describe("p").tasks["t"].num_ready == 2
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("config", BACKENDS[1:], indirect=True)
-def test_a_store_whose_middleware_fails_to_stop_has_ended(config, error):
-    def fail():
-        raise error
-
-    client = connect(config)
-    client.middleware[0].stop = fail
-    with pytest.raises(type(error)):
-        client.close()
-    client.close()
-    with connect(config) as client:  # bootstraps
-        assert client.list_partitions() == []
-
-
 @pytest.mark.parametrize("config", BACKENDS[1:], indirect=True)
 def test_that_no_thread_can_be_started_is_named(config, monkeypatch):
     def refuse(*_, **__):

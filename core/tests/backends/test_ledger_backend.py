@@ -1,6 +1,5 @@
 """`LedgerBackend`: what it does when payload is gone, when a put fails late, and while it waits."""
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +12,6 @@ from dataplane_core.errors import (
     BackendError,
     BackendUnavailableError,
     CapacityExceededError,
-    ClientClosedError,
     LostSamplesError,
     OperationTimeoutError,
     RoomTimeoutError,
@@ -161,13 +159,6 @@ def test_a_put_whose_reservation_got_no_answer_holds_no_room():
 # --- waiting ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_put_that_waits_for_room_ends_by_its_deadline_and_says_who_waits_before_it():
-    with open_client(op_timeout_s=0.5, capacity_bytes=100) as client:
-        put(client, ["a"], size=60)
-        with pytest.raises(OperationTimeoutError, match="60 of 100 bytes are held"):
-            put(client, ["b"], size=60)
-
-
 class _Interrupted(BaseException):
     pass
 
@@ -272,22 +263,3 @@ def test_a_claim_whose_reply_was_lost_waits_no_longer():
         with pytest.raises(OperationTimeoutError):
             client.claim_meta("p", "t", ["x"], 1, timeout_s=30)
         assert not len(backend_of(client)._service._waiting)
-
-
-def test_a_client_that_is_closed_wakes_its_waiting_claims():
-    client = open_client()
-    raised = []
-
-    def wait():
-        try:
-            client.claim_meta("p", "t", ["x"], 1, timeout_s=300)
-        except ClientClosedError as error:
-            raised.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    while not client._calls:
-        time.sleep(0.001)
-    client.close()
-    waiting.join(10)
-    assert len(raised) == 1

@@ -14,7 +14,9 @@ from dataplane_core.errors import DataPlaneError
 def batch_of(num_rows):
     items = np.empty(num_rows, dtype=object)
     items[:] = [f"o{i}" for i in range(num_rows)]
-    return BatchedDataDict(t=torch.arange(num_rows), names=[f"n{i}" for i in range(num_rows)], objects=items)
+    patches = torch.nested.as_nested_tensor([torch.full((i % 3, 2), i) for i in range(num_rows)], layout=torch.jagged)
+    names = [f"n{i}" for i in range(num_rows)]
+    return BatchedDataDict(t=torch.arange(num_rows), names=names, objects=items, patches=patches)
 
 
 def rows_of(batch):
@@ -22,6 +24,7 @@ def rows_of(batch):
     rows = batch["t"].tolist()
     assert batch["names"] == [f"n{i}" for i in rows]
     assert list(batch["objects"]) == [f"o{i}" for i in rows]
+    assert [row.tolist() for row in batch["patches"].unbind()] == [[[i, i]] * (i % 3) for i in rows]
     return rows
 
 
@@ -37,10 +40,13 @@ def test_what_is_no_column_is_refused_by_name(value):
         _ = BatchedDataDict(x=value).size
 
 
-def test_a_slice_holds_the_rows_from_start_to_end():
-    part = batch_of(6).slice(2, 5)
+def test_a_slice_is_a_view_of_the_rows_from_start_to_end():
+    batch = batch_of(6)
+    part = batch.slice(2, 5)
     assert type(part) is SlicedDataDict
     assert rows_of(part) == [2, 3, 4]
+    for whole, cut in ((batch["t"], part["t"]), (batch["patches"].values(), part["patches"].values())):
+        assert cut.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     assert rows_of(batch_of(3).slice(3, 3)) == []
 
 
@@ -79,6 +85,10 @@ def test_chunks_out_of_range_or_not_equal_are_refused_with_the_numbers(rank, chu
 @pytest.mark.parametrize("indices", [[3, 0, 3, -1], torch.tensor([3, 0, 3, -1]), np.array([3, 0, 3, -1])])
 def test_rows_are_selected_in_any_order_and_may_repeat(indices):
     assert rows_of(batch_of(5).select_indices(indices)) == [3, 0, 3, 4]
+
+
+def test_repeated_rows_lie_side_by_side():
+    assert rows_of(batch_of(3).repeat_interleave(2)) == [0, 0, 1, 1, 2, 2]
 
 
 def test_an_index_out_of_range_is_refused_and_so_is_a_mask():

@@ -60,24 +60,6 @@ def test_every_column_is_written_in_one_put(client, monkeypatch):
     assert set(read) == set(make_batch())
 
 
-def test_what_was_written_is_read_back(client):
-    batch = make_batch()
-    read = read_columns(client, write(client, batch), pad_value_dict={"input_ids": 3}, pad_to_seqlen=WIDTH)
-    for name, column in batch.items():
-        if isinstance(column, torch.Tensor):
-            assert torch.equal(read[name], column), name
-            assert read[name].dtype == column.dtype
-        else:
-            assert list(read[name]) == column
-
-
-def test_an_embedding_is_never_cut_even_if_it_is_as_wide_as_the_tokens(client):
-    embedding = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(5))
-    meta = write(client, make_batch(embedding=embedding, wide=torch.ones(4, 4096)))
-    assert torch.equal(stored(client, meta, "embedding"), embedding)
-    assert stored(client, meta, "wide").shape == (4, 4096)
-
-
 def test_an_unknown_column_of_the_same_width_is_cut_where_the_rest_is_zero(client):
     mask = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
     scores = (torch.randn(4, WIDTH, 2, generator=torch.Generator().manual_seed(5)) * mask[..., None]).to(torch.bfloat16)
@@ -105,16 +87,6 @@ def test_without_lengths_nothing_is_cut(client):
     assert stored(client, meta, "input_ids").shape == (4, WIDTH)
     with pytest.raises(InvalidRequestError, match="has no 'input_lengths' to cut them by"):
         write(client, batch, token_aligned_fields=["input_ids"])
-
-
-def test_a_caller_may_reuse_its_batch(client):
-    batch = make_batch()
-    ids = batch["input_ids"].clone()
-    meta = write(client, batch)
-    batch["input_ids"].zero_()
-    assert torch.equal(
-        read_columns(client, meta, ["input_ids"], pad_value_dict={"input_ids": 3}, pad_to_seqlen=8)["input_ids"], ids
-    )
 
 
 def test_given_tags_are_not_changed_and_their_own_length_wins(client):

@@ -433,13 +433,7 @@ REFUSED = {
         SchemaMismatchError,
         r"'x' has rows.*row 1 is float32 \(1, 2\)",
     ),
-    "lists in lists": ([{"x": [[1]]}, {"x": [[2]]}, {"x": [[3]]}], InvalidTypeError, "'x'.*nested more than one deep"),
     "lists in Arrow's lists": (pa.table({"x": [[[1]], [[2, 3]], []]}), InvalidTypeError, "nested more than one deep"),
-    "None among numbers": (
-        [{"x": 1}, {"x": None}, {"x": 1}],
-        InvalidTypeError,
-        r"'x' holds None among numbers \(row 1",
-    ),
     "numbers of pandas that are missing": (
         pd.DataFrame({"x": pd.array([1, None, 3], "Int64")}),
         InvalidTypeError,

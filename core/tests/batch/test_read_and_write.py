@@ -131,16 +131,6 @@ def test_declared_columns_are_cut_by_the_lengths_of_the_meta(client, meta):
     assert torch.equal(read[1], logprobs[1, :5])
 
 
-def test_by_default_token_columns_are_cut_as_the_first_write_cuts_them(client, meta):
-    logprobs = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))  # wider than the longest row
-    logprobs *= torch.arange(8) < torch.tensor(LENGTHS)[:, None]
-    embedding = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
-    write_columns(client, meta, {"prev_logprobs": logprobs, "embedding": embedding})
-    td = client.get_samples(IDS, "train", ["prev_logprobs", "embedding"])
-    assert td.get("prev_logprobs").offsets().diff().tolist() == LENGTHS
-    assert torch.equal(td["embedding"], embedding)
-
-
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])
 @pytest.mark.parametrize("named", [None, ["advantages", "prev_logprobs"]], ids=["by default", "declared"])
 def test_a_value_per_sample_passes_under_the_name_of_a_token_column(client, meta, shape, named):

@@ -93,16 +93,6 @@ def test_a_first_write_cuts_named_columns_of_any_width(client, beside):
     assert stored(client, "embedding") == (3, 8), "its width says nothing"
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, None], ids=["lengths", "no lengths"])
-def test_a_named_column_with_one_value_per_sample_is_neither_cut_nor_padded(client, lengths):
-    advantages = torch.tensor([[1.0], [2.0], [3.0]])
-    meta = write(client, input_ids=torch.ones(3, WIDTH), advantages=advantages)
-    assert stored(client, "advantages") == (3, 1)
-    meta.sequence_lengths = lengths
-    for fields in (["advantages"], ["advantages", "input_ids"]):
-        assert torch.equal(read_columns(client, meta, fields, pad_to_seqlen=8)["advantages"], advantages)
-
-
 def test_the_width_of_a_named_column_is_rounded_up_without_known_lengths(client):
     client.put_samples(IDS, "train", {"mine": torch.ones(3, 5)})
     meta = KVBatchMeta("train", None, IDS, fields=["mine"], extra_info={"pad_to_multiple": 8})

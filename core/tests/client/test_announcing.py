@@ -113,15 +113,6 @@ def test_a_call_that_failed_is_no_longer_under_way():
         assert found.role == announcing.program_name()
 
 
-def test_a_program_that_does_not_close_its_client_ends_by_itself(python):
-    program = (
-        "import time; from dataplane_core import connect\n"
-        "client = connect({'backend': 'noop', 'announce_s': 0.01})\n"
-        "while not client.list_clients(): time.sleep(0.01)\n"
-    )
-    python.run("-c", program)
-
-
 @pytest.mark.parametrize(
     ("argv", "name"),
     [(["/a/train.py", "--x"], "train.py"), (["/a/trainer/__main__.py"], "trainer"), ([""], "python"), ([], "python")],

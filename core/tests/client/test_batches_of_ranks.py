@@ -29,14 +29,6 @@ def test_a_batch_that_is_named_changes_the_next_one_only_if_it_is_that_one(clien
     assert claim(client) == ["s7"]
 
 
-def test_a_new_registration_is_counted_from_its_first_batch(client):
-    claim(client)
-    claim(client)
-    client.register_partition("p", ["x"], None, ["t"])
-    client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
-    assert [claim(client) for _ in range(2)] == [["a"], ["b"]]
-
-
 def test_a_client_remembers_the_partitions_that_it_used_last(client, monkeypatch):
     monkeypatch.setattr("dataplane_core.client.claims._MOST_COUNTED", 2)
     monkeypatch.setattr("dataplane_core.client.claims._MOST_INFOS", 2)

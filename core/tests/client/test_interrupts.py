@@ -1,7 +1,6 @@
-"""Ctrl-C, other signals and `__del__` at any moment of an operation leave a client that can be used, and closed."""
+"""What an interrupt or a close in a handler leaves. `tests/interrupts` makes them at every moment of an operation."""
 
 import gc
-import random
 import signal
 import threading
 
@@ -9,7 +8,7 @@ import pytest
 
 from dataplane_core import connect
 from dataplane_core.client.waiting import Waiters
-from dataplane_core.errors import BackendError, ClientClosedError, UnsupportedOperationError
+from dataplane_core.errors import BackendError, ClientClosedError
 from dataplane_core.ledger import commands
 from dataplane_core.middleware import Metrics, WireGuard
 from dataplane_noop import NoopBackend
@@ -33,51 +32,6 @@ def interrupt_after(seconds):
 
 def fail(error=KeyboardInterrupt):
     raise error
-
-
-def test_an_interrupt_at_any_moment_leaves_no_call_under_way(handle):
-    client = connect({"backend": "noop", "op_timeout_s": 300})
-    moments, interrupts = random.Random(0), []
-
-    def interrupt():
-        interrupts.append(None)
-        raise KeyboardInterrupt
-
-    handle(interrupt)
-    for number in range(1000):
-        try:
-            interrupt_after(moments.uniform(1e-6, 5e-4))
-            while len(interrupts) <= number:  # Python swallows what is raised in a `__del__` or a weak reference's call
-                client.check_consumption_status("train", ["trainer"])
-        except KeyboardInterrupt:
-            pass
-        assert not client._calls
-    client.close()  # waits for nothing
-
-
-@pytest.mark.parametrize("use", [lambda client: client.list_partitions(), lambda client: client.close()])
-def test_a_signal_handler_may_use_the_client_in_the_middle_of_an_operation(handle, use):
-    moments = random.Random(0)
-    for _ in range(100):
-        client = connect({"backend": "noop", "op_timeout_s": 300, "announce_s": None})
-        handled = []
-        handle(lambda client=client, handled=handled: handled.append(used(use, client)))
-        interrupt_after(moments.uniform(1e-6, 5e-4))
-        while not handled:
-            try:
-                client.check_consumption_status("train", ["trainer"])
-            except ClientClosedError:
-                break
-        interrupt_after(0)
-        client.close()
-
-
-def used(use, client):
-    """What a handler gets. In the middle of a change of the store, it is refused by name."""
-    try:
-        return use(client)
-    except UnsupportedOperationError as error:
-        return error.message
 
 
 def test_a_close_in_a_handler_does_not_wait_for_the_call_below_and_gives_back_what_that_got(handle, monkeypatch):

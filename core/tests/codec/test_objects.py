@@ -56,38 +56,13 @@ def same(one, two):
 
 
 ITEMS = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    2**63 - 1,
-    -(2**63),
-    0.0,
-    -0.0,
-    math.nan,
-    -math.nan,
-    math.inf,
-    5e-324,
-    "",
-    "text",
-    "\x00",
-    "\ud800 lone surrogate",
-    "日本語",
-    b"",
-    b"\xff\x00",
-    [],
-    {},
-    [[], {}, [None]],
-    {"": None, "k": [1, "a", {"deep": b"b"}]},
-    list(range(1000)),
-    nested(MAX_DEPTH, list),
-    nested(MAX_DEPTH, dict),
+    *(-math.nan, 5e-324, "\x00", "\ud800 lone surrogate", list(range(1000)), [[], {}, [None]]),
+    *(nested(MAX_DEPTH, list), nested(MAX_DEPTH, dict)),
 ]
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: repr(item)[:30])
-def test_items_of_the_closed_set_come_back_exactly(item):
+def test_odd_items_of_the_closed_set_come_back_exactly(item):
     check_items([item], "x")
     assert same(decode_item(encode_item(item)), item)
     assert same(copy_item(item), item)

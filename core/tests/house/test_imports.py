@@ -180,6 +180,7 @@ def circle(source):
         nodes = [node for node in nodes_of(path) if isinstance(node, ast.ImportFrom)]
         found = [(node.module, f"{node.module}.{alias.name}") for node in nodes for alias in node.names]
         edges[name] = {inner if inner in modules else module for module, inner in found}
+        edges[name] |= {each.name for node in nodes_of(path) if isinstance(node, ast.Import) for each in node.names}
     while leaves := [name for name, imported in edges.items() if not imported & edges.keys()]:
         for name in leaves:
             del edges[name]

@@ -2,9 +2,10 @@
 
 import msgpack
 import pytest
+from histories import saved_and_loaded
 
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.ledger import Ledger, StateReader, commands, to_state
+from dataplane_core.ledger import Ledger, commands, to_state
 
 
 @pytest.fixture
@@ -30,14 +31,6 @@ def claim(ledger, batch_index, count=1, **options):
 
 def size_bytes(ledger):
     return sum(len(msgpack.packb(section)) for section in to_state(ledger, 0.0))
-
-
-def saved_and_loaded(ledger):
-    reader = StateReader()
-    for section in to_state(ledger, 0.0):
-        reader.take(msgpack.unpackb(msgpack.packb(section)), 0.0)
-    reader.end()
-    return reader.ledger
 
 
 def test_a_sample_that_was_cleared_and_written_anew_is_of_no_batch_before(made):

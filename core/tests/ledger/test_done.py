@@ -2,8 +2,8 @@
 
 import tracemalloc
 
-import msgpack
 import pytest
+from histories import saved_and_loaded
 
 from dataplane_core.errors import AlreadyDoneError, LeaseExpiredError, StalePartitionError
 from dataplane_core.ledger import Ledger, StateReader, commands, to_state
@@ -30,19 +30,11 @@ def commit(made, write_id, now=0.0):
     return made.apply(commands.CommitPut(write_id), now)
 
 
-def loaded(made, now=0.0):
-    reader = StateReader()
-    for section in [msgpack.packb(each) for each in to_state(made, now)]:
-        reader.take(msgpack.unpackb(section), now)
-    reader.end()
-    return reader.ledger
-
-
 def test_a_put_is_carried_out_once_until_its_time_is_over():
     made = ledger()
     commit(made, begin(made, "r"))
     for now in (0.0, 30.0 + KEPT_S - 0.1):
-        for state in (made, loaded(made, now)):
+        for state in (made, saved_and_loaded(made, now)):
             with pytest.raises(AlreadyDoneError):
                 begin(state, "r", now)
     assert made.held_bytes == 8
@@ -56,7 +48,7 @@ def test_of_two_puts_with_one_id_the_second_commit_is_refused_and_its_room_is_fr
     one, two = begin(made, "r"), begin(made, "r")
     commit(made, two)
     with pytest.raises(AlreadyDoneError):
-        commit(loaded(made), one)
+        commit(saved_and_loaded(made), one)
     with pytest.raises(AlreadyDoneError):
         commit(made, one)
     assert made.held_bytes == 8
@@ -86,7 +78,7 @@ def test_settling_again_leaves_the_next_holder_alone(kind):
     made.apply(commands.Register("p", ["x"], None, ["t"], None, {}, "f"), 3.0)
     commit(made, begin(made, None, 3.0), 3.0)
     made.apply(commands.ClaimSamples("p", "t", ["x"], 1, token="two", **claim), 3.0)
-    for state in (made, loaded(made, 3.0)):
+    for state in (made, saved_and_loaded(made, 3.0)):
         before = list(to_state(state, 4.0))
         state.apply(settle, 4.0)
         assert list(to_state(state, 4.0)) == before

@@ -1,10 +1,10 @@
-"""What a ledger's saved state holds beside what `simulation` compares: unfinished puts, garbage, names."""
+"""What a ledger's saved state holds beside what `test_histories` compares: garbage, ages, names."""
 
-import msgpack
 import pytest
+from histories import saved_and_loaded
 
-from dataplane_core.errors import LeaseExpiredError, OpenCellsError, StalePartitionError
-from dataplane_core.ledger import Ledger, StateReader, commands, to_state
+from dataplane_core.errors import LeaseExpiredError
+from dataplane_core.ledger import Ledger, commands
 from dataplane_core.spec import FieldSpec
 
 INT = FieldSpec("tensor", "int64", 1)
@@ -27,39 +27,6 @@ def begin(made, ids, write_id, now=0.0, tags=None):
     )
 
 
-def saved_and_loaded(made, now=0.0, then=0.0):
-    reader = StateReader()
-    for section in [msgpack.packb(each) for each in to_state(made, now)]:
-        reader.take(msgpack.unpackb(section), then)
-    reader.end()
-    return reader.ledger
-
-
-def test_an_unfinished_put_commits_after_loading(made):
-    begin(made, ["a", "b"], LARGE, tags=[{"n": 1}, {"n": None}])
-    loaded = saved_and_loaded(made)
-    assert loaded.held_bytes == 16
-    loaded.apply(commands.CommitPut(LARGE), 0.0)
-    listed = loaded.apply(commands.ListSamples("p", None), 0.0)
-    assert (listed.sample_ids, listed.tags) == (["a", "b"], [{"n": 1}, {"n": None}])
-    assert loaded.apply(commands.Locate("p", ["b"], ["x"]), 0.0).parts[0].write_id == LARGE
-    assert loaded.apply(commands.Describe("p"), 0.0) == made.apply(commands.Describe("p"), 0.0)
-
-
-def test_an_unfinished_put_of_a_row_that_was_cleared_is_refused_after_loading_too(made):
-    for again in (False, True):
-        begin(made, ["a"], LARGE)
-        made.apply(commands.CommitPut(LARGE), 0.0)
-        begin(made, ["a"], LARGE + 1)
-        made.apply(commands.Clear("p", ["a"]), 0.0)
-        if again:
-            begin(made, ["a"], LARGE + 2)
-            made.apply(commands.CommitPut(LARGE + 2), 0.0)
-        with pytest.raises(StalePartitionError, match="sample 'a' was cleared"):
-            saved_and_loaded(made).apply(commands.CommitPut(LARGE + 1), 0.0)
-        made.apply(commands.AbortPut(LARGE + 1), 0.0)
-
-
 def test_a_lease_from_before_the_restart_is_older_than_one_from_after_it(made):
     begin(made, ["a", "b"], LARGE)
     made.apply(commands.CommitPut(LARGE), 0.0)
@@ -73,13 +40,6 @@ def test_a_lease_from_before_the_restart_is_older_than_one_from_after_it(made):
     claim(loaded, "new", 5.0, 2.0)
     for ledger in (made, loaded):
         assert ledger.apply(commands.Inspect("p"), 3.0).tasks["t"].oldest_lease.holder == "old"
-
-
-def test_an_unfinished_put_has_as_long_as_before(made):
-    begin(made, ["a"], LARGE, now=0.0)
-    loaded = saved_and_loaded(made, now=4.0, then=1000.0)
-    assert loaded.apply(commands.Due(), 1005.9) is None
-    assert loaded.apply(commands.Due(), 1006.1).writes == [LARGE]
 
 
 def test_garbage_stays_until_it_is_collected(made):
@@ -100,10 +60,7 @@ def test_what_an_abandoned_put_left_is_found_by_its_id_after_loading():
     put = commands.BeginPut("p", ["a", "b"], spec, [write], write_id=100, ttl_s=1.0)
     ledger.apply(put, 0.0)
     ledger.apply(commands.Expire([], [100]), 2.0)
-    reader = StateReader()
-    for section in to_state(ledger, 2.0):
-        reader.take(msgpack.unpackb(msgpack.packb(section)), 2.0)
-    for each in (ledger, reader.ledger):
+    for each in (ledger, saved_and_loaded(ledger, 2.0)):
         assert each.apply(commands.AbortPut(100), 3.0) == [(100, 0)]
 
 
@@ -133,15 +90,3 @@ def test_a_ledger_that_is_not_self_expiring_keeps_what_is_due_until_it_is_told()
     made.apply(commands.Ack("p", "t", ["b"], ["one"]), 6.0)
     made.apply(commands.Expire([("gone", "t", "one", ["a"]), ("p", "gone", "one", ["a"])], [LARGE + 9]), 0.0)
     assert made.apply(commands.Consumed("p", ["t"]), 0.0)
-
-
-def test_open_cells_stay_open_after_loading(made):
-    for write_id, sample_id, spec in ((LARGE, "a", FieldSpec.of_empty_lists()), (LARGE + 1, "b", INT)):
-        put = commands.BeginPut(
-            "p", [sample_id], {"x": spec}, [commands.Write(["x"], [0])], None, None, write_id=write_id, ttl_s=10.0
-        )
-        made.apply(put, 0.0)
-        made.apply(commands.CommitPut(write_id), 0.0)
-    with pytest.raises(OpenCellsError) as raised:
-        saved_and_loaded(made).apply(commands.Locate("p", ["a", "b"], ["x"]), 0.0)
-    assert raised.value.groups == (("a",), ("b",))

@@ -32,12 +32,6 @@ def test_extra_bins_take_from_the_fullest(pack, lengths, minimum, multiple):
     assert all(bins), "no bin is empty"
 
 
-def test_each_extra_bin_gets_the_last_sequence_of_the_fullest_bin():
-    assert concatenative([1, 1, 1, 1, 3, 3], 4) == [[0, 1, 2, 3], [4], [5]]
-    assert concatenative([1, 1, 1, 1, 3, 3], 4, min_bin_count=5) == [[0, 1], [4], [5], [3], [2]]
-    assert concatenative([1, 1, 1, 1, 3, 3], 4, bin_count_multiple=2) == [[0, 1, 2], [4], [5], [3]]
-
-
 def test_too_few_sequences_are_refused_with_the_numbers():
     with pytest.raises(ValueError, match=r"3 sequences are too few for 4 bins \(at least 0, a multiple of 4\)"):
         concatenative([1, 1, 1], 10, bin_count_multiple=4)

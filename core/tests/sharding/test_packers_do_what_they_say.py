@@ -103,16 +103,6 @@ def test_modified_first_fit_decreasing_goes_through_the_five_phases(problem):
     assert [[lengths[position] for position in each] for each in bins] == five_phases(lengths, capacity)
 
 
-def test_the_five_phases_by_hand():
-    # 60 large; 45 and 35 medium (room 40: the 35 fits); 20 small, twice; 5 tiny
-    lengths = [5, 45, 20, 60, 35, 20]
-    assert modified_first_fit_decreasing(lengths, 100) == [[3, 4, 0], [1, 2, 5]]
-    # 70 large, no medium fits its room of 30 and no two small; phase 4 puts a small one in
-    assert modified_first_fit_decreasing([20, 70, 20], 100) == [[1, 0], [2]]
-    # 55 large without a medium: phase 3 gives it the smallest small and the largest beside it
-    assert modified_first_fit_decreasing([55, 17, 25, 28], 100) == [[0, 1, 3], [2]]
-
-
 @pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
 @given(problem=problems())
 def test_bins_are_disjoint_complete_and_within_the_capacity(pack, problem):
@@ -136,13 +126,3 @@ def test_without_a_seed_the_order_is_new_each_time():
 
 def test_seeds_mean_the_same_on_every_machine():
     assert first_fit_shuffle([5, 4, 3, 2, 1], 6, seed=7) == [[0, 4], [3, 2], [1]]
-
-
-@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
-def test_no_sequences_need_no_bins(pack):
-    assert pack([], 10) == []
-
-
-@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
-def test_empty_sequences_take_no_room(pack):
-    assert sorted(map(len, pack([0, 10, 0, 0], 10))) == [4]

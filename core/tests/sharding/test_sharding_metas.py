@@ -1,8 +1,10 @@
 """`shard_meta_for_dp`: what travels with the rows, and the order back."""
 
 import copy
+from functools import partial
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
@@ -40,15 +42,16 @@ def meta_of(lengths, **extra_info):
 def cases(draw):
     """Lengths, and arguments of `shard_meta_for_dp`."""
     ranks, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    kind = draw(st.sampled_from(["plain", "dynamic", *PACKERS]))
+    kind, multiple = draw(st.sampled_from(["plain", "dynamic", *PACKERS])), draw(st.integers(1, 9))
     batch_size = ranks * draw(st.integers(5, 7))
     args = {"dp_world": ranks}
     if kind == "dynamic":
-        args["dynamic_batching_args"] = DYNAMIC
+        args["dynamic_batching_args"] = DYNAMIC | {"sequence_length_round": multiple}
     elif kind in PACKERS:
         batch_size += draw(st.integers(0, ranks))  # bins are dealt, so this needs to be no multiple
         order = draw(st.sampled_from(["packer", "largest_first"]))
-        args["sequence_packing_args"] = PACKED | {"algorithm": kind, "microbatch_order": order}
+        changes = {"algorithm": kind, "microbatch_order": order, "sequence_length_pad_multiple": multiple}
+        args["sequence_packing_args"] = PACKED | changes
     args["batch_size"] = batch_size if chunks > 1 else draw(st.sampled_from([None, batch_size]))
     size = batch_size * chunks
     return draw(st.lists(st.integers(0, 64 if kind == "dynamic" else 16), min_size=size, max_size=size)), args
@@ -89,6 +92,12 @@ def test_microbatches_cover_each_chunk_within_the_limit_and_are_equally_many_on_
         assert not any(key in shard.extra_info for shard in shards for key in PLAN)
         return
     chunk = args["batch_size"] or len(lengths)
+    dynamic, packing = args.get("dynamic_batching_args", {}), args.get("sequence_packing_args", {})
+    multiple = dynamic.get("sequence_length_round") or packing["sequence_length_pad_multiple"]
+
+    def rounded(length):
+        return -(-length // multiple) * multiple if packing else min(-(-length // multiple) * multiple, max(lengths))
+
     counts = {tuple(len(pairs) for pairs in shard.extra_info["micro_batch_indices"]) for shard in shards}
     assert len(counts) == 1, "ranks with fewer microbatches would leave the others waiting"
     for shard in shards:
@@ -100,16 +109,42 @@ def test_microbatches_cover_each_chunk_within_the_limit_and_are_equally_many_on_
             assert all(
                 number * chunk <= int(each[1:]) < (number + 1) * chunk for each in shard.sample_ids[start:][:num_rows]
             )
+            longest = []
+            if not packing:
+                longest = [max(each.sequence_lengths[start + row] for each in shards) for row in range(num_rows)]
             for (begin, end), length in zip(pairs, tokens, strict=True):
                 rows = shard.sequence_lengths[start + begin : start + end]
                 assert rows
-                if plan[2] is None:
-                    assert max(rows) <= length
-                    assert len(rows) * length <= 64
+                if packing:
+                    assert sum(map(rounded, rows)) == length <= 64
                 else:
-                    assert sum(-(-row // 8) * 8 for row in rows) == length <= 64
+                    assert length == rounded(max(longest[begin:end]))
+                    assert len(rows) * length <= 64
+                    assert end == num_rows or (len(rows) + 1) * rounded(longest[end]) > 64, "cut sooner than it must be"
+            assert packing.get("microbatch_order") != "largest_first" or tokens == sorted(tokens, reverse=True)
             start += num_rows
         assert start == shard.size
+
+
+@given(cases(), st.integers(0, 8))
+def test_a_batch_is_sharded_as_its_meta_is(case, wider):
+    lengths, args = case
+    width = max(*lengths, 1) + wider
+    ids = torch.arange(len(lengths) * width).reshape(-1, width)
+    names = [f"s{i}" for i in range(len(lengths))]
+    batch = BatchedDataDict(input_ids=ids, input_lengths=torch.tensor(lengths), names=names)
+    metas, _ = shard_meta_for_dp(meta_of(lengths, **{GLOBAL_FORWARD_PAD_SEQLEN: width}), **args)
+    shards = batch.shard_by_batch_size(args.pop("dp_world"), **args)
+    if isinstance(shards, tuple):
+        shards, came_from = shards
+        joined = BatchedDataDict.from_batches(shards)
+        joined.reorder_data(came_from)
+        assert torch.equal(joined["input_ids"], ids)
+        assert joined["names"] == names
+    for shard, meta in zip(shards, metas, strict=True):
+        assert shard["names"] == meta.sample_ids
+        assert torch.equal(shard["input_ids"], ids[[int(each[1:]) for each in meta.sample_ids]])
+        assert [getattr(shard, key) for key in PLAN] == [meta.extra_info.get(key) for key in PLAN]
 
 
 def test_a_plan_by_hand():
@@ -223,6 +258,10 @@ def test_no_tensor_is_touched(args):
         ),
         (meta_of([1]), {"sequence_packing_args": PACKED}, r"1 sequences are too few for 2 bins"),
         (meta_of([1, -3]), {"dynamic_batching_args": DYNAMIC}, r"row 1 has -3 tokens"),
+        *(
+            (meta_of([1, 2]), {"dynamic_batching_args": DYNAMIC | {key: 0}}, rf"{key} is 0\. Expected an integer of 1")
+            for key in ("max_tokens_per_microbatch", "sequence_length_round")
+        ),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_with_the_numbers(meta, args, said):
@@ -240,7 +279,6 @@ def test_what_cannot_be_sharded_is_refused_with_the_numbers(meta, args, said):
         ({"max_tokens_per_microbatch": 64.5}, r"max_tokens_per_microbatch is 64\.5\. Expected an integer"),
         ({"sequence_length_pad_multiple": True}, r"sequence_length_pad_multiple is True\. Expected an integer"),
         ({"seed": -1}, r"seed is -1\. Expected an integer of 0 or more"),
-        ({"max_tokens": 3}, r"'max_tokens' unknown\. Expected "),
     ],
 )
 def test_wrong_arguments_are_refused(change, said):
@@ -248,8 +286,14 @@ def test_wrong_arguments_are_refused(change, said):
         shard_meta_for_dp(meta_of([1, 2]), dp_world=1, sequence_packing_args=PACKED | change)
 
 
-@pytest.mark.parametrize("key", sorted(PACKED))
-def test_missing_arguments_are_named(key):
-    args = {name: value for name, value in PACKED.items() if name != key}
-    with pytest.raises(ValueError, match=rf"sequence_packing_args refused: '{key}' missing"):
-        shard_meta_for_dp(meta_of([1, 2]), dp_world=1, sequence_packing_args=args)
+@pytest.mark.parametrize("kind", ["dynamic_batching_args", "sequence_packing_args"])
+def test_arguments_that_are_missing_or_unknown_are_named(kind):
+    whole = PACKED if kind == "sequence_packing_args" else DYNAMIC
+    batch = BatchedDataDict(input_ids=torch.zeros(2, 2), input_lengths=torch.tensor([1, 2]))
+    for key in whole:
+        args = {name: value for name, value in whole.items() if name != key}
+        for shard in (partial(shard_meta_for_dp, meta_of([1, 2]), dp_world=1), partial(batch.shard_by_batch_size, 1)):
+            with pytest.raises(ValueError, match=rf"{kind} refused: '{key}' missing"):
+                shard(**{kind: args})
+    with pytest.raises(ValueError, match=rf"{kind} refused: 'max_tokens' unknown"):
+        batch.shard_by_batch_size(1, **{kind: whole | {"max_tokens": 3}})

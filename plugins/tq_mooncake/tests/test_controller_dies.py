@@ -2,12 +2,12 @@
 
 import os
 import signal
+import time
 
 import ray
 import torch
 
 from dataplane_testkit import backend_of
-from dataplane_tq_simple._messages import Ping
 
 
 def test_the_controller_finds_its_ledger(connect, ray_address, tmp_path, runs, wait_until):
@@ -17,13 +17,13 @@ def test_the_controller_finds_its_ledger(connect, ray_address, tmp_path, runs, w
     ids = [f"s{row}" for row in range(10)]
     client.put_samples(ids, "p", {"x": first})
     held = client.claim_meta("p", "train", ["x"], 4, lease_s=600.0)
-    pid = backend_of(client)._engine.call(Ping(), timeout_s=60.0)
+    pid = backend_of(client)._engine.controller_pid(time.monotonic() + 60)
 
     os.kill(pid, signal.SIGKILL)
 
     client.ack(held)
     client.put_samples(["t0", "t1", "t2"], "p", {"x": later})
-    assert backend_of(client)._engine.call(Ping(), timeout_s=60.0) != pid
+    assert backend_of(client)._engine.controller_pid(time.monotonic() + 60) != pid
     assert torch.equal(client.get_samples(ids, "p", ["x"])["x"], first)
     assert torch.equal(client.get_samples(["t0", "t1", "t2"], "p", ["x"])["x"], later)
     rest = client.claim_meta("p", "train", ["x"], 9)

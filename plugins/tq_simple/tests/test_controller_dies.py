@@ -20,7 +20,6 @@ from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError, LostSamplesError, OperationTimeoutError
 from dataplane_testkit import backend_of
-from dataplane_tq_simple._messages import Ping
 
 STARTS_S = 60.0
 NAME = "controller-that-dies"
@@ -239,7 +238,7 @@ def test_who_cannot_wait_gets_an_error_to_retry(client: DataPlaneClient, tmp_pat
 
     def refused() -> BackendUnavailableError | None:
         try:
-            engine.call(Ping(), timeout_s=0.1)
+            engine.controller_pid(time.monotonic() + 0.1)
         except BackendUnavailableError as error:
             return error
         except OperationTimeoutError:  # the machine is busy
@@ -266,6 +265,7 @@ def test_a_folder_that_cannot_be_used_is_an_error_at_the_start(ray_address: str,
     with pytest.raises(BackendUnavailableError, match=r"there is no folder .*nowhere") as error:
         connect(options(ray_address, tmp_path / "nowhere"), bootstrap=True)
     assert not error.value.retryable
+    assert not actors(), "nothing is left behind"
 
 
 class Owner:

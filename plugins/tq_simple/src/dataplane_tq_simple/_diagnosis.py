@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Final
@@ -138,7 +137,7 @@ def _running(config: QueueConfig, deadline: float) -> Iterator[Finding]:
     from dataplane_tq_simple._session import RaySession
 
     try:
-        session = RaySession.acquire(config, bootstrap=False, timeout_s=max(0.0, deadline - time.monotonic()))
+        session = RaySession.acquire(config, bootstrap=False, deadline=deadline)
     except DataPlaneError as error:
         yield Finding.error(error.message, error.hint)
         return

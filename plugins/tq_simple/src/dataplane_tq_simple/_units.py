@@ -105,7 +105,7 @@ class SimpleStorageInstance(Instance):
 
     prefix = "tq-"
     distribution = "dataplane-tq-simple"
-    protocol = 6
+    protocol = 7
     keeps_units = True
 
     @classmethod
@@ -119,7 +119,3 @@ class SimpleStorageInstance(Instance):
     @staticmethod
     def ask_unit(handle: Any) -> Any:
         return handle.started.remote()
-
-    @staticmethod
-    def _unit_address(answer: Any) -> tuple[str, int]:
-        return answer.ip, answer.port

@@ -12,12 +12,7 @@ from typing import Any
 
 import pytest
 
-from dataplane_core.errors import LeaseExpiredError
 from dataplane_core.ledger import commands
-
-
-def failing_factory() -> object:
-    raise LeaseExpiredError("no service today")
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +30,12 @@ def ray_cluster(ray_address: str) -> Iterator[str]:
 def note() -> Callable[[Any, str], list[str]]:
     """Registers a partition of that name, and lists all: ``note(engine, name)``."""
 
-    def leave(engine: Any, name: str, timeout_s: float = 10.0) -> list[str]:
-        engine.call(commands.Register(name, ["x"], None, [], None, {}, name), timeout_s=timeout_s)
-        return list(engine.call(commands.ListPartitions(), timeout_s=timeout_s).partition_ids)
+    def leave(engine: Any, name: str, timeout_s: float = 60.0) -> list[str]:
+        deadline = time.monotonic() + timeout_s
+        engine.call(commands.Register(name, ["x"], None, [], None, {}, name), deadline)
+        return list(engine.call(commands.ListPartitions(), deadline).partition_ids)
 
     return leave
-
-
-@pytest.fixture(scope="session")
-def broken_factory() -> Callable[[], object]:
-    return failing_factory
 
 
 @pytest.fixture(scope="session")

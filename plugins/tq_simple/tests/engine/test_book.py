@@ -5,26 +5,33 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.ledger import commands
+from dataplane_core.hosting import Client
+from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import FieldSpec
 from dataplane_tq_simple._book import SPREAD_BITS, Started, UnitBook, life_of
 from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._service import PlacingLedgerService
+from dataplane_tq_simple._host import ControllerHost
+from dataplane_tq_simple._messages import BeginNear
 
 
 def started(index: int, life: str = "a", node: str = "n0") -> Started:
     return Started(f"{index}{life}", "10.0.0.1", 1000 + index, node)
 
 
-@pytest.fixture
-def book() -> UnitBook:
-    book = UnitBook()
+def begin(book: UnitBook) -> UnitBook:
     book.begin("actor-", [(f"unit-{index}", f"actor-{index}", started(index, node=f"n{index}")) for index in range(3)])
     return book
+
+
+@pytest.fixture
+def book() -> UnitBook:
+    return begin(UnitBook())
 
 
 def put(book: UnitBook, row_bytes: Sequence[int], node: str | None = None) -> int:
@@ -143,12 +150,14 @@ def test_a_unit_is_drained_when_all_that_is_left_is_garbage(book: UnitBook) -> N
     assert book.removed(list) == []
     assert book.removed(lambda: mine[:1]) == []
 
-    def collected_meanwhile() -> list[tuple[int, int]]:
-        book.collected(mine[:1])
+    def nobody_collects_meanwhile() -> list[tuple[int, int]]:
+        """What is counted as garbage and as collected would be counted twice, and the last row be lost."""
+        with ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(book.lock.acquire, blocking=False).result()
         return mine[:1]
 
-    assert book.removed(collected_meanwhile) == [], "its last row would be lost"
-    assert book.removed(lambda: mine[1:]) == ["actor-1"]
+    assert book.removed(nobody_collects_meanwhile) == []
+    assert book.removed(lambda: mine) == ["actor-1"]
     assert "unit-1" not in {each.name for each in book.records()[0] if each.state != "removed"}
     book.started("unit-1", started(1, "b"))  # is said late
     assert [name for name, _, _ in book.live()] == ["unit-0", "unit-2"]
@@ -184,22 +193,26 @@ def test_what_is_gone_is_forgotten(book: UnitBook) -> None:
     assert book.view(view.version) is None
 
 
-@pytest.fixture
-def service(book: UnitBook) -> PlacingLedgerService:
-    service = PlacingLedgerService(None)
-    service.use_book(book)
-    service.call(commands.Register("p", ["x"], None, ["t"], None, {}, "epoch"))
-    return service
+class Service:
+    """The host of an instance, and one client."""
+
+    def __init__(self) -> None:
+        self.host = ControllerHost(LedgerService())
+        begin(self.host.book)
+        self.call(commands.Register("p", ["x"], None, ["t"], None, {}, "epoch"))
+
+    def call(self, request: Any) -> Any:
+        return self.host.answer(request, Client(1))
 
 
 def begin_put(ids: list[str]) -> commands.BeginPut:
     return commands.BeginPut("p", ids, {"x": FieldSpec(kind="object")}, [10] * len(ids), ttl_s=60.0)
 
 
-def test_rows_that_two_clients_report_as_deleted_are_counted_once(
-    book: UnitBook, service: PlacingLedgerService
-) -> None:
+def test_rows_that_two_clients_report_as_deleted_are_counted_once() -> None:
     """A clear returns all rows that are free, also those that another client deletes at the same time."""
+    service = Service()
+    book = service.host.book
     ids = [f"s{row}" for row in range(12)]
     write_id = service.call(begin_put(ids))
     service.call(commands.CommitPut(write_id))
@@ -210,16 +223,18 @@ def test_rows_that_two_clients_report_as_deleted_are_counted_once(
         service.call(commands.Collected(freed))
     assert {each[1:] for each in held(book).values()} == {(1, 10, 0)}
     book.remove_unit("unit-1", now=False)
-    assert book.removed(service.garbage) == [], "one of its rows is left"
+    assert service.host.end_removed() == [], "one of its rows is left"
     _, last = service.call(commands.Clear("p", ids[9:]))
     service.call(commands.Collected(last))
-    assert book.removed(service.garbage) == ["actor-1"]
+    assert service.host.end_removed() == ["actor-1"]
 
 
-def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(book: UnitBook, service: PlacingLedgerService) -> None:
+def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit() -> None:
+    service = Service()
+    book = service.host.book
     ids = [f"s{row}" for row in range(6)]
-    begin = begin_put(ids)
-    kept, lost, near = service.call(begin), service.call(begin), service.begin_put(begin, "n2")
+    put = begin_put(ids)
+    kept, lost, near = service.call(put), service.call(put), service.call(BeginNear(put, "n2"))
     assert units_of(book, near, 6) == {"unit-2": 6}
     service.call(commands.CommitPut(kept))
     book.ended("unit-0", "0a")

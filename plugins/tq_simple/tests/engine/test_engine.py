@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,33 +17,40 @@ import torch
 
 from dataplane_core.backends import RefsGoneError
 from dataplane_core.errors import ClientClosedError, OperationTimeoutError
-from dataplane_core.ledger import LedgerService, commands
+from dataplane_core.ledger import commands
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._messages import Ping
 
 Note = Callable[..., list[str]]
+
+
+def soon(seconds: float = 60.0) -> float:
+    return time.monotonic() + seconds
+
+
 _next_handle = iter(range(0, 10**9, 10_000))
 
 _WORKER = """
-import sys
+import sys, time
 from dataplane_core.ledger import commands
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 
 address, handle = sys.argv[1:]
-with Engine.attach(TQSimpleConfig(instance="engine", ray_address=address)) as engine:
-    engine.call(commands.Register("job", ["x"], None, [], None, {}, "e"), timeout_s=20)
-    engine.put_rows([int(handle)], b"from another job", [0, 16], timeout_s=20)
-    assert bytes(engine.get_rows([int(handle)], timeout_s=20)[0]) == b"from another job"
+config, deadline = TQSimpleConfig(instance="engine", ray_address=address), time.monotonic() + 60
+with Engine.open(config, bootstrap=False, deadline=deadline) as engine:
+    engine.call(commands.Register("job", ["x"], None, [], None, {}, "e"), deadline)
+    engine.put_rows([int(handle)], b"from another job", [0, 16], deadline=deadline)
+    assert bytes(engine.get_rows([int(handle)], deadline=deadline)[0]) == b"from another job"
 """
 
 
 @pytest.fixture(scope="module")
 def engine(ray_cluster: str) -> Iterator[Engine]:
     config = TQSimpleConfig(instance="engine", num_storage_units=2, chunk_size_bytes=64 * 1024)
-    with Engine.bootstrap(config, LedgerService) as engine:
+    with Engine.open(config, bootstrap=True, deadline=soon()) as engine:
         yield engine
 
 
@@ -68,12 +75,12 @@ def test_calls_from_threads_tasks_actors_and_other_jobs(
     @ray.remote(num_cpus=0)
     class Client:
         def note(self, name: str) -> None:
-            with Engine.attach(TQSimpleConfig(instance="engine")) as engine:
+            with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as engine:
                 note(engine, name)
 
     @ray.remote(num_cpus=0)
     def note_in_task(name: str) -> None:
-        with Engine.attach(TQSimpleConfig(instance="engine")) as engine:
+        with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as engine:
             note(engine, name)
 
     handle = next(_next_handle)
@@ -86,16 +93,16 @@ def test_calls_from_threads_tasks_actors_and_other_jobs(
         ray.get(in_ray, timeout=60)
         done = other_job.result()
     assert done.returncode == 0, done.stderr
-    noted = engine.call(commands.ListPartitions(), timeout_s=10).partition_ids
+    noted = engine.call(commands.ListPartitions(), soon()).partition_ids
     assert sorted(noted) == sorted(["actor", "task", "job", *(f"thread{number}" for number in range(20))])
-    assert bytes(engine.get_rows([handle], timeout_s=10)[0]) == b"from another job"
+    assert bytes(engine.get_rows([handle], deadline=soon())[0]) == b"from another job"
 
 
 def test_no_time_left_means_nothing_is_sent(engine: Engine, note: Note) -> None:
     with pytest.raises(OperationTimeoutError, match="Nothing was sent"):
         note(engine, "never", 0.0)
     with pytest.raises(OperationTimeoutError, match="Nothing was sent"):
-        engine.put_rows([next(_next_handle)], b"x", [0, 1], timeout_s=-1.0)
+        engine.put_rows([next(_next_handle)], b"x", [0, 1], deadline=soon(-1.0))
     assert "never" not in note(engine, "after")
 
 
@@ -118,13 +125,13 @@ def test_no_time_left_means_nothing_is_sent(engine: Engine, note: Note) -> None:
 )
 def test_rows_come_back_bit_for_bit(engine: Engine, lengths: list[int]) -> None:
     handles, buffer, offsets = batch(lengths)
-    engine.put_rows(handles, buffer, offsets, timeout_s=10)
+    engine.put_rows(handles, buffer, offsets, deadline=soon())
     expected = rows_of(buffer, offsets)
-    assert [bytes(row) for row in engine.get_rows(handles, timeout_s=10)] == expected
+    assert [bytes(row) for row in engine.get_rows(handles, deadline=soon())] == expected
 
     order = np.random.default_rng(1).permutation(len(handles))
     order = np.concatenate([order, order[:3]])  # repeats
-    rows = engine.get_rows(np.asarray(handles)[order], timeout_s=10)
+    rows = engine.get_rows(np.asarray(handles)[order], deadline=soon())
     assert [bytes(row) for row in rows] == [expected[i] for i in order]
 
 
@@ -139,24 +146,24 @@ def test_any_buffer_will_do_and_may_be_reused_at_once(engine: Engine, kind: Any)
         buffer.flags.writeable = kind == "numpy"
     else:
         buffer = kind(array.tobytes())
-    engine.put_rows(handles, buffer, offsets, timeout_s=10)
+    engine.put_rows(handles, buffer, offsets, deadline=soon())
     if kind in (bytearray, "numpy"):
         buffer[:] = bytes(60) if kind is bytearray else 0
-    assert [bytes(row) for row in engine.get_rows(handles, timeout_s=10)] == expected
+    assert [bytes(row) for row in engine.get_rows(handles, deadline=soon())] == expected
 
 
 def test_a_handle_can_be_written_anew(engine: Engine) -> None:
     handles, _, _ = batch([1])
     for text in (b"one", b"two"):
-        engine.put_rows(handles, text, [0, 3], timeout_s=10)
-        assert bytes(engine.get_rows(handles, timeout_s=10)[0]) == text
+        engine.put_rows(handles, text, [0, 3], deadline=soon())
+        assert bytes(engine.get_rows(handles, deadline=soon())[0]) == text
 
 
 def test_large_handles(engine: Engine) -> None:
     handles = [2**39, 2**40 - 1]
-    engine.put_rows(handles, b"ab", [0, 1, 2], timeout_s=10)
-    assert [bytes(row) for row in engine.get_rows(handles, timeout_s=10)] == [b"a", b"b"]
-    engine.delete_rows(handles, timeout_s=10)
+    engine.put_rows(handles, b"ab", [0, 1, 2], deadline=soon())
+    assert [bytes(row) for row in engine.get_rows(handles, deadline=soon())] == [b"a", b"b"]
+    engine.delete_rows(handles, deadline=soon())
 
 
 def test_a_unit_refuses_what_is_meant_for_an_earlier_life_of_it(
@@ -164,36 +171,37 @@ def test_a_unit_refuses_what_is_meant_for_an_earlier_life_of_it(
 ) -> None:
     """It may have got the same port."""
     handles, buffer, offsets = batch([4] * 10)
-    engine.put_rows(handles, buffer, offsets, timeout_s=10)
+    engine.put_rows(handles, buffer, offsets, deadline=soon())
+    peer = engine._places.peer
     with monkeypatch.context() as patch:
-        patch.setattr(engine._places, "token", lambda life: "an earlier one")
+        patch.setattr(engine._places, "peer", lambda life: peer(life)._replace(token="an earlier one"))
         with pytest.raises(UnitsGoneError, match="started again"):
-            engine.put_rows(handles, buffer[::-1].copy(), offsets, timeout_s=10)
+            engine.put_rows(handles, buffer[::-1].copy(), offsets, deadline=soon())
         with pytest.raises(RefsGoneError, match="started again") as caught:
-            engine.get_rows(handles, timeout_s=10)
+            engine.get_rows(handles, deadline=soon())
         assert set(caught.value.handles) <= set(handles)
         assert caught.value.handles
         with pytest.raises(UnitsGoneError, match="started again"):
-            engine.delete_rows(handles, timeout_s=1)
-    assert b"".join(bytes(row) for row in engine.get_rows(handles, timeout_s=10)) == bytes(buffer)
-    engine.delete_rows(handles, timeout_s=10)
+            engine.delete_rows(handles, deadline=soon(1))
+    assert b"".join(bytes(row) for row in engine.get_rows(handles, deadline=soon())) == bytes(buffer)
+    engine.delete_rows(handles, deadline=soon())
 
 
 def test_reading_what_is_not_there_says_so(engine: Engine) -> None:
     handles, buffer, offsets = batch([4] * 10)
-    engine.put_rows(handles, buffer, offsets, timeout_s=10)
-    engine.delete_rows([handles[3], handles[4], 999_999_999], timeout_s=10)
+    engine.put_rows(handles, buffer, offsets, deadline=soon())
+    engine.delete_rows([handles[3], handles[4], 999_999_999], deadline=soon())
     with pytest.raises(RefsGoneError, match="lacks some of the 5 rows") as caught:
-        engine.get_rows(handles, timeout_s=10)
+        engine.get_rows(handles, deadline=soon())
     assert not caught.value.handles, "which of them is not known"
-    assert len(engine.get_rows(handles[:3] + handles[5:], timeout_s=10)) == 8
+    assert len(engine.get_rows(handles[:3] + handles[5:], deadline=soon())) == 8
 
 
 def test_zero_rows_need_no_engine() -> None:
     engine = object.__new__(Engine)  # connected to nothing
-    engine.put_rows([], b"", [0], timeout_s=0)
-    assert engine.get_rows([], timeout_s=0) == []
-    engine.delete_rows([], timeout_s=0)
+    engine.put_rows([], b"", [0], deadline=soon(0))
+    assert engine.get_rows([], deadline=soon(0)) == []
+    engine.delete_rows([], deadline=soon(0))
 
 
 def test_a_unit_holds_independent_bytes_and_lets_go_of_deleted_ones(engine: Engine) -> None:
@@ -208,9 +216,9 @@ def test_a_unit_holds_independent_bytes_and_lets_go_of_deleted_ones(engine: Engi
         answers = ray.get([unit.__ray_call__.remote(held) for unit in units], timeout=10)
         return {handle: row for answer in answers for handle, row in answer.items()}
 
-    engine.put_rows(handles, buffer, offsets, timeout_s=10)
+    engine.put_rows(handles, buffer, offsets, deadline=soon())
     assert ask() == {handle: ("bytes", size) for handle, size in zip(handles, [10, 20, 30, 40], strict=True)}
-    engine.delete_rows(handles[:3], timeout_s=10)
+    engine.delete_rows(handles[:3], deadline=soon())
     assert ask() == {handles[3]: ("bytes", 40)}
 
 
@@ -218,10 +226,10 @@ def test_threads_put_get_and_delete_at_once(engine: Engine) -> None:
     def work(seed: int) -> None:
         for round_ in range(5):
             handles, buffer, offsets = batch(np.random.default_rng(seed).integers(0, 3000, 100), seed + round_)
-            engine.put_rows(handles, buffer, offsets, timeout_s=30)
-            rows = engine.get_rows(handles, timeout_s=30)
+            engine.put_rows(handles, buffer, offsets, deadline=soon())
+            rows = engine.get_rows(handles, deadline=soon())
             assert [bytes(row) for row in rows] == rows_of(buffer, offsets)
-            engine.delete_rows(handles, timeout_s=30)
+            engine.delete_rows(handles, deadline=soon())
 
     with ThreadPoolExecutor(12) as pool:
         for done in [pool.submit(work, seed) for seed in range(12)]:
@@ -237,11 +245,11 @@ def test_torchs_thread_count_stays_as_it_was(engine: Engine, num_threads: int) -
     try:
         torch.set_num_threads(num_threads)
         handles, buffer, offsets = batch([100] * 10)
-        engine.put_rows(handles, buffer, offsets, timeout_s=10)
-        engine.get_rows(handles, timeout_s=10)
-        engine.delete_rows(handles, timeout_s=10)
-        engine.call(Ping(), timeout_s=10)
-        with Engine.attach(TQSimpleConfig(instance="engine")):
+        engine.put_rows(handles, buffer, offsets, deadline=soon())
+        engine.get_rows(handles, deadline=soon())
+        engine.delete_rows(handles, deadline=soon())
+        engine.call(Ping(), soon())
+        with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()):
             pass
         assert torch.get_num_threads() == num_threads
     finally:
@@ -250,25 +258,20 @@ def test_torchs_thread_count_stays_as_it_was(engine: Engine, num_threads: int) -
 
 def test_an_engine_has_no_threads_of_its_own(engine: Engine) -> None:
     before = threading.active_count()
-    with Engine.attach(TQSimpleConfig(instance="engine")) as attached:
-        attached.call(Ping(), timeout_s=10)
+    with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as attached:
+        attached.call(Ping(), soon())
         assert threading.active_count() == before
-
-
-def test_an_engine_cannot_be_pickled(engine: Engine) -> None:
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(engine)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_use_after_a_fork_is_refused(engine: Engine) -> None:
-    engine.call(Ping(), timeout_s=10)
+    engine.call(Ping(), soon())
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            engine.call(Ping(), timeout_s=5)
+            engine.call(Ping(), soon(5))
         except ClientClosedError as error:
             os.write(writer, str(error).encode())
             engine.close()  # neither ends the parent's instance nor hangs
@@ -280,4 +283,4 @@ def test_use_after_a_fork_is_refused(engine: Engine) -> None:
         message = pipe.read().decode()
     assert os.waitpid(child, 0)[1] == 0
     assert "fork" in message
-    assert engine.call(Ping(), timeout_s=10)
+    assert engine.call(Ping(), soon())

@@ -24,16 +24,20 @@ from dataplane_core.errors import (
     OperationTimeoutError,
 )
 from dataplane_core.hosting import Session
-from dataplane_core.ledger import LedgerService, commands
+from dataplane_core.ledger import commands
 from dataplane_tq_simple import TQSimpleConfig, _cluster
 from dataplane_tq_simple._engine import Engine
-from dataplane_tq_simple._exchange import LineBrokenError
+from dataplane_tq_simple._errors import LineBrokenError
 from dataplane_tq_simple._messages import Ping
+
+
+def soon(seconds: float = 60.0) -> float:
+    return time.monotonic() + seconds
 
 
 @pytest.fixture(scope="module")
 def engine(ray_cluster: str) -> Iterator[Engine]:
-    with Engine.bootstrap(TQSimpleConfig(instance="faults", num_storage_units=2), LedgerService) as engine:
+    with Engine.open(TQSimpleConfig(instance="faults", num_storage_units=2), bootstrap=True, deadline=soon()) as engine:
         yield engine
 
 
@@ -53,33 +57,33 @@ def stopped(pid: int) -> Iterator[None]:
 
 def test_a_controller_that_stands_still(engine: Engine, note: Callable[..., list[str]]) -> None:
     note(engine, "before")
-    with stopped(engine.call(Ping(), timeout_s=10)):
+    with stopped(engine.call(Ping(), soon())):
         with pytest.raises(OperationTimeoutError, match="no answer in time from") as error:
             note(engine, "while stopped", 2.0)
         assert "did not answer Ray either" in str(error.value)
         with pytest.raises(OperationTimeoutError):
             note(engine, "while stopped", 0.3)
         with pytest.raises(OperationTimeoutError):
-            Engine.attach(TQSimpleConfig(instance="faults"), timeout_s=0.5)
-        engine.put_rows([1, 2], b"ab", [0, 1, 2], timeout_s=10)  # the units go on
+            Engine.open(TQSimpleConfig(instance="faults"), bootstrap=False, deadline=soon(0.5))
+        engine.put_rows([1, 2], b"ab", [0, 1, 2], deadline=soon())  # the units go on
     assert note(engine, "after") == ["before", "after"]
 
 
 def test_a_storage_unit_that_stands_still(engine: Engine, unit_pid: Callable[[str, int], int]) -> None:
-    engine.put_rows([10, 11], b"ab", [0, 1, 2], timeout_s=10)
+    engine.put_rows([10, 11], b"ab", [0, 1, 2], deadline=soon())
     with stopped(unit_pid("faults", 1)):
         for operation in (
-            lambda: engine.put_rows([12, 13], b"ab", [0, 1, 2], timeout_s=0.5),
-            lambda: engine.get_rows([10, 11], timeout_s=0.5),
-            lambda: engine.delete_rows([12, 13], timeout_s=0.5),
+            lambda: engine.put_rows([12, 13], b"ab", [0, 1, 2], deadline=soon(0.5)),
+            lambda: engine.get_rows([10, 11], deadline=soon(0.5)),
+            lambda: engine.delete_rows([12, 13], deadline=soon(0.5)),
         ):
             with pytest.raises(OperationTimeoutError, match="storage unit-1"):
                 operation()
-        assert bytes(engine.get_rows([10], timeout_s=10)[0]) == b"a"
-        assert engine.call(Ping(), timeout_s=10)
+        assert bytes(engine.get_rows([10], deadline=soon())[0]) == b"a"
+        assert engine.call(Ping(), soon())
     # What it received meanwhile it carries out late, and no reply of that is taken for another's.
-    assert [bytes(row) for row in engine.get_rows([10, 11], timeout_s=10)] == [b"a", b"b"]
-    engine.delete_rows([12, 13], timeout_s=10)
+    assert [bytes(row) for row in engine.get_rows([10, 11], deadline=soon())] == [b"a", b"b"]
+    engine.delete_rows([12, 13], deadline=soon())
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -103,7 +107,7 @@ def test_a_delete_that_overtakes_a_put_which_was_given_up_leaves_none_of_its_row
         return int(ask(lambda self: self._arrivals_by_op.get("PUT_DATA", 0)))
 
     def delete(*handles: int) -> None:
-        engine.delete_rows(handles, timeout_s=30)
+        engine.delete_rows(handles, deadline=soon())
 
     with ThreadPoolExecutor(2) as pool:
         with stopped(pid):  # two connections, which both stand
@@ -114,7 +118,7 @@ def test_a_delete_that_overtakes_a_put_which_was_given_up_leaves_none_of_its_row
             handles, before = list(range(first, first + 8, 2)), num_puts()
             with stopped(pid):
                 with pytest.raises(OperationTimeoutError):
-                    engine.put_rows(handles, b"abcd", [0, 1, 2, 3, 4], timeout_s=1.0)
+                    engine.put_rows(handles, b"abcd", [0, 1, 2, 3, 4], deadline=soon(1.0))
                 deleting = pool.submit(delete, *handles)
                 eventually(lambda: engine._exchange._num_leased == 1)
             deleting.result()
@@ -124,33 +128,33 @@ def test_a_delete_that_overtakes_a_put_which_was_given_up_leaves_none_of_its_row
 
 
 def test_closing_ends_what_other_threads_wait_for(ray_cluster: str, engine: Engine) -> None:
-    attached = Engine.attach(TQSimpleConfig(instance="faults"))
-    with ThreadPoolExecutor(1) as pool, stopped(engine.call(Ping(), timeout_s=10)):
-        waiting = pool.submit(attached.call, Ping(), timeout_s=60)
+    attached = Engine.open(TQSimpleConfig(instance="faults"), bootstrap=False, deadline=soon())
+    with ThreadPoolExecutor(1) as pool, stopped(engine.call(Ping(), soon())):
+        waiting = pool.submit(attached.call, Ping(), soon())
         eventually(lambda: attached._session is not None and len(attached._session._used) == 1)
         attached.close()
         with pytest.raises(ClientClosedError):
             waiting.result(timeout=10)
-    assert engine.call(Ping(), timeout_s=10)
+    assert engine.call(Ping(), soon())
 
 
 def test_a_killed_controller(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls and new clients are told at once, and an owner that would take its place; later it may."""
     monkeypatch.setattr(_cluster, "_SETTLE_S", 0.5)  # for which a new owner waits for the units to end
     config = TQSimpleConfig(instance="mortal")
-    with Engine.bootstrap(config, LedgerService) as engine:
-        os.kill(engine.call(Ping(), timeout_s=10), signal.SIGKILL)
+    with Engine.open(config, bootstrap=True, deadline=soon()) as engine:
+        os.kill(engine.call(Ping(), soon()), signal.SIGKILL)
         dead = "controller of instance 'mortal' is dead"
         with pytest.raises(BackendUnavailableError, match=dead) as error:
-            engine.call(Ping(), timeout_s=60)
+            engine.call(Ping(), soon())
         assert not error.value.retryable
         assert isinstance(error.value.__cause__, ray.exceptions.RayActorError)
         with pytest.raises(BackendUnavailableError):
-            Engine.attach(config, wait_s=0.5)
+            Engine.open(config, bootstrap=False, deadline=soon(), wait_s=0.5)
         with pytest.raises(AlreadyRunningError, match="its controller is dead, but its storage units"):
-            Engine.bootstrap(config, LedgerService)
-    with Engine.bootstrap(config, LedgerService) as engine:  # once its owner has closed it
-        assert engine.call(Ping(), timeout_s=10)
+            Engine.open(config, bootstrap=True, deadline=soon())
+    with Engine.open(config, bootstrap=True, deadline=soon()) as engine:  # once its owner has closed it
+        assert engine.call(Ping(), soon())
 
 
 def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(
@@ -177,24 +181,23 @@ def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(
 
 
 _OWN_RAY_LOSES_ITS_HEAD = """
-import os, signal
+import os, signal, time
 import psutil
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_core.ledger import LedgerService
 from dataplane_tq_simple import TQSimpleConfig, _cluster, _session
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import Ping
 
 _cluster._END_ACTORS_S = _session._SHUTDOWN_S = 2.0  # Ray's own threads spin all that time
-engine = Engine.bootstrap(TQSimpleConfig(ray_num_cpus=1), LedgerService)
+engine = Engine.open(TQSimpleConfig(ray_num_cpus=1), bootstrap=True, deadline=time.monotonic() + 60)
 (head,) = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
 rest = psutil.Process().children(recursive=True)
 head.kill()
 head.wait()
-engine.put_rows([1], b"a", [0, 1], timeout_s=60)  # data goes on
-os.kill(engine.call(Ping(), timeout_s=60), signal.SIGKILL)
+engine.put_rows([1], b"a", [0, 1], deadline=time.monotonic() + 60)  # data goes on
+os.kill(engine.call(Ping(), time.monotonic() + 60), signal.SIGKILL)
 try:
-    engine.call(Ping(), timeout_s=60)
+    engine.call(Ping(), time.monotonic() + 60)
 except BackendUnavailableError as error:
     print(error.retryable, error, flush=True)
 engine.close()

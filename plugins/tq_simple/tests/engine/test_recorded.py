@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,10 @@ from dataplane_core.errors import BackendUnavailableError, DataPlaneError, Inval
 from dataplane_core.hosting import CallId, ClaimOrWait, Client
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
-from dataplane_tq_simple._book import SPREAD_BITS, Started
+from dataplane_tq_simple._book import SPREAD_BITS, Started, UnitBook
 from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._host import ControllerHost
+from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._messages import AddUnits, RemoveUnit, UnitRecords, ViewUnits
-from dataplane_tq_simple._recorded import PlacingRecordedService, RecordedService
 
 X = {"x": FieldSpec("tensor", "int64", 1)}
 IDS = [f"s{row}" for row in range(6)]
@@ -26,17 +23,17 @@ IDS = [f"s{row}" for row in range(6)]
 class Controller:
     """A controller's host, and one client."""
 
-    def __init__(self, folder: Path, service: type[RecordedService] = PlacingRecordedService) -> None:
-        self._factory: Callable[..., RecordedService] = functools.partial(service, folder, None, False)
+    def __init__(self, folder: Path, *, places: bool = True) -> None:
+        self._folder, self._places = folder, places
         self._serial = self._num_puts = 0
         self._client = Client(1)
-        self.host = ControllerHost(self._factory())
+        self.host = ControllerHost(make_ledger(folder, None, False), places=places)
         self.host.book.begin("actor-", [(f"unit-{each}", f"actor-unit-{each}", started(each)) for each in range(3)])
         self.call(commands.Register("p", ["x"], None, ["t"], None, {}, "epoch"))
 
     def again(self, *running: str) -> None:
         """The process was killed. Now these actors run, or all of the book."""
-        self.host = ControllerHost(self._factory(must_exist=True))
+        self.host = ControllerHost(make_ledger(self._folder, None, False, must_exist=True), places=self._places)
         self.host.book.come_back(running or self.host.book.actors().values())
 
     def call(self, request: Any, *, again: bool = False) -> Any:
@@ -151,10 +148,10 @@ def test_a_put_that_was_refused_is_refused_again(controller: Controller, killed:
 def test_a_call_that_was_done_is_answered_though_the_book_cannot_be_saved(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def save_book() -> None:
+    def save(*_: object) -> None:
         raise BackendUnavailableError("the journal's disk is full. Nothing was done.")
 
-    monkeypatch.setattr(controller.host._service, "save_book", save_book)
+    monkeypatch.setattr(UnitBook, "save", save)
     assert controller.call(commands.ListPartitions()).partition_ids == ["p"]
     with pytest.raises(BackendUnavailableError):
         controller.call(ViewUnits(-1))  # a controller that is started again would not know it
@@ -182,7 +179,7 @@ def test_units_that_end_or_start_while_no_controller_runs(controller: Controller
 
 
 def test_without_units_the_ledger_numbers_writes(tmp_path: Path) -> None:
-    controller = Controller(tmp_path / "journal", RecordedService)
+    controller = Controller(tmp_path / "journal", places=False)
     begin = commands.BeginPut("p", IDS, X, [10] * 6, ttl_s=60.0)
     first = controller.call(begin)
     controller.again()
@@ -194,6 +191,6 @@ def test_a_folder_that_no_node_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailableError, match="there is no folder"):
         Controller(tmp_path / "nowhere" / "journal")
     with pytest.raises(BackendUnavailableError, match=r"journal in /proc/.* cannot be opened"):
-        RecordedService(Path("/proc/journal"), None, False)
+        make_ledger(Path("/proc/journal"), None, False)
     with pytest.raises(BackendUnavailableError, match="there is no journal"):
-        RecordedService(tmp_path / "journal", None, False, must_exist=True)
+        make_ledger(tmp_path / "journal", None, False, must_exist=True)

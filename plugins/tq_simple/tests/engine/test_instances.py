@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,19 +26,24 @@ from dataplane_core.errors import (
     ConfigError,
     OperationTimeoutError,
 )
+from dataplane_testkit._timing import eventually
 from dataplane_tq_simple import TQSimpleConfig, _cluster
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import Ping
 from dataplane_tq_simple._session import RaySession
 
 Note = Callable[..., list[str]]
+Actors = Callable[[str], set[str]]
 
 _OWN_RAY = """
-import json, time
+import json, os, sys, time, warnings
+warnings.simplefilter("error")
 import psutil, ray
+from ray._private import ray_constants
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 
+ray_constants.SETUP_WORKER_FILENAME = sys.argv[1]
 first = Engine.open(TQSimpleConfig(ray_num_cpus=1), bootstrap=True, deadline=time.monotonic() + 60)
 second = Engine.open(TQSimpleConfig(), bootstrap=False, deadline=time.monotonic() + 60)
 assert ray.is_initialized() and ray.cluster_resources()["CPU"] == 1
@@ -46,6 +52,8 @@ for engine in (first, second):
     assert len(engine.get_rows([1, 2], deadline=time.monotonic() + 60)) == 2
     engine.delete_rows([1, 2], deadline=time.monotonic() + 60)
 started = [process.pid for process in psutil.Process().children(recursive=True)]
+unit = ray.get_actor("tq-default/unit-0", namespace="dataplane")
+started += [first.controller_pid(time.monotonic() + 60), ray.get(unit.__ray_call__.remote(lambda _: os.getpid()))]
 first.close()
 assert ray.is_initialized(), "an engine still uses it"
 second.close()
@@ -132,15 +140,15 @@ def attach_and_ask_for_the_pid(config: TQSimpleConfig) -> int:
 
 @pytest.mark.long
 def test_close_ends_the_processes_and_the_name_can_be_used_again(
-    ray_cluster: str, note: Note, unit_pid: Callable[[str, int], int], wait_until_gone: Callable[..., None]
+    ray_cluster: str, note: Note, pid_of: Callable[[str], int], runs: Callable[[int], bool]
 ) -> None:
     config = TQSimpleConfig(instance="again")
     engine = Engine.open(config, bootstrap=True, deadline=soon())
-    pids = [engine.call(Ping(), soon()), unit_pid("again", 0)]
+    pids = [engine.call(Ping(), soon()), pid_of("tq-again/unit-0")]
     attached = Engine.open(config, bootstrap=False, deadline=soon())
     engine.close()
     engine.close()
-    wait_until_gone(*pids)
+    eventually(lambda: not any(map(runs, pids)), 30.0)
     assert ray.is_initialized()  # it was not the engine that started Ray
     with pytest.raises(ClientClosedError):
         engine.call(Ping(), soon())
@@ -189,51 +197,55 @@ def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connect
             attaching.result(timeout=20)
 
 
-def test_without_ray_attaching_says_what_to_do(python: Callable[..., Any]) -> None:
-    done = python(
-        "import time\n"
-        "from dataplane_core.errors import BackendUnavailableError\n"
-        "from dataplane_tq_simple import TQSimpleConfig\n"
-        "from dataplane_tq_simple._engine import Engine\n"
-        "for address in (None, '127.0.0.1:1', 'nonsense'):\n"
-        "    try:\n"
-        "        Engine.open(TQSimpleConfig(ray_address=address), bootstrap=False, deadline=time.monotonic() + 5)\n"
-        "    except BackendUnavailableError as error:\n"
-        "        print(error)\n"
-    )
-    assert done.returncode == 0, done.stderr
-    nothing, refused, nonsense = done.stdout.splitlines()
+_ATTACHES = """
+import time
+from dataplane_core.errors import BackendUnavailableError
+from dataplane_tq_simple import TQSimpleConfig
+from dataplane_tq_simple._engine import Engine
+for address in (None, '127.0.0.1:1', 'nonsense'):
+    try:
+        Engine.open(TQSimpleConfig(ray_address=address), bootstrap=False, deadline=time.monotonic() + 5)
+    except BackendUnavailableError as error:
+        print(error)
+"""
+
+
+def without_address() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+
+
+def test_without_ray_attaching_says_what_to_do(python: Any) -> None:
+    nothing, refused, nonsense = python.run("-c", _ATTACHES, env=without_address()).stdout.splitlines()
     assert "Set ray_address" in nothing
     assert "cannot connect to Ray at '127.0.0.1:1'" in refused
     assert "nonsense" in nonsense
 
 
 def test_a_crashed_owner_takes_its_instance_along(
-    ray_cluster: str, tmp_path: Path, unit_pid: Callable[..., int], wait_until_gone: Callable[..., None]
+    ray_cluster: str, python: Any, pid_of: Callable[[str], int], runs: Callable[[int], bool], actors: Actors
 ) -> None:
-    script = tmp_path / "owner.py"
-    script.write_text(_CRASHING_OWNER)
-    with subprocess.Popen([sys.executable, str(script), ray_cluster], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
+    with python.start("-c", _CRASHING_OWNER, ray_cluster, stdout=subprocess.PIPE, text=True) as owner:
         controller_pid = int(owner.stdout.readline())
         with Engine.open(TQSimpleConfig(instance="crash"), bootstrap=False, deadline=soon()) as attached:
             assert attached.call(Ping(), soon()) == controller_pid
             attached.add_units(1, soon())
-            pids = [controller_pid, unit_pid("crash", 0), unit_pid("crash", 1)]
+            pids = [controller_pid, pid_of("tq-crash/unit-0"), pid_of("tq-crash/unit-1")]
             owner.send_signal(signal.SIGKILL)
             owner.wait(timeout=30)
-            wait_until_gone(*pids)
-    assert not [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "crash" in actor["name"]]
+            eventually(lambda: not any(map(runs, pids)), 30.0)
+    assert not actors("tq-crash")
 
 
 def test_a_ray_of_its_own_is_started_shared_and_ended_quietly(
-    python: Callable[..., Any], wait_until_gone: Callable[..., None]
+    ray_server: str, python: Any, runs: Callable[[int], bool]
 ) -> None:
-    done = python(_OWN_RAY, timeout_s=120)
-    assert done.returncode == 0, done.stderr
+    """Its workers are forked by the process that forks those of the Ray that the tests share."""
+    (forks,) = Path(tempfile.gettempdir()).glob("ray-workers-*")
+    env = without_address() | {"DATAPLANE_TEST_FORKS": str(forks)}
+    done = python.run("-c", _OWN_RAY, Path(__file__).parents[4] / "tests" / "forking_ray.py", env=env)
     *_, pids = done.stdout.splitlines()
-    assert len(json.loads(pids)) >= 3
-    wait_until_gone(*json.loads(pids))
+    assert len(json.loads(pids)) >= 5
+    eventually(lambda: not any(map(runs, json.loads(pids))), 30.0)
     # TransferQueue has warnings for every request, unless its processes are set up well.
     for word in ("WARNING", "ERROR", "StorageUnit", "TransferQueue", "transfer_queue", "Traceback"):
         assert word not in done.stdout + done.stderr

@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +19,11 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import connect
-from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClaimTimeoutError, OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError, ClaimTimeoutError, OperationTimeoutError
 from dataplane_core.host_memory import memory_limit
 from dataplane_core.spec import GetRequest
 from dataplane_testkit import backend_of
+from dataplane_testkit._timing import eventually
 
 WAIT_S = 60.0
 IDS = ["a", "b", "c", "d"]
@@ -53,13 +53,6 @@ def viewing(config):
 
 def statistics(client):
     return backend_of(client).statistics(time.monotonic() + WAIT_S)
-
-
-def eventually(condition):
-    give_up = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up, "the condition did not come true"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -112,7 +105,7 @@ def test_a_view_keeps_its_bytes_until_its_last_tensor_is_gone_also_after_close(o
     assert statistics(owner).num_sessions == 2
     del view
     gc.collect()
-    eventually(lambda: statistics(owner).num_sessions == 1)
+    eventually(lambda: statistics(owner).num_sessions == 1, WAIT_S)
     assert statistics(owner).pinned_bytes == 0
 
 
@@ -148,26 +141,9 @@ def test_a_killed_reader_holds_nothing(owner, config, other_process):
     with other_process(config, "view = client.get_samples(['a', 'b'], 'p', ['x'])") as reader:
         assert statistics(owner).pinned_bytes > 0
         reader.send_signal(signal.SIGKILL)
-        eventually(lambda: statistics(owner).pinned_bytes == 0)
+        eventually(lambda: statistics(owner).pinned_bytes == 0, WAIT_S)
     owner.clear_samples(IDS, "p")
     assert statistics(owner).held_bytes == 0
-
-
-def test_a_killed_writer_leaves_neither_rows_nor_bytes(owner, config, other_process):
-    code = """
-from dataplane_shm import _payload
-client.register_partition("w", ["x"], None, [])
-def stop(*_):
-    print("ready", flush=True)
-    time.sleep(1000)
-_payload.write = stop
-client.put_samples(["a"], "w", TensorDict({"x": torch.ones(1, 100_000)}, batch_size=[1]))
-"""
-    with other_process(config, code) as writer:
-        assert statistics(owner).held_bytes >= 400_000
-        writer.send_signal(signal.SIGKILL)
-        eventually(lambda: statistics(owner).held_bytes == 0)
-    assert owner.list_samples("w").sample_ids == []
 
 
 @pytest.mark.parametrize("victim", ["owner", "ledger"])
@@ -188,7 +164,7 @@ time.sleep(1000)
             client = clients.enter_context(connect(config, bootstrap=False))
             assert client.list_samples("p").sample_ids == []
             os.kill(owner.pid if victim == "owner" else ledger, signal.SIGKILL)
-            eventually(lambda: not Path(f"/proc/{ledger}").exists() or victim == "ledger")
+            eventually(lambda: not Path(f"/proc/{ledger}").exists() or victim == "ledger", WAIT_S)
             for _ in range(2):
                 with pytest.raises(BackendUnavailableError, match="has ended, and its data with it") as info:
                     client.list_samples("p")
@@ -240,13 +216,6 @@ except ConnectionError:
 # --- several at once --------------------------------------------------------------------------------------------------
 
 
-def test_an_owner_is_alone(owner, config):
-    with pytest.raises(AlreadyRunningError):
-        connect(config)
-    with connect(config, bootstrap="auto") as other:
-        assert not other.bootstrapped
-
-
 def test_an_attached_client_has_the_owners_limits(owner, config):
     config = {**config, "options": {"namespace": config["options"]["namespace"]}}
     with connect(config, bootstrap=False) as client:
@@ -267,12 +236,12 @@ def test_a_fork_opens_a_client_of_its_own_and_does_not_hold_its_parents_session(
             time.sleep(3600 if good else 0)
         os._exit(status)
     try:
-        eventually(lambda: statistics(owner).num_sessions == 3)
+        eventually(lambda: statistics(owner).num_sessions == 3, WAIT_S)
         os.write(tell, b".")
-        eventually(lambda: statistics(owner).num_sessions == 2)
+        eventually(lambda: statistics(owner).num_sessions == 2, WAIT_S)
         attached.close()
         del attached
-        eventually(lambda: statistics(owner).num_sessions == 1)
+        eventually(lambda: statistics(owner).num_sessions == 1, WAIT_S)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -289,7 +258,7 @@ def test_a_closed_client_has_no_session_though_its_errors_are_kept(owner, config
             with pytest.raises(KeyError) as caught:
                 client.get_samples(["absent"], "p", ["y"])
             errors.append(caught.value)
-    eventually(lambda: statistics(owner).num_sessions == 1)
+    eventually(lambda: statistics(owner).num_sessions == 1, WAIT_S)
     assert views["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert len(errors) == 3
 
@@ -323,29 +292,19 @@ def test_an_interrupted_request_is_not_answered_to_the_next(owner, monkeypatch):
     assert statistics(owner).pinned_bytes == 0
 
 
-@contextlib.contextmanager
-def stopped(process):
-    """The process does not run meanwhile."""
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
-
-
-def test_a_read_that_gave_up_holds_nothing_though_the_ledgers_process_gets_to_it_later(owner):
+def test_a_read_that_gave_up_holds_nothing_though_the_ledgers_process_gets_to_it_later(owner, stopped):
     put(owner)
     connection = backend_of(owner)._session
     other = connection._take("the test's", time.monotonic() + WAIT_S)
     request = GetRequest(partition_id="p", sample_ids=IDS, fields=["y"], deadline=time.monotonic() + 0.2)
-    with stopped(backend_of(owner)._process):
+    with stopped(backend_of(owner)._process.pid):
         with pytest.raises(OperationTimeoutError):
             backend_of(owner).get_samples(request)
         connection._idle.append(other)
         gc.collect()
         connection._send_releases()
     assert owner.get_samples(IDS, "p", ["y"])["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
-    eventually(lambda: statistics(owner).pinned_bytes == 0)
+    eventually(lambda: statistics(owner).pinned_bytes == 0, WAIT_S)
 
 
 def test_a_pin_that_ends_while_nothing_can_be_sent_ends_with_a_later_request(owner, config, monkeypatch):
@@ -378,7 +337,7 @@ def test_a_pin_that_ends_while_all_sockets_are_in_use_ends_when_one_is_free(owne
         monkeypatch.setattr(session, "_receive", drop)
         client.list_samples("p")
         monkeypatch.undo()
-        eventually(lambda: statistics(owner).pinned_bytes == 0)
+        eventually(lambda: statistics(owner).pinned_bytes == 0, WAIT_S)
 
 
 def test_programs_that_a_client_starts_do_not_inherit_the_memory(owner):
@@ -404,10 +363,12 @@ def test_a_ledgers_process_without_file_descriptors_serves_on_rests_and_accepts_
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(set(range(1000)) - used), hard))
             attaching = pool.submit(connect, config, bootstrap=False)
             log = backend_of(owner)._folder.path / "ledger.log"
-            eventually(lambda: "no client is accepted for 1.0 s: [Errno 24] Too many open files" in log.read_text())
+            eventually(
+                lambda: "no client is accepted for 1.0 s: [Errno 24] Too many open files" in log.read_text(), WAIT_S
+            )
             put(owner)
             stat = Path(f"/proc/{pid}/stat")
-            eventually(lambda: {stat.read_text().rpartition(")")[2].split()[0] for _ in range(20)} == {"S"})
+            eventually(lambda: {stat.read_text().rpartition(")")[2].split()[0] for _ in range(20)} == {"S"}, WAIT_S)
         finally:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
         with attaching.result() as client:
@@ -440,34 +401,12 @@ def test_what_no_longer_waits_leaves_nothing_in_its_client(owner):
     assert not backend_of(owner)._session._waiting
 
 
-def test_threads_of_one_client_work_side_by_side(owner):
-    wrong = []
-
-    def work(number):
-        for turn in range(30):
-            sample_id = f"{number}.{turn}"
-            x = torch.full((1, 1 + (turn * 37) % 900), number * 1000.0 + turn)
-            owner.put_samples([sample_id], "p", TensorDict({"y": x}, batch_size=[1]))
-            if not torch.equal(owner.get_samples([sample_id], "p", ["y"])["y"], x):
-                wrong.append(sample_id)
-            owner.clear_samples([sample_id], "p")
-
-    owner.register_partition("p", ["y"], None, ["train"])
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert wrong == []
-    assert statistics(owner).held_bytes == statistics(owner).pinned_bytes == 0
-
-
 def test_connecting_does_not_wait_for_the_memory(config):
     capacity_bytes = memory_limit().most_bytes
     config["options"].update(capacity_bytes=capacity_bytes, touch_ahead_bytes=1 << 20)
     with connect(config) as client:
         assert statistics(client).arena_bytes > capacity_bytes
-        eventually(lambda: statistics(client).touched_bytes >= 1 << 20)
+        eventually(lambda: statistics(client).touched_bytes >= 1 << 20, WAIT_S)
         assert statistics(client).touched_bytes < 1 << 24
 
 
@@ -491,7 +430,7 @@ time.sleep(1000)
             os.kill(watcher, signal.SIGKILL)
         owner.kill()
         owner.wait()
-        eventually(lambda: not Path(f"/proc/{ledger}").exists())
+        eventually(lambda: not Path(f"/proc/{ledger}").exists(), WAIT_S)
         with connect(config) as client:
             client.register_partition("p", ["x"], None, [])
     finally:

@@ -113,7 +113,7 @@ def test_a_master_that_does_not_come_up_leaves_nothing(tmp_path, monkeypatch, sc
 
 def test_a_watch_looks_again_after_as_long_as_each_caller_says(monkeypatch):
     looks = []
-    monkeypatch.setattr(MasterWatch, "_refuses", lambda self: looks.append(self))
+    monkeypatch.setattr(_master, "refuses", lambda *address: looks.append(address))
     watch = MasterWatch("instance", "127.0.0.1:1")
     for every_s, expected in ((1000.0, 1), (1000.0, 1), (0.0, 2), (1000.0, 2)):
         watch.check(every_s=every_s)

@@ -82,13 +82,6 @@ def test_thousands_of_small_rows_go_in_one_operation(client):
     client.clear_samples(names, "p")
 
 
-def test_overwriting_with_other_sizes_reads_the_new_rows(client):
-    client.put_samples(ids(8), "p", rows(8, 1000))
-    for size in (10, 100_000, 1):
-        client.put_samples(ids(8), "p", rows(8, size, seed=size))
-        assert torch.equal(client.get_samples(ids(8), "p", ["x"])["x"], rows(8, size, seed=size)["x"])
-
-
 def test_memory_is_registered_once_per_process(client, connect, ray_address, monkeypatch):
     registered = []
     real = Store._register
@@ -420,40 +413,6 @@ def test_a_storage_unit_that_stands_still(client, connect, ray_address, stopped,
             return True
 
     eventually(fits, 60.0)
-
-
-_WRITER = """
-import sys
-import torch
-from tensordict import TensorDict
-from dataplane_core import connect
-
-options = {"instance": "store", "ray_address": sys.argv[1]}
-client = connect({"backend": "tq_mooncake", "options": options}, bootstrap=False)
-values = TensorDict({"x": torch.full((4, 1 << 20), 7, dtype=torch.uint8)}, batch_size=[4])
-client.put_samples([f"kept{i}" for i in range(4)], "p", values)
-print("writing", flush=True)
-while True:
-    client.put_samples([f"again{i}" for i in range(4)], "p", values)
-"""
-
-
-def test_a_client_killed_mid_put_takes_nothing_with_it(client, ray_address, python):
-    writer = python.start("-c", _WRITER, ray_address, stdout=subprocess.PIPE, text=True)
-    try:
-        assert writer.stdout.readline() == "writing\n"
-        time.sleep(0.3)  # anywhere in a put
-    finally:
-        writer.kill()
-        writer.wait()
-        writer.stdout.close()
-    assert (client.get_samples(ids(4, "kept"), "p", ["x"])["x"] == 7).all()
-    again = [name for name in client.list_samples("p").sample_ids if name.startswith("again")]
-    assert len(again) in (0, 4)
-    if again:
-        assert (client.get_samples(again, "p", ["x"])["x"] == 7).all()
-    client.put_samples(ids(8), "p", rows(8, MIB // 2))
-    assert torch.equal(client.get_samples(ids(8), "p", ["x"])["x"], rows(8, MIB // 2)["x"])
 
 
 _OWNER = """

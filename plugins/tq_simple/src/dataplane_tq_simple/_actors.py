@@ -5,7 +5,6 @@ Importing this module imports Ray.
 
 from __future__ import annotations
 
-import socket
 import time
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ import ray
 import ray.exceptions
 
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
+from dataplane_tq_simple.addresses import host_and_port, refuses
 
 NAMESPACE: Final = "dataplane"
 #: Seconds that Ray's head has to accept a connection.
@@ -77,19 +77,14 @@ def check_head(instance: str) -> None:
         BackendUnavailableError: Nothing listens where the head of this process's Ray was.
     """
     address = ray.get_runtime_context().gcs_address
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
-    except ConnectionRefusedError as error:
+    if refuses(*host_and_port(address), _REACH_S):
         raise BackendUnavailableError(
             f"instance {instance!r} is dead, and so is the head of its Ray: nothing listens at {address}. A local Ray "
             "ends with the process that bootstrapped the instance.",
             retryable=False,
             hint="What it held is lost. Bootstrap it again in a new process: Ray ends those whose head is gone within "
             "a minute.",
-        ) from error
-    except OSError:
-        return  # says nothing about the head
+        )
 
 
 def controller_dead(instance: str, error: BaseException) -> BackendUnavailableError:

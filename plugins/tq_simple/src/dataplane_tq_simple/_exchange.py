@@ -27,6 +27,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.hosting import Watch
 from dataplane_tq_simple._privates import identity_prefix, new_socket
+from dataplane_tq_simple.addresses import with_port
 
 zmq: Any = _zmq  # its type stubs are partial
 
@@ -189,8 +190,7 @@ class Exchange:
         socket = new_socket(self._context, zmq.DEALER, peer.ip, identity=f"{self._identity}_{serial}".encode())
         try:
             socket.setsockopt(zmq.LINGER, 0)
-            host = f"[{peer.ip}]" if ":" in peer.ip else peer.ip
-            socket.connect(f"tcp://{host}:{peer.port}")
+            socket.connect(f"tcp://{with_port(peer.ip, peer.port)}")
         except BaseException:
             socket.close(linger=0)
             raise

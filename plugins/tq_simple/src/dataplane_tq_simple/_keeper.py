@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from dataplane_tq_simple import _privates
 from dataplane_tq_simple._actors import lookup, named_actors, nodes_for_units
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost
+from dataplane_tq_simple.addresses import refuses, with_port
 
 _logger = logging.getLogger(__name__)
 zmq: Any = _zmq  # its type stubs are partial
@@ -147,8 +147,7 @@ class Keeper:
                 peer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_MS)
                 bad = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
                 monitor = peer.get_monitor_socket(bad)
-                host = f"[{started.ip}]" if ":" in started.ip else started.ip
-                peer.connect(f"tcp://{host}:{started.port}")
+                peer.connect(f"tcp://{with_port(started.ip, started.port)}")
                 self._ears[name] = _Ear(actor, started, peer, monitor)
 
     def _judge(self) -> None:
@@ -156,13 +155,9 @@ class Keeper:
         for name, ear in self._ears.items():
             if not ear.suspect:
                 continue
-            try:
-                socket.create_connection((ear.started.ip, ear.started.port), timeout=_REACH_S).close()
-            except ConnectionRefusedError:
+            if refuses(ear.started.ip, ear.started.port, _REACH_S):  # else only Ray can tell
                 ear.suspect = False
                 self._book.ended(name, ear.started.token)
-            except OSError:
-                pass  # not reachable from here, for now: only Ray can tell
             self._asked.setdefault(name, _Asked())
 
     def _ask(self) -> None:

@@ -17,6 +17,7 @@ import ray
 from dataplane_core.errors import BackendUnavailableError, ConfigError, OperationTimeoutError
 from dataplane_core.host_memory import check_capacity
 from dataplane_tq_simple._ray_calls import end_within, refuse_fork
+from dataplane_tq_simple.addresses import host_and_port
 from dataplane_tq_simple.config import QueueConfig
 
 # Seconds that Ray may take to end a connection. After that, this process goes on without an answer: the call would wait
@@ -88,9 +89,8 @@ class RaySession:
         try:
             if address not in ("local", "auto"):
                 # Ray itself keeps trying an address where nobody listens, for longer than callers want to wait.
-                host, _, port = address.rpartition(":")
                 timeout_s = max(0.0, deadline - time.monotonic())
-                socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+                socket.create_connection(host_and_port(address), timeout=timeout_s).close()
             ray.init(**options)
         except Exception as error:
             raise BackendUnavailableError(

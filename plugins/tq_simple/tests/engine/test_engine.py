@@ -134,30 +134,6 @@ def test_rows_come_back_bit_for_bit(engine: Engine, lengths: list[int]) -> None:
     assert [bytes(row) for row in rows] == [expected[i] for i in order]
 
 
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, "numpy", "read-only", "torch"])
-def test_any_buffer_will_do_and_may_be_reused_at_once(engine: Engine, kind: Any) -> None:
-    handles, array, offsets = batch([10, 20, 30])
-    expected = rows_of(array, offsets)
-    if kind == "torch":
-        buffer: Any = torch.from_numpy(array).numpy()
-    elif isinstance(kind, str):
-        buffer = array
-        buffer.flags.writeable = kind == "numpy"
-    else:
-        buffer = kind(array.tobytes())
-    engine.put_rows(handles, buffer, offsets, deadline=soon())
-    if kind in (bytearray, "numpy"):
-        buffer[:] = bytes(60) if kind is bytearray else 0
-    assert [bytes(row) for row in engine.get_rows(handles, deadline=soon())] == expected
-
-
-def test_a_handle_can_be_written_anew(engine: Engine) -> None:
-    handles, _, _ = batch([1])
-    for text in (b"one", b"two"):
-        engine.put_rows(handles, text, [0, 3], deadline=soon())
-        assert bytes(engine.get_rows(handles, deadline=soon())[0]) == text
-
-
 def test_large_handles(engine: Engine) -> None:
     handles = [2**39, 2**40 - 1]
     engine.put_rows(handles, b"ab", [0, 1, 2], deadline=soon())

@@ -30,16 +30,37 @@ IDS = ["a", "b", "c", "d"]
 ROWS = [[1, 2, 3], [], [4], [5, 6]]
 
 
-@pytest.fixture
-def config():
+def new_config():
     return {"backend": "shm_store", "options": {"namespace": f"t-{uuid.uuid4().hex[:8]}", "capacity_bytes": 64 << 20}}
 
 
 @pytest.fixture
-def owner(config):
+def fresh():
+    """The config of a store of this test alone, which nobody has started."""
+    return new_config()
+
+
+@pytest.fixture(scope="module")
+def config():
+    """That of the store that the other tests share."""
+    return new_config()
+
+
+@pytest.fixture(scope="module")
+def first_client(config):
     with connect(config) as client:
-        client.register_partition("p", ["x", "y"], None, ["train"])
         yield client
+
+
+@pytest.fixture
+def owner(first_client):
+    """The client that started the store, with an empty partition ``p``. At the end, nobody holds anything."""
+    first_client.register_partition("p", ["x", "y"], None, ["train"])
+    yield first_client
+    gc.collect()
+    first_client.clear_samples(None, "p")
+    eventually(lambda: statistics(first_client).num_sessions == 1, WAIT_S)
+    assert statistics(first_client).held_bytes == 0
 
 
 def put(client, ids=IDS):
@@ -47,8 +68,12 @@ def put(client, ids=IDS):
     client.put_samples(ids, "p", TensorDict({"x": rows, "y": torch.arange(4.0)}, batch_size=[4]))
 
 
+def with_views(config):
+    return {**config, "options": {**config["options"], "views": True}}
+
+
 def viewing(config):
-    return connect({**config, "options": {**config["options"], "views": True}}, bootstrap=False)
+    return connect(with_views(config), bootstrap=False)
 
 
 def statistics(client):
@@ -124,9 +149,8 @@ def test_rows_that_do_not_lie_side_by_side_are_copied(owner, config):
 
 def test_a_write_into_a_view_changes_nothing_for_others(owner, config, other_process):
     put(owner)
-    config["options"]["views"] = True
     with other_process(
-        config, "y = client.get_samples(['a', 'b'], 'p', ['y'])['y']\nprint('ready', flush=True)\ny[0] = 9"
+        with_views(config), "y = client.get_samples(['a', 'b'], 'p', ['y'])['y']\nprint('ready', flush=True)\ny[0] = 9"
     ) as it:
         assert it.wait(WAIT_S) == -signal.SIGSEGV
     assert owner.get_samples(IDS, "p", ["y"])["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -137,8 +161,7 @@ def test_a_write_into_a_view_changes_nothing_for_others(owner, config, other_pro
 
 def test_a_killed_reader_holds_nothing(owner, config, other_process):
     put(owner)
-    config["options"]["views"] = True
-    with other_process(config, "view = client.get_samples(['a', 'b'], 'p', ['x'])") as reader:
+    with other_process(with_views(config), "view = client.get_samples(['a', 'b'], 'p', ['x'])") as reader:
         assert statistics(owner).pinned_bytes > 0
         reader.send_signal(signal.SIGKILL)
         eventually(lambda: statistics(owner).pinned_bytes == 0, WAIT_S)
@@ -147,10 +170,10 @@ def test_a_killed_reader_holds_nothing(owner, config, other_process):
 
 
 @pytest.mark.parametrize("victim", ["owner", "ledger"])
-def test_all_clients_learn_at_once_that_the_store_has_ended(config, victim, python):
+def test_all_clients_learn_at_once_that_the_store_has_ended(fresh, victim, python):
     code = f"""
 import subprocess
-config = {config!r}
+config = {fresh!r}
 client = connect(config)
 client.register_partition("p", ["x"], None, ["train"])
 print(client._backend._process.pid, flush=True)
@@ -161,7 +184,7 @@ time.sleep(1000)
     with contextlib.ExitStack() as clients:
         try:
             ledger = int(owner.stdout.readline())
-            client = clients.enter_context(connect(config, bootstrap=False))
+            client = clients.enter_context(connect(fresh, bootstrap=False))
             assert client.list_samples("p").sample_ids == []
             os.kill(owner.pid if victim == "owner" else ledger, signal.SIGKILL)
             eventually(lambda: not Path(f"/proc/{ledger}").exists() or victim == "ledger", WAIT_S)
@@ -174,8 +197,8 @@ time.sleep(1000)
             owner.wait()
             owner.stdout.close()
         # nothing is in the way of the next store of this name, and clients of the old one are none of it
-        later = clients.enter_context(connect(config))
-        clients.enter_context(connect(config, bootstrap=False))
+        later = clients.enter_context(connect(fresh))
+        clients.enter_context(connect(fresh, bootstrap=False))
         later.register_partition("p", ["x", "y"], None, ["train"])
         for act in (lambda: client.list_samples("p"), lambda: put(client), lambda: client.get_samples(IDS, "p", ["y"])):
             with pytest.raises(BackendUnavailableError, match="has ended, and its data with it"):
@@ -210,6 +233,8 @@ except ConnectionError:
     print(True)
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=WAIT_S)
+    socket.chmod(0o600)
+    socket.parent.chmod(0o700)
     assert done.stdout == "True\n", done.stderr
 
 
@@ -344,11 +369,11 @@ def test_programs_that_a_client_starts_do_not_inherit_the_memory(owner):
     assert not os.get_inheritable(backend_of(owner)._arena.fd)
 
 
-def test_the_ledgers_process_may_open_as_many_files_as_the_system_allows(config):
+def test_the_ledgers_process_may_open_as_many_files_as_the_system_allows(fresh):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
     try:
-        with connect(config) as client:
+        with connect(fresh) as client:
             assert resource.prlimit(backend_of(client)._process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -401,21 +426,21 @@ def test_what_no_longer_waits_leaves_nothing_in_its_client(owner):
     assert not backend_of(owner)._session._waiting
 
 
-def test_connecting_does_not_wait_for_the_memory(config):
+def test_connecting_does_not_wait_for_the_memory(fresh):
     capacity_bytes = memory_limit().most_bytes
-    config["options"].update(capacity_bytes=capacity_bytes, touch_ahead_bytes=1 << 20)
-    with connect(config) as client:
+    fresh["options"].update(capacity_bytes=capacity_bytes, touch_ahead_bytes=1 << 20)
+    with connect(fresh) as client:
         assert statistics(client).arena_bytes > capacity_bytes
         eventually(lambda: statistics(client).touched_bytes >= 1 << 20, WAIT_S)
         assert statistics(client).touched_bytes < 1 << 24
 
 
 @pytest.mark.parametrize("with_watcher", [False, True])
-def test_a_killed_owners_forks_hold_neither_its_folder_nor_its_process(config, with_watcher, python):
+def test_a_killed_owners_forks_hold_neither_its_folder_nor_its_process(fresh, with_watcher, python):
     code = f"""
 import os, time
 from dataplane_core import connect
-client = connect({config!r})
+client = connect({fresh!r})
 child = os.fork()
 if child == 0:
     time.sleep(1000)
@@ -431,7 +456,7 @@ time.sleep(1000)
         owner.kill()
         owner.wait()
         eventually(lambda: not Path(f"/proc/{ledger}").exists(), WAIT_S)
-        with connect(config) as client:
+        with connect(fresh) as client:
             client.register_partition("p", ["x"], None, [])
     finally:
         os.kill(child, signal.SIGKILL)

@@ -6,32 +6,24 @@ import random
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.hosting import Client
-from dataplane_core.ledger import LedgerService, commands
-from dataplane_core.spec import FieldSpec
+from dataplane_core.ledger import commands
 from dataplane_tq_simple._book import SPREAD_BITS, Started, UnitBook, life_of
 from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._host import ControllerHost
-from dataplane_tq_simple._messages import BeginNear
 
 
 def started(index: int, life: str = "a", node: str = "n0") -> Started:
     return Started(f"{index}{life}", "10.0.0.1", 1000 + index, node)
 
 
-def begin(book: UnitBook) -> UnitBook:
-    book.begin("actor-", [(f"unit-{index}", f"actor-{index}", started(index, node=f"n{index}")) for index in range(3)])
-    return book
-
-
 @pytest.fixture
 def book() -> UnitBook:
-    return begin(UnitBook())
+    book = UnitBook()
+    book.begin("actor-", [(f"unit-{index}", f"actor-{index}", started(index, node=f"n{index}")) for index in range(3)])
+    return book
 
 
 def put(book: UnitBook, row_bytes: Sequence[int], node: str | None = None) -> int:
@@ -191,60 +183,3 @@ def test_what_is_gone_is_forgotten(book: UnitBook) -> None:
     assert len(view.lives) <= 5
     assert len(view.spreads) <= 3
     assert book.view(view.version) is None
-
-
-class Service:
-    """The host of an instance, and one client."""
-
-    def __init__(self) -> None:
-        self.host = ControllerHost(LedgerService())
-        begin(self.host.book)
-        self.call(commands.Register("p", ["x"], None, ["t"], None, {}, "epoch"))
-
-    def call(self, request: Any) -> Any:
-        return self.host.answer(request, Client(1))
-
-
-def begin_put(ids: list[str]) -> commands.BeginPut:
-    return commands.BeginPut("p", ids, {"x": FieldSpec(kind="object")}, [10] * len(ids), ttl_s=60.0)
-
-
-def test_rows_that_two_clients_report_as_deleted_are_counted_once() -> None:
-    """A clear returns all rows that are free, also those that another client deletes at the same time."""
-    service = Service()
-    book = service.host.book
-    ids = [f"s{row}" for row in range(12)]
-    write_id = service.call(begin_put(ids))
-    service.call(commands.CommitPut(write_id))
-    _, first = service.call(commands.Clear("p", ids[:6]))
-    _, second = service.call(commands.Clear("p", ids[6:9]))
-    assert set(first) < set(second)
-    for freed in (first, second):
-        service.call(commands.Collected(freed))
-    assert {each[1:] for each in held(book).values()} == {(1, 10, 0)}
-    book.remove_unit("unit-1", now=False)
-    assert service.host.end_removed() == [], "one of its rows is left"
-    _, last = service.call(commands.Clear("p", ids[9:]))
-    service.call(commands.Collected(last))
-    assert service.host.end_removed() == ["actor-1"]
-
-
-def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit() -> None:
-    service = Service()
-    book = service.host.book
-    ids = [f"s{row}" for row in range(6)]
-    put = begin_put(ids)
-    kept, lost, near = service.call(put), service.call(put), service.call(BeginNear(put, "n2"))
-    assert units_of(book, near, 6) == {"unit-2": 6}
-    service.call(commands.CommitPut(kept))
-    book.ended("unit-0", "0a")
-    with pytest.raises(UnitsGoneError, match="Nothing was written"):
-        service.call(commands.CommitPut(lost))
-    (part,) = service.call(commands.Locate("p", ids, ["x"])).parts
-    assert part.write_id == kept
-    refs = service.call(commands.AbortPut(lost))
-    assert len(refs) == 6
-    service.call(commands.Collected(refs))
-    service.call(commands.CommitPut(near))  # it has no row on the unit that ended
-    service.call(commands.Collected([(kept, row) for row in range(6)]))
-    assert [each.num_rows + each.num_lost for each in book.records()[0]] == [0, 0, 6]

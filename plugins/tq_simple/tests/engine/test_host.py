@@ -1,4 +1,4 @@
-"""A controller's service with a journal, without Ray: it is made again from its folder, and calls are repeated."""
+"""A controller's host, without Ray. With a journal, it is made again from its folder, and calls are repeated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataplane_core.spec import FieldSpec
 from dataplane_tq_simple._book import SPREAD_BITS, Started, UnitBook
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._host import ControllerHost, make_ledger
-from dataplane_tq_simple._messages import AddUnits, RemoveUnit, UnitRecords, ViewUnits
+from dataplane_tq_simple._messages import AddUnits, BeginNear, RemoveUnit, UnitRecords, ViewUnits
 
 X = {"x": FieldSpec("tensor", "int64", 1)}
 IDS = [f"s{row}" for row in range(6)]
@@ -23,7 +23,7 @@ IDS = [f"s{row}" for row in range(6)]
 class Controller:
     """A controller's host, and one client."""
 
-    def __init__(self, folder: Path, *, places: bool = True) -> None:
+    def __init__(self, folder: Path | None, *, places: bool = True) -> None:
         self._folder, self._places = folder, places
         self._serial = self._num_puts = 0
         self._client = Client(1)
@@ -57,6 +57,11 @@ class Controller:
 
 def started(index: int, life: str = "a") -> Started:
     return Started(f"{index}{life}", "10.0.0.1", 1000 + index, f"n{index}")
+
+
+@pytest.fixture(params=[True, False], ids=["with a journal", "without"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Controller:
+    return Controller(tmp_path / "journal" if request.param else None)
 
 
 @pytest.fixture
@@ -194,3 +199,42 @@ def test_a_folder_that_no_node_has_is_refused(tmp_path: Path) -> None:
         make_ledger(Path("/proc/journal"), None, False)
     with pytest.raises(BackendUnavailableError, match="there is no journal"):
         make_ledger(tmp_path / "journal", None, False, must_exist=True)
+
+
+def held(controller: Controller) -> list[tuple[int, int]]:
+    return [(each.num_rows, each.num_lost) for each in controller.units()[0]]
+
+
+def test_rows_that_two_clients_report_as_deleted_are_counted_once(either: Controller) -> None:
+    """A clear returns all rows that are free, also those that another client deletes at the same time."""
+    either.put()
+    either.put()
+    first_ids, then_ids = ([f"{number}{each}" for each in IDS] for number in (1, 2))
+    _, first = either.call(commands.Clear("p", first_ids))
+    _, second = either.call(commands.Clear("p", then_ids[:3]))
+    assert set(first) < set(second)
+    for freed in (first, second):
+        either.call(commands.Collected(freed))
+    assert held(either) == [(1, 0)] * 3
+    either.call(RemoveUnit("unit-1", False))
+    assert either.host.end_removed() == [], "one of its rows is left"
+    _, last = either.call(commands.Clear("p", then_ids[3:]))
+    either.call(commands.Collected(last))
+    assert either.host.end_removed() == ["actor-unit-1"]
+
+
+def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(either: Controller) -> None:
+    kept, lost = either.begin(), either.begin()
+    near = either.call(BeginNear(commands.BeginPut("p", IDS, X, [10] * 6, ttl_s=60.0), "n2"))
+    assert [unit.num_rows for unit in either.units()[0]] == [4, 4, 10]
+    either.call(commands.CommitPut(kept))
+    either.host.book.ended("unit-0", "0a")
+    with pytest.raises(UnitsGoneError, match="Nothing was written"):
+        either.call(commands.CommitPut(lost))
+    assert set(either.call(commands.ListSamples("p")).sample_ids) == {f"1{each}" for each in IDS}
+    refs = either.call(commands.AbortPut(lost))
+    assert len(refs) == 6
+    either.call(commands.Collected(refs))
+    either.call(commands.CommitPut(near))  # it has no row on the unit that ended
+    either.call(commands.Collected([(kept, row) for row in range(6)]))
+    assert held(either) == [(0, 0), (0, 0), (6, 0)]

@@ -161,6 +161,7 @@ class MooncakeInstance(Instance):
     prefix = "tqm-"
     distribution = "dataplane-mooncake-backend"
     protocol = 8
+    unit_class = SegmentHost
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -181,16 +182,8 @@ class MooncakeInstance(Instance):
         return [Segment(*each) for each in self.details["segments"]]
 
     @classmethod
-    def _unit_class(cls) -> type:
-        return SegmentHost
-
-    @classmethod
     def _unit_arguments(cls, config: TQMooncakeConfig) -> Mapping[str, Any]:
         return {"config": config.model_dump()}
-
-    @staticmethod
-    def ask_unit(handle: Any) -> Any:
-        return handle.describe.remote()
 
     def _prepare(self, answers: Sequence[Described], deadline: float) -> None:
         """Checks that the memory suffices, starts the master, and has the units mount their segments."""

@@ -87,6 +87,9 @@ class Instance(ABC):
     distribution: ClassVar[str]
     #: A number that changes when clients of different versions of the distribution cannot share an instance.
     protocol: ClassVar[int]
+    #: The class of the units' actors. It must be importable, so that a worker reads its own environment. Its method
+    #: ``describe`` says where a unit is: the answer has an ``ip`` and a ``port``.
+    unit_class: ClassVar[type]
     #: Whether the controller watches the units: they come and go while it runs.
     keeps_units: ClassVar[bool] = False
 
@@ -102,18 +105,8 @@ class Instance(ABC):
 
     @classmethod
     @abstractmethod
-    def _unit_class(cls) -> type:
-        """The class of the units' actors. It must be importable, so that a worker reads its own environment."""
-
-    @classmethod
-    @abstractmethod
     def _unit_arguments(cls, config: Any) -> Mapping[str, Any]:
         """Keyword arguments of its constructor."""
-
-    @staticmethod
-    @abstractmethod
-    def ask_unit(handle: Any) -> Any:
-        """Asks a unit where it is. Returns a Ray reference to the answer, which has an ``ip`` and a ``port``."""
 
     def _prepare(self, answers: Sequence[Any], deadline: float) -> None:  # noqa: B027  (most units need nothing)
         """Called by the bootstrapping process when the actors run, with the units' answers."""
@@ -204,7 +197,7 @@ class Instance(ABC):
         detached = added and config.journal is not None
         if detached:
             arguments["follows"] = (cls.controller_name(config), ray.get_runtime_context().get_actor_id())
-        unit = ray.remote(cls._unit_class()).options(
+        unit = ray.remote(cls.unit_class).options(
             name=name,
             namespace=NAMESPACE,
             num_cpus=config.unit_num_cpus,
@@ -242,7 +235,7 @@ class Instance(ABC):
         """Waits for the controller and the units. Returns where the controller answers, and what the units say."""
         controller, *units = handles.items()
         refs = {controller[0]: controller[1].open.remote()}
-        refs |= {name: cls.ask_unit(handle) for name, handle in units}
+        refs |= {name: handle.describe.remote() for name, handle in units}
         started, waiting = ray.wait(
             list(refs.values()), num_returns=len(refs), timeout=max(0.0, deadline - time.monotonic())
         )

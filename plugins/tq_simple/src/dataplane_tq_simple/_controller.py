@@ -94,7 +94,7 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
         assert self._keeps is not None
         instance, config = pickle.loads(self._keeps)
         create = functools.partial(instance.create_unit, config, added=True)
-        return Keeper(self._host, instance.unit_prefix(config), create, instance.ask_unit)
+        return Keeper(self._host, instance.unit_prefix(config), create)
 
 
 def _was_started_before() -> bool:

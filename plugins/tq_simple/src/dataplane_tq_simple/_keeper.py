@@ -68,16 +68,12 @@ class Keeper:
         host: Has the book, and knows which rows are garbage.
         prefix: What the actor names of the units start with.
         create: Creates the actor of a unit, by its name and the id of its node. Its creator owns it.
-        ask: Asks the actor of a unit where it is. Returns a Ray reference to the answer.
     """
 
-    def __init__(
-        self, host: ControllerHost, prefix: str, create: Callable[[str, str], Any], ask: Callable[[Any], Any]
-    ) -> None:
+    def __init__(self, host: ControllerHost, prefix: str, create: Callable[[str, str], Any]) -> None:
         self._host = host
         self._prefix = prefix
         self._create_unit = create
-        self._ask_unit = ask
         self._book = host.book
         self._context = zmq.Context()
         self._ears: dict[str, _Ear] = {}
@@ -171,7 +167,7 @@ class Keeper:
                 del self._asked[name]
             elif asked.ref is None:
                 if now >= asked.ask_at:
-                    asked.ref = self._ask_unit(self._handles[actors[name]])
+                    asked.ref = self._handles[actors[name]].describe.remote()
                     asked.ask_at = now + _ASK_S
             elif ray.wait([asked.ref], timeout=0)[0]:
                 ref, asked.ref = asked.ref, None

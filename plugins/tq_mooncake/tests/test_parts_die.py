@@ -14,7 +14,6 @@ import ray
 import torch
 
 from dataplane_core.errors import DataPlaneError, LostSamplesError
-from dataplane_mooncake._master import Master
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
 
@@ -245,23 +244,3 @@ def test_a_dead_unit_loses_its_rows_and_others_are_served_on(two, kill_unit):
         assert torch.equal(user.get_samples(lost, "p", ["x"])["x"], values(7, lost)["x"])
     client.clear_samples(names + later, "p")
     assert list(client.list_samples("p").sample_ids) == []
-
-
-def test_the_only_unit_dies_at_a_master_of_somebody_else(connect, ray_address, kill_unit):
-    """A put waits until the unit is back."""
-    master = Master(ray.util.get_node_ip_address())
-    try:
-        master.start(time.monotonic() + 85)
-        options = {"ray_address": ray_address, "instance": "only", "master_address": master.address}
-        owner = connect(**options)
-        owner.register_partition("p", ["x"], None, ["train"])
-        owner.put_samples(NAMES, "p", values(1))
-        kill_unit(owner, 0)
-        owner.put_samples(["t"], "p", values(2, ["t"]))
-        with pytest.raises(LostSamplesError) as lost:
-            owner.get_samples([*NAMES, "t"], "p", ["x"])
-        assert list(lost.value.missing_samples) == NAMES
-        assert torch.equal(owner.get_samples(["t"], "p", ["x"])["x"], values(2, ["t"])["x"])
-        owner.close()
-    finally:
-        master.stop()

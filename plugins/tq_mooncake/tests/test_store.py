@@ -22,6 +22,7 @@ from dataplane_core.errors import (
     CapacityExceededError,
     ClientClosedError,
     ConfigError,
+    LostSamplesError,
     OperationTimeoutError,
 )
 from dataplane_core.ledger import commands
@@ -317,7 +318,10 @@ def test_a_put_that_waits_for_room_goes_on_when_there_is_some(client, connect, r
 # --- two queues on one master ----------------------------------------------------------------------------------------
 
 
-def test_queues_on_one_master_neither_collide_nor_lodge_in_each_other_and_name_it_when_it_dies(connect, ray_address):
+def test_queues_on_one_master_neither_collide_nor_lodge_in_each_other_and_name_it_when_it_dies(
+    connect, ray_address, pid_of
+):
+    """And a put waits until a unit that died is back."""
     master = Master(ray.util.get_node_ip_address())
     try:
         master.start(time.monotonic() + 60)
@@ -333,9 +337,17 @@ def test_queues_on_one_master_neither_collide_nor_lodge_in_each_other_and_name_i
         one.close()
         assert torch.equal(two.get_samples(ids(8), "p", ["x"])["x"], rows(8, MIB // 2, 1)["x"])
         assert psutil.Process(master.pid).is_running()  # it was not theirs
+
+        os.kill(pid_of("tqm-two/unit-0"), signal.SIGKILL)
+        two.put_samples(["t"], "p", rows(1, MIB // 2, 2))  # waits until the only unit is back
+        with pytest.raises(LostSamplesError) as lost:
+            two.get_samples([*ids(8), "t"], "p", ["x"])
+        assert list(lost.value.missing_samples) == ids(8)
+        assert torch.equal(two.get_samples(["t"], "p", ["x"])["x"], rows(1, MIB // 2, 2)["x"])
+
         os.kill(master.pid, signal.SIGKILL)
         for attempt in (
-            lambda: two.get_samples(ids(8), "p", ["x"]),
+            lambda: two.get_samples(["t"], "p", ["x"]),
             lambda: two.put_samples(["b"], "p", rows(1, 9)),
             lambda: two.clear_samples(ids(1), "p"),
             lambda: two.claim_meta("p", "train", ["x"], 9, timeout_s=60),

@@ -33,7 +33,7 @@ zmq: Any = _zmq  # its type stubs are partial
 
 # Seconds between two checks of a waiting exchange whether the engine was closed.
 _POLL_S = 0.1
-#: Seconds without a reply after which an exchange starts to watch its peers.
+#: Seconds without a reply after which an exchange starts to watch its peers, and between two questions about them.
 PATIENCE_S = 0.2
 # Requests in flight from one exchange to one peer. Replies arrive in the order of the requests.
 _WINDOW = 4

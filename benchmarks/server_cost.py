@@ -54,7 +54,7 @@ def server_pids(client: DataPlaneClient) -> dict[str, int]:
     for store in getattr(backend_of(client), "_stores", [backend_of(client)]):
         engine = getattr(store, "_engine", None)
         if engine is not None:  # a backend in TransferQueue's controller
-            add("controller", engine.controller_pid(timeout_s=30.0))
+            add("controller", engine.controller_pid(time.monotonic() + 30.0))
     for child in psutil.Process().children(recursive=True):  # Ray's processes are among them
         words = " ".join(child.cmdline())
         if "StorageUnit" in words:

@@ -51,13 +51,13 @@ def engine_contestant(engine: Engine, lengths: np.ndarray) -> Contestant:
         nonlocal first, handles
         handles = list(range(first, first + len(lengths)))
         first += len(lengths)
-        engine.put_rows(handles, buffer, offsets, timeout_s=TIMEOUT_S)
+        engine.put_rows(handles, buffer, offsets, deadline=time.monotonic() + TIMEOUT_S)
 
     def get() -> None:
-        rows = engine.get_rows(handles, timeout_s=TIMEOUT_S)
+        rows = engine.get_rows(handles, deadline=time.monotonic() + TIMEOUT_S)
         assert sum(row.nbytes for row in rows) == offsets[-1]
 
-    return Contestant(put, get, lambda: engine.delete_rows(handles, timeout_s=TIMEOUT_S))
+    return Contestant(put, get, lambda: engine.delete_rows(handles, deadline=time.monotonic() + TIMEOUT_S))
 
 
 def raw_contestant(lengths: np.ndarray) -> Contestant:
@@ -116,9 +116,10 @@ def main() -> None:
 
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
+    deadline = time.monotonic() + TIMEOUT_S
     with (
-        Engine.bootstrap(TQSimpleConfig(instance="one"), dict) as one,
-        Engine.bootstrap(TQSimpleConfig(instance="two", num_storage_units=2), dict) as two,
+        Engine.open(TQSimpleConfig(instance="one"), bootstrap=True, deadline=deadline) as one,
+        Engine.open(TQSimpleConfig(instance="two", num_storage_units=2), bootstrap=True, deadline=deadline) as two,
     ):
         for megabytes in options.megabytes:
             mean = megabytes * 10**6 / (4 * NUM_COLUMNS * options.rows)
@@ -135,7 +136,7 @@ def main() -> None:
         calls = []
         for _ in range(300):
             started = time.perf_counter()
-            one.call("get", "key", timeout_s=TIMEOUT_S)
+            one.controller_pid(time.monotonic() + TIMEOUT_S)
             calls.append((time.perf_counter() - started) * 1e3)
         print(f"\none call into the controller: median {statistics.median(calls):.2f} ms, min {min(calls):.2f} ms")
     transfer_queue.close()

@@ -115,7 +115,7 @@ def store_process(client: DataPlaneClient) -> psutil.Process:
     """The process that keeps the store's control plane."""
     engine = getattr(backend_of(client), "_engine", None)
     if engine is not None:
-        return psutil.Process(engine.controller_pid(timeout_s=10.0))
+        return psutil.Process(engine.controller_pid(time.monotonic() + 10.0))
     for child in psutil.Process().children(recursive=True):
         if "redis-server" in child.name():
             return child

@@ -16,8 +16,11 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 
-#: Nothing that reads settings from the environment when it is imported, as Ray, TransferQueue and Mooncake do.
-PRELOADED = ("torch._dynamo", "dataplane_core", "jsonschema")
+#: Nothing that reads settings from the environment when it is imported, as Ray, TransferQueue and Mooncake do, but what
+#: these import.
+OTHERS = ("jsonschema", "requests", "google.protobuf.message", "omegaconf", "tensordict", "zmq", "psutil")
+OURS = ("client", "connecting", "backends", "hosting", "host_memory")
+PRELOADED = ("torch._dynamo", *OTHERS, *(f"dataplane_core.{wing}" for wing in OURS))
 #: The variable that names the socket of the process that forks.
 SOCKET = "DATAPLANE_TEST_FORKS"
 _CONTEXT = "--serialized-runtime-env-context="

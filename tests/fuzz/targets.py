@@ -81,7 +81,6 @@ from dataplane_testkit import backend_of
 from dataplane_tq_simple import _messages as tq
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost
-from dataplane_tq_simple._service import PlacingLedgerService
 
 __all__ = ["TARGETS", "Target", "resources"]
 
@@ -670,7 +669,7 @@ def _tq_requests() -> list[bytes]:
 def _read_tq_request(data: bytes) -> None:
     """A forged request to the controller, and then that of another client."""
     request, _ = tq.MESSAGES.decode_request(data)
-    host = ControllerHost(PlacingLedgerService())
+    host = ControllerHost(LedgerService())
     host.book.begin("actor-", [(f"unit-{each}", f"actor-{each}", Started("a", "ip", 1, f"n{each}")) for each in (0, 1)])
     client = Client(1)
     host.answer(_BEFORE[0], client)

@@ -67,9 +67,10 @@ class TQSimple:
     def change(self, backend, sample_id, change):
         (part,) = backend._ledger(time.monotonic() + 60, commands.Locate("p", [sample_id], ["reward"])).parts
         handle = part.write_id + part.positions[0]
-        (row,) = backend._engine.get_rows([handle], column="dataplane", timeout_s=60)
+        deadline = time.monotonic() + 60
+        (row,) = backend._engine.get_rows([handle], deadline=deadline)
         changed = change(bytearray(row))
-        backend._engine.put_rows([handle], changed, np.array([0, len(changed)]), column="dataplane", timeout_s=60)
+        backend._engine.put_rows([handle], changed, np.array([0, len(changed)]), deadline=deadline)
 
 
 @pytest.fixture(scope="module", params=["redis_store", pytest.param("tq_simple", marks=pytest.mark.long)])

@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -20,26 +19,48 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import connect
-from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClaimTimeoutError, OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError, ClaimTimeoutError, OperationTimeoutError
 from dataplane_core.host_memory import memory_limit
 from dataplane_core.spec import GetRequest
 from dataplane_testkit import backend_of
+from dataplane_testkit._timing import eventually
 
 WAIT_S = 60.0
 IDS = ["a", "b", "c", "d"]
 ROWS = [[1, 2, 3], [], [4], [5, 6]]
 
 
-@pytest.fixture
-def config():
+def new_config():
     return {"backend": "shm_store", "options": {"namespace": f"t-{uuid.uuid4().hex[:8]}", "capacity_bytes": 64 << 20}}
 
 
 @pytest.fixture
-def owner(config):
+def fresh():
+    """The config of a store of this test alone, which nobody has started."""
+    return new_config()
+
+
+@pytest.fixture(scope="module")
+def config():
+    """That of the store that the other tests share."""
+    return new_config()
+
+
+@pytest.fixture(scope="module")
+def first_client(config):
     with connect(config) as client:
-        client.register_partition("p", ["x", "y"], None, ["train"])
         yield client
+
+
+@pytest.fixture
+def owner(first_client):
+    """The client that started the store, with an empty partition ``p``. At the end, nobody holds anything."""
+    first_client.register_partition("p", ["x", "y"], None, ["train"])
+    yield first_client
+    gc.collect()
+    first_client.clear_samples(None, "p")
+    eventually(lambda: statistics(first_client).num_sessions == 1, WAIT_S)
+    assert statistics(first_client).held_bytes == 0
 
 
 def put(client, ids=IDS):
@@ -47,19 +68,16 @@ def put(client, ids=IDS):
     client.put_samples(ids, "p", TensorDict({"x": rows, "y": torch.arange(4.0)}, batch_size=[4]))
 
 
+def with_views(config):
+    return {**config, "options": {**config["options"], "views": True}}
+
+
 def viewing(config):
-    return connect({**config, "options": {**config["options"], "views": True}}, bootstrap=False)
+    return connect(with_views(config), bootstrap=False)
 
 
 def statistics(client):
     return backend_of(client).statistics(time.monotonic() + WAIT_S)
-
-
-def eventually(condition):
-    give_up = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up, "the condition did not come true"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -112,7 +130,7 @@ def test_a_view_keeps_its_bytes_until_its_last_tensor_is_gone_also_after_close(o
     assert statistics(owner).num_sessions == 2
     del view
     gc.collect()
-    eventually(lambda: statistics(owner).num_sessions == 1)
+    eventually(lambda: statistics(owner).num_sessions == 1, WAIT_S)
     assert statistics(owner).pinned_bytes == 0
 
 
@@ -131,9 +149,8 @@ def test_rows_that_do_not_lie_side_by_side_are_copied(owner, config):
 
 def test_a_write_into_a_view_changes_nothing_for_others(owner, config, other_process):
     put(owner)
-    config["options"]["views"] = True
     with other_process(
-        config, "y = client.get_samples(['a', 'b'], 'p', ['y'])['y']\nprint('ready', flush=True)\ny[0] = 9"
+        with_views(config), "y = client.get_samples(['a', 'b'], 'p', ['y'])['y']\nprint('ready', flush=True)\ny[0] = 9"
     ) as it:
         assert it.wait(WAIT_S) == -signal.SIGSEGV
     assert owner.get_samples(IDS, "p", ["y"])["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -144,37 +161,19 @@ def test_a_write_into_a_view_changes_nothing_for_others(owner, config, other_pro
 
 def test_a_killed_reader_holds_nothing(owner, config, other_process):
     put(owner)
-    config["options"]["views"] = True
-    with other_process(config, "view = client.get_samples(['a', 'b'], 'p', ['x'])") as reader:
+    with other_process(with_views(config), "view = client.get_samples(['a', 'b'], 'p', ['x'])") as reader:
         assert statistics(owner).pinned_bytes > 0
         reader.send_signal(signal.SIGKILL)
-        eventually(lambda: statistics(owner).pinned_bytes == 0)
+        eventually(lambda: statistics(owner).pinned_bytes == 0, WAIT_S)
     owner.clear_samples(IDS, "p")
     assert statistics(owner).held_bytes == 0
 
 
-def test_a_killed_writer_leaves_neither_rows_nor_bytes(owner, config, other_process):
-    code = """
-from dataplane_shm import _payload
-client.register_partition("w", ["x"], None, [])
-def stop(*_):
-    print("ready", flush=True)
-    time.sleep(1000)
-_payload.write = stop
-client.put_samples(["a"], "w", TensorDict({"x": torch.ones(1, 100_000)}, batch_size=[1]))
-"""
-    with other_process(config, code) as writer:
-        assert statistics(owner).held_bytes >= 400_000
-        writer.send_signal(signal.SIGKILL)
-        eventually(lambda: statistics(owner).held_bytes == 0)
-    assert owner.list_samples("w").sample_ids == []
-
-
 @pytest.mark.parametrize("victim", ["owner", "ledger"])
-def test_all_clients_learn_at_once_that_the_store_has_ended(config, victim, python):
+def test_all_clients_learn_at_once_that_the_store_has_ended(fresh, victim, python):
     code = f"""
 import subprocess
-config = {config!r}
+config = {fresh!r}
 client = connect(config)
 client.register_partition("p", ["x"], None, ["train"])
 print(client._backend._process.pid, flush=True)
@@ -185,10 +184,10 @@ time.sleep(1000)
     with contextlib.ExitStack() as clients:
         try:
             ledger = int(owner.stdout.readline())
-            client = clients.enter_context(connect(config, bootstrap=False))
+            client = clients.enter_context(connect(fresh, bootstrap=False))
             assert client.list_samples("p").sample_ids == []
             os.kill(owner.pid if victim == "owner" else ledger, signal.SIGKILL)
-            eventually(lambda: not Path(f"/proc/{ledger}").exists() or victim == "ledger")
+            eventually(lambda: not Path(f"/proc/{ledger}").exists() or victim == "ledger", WAIT_S)
             for _ in range(2):
                 with pytest.raises(BackendUnavailableError, match="has ended, and its data with it") as info:
                     client.list_samples("p")
@@ -198,8 +197,8 @@ time.sleep(1000)
             owner.wait()
             owner.stdout.close()
         # nothing is in the way of the next store of this name, and clients of the old one are none of it
-        later = clients.enter_context(connect(config))
-        clients.enter_context(connect(config, bootstrap=False))
+        later = clients.enter_context(connect(fresh))
+        clients.enter_context(connect(fresh, bootstrap=False))
         later.register_partition("p", ["x", "y"], None, ["train"])
         for act in (lambda: client.list_samples("p"), lambda: put(client), lambda: client.get_samples(IDS, "p", ["y"])):
             with pytest.raises(BackendUnavailableError, match="has ended, and its data with it"):
@@ -234,17 +233,12 @@ except ConnectionError:
     print(True)
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=WAIT_S)
+    socket.chmod(0o600)
+    socket.parent.chmod(0o700)
     assert done.stdout == "True\n", done.stderr
 
 
 # --- several at once --------------------------------------------------------------------------------------------------
-
-
-def test_an_owner_is_alone(owner, config):
-    with pytest.raises(AlreadyRunningError):
-        connect(config)
-    with connect(config, bootstrap="auto") as other:
-        assert not other.bootstrapped
 
 
 def test_an_attached_client_has_the_owners_limits(owner, config):
@@ -267,12 +261,12 @@ def test_a_fork_opens_a_client_of_its_own_and_does_not_hold_its_parents_session(
             time.sleep(3600 if good else 0)
         os._exit(status)
     try:
-        eventually(lambda: statistics(owner).num_sessions == 3)
+        eventually(lambda: statistics(owner).num_sessions == 3, WAIT_S)
         os.write(tell, b".")
-        eventually(lambda: statistics(owner).num_sessions == 2)
+        eventually(lambda: statistics(owner).num_sessions == 2, WAIT_S)
         attached.close()
         del attached
-        eventually(lambda: statistics(owner).num_sessions == 1)
+        eventually(lambda: statistics(owner).num_sessions == 1, WAIT_S)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -289,7 +283,7 @@ def test_a_closed_client_has_no_session_though_its_errors_are_kept(owner, config
             with pytest.raises(KeyError) as caught:
                 client.get_samples(["absent"], "p", ["y"])
             errors.append(caught.value)
-    eventually(lambda: statistics(owner).num_sessions == 1)
+    eventually(lambda: statistics(owner).num_sessions == 1, WAIT_S)
     assert views["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert len(errors) == 3
 
@@ -323,29 +317,19 @@ def test_an_interrupted_request_is_not_answered_to_the_next(owner, monkeypatch):
     assert statistics(owner).pinned_bytes == 0
 
 
-@contextlib.contextmanager
-def stopped(process):
-    """The process does not run meanwhile."""
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
-
-
-def test_a_read_that_gave_up_holds_nothing_though_the_ledgers_process_gets_to_it_later(owner):
+def test_a_read_that_gave_up_holds_nothing_though_the_ledgers_process_gets_to_it_later(owner, stopped):
     put(owner)
     connection = backend_of(owner)._session
     other = connection._take("the test's", time.monotonic() + WAIT_S)
     request = GetRequest(partition_id="p", sample_ids=IDS, fields=["y"], deadline=time.monotonic() + 0.2)
-    with stopped(backend_of(owner)._process):
+    with stopped(backend_of(owner)._process.pid):
         with pytest.raises(OperationTimeoutError):
             backend_of(owner).get_samples(request)
         connection._idle.append(other)
         gc.collect()
         connection._send_releases()
     assert owner.get_samples(IDS, "p", ["y"])["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
-    eventually(lambda: statistics(owner).pinned_bytes == 0)
+    eventually(lambda: statistics(owner).pinned_bytes == 0, WAIT_S)
 
 
 def test_a_pin_that_ends_while_nothing_can_be_sent_ends_with_a_later_request(owner, config, monkeypatch):
@@ -378,18 +362,18 @@ def test_a_pin_that_ends_while_all_sockets_are_in_use_ends_when_one_is_free(owne
         monkeypatch.setattr(session, "_receive", drop)
         client.list_samples("p")
         monkeypatch.undo()
-        eventually(lambda: statistics(owner).pinned_bytes == 0)
+        eventually(lambda: statistics(owner).pinned_bytes == 0, WAIT_S)
 
 
 def test_programs_that_a_client_starts_do_not_inherit_the_memory(owner):
     assert not os.get_inheritable(backend_of(owner)._arena.fd)
 
 
-def test_the_ledgers_process_may_open_as_many_files_as_the_system_allows(config):
+def test_the_ledgers_process_may_open_as_many_files_as_the_system_allows(fresh):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
     try:
-        with connect(config) as client:
+        with connect(fresh) as client:
             assert resource.prlimit(backend_of(client)._process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -404,10 +388,12 @@ def test_a_ledgers_process_without_file_descriptors_serves_on_rests_and_accepts_
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(set(range(1000)) - used), hard))
             attaching = pool.submit(connect, config, bootstrap=False)
             log = backend_of(owner)._folder.path / "ledger.log"
-            eventually(lambda: "no client is accepted for 1.0 s: [Errno 24] Too many open files" in log.read_text())
+            eventually(
+                lambda: "no client is accepted for 1.0 s: [Errno 24] Too many open files" in log.read_text(), WAIT_S
+            )
             put(owner)
             stat = Path(f"/proc/{pid}/stat")
-            eventually(lambda: {stat.read_text().rpartition(")")[2].split()[0] for _ in range(20)} == {"S"})
+            eventually(lambda: {stat.read_text().rpartition(")")[2].split()[0] for _ in range(20)} == {"S"}, WAIT_S)
         finally:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
         with attaching.result() as client:
@@ -440,43 +426,21 @@ def test_what_no_longer_waits_leaves_nothing_in_its_client(owner):
     assert not backend_of(owner)._session._waiting
 
 
-def test_threads_of_one_client_work_side_by_side(owner):
-    wrong = []
-
-    def work(number):
-        for turn in range(30):
-            sample_id = f"{number}.{turn}"
-            x = torch.full((1, 1 + (turn * 37) % 900), number * 1000.0 + turn)
-            owner.put_samples([sample_id], "p", TensorDict({"y": x}, batch_size=[1]))
-            if not torch.equal(owner.get_samples([sample_id], "p", ["y"])["y"], x):
-                wrong.append(sample_id)
-            owner.clear_samples([sample_id], "p")
-
-    owner.register_partition("p", ["y"], None, ["train"])
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert wrong == []
-    assert statistics(owner).held_bytes == statistics(owner).pinned_bytes == 0
-
-
-def test_connecting_does_not_wait_for_the_memory(config):
+def test_connecting_does_not_wait_for_the_memory(fresh):
     capacity_bytes = memory_limit().most_bytes
-    config["options"].update(capacity_bytes=capacity_bytes, touch_ahead_bytes=1 << 20)
-    with connect(config) as client:
+    fresh["options"].update(capacity_bytes=capacity_bytes, touch_ahead_bytes=1 << 20)
+    with connect(fresh) as client:
         assert statistics(client).arena_bytes > capacity_bytes
-        eventually(lambda: statistics(client).touched_bytes >= 1 << 20)
+        eventually(lambda: statistics(client).touched_bytes >= 1 << 20, WAIT_S)
         assert statistics(client).touched_bytes < 1 << 24
 
 
 @pytest.mark.parametrize("with_watcher", [False, True])
-def test_a_killed_owners_forks_hold_neither_its_folder_nor_its_process(config, with_watcher, python):
+def test_a_killed_owners_forks_hold_neither_its_folder_nor_its_process(fresh, with_watcher, python):
     code = f"""
 import os, time
 from dataplane_core import connect
-client = connect({config!r})
+client = connect({fresh!r})
 child = os.fork()
 if child == 0:
     time.sleep(1000)
@@ -491,8 +455,8 @@ time.sleep(1000)
             os.kill(watcher, signal.SIGKILL)
         owner.kill()
         owner.wait()
-        eventually(lambda: not Path(f"/proc/{ledger}").exists())
-        with connect(config) as client:
+        eventually(lambda: not Path(f"/proc/{ledger}").exists(), WAIT_S)
+        with connect(fresh) as client:
             client.register_partition("p", ["x"], None, [])
     finally:
         os.kill(child, signal.SIGKILL)

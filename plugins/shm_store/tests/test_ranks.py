@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from dataplane_core import StreamingDataset, connect, connect_async, stream
 
-CONFIG, KIND, RANK, SIZE, ADDRESS, TERMS = json.loads(sys.argv[1])
 CLAIM = ("p", "t", ["x", "text"], 2)
-TERMS = dict(TERMS, dp_rank=RANK, dp_size=SIZE, timeout_s=60)
 
 
 def step(batch):
@@ -28,62 +26,64 @@ def step(batch):
     return batch.meta.size, total.item()
 
 
-async def run_async():
-    async with await connect_async(CONFIG, bootstrap=False) as client:
-        return [step(batch) async for batch in stream(client, *CLAIM, **TERMS)]
+async def run_async(config, terms):
+    async with await connect_async(config, bootstrap=False) as client:
+        return [step(batch) async for batch in stream(client, *CLAIM, **terms)]
 
 
-def run():
-    if KIND == "async":
-        return asyncio.run(run_async())
-    with connect(CONFIG, bootstrap=False) as client:
-        if KIND == "stream":
-            return [step(batch) for batch in stream(client, *CLAIM, **TERMS)]
-        return [step(batch) for batch in StreamingDataset(CONFIG, *CLAIM, **TERMS).loader(client, 2)]
+def run(config, kind, terms):
+    if kind == "async":
+        return asyncio.run(run_async(config, terms))
+    with connect(config, bootstrap=False) as client:
+        if kind == "stream":
+            return [step(batch) for batch in stream(client, *CLAIM, **terms)]
+        return [step(batch) for batch in StreamingDataset(config, *CLAIM, **terms).loader(client, 2)]
 
 
-if __name__ == "__main__":
-    dist.init_process_group("gloo", init_method=ADDRESS, rank=RANK, world_size=SIZE)
+for line in sys.stdin:
+    config, kind, rank, size, address, terms = json.loads(line)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
     try:
-        print(json.dumps(run()))
+        done = run(config, kind, dict(terms, dp_rank=rank, dp_size=size, timeout_s=60))
     except ValueError as error:
-        print(json.dumps(str(error)))
+        done = str(error)
     dist.destroy_process_group()
+    print(json.dumps(done), flush=True)
 """
 
 
+@pytest.fixture(scope="module")
+def processes(python):
+    """Three of them, each of which is a rank of one task after the other."""
+    pipe = subprocess.PIPE
+    started = [python.start("-c", _RANK, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
+    yield started
+    for each in started:
+        each.stdin.close()  # it ends, unless it hangs
+        try:
+            assert each.wait(100) == 0
+        finally:
+            each.kill()
+            each.stdout.close()
+
+
 @pytest.fixture
-def ranks(tmp_path, python):
+def ranks(tmp_path, processes):
     """Runs the ranks of a task over some rows: ``ranks(kind, size, rows, **terms)`` gives what each of them did."""
-    script = tmp_path / "rank.py"
-    script.write_text(_RANK)
     config = {"backend": "shm_store", "options": {"namespace": f"ranks-{uuid.uuid4().hex[:8]}"}}
 
     def run(kind, size, num_rows, **terms):
-        address = f"file://{tmp_path}/{uuid.uuid4().hex}"
         with connect(config) as client:
             client.register_partition("p", ["x", "text"], num_rows, ["t"])
             x = torch.arange(num_rows, dtype=torch.float64)[:, None].expand(-1, 3)
             rows = {"x": x, "text": ["a"] * num_rows}
             client.put_samples([f"s{each}" for each in range(num_rows)], "p", rows)
-            started = [
-                python.start(
-                    script,
-                    json.dumps([config, kind, rank, size, address, terms]),
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-                for rank in range(size)
-            ]
-            try:
-                said = [each.communicate(timeout=100)[0] for each in started]
-            finally:
-                for each in started:
-                    each.kill()
-                    each.wait()
-            assert [each.returncode for each in started] == [0] * size
-            consumed = client.check_consumption_status("p", ["t"])
-        return [json.loads(each) for each in said], consumed
+            for rank, process in enumerate(processes[:size]):
+                task = [config, kind, rank, size, f"file://{tmp_path}/address", terms]
+                process.stdin.write(json.dumps(task) + "\n")
+                process.stdin.flush()
+            done = [json.loads(process.stdout.readline()) for process in processes[:size]]
+            return done, client.check_consumption_status("p", ["t"])
 
     return run
 

@@ -1,8 +1,6 @@
-"""A Ray of the tests' own, and clients that are closed at their end."""
+"""Clients with small segments, that are closed at the end of a test or of a file."""
 
-import os
-import time
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 
@@ -19,9 +17,8 @@ def _address_of_no_node():
         yield
 
 
-@pytest.fixture
-def connect():
-    """Connects clients, closed at the end of the test, the first one last."""
+@contextmanager
+def _connecting():
     clients = []
 
     def make(bootstrap=True, op_timeout_s=90.0, **options):
@@ -37,28 +34,15 @@ def connect():
         client.close()
 
 
-@pytest.fixture(scope="session")
-def runs():
-    """Whether a process runs: ``runs(pid)``."""
-
-    def ask(pid):
-        try:
-            os.kill(pid, 0)
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except (ProcessLookupError, FileNotFoundError):
-            return False
-
-    return ask
+@pytest.fixture
+def connect():
+    """Connects clients, closed at the end of the test, the first one last."""
+    with _connecting() as make:
+        yield make
 
 
-@pytest.fixture(scope="session")
-def wait_until():
-    """Waits for a condition: ``wait_until(condition)``."""
-
-    def wait(condition, within_s=60.0):
-        give_up = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < give_up, "the condition did not come true"
-            time.sleep(0.02)
-
-    return wait
+@pytest.fixture(scope="module")
+def connect_for_all():
+    """The same, at the end of the file."""
+    with _connecting() as make:
+        yield make

@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from dataplane_mooncake import _calls, _ending
+from dataplane_testkit._timing import eventually
 
 
 def test_an_interrupt_is_not_lost_where_the_call_has_just_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,9 +43,9 @@ def in_threads(number: int) -> list[threading.Thread]:
         return list(pool.map(lambda _: _calls.bounded("a call", work, time.monotonic() + 60), range(number)))
 
 
-def test_calls_share_a_few_threads_and_no_more_are_kept(wait_until: Callable[..., None]) -> None:
+def test_calls_share_a_few_threads_and_no_more_are_kept() -> None:
     """A thread per call made the process grow: the C library gives each new one another of its heaps."""
     used = {thread for _ in range(300) for thread in in_threads(1)}
     assert len(used) <= _calls._MAX_IDLE
     used |= set(in_threads(4 * _calls._MAX_IDLE))
-    wait_until(lambda: sum(thread.is_alive() for thread in used) <= _calls._MAX_IDLE)
+    eventually(lambda: sum(thread.is_alive() for thread in used) <= _calls._MAX_IDLE, 60.0)

@@ -13,6 +13,7 @@ from dataplane_mooncake import _master, machine
 from dataplane_mooncake._master import Master, MasterWatch
 from dataplane_mooncake._store import StoreSettings, open_engine
 from dataplane_mooncake.config import TQMooncakeConfig
+from dataplane_testkit._timing import eventually
 
 _OWNER = """
 import time
@@ -78,7 +79,7 @@ def test_a_port_that_was_taken_meanwhile_is_not_taken_for_ours(monkeypatch):
             master.stop()
 
 
-def test_a_master_ends_with_an_owner_that_is_killed(runs, wait_until, python):
+def test_a_master_ends_with_an_owner_that_is_killed(runs, python):
     with python.start("-c", _OWNER, stdout=subprocess.PIPE) as owner:
         try:
             pid, folder = owner.stdout.readline().decode().split()
@@ -86,8 +87,8 @@ def test_a_master_ends_with_an_owner_that_is_killed(runs, wait_until, python):
             assert Path(folder).is_dir()
         finally:
             owner.kill()
-    wait_until(lambda: not runs(int(pid)))
-    wait_until(lambda: not Path(folder).exists())
+    eventually(lambda: not runs(int(pid)), 60.0)
+    eventually(lambda: not Path(folder).exists(), 60.0)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_a_master_that_does_not_come_up_leaves_nothing(tmp_path, monkeypatch, sc
 
 def test_a_watch_looks_again_after_as_long_as_each_caller_says(monkeypatch):
     looks = []
-    monkeypatch.setattr(MasterWatch, "_refuses", lambda self: looks.append(self))
+    monkeypatch.setattr(_master, "refuses", lambda *address: looks.append(address))
     watch = MasterWatch("instance", "127.0.0.1:1")
     for every_s, expected in ((1000.0, 1), (1000.0, 1), (0.0, 2), (1000.0, 2)):
         watch.check(every_s=every_s)

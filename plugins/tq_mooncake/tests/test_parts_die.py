@@ -1,4 +1,5 @@
-"""The master of an instance is killed, or a storage unit. They are started again, and new segments are mounted."""
+"""The controller of an instance is killed, its master, or a storage unit. They are started again, and new segments are
+mounted. So all tests share an instance."""
 
 import contextlib
 import json
@@ -13,8 +14,8 @@ import ray
 import torch
 
 from dataplane_core.errors import DataPlaneError, LostSamplesError
-from dataplane_mooncake._master import Master
 from dataplane_testkit import backend_of
+from dataplane_testkit._timing import eventually
 
 NAMES = [f"s{row}" for row in range(8)]
 
@@ -35,16 +36,49 @@ def kill_master(client):
     os.kill(instance(client).master_pid, signal.SIGKILL)
 
 
-@pytest.fixture
-def two(connect, ray_address):
+@pytest.fixture(scope="module")
+def both(connect_for_all, ray_address, runs, tmp_path_factory):
     """The owner of an instance, whose puts are refused when the store is full; and a client that attached to it."""
     options = {"ray_address": ray_address, "instance": "again", "num_storage_units": 2, "on_full": "raise"}
-    owner = connect(**options)
+    owner = connect_for_all(journal=str(tmp_path_factory.mktemp("journals")), **options)
+    yield owner, connect_for_all(bootstrap=False, **options)
+    master = instance(owner).master_pid
+    owner.close()
+    assert not runs(master)
+    assert ray.util.list_named_actors(all_namespaces=True) == []
+
+
+@pytest.fixture
+def two(both):
+    """The same, with an empty partition ``p``, and with a segment in each unit."""
+    owner, _ = both
+    eventually(lambda: len(instance(owner).segments) == 2, 60.0)
     owner.register_partition("p", ["x"], None, ["train"])
-    return owner, connect(bootstrap=False, **options)
+    yield both
+    owner.clear_samples(None, "p")
 
 
-def test_lost_samples_are_named_and_work_goes_on(two, runs, wait_until):
+def test_the_controller_finds_its_ledger(two):
+    """The rows are in Mooncake's segments."""
+    _, client = two
+    first, later = torch.arange(20).reshape(10, 2), torch.arange(6).reshape(3, 2)
+    ids = [f"s{row}" for row in range(10)]
+    client.put_samples(ids, "p", {"x": first})
+    held = client.claim_meta("p", "train", ["x"], 4, lease_s=600.0)
+    pid = backend_of(client)._engine.controller_pid(time.monotonic() + 60)
+
+    os.kill(pid, signal.SIGKILL)
+
+    client.ack(held)
+    client.put_samples(["t0", "t1", "t2"], "p", {"x": later})
+    assert backend_of(client)._engine.controller_pid(time.monotonic() + 60) != pid
+    assert torch.equal(client.get_samples(ids, "p", ["x"])["x"], first)
+    assert torch.equal(client.get_samples(["t0", "t1", "t2"], "p", ["x"])["x"], later)
+    rest = client.claim_meta("p", "train", ["x"], 9)
+    assert list(rest.sample_ids) == [*ids[4:], "t0", "t1", "t2"]
+
+
+def test_lost_samples_are_named_and_work_goes_on(two):
     owner, client = two
     client.put_samples(NAMES, "p", values(1))
     held = client.claim_meta("p", "train", ["x"], 4, lease_s=600.0)
@@ -64,11 +98,8 @@ def test_lost_samples_are_named_and_work_goes_on(two, runs, wait_until):
     client.clear_samples(NAMES, "p")
     client.put_samples(NAMES, "p", values(3))
     assert torch.equal(owner.get_samples(NAMES, "p", ["x"])["x"], values(3)["x"])
-    wait_until(lambda: listening(owner) != places)  # late writes to the old segments find nobody
+    eventually(lambda: listening(owner) != places, 60.0)  # late writes to the old segments find nobody
     assert not places & listening(owner)
-    master = instance(owner).master_pid
-    owner.close()
-    assert not runs(master)
 
 
 def test_puts_and_reads_under_way_go_on(two):
@@ -164,12 +195,12 @@ def test_a_master_that_stays_away_is_named_and_worth_another_try(two, away, conn
     assert torch.equal(owner.get_samples(["t"], "p", ["x"])["x"], values(1, ["t"])["x"])
 
 
-def kill_unit(client, number):
-    unit = ray.get_actor(instance(client).units[number].actor, namespace="dataplane")
-    os.kill(ray.get(unit.__ray_call__.remote(lambda _: os.getpid()), timeout=60), signal.SIGKILL)
+@pytest.fixture
+def kill_unit(pid_of):
+    return lambda client, number: os.kill(pid_of(instance(client).units[number].actor), signal.SIGKILL)
 
 
-def test_a_unit_that_dies_with_the_master_comes_back_too(two, wait_until):
+def test_a_unit_that_dies_with_the_master_comes_back_too(two, kill_unit):
     owner, client = two
     client.put_samples(NAMES, "p", values(1))
     kill_unit(owner, 0)
@@ -179,11 +210,11 @@ def test_a_unit_that_dies_with_the_master_comes_back_too(two, wait_until):
     assert list(lost.value.missing_samples) == NAMES
     client.clear_samples(NAMES, "p")
     client.put_samples(NAMES, "p", values(2))
-    wait_until(lambda: len(instance(owner).segments) == 2)
+    eventually(lambda: len(instance(owner).segments) == 2, 60.0)
     assert torch.equal(owner.get_samples(NAMES, "p", ["x"])["x"], values(2)["x"])
 
 
-def test_a_dead_unit_loses_its_rows_and_others_are_served_on(two, wait_until):
+def test_a_dead_unit_loses_its_rows_and_others_are_served_on(two, kill_unit):
     """Of 40 samples, each of its own put, both units hold some."""
     owner, client = two
     names = [f"u{number}" for number in range(40)]
@@ -205,7 +236,7 @@ def test_a_dead_unit_loses_its_rows_and_others_are_served_on(two, wait_until):
     later = [f"v{number}" for number in range(40)]
     for number, name in enumerate(later):  # at once: the unit may still be away
         client.put_samples([name], "p", values(number, [name]))
-    wait_until(lambda: len(instance(owner).segments) == 2)
+    eventually(lambda: len(instance(owner).segments) == 2, 60.0)
     assert len(places & listening(owner)) == len(places) / 2
     client.put_samples(lost, "p", values(7, lost))
     for user in (owner, client):
@@ -213,23 +244,3 @@ def test_a_dead_unit_loses_its_rows_and_others_are_served_on(two, wait_until):
         assert torch.equal(user.get_samples(lost, "p", ["x"])["x"], values(7, lost)["x"])
     client.clear_samples(names + later, "p")
     assert list(client.list_samples("p").sample_ids) == []
-
-
-def test_the_only_unit_dies_at_a_master_of_somebody_else(connect, ray_address):
-    """A put waits until the unit is back."""
-    master = Master(ray.util.get_node_ip_address())
-    try:
-        master.start(time.monotonic() + 85)
-        options = {"ray_address": ray_address, "instance": "only", "master_address": master.address}
-        owner = connect(**options)
-        owner.register_partition("p", ["x"], None, ["train"])
-        owner.put_samples(NAMES, "p", values(1))
-        kill_unit(owner, 0)
-        owner.put_samples(["t"], "p", values(2, ["t"]))
-        with pytest.raises(LostSamplesError) as lost:
-            owner.get_samples([*NAMES, "t"], "p", ["x"])
-        assert list(lost.value.missing_samples) == NAMES
-        assert torch.equal(owner.get_samples(["t"], "p", ["x"])["x"], values(2, ["t"])["x"])
-        owner.close()
-    finally:
-        master.stop()

@@ -17,33 +17,28 @@ import ray
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.config import DataPlaneConfig
-from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import (
     BackendUnavailableError,
     CapacityExceededError,
     ClientClosedError,
     ConfigError,
+    LostSamplesError,
     OperationTimeoutError,
 )
 from dataplane_core.ledger import commands
-from dataplane_mooncake import TQMooncakeBackend, _calls, _store
+from dataplane_mooncake import _calls, _store
 from dataplane_mooncake._master import Master
 from dataplane_mooncake._store import Store, StoreSettings
 from dataplane_testkit import backend_of
+from dataplane_testkit._timing import eventually
 
 MIB = 1 << 20
-#: Small; and a busy machine may need long to start the master.
-SIZES = {"segment_size_bytes": 16 * MIB, "local_buffer_size_bytes": 4 * MIB, "master_start_s": 85}
 
 
 @pytest.fixture(scope="module")
-def owner(ray_address):
+def owner(connect_for_all, ray_address):
     """The client that bootstrapped an instance of two units of 16 MiB."""
-    options = {"instance": "store", "num_storage_units": 2, "on_full": "raise", "ray_address": ray_address, **SIZES}
-    config = DataPlaneConfig(backend="tq_mooncake", options=options, op_timeout_s=90)
-    with connect_backend(TQMooncakeBackend, config) as client:
-        yield client
+    return connect_for_all(instance="store", num_storage_units=2, on_full="raise", ray_address=ray_address)
 
 
 @pytest.fixture
@@ -62,32 +57,6 @@ def rows(num_rows, size_bytes, seed=0):
 
 def ids(num_rows, name="s"):
     return [f"{name}{i}" for i in range(num_rows)]
-
-
-def unit(client, index=0):
-    """A storage unit's actor."""
-    return ray.get_actor(backend_of(client)._engine._instance.units[index].actor, namespace="dataplane")
-
-
-def unit_pid(client, index=0):
-    return ray.get(unit(client, index).__ray_call__.remote(lambda _: os.getpid()), timeout=60)
-
-
-def master_pid(client):
-    return backend_of(client)._engine._instance.master_pid
-
-
-@contextlib.contextmanager
-def stopped(pid):
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        deadline = time.monotonic() + 60
-        while any(psutil.Process(t.id).status() != psutil.STATUS_STOPPED for t in psutil.Process(pid).threads()):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -114,13 +83,6 @@ def test_thousands_of_small_rows_go_in_one_operation(client):
     client.clear_samples(names, "p")
 
 
-def test_overwriting_with_other_sizes_reads_the_new_rows(client):
-    client.put_samples(ids(8), "p", rows(8, 1000))
-    for size in (10, 100_000, 1):
-        client.put_samples(ids(8), "p", rows(8, size, seed=size))
-        assert torch.equal(client.get_samples(ids(8), "p", ["x"])["x"], rows(8, size, seed=size)["x"])
-
-
 def test_memory_is_registered_once_per_process(client, connect, ray_address, monkeypatch):
     registered = []
     real = Store._register
@@ -132,17 +94,6 @@ def test_memory_is_registered_once_per_process(client, connect, ray_address, mon
     assert registered == []
     client.put_samples(["large"], "p", rows(1, 5 * MIB))  # a row larger than a part: memory of its own, for once
     assert len(registered) == 1
-
-
-def test_operations_share_a_few_threads(client, monkeypatch):
-    made, worker = [], _calls._Worker
-    monkeypatch.setattr(_calls, "_Worker", lambda: made.append(worker()) or made[-1])
-    before = psutil.Process().num_threads()
-    for seed in range(100):
-        client.put_samples(ids(4), "p", rows(4, 1000, seed))
-        assert torch.equal(client.get_samples(ids(4), "p", ["x"])["x"], rows(4, 1000, seed)["x"])
-    assert len(made) <= _calls._MAX_IDLE
-    assert psutil.Process().num_threads() - before <= _calls._MAX_IDLE
 
 
 class BreaksOnce:
@@ -180,7 +131,7 @@ def test_rows_whose_transfer_fails_are_tried_again(client, monkeypatch):
 
 
 @pytest.mark.parametrize("first", ["put", "get"])
-def test_operations_succeed_after_all_connections_were_shut_down(client, first, wait_until):
+def test_operations_succeed_after_all_connections_were_shut_down(client, first):
     (store,) = Store._shared.values()
     with ThreadPoolExecutor(8) as pool:  # as many connections as operations at the same time
         list(pool.map(lambda each: client.put_samples(ids(8, f"{each}-"), "p", rows(8, 50_000)), range(8)))
@@ -189,7 +140,7 @@ def test_operations_succeed_after_all_connections_were_shut_down(client, first, 
     with pytest.raises(OperationTimeoutError):
         _calls.bounded("late", lambda call: time.sleep(0.5), time.monotonic() + 0.1, hold=store.in_call)
     store.end_given_up()
-    wait_until(lambda: not store._ending)
+    eventually(lambda: not store._ending, 60.0)
     operations = {
         "put": lambda: client.put_samples(ids(8), "p", rows(8, 1000)),
         "get": lambda: client.get_samples(ids(8, "0-"), "p", ["x"]),
@@ -245,7 +196,7 @@ class Noting:
 
 
 def test_an_engine_stays_open_until_the_rows_of_a_put_that_was_given_up_are_deleted(
-    client, connect, ray_address, monkeypatch, wait_until
+    client, connect, ray_address, monkeypatch
 ):
     # other settings: an engine of its own
     options = {"instance": "store", "ray_address": ray_address, "local_buffer_size_bytes": 5 * MIB}
@@ -267,13 +218,13 @@ def test_an_engine_stays_open_until_the_rows_of_a_put_that_was_given_up_are_dele
         with pytest.raises(ClientClosedError):
             putting.result()
         go_on.set()
-    wait_until(lambda: "close" in noting.noted)
+    eventually(lambda: "close" in noting.noted, 60.0)
     assert noting.noted == ["delete", "close"]
     with pytest.raises(ClientClosedError):
         engine._bounded(store, "late", lambda _: store.there(["a"]), time.monotonic() + 60)
 
 
-def test_no_connections_are_ended_while_a_call_that_was_given_up_deletes_what_it_left(client, monkeypatch, wait_until):
+def test_no_connections_are_ended_while_a_call_that_was_given_up_deletes_what_it_left(client, monkeypatch):
     store, ended = backend_of(client)._engine._store, []
     undoing, go_on = threading.Event(), threading.Event()
 
@@ -291,7 +242,7 @@ def test_no_connections_are_ended_while_a_call_that_was_given_up_deletes_what_it
         assert undoing.wait(60)
         monkeypatch.setattr(_store, "end_connections", lambda units: len(ended.append(units) or ended))
         store.end_given_up()
-        wait_until(lambda: not store._ending)
+        eventually(lambda: not store._ending, 60.0)
     finally:
         go_on.set()
     assert ended == []
@@ -367,7 +318,10 @@ def test_a_put_that_waits_for_room_goes_on_when_there_is_some(client, connect, r
 # --- two queues on one master ----------------------------------------------------------------------------------------
 
 
-def test_queues_on_one_master_neither_collide_nor_lodge_in_each_other_and_name_it_when_it_dies(connect, ray_address):
+def test_queues_on_one_master_neither_collide_nor_lodge_in_each_other_and_name_it_when_it_dies(
+    connect, ray_address, pid_of
+):
+    """And a put waits until a unit that died is back."""
     master = Master(ray.util.get_node_ip_address())
     try:
         master.start(time.monotonic() + 60)
@@ -383,9 +337,17 @@ def test_queues_on_one_master_neither_collide_nor_lodge_in_each_other_and_name_i
         one.close()
         assert torch.equal(two.get_samples(ids(8), "p", ["x"])["x"], rows(8, MIB // 2, 1)["x"])
         assert psutil.Process(master.pid).is_running()  # it was not theirs
+
+        os.kill(pid_of("tqm-two/unit-0"), signal.SIGKILL)
+        two.put_samples(["t"], "p", rows(1, MIB // 2, 2))  # waits until the only unit is back
+        with pytest.raises(LostSamplesError) as lost:
+            two.get_samples([*ids(8), "t"], "p", ["x"])
+        assert list(lost.value.missing_samples) == ids(8)
+        assert torch.equal(two.get_samples(["t"], "p", ["x"])["x"], rows(1, MIB // 2, 2)["x"])
+
         os.kill(master.pid, signal.SIGKILL)
         for attempt in (
-            lambda: two.get_samples(ids(8), "p", ["x"]),
+            lambda: two.get_samples(["t"], "p", ["x"]),
             lambda: two.put_samples(["b"], "p", rows(1, 9)),
             lambda: two.clear_samples(ids(1), "p"),
             lambda: two.claim_meta("p", "train", ["x"], 9, timeout_s=60),
@@ -409,20 +371,14 @@ def test_every_process_announces_its_nodes_address_whatever_it_inherited(client)
     assert os.environ["MC_TCP_BIND_ADDRESS"] == here
     assert os.environ["MC_STORE_MEMCPY"] == "0"
     assert backend_of(client)._engine._store._engine.get_hostname().rpartition(":")[0] == here
-    inherited = ray.get(unit(client).__ray_call__.remote(lambda _: os.environ["MC_TCP_BIND_ADDRESS"]), timeout=60)
+    unit = ray.get_actor("tqm-store/unit-0", namespace="dataplane")
+    inherited = ray.get(unit.__ray_call__.remote(lambda _: os.environ["MC_TCP_BIND_ADDRESS"]), timeout=60)
     assert inherited == here
     client.put_samples(["a"], "p", rows(1, 100))
     (key,) = backend_of(client)._engine._keys(located(client, "a"))
     (replica,) = backend_of(client)._engine._store._engine.get_replica_desc(key)
     endpoint = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
     assert endpoint.rpartition(":")[0] == here
-
-
-def test_its_processes_run_at_the_priority_of_any_other(client):
-    """Ray starts workers at nice 15; calls then wait for whatever else runs on the node."""
-    actors = [unit(client, 0), unit(client, 1), ray.get_actor("tqm-store", namespace="dataplane")]
-    asked = [actor.__ray_call__.remote(lambda _: os.getpriority(os.PRIO_PROCESS, 0)) for actor in actors]
-    assert ray.get(asked, timeout=60) == [os.getpriority(os.PRIO_PROCESS, 0)] * 3
 
 
 def located(client, sample_id):
@@ -438,74 +394,37 @@ def located(client, sample_id):
     ],
     ids=["memory", "address"],
 )
-def test_what_cannot_work_is_refused_before_anything_is_left_running(connect, ray_address, options, said):
+def test_what_cannot_work_is_refused_before_anything_is_left_running(connect, ray_address, options, said, actors):
     with pytest.raises(ConfigError, match=said):
         connect(instance="refused", ray_address=ray_address, **options)
-    assert not [each for each in ray.util.list_named_actors(all_namespaces=True) if "refused" in each["name"]]
+    assert not actors("tqm-refused")
 
 
 # --- processes that stand still or die -------------------------------------------------------------------------------
 
 
-def test_a_storage_unit_that_stands_still(client, connect, ray_address):
+def test_a_storage_unit_that_stands_still(client, connect, ray_address, stopped, pid_of):
     hasty = connect(bootstrap=False, instance="store", ray_address=ray_address, op_timeout_s=3.0)
     client.put_samples(ids(64), "p", rows(64, 1000))  # on both units
-    with stopped(unit_pid(client, 0)), stopped(unit_pid(client, 1)):
+    one, other = (pid_of(f"tqm-store/unit-{number}") for number in range(2))
+    with stopped(one), stopped(other):
         with pytest.raises(OperationTimeoutError, match="no answer within"):
             hasty.get_samples(ids(64), "p", ["x"])
         with pytest.raises(OperationTimeoutError):
             hasty.put_samples(ids(16, "late"), "p", rows(16, MIB // 2))
-        deadline = time.monotonic() + 30  # the engine alone lets a transfer poll for a minute
-        while _calls._running:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        eventually(lambda: not _calls._running, 30.0)  # the engine alone lets a transfer poll for a minute
         assert hasty.list_samples("p").size == 64  # the controller goes on
     assert torch.equal(client.get_samples(ids(64), "p", ["x"])["x"], rows(64, 1000)["x"])
     assert client.list_samples("p").size == 64
     client.clear_samples(ids(64), "p")
+
     # What the units carried out late was deleted: nearly all of their room can be had again.
-    deadline = time.monotonic() + 60
-    while True:
-        try:
+    def fits():
+        with contextlib.suppress(CapacityExceededError):
             client.put_samples(ids(28, "a"), "p", rows(28, MIB))
-            break
-        except CapacityExceededError:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+            return True
 
-
-_WRITER = """
-import sys
-import torch
-from tensordict import TensorDict
-from dataplane_core import connect
-
-options = {"instance": "store", "ray_address": sys.argv[1]}
-client = connect({"backend": "tq_mooncake", "options": options}, bootstrap=False)
-values = TensorDict({"x": torch.full((4, 1 << 20), 7, dtype=torch.uint8)}, batch_size=[4])
-client.put_samples([f"kept{i}" for i in range(4)], "p", values)
-print("writing", flush=True)
-while True:
-    client.put_samples([f"again{i}" for i in range(4)], "p", values)
-"""
-
-
-def test_a_client_killed_mid_put_takes_nothing_with_it(client, ray_address, python):
-    writer = python.start("-c", _WRITER, ray_address, stdout=subprocess.PIPE, text=True)
-    try:
-        assert writer.stdout.readline() == "writing\n"
-        time.sleep(0.3)  # anywhere in a put
-    finally:
-        writer.kill()
-        writer.wait()
-        writer.stdout.close()
-    assert (client.get_samples(ids(4, "kept"), "p", ["x"])["x"] == 7).all()
-    again = [name for name in client.list_samples("p").sample_ids if name.startswith("again")]
-    assert len(again) in (0, 4)
-    if again:
-        assert (client.get_samples(again, "p", ["x"])["x"] == 7).all()
-    client.put_samples(ids(8), "p", rows(8, MIB // 2))
-    assert torch.equal(client.get_samples(ids(8), "p", ["x"])["x"], rows(8, MIB // 2)["x"])
+    eventually(fits, 60.0)
 
 
 _OWNER = """
@@ -522,15 +441,15 @@ time.sleep(300)
 """
 
 
-def test_a_killed_owner_leaves_neither_master_nor_units(ray_address, runs, wait_until, python):
+def test_a_killed_owner_leaves_neither_master_nor_units(ray_address, runs, actors, python):
     owner = python.start("-c", _OWNER, ray_address, stdout=subprocess.PIPE, text=True)
     try:
         pid = int(owner.stdout.readline())
         assert runs(pid)
-        assert [each for each in ray.util.list_named_actors(all_namespaces=True) if "orphan" in each["name"]]
+        assert actors("tqm-orphan")
     finally:
         owner.kill()
         owner.wait()
         owner.stdout.close()
-    wait_until(lambda: not runs(pid))
-    wait_until(lambda: not [a for a in ray.util.list_named_actors(all_namespaces=True) if "orphan" in a["name"]])
+    eventually(lambda: not runs(pid), 60.0)
+    eventually(lambda: not actors("tqm-orphan"), 60.0)

@@ -24,7 +24,7 @@ class TestTQSimple(BackendConformance):
         deadline = time.monotonic() + 10
         (part,) = backend._ledger(deadline, commands.Locate(partition_id, [sample_id], [field])).parts
         handle = part.write_id + part.positions[0]
-        ((*frames,),) = split_rows(backend._engine.get_rows([handle], timeout_s=10))
+        ((*frames,),) = split_rows(backend._engine.get_rows([handle], deadline=deadline))
         return bytes(frames[part.slots[0]])
 
     def held_bytes(self, backend):

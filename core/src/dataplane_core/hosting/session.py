@@ -63,9 +63,6 @@ class Watch(Protocol):
     def describe(self) -> str:
         """What is known about it, as a sentence for the timeout's error."""
 
-    def close(self) -> None:
-        """Nobody waits any longer."""
-
 
 class Address(ABC):
     """Where a host is. A backend derives from it to say, in its own words, that a call failed.
@@ -425,32 +422,28 @@ class Session:
         received, end = bytearray(), 4
         watch: Watch | None = None
         began = time.monotonic()
-        try:
-            while len(received) < end:
-                left_s = _left_s(deadline)
-                channel.settimeout(left_s if self._make_watch is None else min(left_s, _LOOK_S))
-                try:
-                    if with_descriptors:
-                        data, self.descriptors, _, _ = socket.recv_fds(channel, _RECEIVE_BYTES, _MOST_DESCRIPTORS)
-                    else:
-                        data = channel.recv(_RECEIVE_BYTES)
-                except TimeoutError:
-                    now = time.monotonic()
-                    if now >= deadline or self._make_watch is None:
-                        raise TimeoutError("" if watch is None else watch.describe()) from None
-                    if now - began >= _PATIENCE_S:
-                        watch = watch or self._make_watch()
-                        watch.check()
-                    continue
-                if not data:
-                    raise EOFError("the connection was closed")
-                received += data
-                with_descriptors = False
-                if len(received) >= 4:
-                    end = 4 + int.from_bytes(received[:4], "little")
-        finally:
-            if watch is not None:
-                watch.close()
+        while len(received) < end:
+            left_s = _left_s(deadline)
+            channel.settimeout(left_s if self._make_watch is None else min(left_s, _LOOK_S))
+            try:
+                if with_descriptors:
+                    data, self.descriptors, _, _ = socket.recv_fds(channel, _RECEIVE_BYTES, _MOST_DESCRIPTORS)
+                else:
+                    data = channel.recv(_RECEIVE_BYTES)
+            except TimeoutError:
+                now = time.monotonic()
+                if now >= deadline or self._make_watch is None:
+                    raise TimeoutError("" if watch is None else watch.describe()) from None
+                if now - began >= _PATIENCE_S:
+                    watch = watch or self._make_watch()
+                    watch.check()
+                continue
+            if not data:
+                raise EOFError("the connection was closed")
+            received += data
+            with_descriptors = False
+            if len(received) >= 4:
+                end = 4 + int.from_bytes(received[:4], "little")
         return bytes(memoryview(received)[4:end])
 
 

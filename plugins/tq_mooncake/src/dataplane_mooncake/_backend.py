@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from dataplane_core.backends import Finding
 from dataplane_core.spec import Capability
@@ -48,12 +48,3 @@ class TQMooncakeBackend(QueueBackend["Engine"]):
         if bootstrap and self.config.master_address is None:
             check_master()
         super().start(bootstrap=bootstrap, deadline=deadline)
-
-    def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
-        self._connected().put_rows(handles, buffer, offsets, deadline=deadline)
-
-    def _get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[memoryview]:
-        return self._connected().get_rows(handles, deadline=deadline)
-
-    def _delete_rows(self, handles: Sequence[int], deadline: float) -> None:
-        self._connected().delete_rows(handles, deadline=deadline)

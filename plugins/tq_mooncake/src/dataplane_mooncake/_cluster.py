@@ -1,4 +1,5 @@
-"""The processes of an instance: TransferQueue's controller, the hosts of Mooncake's segments, and the master.
+"""The processes of an instance: TransferQueue's controller, the hosts of Mooncake's segments, and the master. `Keeper`
+brings back what dies of them.
 
 By default Mooncake keeps rows in segments of the clients. Here separate processes provide the segments, so a client
 that ends or is killed takes no rows with it.
@@ -9,18 +10,20 @@ Importing this module imports Ray and TransferQueue.
 from __future__ import annotations
 
 import collections
+import logging
+import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import ray
+import ray.exceptions
 
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.host_memory import memory_limit
 from dataplane_core.spec import new_id
 from dataplane_mooncake._ending import listening_ports
-from dataplane_mooncake._keeper import Keeper
 from dataplane_mooncake._master import Master
 from dataplane_mooncake._store import StoreSettings, endpoint_of, open_engine, pinned_in
 from dataplane_mooncake.config import TQMooncakeConfig
@@ -28,9 +31,36 @@ from dataplane_mooncake.machine import NodeMemory, check_machine, check_memory
 from dataplane_tq_simple.addresses import announced_address
 from dataplane_tq_simple.engines import Instance, get_within
 
+_logger = logging.getLogger(__name__)
+
 _SIGN_BYTES: Final = 64
 #: How often a storage unit may be given the endpoint of a dead one, before it is an error.
 _NUM_OPENS: Final = 5
+#: Seconds between two looks, and after a failure.
+_LOOK_S: Final = 0.1
+_AGAIN_S: Final = 1.0
+#: Seconds between two questions to a storage unit.
+_ASK_S: Final = 0.5
+#: Seconds that the storage units have to let go of a dead master, and the controller to publish what changed.
+_LET_GO_S: Final = 30.0
+
+
+class Described(NamedTuple):
+    """What a storage unit says about itself.
+
+    Attributes:
+        life: An id of its process.
+        node: The id of its node.
+        ip: Its address.
+        available_bytes: The memory available there, in bytes.
+        port: It has none.
+    """
+
+    life: str
+    node: str
+    ip: str
+    available_bytes: int
+    port: int = 0
 
 
 class Segment(NamedTuple):
@@ -69,20 +99,15 @@ class SegmentHost:
         self._engine: Any = None
         self._life = new_id()
 
-    def describe(self) -> dict[str, Any]:
-        """Checks its machine. Returns an id of its process, its node, its address, and the memory available there in
-        bytes.
+    def describe(self) -> Described:
+        """Checks its machine, and describes itself.
 
         Raises:
             ConfigError: As `check_machine`; or other nodes cannot reach its address.
         """
         check_machine(self._config.protocol, self._config.rdma_devices)
-        return {
-            "life": self._life,
-            "node": ray.get_runtime_context().get_node_id(),
-            "ip": this_nodes_address(self._config),
-            "available_bytes": memory_limit().available_bytes,
-        }
+        node = ray.get_runtime_context().get_node_id()
+        return Described(self._life, node, this_nodes_address(self._config), memory_limit().available_bytes)
 
     def life(self) -> str:
         """The id of its process."""
@@ -135,7 +160,8 @@ class MooncakeInstance(Instance):
 
     prefix = "tqm-"
     distribution = "dataplane-mooncake-backend"
-    protocol = 7
+    protocol = 8
+    unit_class = SegmentHost
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -156,22 +182,10 @@ class MooncakeInstance(Instance):
         return [Segment(*each) for each in self.details["segments"]]
 
     @classmethod
-    def _unit_class(cls) -> type:
-        return SegmentHost
-
-    @classmethod
     def _unit_arguments(cls, config: TQMooncakeConfig) -> Mapping[str, Any]:
         return {"config": config.model_dump()}
 
-    @staticmethod
-    def ask_unit(handle: Any) -> Any:
-        return handle.describe.remote()
-
-    @staticmethod
-    def _unit_address(answer: Any) -> tuple[str, int]:
-        return answer["ip"], 0
-
-    def _prepare(self, answers: Sequence[Any], deadline: float) -> None:
+    def _prepare(self, answers: Sequence[Described], deadline: float) -> None:
         """Checks that the memory suffices, starts the master, and has the units mount their segments."""
         config = self.config
         self._check_memory(answers)
@@ -190,14 +204,13 @@ class MooncakeInstance(Instance):
         except BaseException:
             self._stop_master()
             raise
-        self._lives = {unit.actor: answer["life"] for unit, answer in zip(self.units, answers, strict=True)}
+        self._lives = {unit.actor: answer.life for unit, answer in zip(self.units, answers, strict=True)}
 
-    def _check_memory(self, answers: Sequence[Any]) -> None:
+    def _check_memory(self, answers: Sequence[Described]) -> None:
         config = self.config
-        num_units = collections.Counter(answer["node"] for answer in answers)
+        num_units = collections.Counter(answer.node for answer in answers)
         nodes = {
-            answer["node"]: NodeMemory(f"node {answer['ip']}", answer["available_bytes"], num_units[answer["node"]])
-            for answer in answers
+            each.node: NodeMemory(f"node {each.ip}", each.available_bytes, num_units[each.node]) for each in answers
         }
         check_memory(
             list(nodes.values()),
@@ -233,8 +246,12 @@ class MooncakeInstance(Instance):
         """
         if self._keeper is not None:
             return
-        description = get_within(self._handles[self.controller.actor].get_config.remote(), "ask for details", deadline)
+        description = get_within(self._controller.get_config.remote(), "ask for details", deadline)
         self.details = description["details"]
+
+    def ask_units(self) -> dict[str, Any]:
+        """Asks all units whether they live. Returns Ray references to the answers, by the units' names in messages."""
+        return {unit.name: self._handles[unit.actor].__ray_ready__.remote() for unit in self.units}
 
     # --- called by the keeper ----------------------------------------------------------------------------------------
 
@@ -283,3 +300,96 @@ class MooncakeInstance(Instance):
     def _stop_master(self) -> None:
         if self._master is not None:
             self._master.stop()
+
+
+class _Unit:
+    """A storage unit: its handle, the id of its process, and a question to it."""
+
+    def __init__(self, handle: Any, life: str) -> None:
+        self.handle = handle
+        self.life = life
+        self.asked: Any = None
+        self.ask_at = 0.0
+
+
+class Keeper:
+    """Watches the units and the master of an instance, in a thread of the process that bootstrapped it.
+
+    A unit that died is started again by Ray. Then it mounts a new segment.
+
+    A put that began with a dead master may still write, late, to memory that the new one has given to other rows. So
+    the segments are unmounted and their memory is freed before the new master starts, and new ones are mounted: late
+    writes find nobody.
+
+    Args:
+        instance: The instance, whose segments are mounted.
+        master: A master that runs. None: it belongs to somebody else.
+        units: Handle, and id of the process, of each unit; by actor.
+        start_s: Seconds that the start of the master, and mounting, may take.
+    """
+
+    def __init__(
+        self, instance: MooncakeInstance, master: Master | None, units: Mapping[str, tuple[Any, str]], start_s: float
+    ) -> None:
+        self._instance = instance
+        self._master = master
+        self._units = {actor: _Unit(*unit) for actor, unit in units.items()}
+        self._start_s = start_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="keeper of a tq_mooncake instance", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Lets them be. Waits until a start under way has ended."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _keep(self) -> None:
+        mounted, failed = True, False
+        while not self._stopped.wait(_AGAIN_S if failed else _LOOK_S):
+            what = "the storage units"
+            try:
+                if mounted and (self._master is None or not self._master.ended):
+                    self._look_at_units()
+                elif self._master is not None:
+                    mounted, what = False, f"the mooncake_master at {self._master.address}"
+                    self._bring_back(self._master)
+                    mounted = True
+                failed = False
+            except Exception as error:
+                failed = True
+                _logger.warning("%s died, and cannot be brought back: %s", what, error)
+
+    def _bring_back(self, master: Master) -> None:
+        self._instance.unmount_all(time.monotonic() + _LET_GO_S)
+        if self._stopped.is_set():
+            return
+        master.start_again(time.monotonic() + self._start_s)
+        self._instance.mount_all(time.monotonic() + self._start_s)
+        _logger.warning("the mooncake_master at %s died, and was started again", master.address)
+
+    def _look_at_units(self) -> None:
+        if not ray.is_initialized():
+            return
+        now = time.monotonic()
+        for unit in self._units.values():
+            if unit.asked is None and now >= unit.ask_at:
+                unit.asked, unit.ask_at = unit.handle.life.remote(), now + _ASK_S
+        asked = {actor: unit.asked for actor, unit in self._units.items() if unit.asked is not None}
+        if not asked:
+            return
+        answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)
+        for actor in [actor for actor, ref in asked.items() if ref in answered]:
+            unit = self._units[actor]
+            unit.asked = None
+            try:
+                life = ray.get(asked[actor], timeout=0)
+            except ray.exceptions.RayActorError:
+                self._instance.unit_died(actor, time.monotonic() + _LET_GO_S)
+                continue
+            except ray.exceptions.RayError:
+                continue  # says nothing about the unit
+            if life != unit.life:
+                self._instance.unit_came_back(actor, time.monotonic() + self._start_s)
+                unit.life = life
+                _logger.warning("a storage unit (%s) died, and was started again", actor)

@@ -19,12 +19,6 @@ import psutil
 Endpoint = tuple[str, int]
 
 
-def parse_endpoint(address: str) -> Endpoint:
-    """Reads ``host:port`` or ``[host]:port``."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 def listening_ports() -> set[int]:
     """The TCP ports that this process listens on."""
     connections = psutil.Process().net_connections("tcp")

@@ -12,6 +12,8 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+import ray
+import ray.exceptions
 
 from dataplane_core.backends import RefsGoneError
 from dataplane_core.errors import (
@@ -37,7 +39,7 @@ from dataplane_mooncake._store import (
     StoreSettings,
 )
 from dataplane_mooncake.machine import check_machine
-from dataplane_tq_simple.engines import ActorWatch, QueueEngine, UnitsGoneError, check_head
+from dataplane_tq_simple.engines import QueueEngine, UnitsGoneError, cause, check_head
 
 _MIB: Final = 1024 * 1024
 #: Seconds between two looks whether a master is back.
@@ -58,7 +60,7 @@ class Engine(QueueEngine):
         self._store: Store | None = None
         self._master: MasterWatch | None = None  # of a master that is not started again if it dies
 
-    def call(self, request: Any, *, timeout_s: float, wake: Callable[[], object] | None = None) -> Any:
+    def call(self, request: Any, deadline: float, wake: Callable[[], object] | None = None) -> Any:
         """As `QueueEngine.call`, but first checks a master that is not started again: without it, the rows are lost.
 
         Raises:
@@ -66,7 +68,7 @@ class Engine(QueueEngine):
         """
         if self._master is not None:
             self._master.check()
-        return super().call(request, timeout_s=timeout_s, wake=wake)
+        return super().call(request, deadline, wake)
 
     def _join(self, deadline: float) -> None:
         config = self.config.model_copy(update=self.own.own_options())
@@ -111,22 +113,10 @@ class Engine(QueueEngine):
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def put_rows(self, handles: Sequence[int], buffer: Any, offsets: npt.NDArray[np.int64], *, deadline: float) -> None:
-        """Stores rows. Returns when Mooncake has confirmed all of them.
+        """As `QueueEngine.put_rows`. Each handle is used only once in the instance, and no row is empty.
 
-        If it raises, some of the rows may be stored: delete them. If it times out, its thread may store more rows
-        later, and deletes these itself.
-
-        Args:
-            handles: N integers, each used only once in the instance.
-            buffer: The bytes. The caller must not change them, even after an error.
-            offsets: (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``; no row is empty.
-            deadline: On `time.monotonic`'s clock, in seconds.
-
-        Raises:
-            CapacityExceededError: No segment has room for the rows.
-            BackendError: Mooncake failed.
-            UnitsGoneError: The master or a storage unit died meanwhile. Nothing was stored: use other handles.
-            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
+        If it times out, its thread may store more rows later, and deletes these itself. So the caller must not change
+        the bytes, even after an error.
         """
         keys = self._keys(handles)
         store = self._require_store()
@@ -155,16 +145,7 @@ class Engine(QueueEngine):
         )
 
     def get_rows(self, handles: Sequence[int], *, deadline: float) -> list[memoryview]:
-        """Reads rows, in the order of the handles. No handle may repeat.
-
-        Returns:
-            Views of one new buffer, aligned for bytes only.
-
-        Raises:
-            RefsGoneError: A row does not exist, or no longer.
-            BackendError: Mooncake failed.
-            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
-        """
+        """As `QueueEngine.get_rows`. No handle may repeat. The views are of one new buffer."""
         keys = self._keys(handles)
         store = self._require_store()
         what = f"get_rows({len(keys)} rows)"
@@ -186,12 +167,7 @@ class Engine(QueueEngine):
             raise RefsGoneError(f"{what}: some rows do not exist.") from None
 
     def delete_rows(self, handles: Sequence[int], *, deadline: float) -> None:
-        """Deletes rows. Ignores handles of rows that do not exist.
-
-        Raises:
-            BackendError: Mooncake failed.
-            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
-        """
+        """As `QueueEngine.delete_rows`."""
         keys = self._keys(handles)
         store = self._require_store()
         self._run(store, f"delete_rows({len(keys)} rows)", lambda call: store.delete(call, keys), deadline)
@@ -294,7 +270,7 @@ class Engine(QueueEngine):
         return bounded(what, work, deadline, **held, **more)
 
     def _watch(self) -> _Watch:
-        return _Watch(self._instance.watch(self._instance.units), self._master)
+        return _Watch(self._instance, self._master)
 
     def _await_news(self, error: EngineError, check_units: Callable[[], None], deadline: float) -> None:
         """Asks what is known about the units, a few times if a transfer failed: their death is soon known."""
@@ -324,7 +300,7 @@ class Engine(QueueEngine):
                 f"{what} failed: the mooncake_master at {self._instance.details['master']} does not answer ({error}).",
                 hint="It does not respond, or cannot be reached from here.",
             ) from error
-        watch = self._instance.watch(self._instance.units)
+        watch = self._watch()
         give_up = min(deadline, time.monotonic() + _FIND_CAUSE_S)
         while True:
             watch.check()
@@ -335,20 +311,45 @@ class Engine(QueueEngine):
 
 
 class _Watch:
-    """Checks that the storage units, and a master that is not started again, are alive, while a call takes long."""
+    """While a call takes long, asks Ray whether the storage units are alive, and looks at a master that nobody starts
+    again."""
 
-    def __init__(self, units: ActorWatch, master: MasterWatch | None) -> None:
-        self._units = units
+    def __init__(self, instance: MooncakeInstance, master: MasterWatch | None) -> None:
+        self._instance: str = instance.config.instance
         self._master = master
+        self._asked: dict[str, Any] = {}  # by the units' names
+        self._alive: list[str] = []
+        self._connected = ray.is_initialized()
+        if self._connected:
+            with contextlib.suppress(ray.exceptions.RayError):  # then only the deadline ends the wait
+                self._asked = instance.ask_units()
 
     def check(self) -> None:
-        """Raises `BackendUnavailableError` if one of them is dead, and not started again."""
+        """Raises `BackendUnavailableError` if one of them is dead, and not started again. Does not block for long."""
         if self._master is not None:
             self._master.check(every_s=0.25)
-        self._units.check()
+        if not self._asked or not ray.is_initialized():
+            return
+        answered, _ = ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)
+        for name in [name for name, ref in self._asked.items() if ref in answered]:
+            try:
+                ray.get(self._asked.pop(name), timeout=0)
+                self._alive.append(name)
+            except ray.exceptions.ActorUnavailableError:
+                continue  # it may come back before the deadline
+            except ray.exceptions.RayActorError as error:
+                raise BackendUnavailableError(
+                    f"the {name} of instance {self._instance!r} is dead: {cause(error)}",
+                    retryable=False,
+                    hint="What it held is lost. Close this client and bootstrap the instance again.",
+                ) from error
+            except ray.exceptions.RayError:
+                continue  # says nothing about the actor
 
-    def close(self) -> None:
-        """Nothing to give back."""
+    @property
+    def all_alive(self) -> bool:
+        """Whether all units have answered."""
+        return self._connected and not self._asked
 
     def describe(self) -> str:
         """What is known about the master and the units, as a sentence."""
@@ -357,4 +358,12 @@ class _Watch:
                 self._master.check(every_s=0)
             except BackendUnavailableError as error:
                 return f"{error.message[0].upper()}{error.message[1:]}"
-        return self._units.describe()
+        if not self._connected:
+            return "This process is no longer connected to Ray, so it cannot tell whether they are alive."
+        if self._asked:
+            return f"The {', '.join(self._asked)} did not answer Ray either: stopped, overloaded, or not reachable."
+        if not self._alive:
+            return "Ray knows nothing about them at the moment."
+        return (
+            f"The {', '.join(self._alive)} is alive, but busy with other requests or not reachable from this process."
+        )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import select
 import shutil
 import socket
 import tempfile
@@ -17,8 +15,8 @@ import psutil
 
 from dataplane_core.backends import OwnedProcess, last_words
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_mooncake._ending import parse_endpoint
 from dataplane_mooncake.machine import check_master, master_path
+from dataplane_tq_simple.addresses import host_and_port, refuses, with_port
 
 _POLL_S: Final = 0.02
 #: Number of starts, each on other ports: another process may take a port between our check and the master's bind.
@@ -119,7 +117,7 @@ class Master:
         words = [f"--{name}={value}" for name, value in settings.items()]
         # it keeps no data, and needs a second to end after SIGTERM: so it is killed
         self._process = OwnedProcess([str(master_path()), *words], log=self._log, folder=self._folder)
-        self.address = f"[{self._ip}]:{rpc_port}" if ":" in self._ip else f"{self._ip}:{rpc_port}"
+        self.address = with_port(self._ip, rpc_port)
         while not self._process.ended:
             if self._serves(rpc_port):
                 return True
@@ -180,7 +178,7 @@ class MasterWatch:
             if now - self._checked_at < every_s:
                 return
             self._checked_at = now
-        if self._refuses():
+        if refuses(*host_and_port(self._address), _PROBE_S):
             self._checked_at = float("-inf")
             raise BackendUnavailableError(
                 f"the mooncake_master at {self._address} of instance {self._instance!r} is dead: nothing listens "
@@ -188,19 +186,6 @@ class MasterWatch:
                 retryable=False,
                 hint="What the instance held is lost. Close this client and bootstrap the instance again.",
             )
-
-    def _refuses(self) -> bool:
-        try:
-            family, _, _, _, address = socket.getaddrinfo(*parse_endpoint(self._address), type=socket.SOCK_STREAM)[0]
-        except OSError:
-            return False
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setblocking(False)
-            code = probe.connect_ex(address)
-            if code == errno.EINPROGRESS:
-                select.select([], [probe], [], _PROBE_S)
-                code = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        return code == errno.ECONNREFUSED
 
 
 def _free_port(ip: str) -> int:

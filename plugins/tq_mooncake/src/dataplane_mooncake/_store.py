@@ -25,8 +25,9 @@ import numpy.typing as npt
 
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, OperationTimeoutError
 from dataplane_mooncake._calls import POLL_S, Call, add_peers, bounded
-from dataplane_mooncake._ending import Endpoint, end_connections, parse_endpoint
+from dataplane_mooncake._ending import Endpoint, end_connections
 from dataplane_mooncake.machine import check_library
+from dataplane_tq_simple.addresses import host_and_port
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -197,7 +198,7 @@ class Store:
                 if store is not None:
                     store._num_users += 1
             if store is None:
-                add_peers(master=parse_endpoint(settings.master))
+                add_peers(master=host_and_port(settings.master))
                 store = bounded(what, lambda call: cls(settings), deadline, undo=_close_late)
                 with cls._shared_lock:
                     cls._shared[key] = store

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, PrivateFolder, RowStoreBackend
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_core.ledger import Command, LedgerService, Ref, Reply, commands
+from dataplane_core.ledger import Command, Ref, Reply, commands
 from dataplane_core.spec import (
     Capability,
     ChangeUnitsRequest,
@@ -22,7 +19,6 @@ from dataplane_core.spec import (
     SharedRows,
     UnitList,
     WireColumn,
-    new_id,
 )
 from dataplane_tq_simple._diagnosis import diagnose
 from dataplane_tq_simple._errors import UnitsGoneError
@@ -32,7 +28,6 @@ from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
 if TYPE_CHECKING:
     from dataplane_tq_simple._engine import Engine
     from dataplane_tq_simple._queue import QueueEngine
-    from dataplane_tq_simple._recorded import RecordedService
 
 _Engine = TypeVar("_Engine", bound="QueueEngine")
 
@@ -54,25 +49,12 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._engine: _Engine | None = None
-        self._journal: Path | None = None  # of the instance that this client started
-        self._folders: list[PrivateFolder] = []  # by which others of this host find that instance
+        self._folders: list[PrivateFolder] = []  # by which others of this host find what this started
 
     @classmethod
     @abstractmethod
     def _engine_class(cls) -> type[_Engine]:
         """The engine's class. Imported only here, so that importing the backend does not import Ray."""
-
-    @classmethod
-    def _service_class(cls) -> type[LedgerService]:
-        """The class of the ledger in the controller."""
-        return LedgerService
-
-    @classmethod
-    def _recorded_class(cls) -> type[RecordedService]:
-        """The same for a controller that keeps a journal."""
-        from dataplane_tq_simple._recorded import RecordedService
-
-        return RecordedService
 
     @classmethod
     def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
@@ -102,12 +84,12 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
             if not known:
                 config = config.model_copy(update={"ray_address": _whereabouts.find(config, name)})
             # the engine waits itself: each new try would connect this process to Ray again
-            self._engine = engine_class.attach(config, timeout_s=left_s(deadline), wait_s=self.attach_wait_s)
+            self._engine = engine_class.open(config, bootstrap=False, deadline=deadline, wait_s=self.attach_wait_s)
             return
         try:
             if self.exclusive and not known:
                 self._folders.append(_whereabouts.claim_name(name, deadline))
-            self._engine = engine_class.bootstrap(self.config, self._make_service(), timeout_s=left_s(deadline))
+            self._engine = engine_class.open(self.config, bootstrap=True, deadline=deadline)
             left = _whereabouts.leave(name, self._engine.ray_address, deadline)
             self._folders += [left] if left is not None else []
         except BaseException:
@@ -121,28 +103,14 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
             if engine is not None:
                 engine.close()
         finally:
-            self._delete_journal()
             while self._folders:
                 self._folders.pop().release()
 
-    def _make_service(self) -> Callable[..., object]:
-        config = self.config
-        if config.journal is None:
-            return functools.partial(self._service_class(), config.capacity_bytes)
-        # of this instance alone: its units hold nothing of an earlier one
-        self._journal = Path(config.journal, f"{config.instance}-{new_id()}")
-        return functools.partial(self._recorded_class(), self._journal, config.capacity_bytes, config.journal_sync)
-
-    def _delete_journal(self) -> None:
-        journal, self._journal = self._journal, None
-        if journal is not None:
-            shutil.rmtree(journal, ignore_errors=True)
-
     def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
-        return self._connected().call(command, timeout_s=left_s(deadline))
+        return self._connected().call(command, deadline)
 
     def _waking_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
-        return self._connected().call(command, timeout_s=left_s(deadline), wake=wake)
+        return self._connected().call(command, deadline, wake)
 
     def _stop_waiting(self, token: str) -> None:
         if self._engine is not None:
@@ -154,12 +122,21 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
             try:
                 return super()._put(request, writes, ticket)
             except UnitsGoneError:
-                if left_s(request.deadline) <= 2 * _AGAIN_S:
+                if time.monotonic() + 2 * _AGAIN_S >= request.deadline:
                     raise
                 time.sleep(_AGAIN_S)
 
     def _new_write_id(self, num_ids: int) -> None:
         """None: the ledger numbers the writes. Handles have only 64 bits, and no write outlives the ledger."""
+
+    def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
+        self._connected().put_rows(handles, buffer, offsets, deadline=deadline)
+
+    def _get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[memoryview]:
+        return self._connected().get_rows(handles, deadline=deadline)
+
+    def _delete_rows(self, handles: Sequence[int], deadline: float) -> None:
+        self._connected().delete_rows(handles, deadline=deadline)
 
     def _connected(self) -> _Engine:
         if self._engine is None:
@@ -179,46 +156,20 @@ class TQSimpleBackend(QueueBackend["Engine"]):
 
         return Engine
 
-    @classmethod
-    def _service_class(cls) -> type[LedgerService]:
-        from dataplane_tq_simple._service import PlacingLedgerService
-
-        return PlacingLedgerService
-
-    @classmethod
-    def _recorded_class(cls) -> type[RecordedService]:
-        from dataplane_tq_simple._recorded import PlacingRecordedService
-
-        return PlacingRecordedService
-
     def _begin(self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float) -> int:
         engine = self._connected()
         request = BeginNear(begin, engine.node) if self.config.near_writer else begin
-        return engine.call(request, timeout_s=left_s(deadline))
+        return engine.call(request, deadline)
 
     def list_units(self, request: ListUnitsRequest) -> UnitList:
         """Asks the controller."""
-        return UnitList(units=self._connected().units(timeout_s=left_s(request.deadline)))
+        return UnitList(units=self._connected().units(request.deadline))
 
     def change_units(self, request: ChangeUnitsRequest) -> UnitList:
         """Has the controller start or end units."""
         engine = self._connected()
         if request.remove is None:
-            return UnitList(units=engine.add_units(request.add, timeout_s=left_s(request.deadline)))
-        engine.remove_unit(request.remove, now=request.now, timeout_s=left_s(request.deadline))
-        units = engine.units(timeout_s=left_s(request.deadline))
+            return UnitList(units=engine.add_units(request.add, request.deadline))
+        engine.remove_unit(request.remove, now=request.now, deadline=request.deadline)
+        units = engine.units(request.deadline)
         return UnitList(units=[each for each in units if each.name == request.remove])
-
-    def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
-        self._connected().put_rows(handles, buffer, offsets, timeout_s=left_s(deadline))
-
-    def _get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[memoryview]:
-        return self._connected().get_rows(handles, timeout_s=left_s(deadline))
-
-    def _delete_rows(self, handles: Sequence[int], deadline: float) -> None:
-        self._connected().delete_rows(handles, timeout_s=left_s(deadline))
-
-
-def left_s(deadline: float) -> float:
-    """Seconds until a deadline on `time.monotonic`'s clock; 0 if it has passed."""
-    return max(0.0, deadline - time.monotonic())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
@@ -148,10 +149,11 @@ class UnitBook:
 
     Attributes:
         changed: Set when the keeper has something to do.
+        lock: Held by each method.
     """
 
     changed: threading.Event = field(default_factory=threading.Event)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
     _version: int = 0
     _units: dict[str, _Unit] = field(default_factory=dict)
     _lives: dict[int, _Held] = field(default_factory=dict)
@@ -175,7 +177,7 @@ class UnitBook:
 
     def begin(self, actor_prefix: str, units: Sequence[tuple[str, str, Started]]) -> None:
         """What the names of actors begin with, and the units with which the instance starts: names, actors, answers."""
-        with self._lock:
+        with self.lock:
             self._actor_prefix = actor_prefix
             for name, actor, started in units:
                 self._units[name] = unit = _Unit(name, actor)
@@ -185,7 +187,7 @@ class UnitBook:
 
     def new_unit(self) -> tuple[str, str] | None:
         """The name and actor of a unit that is to be created now, or None."""
-        with self._lock:
+        with self.lock:
             for unit in self._units.values():
                 if not unit.created:
                     unit.created = True
@@ -195,7 +197,7 @@ class UnitBook:
 
     def started(self, name: str, started: Started) -> None:
         """A unit runs. An earlier life of it has ended. Ignores a life that is known, and a unit that was removed."""
-        with self._lock:
+        with self.lock:
             unit = self._units.get(name)
             if unit is None or unit.state in ("draining", "removed"):
                 return
@@ -207,14 +209,14 @@ class UnitBook:
 
     def ended(self, name: str, token: str) -> None:
         """A life of a unit has ended. A unit that was draining is not started again."""
-        with self._lock:
+        with self.lock:
             unit = self._units.get(name)
             if unit is not None and unit.life is not None and self._lives[unit.life].started.token == token:
                 self._end(unit)
 
     def failed(self, name: str, why: str) -> None:
         """A unit ended for good, or could not be created."""
-        with self._lock:
+        with self.lock:
             unit = self._units.get(name)
             if unit is not None:
                 self._fail(unit, why)
@@ -222,7 +224,7 @@ class UnitBook:
 
     def live(self) -> list[tuple[str, str, Started]]:
         """The units that run: names, actors, and what they said."""
-        with self._lock:
+        with self.lock:
             return [
                 (unit.name, unit.actor, self._lives[unit.life].started)
                 for unit in self._units.values()
@@ -231,34 +233,27 @@ class UnitBook:
 
     def waiting(self) -> list[tuple[str, str]]:
         """The units that were created, have no life and should get one: names and actors."""
-        with self._lock:
+        with self.lock:
             return [
                 (each.name, each.actor) for each in self._units.values() if each.created and each.state == "starting"
             ]
 
     def removed(self, garbage: Callable[[], Iterable[Ref]]) -> list[str]:
         """Ends the units that are draining and hold nothing but ``garbage()``. Returns the actors to end."""
-        with self._lock:
+        with self.lock:
             draining = [unit for unit in self._units.values() if unit.state == "draining"]
-            # counted before the garbage: what is collected in between is then counted as held, and the unit waits
-            num_rows = [0 if unit.life is None else self._lives[unit.life].num_rows for unit in draining]
-        if not draining:
-            return []
-        found = garbage()  # without the lock: the ledger's service has one of its own
-        with self._lock:
-            free: dict[int, int] = {}
-            for write_id, position in found:
-                if (life := self._life(write_id + position)) is not None:
-                    free[life] = free.get(life, 0) + 1
-            done = []
-            for unit, held in zip(draining, num_rows, strict=True):
-                if unit.life is None or held <= free.get(unit.life, 0):
-                    done.append(unit.actor)
-                    self._end(unit)
-                    unit.state = "removed"
+            if not draining:
+                return []
+            free = Counter(self._life(write_id + position) for write_id, position in garbage())
+            done = [
+                unit for unit in draining if unit.life is None or self._lives[unit.life].num_rows <= free[unit.life]
+            ]
+            for unit in done:
+                self._end(unit)
+                unit.state = "removed"
             if done:
                 self._forget()
-            return done
+            return [unit.actor for unit in done]
 
     # --- the ledger's service -----------------------------------------------------------------------------------------
 
@@ -276,7 +271,7 @@ class UnitBook:
         Raises:
             UnitsGoneError: No unit takes rows at the moment.
         """
-        with self._lock:
+        with self.lock:
             choice = self._choices.get(node)
             if choice is None or choice.left_bytes <= 0:
                 choice = self._choices[node] = self._choose(size_bytes, node)
@@ -311,7 +306,7 @@ class UnitBook:
 
     def add(self, writes: Mapping[int, commands.Write]) -> None:
         """The rows of a put that was begun: its writes by their ids."""
-        with self._lock:
+        with self.lock:
             for write_id, write in writes.items():
                 spread = write_id >> SPREAD_BITS
                 lives = self._spreads[spread]
@@ -327,7 +322,7 @@ class UnitBook:
 
     def check(self, write_id: int) -> None:
         """Raises `UnitsGoneError` if a unit of a put's spread has ended since it was begun."""
-        with self._lock:
+        with self.lock:
             lives = self._spreads.get(write_id >> SPREAD_BITS, ())
             ended = [self._lives[life].unit.name for life in lives if not self._lives[life].alive]
         if ended:
@@ -335,7 +330,7 @@ class UnitBook:
 
     def collected(self, refs: Iterable[Ref]) -> None:
         """The payload of these rows is deleted."""
-        with self._lock:
+        with self.lock:
             positions: dict[int, list[int]] = {}
             for write_id, position in refs:
                 positions.setdefault(write_id, []).append(position)
@@ -360,11 +355,11 @@ class UnitBook:
             if any(unit.state == "draining" for unit in self._units.values()):
                 self.changed.set()
 
-    # --- clients: these are called by name, see `LedgerSampler` -------------------------------------------------------
+    # --- clients ------------------------------------------------------------------------------------------------------
 
     def view(self, known: int = -1) -> View | None:
         """What clients need to find rows. None if ``known`` is still its version."""
-        with self._lock:
+        with self.lock:
             if known == self._version:
                 return None
             lives = {
@@ -375,7 +370,7 @@ class UnitBook:
 
     def records(self) -> tuple[list[UnitInfo], list[str]]:
         """All units, and the newest failures as text."""
-        with self._lock:
+        with self.lock:
             lost: dict[str, int] = {}
             for held in self._lives.values():
                 if not held.alive:
@@ -399,7 +394,7 @@ class UnitBook:
 
     def add_units(self, count: int) -> list[str]:
         """Asks the keeper for more units. Returns their names. Raises `InvalidRequestError` for too many."""
-        with self._lock:
+        with self.lock:
             if len(self._units) + count > _MOST_UNITS:
                 raise InvalidRequestError(
                     f"add_units({count}) refused: {len(self._units)} storage units are there. Expected at most "
@@ -418,7 +413,7 @@ class UnitBook:
         Raises:
             InvalidRequestError: There is no such unit, or no other one that takes rows.
         """
-        with self._lock:
+        with self.lock:
             unit = self._units.get(name)
             if unit is None or unit.state == "removed":
                 names = [each.name for each in self._units.values() if each.state != "removed"]
@@ -437,32 +432,32 @@ class UnitBook:
 
     def pack(self) -> bytes:
         """The units and their lives, for `restore`."""
-        with self._lock:
-            return self._pack()
+        with self.lock:
+            units = [
+                (each.name, each.actor, each.life, each.state, each.created, each.num_starts)
+                for each in self._units.values()
+            ]
+            lives = {number: (held.unit.name, tuple(held.started), held.alive) for number, held in self._lives.items()}
+            after = (self._actor_prefix, self._next_unit, self._next_life, self._version)
+            return pickle.dumps({"units": units, "lives": lives, "next": after, "failures": self._failures})
 
-    def unsaved(self) -> tuple[int, dict[str, bytes | None]]:
-        """What changed since `saved`: a mark for it, and name -> note. None: it is no longer needed.
+    def save(self, note: Callable[[str, bytes | None], None]) -> None:
+        """Has all noted that changed since it was saved, by name. None: it is no longer needed.
 
-        Keep the notes in this order: then no spread that is kept has a life that is not.
+        In this order, no spread that is kept has a life that is not.
         """
-        with self._lock:
-            changed = self._unsaved_spreads.items()
-            notes: dict[str, bytes | None] = {_spread_note(each): None for each, lives in changed if lives is None}
+        with self.lock:
+            changed = self._unsaved_spreads
+            for spread in [each for each, lives in changed.items() if lives is None]:
+                note(_spread_note(spread), None)
             if self._revision != self._saved_revision:
-                notes[UNITS_NOTE] = self._pack()
+                note(UNITS_NOTE, self.pack())
             if changed:
-                notes[_NEXT_SPREAD_NOTE] = pickle.dumps((self._next_spread, self._version))
-            notes |= {_spread_note(each): pickle.dumps(lives) for each, lives in changed if lives is not None}
-            return self._revision, notes
-
-    def saved(self, mark: int, notes: Mapping[str, bytes | None]) -> None:
-        """What `unsaved` returned is kept."""
-        with self._lock:
-            self._saved_revision = mark
-            for spread, lives in list(self._unsaved_spreads.items()):
-                name = _spread_note(spread)
-                if name in notes and (notes[name] is None) == (lives is None):
-                    del self._unsaved_spreads[spread]
+                note(_NEXT_SPREAD_NOTE, pickle.dumps((self._next_spread, self._version)))
+            for spread, lives in changed.items():
+                if lives is not None:
+                    note(_spread_note(spread), pickle.dumps(lives))
+            self._saved_revision, self._unsaved_spreads = self._revision, {}
 
     def restore(
         self,
@@ -477,7 +472,7 @@ class UnitBook:
             payload: Write id -> the bytes of all its rows, if known, and the rows that the units may still hold.
             next_number: The first number for handles that was never used.
         """
-        with self._lock:
+        with self.lock:
             packed = pickle.loads(notes[UNITS_NOTE])
             self._actor_prefix, self._next_unit, self._next_life, self._version = packed["next"]
             self._failures = packed["failures"]
@@ -513,7 +508,7 @@ class UnitBook:
     def come_back(self, running: Iterable[str]) -> None:
         """After `restore`: the actors that run. The units of others ended, or were never created."""
         actors = set(running)
-        with self._lock:
+        with self.lock:
             for unit in self._units.values():
                 if unit.state == "removed":
                     continue
@@ -528,7 +523,7 @@ class UnitBook:
 
     def actors(self) -> dict[str, str]:
         """The units that are not removed: name -> actor."""
-        with self._lock:
+        with self.lock:
             return {each.name: each.actor for each in self._units.values() if each.state != "removed"}
 
     # --- how it is done -----------------------------------------------------------------------------------------------
@@ -544,15 +539,6 @@ class UnitBook:
         self._spreads[spread] = self._unsaved_spreads[spread] = lives
         self._next_spread += 1
         return spread
-
-    def _pack(self) -> bytes:
-        units = [
-            (each.name, each.actor, each.life, each.state, each.created, each.num_starts)
-            for each in self._units.values()
-        ]
-        lives = {number: (held.unit.name, tuple(held.started), held.alive) for number, held in self._lives.items()}
-        after = (self._actor_prefix, self._next_unit, self._next_life, self._version)
-        return pickle.dumps({"units": units, "lives": lives, "next": after, "failures": self._failures})
 
     def _start(self, unit: _Unit, started: Started) -> None:
         self._lives[self._next_life] = _Held(unit, started)

@@ -14,9 +14,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import ray
@@ -32,10 +34,9 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     preview,
 )
+from dataplane_core.spec import new_id
 from dataplane_tq_simple._actors import (
     NAMESPACE,
-    ActorWatch,
-    ControllerWatch,
     check_head,
     controller_dead,
     data_plane_error,
@@ -44,7 +45,8 @@ from dataplane_tq_simple._actors import (
     named_actors,
     nodes_for_units,
 )
-from dataplane_tq_simple._controller import Controller
+from dataplane_tq_simple._controller import Controller, Line
+from dataplane_tq_simple._errors import LineBrokenError
 from dataplane_tq_simple._exchange import Peer
 from dataplane_tq_simple._ray_calls import end_within
 from dataplane_tq_simple.addresses import check_address
@@ -75,7 +77,6 @@ class Instance(ABC):
 
     Attributes:
         config: The options that it was bootstrapped with.
-        controller: The controller.
         units: The storage units with which it was started.
         details: Further values for attaching clients; picklable.
     """
@@ -86,37 +87,26 @@ class Instance(ABC):
     distribution: ClassVar[str]
     #: A number that changes when clients of different versions of the distribution cannot share an instance.
     protocol: ClassVar[int]
+    #: The class of the units' actors. It must be importable, so that a worker reads its own environment. Its method
+    #: ``describe`` says where a unit is: the answer has an ``ip`` and a ``port``.
+    unit_class: ClassVar[type]
     #: Whether the controller watches the units: they come and go while it runs.
     keeps_units: ClassVar[bool] = False
 
-    def __init__(self, config: Any, controller: Peer, units: Sequence[Peer], handles: dict[str, Any]):
+    def __init__(self, config: Any, units: Sequence[Peer], handles: dict[str, Any]):
         self.config = config
-        self.controller = controller
         self.units = tuple(units)
         self.details: dict[str, Any] = {}
-        self._handles = handles
+        self._handles = handles  # by name: the controller and, unless it watches them, the units
+        self._controller = handles[self.controller_name(config)]
+        self._journal: Path | None = None  # that this process ends with the instance
 
     # --- what a subclass supplies -----------------------------------------------------------------------------------
 
     @classmethod
     @abstractmethod
-    def _unit_class(cls) -> type:
-        """The class of the units' actors. It must be importable, so that a worker reads its own environment."""
-
-    @classmethod
-    @abstractmethod
     def _unit_arguments(cls, config: Any) -> Mapping[str, Any]:
         """Keyword arguments of its constructor."""
-
-    @staticmethod
-    @abstractmethod
-    def ask_unit(handle: Any) -> Any:
-        """Asks a unit for its address. Returns a Ray reference to the answer, for `_unit_address`."""
-
-    @staticmethod
-    @abstractmethod
-    def _unit_address(answer: Any) -> tuple[str, int]:
-        """The unit's address and port in that answer."""
 
     def _prepare(self, answers: Sequence[Any], deadline: float) -> None:  # noqa: B027  (most units need nothing)
         """Called by the bootstrapping process when the actors run, with the units' answers."""
@@ -124,12 +114,11 @@ class Instance(ABC):
     # --- bootstrapping -----------------------------------------------------------------------------------------------
 
     @classmethod
-    def start(cls, config: Any, service_factory: Callable[[], object], *, deadline: float) -> Self:
+    def start(cls, config: Any, *, deadline: float) -> Self:
         """Starts the actors and waits until they run. Clients can attach only after `publish`.
 
         Args:
             config: The options.
-            service_factory: See `Controller`.
             deadline: On `time.monotonic`'s clock, in seconds.
 
         Raises:
@@ -143,38 +132,45 @@ class Instance(ABC):
         cls._refuse_if_running_or_broken(config, deadline)
         common = {"namespace": NAMESPACE, "runtime_env": _actor_env()}
         handles: dict[str, Any] = {}
+        # a journal of this instance alone: its units hold nothing of an earlier one
+        journal = None if config.journal is None else Path(config.journal, f"{config.instance}-{new_id()}")
         try:
             name = cls.controller_name(config)
-            journal = config.journal is not None
             controller = ray.remote(Controller).options(
                 name=name, num_cpus=config.controller_num_cpus, max_restarts=-1 if journal else 0, **common
             )
-            create = functools.partial(controller.remote, service_factory=service_factory, keeps_journal=journal)
+            create = functools.partial(
+                controller.remote,
+                places=cls.keeps_units,
+                journal=journal,
+                capacity_bytes=config.capacity_bytes,
+                sync=config.journal_sync,
+            )
             handles[name] = _create(config, name, create, deadline)
             nodes = nodes_for_units()
             for index in range(config.num_storage_units):
                 name = f"{cls.unit_prefix(config)}unit-{index}"
                 create = functools.partial(cls.create_unit, config, name, nodes[index % len(nodes)])
                 handles[name] = _create(config, name, create, deadline)
-            info, *answers = cls._wait_for_start(config, handles, deadline)
-            controller_name, *unit_names = handles
-            peer = Peer("controller", controller_name, info.ip, info.ports["request_handle_socket"])
+            line, *answers = cls._wait_for_start(config, handles, deadline)
+            controller, *unit_names = handles
             units = [
-                Peer(f"storage unit-{index}", actor, *cls._unit_address(answer))
+                Peer(f"storage unit-{index}", actor, answer.ip, answer.port)
                 for index, (actor, answer) in enumerate(zip(unit_names, answers, strict=True))
             ]
             num_nodes = sum(node["Alive"] for node in ray.nodes())
-            for each in (peer, *units):
-                check_address(each.ip, num_nodes=num_nodes, of=f"the address of the {each.name}")
-            get_within(handles[controller_name].open.remote(), "have the controller open the ledger", deadline)
-            instance = cls(config, peer, units, handles)
+            for what, ip in [("controller", line[0]), *((each.name, each.ip) for each in units)]:
+                check_address(ip, num_nodes=num_nodes, of=f"the address of the {what}")
+            instance = cls(config, units, handles)
+            instance._journal = journal
             instance._prepare(answers, deadline)
             if cls.keeps_units:
                 kept = [(name.rpartition("/")[2], name, each) for name, each in zip(unit_names, answers, strict=True)]
-                watching = handles[controller_name].keep_units.remote(cls, config, kept)
+                watching = handles[controller].keep_units.remote(cls, config, kept)
                 get_within(watching, "have the controller watch the storage units", deadline)
         except BaseException as error:
             _kill(handles)
+            _delete(journal)
             if isinstance(error, DataPlaneError) or not isinstance(error, Exception):
                 raise
             message = f"starting instance {config.instance!r} failed: {type(error).__name__}: {error}"
@@ -201,7 +197,7 @@ class Instance(ABC):
         detached = added and config.journal is not None
         if detached:
             arguments["follows"] = (cls.controller_name(config), ray.get_runtime_context().get_actor_id())
-        unit = ray.remote(cls._unit_class()).options(
+        unit = ray.remote(cls.unit_class).options(
             name=name,
             namespace=NAMESPACE,
             num_cpus=config.unit_num_cpus,
@@ -236,10 +232,10 @@ class Instance(ABC):
 
     @classmethod
     def _wait_for_start(cls, config: QueueConfig, handles: dict[str, Any], deadline: float) -> list[Any]:
-        """Waits for the controller and the units, and returns their answers."""
+        """Waits for the controller and the units. Returns where the controller answers, and what the units say."""
         controller, *units = handles.items()
-        refs = {controller[0]: controller[1].get_zmq_server_info.remote()}
-        refs |= {name: cls.ask_unit(handle) for name, handle in units}
+        refs = {controller[0]: controller[1].open.remote()}
+        refs |= {name: handle.describe.remote() for name, handle in units}
         started, waiting = ray.wait(
             list(refs.values()), num_returns=len(refs), timeout=max(0.0, deadline - time.monotonic())
         )
@@ -264,21 +260,22 @@ class Instance(ABC):
         description = {
             "protocol": self.protocol,
             "config": self.config.model_dump(),
-            "controller": tuple(self.controller),
             "units": [tuple(unit) for unit in self.units],
             "details": self.details,
         }
-        controller = self._handles[self.controller.actor]
-        get_within(controller.store_config.remote(description), "publish the instance", deadline)
+        get_within(self._controller.store_config.remote(description), "publish the instance", deadline)
 
     def stop(self) -> None:
         """Ends the actors, and waits a little until Ray has freed their names. For the process that started them."""
-        if ray.is_initialized():
-            _kill(self._handles, self.unit_prefix(self.config))
+        try:
+            if ray.is_initialized():
+                _kill(self._handles, self.unit_prefix(self.config))
+        finally:
+            _delete(self._journal)
 
     # --- attaching ---------------------------------------------------------------------------------------------------
 
-    def find_line(self, *, deadline: float, closed: Callable[[], bool] = lambda: False) -> Peer:
+    def find_line(self, *, deadline: float, closed: Callable[[], bool]) -> Line:
         """Asks the controller, over Ray, where it answers calls over plain connections.
 
         Waits while Ray cannot reach it, as when a controller that keeps a journal is started again.
@@ -296,7 +293,8 @@ class Instance(ABC):
         what = "ask the controller where it answers calls"
         while not closed():
             try:
-                return self.line_in(get_within(self.ask_line(), what, min(deadline, time.monotonic() + _ASK_S)))
+                line: Line = get_within(self.ask_line(), what, min(deadline, time.monotonic() + _ASK_S))
+                return line
             except (OperationTimeoutError, BackendUnavailableError) as error:
                 if isinstance(error.__cause__, ray.exceptions.ActorDiedError):
                     raise controller_dead(self.config.instance, error.__cause__) from error.__cause__
@@ -316,16 +314,10 @@ class Instance(ABC):
         raise ClientClosedError(f"{what}: this client is closed.")
 
     def ask_line(self) -> Any:
-        """Asks the controller where it answers. Returns a Ray reference to the answer, for `line_in`."""
+        """Asks the controller where it answers. Returns a Ray reference to the answer."""
         if not ray.is_initialized():
             raise BackendUnavailableError("this process is no longer connected to Ray.", retryable=False)
-        return self._handles[self.controller.actor].line.remote()
-
-    def line_in(self, answer: Any) -> Peer:
-        """The line in that answer. The address of the controller is then also what it is now."""
-        port, token, ip, request_port = answer
-        self.controller = self.controller._replace(ip=ip, port=request_port)
-        return self.controller._replace(port=port, token=token)
+        return self._controller.line.remote()
 
     @classmethod
     def find(cls, config: Any, *, deadline: float, wait_s: float = 0.0) -> Self:
@@ -379,7 +371,7 @@ class Instance(ABC):
                 retryable=False,
                 hint="Close the client that bootstrapped it and bootstrap it again.",
             )
-        found = cls(type(config)(**description["config"]), Peer(*description["controller"]), units, handles)
+        found = cls(type(config)(**description["config"]), units, handles)
         found.details = description["details"]
         return found
 
@@ -399,14 +391,62 @@ class Instance(ABC):
         """The name of the controller's actor, which no other instance of the cluster has."""
         return f"{cls.prefix}{config.instance}"
 
-    def watch(self, peers: Sequence[Peer]) -> ActorWatch | ControllerWatch:
-        """A watch over some of the actors, for an exchange that waits for them."""
-        if self.config.journal is not None and any(peer.actor == self.controller.actor for peer in peers):
-            return ControllerWatch(self, peers)
-        return ActorWatch(self.config.instance, [(peer, self._handles[peer.actor]) for peer in peers])
+
+class ControllerWatch:
+    """Asks Ray where the controller is, while a call waits for it.
+
+    Args:
+        instance: The instance.
+        line: Where the call takes the controller to be; None: anywhere.
+    """
+
+    def __init__(self, instance: Instance, line: Line | None = None) -> None:
+        self._instance = instance
+        self._line = line
+        self._asked: Any = None
+        self._ask_at = time.monotonic()
+        self._says = "The controller did not answer Ray either: stopped, overloaded, or on an unreachable node."
+
+    def check(self) -> None:
+        """Does not block.
+
+        Raises:
+            LineBrokenError: The controller was started again, and is elsewhere.
+            BackendUnavailableError: It is dead for good.
+        """
+        now = time.monotonic()
+        if self._asked is None:
+            if now >= self._ask_at and ray.is_initialized():
+                self._asked = self._instance.ask_line()
+            return
+        if not ray.wait([self._asked], timeout=0)[0]:
+            return
+        asked, self._asked, self._ask_at = self._asked, None, now + _ASK_S
+        try:
+            line = ray.get(asked, timeout=0)
+        except ray.exceptions.ActorUnavailableError:
+            self._ask_at = now + _ASK_AGAIN_S
+            self._says = "Ray cannot reach the controller, or starts it again."
+        except ray.exceptions.RayActorError as error:
+            raise controller_dead(self._instance.config.instance, error) from error
+        except ray.exceptions.RayError:
+            return  # says nothing about the controller
+        else:
+            self._says = "The process of the controller is alive, but busy with other requests."
+            if self._line not in (None, line):
+                raise LineBrokenError("the controller was started again, and is elsewhere.")
+
+    def describe(self) -> str:
+        """What is known, as a sentence."""
+        return self._says
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _delete(journal: Path | None) -> None:
+    if journal is not None:
+        shutil.rmtree(journal, ignore_errors=True)
 
 
 def _actor_env() -> dict[str, Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
-import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Final
 
 from dataplane_core.backends import Finding, Level, check_announced_address, missing_library
 from dataplane_core.errors import DataPlaneError
+from dataplane_tq_simple.addresses import host_and_port, refuses
 from dataplane_tq_simple.config import QueueConfig
 
 _DISTRIBUTION: Final = "dataplane-tq-simple"
@@ -92,13 +91,13 @@ def _owners(config: QueueConfig, name: str) -> Iterator[Finding]:
                 f"The folder {owner.folder.path} is left from an owner of {instance} that was killed.",
                 f"The next process that attaches removes it. Or run: rm -r {owner.folder.path}",
             )
-        elif _answers(owner.address):
-            yield Finding.ok(f"A process of this user runs {where}. Others of this user find it by its name.")
-        else:
+        elif refuses(*host_and_port(owner.address), _ANSWERS_S):
             yield Finding.error(
                 f"A process of this user says that it runs {where}, but nothing listens there.",
                 "Its Ray has died. Close that process's client, or end the process; then bootstrap again.",
             )
+        else:
+            yield Finding.ok(f"A process of this user runs {where}. Others of this user find it by its name.")
     if len(running) > 1:
         yield Finding.error(
             f"{len(running)} processes of this user run an {instance} on this host, so one that attaches by the name "
@@ -108,15 +107,6 @@ def _owners(config: QueueConfig, name: str) -> Iterator[Finding]:
     if not running:
         yield Finding.ok(f"No process of this user runs {instance} on this host.")
         yield _local(config)
-
-
-def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_S).close()
-    except OSError:
-        return False
-    return True
 
 
 def _local(config: QueueConfig) -> Finding:
@@ -138,7 +128,7 @@ def _running(config: QueueConfig, deadline: float) -> Iterator[Finding]:
     from dataplane_tq_simple._session import RaySession
 
     try:
-        session = RaySession.acquire(config, bootstrap=False, timeout_s=max(0.0, deadline - time.monotonic()))
+        session = RaySession.acquire(config, bootstrap=False, deadline=deadline)
     except DataPlaneError as error:
         yield Finding.error(error.message, error.hint)
         return

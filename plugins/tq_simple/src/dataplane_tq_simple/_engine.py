@@ -21,15 +21,14 @@ import numpy.typing as npt
 
 from dataplane_core.backends import RefsGoneError
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError, preview
-from dataplane_core.hosting import Watch
 from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple import _wire
 from dataplane_tq_simple._book import View
-from dataplane_tq_simple._cluster import check_cpus
+from dataplane_tq_simple._cluster import ControllerWatch, check_cpus
 from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._exchange import Peer, Request
+from dataplane_tq_simple._exchange import PATIENCE_S, Exchange, Peer, Request
 from dataplane_tq_simple._messages import AddUnits, RemoveUnit, UnitRecords, ViewUnits
-from dataplane_tq_simple._places import UNIT_PATIENCE_S, Places, UnitWatch
+from dataplane_tq_simple._places import Places, UnitWatch
 from dataplane_tq_simple._queue import QueueEngine
 from dataplane_tq_simple._units import SimpleStorageInstance
 
@@ -48,25 +47,27 @@ class Engine(QueueEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._exchange = Exchange(self._watch_units)
         self._row_bytes: float = _ASSUMED_ROW_BYTES
         self._places = Places(self._view, self._exchange)
 
     def _join(self, deadline: float) -> None:
-        self._places.refresh(deadline - time.monotonic())
+        self._places.refresh(deadline)
 
-    def _watch_peers(self, peers: Sequence[Peer]) -> Watch:
-        if any(peer.actor == self._instance.controller.actor for peer in peers):
-            return super()._watch_peers(peers)
-        return UnitWatch(self._places, lambda: self._instance.controller, peers, super()._watch_peers)
+    def _leave(self) -> None:
+        self._exchange.close()
 
-    def _view(self, version: int, timeout_s: float) -> View | None:
-        return self.call(ViewUnits(version), timeout_s=timeout_s)
+    def _watch_units(self, peers: Sequence[Peer]) -> UnitWatch:
+        return UnitWatch(self._places, peers, lambda: ControllerWatch(self._instance))
 
-    def units(self, *, timeout_s: float) -> list[UnitInfo]:
+    def _view(self, version: int, deadline: float) -> View | None:
+        return self.call(ViewUnits(version), deadline)
+
+    def units(self, deadline: float) -> list[UnitInfo]:
         """The storage units. Raises as `call`."""
-        return self.call(UnitRecords(), timeout_s=timeout_s)[0]
+        return self.call(UnitRecords(), deadline)[0]
 
-    def add_units(self, count: int, *, timeout_s: float) -> list[UnitInfo]:
+    def add_units(self, count: int, deadline: float) -> list[UnitInfo]:
         """Starts storage units, and waits until they take rows. Returns them.
 
         Raises:
@@ -74,11 +75,10 @@ class Engine(QueueEngine):
             OperationTimeoutError: They did not start in time. They may start later.
             ClientClosedError: As for `call`.
         """
-        deadline = time.monotonic() + timeout_s
         check_cpus(self.config.model_copy(update={"num_storage_units": count, "controller_num_cpus": 0}), deadline)
-        names = self.call(AddUnits(count), timeout_s=timeout_s)
+        names = self.call(AddUnits(count), deadline)
         while True:
-            units, failures = self.call(UnitRecords(), timeout_s=max(0.0, deadline - time.monotonic()))
+            units, failures = self.call(UnitRecords(), deadline)
             mine = [each for each in units if each.name in names]
             if len([each for each in mine if each.state != "removed"]) < count:
                 why = [each for each in failures if each.partition(":")[0] in names]
@@ -90,7 +90,7 @@ class Engine(QueueEngine):
                 raise OperationTimeoutError(f"{preview(waiting)} did not start in time. They may start later.")
             time.sleep(_LOOK_AGAIN_S)
 
-    def remove_unit(self, name: str, *, now: bool, timeout_s: float) -> None:
+    def remove_unit(self, name: str, *, now: bool, deadline: float) -> None:
         """A unit gets no more rows, and ends when its last row is deleted; with ``now`` at once, its rows are lost.
 
         With ``now``, this client knows it when this returns. Others may still read its rows for a moment.
@@ -99,9 +99,8 @@ class Engine(QueueEngine):
             InvalidRequestError: There is no such unit, or no other one that takes rows.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
-        deadline = time.monotonic() + timeout_s
-        self.call(RemoveUnit(name, now), timeout_s=timeout_s)
-        self._places.refresh(deadline - time.monotonic())
+        self.call(RemoveUnit(name, now), deadline)
+        self._places.refresh(deadline)
 
     def put_rows(
         self,
@@ -109,25 +108,12 @@ class Engine(QueueEngine):
         buffer: Any,
         offsets: npt.NDArray[np.int64],
         *,
-        timeout_s: float,
+        deadline: float,
     ) -> None:
-        """Stores rows of bytes. Returns when every unit has confirmed its rows.
+        """As `QueueEngine.put_rows`. A handle says which unit gets its row. Rows may have length 0.
 
-        If it raises, some of the rows may be stored, now or later: a unit that was suspended stores what it had
-        received when it continues. Then do not commit their handles; delete them.
-
-        Args:
-            handles: N integers, 0 or more, each used for one put only. Each says which unit gets its row.
-            buffer: The bytes: any contiguous object with the buffer protocol, such as a uint8 array. The caller may
-                reuse it when this returns.
-            offsets: Shape (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``. Rows may have length 0.
-            timeout_s: In seconds.
-
-        Raises:
-            CapacityExceededError: A unit holds as many rows as it may.
-            UnitsGoneError: A unit has ended. Put the rows under other handles.
-            BackendError: A unit refused for another reason.
-            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
+        The caller may reuse the buffer when this returns. A unit that was suspended stores what it had received when it
+        continues.
         """
         handles = np.asarray(handles, dtype=np.int64)
         offsets = np.asarray(offsets, dtype=np.int64)
@@ -137,35 +123,23 @@ class Engine(QueueEngine):
             return
         bounds = offsets.tolist()
 
-        def request(unit: Peer, token: str, chunk: _wire.Chunk) -> Request:
+        def request(unit: Peer, chunk: _wire.Chunk) -> Request:
             def frames() -> list[Any]:
                 rows = [view[bounds[i] : bounds[i + 1]] for i in chunk.positions]
-                return _wire.put_request(unit.name, token, chunk, rows)
+                return _wire.put_request(unit.name, unit.token, chunk, rows)
 
             return Request(frames, lambda reply: _wire.check_put_reply(unit.name, reply, chunk))
 
         what = f"put_rows({len(handles)} rows, {sizes.sum()} bytes)"
-        deadline = time.monotonic() + timeout_s
-        lives = self._places.lives_of(handles, timeout_s)
+        lives = self._places.lives_of(handles, deadline)
         if not self._places.alive(lives).all():
             raise UnitsGoneError(f"{what}: a storage unit has ended. Nothing was written.")
         self._run(what, _wire.plan_by_bytes(lives, handles, sizes, self.config.chunk_size_bytes), request, deadline)
 
-    def get_rows(self, handles: Sequence[int] | npt.NDArray[np.int64], *, timeout_s: float) -> list[memoryview]:
-        """Reads rows of bytes.
+    def get_rows(self, handles: Sequence[int] | npt.NDArray[np.int64], *, deadline: float) -> list[memoryview]:
+        """As `QueueEngine.get_rows`. Handles may repeat.
 
-        Args:
-            handles: N row handles; repeats are allowed.
-            timeout_s: In seconds.
-
-        Returns:
-            N views, in the order of the handles. Do not write to them. Each is a part of a received message, which
-            stays in memory as long as any view of it: copy what you keep. They are aligned for bytes only.
-
-        Raises:
-            RefsGoneError: A row does not exist, or no longer. Or its unit has ended: at once, with the handles.
-            BackendError: A unit refused for another reason.
-            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
+        Each view is a part of a received message, which stays in memory as long as any view of it: copy what you keep.
         """
         handles = np.asarray(handles, dtype=np.int64)
         num_rows = len(handles)
@@ -175,16 +149,15 @@ class Engine(QueueEngine):
         # Only the unit knows the size of its rows: assume the mean size of the last read.
         chunk_rows = max(1, int(self.config.chunk_size_bytes / self._row_bytes))
 
-        def request(unit: Peer, token: str, chunk: _wire.Chunk) -> Request:
+        def request(unit: Peer, chunk: _wire.Chunk) -> Request:
             def on_reply(reply: list[Any]) -> None:
                 for position, row in zip(chunk.positions, _wire.read_get_reply(unit.name, reply, chunk), strict=True):
                     rows[position] = row
 
-            return Request(functools.partial(_wire.get_request, unit.name, token, chunk.handles), on_reply)
+            return Request(functools.partial(_wire.get_request, unit.name, unit.token, chunk.handles), on_reply)
 
         what = f"get_rows({num_rows} rows)"
-        deadline = time.monotonic() + timeout_s
-        lives = self._places.lives_of(handles, timeout_s)
+        lives = self._places.lives_of(handles, deadline)
         self._refuse_gone(what, handles, lives)
         try:
             self._run(what, _wire.plan_by_rows(lives, handles, chunk_rows), request, deadline)
@@ -200,30 +173,20 @@ class Engine(QueueEngine):
             gone = handles[~alive].tolist()
             raise RefsGoneError(f"{what}: the storage units of {len(gone)} rows ended.", handles=gone)
 
-    def delete_rows(self, handles: Sequence[int] | npt.NDArray[np.int64], *, timeout_s: float) -> None:
-        """Deletes rows, and frees their memory in the units. Ignores handles of rows that do not exist.
-
-        Args:
-            handles: Row handles.
-            timeout_s: In seconds.
-
-        Raises:
-            BackendError: A unit refused.
-            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
-        """
+    def delete_rows(self, handles: Sequence[int] | npt.NDArray[np.int64], *, deadline: float) -> None:
+        """As `QueueEngine.delete_rows`."""
         handles = np.asarray(handles, dtype=np.int64)
         if not len(handles):
             return
 
-        def request(unit: Peer, token: str, chunk: _wire.Chunk) -> Request:
+        def request(unit: Peer, chunk: _wire.Chunk) -> Request:
             return Request(
-                functools.partial(_wire.delete_request, unit.name, token, chunk.handles),
+                functools.partial(_wire.delete_request, unit.name, unit.token, chunk.handles),
                 lambda reply: _wire.check_delete_reply(unit.name, reply, chunk),
             )
 
         what = f"delete_rows({len(handles)} rows)"
-        deadline = time.monotonic() + timeout_s
-        lives = self._places.lives_of(handles, timeout_s)
+        lives = self._places.lives_of(handles, deadline)
         while len(handles):
             alive = self._places.alive(lives)  # the rows of other units went with them
             handles, lives = handles[alive], lives[alive]
@@ -231,21 +194,19 @@ class Engine(QueueEngine):
                 self._run(what, _wire.plan_by_rows(lives, handles, 100_000), request, deadline)
                 return
             except UnitsGoneError:
-                if time.monotonic() + UNIT_PATIENCE_S >= deadline:
+                if time.monotonic() + PATIENCE_S >= deadline:
                     raise
                 if self._places.alive(lives).all():  # the unit itself said it, and the book does not know it yet
-                    time.sleep(UNIT_PATIENCE_S)
-                    self._places.refresh(deadline - time.monotonic())
+                    time.sleep(PATIENCE_S)
+                    self._places.refresh(deadline)
 
     def _run(
         self,
         what: str,
         plans: list[list[_wire.Chunk]],
-        request: Callable[[Peer, str, _wire.Chunk], Request],
+        request: Callable[[Peer, _wire.Chunk], Request],
         deadline: float,
     ) -> None:
-        work = []
-        for plan in plans:
-            unit, token = self._places.peer(plan[0].unit), self._places.token(plan[0].unit)
-            work.append((unit, [request(unit, token, chunk) for chunk in plan]))
-        self._exchange.run(what, work, timeout_s=deadline - time.monotonic(), patience_s=UNIT_PATIENCE_S)
+        units = [(self._places.peer(plan[0].unit), plan) for plan in plans]
+        work = [(unit, [request(unit, chunk) for chunk in plan]) for unit, plan in units]
+        self._exchange.run(what, work, deadline)

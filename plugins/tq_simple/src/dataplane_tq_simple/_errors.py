@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.errors import BackendUnavailableError, LostReplyError
 
 
 class UnitsGoneError(BackendUnavailableError):
@@ -10,3 +10,7 @@ class UnitsGoneError(BackendUnavailableError):
 
     Units are started again, and others take new rows meanwhile: try again.
     """
+
+
+class LineBrokenError(LostReplyError):
+    """The connection to the controller broke, or leads to a process that is the controller no longer."""

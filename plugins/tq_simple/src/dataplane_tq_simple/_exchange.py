@@ -23,38 +23,34 @@ import zmq as _zmq
 from dataplane_core.errors import (
     BackendUnavailableError,
     ClientClosedError,
-    LostReplyError,
     OperationTimeoutError,
 )
 from dataplane_core.hosting import Watch
 from dataplane_tq_simple._privates import identity_prefix, new_socket
+from dataplane_tq_simple.addresses import with_port
 
 zmq: Any = _zmq  # its type stubs are partial
 
 # Seconds between two checks of a waiting exchange whether the engine was closed.
 _POLL_S = 0.1
-#: Seconds without a reply after which an exchange starts to watch its peers.
-PATIENCE_S = 1.0
+#: Seconds without a reply after which an exchange starts to watch its peers, and between two questions about them.
+PATIENCE_S = 0.2
 # Requests in flight from one exchange to one peer. Replies arrive in the order of the requests.
 _WINDOW = 4
 # Idle sockets kept per peer.
 _MAX_IDLE = 8
 
 
-class LineBrokenError(LostReplyError):
-    """The connection to the controller broke, or leads to a process that is the controller no longer."""
-
-
 class Peer(NamedTuple):
-    """A process that answers requests.
+    """A storage unit.
 
     Attributes:
-        name: Its name in messages: ``controller``, ``storage unit-0``.
+        name: Its name in messages: ``storage unit-0``.
         actor: Its Ray actor name.
         ip: Its address.
         port: Its port.
-        life: Of a storage unit: the number of its life. -1: it has none.
-        token: Of the controller: what its clients must know.
+        life: The number of its life. -1: it has none.
+        token: What identifies its life in requests.
     """
 
     name: str
@@ -62,7 +58,7 @@ class Peer(NamedTuple):
     ip: str
     port: int
     life: int = -1
-    token: bytes = b""
+    token: str = ""
 
 
 class Request(NamedTuple):
@@ -98,21 +94,13 @@ class Exchange:
         self._identity = f"{identity_prefix}dataplane_{uuid4().hex}"
         self._num_sockets = 0
 
-    def run(
-        self,
-        what: str,
-        requests: Sequence[tuple[Peer, Sequence[Request]]],
-        *,
-        timeout_s: float,
-        patience_s: float = PATIENCE_S,
-    ) -> None:
+    def run(self, what: str, requests: Sequence[tuple[Peer, Sequence[Request]]], deadline: float) -> None:
         """Sends each peer its requests in order, and waits for all replies.
 
         Args:
             what: The operation, for messages: ``put_rows(512 rows)``.
             requests: The peers, each at most once, with the requests to each.
-            timeout_s: For the whole exchange, in seconds.
-            patience_s: Seconds without a reply after which it starts to watch the peers.
+            deadline: On `time.monotonic`'s clock, in seconds.
 
         Raises:
             OperationTimeoutError: Not all replies arrived in time. The requests may have been executed or not.
@@ -120,56 +108,45 @@ class Exchange:
             ClientClosedError: `close` was called before or during the exchange.
             DataPlaneError: Raised by an ``on_reply``.
         """
-        if timeout_s <= 0:
+        if time.monotonic() >= deadline:
             raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
-        deadline = time.monotonic() + timeout_s
         with ExitStack() as leases:
             lanes = [_Lane(peer, leases.enter_context(self._lease(peer)), work) for peer, work in requests if work]
             try:
-                self._pump(what, lanes, deadline, timeout_s, patience_s)
+                self._pump(what, lanes, deadline)
             except zmq.ZMQError as error:
                 raise BackendUnavailableError(f"{what} failed: {error}") from error
 
-    def _pump(self, what: str, lanes: list[_Lane], deadline: float, timeout_s: float, patience_s: float) -> None:
+    def _pump(self, what: str, lanes: list[_Lane], deadline: float) -> None:
         poller = zmq.Poller()
         for lane in lanes:
             lane.send()
             poller.register(lane.socket, zmq.POLLIN)
         waiting = {lane.socket: lane for lane in lanes}
-        last_reply = time.monotonic()
+        began = last_reply = time.monotonic()
         watch: Watch | None = None
-        try:
-            while waiting:
-                if self._closed:
-                    raise _closed_error(what)
-                now = time.monotonic()
-                ready = poller.poll(max(0.0, min(_POLL_S, deadline - now)) * 1000)
-                for key, _ in ready:
-                    lane = waiting[key]
-                    lane.receive()
-                    if lane.done:
-                        poller.unregister(lane.socket)
-                        del waiting[key]
-                if ready:
-                    last_reply = time.monotonic()
-                    if watch is not None:
-                        watch.close()
-                        watch = None
-                elif now >= deadline:
-                    raise self._out_of_time(what, list(waiting.values()), watch, timeout_s)
-                elif now - last_reply >= patience_s:
-                    watch = watch or self._make_watch([lane.peer for lane in waiting.values()])
-                    watch.check()
-        finally:
-            if watch is not None:
-                watch.close()
-
-    def _out_of_time(self, what: str, waiting: list[_Lane], watch: Watch | None, timeout_s: float) -> Exception:
-        names = ", ".join(lane.peer.name for lane in waiting)
-        return OperationTimeoutError(
-            f"{what}: no answer within {timeout_s:.3g} s from the {names}. It may have been executed or not.",
-            hint=watch.describe() if watch else None,
-        )
+        while waiting:
+            if self._closed:
+                raise _closed_error(what)
+            now = time.monotonic()
+            ready = poller.poll(max(0.0, min(_POLL_S, deadline - now)) * 1000)
+            for key, _ in ready:
+                lane = waiting[key]
+                lane.receive()
+                if lane.done:
+                    poller.unregister(lane.socket)
+                    del waiting[key]
+            if ready:
+                last_reply, watch = time.monotonic(), None
+            elif now >= deadline:
+                names = ", ".join(lane.peer.name for lane in waiting.values())
+                raise OperationTimeoutError(
+                    f"{what}: no answer within {now - began:.3g} s from the {names}. It may have been executed or not.",
+                    hint=watch.describe() if watch else None,
+                )
+            elif now - last_reply >= PATIENCE_S:
+                watch = watch or self._make_watch([lane.peer for lane in waiting.values()])
+                watch.check()
 
     @contextmanager
     def _lease(self, peer: Peer) -> Iterator[Any]:
@@ -177,7 +154,7 @@ class Exchange:
         with self._lock:
             if self._closed:
                 raise _closed_error(f"a request to the {peer.name}")
-            if self.forked:
+            if os.getpid() != self._pid:
                 raise ClientClosedError(
                     f"this client was opened by process {self._pid} and is used by its fork {os.getpid()}. Expected "
                     "the process that opened it.",
@@ -213,8 +190,7 @@ class Exchange:
         socket = new_socket(self._context, zmq.DEALER, peer.ip, identity=f"{self._identity}_{serial}".encode())
         try:
             socket.setsockopt(zmq.LINGER, 0)
-            host = f"[{peer.ip}]" if ":" in peer.ip else peer.ip
-            socket.connect(f"tcp://{host}:{peer.port}")
+            socket.connect(f"tcp://{with_port(peer.ip, peer.port)}")
         except BaseException:
             socket.close(linger=0)
             raise
@@ -227,28 +203,17 @@ class Exchange:
         for socket in sockets:
             socket.close(linger=0)
 
-    @property
-    def forked(self) -> bool:
-        """Whether this is the copy of an exchange in a fork of its process."""
-        return os.getpid() != self._pid
-
     def close(self) -> None:
-        """Ends running exchanges with `ClientClosedError`, and frees the sockets. Idempotent.
-
-        In a fork it does nothing: the sockets are the parent's.
-        """
-        if self.forked:
-            return
+        """Ends running exchanges with `ClientClosedError`, and frees the sockets. Called once, not in a fork."""
         with self._lock:
-            already, self._closed = self._closed, True
+            self._closed = True
             idle = [socket for sockets in self._idle.values() for socket in sockets]
             self._idle.clear()
-            if not already:
-                self._none_leased.wait_for(lambda: self._num_leased == 0, timeout=20 * _POLL_S)
+            self._none_leased.wait_for(lambda: self._num_leased == 0, timeout=20 * _POLL_S)
             all_returned = self._num_leased == 0
         for socket in idle:
             socket.close(linger=0)
-        if all_returned and not already:
+        if all_returned:
             self._context.term()
 
 

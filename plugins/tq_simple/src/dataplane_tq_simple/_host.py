@@ -1,20 +1,25 @@
-"""What the thread in TransferQueue's controller serves: the ledger, and the book of storage units."""
+"""What the thread in TransferQueue's controller serves: the ledger, and the book of storage units.
+
+The ledger's write ids say which units have the rows. An instance that keeps a journal has both recorded in its folder,
+where a controller that Ray starts again finds them.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
 
+from dataplane_core.backends import RecordedLedger
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.hosting import CallId, Client, LedgerHost
-from dataplane_core.ledger import Ref
-from dataplane_tq_simple._book import UNITS_NOTE, UnitBook
+from dataplane_core.ledger import LedgerService, commands
+from dataplane_tq_simple._book import UNITS_NOTE, UnitBook, View
+from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._messages import MESSAGES, AddUnits, BeginNear, Ping, RemoveUnit, UnitRecords, ViewUnits
-
-if TYPE_CHECKING:
-    from dataplane_core.backends import RecordedLedger
 
 _logger = logging.getLogger(__name__)
 
@@ -23,56 +28,81 @@ _EXIT_STATUS: Final = 70
 _OF_THE_BOOK: Final = (ViewUnits, UnitRecords, AddUnits, RemoveUnit)
 
 
+def make_ledger(
+    journal: Path | None, capacity_bytes: int | None, sync: bool, *, must_exist: bool = False
+) -> LedgerService | RecordedLedger:
+    """The ledger of an instance.
+
+    Args:
+        journal: The folder of its journal; the folder that this is in must exist. None: it keeps none.
+        capacity_bytes: As for `LedgerService`.
+        sync: See `RecordedLedger`.
+        must_exist: Whether there must be a journal: the controller was started again.
+
+    Raises:
+        BackendUnavailableError: The folder cannot be used.
+        CorruptDataError: The journal is damaged.
+    """
+    if journal is None:
+        return LedgerService(capacity_bytes)
+    if not must_exist and not journal.parent.is_dir():
+        raise BackendUnavailableError(
+            f"there is no folder {journal.parent} on the node of the controller, {os.uname().nodename}.",
+            retryable=False,
+            hint="Set `journal` to a folder that all nodes of the Ray cluster share, and make it first.",
+        )
+    return RecordedLedger(journal, capacity_bytes, sync=sync, must_exist=must_exist)
+
+
 class ControllerHost(LedgerHost):
     """The ledger and the book of storage units of an instance.
 
     Args:
-        service: The ledger. If it has a method ``use_book``, that is called with the book of storage units; if it has a
-            ``journal``, what is done is kept there, and each call with an id is done once.
+        ledger: The ledger. If it is recorded, so is the book, and each call with an id is done once.
+        places: Whether rows are placed on the units of the book. If not, the ledger numbers the writes.
 
     Attributes:
-        book: The book of storage units.
+        book: The book of storage units. Who holds its lock keeps the server's thread from answering.
     """
 
     messages = MESSAGES
 
-    def __init__(self, service: Any) -> None:
-        super().__init__(service)
+    def __init__(self, ledger: LedgerService | RecordedLedger, *, places: bool = True) -> None:
+        super().__init__(ledger)
         self.book = UnitBook()
-        self._service: Any = service
-        self._journal: RecordedLedger | None = getattr(service, "journal", None)
-        self._lock = threading.Lock()  # the server's thread, and those of the actor's methods
-        if hasattr(service, "use_book"):
-            service.use_book(self.book)
+        self._ledger = ledger
+        self._journal = ledger if isinstance(ledger, RecordedLedger) else None
+        self._places = places
+        if self._journal is not None and UNITS_NOTE in self._journal.notes:
+            self.book.restore(self._journal.notes, self._journal.payload(), self._journal.next_number)
 
     def note(self, name: str, value: bytes) -> None:
         """Keeps a value for a controller that is started again. Nothing happens without a journal."""
-        with self._lock:
-            if self._journal is not None:
+        if self._journal is not None:
+            with self.book.lock:
                 self._journal.note(name, value)
-                self._commit()
+                self.settle()
 
     def noted(self, name: str) -> bytes | None:
         """What `note` was given last, also by an earlier process."""
         return None if self._journal is None else self._journal.notes.get(name)
 
-    def garbage(self) -> list[Ref]:
-        """The refs that the ledger holds as free, for the keeper of the units."""
-        found: list[Ref] = self._service.garbage()
-        return found
+    def end_removed(self) -> list[str]:
+        """The actors of the units that have ended now: they were draining, and hold nothing that anybody reads."""
+        return self.book.removed(self._ledger.garbage)
 
     # --- as a host ----------------------------------------------------------------------------------------------------
 
     def answer(self, request: Any, client: Client, call: CallId | None = None) -> Any:
         """As `LedgerHost.answer`."""
-        with self._lock:
+        answer = super().answer
+        with self.book.lock:
             if self._journal is None or call is None:
-                result = self._execute(request, client)
+                result = answer(request, client)
             else:
-                result = self._journal.once(call, lambda: self._execute(request, client))
+                result = self._journal.once(call, lambda: answer(request, client))
             try:
-                if self._journal is not None:
-                    self._service.save_book()
+                self._save_book()
             except BackendUnavailableError as error:
                 if isinstance(request, _OF_THE_BOOK):
                     raise  # no client may know a view that a controller which is started again does not
@@ -81,31 +111,79 @@ class ControllerHost(LedgerHost):
 
     def end_session(self, client: Client) -> None:
         """As `LedgerHost.end_session`."""
-        with self._lock:
+        with self.book.lock:
             super().end_session(client)
 
     def settle(self) -> None:
-        """Returns when all that was answered is kept."""
-        if self._journal is not None:
-            with self._lock:
-                self._commit()
+        """Returns when all that was answered is kept. If it cannot be, ends the process: nobody gets an answer.
 
-    def _execute(self, request: Any, client: Client) -> Any:
-        match request:
-            case Ping():
-                return os.getpid()
-            case BeginNear():
-                return self._service.begin_put(request.put, request.node)
-            case ViewUnits():
-                return self.book.view(request.version)
-            case UnitRecords():
-                return self.book.records()
-            case AddUnits():
-                return self._noted(self.book.add_units(request.count))
-            case RemoveUnit():
-                self.book.remove_unit(request.name, request.now)
-                return self._noted(None)
-        return super().answer(request, client)
+        Ray then starts the controller again, unless another process is the controller already.
+        """
+        if self._journal is None:
+            return
+        try:
+            with self.book.lock:
+                self._journal.commit()
+        except (OSError, BackendUnavailableError) as error:
+            _logger.critical("this controller may answer nobody any more, and ends: %s", error)
+            os._exit(_EXIT_STATUS)
+
+    def _save_book(self) -> None:
+        if self._journal is not None and self._places:
+            self.book.save(self._journal.note)
+
+    # --- puts ---------------------------------------------------------------------------------------------------------
+
+    def _begin_put(self, put: commands.BeginPut, client: Client, node: str | None = None) -> int:
+        """Begins a put, and places its rows: on units of ``node``, if one is given and has units.
+
+        Raises:
+            UnitsGoneError: No unit takes rows.
+        """
+        if put.write_id is None and self._places:
+            write_id = self.book.place(put.num_ids, put.size_bytes, node)
+            self._save_book()  # the journal knows the spread before it knows a put that uses it
+            self._ledger.call(replace(put, write_id=write_id))
+            self.book.add(put.writes(write_id))
+            return write_id
+        if put.write_id is None and self._journal is not None:
+            put = replace(put, write_id=self._journal.take_ids(put.num_ids))
+        return self._ledger.call(put)
+
+    def _begin_near(self, request: BeginNear, client: Client) -> int:
+        return self._begin_put(request.put, client, request.node)
+
+    def _commit_put(self, commit: commands.CommitPut, client: Client) -> Any:
+        try:
+            self.book.check(commit.write_id)
+        except UnitsGoneError:
+            # the abort is not what came of the call
+            with nullcontext() if self._journal is None else self._journal.aside():
+                self._ledger.call(commands.AbortPut(commit.write_id))
+            raise
+        return self._ledger.call(commit)
+
+    def _collected(self, collected: commands.Collected, client: Client) -> None:
+        self._ledger.call(collected)
+        self.book.collected(collected.refs)
+
+    # --- units --------------------------------------------------------------------------------------------------------
+
+    def _ping(self, request: Ping, client: Client) -> int:
+        return os.getpid()
+
+    def _view(self, request: ViewUnits, client: Client) -> View | None:
+        return self.book.view(request.version)
+
+    def _records(self, request: UnitRecords, client: Client) -> Any:
+        return self.book.records()
+
+    def _add_units(self, request: AddUnits, client: Client) -> Any:
+        return self._noted(self.book.add_units(request.count))
+
+    def _remove_unit(self, request: RemoveUnit, client: Client) -> Any:
+        self.book.remove_unit(request.name, request.now)
+        return self._noted(None)
 
     def _noted(self, outcome: Any) -> Any:
         """Keeps what a call has changed in the book, and what came of it."""
@@ -113,14 +191,16 @@ class ControllerHost(LedgerHost):
             self._journal.note_outcome(UNITS_NOTE, self.book.pack(), outcome)
         return outcome
 
-    def _commit(self) -> None:
-        """Returns when all that was done is kept. If it cannot be, ends the process: nobody gets an answer.
 
-        Ray then starts the controller again, unless another process is the controller already.
-        """
-        try:
-            if self._journal is not None:
-                self._journal.commit()
-        except (OSError, BackendUnavailableError) as error:
-            _logger.critical("this controller may answer nobody any more, and ends: %s", error)
-            os._exit(_EXIT_STATUS)
+ControllerHost.handlers = {
+    **LedgerHost.handlers,
+    Ping: ControllerHost._ping,
+    BeginNear: ControllerHost._begin_near,
+    ViewUnits: ControllerHost._view,
+    UnitRecords: ControllerHost._records,
+    AddUnits: ControllerHost._add_units,
+    RemoveUnit: ControllerHost._remove_unit,
+    commands.BeginPut: ControllerHost._begin_put,
+    commands.CommitPut: ControllerHost._commit_put,
+    commands.Collected: ControllerHost._collected,
+}

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import collections
 import logging
-import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import ray
 import ray.exceptions
@@ -24,8 +24,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dataplane_tq_simple import _privates
 from dataplane_tq_simple._actors import lookup, named_actors, nodes_for_units
-from dataplane_tq_simple._book import Started, UnitBook
+from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost
+from dataplane_tq_simple.addresses import refuses, with_port
 
 _logger = logging.getLogger(__name__)
 zmq: Any = _zmq  # its type stubs are partial
@@ -39,19 +40,6 @@ _ASK_S: Final = 0.2
 _REACH_S: Final = 0.5
 #: A node that is lost without a word is noticed after about so many milliseconds.
 _HEARTBEAT_MS: Final = 15_000
-
-
-class UnitMaker(Protocol):
-    """How a keeper makes and asks the units of an instance. The class of an instance is one."""
-
-    def unit_prefix(self, config: Any) -> str:
-        """What the actor names of its units start with."""
-
-    def create_unit(self, config: Any, name: str, node: str, *, added: bool = False) -> Any:
-        """Creates the actor of a storage unit. Its creator owns it."""
-
-    def ask_unit(self, handle: Any) -> Any:
-        """Asks a unit for its address. Returns a Ray reference to the answer."""
 
 
 @dataclass(slots=True)
@@ -77,16 +65,16 @@ class Keeper:
     """See above.
 
     Args:
-        instance: The class of the instance, which knows how to make and ask its units.
-        config: The options of the instance.
         host: Has the book, and knows which rows are garbage.
+        prefix: What the actor names of the units start with.
+        create: Creates the actor of a unit, by its name and the id of its node. Its creator owns it.
     """
 
-    def __init__(self, instance: UnitMaker, config: Any, host: ControllerHost) -> None:
-        self._instance = instance
-        self._config = config
+    def __init__(self, host: ControllerHost, prefix: str, create: Callable[[str, str], Any]) -> None:
         self._host = host
-        self._book: UnitBook = host.book
+        self._prefix = prefix
+        self._create_unit = create
+        self._book = host.book
         self._context = zmq.Context()
         self._ears: dict[str, _Ear] = {}
         self._asked: dict[str, _Asked] = {}
@@ -95,13 +83,12 @@ class Keeper:
     def begin(self, units: list[tuple[str, str, Started]]) -> None:
         """Takes over the units that run, and starts the thread."""
         self._handles = {actor: lookup(actor) for _, actor, _ in units}
-        self._book.begin(self._instance.unit_prefix(self._config), units)
+        self._book.begin(self._prefix, units)
         self._start()
 
     def come_back(self) -> None:
         """Goes on with the units of the book, in a controller that was started again."""
-        prefix = self._instance.unit_prefix(self._config)
-        found = {actor: lookup(actor) for actor in named_actors(prefix)}
+        found = {actor: lookup(actor) for actor in named_actors(self._prefix)}
         running = {actor: handle for actor, handle in found.items() if handle is not None}
         self._book.come_back(running)
         mine = set(self._book.actors().values())
@@ -156,8 +143,7 @@ class Keeper:
                 peer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_MS)
                 bad = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
                 monitor = peer.get_monitor_socket(bad)
-                host = f"[{started.ip}]" if ":" in started.ip else started.ip
-                peer.connect(f"tcp://{host}:{started.port}")
+                peer.connect(f"tcp://{with_port(started.ip, started.port)}")
                 self._ears[name] = _Ear(actor, started, peer, monitor)
 
     def _judge(self) -> None:
@@ -165,13 +151,9 @@ class Keeper:
         for name, ear in self._ears.items():
             if not ear.suspect:
                 continue
-            try:
-                socket.create_connection((ear.started.ip, ear.started.port), timeout=_REACH_S).close()
-            except ConnectionRefusedError:
+            if refuses(ear.started.ip, ear.started.port, _REACH_S):  # else only Ray can tell
                 ear.suspect = False
                 self._book.ended(name, ear.started.token)
-            except OSError:
-                pass  # not reachable from here, for now: only Ray can tell
             self._asked.setdefault(name, _Asked())
 
     def _ask(self) -> None:
@@ -185,7 +167,7 @@ class Keeper:
                 del self._asked[name]
             elif asked.ref is None:
                 if now >= asked.ask_at:
-                    asked.ref = self._instance.ask_unit(self._handles[actors[name]])
+                    asked.ref = self._handles[actors[name]].describe.remote()
                     asked.ask_at = now + _ASK_S
             elif ray.wait([asked.ref], timeout=0)[0]:
                 ref, asked.ref = asked.ref, None
@@ -215,14 +197,14 @@ class Keeper:
             try:
                 count = collections.Counter(started.node for _, _, started in self._book.live())
                 node = min(nodes_for_units(), key=lambda each: count[each])
-                self._handles[actor] = self._instance.create_unit(self._config, actor, node, added=True)
+                self._handles[actor] = self._create_unit(actor, node)
             except Exception as error:
                 _logger.exception("creating %s failed", actor)
                 self._book.failed(name, f"{type(error).__name__}: {error}")
 
     def _end_removed(self) -> None:
         """Ends the units that are drained."""
-        for actor in self._book.removed(self._host.garbage):
+        for actor in self._host.end_removed():
             handle = self._handles.pop(actor, None)
             if handle is not None:  # it may have been removed before it was created
                 ray.kill(handle, no_restart=True)

@@ -14,14 +14,14 @@ from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_core.hosting import Watch
 from dataplane_tq_simple._book import SPREAD_BITS, View
 from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._exchange import PATIENCE_S, Exchange, LineBrokenError, Peer
+from dataplane_tq_simple._exchange import PATIENCE_S, Exchange, Peer
 
 #: The life of a row whose spread is not known any more: all its rows are deleted.
 NOWHERE: Final = -1
 #: Seconds that the controller may take to answer that question, while replies of units may come.
 _QUESTION_S: Final = 0.1
-#: Seconds without a reply after which a client asks whether a unit has ended, and then between two questions.
-UNIT_PATIENCE_S: Final = 0.2
+#: Seconds without an answer of the controller after which it is watched.
+_CONTROLLER_PATIENCE_S: Final = 1.0
 
 _Ints = npt.NDArray[np.int64]
 
@@ -30,7 +30,7 @@ class Places:
     """The newest `View` that this client has of the book of storage units. Thread-safe.
 
     Args:
-        ask: Asks the controller for a newer view than that of a version, within some seconds.
+        ask: Asks the controller for a newer view than that of a version, by a deadline.
         exchange: Keeps sockets to the units.
     """
 
@@ -40,14 +40,9 @@ class Places:
         self._lock = threading.Lock()
         self._view = View(-1, {}, {})
 
-    @property
-    def version(self) -> int:
-        """The version of the view."""
-        return self._view.version
-
-    def refresh(self, timeout_s: float) -> None:
+    def refresh(self, deadline: float) -> None:
         """Gets the newest view. Raises as `QueueEngine.call`."""
-        self.take(self._ask(self.version, timeout_s))
+        self.take(self._ask(self._view.version, deadline))
 
     def take(self, view: View | None) -> None:
         """Takes a newer view. None: there is none."""
@@ -64,7 +59,7 @@ class Places:
             self._view = view
         self._exchange.forget(ended)
 
-    def lives_of(self, handles: _Ints, timeout_s: float) -> _Ints:
+    def lives_of(self, handles: _Ints, deadline: float) -> _Ints:
         """The life that has each row, or `NOWHERE`. Asks the book if it does not know a spread."""
         spreads = handles >> SPREAD_BITS
         numbers = handles & ((1 << SPREAD_BITS) - 1)
@@ -73,7 +68,7 @@ class Places:
         each = np.unique(spreads).tolist() if several else [int(first)]
         known = self._view.spreads
         if any(spread not in known for spread in each):
-            self.refresh(timeout_s)
+            self.refresh(deadline)
             known = self._view.spreads
         lives = np.full(len(handles), NOWHERE, dtype=np.int64)
         for spread in each:
@@ -97,18 +92,12 @@ class Places:
         """
         return self._peer(self._view, life)
 
-    def token(self, life: int) -> str:
-        """What identifies a life in requests. Raises as `peer`."""
-        if life not in self._view.lives:
-            raise UnitsGoneError("a storage unit was removed.")
-        return self._view.lives[life].token
-
     @staticmethod
     def _peer(view: View, number: int) -> Peer:
         life = view.lives.get(number)
         if life is None:
             raise UnitsGoneError("a storage unit was removed.")
-        return Peer(f"storage {life.unit}", life.actor, life.ip, life.port, number)
+        return Peer(f"storage {life.unit}", life.actor, life.ip, life.port, number, life.token)
 
 
 class UnitWatch:
@@ -116,20 +105,12 @@ class UnitWatch:
 
     Args:
         places: Gets the answers.
-        controller: Gives the controller.
         peers: The units.
-        watch_controller: Makes a watch of the controller, which is used if it does not answer.
+        watch_controller: Makes a watch of the controller, which is used if that does not answer.
     """
 
-    def __init__(
-        self,
-        places: Places,
-        controller: Callable[[], Peer],
-        peers: Sequence[Peer],
-        watch_controller: Callable[[Sequence[Peer]], Watch],
-    ) -> None:
+    def __init__(self, places: Places, peers: Sequence[Peer], watch_controller: Callable[[], Watch]) -> None:
         self._places = places
-        self._find_controller = controller
         self._peers = list(peers)
         self._lives = np.array([peer.life for peer in peers], dtype=np.int64)
         self._watch_controller = watch_controller
@@ -143,19 +124,16 @@ class UnitWatch:
         if now < self._ask_at:
             return
         try:
-            self._places.refresh(_QUESTION_S)
+            self._places.refresh(now + _QUESTION_S)
         except (OperationTimeoutError, BackendUnavailableError) as error:
             if isinstance(error, BackendUnavailableError) and not error.retryable:
                 raise
-            if now - self._answered_at >= PATIENCE_S:
-                self._watch = self._watch or self._watch_controller([self._find_controller()])
-                try:
-                    self._watch.check()
-                except LineBrokenError:  # it was started again: ask it there
-                    self._watch, self._answered_at = None, now
+            if now - self._answered_at >= _CONTROLLER_PATIENCE_S:
+                self._watch = self._watch or self._watch_controller()
+                self._watch.check()
             return
         self._watch = None
-        self._answered_at, self._ask_at = now, now + UNIT_PATIENCE_S
+        self._answered_at, self._ask_at = now, now + PATIENCE_S
         self._refuse_ended()
 
     def _refuse_ended(self) -> None:
@@ -169,6 +147,3 @@ class UnitWatch:
         if self._watch is not None:
             return self._watch.describe()
         return "It has not ended: it is stopped, overloaded, or not reachable from this process."
-
-    def close(self) -> None:
-        """Nothing to give back."""

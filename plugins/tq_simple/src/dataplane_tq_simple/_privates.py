@@ -29,12 +29,6 @@ def node_ip(controller: Any) -> str:
     return ip
 
 
-def request_port(controller: Any) -> int:
-    """``transfer_queue.controller:TransferQueueController._request_handle_socket_port``: where it answers requests."""
-    port: int = controller._request_handle_socket_port
-    return port
-
-
 def store_config(controller: Any, description: Any) -> None:
     """``transfer_queue.controller:TransferQueueController.store_config``: keeps what attaching clients ask for."""
     ControllerClass.store_config(controller, description)

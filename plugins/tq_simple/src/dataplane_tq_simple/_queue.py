@@ -7,21 +7,24 @@ Importing this module imports Ray and TransferQueue (`dataplane_tq_simple` itsel
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Final, NoReturn, Self, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 import ray
 
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
-from dataplane_core.hosting import CallId, Lanes, Request, Session, TcpAddress, Watch
+from dataplane_core.hosting import CallId, Lanes, Request, Session, TcpAddress
 from dataplane_core.ledger import Command
-from dataplane_tq_simple._cluster import Instance
-from dataplane_tq_simple._exchange import Exchange, LineBrokenError, Peer
+from dataplane_tq_simple._cluster import ControllerWatch, Instance
+from dataplane_tq_simple._errors import LineBrokenError
 from dataplane_tq_simple._messages import MESSAGES, Ping
 from dataplane_tq_simple._session import RaySession
 
@@ -53,11 +56,10 @@ class _ControllerAddress(TcpAddress):
         )
 
 
-class QueueEngine:
+class QueueEngine(ABC):
     """One client's connection to an instance. Thread-safe; not usable after a fork.
 
-    Made by `bootstrap` or `attach`; a context manager that closes itself. A subclass names the class of the instance,
-    and moves the rows.
+    Made by `open`; a context manager that closes itself. A subclass names the class of the instance and moves the rows.
 
     Attributes:
         config: The options of the running instance. For an attached engine they may differ from ``own``.
@@ -67,7 +69,7 @@ class QueueEngine:
         node: The id of this process's node in it.
     """
 
-    #: What `bootstrap` starts and `attach` finds.
+    #: What `open` starts or finds.
     instance_class: ClassVar[type[Instance]]
 
     def __init__(self, instance: Any, own: Any, session: RaySession, *, bootstrapped: bool) -> None:
@@ -78,86 +80,62 @@ class QueueEngine:
         self.node: str = ray.get_runtime_context().get_node_id()
         self._instance = instance
         self._ray = session
-        self._exchange = Exchange(self._watch_peers)
         self._session: Session | None = None  # with the controller
         self._finding = threading.Lock()
         # a controller with a journal may die: calls are repeated, and it does each once
         self._lanes = None if self.config.journal is None else Lanes(_KEPT_S)
+        self._pid = os.getpid()
         self._close_lock = threading.Lock()
         self._closed = False
 
     # --- life cycle --------------------------------------------------------------------------------------------------
 
     @classmethod
-    def bootstrap(cls, config: Any, service_factory: Callable[[], object], *, timeout_s: float = 120.0) -> Self:
-        """Starts an instance. Also starts a local Ray, if this process has no Ray and no address is configured.
+    def open(cls, config: Any, *, bootstrap: bool, deadline: float, wait_s: float = 0.0) -> Self:
+        """Starts an instance, or connects to one that runs.
+
+        Who bootstraps also starts a local Ray, if this process has no Ray and no address is configured. The deadline
+        does not interrupt the start of a local Ray.
 
         Args:
-            config: The options.
-            service_factory: Makes the ledger in the controller's process; see `Controller`.
-            timeout_s: For everything, in seconds. It does not interrupt the start of a local Ray.
+            config: The options. Who attaches needs only those that name the instance and the cluster.
+            bootstrap: Whether to start it.
+            deadline: On `time.monotonic`'s clock, in seconds.
+            wait_s: How long an attach waits for an instance that does not exist yet, in seconds.
 
         Raises:
             AlreadyRunningError: An instance of that name runs on the cluster.
-            BackendUnavailableError: No Ray at the address, too few CPUs, or a process that failed to start.
-            OperationTimeoutError: Not all processes started in time. Those that had started were ended.
-            DataPlaneError: What ``service_factory`` raised; any other exception as a `BackendError`.
+            BackendUnavailableError: No Ray at the address, too few CPUs, or a process that failed to start. To attach:
+                no such instance, or a broken one.
+            OperationTimeoutError: Not all processes started in time. Those that had started were ended. To attach: its
+                controller does not answer.
         """
-        deadline = time.monotonic() + timeout_s
-        session = RaySession.acquire(config, bootstrap=True, timeout_s=timeout_s)
+        session = RaySession.acquire(config, bootstrap=bootstrap, deadline=deadline)
         try:
-            instance = cls.instance_class.start(config, service_factory, deadline=deadline)
-        except BaseException:
-            session.release()
-            raise
-        engine = cls(instance, config, session, bootstrapped=True)
-        try:
-            engine._find_session(deadline)
-            engine._join(deadline)
-            instance.publish(deadline=deadline)
-        except BaseException:
-            engine.close()
-            raise
-        _logger.info("instance %r runs on the Ray cluster at %s", config.instance, engine.ray_address)
-        return engine
-
-    @classmethod
-    def attach(cls, config: Any, *, timeout_s: float = 30.0, wait_s: float = 0.0) -> Self:
-        """Connects to a running instance.
-
-        Args:
-            config: Names the instance, and the cluster if this process is not connected to one.
-            timeout_s: In seconds.
-            wait_s: How long to wait for an instance that does not exist yet, in seconds, within ``timeout_s``.
-
-        Raises:
-            BackendUnavailableError: No Ray, no such instance, or a broken one.
-            OperationTimeoutError: Its controller does not answer.
-        """
-        deadline = time.monotonic() + timeout_s
-        session = RaySession.acquire(config, bootstrap=False, timeout_s=timeout_s)
-        try:
-            instance = cls.instance_class.find(config, deadline=deadline, wait_s=wait_s)
-            engine = cls(instance, config, session, bootstrapped=False)
+            if bootstrap:
+                instance = cls.instance_class.start(config, deadline=deadline)
+            else:
+                instance = cls.instance_class.find(config, deadline=deadline, wait_s=wait_s)
+            engine = cls(instance, config, session, bootstrapped=bootstrap)
         except BaseException:
             session.release()
             raise
         try:
             engine._find_session(deadline)
             engine._join(deadline)
+            if bootstrap:
+                instance.publish(deadline=deadline)
+                _logger.info("instance %r runs on the Ray cluster at %s", config.instance, engine.ray_address)
         except BaseException:
             engine.close()
             raise
         return engine
 
-    def _watch_peers(self, peers: Sequence[Peer]) -> Watch:
-        """Watches peers that an exchange waits for."""
-        watch: Watch = self._instance.watch(peers)
-        return watch
-
+    @abstractmethod
     def _join(self, deadline: float) -> None:
-        """Connects to the storage, if that takes more than this class does."""
+        """Connects to the storage."""
 
+    @abstractmethod
     def _leave(self) -> None:
         """Undoes `_join`, before a bootstrapping engine ends the instance. Also called where `_join` failed."""
 
@@ -174,8 +152,7 @@ class QueueEngine:
             self._closed = True
         if self._session is not None:
             self._session.close()
-        self._exchange.close()
-        if not self._exchange.forked:
+        if os.getpid() == self._pid:
             try:
                 self._leave()
                 if self.bootstrapped:
@@ -191,27 +168,20 @@ class QueueEngine:
     ) -> None:
         self.close()
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("an engine holds connections of its process and cannot be pickled: attach one where it is used")
-
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def call(
-        self,
-        request: Request[_Reply] | Command[_Reply],
-        *,
-        timeout_s: float,
-        wake: Callable[[], object] | None = None,
+        self, request: Request[_Reply] | Command[_Reply], deadline: float, wake: Callable[[], object] | None = None
     ) -> _Reply:
         """Asks the host in the controller. Atomic: requests of all clients run one after the other.
 
         A request is executed at most once. It is not repeated here after a failure, unless the controller keeps a
-        journal: then it is repeated when the controller was started again, until ``timeout_s`` has passed. A request
-        that was given up before the controller read it is not executed.
+        journal: then it is repeated when the controller was started again, until the deadline. A request that was given
+        up before the controller read it is not executed.
 
         Args:
             request: The request.
-            timeout_s: In seconds.
+            deadline: On `time.monotonic`'s clock, in seconds.
             wake: For a claim or a put that waits: see `Session.call_waiting`.
 
         Raises:
@@ -221,12 +191,11 @@ class QueueEngine:
             BackendUnavailableError: The controller is dead, or has died and was not back in time.
             ClientClosedError: This engine is closed.
         """
-        deadline = time.monotonic() + timeout_s
         reply: _Reply
         if self._lanes is None:
             reply = self._call(request, wake, None, deadline)
             return reply
-        with self._lanes.lease(timeout_s) as call_id:
+        with self._lanes.lease(max(0.0, deadline - time.monotonic())) as call_id:
             while True:
                 try:
                     reply = self._call(request, wake, call_id, deadline)
@@ -238,14 +207,63 @@ class QueueEngine:
                         raise
                     time.sleep(_REPEAT_S)
 
-    def controller_pid(self, *, timeout_s: float) -> int:
+    def controller_pid(self, deadline: float) -> int:
         """The id of the controller's process. Raises as `call`."""
-        return self.call(Ping(), timeout_s=timeout_s)
+        return self.call(Ping(), deadline)
 
     def stop_waiting(self, token: str) -> None:
         """What was called with ``wake`` waits no longer. Does not block for long."""
         if self._session is not None:
             self._session.end_waiting(token, tell=True)
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def put_rows(self, handles: Sequence[int], buffer: Any, offsets: Any, *, deadline: float) -> None:
+        """Stores rows of bytes. Returns when all are stored.
+
+        If it raises, some of the rows may be stored, now or later. Then do not commit their handles; delete them.
+
+        Args:
+            handles: N integers, 0 or more, each used for one put only.
+            buffer: The bytes: any contiguous object with the buffer protocol, such as a uint8 array.
+            offsets: (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``.
+            deadline: On `time.monotonic`'s clock, in seconds.
+
+        Raises:
+            CapacityExceededError: There is no room for the rows.
+            UnitsGoneError: A storage unit, or the master, has ended. Put the rows under other handles.
+            BackendError: They were refused for another reason.
+            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
+        """
+
+    @abstractmethod
+    def get_rows(self, handles: Sequence[int], *, deadline: float) -> list[memoryview]:
+        """Reads rows of bytes.
+
+        Args:
+            handles: N row handles.
+            deadline: On `time.monotonic`'s clock, in seconds.
+
+        Returns:
+            N views, in the order of the handles, aligned for bytes only. Do not write to them.
+
+        Raises:
+            RefsGoneError: A row does not exist, or no longer. Or its unit has ended: then with the handles.
+            BackendError: The read was refused for another reason.
+            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
+        """
+
+    @abstractmethod
+    def delete_rows(self, handles: Sequence[int], *, deadline: float) -> None:
+        """Deletes rows, and frees their memory. Ignores handles of rows that do not exist.
+
+        Raises:
+            BackendError: It was refused.
+            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
+        """
+
+    # --- how it is done ----------------------------------------------------------------------------------------------
 
     def _call(
         self,
@@ -255,8 +273,6 @@ class QueueEngine:
         deadline: float,
     ) -> Any:
         what = f"call {_name(request)!r}"
-        if time.monotonic() >= deadline:
-            raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
         session = self._find_session(deadline)
         try:
             if wake is None:
@@ -280,9 +296,9 @@ class QueueEngine:
             if self._closed:
                 raise ClientClosedError("a call: this client is closed.")
             if self._session is None:
-                line: Peer = self._instance.find_line(deadline=deadline, closed=lambda: self._closed)
-                address = _ControllerAddress(line.ip, line.port, line.token)
-                self._session = Session(address, MESSAGES, deadline, lambda: self._watch_peers([line]))
+                line = self._instance.find_line(deadline=deadline, closed=lambda: self._closed)
+                watch = functools.partial(ControllerWatch, self._instance, line)
+                self._session = Session(_ControllerAddress(*line), MESSAGES, deadline, watch)
             return self._session
         finally:
             self._finding.release()

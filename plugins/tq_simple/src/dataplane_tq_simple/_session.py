@@ -9,6 +9,7 @@ import functools
 import os
 import socket
 import threading
+import time
 from typing import Any
 
 import ray
@@ -16,6 +17,7 @@ import ray
 from dataplane_core.errors import BackendUnavailableError, ConfigError, OperationTimeoutError
 from dataplane_core.host_memory import check_capacity
 from dataplane_tq_simple._ray_calls import end_within, refuse_fork
+from dataplane_tq_simple.addresses import host_and_port
 from dataplane_tq_simple.config import QueueConfig
 
 # Seconds that Ray may take to end a connection. After that, this process goes on without an answer: the call would wait
@@ -41,7 +43,7 @@ class RaySession:
         self._counted = ours
 
     @classmethod
-    def acquire(cls, config: QueueConfig, *, bootstrap: bool, timeout_s: float) -> RaySession:
+    def acquire(cls, config: QueueConfig, *, bootstrap: bool, deadline: float) -> RaySession:
         """Connects to Ray, or starts it, unless this process is connected already.
 
         Raises:
@@ -51,7 +53,7 @@ class RaySession:
                 this host alone and it has less memory than ``capacity_bytes``.
         """
         refuse_fork()
-        if not cls._lock.acquire(timeout=max(0.0, timeout_s)):
+        if not cls._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise OperationTimeoutError(
                 f"connect to instance {config.instance!r} timed out: another client of this process is still "
                 "connecting to Ray, or ending its connection."
@@ -69,7 +71,7 @@ class RaySession:
                     )
                 if address == "local":
                     check_capacity(config.capacity_bytes)
-                cls._connect(address, config, timeout_s)
+                cls._connect(address, config, deadline)
                 cls._ours, cls._local, cls._num_users = _connection(), address == "local", 0
             else:
                 _check_same_cluster(config)
@@ -80,15 +82,15 @@ class RaySession:
             cls._lock.release()
 
     @staticmethod
-    def _connect(address: str, config: QueueConfig, timeout_s: float) -> None:
+    def _connect(address: str, config: QueueConfig, deadline: float) -> None:
         options: dict[str, Any] = {"address": address, "configure_logging": False}
         if address == "local":
             options.update(num_cpus=config.ray_num_cpus, include_dashboard=False)
         try:
             if address not in ("local", "auto"):
                 # Ray itself keeps trying an address where nobody listens, for longer than callers want to wait.
-                host, _, port = address.rpartition(":")
-                socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+                timeout_s = max(0.0, deadline - time.monotonic())
+                socket.create_connection(host_and_port(address), timeout=timeout_s).close()
             ray.init(**options)
         except Exception as error:
             raise BackendUnavailableError(

@@ -49,7 +49,7 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
             own = ray.get_runtime_context().get_actor_name()
             threading.Thread(target=_follow, args=(own, *follows), name="dataplane-follow", daemon=True).start()
 
-    def started(self) -> Started:
+    def describe(self) -> Started:
         """Where it is reached, and its life."""
         return Started(_privates.unit_id(self), *_privates.unit_server(self), ray.get_runtime_context().get_node_id())
 
@@ -105,21 +105,10 @@ class SimpleStorageInstance(Instance):
 
     prefix = "tq-"
     distribution = "dataplane-tq-simple"
-    protocol = 6
+    protocol = 7
+    unit_class = StorageUnit
     keeps_units = True
-
-    @classmethod
-    def _unit_class(cls) -> type:
-        return StorageUnit
 
     @classmethod
     def _unit_arguments(cls, config: TQSimpleConfig) -> Mapping[str, Any]:
         return {"config": {"total_storage_size": config.storage_unit_size, "num_data_storage_units": 1}}
-
-    @staticmethod
-    def ask_unit(handle: Any) -> Any:
-        return handle.started.remote()
-
-    @staticmethod
-    def _unit_address(answer: Any) -> tuple[str, int]:
-        return answer.ip, answer.port

@@ -7,6 +7,7 @@ announces it would fail later, in another process, with an error that does not m
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Iterable
 
 import psutil
@@ -14,9 +15,39 @@ import psutil
 from dataplane_core.backends import never_reachable
 from dataplane_core.errors import ConfigError
 
-__all__ = ["announced_address", "check_address", "parse_announced", "this_nodes_addresses"]
+__all__ = [
+    "announced_address",
+    "check_address",
+    "host_and_port",
+    "parse_announced",
+    "refuses",
+    "this_nodes_addresses",
+    "with_port",
+]
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Reads ``host:port`` or ``[host]:port``. Raises `ValueError`."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def with_port(ip: str, port: int) -> str:
+    """The address that `host_and_port` reads."""
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+def refuses(host: str, port: int, within_s: float) -> bool:
+    """Whether nothing listens there. False if it cannot be reached in time, which says nothing about it."""
+    try:
+        socket.create_connection((host, port), timeout=within_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def parse_announced(option: str) -> _Network:

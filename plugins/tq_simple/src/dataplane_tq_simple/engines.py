@@ -8,9 +8,9 @@ starts, finds and ends the actors: a subclass says what a storage unit is. The b
 Importing this module imports Ray and TransferQueue.
 """
 
-from dataplane_tq_simple._actors import ActorWatch, check_head, get_within
+from dataplane_tq_simple._actors import cause, check_head, get_within
 from dataplane_tq_simple._cluster import Instance
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._queue import QueueEngine
 
-__all__ = ["ActorWatch", "Instance", "QueueEngine", "UnitsGoneError", "check_head", "get_within"]
+__all__ = ["Instance", "QueueEngine", "UnitsGoneError", "cause", "check_head", "get_within"]

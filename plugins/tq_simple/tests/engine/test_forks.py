@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 _CHILD = """
-import os, signal, sys
+import os, signal, sys, time
 import dataplane_core  # and so torch, but no backend
 
 def forked():
@@ -42,21 +41,19 @@ ray.init(address=sys.argv[1], configure_logging=False, log_to_driver=False)
 assert "dataplane_tq_simple._cluster" not in sys.modules
 forked()  # by who calls ray.init
 ray.shutdown()
-
-from dataplane_core.ledger import LedgerService
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import Ping
 
-with Engine.bootstrap(TQSimpleConfig(instance="forks", ray_address=sys.argv[1]), LedgerService) as engine:
+config = TQSimpleConfig(instance="forks", ray_address=sys.argv[1])
+with Engine.open(config, bootstrap=True, deadline=time.monotonic() + 60) as engine:
     forked()  # by who connected a client
-    assert engine.call(Ping(), timeout_s=20)
+    assert engine.call(Ping(), time.monotonic() + 60)
 forked()  # by who has closed it, and is disconnected from Ray
 """
 )
 
 
 @pytest.mark.long
-def test_connecting_in_a_fork_is_refused_and_says_what_works(ray_server: str, python: Callable[..., Any]) -> None:
-    done = python(_PROGRAM, ray_server, timeout_s=300)
-    assert done.returncode == 0, done.stderr
+def test_connecting_in_a_fork_is_refused_and_says_what_works(ray_server: str, python: Any) -> None:
+    python.run("-c", _PROGRAM, ray_server, timeout=300)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,32 +24,36 @@ from dataplane_core.errors import (
     CapacityExceededError,
     ClientClosedError,
     ConfigError,
-    LeaseExpiredError,
     OperationTimeoutError,
 )
-from dataplane_core.ledger import LedgerService
+from dataplane_testkit._timing import eventually
 from dataplane_tq_simple import TQSimpleConfig, _cluster
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import Ping
 from dataplane_tq_simple._session import RaySession
 
 Note = Callable[..., list[str]]
+Actors = Callable[[str], set[str]]
 
 _OWN_RAY = """
-import json
+import json, os, sys, time, warnings
+warnings.simplefilter("error")
 import psutil, ray
-from dataplane_core.ledger import LedgerService
+from ray._private import ray_constants
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 
-first = Engine.bootstrap(TQSimpleConfig(ray_num_cpus=1), LedgerService)
-second = Engine.attach(TQSimpleConfig())
+ray_constants.SETUP_WORKER_FILENAME = sys.argv[1]
+first = Engine.open(TQSimpleConfig(ray_num_cpus=1), bootstrap=True, deadline=time.monotonic() + 60)
+second = Engine.open(TQSimpleConfig(), bootstrap=False, deadline=time.monotonic() + 60)
 assert ray.is_initialized() and ray.cluster_resources()["CPU"] == 1
 for engine in (first, second):
-    engine.put_rows([1, 2], b"ab", [0, 1, 2], timeout_s=20)
-    assert len(engine.get_rows([1, 2], timeout_s=20)) == 2
-    engine.delete_rows([1, 2], timeout_s=20)
+    engine.put_rows([1, 2], b"ab", [0, 1, 2], deadline=time.monotonic() + 60)
+    assert len(engine.get_rows([1, 2], deadline=time.monotonic() + 60)) == 2
+    engine.delete_rows([1, 2], deadline=time.monotonic() + 60)
 started = [process.pid for process in psutil.Process().children(recursive=True)]
+unit = ray.get_actor("tq-default/unit-0", namespace="dataplane")
+started += [first.controller_pid(time.monotonic() + 60), ray.get(unit.__ray_call__.remote(lambda _: os.getpid()))]
 first.close()
 assert ray.is_initialized(), "an engine still uses it"
 second.close()
@@ -59,15 +64,19 @@ print(json.dumps(started))
 
 _CRASHING_OWNER = """
 import sys, time
-from dataplane_core.ledger import LedgerService
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import Ping
 
-engine = Engine.bootstrap(TQSimpleConfig(instance="crash", ray_address=sys.argv[1]), LedgerService)
-print(engine.call(Ping(), timeout_s=10), flush=True)
+config = TQSimpleConfig(instance="crash", ray_address=sys.argv[1])
+engine = Engine.open(config, bootstrap=True, deadline=time.monotonic() + 60)
+print(engine.call(Ping(), time.monotonic() + 60), flush=True)
 time.sleep(100)
 """
+
+
+def soon(seconds: float = 60.0) -> float:
+    return time.monotonic() + seconds
 
 
 def test_options_are_checked() -> None:
@@ -82,86 +91,84 @@ def test_options_are_checked() -> None:
 @pytest.mark.long
 def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster: str, note: Note) -> None:
     with (
-        Engine.bootstrap(TQSimpleConfig(instance="one", ray_address=ray_cluster), LedgerService) as one,
-        Engine.bootstrap(TQSimpleConfig(instance="two", storage_unit_size=3, unit_num_cpus=0.5), LedgerService) as two,
+        Engine.open(TQSimpleConfig(instance="one", ray_address=ray_cluster), bootstrap=True, deadline=soon()) as one,
+        Engine.open(
+            TQSimpleConfig(instance="two", storage_unit_size=3, unit_num_cpus=0.5), bootstrap=True, deadline=soon()
+        ) as two,
     ):
         note(one, "one")
         assert note(two, "two") == ["two"]
-        one.put_rows([7], b"one", [0, 3], timeout_s=10)
-        two.put_rows([7], b"two", [0, 3], timeout_s=10)
-        assert bytes(one.get_rows([7], timeout_s=10)[0]) == b"one"
+        one.put_rows([7], b"one", [0, 3], deadline=soon())
+        two.put_rows([7], b"two", [0, 3], deadline=soon())
+        assert bytes(one.get_rows([7], deadline=soon())[0]) == b"one"
 
         # An attached engine knows the instance's options, not its own.
-        with Engine.attach(TQSimpleConfig(instance="two", num_storage_units=7)) as attached:
+        with Engine.open(
+            TQSimpleConfig(instance="two", num_storage_units=7), bootstrap=False, deadline=soon()
+        ) as attached:
             assert attached.config == two.config
             assert attached.config.storage_unit_size == 3
             assert not attached.bootstrapped
-            assert bytes(attached.get_rows([7], timeout_s=10)[0]) == b"two"
+            assert bytes(attached.get_rows([7], deadline=soon())[0]) == b"two"
         attached.close()
         with pytest.raises(ClientClosedError):
             note(attached, "closed")
         assert note(two, "still") == ["two", "still"]
 
-        two.put_rows([8], b"a", [0, 1], timeout_s=10)
+        two.put_rows([8], b"a", [0, 1], deadline=soon())
         with pytest.raises(CapacityExceededError, match="2 existing"):
-            two.put_rows([9, 10], b"cd", [0, 1, 2], timeout_s=10)
-        two.delete_rows([7], timeout_s=10)
-        two.put_rows([9, 10], b"cd", [0, 1, 2], timeout_s=10)
+            two.put_rows([9, 10], b"cd", [0, 1, 2], deadline=soon())
+        two.delete_rows([7], deadline=soon())
+        two.put_rows([9, 10], b"cd", [0, 1, 2], deadline=soon())
 
         with pytest.raises(AlreadyRunningError, match="'one' is already running"):
-            Engine.bootstrap(TQSimpleConfig(instance="one", num_storage_units=3), LedgerService)
+            Engine.open(TQSimpleConfig(instance="one", num_storage_units=3), bootstrap=True, deadline=soon())
         assert note(one, "more") == ["one", "more"]
 
         with pytest.raises(
             BackendUnavailableError, match=r"no instance 'three' runs on .* there: 'one', 'two'"
         ) as error:
-            Engine.attach(TQSimpleConfig(instance="three"), timeout_s=10, wait_s=0.2)
+            Engine.open(TQSimpleConfig(instance="three"), bootstrap=False, deadline=soon(), wait_s=0.2)
         assert "Bootstrap it first" in str(error.value)
 
 
 @ray.remote(num_cpus=0)
 def attach_and_ask_for_the_pid(config: TQSimpleConfig) -> int:
-    with Engine.attach(config, timeout_s=60, wait_s=60) as engine:
-        return int(engine.call(Ping(), timeout_s=10))
+    with Engine.open(config, bootstrap=False, deadline=soon(), wait_s=60) as engine:
+        return int(engine.call(Ping(), soon()))
 
 
 @pytest.mark.long
 def test_close_ends_the_processes_and_the_name_can_be_used_again(
-    ray_cluster: str, note: Note, unit_pid: Callable[[str, int], int], wait_until_gone: Callable[..., None]
+    ray_cluster: str, note: Note, pid_of: Callable[[str], int], runs: Callable[[int], bool]
 ) -> None:
     config = TQSimpleConfig(instance="again")
-    engine = Engine.bootstrap(config, LedgerService)
-    pids = [engine.call(Ping(), timeout_s=10), unit_pid("again", 0)]
-    attached = Engine.attach(config)
+    engine = Engine.open(config, bootstrap=True, deadline=soon())
+    pids = [engine.call(Ping(), soon()), pid_of("tq-again/unit-0")]
+    attached = Engine.open(config, bootstrap=False, deadline=soon())
     engine.close()
     engine.close()
-    wait_until_gone(*pids)
+    eventually(lambda: not any(map(runs, pids)), 30.0)
     assert ray.is_initialized()  # it was not the engine that started Ray
     with pytest.raises(ClientClosedError):
-        engine.call(Ping(), timeout_s=10)
+        engine.call(Ping(), soon())
     with pytest.raises(ClientClosedError):
-        engine.put_rows([1], b"a", [0, 1], timeout_s=10)
+        engine.put_rows([1], b"a", [0, 1], deadline=soon())
     with pytest.raises(BackendUnavailableError, match="controller of instance 'again' is dead"):
-        attached.call(Ping(), timeout_s=30)
+        attached.call(Ping(), soon())
     attached.close()
 
     # The name is free, and who wants to attach waits for the instance to come up.
     late = attach_and_ask_for_the_pid.remote(config)
-    with Engine.bootstrap(config, LedgerService) as engine:
+    with Engine.open(config, bootstrap=True, deadline=soon()) as engine:
         assert note(engine, "afresh") == ["afresh"]
-        assert ray.get(late, timeout=60) == engine.call(Ping(), timeout_s=10)
-
-
-def test_a_service_that_cannot_be_built_leaves_nothing_behind(ray_cluster: str, broken_factory: Any) -> None:
-    with pytest.raises(LeaseExpiredError, match="no service today"):
-        Engine.bootstrap(TQSimpleConfig(instance="broken"), broken_factory)
-    assert not [a for a in ray.util.list_named_actors(all_namespaces=True) if "broken" in a["name"]]
+        assert ray.get(late, timeout=60) == engine.call(Ping(), soon())
 
 
 def test_too_few_cpus_are_reported_with_numbers(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TQSimpleConfig(instance="cpus", controller_num_cpus=1, unit_num_cpus=4, num_storage_units=2)
     with pytest.raises(BackendUnavailableError, match=r"needs 9 CPUs .* 8 free of 8") as error:
-        Engine.bootstrap(config, LedgerService)
+        Engine.open(config, bootstrap=True, deadline=soon())
     assert not error.value.retryable
     assert "unit_num_cpus to 0" in str(error.value)
 
@@ -173,68 +180,72 @@ def test_too_few_cpus_are_reported_with_numbers(ray_cluster: str, monkeypatch: p
     ray.get(busy.ready.remote(), timeout=60)
     monkeypatch.setattr("dataplane_tq_simple._cluster._SETTLE_S", 0.5)
     with pytest.raises(BackendUnavailableError, match=r"needs 2 CPUs .* 1 free of 8") as error:
-        Engine.bootstrap(TQSimpleConfig(instance="cpus", unit_num_cpus=2), LedgerService)
+        Engine.open(TQSimpleConfig(instance="cpus", unit_num_cpus=2), bootstrap=True, deadline=soon())
     assert error.value.retryable
     ray.kill(busy)
 
 
 def test_another_cluster_than_the_connected_one_is_refused(ray_cluster: str) -> None:
     with pytest.raises(ConfigError, match="one cluster per process"):
-        Engine.attach(TQSimpleConfig(ray_address="127.0.0.1:1"))
+        Engine.open(TQSimpleConfig(ray_address="127.0.0.1:1"), bootstrap=False, deadline=soon())
 
 
 def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connects_to_ray(ray_cluster: str) -> None:
     with ThreadPoolExecutor(1) as pool, RaySession._lock:  # as the other one holds it
-        attaching = pool.submit(Engine.attach, TQSimpleConfig(), timeout_s=0.1)
+        attaching = pool.submit(Engine.open, TQSimpleConfig(), bootstrap=False, deadline=soon(0.1))
         with pytest.raises(OperationTimeoutError, match="another client of this process"):
             attaching.result(timeout=20)
 
 
-def test_without_ray_attaching_says_what_to_do(python: Callable[..., Any]) -> None:
-    done = python(
-        "import sys\n"
-        "from dataplane_core.errors import BackendUnavailableError\n"
-        "from dataplane_tq_simple import TQSimpleConfig\n"
-        "from dataplane_tq_simple._engine import Engine\n"
-        "for address in (None, '127.0.0.1:1', 'nonsense'):\n"
-        "    try:\n"
-        "        Engine.attach(TQSimpleConfig(ray_address=address), timeout_s=5)\n"
-        "    except BackendUnavailableError as error:\n"
-        "        print(error)\n"
-    )
-    assert done.returncode == 0, done.stderr
-    nothing, refused, nonsense = done.stdout.splitlines()
+_ATTACHES = """
+import time
+from dataplane_core.errors import BackendUnavailableError
+from dataplane_tq_simple import TQSimpleConfig
+from dataplane_tq_simple._engine import Engine
+for address in (None, '127.0.0.1:1', 'nonsense'):
+    try:
+        Engine.open(TQSimpleConfig(ray_address=address), bootstrap=False, deadline=time.monotonic() + 5)
+    except BackendUnavailableError as error:
+        print(error)
+"""
+
+
+def without_address() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+
+
+def test_without_ray_attaching_says_what_to_do(python: Any) -> None:
+    nothing, refused, nonsense = python.run("-c", _ATTACHES, env=without_address()).stdout.splitlines()
     assert "Set ray_address" in nothing
     assert "cannot connect to Ray at '127.0.0.1:1'" in refused
     assert "nonsense" in nonsense
 
 
 def test_a_crashed_owner_takes_its_instance_along(
-    ray_cluster: str, tmp_path: Path, unit_pid: Callable[..., int], wait_until_gone: Callable[..., None]
+    ray_cluster: str, python: Any, pid_of: Callable[[str], int], runs: Callable[[int], bool], actors: Actors
 ) -> None:
-    script = tmp_path / "owner.py"
-    script.write_text(_CRASHING_OWNER)
-    with subprocess.Popen([sys.executable, str(script), ray_cluster], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
+    with python.start("-c", _CRASHING_OWNER, ray_cluster, stdout=subprocess.PIPE, text=True) as owner:
         controller_pid = int(owner.stdout.readline())
-        with Engine.attach(TQSimpleConfig(instance="crash")) as attached:
-            assert attached.call(Ping(), timeout_s=10) == controller_pid
-            attached.add_units(1, timeout_s=60)
-            pids = [controller_pid, unit_pid("crash", 0), unit_pid("crash", 1)]
+        with Engine.open(TQSimpleConfig(instance="crash"), bootstrap=False, deadline=soon()) as attached:
+            assert attached.call(Ping(), soon()) == controller_pid
+            attached.add_units(1, soon())
+            pids = [controller_pid, pid_of("tq-crash/unit-0"), pid_of("tq-crash/unit-1")]
             owner.send_signal(signal.SIGKILL)
             owner.wait(timeout=30)
-            wait_until_gone(*pids)
-    assert not [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "crash" in actor["name"]]
+            eventually(lambda: not any(map(runs, pids)), 30.0)
+    assert not actors("tq-crash")
 
 
 def test_a_ray_of_its_own_is_started_shared_and_ended_quietly(
-    python: Callable[..., Any], wait_until_gone: Callable[..., None]
+    ray_server: str, python: Any, runs: Callable[[int], bool]
 ) -> None:
-    done = python(_OWN_RAY, timeout_s=120)
-    assert done.returncode == 0, done.stderr
+    """Its workers are forked by the process that forks those of the Ray that the tests share."""
+    (forks,) = Path(tempfile.gettempdir()).glob("ray-workers-*")
+    env = without_address() | {"DATAPLANE_TEST_FORKS": str(forks)}
+    done = python.run("-c", _OWN_RAY, Path(__file__).parents[4] / "tests" / "forking_ray.py", env=env)
     *_, pids = done.stdout.splitlines()
-    assert len(json.loads(pids)) >= 3
-    wait_until_gone(*json.loads(pids))
+    assert len(json.loads(pids)) >= 5
+    eventually(lambda: not any(map(runs, json.loads(pids))), 30.0)
     # TransferQueue has warnings for every request, unless its processes are set up well.
     for word in ("WARNING", "ERROR", "StorageUnit", "TransferQueue", "transfer_queue", "Traceback"):
         assert word not in done.stdout + done.stderr

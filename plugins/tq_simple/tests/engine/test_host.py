@@ -1,9 +1,7 @@
-"""A controller's service with a journal, without Ray: it is made again from its folder, and calls are repeated."""
+"""A controller's host, without Ray. With a journal, it is made again from its folder, and calls are repeated."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,10 @@ from dataplane_core.errors import BackendUnavailableError, DataPlaneError, Inval
 from dataplane_core.hosting import CallId, ClaimOrWait, Client
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
-from dataplane_tq_simple._book import SPREAD_BITS, Started
+from dataplane_tq_simple._book import SPREAD_BITS, Started, UnitBook
 from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._host import ControllerHost
-from dataplane_tq_simple._messages import AddUnits, RemoveUnit, UnitRecords, ViewUnits
-from dataplane_tq_simple._recorded import PlacingRecordedService, RecordedService
+from dataplane_tq_simple._host import ControllerHost, make_ledger
+from dataplane_tq_simple._messages import AddUnits, BeginNear, RemoveUnit, UnitRecords, ViewUnits
 
 X = {"x": FieldSpec("tensor", "int64", 1)}
 IDS = [f"s{row}" for row in range(6)]
@@ -26,17 +23,17 @@ IDS = [f"s{row}" for row in range(6)]
 class Controller:
     """A controller's host, and one client."""
 
-    def __init__(self, folder: Path, service: type[RecordedService] = PlacingRecordedService) -> None:
-        self._factory: Callable[..., RecordedService] = functools.partial(service, folder, None, False)
+    def __init__(self, folder: Path | None, *, places: bool = True) -> None:
+        self._folder, self._places = folder, places
         self._serial = self._num_puts = 0
         self._client = Client(1)
-        self.host = ControllerHost(self._factory())
+        self.host = ControllerHost(make_ledger(folder, None, False), places=places)
         self.host.book.begin("actor-", [(f"unit-{each}", f"actor-unit-{each}", started(each)) for each in range(3)])
         self.call(commands.Register("p", ["x"], None, ["t"], None, {}, "epoch"))
 
     def again(self, *running: str) -> None:
         """The process was killed. Now these actors run, or all of the book."""
-        self.host = ControllerHost(self._factory(must_exist=True))
+        self.host = ControllerHost(make_ledger(self._folder, None, False, must_exist=True), places=self._places)
         self.host.book.come_back(running or self.host.book.actors().values())
 
     def call(self, request: Any, *, again: bool = False) -> Any:
@@ -62,6 +59,11 @@ class Controller:
 
 def started(index: int, life: str = "a") -> Started:
     return Started(f"{index}{life}", "10.0.0.1", 1000 + index, f"n{index}")
+
+
+@pytest.fixture(params=[True, False], ids=["with a journal", "without"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Controller:
+    return Controller(tmp_path / "journal" if request.param else None)
 
 
 @pytest.fixture
@@ -153,10 +155,10 @@ def test_a_put_that_was_refused_is_refused_again(controller: Controller, killed:
 def test_a_call_that_was_done_is_answered_though_the_book_cannot_be_saved(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def save_book() -> None:
+    def save(*_: object) -> None:
         raise BackendUnavailableError("the journal's disk is full. Nothing was done.")
 
-    monkeypatch.setattr(controller.host._service, "save_book", save_book)
+    monkeypatch.setattr(UnitBook, "save", save)
     assert controller.call(commands.ListPartitions()).partition_ids == ["p"]
     with pytest.raises(BackendUnavailableError):
         controller.call(ViewUnits(-1))  # a controller that is started again would not know it
@@ -184,7 +186,7 @@ def test_units_that_end_or_start_while_no_controller_runs(controller: Controller
 
 
 def test_without_units_the_ledger_numbers_writes(tmp_path: Path) -> None:
-    controller = Controller(tmp_path / "journal", RecordedService)
+    controller = Controller(tmp_path / "journal", places=False)
     begin = commands.BeginPut("p", IDS, X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0)
     first = controller.call(begin)
     controller.again()
@@ -196,6 +198,45 @@ def test_a_folder_that_no_node_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailableError, match="there is no folder"):
         Controller(tmp_path / "nowhere" / "journal")
     with pytest.raises(BackendUnavailableError, match=r"journal in /proc/.* cannot be opened"):
-        RecordedService(Path("/proc/journal"), None, False)
+        make_ledger(Path("/proc/journal"), None, False)
     with pytest.raises(BackendUnavailableError, match="there is no journal"):
-        RecordedService(tmp_path / "journal", None, False, must_exist=True)
+        make_ledger(tmp_path / "journal", None, False, must_exist=True)
+
+
+def held(controller: Controller) -> list[tuple[int, int]]:
+    return [(each.num_rows, each.num_lost) for each in controller.units()[0]]
+
+
+def test_rows_that_two_clients_report_as_deleted_are_counted_once(either: Controller) -> None:
+    """A clear returns all rows that are free, also those that another client deletes at the same time."""
+    either.put()
+    either.put()
+    first_ids, then_ids = ([f"{number}{each}" for each in IDS] for number in (1, 2))
+    _, first = either.call(commands.Clear("p", first_ids))
+    _, second = either.call(commands.Clear("p", then_ids[:3]))
+    assert set(first) < set(second)
+    for freed in (first, second):
+        either.call(commands.Collected(freed))
+    assert held(either) == [(1, 0)] * 3
+    either.call(RemoveUnit("unit-1", False))
+    assert either.host.end_removed() == [], "one of its rows is left"
+    _, last = either.call(commands.Clear("p", then_ids[3:]))
+    either.call(commands.Collected(last))
+    assert either.host.end_removed() == ["actor-unit-1"]
+
+
+def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(either: Controller) -> None:
+    kept, lost = either.begin(), either.begin()
+    near = either.call(BeginNear(commands.BeginPut("p", IDS, X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0), "n2"))
+    assert [unit.num_rows for unit in either.units()[0]] == [4, 4, 10]
+    either.call(commands.CommitPut(kept))
+    either.host.book.ended("unit-0", "0a")
+    with pytest.raises(UnitsGoneError, match="Nothing was written"):
+        either.call(commands.CommitPut(lost))
+    assert set(either.call(commands.ListSamples("p")).sample_ids) == {f"1{each}" for each in IDS}
+    refs = either.call(commands.AbortPut(lost))
+    assert len(refs) == 6
+    either.call(commands.Collected(refs))
+    either.call(commands.CommitPut(near))  # it has no row on the unit that ended
+    either.call(commands.Collected([(kept, row) for row in range(6)]))
+    assert held(either) == [(0, 0), (0, 0), (6, 0)]

@@ -1,0 +1,70 @@
+"""What tests of several backends ask about processes, and do to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import psutil
+import pytest
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="session")
+def runs() -> Callable[[int], bool]:
+    """Whether a process runs: ``runs(pid)``."""
+    return _runs
+
+
+@pytest.fixture(scope="session")
+def stopped() -> Callable[[int], AbstractContextManager[None]]:
+    """A process does not run during a block: ``with stopped(pid):``."""
+
+    @contextmanager
+    def stop(pid: int) -> Iterator[None]:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            give_up = time.monotonic() + 60  # the signal alone lets its threads run on for a moment
+            while any(psutil.Process(t.id).status() != psutil.STATUS_STOPPED for t in psutil.Process(pid).threads()):
+                assert time.monotonic() < give_up
+                time.sleep(0.005)
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    return stop
+
+
+@pytest.fixture(scope="session")
+def actors() -> Callable[[str], set[str]]:
+    """The names of our Ray actors that begin so: ``actors("tq-")``."""
+
+    def ask(prefix: str) -> set[str]:
+        import ray
+
+        names = {each["name"] for each in ray.util.list_named_actors(all_namespaces=True)}
+        return {name for name in names if name.startswith(prefix)}
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def pid_of() -> Callable[[str], int]:
+    """The process id of a Ray actor of ours, by its name: ``pid_of("tq-default/unit-0")``."""
+
+    def ask(name: str) -> int:
+        import ray
+
+        actor = ray.get_actor(name, namespace="dataplane")
+        return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60))
+
+    return ask

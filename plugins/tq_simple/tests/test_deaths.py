@@ -1,0 +1,494 @@
+"""Storage units and the controller die, and units come and go, while several clients put, claim and read.
+
+The tests share an instance, in this order: it goes on after each, but not after the last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from dataplane_core import connect
+from dataplane_core.cli import main
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    InvalidRequestError,
+    LostSamplesError,
+    MissingDataError,
+    OperationTimeoutError,
+    UnsupportedOperationError,
+)
+from dataplane_testkit import backend_of
+from dataplane_testkit._timing import eventually as _eventually
+
+STARTS_S = 60.0
+NAME = "that-dies"
+ROWS = 6
+TASKS = ["taken", "leased"]
+
+
+def options(address: str, **more: Any) -> dict[str, Any]:
+    own = {"instance": NAME, "ray_address": address, "num_storage_units": 2, **more}
+    return {"backend": "tq_simple", "op_timeout_s": STARTS_S, "options": own}
+
+
+@pytest.fixture(scope="module")
+def config(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return options(ray_address, journal=str(tmp_path_factory.mktemp("journals")), journal_sync=False)
+
+
+@pytest.fixture(scope="module")
+def owner(config: dict[str, Any]) -> Iterator[DataPlaneClient]:
+    with connect(config, bootstrap=True) as client:
+        yield client
+    assert os.listdir(config["options"]["journal"]) == [], "the journal is deleted with the instance"
+
+
+@pytest.fixture
+def client(owner: DataPlaneClient) -> Iterator[DataPlaneClient]:
+    """The owner, with an empty partition ``p``."""
+    owner.register_partition("p", ["x"], None, TASKS)
+    yield owner
+    owner.clear_samples(None, "p")
+
+
+@pytest.fixture
+def kill(pid_of: Callable[[str], int]) -> Callable[[str], None]:
+    """Kills the controller, or a unit by its name."""
+    return lambda unit="": os.kill(pid_of(f"tq-{NAME}/{unit}" if unit else f"tq-{NAME}"), signal.SIGKILL)
+
+
+def put(client: DataPlaneClient, ids: list[str], value: int = 0) -> None:
+    rows = torch.tensor([[int(each.rpartition("-")[2]) + value] * 50 for each in ids])
+    client.put_samples(ids, "p", {"x": rows})
+
+
+def right(client: DataPlaneClient, ids: list[str], value: int = 0) -> bool:
+    found = client.get_samples(ids, "p", ["x"])["x"]
+    return found[:, 0].tolist() == [int(each.rpartition("-")[2]) + value for each in ids]
+
+
+def eventually(holds: Callable[[], Any], what: str) -> Any:
+    return _eventually(holds, STARTS_S, what)
+
+
+def is_lost(client: DataPlaneClient, sample_id: str) -> bool:
+    """Whether a sample is lost, and its error says all. If it is not lost, it is right."""
+    try:
+        assert right(client, [sample_id])
+    except LostSamplesError as raised:
+        error = raised
+    else:
+        return False
+    assert error.missing_samples == (sample_id,)
+    assert error.missing_cells == {sample_id: ("x",)}
+    assert isinstance(error, MissingDataError)
+    assert not error.retryable
+    return True
+
+
+class Load:
+    """Clients that put, claim, claim with a lease, and read, each in a thread of its own, until the block ends.
+
+    Attributes:
+        first: Samples that were there before.
+        last: Samples that are put at the end.
+        written: Samples that were put in between.
+        claimed: Samples that were claimed; of the leased ones, those that were acked.
+        rounds: How often each has done its work.
+    """
+
+    def __init__(self, client: DataPlaneClient, config: dict[str, Any]) -> None:
+        self._client, self._config = client, config
+        self._stop = threading.Event()
+        self._failures: list[BaseException] = []
+        self.first = [f"a-{row}" for row in range(20)]
+        self.last = [f"end-{row}" for row in range(2 * ROWS)]
+        self.written: list[str] = []
+        self.claimed: dict[str, list[str]] = {task: [] for task in TASKS}
+        self.rounds = [0, 0, 0, 0]
+
+    def __enter__(self) -> Load:
+        put(self._client, self.first)
+        acts = (self._produce, self._take, self._lease, self._read)
+        self._threads = [threading.Thread(target=self._run, args=each) for each in enumerate(acts)]
+        for thread in self._threads:
+            thread.start()
+        self.goes_on()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stop.set()
+        put(self._client, self.last)  # for claims that wait
+        for thread in self._threads:
+            thread.join(STARTS_S)
+        if kind is None:
+            assert not self._failures
+            for claimed in self.claimed.values():
+                assert len(claimed) == len(set(claimed))
+                assert set(claimed) <= {*self.first, *self.written, *self.last}
+
+    def goes_on(self) -> None:
+        """Waits until each did more."""
+        seen = list(self.rounds)
+        self.eventually(lambda: all(now > then + 3 for now, then in zip(self.rounds, seen, strict=True)), "a hang")
+
+    def eventually(self, holds: Callable[[], Any], what: str) -> Any:
+        found = eventually(lambda: holds() or self._failures, what)
+        assert not self._failures
+        return found
+
+    def _run(self, number: int, act: Callable[[DataPlaneClient, int], None]) -> None:
+        try:
+            with connect(self._config, bootstrap=False) as mine:
+                while not self._stop.is_set():
+                    act(mine, self.rounds[number])
+                    self.rounds[number] += 1
+        except BaseException as error:
+            self._failures.append(error)
+
+    def _produce(self, mine: DataPlaneClient, turn: int) -> None:
+        ids = [f"b{turn}-{row}" for row in range(ROWS)]
+        put(mine, ids)
+        self.written.extend(ids)
+        self._stop.wait(0.02)
+
+    def _claim(self, mine: DataPlaneClient, task: str, lease_s: float | None) -> None:
+        meta = mine.claim_meta("p", task, ["x"], ROWS, timeout_s=STARTS_S, lease_s=lease_s)
+        try:
+            assert right(mine, list(meta.sample_ids))
+        except MissingDataError:
+            for sample_id in meta.sample_ids:
+                with suppress(MissingDataError):  # lost, or cleared by the test
+                    assert right(mine, [sample_id])
+        if lease_s is not None:
+            mine.ack(meta)
+        self.claimed[task].extend(meta.sample_ids)
+
+    def _take(self, mine: DataPlaneClient, turn: int) -> None:
+        self._claim(mine, "taken", None)
+
+    def _lease(self, mine: DataPlaneClient, turn: int) -> None:
+        self._claim(mine, "leased", 10 * STARTS_S)
+
+    def _read(self, mine: DataPlaneClient, turn: int) -> None:
+        with suppress(MissingDataError):
+            assert right(mine, [self.first[turn % len(self.first)]])
+        self._stop.wait(0.01)
+
+
+def unit(client: DataPlaneClient, name: str) -> Any:
+    return next((each for each in client.list_units() if each.name == name), None)
+
+
+def names(client: DataPlaneClient) -> list[str]:
+    return [each.name for each in client.list_units()]
+
+
+def held(client: DataPlaneClient) -> list[tuple[int, int, int]]:
+    return [(each.num_rows, each.size_bytes, each.num_lost) for each in client.list_units()]
+
+
+def test_a_unit_dies_under_load(client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]) -> None:
+    """Its rows are lost and named, all others are served, claims go on, and new rows use it once it runs again."""
+    with Load(client, config) as load:
+        kill("unit-0")
+        lost = load.eventually(lambda: [each for each in load.first if is_lost(client, each)], "no row is lost")
+        assert 0 < len(lost) < len(load.first), "the rows of the other unit are served"
+        with pytest.raises(LostSamplesError) as error:
+            client.get_samples(load.first, "p", ["x"])
+        assert set(error.value.missing_samples) <= set(lost)
+        load.goes_on()
+        load.eventually(lambda: unit(client, "unit-0").num_starts == 2, "the unit is not started again")
+        load.eventually(lambda: unit(client, "unit-0").num_rows, "new rows do not use the unit")
+        load.goes_on()
+
+    assert [each for each in load.first if is_lost(client, each)] == lost
+    put(client, lost, value=7)  # produced again, in place
+    assert right(client, lost, value=7)
+    gone = [each for each in load.written if is_lost(client, each)]
+    client.clear_samples(gone, "p")
+    if gone:
+        put(client, gone, value=9)
+        assert right(client, gone, value=9)
+    client.clear_samples(None, "p")
+    assert held(client) == [(0, 0, 0)] * 2
+
+
+def test_a_put_waits_while_no_unit_runs(
+    client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]
+) -> None:
+    put(client, ["before-1"])
+    for name in names(client):
+        kill(name)
+    put(client, ["after-2", "after-3"])
+    assert right(client, ["after-2", "after-3"])
+    assert is_lost(client, "before-1")
+    with connect(config, bootstrap=False) as late:
+        assert right(late, ["after-2", "after-3"]), "who attaches later learns the addresses too"
+        assert is_lost(late, "before-1")
+    client.clear_samples(["before-1"], "p")
+    with pytest.raises(MissingDataError, match="cleared"):
+        client.get_samples(["before-1"], "p", ["x"])
+
+
+def test_the_controller_dies_twice_under_load(
+    client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None], pid_of: Callable[[str], int]
+) -> None:
+    """Nothing committed is lost, nothing acked is given again, nothing is given to nobody."""
+    eventually(lambda: [each.state for each in client.list_units()] == ["serving"] * 2, "the units are not back")
+    pids = set()
+    with Load(client, config) as load:
+        for _ in range(2):
+            pids.add(pid_of(f"tq-{NAME}"))
+            kill()
+            load.goes_on()
+    assert len(pids) == 2
+    written = [*load.first, *load.written, *load.last]
+    assert sorted(client.list_samples("p")) == sorted(written)
+    assert right(client, written)
+    assert sum(each.num_rows for each in client.list_units()) == len(written)
+    for task, claimed in load.claimed.items():
+        rest = client.claim_meta("p", task, ["x"], 10**6, blocking=False).sample_ids
+        assert sorted([*claimed, *rest]) == sorted(written), f"{task}: each is given once"
+    client.clear_samples(None, "p")
+    assert held(client) == [(0, 0, 0)] * 2
+
+
+def test_a_read_that_waits_for_a_unit_asks_the_new_controller(
+    client: DataPlaneClient,
+    kill: Callable[..., None],
+    pid_of: Callable[[str], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids = [f"a-{row}" for row in range(20)]
+    put(client, ids)
+    places, asked = backend_of(client)._engine._places, threading.Event()
+    refresh = places.refresh
+    monkeypatch.setattr(places, "refresh", lambda deadline: (asked.set(), refresh(deadline)))
+    process = pid_of(f"tq-{NAME}/unit-0")
+    os.kill(process, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(client.get_samples, ids, "p", ["x"])
+        assert asked.wait(STARTS_S), "it does not ask the controller whether the unit has ended"
+        kill()
+        assert [each.state for each in client.list_units()] == ["serving"] * 2
+        os.kill(process, signal.SIGKILL)
+        with pytest.raises(LostSamplesError):
+            reading.result(2 * STARTS_S)
+
+
+def test_units_come_and_go_under_load(
+    client: DataPlaneClient,
+    config: dict[str, Any],
+    actors: Callable[[str], set[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the command: no row is lost with a unit that is drained; those of one that is removed at once are named."""
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(config))
+
+    def units(*arguments: str) -> dict[str, Any]:
+        assert main(["units", str(path), *arguments, "--json"]) == 0
+        return {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+
+    def left(*expected: str) -> Callable[[], bool]:
+        return lambda: actors(f"tq-{NAME}/") == {f"tq-{NAME}/{name}" for name in expected}
+
+    eventually(lambda: [each.state for each in client.list_units()] == ["serving"] * 2, "the units are not back")
+    both = ("unit-1", "unit-2")
+    with Load(client, config) as load:
+        added = units("add", "1")
+        assert {name: each["state"] for name, each in added.items()} == {f"unit-{i}": "serving" for i in range(3)}
+        load.eventually(lambda: unit(client, "unit-2").num_rows > 6, "new rows do not use the new unit")
+        assert units("remove", "unit-0")["unit-0"]["state"] == "draining"
+        held_now = unit(client, "unit-0").num_rows
+        load.goes_on()
+        assert unit(client, "unit-0").num_rows <= held_now
+        assert right(client, load.first), "it serves its rows until they are cleared"
+        first = list(load.written)
+        assert right(client, first)
+        for claimed in load.claimed.values():
+            load.eventually(lambda claimed=claimed: {*load.first, *first} <= set(claimed), "what is there is not given")
+        client.clear_samples([*load.first, *first], "p")
+        eventually(left(*both), "its actor never ends")
+        assert unit(client, "unit-0") is None
+        load.eventually(lambda: all(unit(client, each).num_rows > 6 for each in both), "one of two gets no rows")
+
+        ids = load.written[len(first) :]
+        assert right(client, ids)
+        units("remove", "unit-1", "--now")
+        eventually(left("unit-2"), "its actor never ends")
+        lost = [each for each in ids if is_lost(client, each)]
+        assert 0 < len(lost) < len(ids)
+        load.goes_on()
+        assert main(["units", str(path), "remove", "unit-2"]) == 1
+        assert "unit-2 is the only storage unit that takes rows" in capsys.readouterr().err
+        assert main(["units", str(path), "list"]) == 0
+        assert f"{unit(client, 'unit-1').num_lost} rows were lost with unit-1" in capsys.readouterr().out
+    client.clear_samples(None, "p")
+    assert list(units("list")) == ["unit-2"]
+
+
+def test_units_that_were_added_outlive_the_controller(
+    client: DataPlaneClient,
+    config: dict[str, Any],
+    kill: Callable[..., None],
+    actors: Callable[[str], set[str]],
+    pid_of: Callable[[str], int],
+) -> None:
+    """And one that dies meanwhile is noticed."""
+    client.add_units(2)
+    dies, removed, kept = names(client)
+    first = [f"a-{row}" for row in range(60)]
+    put(client, first)
+    before = client.list_units()
+    assert [each.num_rows for each in before] == [20, 20, 20]
+    pids = {name: pid_of(f"tq-{NAME}/{name}") for name in (dies, removed)}
+
+    kill()
+    assert client.list_units() == before
+    assert pid_of(f"tq-{NAME}/{removed}") == pids[removed]
+    assert right(client, first)
+    (another,) = client.add_units(1)
+    assert another.name not in (dies, removed, kept)
+
+    kill()
+    os.kill(pids[dies], signal.SIGKILL)
+    eventually(lambda: unit(client, dies).num_starts == before[0].num_starts + 1, "the unit is not started again")
+    assert unit(client, dies).num_lost == 20
+    with pytest.raises(LostSamplesError) as error:
+        client.get_samples(first, "p", ["x"])
+    assert len(error.value.missing_samples) == 20
+    client.remove_unit(removed, now=True)
+
+    kill()
+    lost = {each.name: each.num_lost for each in client.list_units()}
+    assert lost == {dies: 20, removed: 20, kept: 0, another.name: 0}
+    left = {f"tq-{NAME}", *(f"tq-{NAME}/{name}" for name in (dies, kept, another.name))}
+    eventually(lambda: actors(f"tq-{NAME}") == left, "the unit that was removed does not end")
+    with connect(config, bootstrap=False) as late:
+        put(late, ["late-1"])
+        assert right(late, ["late-1"])
+
+
+@pytest.mark.long
+def test_a_unit_dies_while_it_is_drained(client: DataPlaneClient, kill: Callable[..., None]) -> None:
+    first, *_ = names(client)
+    ids = [f"a-{row}" for row in range(20)]
+    put(client, ids)
+    client.remove_unit(first)
+    kill(first)
+    eventually(lambda: unit(client, first).state == "removed", "it is not noticed")
+    lost = [each for each in ids if is_lost(client, each)]
+    assert len(lost) == unit(client, first).num_lost > 0
+    client.clear_samples(lost, "p")
+    assert unit(client, first) is None
+    put(client, lost)
+    assert right(client, ids)
+
+
+def test_who_cannot_wait_gets_an_error_to_retry_and_without_its_journal_all_is_lost(
+    owner: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]
+) -> None:
+    client = owner
+    client.register_partition("p", ["x"], None, TASKS)
+    put(client, ["a-1"])
+    engine = backend_of(client)._engine
+
+    def refused() -> BackendUnavailableError | None:
+        try:
+            engine.controller_pid(time.monotonic() + 0.1)
+        except BackendUnavailableError as error:
+            return error
+        except OperationTimeoutError:  # the machine is busy
+            pass
+        return None
+
+    kill()
+    refusal = eventually(refused, "it was never away")
+    assert "may have been" in str(refusal)
+    assert refusal.retryable
+    assert right(client, ["a-1"])
+
+    (journal,) = Path(config["options"]["journal"]).iterdir()
+    hidden = journal.with_name("hidden")
+    journal.rename(hidden)
+    kill()
+    with pytest.raises(BackendUnavailableError, match=r"dead for good[\s\S]*no journal") as error:
+        client.list_samples("p")
+    assert not error.value.retryable
+    hidden.rename(journal)
+
+
+# --- instances of their own -------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_used_is_an_error_at_the_start(
+    ray_address: str, actors: Callable[[str], set[str]], tmp_path: Path
+) -> None:
+    with pytest.raises(BackendUnavailableError, match=r"there is no folder .*nowhere") as error:
+        connect(options(ray_address, instance="nowhere", journal=str(tmp_path / "nowhere")), bootstrap=True)
+    assert not error.value.retryable
+    assert not actors("tq-nowhere"), "nothing is left behind"
+
+
+class Owner:
+    """A process that bootstraps an instance."""
+
+    def start(self, config: dict[str, Any]) -> int:
+        self.client = connect(config, bootstrap=True)
+        self.client.add_units(1)
+        return os.getpid()
+
+
+def test_no_unit_outlives_the_process_that_bootstrapped(
+    ray_address: str, actors: Callable[[str], set[str]], tmp_path: Path
+) -> None:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # worker processes cannot import this file
+    owner = ray.remote(Owner).options(num_cpus=0).remote()
+    config = options(ray_address, instance="orphan", journal=str(tmp_path))
+    pid = ray.get(owner.start.remote(config), timeout=2 * STARTS_S)
+    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    assert "tq-orphan/unit-2" in actors("tq-orphan")
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not actors("tq-orphan"), "the unit that was added does not end")
+
+
+def test_other_stores_have_no_units() -> None:
+    with connect({"backend": "noop"}) as client, pytest.raises(UnsupportedOperationError, match="units"):
+        client.list_units()
+
+
+def test_units_of_several_ledgers_have_names_of_their_own(ray_address: str) -> None:
+    """Each ledger has a controller and units; new units go where there are the fewest."""
+    config = {**options(ray_address, instance="several"), "num_ledgers": 2}
+    with connect(config, bootstrap=True) as client, connect(config, bootstrap=False) as other:
+        assert names(client) == ["0:unit-0", "0:unit-1", "1:unit-0", "1:unit-1"]
+        for number in range(6):
+            client.register_partition(f"p{number}", ["x"], None, ["train"])
+            client.put_samples(["a"], f"p{number}", {"x": torch.full((1, 50), number)})
+        found = [other.get_samples(["a"], f"p{number}", ["x"])["x"][0, 0].item() for number in range(6)]
+        assert found == list(range(6))
+        assert sum(each.num_rows for each in other.list_units()) == 6
+        assert client.remove_unit("1:unit-1").name == "1:unit-1"
+        assert sorted(each.name for each in client.add_units(2)) == ["0:unit-2", "1:unit-2"]
+        with pytest.raises(InvalidRequestError, match="begins with the number of a store"):
+            client.remove_unit("unit-0")
+        with pytest.raises(InvalidRequestError):
+            client.remove_unit("2:unit-0")

@@ -144,7 +144,7 @@ class ControllerHost(LedgerHost):
             write_id = self.book.place(put.num_ids, put.size_bytes, node)
             self._save_book()  # the journal knows the spread before it knows a put that uses it
             self._ledger.call(replace(put, write_id=write_id))
-            self.book.add(put.writes(write_id))
+            self.book.add(put.by_id(write_id))
             return write_id
         if put.write_id is None and self._journal is not None:
             put = replace(put, write_id=self._journal.take_ids(put.num_ids))

@@ -137,7 +137,7 @@ def test_a_call_that_is_repeated_is_not_done_again(client: Client, killed: bool)
     if killed:
         client.again()
     assert client.claim("t1", again=True) == ["a", "b"]
-    nack = commands.Nack("p", "train", ["a"], ["t1"])
+    nack = commands.Nack("p", "train", ["a"], ["t1"], request_id=None)
     assert client.call(nack) is repeat(nack) is None
     with pytest.raises(LeaseExpiredError) as first:
         client.call(nack)
@@ -169,7 +169,7 @@ def test_a_snapshot_keeps_all_of_it(client: Client, monkeypatch: pytest.MonkeyPa
         held += given
         for sample_id in chance.sample(given, min(1, len(given))):
             for each in (client, whole):
-                each.call(commands.Ack("p", "train", [sample_id], [token]))
+                each.call(commands.Ack("p", "train", [sample_id], [token], request_id=None))
         if turn % 9 == 0:
             gone = chance.sample(held, min(3, len(held)))
             held = [each for each in held if each not in gone]

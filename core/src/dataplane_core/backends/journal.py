@@ -377,7 +377,8 @@ class Journal:
         """Runs a command of this process in its recorded form, as the other processes will."""
         recorded: Any = Record.from_bytes(data, self._next_seq).command  # a dataclass
         others = {name: getattr(command, name) for name in command.not_recorded}
-        return self._run(replace(recorded, **others), data)
+        whole: Command[Reply] = replace(recorded, **others)
+        return self._run(whole, data)
 
     def _run(self, command: Command[Reply], data: bytes) -> Reply:
         with self._or_forget():

@@ -24,6 +24,21 @@ from dataplane_testkit._workers import claim_all
 _FACTOR = 10 if is_long() else 1
 
 
+def _put_four(store: Store, partition: str, names: list[list[str]], column: Callable[[int], Any], *, wins: int) -> None:
+    """Four puts at the same time, of which the store must accept so many."""
+
+    def put(writer: int) -> bool:
+        try:
+            store.put(partition, names[writer], x=column(writer))
+        except ValueError:
+            return False
+        return True
+
+    won = in_threads(*[partial(put, writer) for writer in range(4)])
+    assert sum(won) == wins, f"{sum(won)} of 4 puts were accepted that exclude each other. Expected {wins}"
+    assert [store.has(partition, mine[-1]) for mine in names] == won
+
+
 class RaceSuite(Suite, chapter="races"):
     """Threads that put, read, claim and clear at the same time."""
 
@@ -126,17 +141,8 @@ class RaceSuite(Suite, chapter="races"):
         """
         for _ in range(10 * _FACTOR):
             partition = store.register("x", group_size=2)
-
-            def put(member: int, partition: str = partition) -> bool:
-                try:
-                    store.put(partition, [f"q_g{member}"], x=torch.tensor([member]))
-                except ValueError:
-                    return False
-                return True
-
-            won = in_threads(*[partial(put, m) for m in range(4)])
-            assert sum(won) == 2, f"{sum(won)} members of a group of 2 were accepted"
-            assert [store.has(partition, f"q_g{m}") for m in range(4)] == won
+            names = [[f"q_g{member}"] for member in range(4)]
+            _put_four(store, partition, names, lambda member: torch.tensor([member]), wins=2)
 
     def test_first_writes_are_seen_whole_with_their_tags(self, store: Store) -> None:
         """Contract: "The first write of a set of fields is atomic per sample: no reader or claim sees half of it, or
@@ -296,18 +302,8 @@ class RaceSuite(Suite, chapter="races"):
             lambda: as_objects(1, 2),
         ]
         for _ in range(10 * _FACTOR):
-            partition = store.register("x")
-
-            def put(writer: int, partition: str = partition) -> bool:
-                try:
-                    store.put(partition, [f"w{writer}-a", f"w{writer}-b"], x=columns[writer]())
-                except ValueError:
-                    return False
-                return True
-
-            won = in_threads(*[partial(put, writer) for writer in range(4)])
-            assert sum(won) == 1, f"{sum(won)} of 4 first writes with different schemas were accepted"
-            assert [store.has(partition, f"w{writer}-b") for writer in range(4)] == won
+            names = [[f"w{writer}-a", f"w{writer}-b"] for writer in range(4)]
+            _put_four(store, store.register("x"), names, lambda writer: columns[writer](), wins=1)
 
     def test_everything_at_once(self, store: Store) -> None:
         """Contract: "Thread-safe: one client may be used from several threads." and "No call hangs."

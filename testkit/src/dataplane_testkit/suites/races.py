@@ -201,36 +201,38 @@ class RaceSuite(Suite, chapter="races"):
         """
         partition, other = store.register("x", "y"), store.register("x", "y")
         stays, goes = ids(3, "stays"), ids(3, "goes")
-        done = threading.Event()
+        # some reads beside each change: readers that never pause take the processor from the store
+        reads, done = threading.Semaphore(0), threading.Event()
 
         def fill(target: str, names: list[str], value: int) -> None:
             rows = [torch.full((length + (value + index) % 4,), value) for index in range(3)]
             store.put(target, names, x=jagged(rows), y=torch.full((3,), value))
 
         def churn() -> int:
-            try:
-                for value in range(1, 1 + 40 * _FACTOR):
-                    fill(partition, goes, value)
-                    store.client.clear_samples(goes if value % 2 else goes[1:], partition)
-                    store.client.clear_samples(goes[:1], partition)
-                    fill(other, goes, -value)  # uses the memory that the clears freed
-                    store.client.clear_samples(goes, other)
-            finally:
-                done.set()
+            for value in range(1, 1 + 40 * _FACTOR):
+                for change in (
+                    lambda value=value: fill(partition, goes, value),
+                    lambda value=value: store.client.clear_samples(goes if value % 2 else goes[1:], partition),
+                    lambda: store.client.clear_samples(goes[:1], partition),
+                    lambda value=value: fill(other, goes, -value),  # uses the memory that the clears freed
+                    lambda: store.client.clear_samples(goes, other),
+                ):
+                    reads.release(8)
+                    change()
+            done.set()
+            reads.release(2)
             return 0
 
         def read(names: list[str]) -> int:
-            while not done.is_set():
+            while reads.acquire(timeout=60) and not done.is_set():
                 try:
                     found = store.get(partition, names, "x", "y")
                 except KeyError:
                     continue
                 for name, row, value in zip(names, rows_of(found["x"], 6), found["y"].tolist(), strict=True):
                     assert value > 0 if name in goes else value == 0, "a read returned another sample's row"
-                    assert len(row) == length + (value + int(name[-1])) % 4, (
-                        "a read returned a row that mixes two writes"
-                    )
-                    assert bool((row == value).all()), "a read returned a row that mixes two writes"
+                    whole = len(row) == length + (value + int(name[-1])) % 4 and bool((row == value).all())
+                    assert whole, "a read returned a row that mixes two writes"
             return 0
 
         fill(partition, stays, 0)

@@ -144,7 +144,7 @@ def test_the_test_that_names_the_rule_fails(reports, name, test):
         ("FolderStore", 35),
         ("StandsStill", 2),
         ("OthersCome", 5),
-        ("OpensOnce", 15),
+        ("OpensOnce", 8),
     ],
 )
 def test_right_backends_pass(reports, backend, least):

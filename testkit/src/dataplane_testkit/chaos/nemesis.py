@@ -29,7 +29,7 @@ _AIM_LOOK_S: Final = 0.0002
 #: The most seconds from the start of that call to the kill or stop.
 _LATEST_S: Final = 0.0015
 #: How many calls a worker has made when `Nemesis.kill_all` kills it.
-_CALLS: Final = 25
+_CALLS: Final = 15
 
 
 class Nemesis:

@@ -171,28 +171,20 @@ class GetSuite(Suite, chapter="get"):
         with store.refusal(KeyError, "nowhere"):
             store.client.get_samples(["s0"], "nowhere", None)
 
-    def test_get_without_ids_does_no_io(self, store: Store) -> None:
-        """Contract: "Empty ids return an empty TensorDict of batch size 0."
-
-        Check first: core, not the backend: core must return the empty result without a call of the hook.
-        """
-        partition = store.register("x")
-        with store.faults.counting() as calls:
-            found = store.client.get_samples([], partition, ["x"])
-        assert found.batch_size == torch.Size([0])
-        assert calls == []
-
     @proves(Capability.CLAIMS)
-    def test_get_advances_no_cursor(self, store: Store) -> None:
-        """Contract: "A read advances no cursor."
+    def test_reads_and_listings_advance_no_cursor(self, store: Store) -> None:
+        """Contract: "A read advances no cursor." and "ids and tags, no data."
 
-        Check first: a read must not change what is recorded of the tasks.
+        Check first: a read or a listing must not change what is recorded of the tasks. A sample that a task was given
+        can be read and is listed all the same.
         """
         partition = store.filled(3)
-        store.get(partition, ids(3))
-        assert not store.client.check_consumption_status(partition, ["train"])
-        assert store.claim(partition, 3).sample_ids == ids(3)
-        assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2], "a claimed sample can no longer be read"
+        for given in (ids(2), ids(3)[2:], []):
+            assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2], "a claimed sample can no longer be read"
+            if store.declares(Capability.LISTING):
+                assert store.client.list_samples(partition).sample_ids == ids(3)
+            assert store.client.check_consumption_status(partition, ["train"]) == (not given)
+            assert store.claim(partition, 2).sample_ids == given
 
     def test_get_data_reads_by_meta(self, store: Store) -> None:
         """Contract: "get_data(meta, select_fields=None, share_rows=False) is get_samples by meta. It reads

@@ -79,18 +79,6 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
         assert meta.tags is not None
         assert [row["n"] for row in meta.tags] == list(range(1500))
 
-    @proves(Capability.LISTING, Capability.CLAIMS)
-    def test_listing_advances_no_cursor(self, store: Store) -> None:
-        """Contract: "ids and tags, no data."
-
-        Check first: a listing must change nothing. It must also hold samples that a task has already been given.
-        """
-        partition = store.filled(3)
-        store.client.list_samples(partition)
-        assert store.claim(partition, 2).size == 2
-        assert store.client.list_samples(partition).sample_ids == ids(3)
-        assert store.claim(partition, 2).size == 1
-
     # --- partitions ---------------------------------------------------------------------------------------------------
 
     def test_partitions_are_listed(self, store: Store) -> None:

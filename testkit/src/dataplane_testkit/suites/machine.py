@@ -265,7 +265,7 @@ class StoreMachine:
         if self.group_size is None and self.rng.random() < 0.5:
             places = self.some(places, meta.size)
         part, tokens = meta.subset(places), [tokens[place] for place in places]
-        settle = self.rng.choice([commands.Ack, commands.Ack, commands.Nack, commands.Renew])
+        settle: Any = self.rng.choice([commands.Ack, commands.Ack, commands.Nack, commands.Renew])
         extra = (_LONG_S,) if settle is commands.Renew else ()
         command: commands.Settle = settle(self.partition, part.task_name, part.sample_ids, tokens, *extra)
         _, expected = _attempt(lambda: self.tell(command))

@@ -216,8 +216,9 @@ class PutSuite(Suite, chapter="put"):
         store.put(partition, ["s0"], x=torch.tensor([7]))
         assert store.get(partition, ids(3))["x"].tolist() == [7, 1, 2]
 
-    def test_put_without_ids_does_no_io(self, store: Store) -> None:
-        """Contract: "Empty ids return an empty meta without I/O."
+    def test_without_ids_there_is_no_io(self, store: Store) -> None:
+        """Contract: "Empty ids return an empty meta without I/O." and "Empty ids return an empty TensorDict of batch
+        size 0."
 
         Check first: core, not the backend: core must return without a call of the hook.
         """
@@ -225,6 +226,7 @@ class PutSuite(Suite, chapter="put"):
         with store.faults.counting() as calls:
             meta = store.client.put_samples([], partition, TensorDict({}, batch_size=[0]))
             assert store.client.put_samples([], partition).size == 0
+            assert store.client.get_samples([], partition, ["x"]).batch_size == torch.Size([0])
         assert (meta.partition_id, meta.sample_ids, meta.size) == (partition, [], 0)
         assert calls == []
 

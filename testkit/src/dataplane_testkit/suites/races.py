@@ -24,6 +24,21 @@ from dataplane_testkit._workers import claim_all
 _FACTOR = 10 if is_long() else 1
 
 
+def _put_four(store: Store, partition: str, names: list[list[str]], column: Callable[[int], Any], *, wins: int) -> None:
+    """Four puts at the same time, of which the store must accept so many."""
+
+    def put(writer: int) -> bool:
+        try:
+            store.put(partition, names[writer], x=column(writer))
+        except ValueError:
+            return False
+        return True
+
+    won = in_threads(*[partial(put, writer) for writer in range(4)])
+    assert sum(won) == wins, f"{sum(won)} of 4 puts were accepted that exclude each other. Expected {wins}"
+    assert [store.has(partition, mine[-1]) for mine in names] == won
+
+
 class RaceSuite(Suite, chapter="races"):
     """Threads that put, read, claim and clear at the same time."""
 
@@ -126,17 +141,8 @@ class RaceSuite(Suite, chapter="races"):
         """
         for _ in range(10 * _FACTOR):
             partition = store.register("x", group_size=2)
-
-            def put(member: int, partition: str = partition) -> bool:
-                try:
-                    store.put(partition, [f"q_g{member}"], x=torch.tensor([member]))
-                except ValueError:
-                    return False
-                return True
-
-            won = in_threads(*[partial(put, m) for m in range(4)])
-            assert sum(won) == 2, f"{sum(won)} members of a group of 2 were accepted"
-            assert [store.has(partition, f"q_g{m}") for m in range(4)] == won
+            names = [[f"q_g{member}"] for member in range(4)]
+            _put_four(store, partition, names, lambda member: torch.tensor([member]), wins=2)
 
     def test_first_writes_are_seen_whole_with_their_tags(self, store: Store) -> None:
         """Contract: "The first write of a set of fields is atomic per sample: no reader or claim sees half of it, or
@@ -195,36 +201,38 @@ class RaceSuite(Suite, chapter="races"):
         """
         partition, other = store.register("x", "y"), store.register("x", "y")
         stays, goes = ids(3, "stays"), ids(3, "goes")
-        done = threading.Event()
+        # some reads beside each change: readers that never pause take the processor from the store
+        reads, done = threading.Semaphore(0), threading.Event()
 
         def fill(target: str, names: list[str], value: int) -> None:
             rows = [torch.full((length + (value + index) % 4,), value) for index in range(3)]
             store.put(target, names, x=jagged(rows), y=torch.full((3,), value))
 
         def churn() -> int:
-            try:
-                for value in range(1, 1 + 40 * _FACTOR):
-                    fill(partition, goes, value)
-                    store.client.clear_samples(goes if value % 2 else goes[1:], partition)
-                    store.client.clear_samples(goes[:1], partition)
-                    fill(other, goes, -value)  # uses the memory that the clears freed
-                    store.client.clear_samples(goes, other)
-            finally:
-                done.set()
+            for value in range(1, 1 + 40 * _FACTOR):
+                for change in (
+                    lambda value=value: fill(partition, goes, value),
+                    lambda value=value: store.client.clear_samples(goes if value % 2 else goes[1:], partition),
+                    lambda: store.client.clear_samples(goes[:1], partition),
+                    lambda value=value: fill(other, goes, -value),  # uses the memory that the clears freed
+                    lambda: store.client.clear_samples(goes, other),
+                ):
+                    reads.release(8)
+                    change()
+            done.set()
+            reads.release(2)
             return 0
 
         def read(names: list[str]) -> int:
-            while not done.is_set():
+            while reads.acquire(timeout=60) and not done.is_set():
                 try:
                     found = store.get(partition, names, "x", "y")
                 except KeyError:
                     continue
                 for name, row, value in zip(names, rows_of(found["x"], 6), found["y"].tolist(), strict=True):
                     assert value > 0 if name in goes else value == 0, "a read returned another sample's row"
-                    assert len(row) == length + (value + int(name[-1])) % 4, (
-                        "a read returned a row that mixes two writes"
-                    )
-                    assert bool((row == value).all()), "a read returned a row that mixes two writes"
+                    whole = len(row) == length + (value + int(name[-1])) % 4 and bool((row == value).all())
+                    assert whole, "a read returned a row that mixes two writes"
             return 0
 
         fill(partition, stays, 0)
@@ -296,18 +304,8 @@ class RaceSuite(Suite, chapter="races"):
             lambda: as_objects(1, 2),
         ]
         for _ in range(10 * _FACTOR):
-            partition = store.register("x")
-
-            def put(writer: int, partition: str = partition) -> bool:
-                try:
-                    store.put(partition, [f"w{writer}-a", f"w{writer}-b"], x=columns[writer]())
-                except ValueError:
-                    return False
-                return True
-
-            won = in_threads(*[partial(put, writer) for writer in range(4)])
-            assert sum(won) == 1, f"{sum(won)} of 4 first writes with different schemas were accepted"
-            assert [store.has(partition, f"w{writer}-b") for writer in range(4)] == won
+            names = [[f"w{writer}-a", f"w{writer}-b"] for writer in range(4)]
+            _put_four(store, store.register("x"), names, lambda writer: columns[writer](), wins=1)
 
     def test_everything_at_once(self, store: Store) -> None:
         """Contract: "Thread-safe: one client may be used from several threads." and "No call hangs."

@@ -685,7 +685,7 @@ def _redis_values() -> list[bytes]:
     tags = redis_scripts.pack_tags({"a": 1, "b": "text", "c": None, "d": 0.5, "e": True, "f": 2**60, "g": False})
     layout = redis_scripts.pack_strings(["x", _X.to_text(), "yy", _X.to_text(), "ü", _X.to_text()])
     ref = b"w" * 16 + struct.pack("<IIQ", 1, 0, 64)
-    return [b"t" + tags, b"l" + layout, b"r" + b"h" * 8 + ref * 2]
+    return [b"t" + tags, b"l" + layout, b"r" + b"h" * 16 + ref * 2]
 
 
 def _read_redis_value(data: bytes) -> object:
@@ -717,19 +717,22 @@ class _Told(RedisSession):
             return reply
         raise OperationTimeoutError("no more replies")
 
-    def script(
-        self,
-        what: str,
-        deadline: float,
-        script: str,
-        packed: bytes,
-        *rows: memoryview,
-        confirms: Confirms | None = None,
-    ) -> Any:
-        reply = self._next()
-        if callable(confirms) and isinstance(reply, list) and reply[:1] in ([b"ok"], [b"part"]):
-            confirms(reply)
-        return reply
+    def connected(self) -> Any:
+        return SimpleNamespace(script=lambda *_, **__: self._next(), open=self._open), None
+
+    def _open(self, *_: Any) -> Any:
+        raise OperationTimeoutError("refused")
+
+    @contextlib.contextmanager
+    def receipt(self, confirms: Confirms | None) -> Iterator[Any]:
+        yield confirms
+
+    def context(self, receipt: Any) -> bytes:
+        return b""
+
+    def accept(self, what: str, receipt: Any, reply: Any) -> None:
+        if callable(receipt) and isinstance(reply, list) and reply[:1] in ([b"ok"], [b"part"]):
+            receipt(reply)
 
     def command(self, what: str, deadline: float, *words: bytes) -> Any:
         return self._next()
@@ -767,7 +770,7 @@ def _redis_calls() -> list[tuple[Callable[[DataPlaneClient], object], list[Any]]
     tags = redis_scripts.pack_tags({"n": 1})
     layouts = [redis_scripts.pack_strings(["x", _X.to_text()])]
     cells = join_row([bytes(each) for each in _frames(torch.arange(5).view(1, 5))])
-    row = b"h" * 8 + b"w" * 16 + struct.pack("<IIQ", 0, 0, len(cells))
+    row = b"h" * 16 + b"w" * 16 + struct.pack("<IIQ", 0, 0, len(cells))
     registered = {"fields": ["x"], "num_samples": None, "consumer_tasks": ["t"], "grpo_group_size": 2, "enums": {}}
     text = json.dumps(registered).encode()
     announced = ClientInfo(

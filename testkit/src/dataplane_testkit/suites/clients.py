@@ -74,7 +74,7 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
             assert store.hooks.announce(each, 600.0).num_clients >= place
 
         def replied_as_listed(count: int) -> bool:
-            num_clients = store.hooks.announce(made[0], 600.0).num_clients
+            num_clients: int = store.hooks.announce(made[0], 600.0).num_clients
             listed = {each.client_id for each in store.hooks.clients()}
             assert [each.client_id in listed for each in made] == [place < count for place in range(50)]
             return num_clients == len(listed)  # unless another client came or went meanwhile

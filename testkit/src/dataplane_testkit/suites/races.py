@@ -210,13 +210,14 @@ class RaceSuite(Suite, chapter="races"):
 
         def churn() -> int:
             for value in range(1, 1 + 40 * _FACTOR):
-                for change in (
-                    lambda value=value: fill(partition, goes, value),
-                    lambda value=value: store.client.clear_samples(goes if value % 2 else goes[1:], partition),
-                    lambda: store.client.clear_samples(goes[:1], partition),
-                    lambda value=value: fill(other, goes, -value),  # uses the memory that the clears freed
-                    lambda: store.client.clear_samples(goes, other),
-                ):
+                changes: list[Callable[[], object]] = [
+                    partial(fill, partition, goes, value),
+                    partial(store.client.clear_samples, goes if value % 2 else goes[1:], partition),
+                    partial(store.client.clear_samples, goes[:1], partition),
+                    partial(fill, other, goes, -value),  # uses the memory that the clears freed
+                    partial(store.client.clear_samples, goes, other),
+                ]
+                for change in changes:
                     reads.release(8)
                     change()
             done.set()

@@ -5,16 +5,33 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 
+from dataplane_core.errors import DataPlaneError
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
-from dataplane_testkit._columns import ids
+from dataplane_testkit._columns import batch, ids
+from dataplane_testkit._hooks import Hooks
 from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import PROMPT_S, Background, bounded
+
+_HOOKS: Final[dict[str, tuple[Callable[[Hooks, str], Any], Capability | None]]] = {
+    "register_partition": (lambda hooks, p: hooks.register(p), None),
+    "describe_partition": (lambda hooks, p: hooks.describe(p), None),
+    "put_samples": (lambda hooks, p: hooks.put(p, ["z"], batch(1, x=torch.zeros(1))), None),
+    "get_samples": (lambda hooks, p: hooks.get(p, ["s0"], ["x"]), None),
+    "get_samples_missing": (lambda hooks, p: hooks.get(p, ["nobody"], ["x"]), None),
+    "claim": (lambda hooks, p: hooks.claim(p, 1), Capability.CLAIMS),
+    "check_consumption": (lambda hooks, p: hooks.consumed(p), Capability.CLAIMS),
+    "clear_samples": (lambda hooks, p: hooks.clear(p, ["s0"]), None),
+    "list_samples": (lambda hooks, p: hooks.listing(p), Capability.LISTING),
+    "list_clients": (lambda hooks, p: hooks.clients(), Capability.CLIENTS),
+    "list_units": (lambda hooks, p: hooks.units(), Capability.UNITS),
+}
 
 
 class BoundSuite(Suite, chapter="bounds"):
@@ -44,6 +61,22 @@ class BoundSuite(Suite, chapter="bounds"):
             assert 0.5 * limit_s < left[operation] <= limit_s, (
                 f"{operation} got a deadline in {left[operation]:.1f} s. Expected about {limit_s} s"
             )
+
+    def test_hooks_heed_their_deadline(self, store: Store) -> None:
+        """Hook spec: "They must return or raise before deadline."
+
+        Check first: every wait inside the hook must end at request.deadline. In this test the deadline has already
+        passed when the hook is called.
+        """
+        partition = store.filled(1)
+        for hook, (call, capability) in _HOOKS.items():
+            if capability is None or store.declares(capability):
+                late = Background(partial(call, store.hooks.within(-1), partition))
+                with contextlib.suppress(DataPlaneError):
+                    late.result(what=f"hook '{hook}' with a deadline in the past")
+        # the store must still answer
+        again = store.register("x")
+        bounded(lambda: store.put(again, ["a"], x=torch.zeros(1)), what="a put after a deadline was missed")
 
     def test_a_read_of_missing_data_does_not_wait(self, store: Store) -> None:
         """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs."

@@ -115,6 +115,10 @@ class Hooks:
             **settings,
         )
 
+    def consumed(self, partition_id: str, tasks: Sequence[str] = ("train",)) -> Any:
+        """``check_consumption``."""
+        return self._ask("check_consumption", partition_id=partition_id, task_names=list(tasks))
+
     def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> Any:
         """``clear_samples``."""
         names = None if sample_ids is None else list(sample_ids)

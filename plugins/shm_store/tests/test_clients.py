@@ -169,6 +169,24 @@ def test_a_killed_reader_holds_nothing(owner, config, other_process):
     assert statistics(owner).held_bytes == 0
 
 
+def test_a_killed_writer_leaves_neither_rows_nor_bytes(owner, config, other_process):
+    code = """
+from dataplane_shm import _payload
+client.register_partition("w", ["x"], None, [])
+def stop(*_):
+    print("ready", flush=True)
+    time.sleep(1000)
+_payload.write = stop
+client.put_samples(["a"], "w", TensorDict({"x": torch.ones(1, 100_000)}, batch_size=[1]))
+"""
+    with other_process(config, code) as writer:
+        assert statistics(owner).held_bytes >= 400_000
+        writer.send_signal(signal.SIGKILL)
+        eventually(lambda: statistics(owner).held_bytes == 0, WAIT_S)
+    assert owner.list_samples("w").sample_ids == []
+    owner.clear_samples(None, "w")
+
+
 @pytest.mark.parametrize("victim", ["owner", "ledger"])
 def test_all_clients_learn_at_once_that_the_store_has_ended(fresh, victim, python):
     code = f"""

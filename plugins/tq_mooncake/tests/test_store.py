@@ -96,6 +96,17 @@ def test_memory_is_registered_once_per_process(client, connect, ray_address, mon
     assert len(registered) == 1
 
 
+def test_operations_share_a_few_threads(client, monkeypatch):
+    made, worker = [], _calls._Worker
+    monkeypatch.setattr(_calls, "_Worker", lambda: made.append(worker()) or made[-1])
+    before = psutil.Process().num_threads()
+    for seed in range(100):
+        client.put_samples(ids(4), "p", rows(4, 1000, seed))
+        assert torch.equal(client.get_samples(ids(4), "p", ["x"])["x"], rows(4, 1000, seed)["x"])
+    assert len(made) <= _calls._MAX_IDLE
+    assert psutil.Process().num_threads() - before <= _calls._MAX_IDLE
+
+
 class BreaksOnce:
     """The real engine, but for every third row of the first put and of the first get, whose transfers fail."""
 
@@ -379,6 +390,14 @@ def test_every_process_announces_its_nodes_address_whatever_it_inherited(client)
     (replica,) = backend_of(client)._engine._store._engine.get_replica_desc(key)
     endpoint = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
     assert endpoint.rpartition(":")[0] == here
+
+
+def test_its_processes_run_at_the_priority_of_any_other(client):
+    """Ray starts workers at nice 15; calls then wait for whatever else runs on the node."""
+    names = ["tqm-store/unit-0", "tqm-store/unit-1", "tqm-store"]
+    actors = [ray.get_actor(name, namespace="dataplane") for name in names]
+    asked = [actor.__ray_call__.remote(lambda _: os.getpriority(os.PRIO_PROCESS, 0)) for actor in actors]
+    assert ray.get(asked, timeout=60) == [os.getpriority(os.PRIO_PROCESS, 0)] * 3
 
 
 def located(client, sample_id):

@@ -114,6 +114,16 @@ def test_the_error_at_the_end_says_what_is_known(errors, raised, outcome, words)
         assert getattr(caught.value, "outcome", None) == outcome
 
 
+def test_a_store_that_is_gone_for_good_is_not_to_be_asked_again():
+    with opened() as client:
+        gone = BackendUnavailableError("it has ended.", retryable=False, hint="Connect again.")
+        backend_of(client).errors = [LostReplyError("gone."), gone]
+        with pytest.raises(LostReplyError, match="It was repeated: it has ended") as caught:
+            put(client)
+        assert not caught.value.retryable
+        assert caught.value.hint == "Connect again."
+
+
 def test_a_put_that_waited_for_room_after_a_lost_reply_is_not_done():
     late = RoomTimeoutError.after(CapacityExceededError("full."))
     with opened() as client:

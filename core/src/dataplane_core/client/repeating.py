@@ -64,6 +64,8 @@ def _raise_at_end(last: BackendUnavailableError | OperationTimeoutError, lost: L
         raise last
     _say(lost)
     lost.message += f" It was repeated: {last.message}"
+    if isinstance(last, BackendUnavailableError) and not last.retryable:  # the store is gone for good
+        lost.retryable, lost.hint = False, last.hint
     raise lost from last
 
 

@@ -351,7 +351,7 @@ def _name(thing: Thing) -> str:
 
 def _settings() -> dict[str, Any]:
     """What is set for the whole process."""
-    kept = ("PYTEST_", "RAY_CLIENT_MODE")  # the second is set by Ray's import
+    kept = ("PYTEST_", "RAY_CLIENT_MODE", "TORCHINDUCTOR_")  # Ray's import and torch's compiler set the others
     found: dict[str, Any] = {f"${name}": value for name, value in os.environ.items() if not name.startswith(kept)}
     found["the working directory"] = os.getcwd()
     found |= {f"the handler of {number.name}": signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -13,6 +13,7 @@ from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import ConfigError, CorruptDataError, MissingDataError
 from dataplane_noop import NoopBackend
 from dataplane_testkit import backend_of
+from dataplane_testkit._columns import items_of
 
 
 class CarriesRows(NoopBackend):
@@ -102,7 +103,7 @@ def test_every_kind_of_column_comes_back_as_it_was_put_and_no_other(guarded):
     assert rows_of(back["tokens"]) == [rows_of(was["tokens"])[row] for row in (2, 0, 2, 1)]
     for name in ("dense", "reward", "mask"):
         assert torch.equal(back[name], was[name][[2, 0, 2, 1]])
-    items = back["items"].tolist()
+    items = items_of(back["items"])
     assert items[0] == items[2] == b"raw"
     assert items[3] is None
     assert torch.equal(items[1]["image"], ITEMS[0]["image"])
@@ -227,7 +228,7 @@ def test_items_that_are_only_allowed_by_allow_pickle_pass():
     with connect({"backend": "noop", "middleware": ["wire_guard"], "allow_pickle": True}) as client:
         client.register_partition("p", [], None, [])
         client.put_samples(["a"], "p", {"o": np.array([{1, 2}], dtype=object)})
-        assert client.get_samples(["a"], "p", ["o"])["o"].tolist() == [{1, 2}]
+        assert items_of(client.get_samples(["a"], "p", ["o"])["o"]) == [{1, 2}]
 
 
 def test_it_stands_anywhere_among_other_middleware():
@@ -245,4 +246,4 @@ def test_a_put_of_enums_that_is_asked_twice_is_guarded_once():
             epoch="", fields=(), num_samples=None, consumer_tasks=(), grpo_group_size=None, enums={}
         )  # as if another client had registered the partition anew
         client.put_samples(["a"], "p", {"role": NonTensorStack("tool")})
-        assert client.get_samples(["a"], "p", ["role"])["role"].tolist() == ["tool"]
+        assert items_of(client.get_samples(["a"], "p", ["role"])["role"]) == ["tool"]

@@ -18,7 +18,7 @@ import torch
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
-from dataplane_testkit._columns import as_objects, batch, ids, jagged, rows_of
+from dataplane_testkit._columns import as_objects, batch, ids, items_of, jagged, rows_of
 from dataplane_testkit._marks import proves
 from dataplane_testkit._profiles import by_profile
 from dataplane_testkit._store import Store
@@ -153,7 +153,7 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
             reads = 0
             while not done.is_set() or not reads:
                 found = store.get(partition, names, "o", "x", "y")
-                rows, values, items = rows_of(found["x"], 8), found["y"].tolist(), found["o"].tolist()
+                rows, values, items = rows_of(found["x"], 8), found["y"].tolist(), items_of(found["o"])
                 for index in range(8):
                     seen = {values[index], items[index], *rows[index].tolist()}
                     assert len(seen) == 1, f"row {index} mixes the versions {sorted(seen)}"

@@ -29,7 +29,7 @@ _STEP: Final = 100
 
 #: A global state of torch -> how it is read, how it is set, and another value than the usual one.
 _STATES: Final[Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]]] = {
-    "device": (torch.get_default_device, torch.set_default_device, "meta"),
+    "device": (lambda: None, torch.set_default_device, "meta"),  # torch 2.7 cannot say that there is none
     "dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "grad": (torch.is_grad_enabled, torch.set_grad_enabled, False),
     "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
@@ -49,7 +49,7 @@ def _state_of_torch(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        write(None if name == "device" else before)
+        write(before)
 
 
 def _column(values: list[int]) -> torch.Tensor:

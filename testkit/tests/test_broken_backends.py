@@ -138,8 +138,8 @@ def test_the_test_that_names_the_rule_fails(reports, name, test):
     [
         ("DeclaresNothing", 150),
         ("DeclaresClaims", 20),
-        _long("CarriesRows", 60),
-        _long("CarriesBytes", 60),
+        _long("CarriesRows", 40),
+        _long("CarriesBytes", 40),
         _long("HostStore", 18),
         ("FolderStore", 35),
         ("StandsStill", 2),
@@ -216,7 +216,8 @@ def test_a_store_that_others_cannot_rely_on_is_caught(reports, backend, test, re
 def test_a_right_backend_that_declares_all_operations_but_one_passes(pytester, monkeypatch, operation):
     monkeypatch.syspath_prepend(_TOYS)
     pytester.makepyfile(f"from kit_of_fewer import TestAllBut_{operation}")
-    done = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider").parseoutcomes()
+    # within this process, torch's compiler cannot be imported once more
+    done = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", "-k", "not compile").parseoutcomes()
     assert "failed" not in done
     assert done["passed"] >= 150
 

@@ -88,13 +88,13 @@ def empty_columns(specs: Mapping[str, FieldSpec], names: Iterable[str]) -> Tenso
     Returns:
         Per field a tensor of shape ``(0,)``, or ``(0, 0, *trailing)``; objects as a ``NonTensorStack``.
     """
-    columns: dict[str, Any] = {}
+    columns = TensorDict(batch_size=[0])
     for name in names:
         spec = specs[name]
-        columns[name] = (
-            empty_rows(spec, 0) if spec.rank or spec.kind == "object" else empty_tensor((0,), spec.torch_dtype)
-        )
-    return TensorDict(columns, batch_size=[0])
+        column = empty_rows(spec, 0) if spec.rank or spec.kind == "object" else empty_tensor((0,), spec.torch_dtype)
+        # not `set`: before 0.15, tensordict asks an empty stack for the names of its first item
+        columns._set_str(name, column, validated=True, inplace=False, non_blocking=False)
+    return columns
 
 
 def empty_rows(spec: FieldSpec, count: int) -> Any:

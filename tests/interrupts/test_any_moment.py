@@ -68,7 +68,8 @@ class Interrupts:
 
     def __call__(self, *_):
         self.count += 1
-        if self.count % 2:
+        # while a thread starts, CPython takes it for the one that started it, and its start would never end
+        if self.count % 2 or threading._limbo:
             raise KeyboardInterrupt
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(threading.main_thread().ident), ctypes.py_object(KeyboardInterrupt)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypedDict
 
 import msgspec
 
@@ -32,10 +32,18 @@ from dataplane_core.ledger.partition import Partition, Task
 from dataplane_core.ledger.rows import NO_CELLS, Cells, Hold, Holder, Join, Ref, Row, group_of, packed_positions
 from dataplane_core.spec import FieldSpec, PartitionInfo, Seconds, TagValue, fits
 
-_HOLD: Final = msgspec.defstruct(
-    "_HOLD",
-    [("task_name", str), ("token", str), ("holder", str), ("left_s", Seconds), ("done", bool), ("rows", Sequence[int])],
-)
+
+class _Hold(TypedDict):
+    """What a section says of a hold: of which task, and on which of the section's rows."""
+
+    task_name: str
+    token: str
+    holder: str
+    left_s: Seconds
+    done: bool
+    rows: Sequence[int]
+
+
 #: Part -> what its section holds.
 _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
     "ledger": {"next_write": int, "next_seq": int},
@@ -76,7 +84,7 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "ages_s": Sequence[Seconds],
         "fields": Sequence[Sequence[str]],
         "cells": Sequence[Sequence[int]],
-        "holds": Sequence[_HOLD],  # type: ignore[valid-type]
+        "holds": Sequence[_Hold],
     },
     "pending": {
         "write_id": bytes,

@@ -10,6 +10,9 @@ and in the caller's thread, possibly in several threads at once, but never in th
 client and thread. They must return or raise before ``deadline``.
 """
 
+# mypy: disable-error-code="empty-body"
+# A hook spec has no body: pluggy calls the implementations.
+
 from __future__ import annotations
 
 from typing import Final
@@ -33,7 +36,7 @@ class DataPlaneSpec:
     """
 
     @hookspec(firstresult=True)
-    def register_partition(self, request: requests.RegisterRequest) -> replies.PartitionInfo:  # type: ignore[empty-body]
+    def register_partition(self, request: requests.RegisterRequest) -> replies.PartitionInfo:
         """Opens the partition. On return, an earlier registration is dropped or extended, as ``if_exists`` says.
 
         To finish a partition, the client sends ``keep`` with ``num_samples`` 0.
@@ -43,7 +46,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def describe_partition(self, request: requests.DescribeRequest) -> replies.PartitionInfo:  # type: ignore[empty-body]
+    def describe_partition(self, request: requests.DescribeRequest) -> replies.PartitionInfo:
         """Reads the registration.
 
         Raises:
@@ -51,7 +54,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def put_samples(self, request: requests.PutRequest) -> replies.PutReply:  # type: ignore[empty-body]
+    def put_samples(self, request: requests.PutRequest) -> replies.PutReply:
         """Commits cells and tags, then marks the cells as produced. Returns once every client sees the commit.
 
         Raises:
@@ -68,7 +71,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def get_samples(self, request: requests.GetRequest) -> replies.WireBatch:  # type: ignore[empty-body]
+    def get_samples(self, request: requests.GetRequest) -> replies.WireBatch:
         """Reads exactly one row per id in every column asked for.
 
         Raises:
@@ -80,7 +83,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def claim(self, request: requests.ClaimRequest) -> replies.Claim:  # type: ignore[empty-body]
+    def claim(self, request: requests.ClaimRequest) -> replies.Claim:
         """Hands out ready samples, each at most once per task; with leases, to one holder at a time. Never waits.
 
         Raises:
@@ -90,7 +93,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def ack(self, request: requests.AckRequest) -> replies.SettleReply:  # type: ignore[empty-body]
+    def ack(self, request: requests.AckRequest) -> replies.SettleReply:
         """Settles all of the rows or none.
 
         Raises:
@@ -98,7 +101,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def nack(self, request: requests.NackRequest) -> replies.SettleReply:  # type: ignore[empty-body]
+    def nack(self, request: requests.NackRequest) -> replies.SettleReply:
         """Gives all of the rows back or none.
 
         Raises:
@@ -106,7 +109,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def renew(self, request: requests.RenewRequest) -> replies.SettleReply:  # type: ignore[empty-body]
+    def renew(self, request: requests.RenewRequest) -> replies.SettleReply:
         """Renews all of the leases or none.
 
         Raises:
@@ -114,17 +117,17 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def check_consumption(self, request: requests.ConsumptionRequest) -> replies.ConsumptionReply:  # type: ignore[empty-body]
+    def check_consumption(self, request: requests.ConsumptionRequest) -> replies.ConsumptionReply:
         """Answers from the store's own state. False for an unknown partition or task, and before ``num_samples``
         distinct ids were written; without ``num_samples``, while no sample is held.
         """
 
     @hookspec(firstresult=True)
-    def clear_samples(self, request: requests.ClearRequest) -> replies.ClearReply:  # type: ignore[empty-body]
+    def clear_samples(self, request: requests.ClearRequest) -> replies.ClearReply:
         """Drops rows with their tags and cursors, or the whole partition. Ignores samples that are not there."""
 
     @hookspec(firstresult=True)
-    def list_samples(self, request: requests.ListRequest) -> replies.SampleList:  # type: ignore[empty-body]
+    def list_samples(self, request: requests.ListRequest) -> replies.SampleList:
         """Lists ids and tags.
 
         Raises:
@@ -132,11 +135,11 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def list_partitions(self, request: requests.ListPartitionsRequest) -> replies.PartitionList:  # type: ignore[empty-body]
+    def list_partitions(self, request: requests.ListPartitionsRequest) -> replies.PartitionList:
         """Lists the registered partitions."""
 
     @hookspec(firstresult=True)
-    def inspect_partition(self, request: requests.InspectRequest) -> replies.PartitionDescription:  # type: ignore[empty-body]
+    def inspect_partition(self, request: requests.InspectRequest) -> replies.PartitionDescription:
         """Counts what the partition holds, and what its tasks were given.
 
         Raises:
@@ -144,7 +147,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def list_fields(self, request: requests.FieldsRequest) -> replies.FieldList:  # type: ignore[empty-body]
+    def list_fields(self, request: requests.FieldsRequest) -> replies.FieldList:
         """Lists the produced fields of samples.
 
         Raises:
@@ -153,19 +156,19 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def announce(self, request: requests.AnnounceRequest) -> replies.AnnounceReply:  # type: ignore[empty-body]
+    def announce(self, request: requests.AnnounceRequest) -> replies.AnnounceReply:
         """Lists the client for ``ttl_s`` seconds in place of what it announced before. 0: no longer."""
 
     @hookspec(firstresult=True)
-    def list_clients(self, request: requests.ListClientsRequest) -> replies.ClientList:  # type: ignore[empty-body]
+    def list_clients(self, request: requests.ListClientsRequest) -> replies.ClientList:
         """Lists the clients that were announced and whose time is not over."""
 
     @hookspec(firstresult=True)
-    def list_units(self, request: requests.ListUnitsRequest) -> replies.UnitList:  # type: ignore[empty-body]
+    def list_units(self, request: requests.ListUnitsRequest) -> replies.UnitList:
         """Lists the storage units."""
 
     @hookspec(firstresult=True)
-    def change_units(self, request: requests.ChangeUnitsRequest) -> replies.UnitList:  # type: ignore[empty-body]
+    def change_units(self, request: requests.ChangeUnitsRequest) -> replies.UnitList:
         """Starts storage units and waits until they serve, or has one end. Replies the new or changed ones.
 
         Raises:
@@ -174,7 +177,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def export_partition(self, request: requests.ExportRequest) -> replies.PartitionState:  # type: ignore[empty-body]
+    def export_partition(self, request: requests.ExportRequest) -> replies.PartitionState:
         """Reads cursors and history.
 
         Raises:
@@ -182,7 +185,7 @@ class DataPlaneSpec:
         """
 
     @hookspec(firstresult=True)
-    def set_cursor(self, request: requests.SetCursorRequest) -> replies.SettleReply:  # type: ignore[empty-body]
+    def set_cursor(self, request: requests.SetCursorRequest) -> replies.SettleReply:
         """Sets which samples a task has been given, all at once. Replies how many of the samples are there.
 
         Raises:

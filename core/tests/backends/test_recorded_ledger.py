@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,13 @@ class Client:
     def state(self) -> Any:
         """Everything that the ledger knows, but for the times."""
         return _without_times(list(to_state(self.ledger._journal.service.ledger, 0.0)))
+
+
+def finish_snapshots(ledger: RecordedLedger) -> None:
+    """Waits until the thread has written those that are due."""
+    done = threading.Event()
+    ledger._aside.put(done.set)
+    assert done.wait(60.0)
 
 
 def _without_times(value: Any) -> Any:
@@ -179,12 +187,10 @@ def test_a_snapshot_keeps_all_of_it(client: Client, monkeypatch: pytest.MonkeyPa
                 client.again()
                 assert client.call(commands.Clear("p", gone), again=True)[0] == len(gone)
         if chance.random() < 0.1:
-            if (thread := client.ledger._shortening) is not None:
-                thread.join()
+            finish_snapshots(client.ledger)
             client.again()
     for each in (client, whole):
-        if (thread := each.ledger._shortening) is not None:
-            thread.join()
+        finish_snapshots(each.ledger)
     client.again()
     assert client.state() == whole.state()
     assert client.ledger.payload() == whole.ledger.payload()
@@ -202,8 +208,7 @@ def test_an_outcome_outlives_the_record_that_it_is_of(client: Client, monkeypatc
     monkeypatch.setattr("dataplane_core.backends.journal_shortening._TAIL_BYTES", 100)
     for turn in range(50):
         other.put(f"s{turn}")
-        if (thread := client.ledger._shortening) is not None:
-            thread.join()
+        finish_snapshots(client.ledger)
     assert sum(1 for _ in client.ledger._file.read(0)) < 20
     client.again()
     assert client.claim("t1", again=True) == ["a", "b"]
@@ -325,13 +330,9 @@ def test_a_journal_that_is_shortened_while_it_is_taken_is_taken_whole(
     monkeypatch.setattr("dataplane_core.backends.journal_shortening._TAIL_BYTES", 500)
     late, listdir = client.ledger, os.listdir
 
-    def shorten() -> None:
-        if (thread := late._shortening) is not None:
-            thread.join()
-
     for turn in range(6):
         client.put(f"s{turn}")
-        shorten()
+        finish_snapshots(late)
     monkeypatch.setattr(late._file, "_refuse_if_taken", lambda: None)
     turns = iter(range(6, 12))
 
@@ -344,7 +345,7 @@ def test_a_journal_that_is_shortened_while_it_is_taken_is_taken_whole(
                         "p", [f"s{turn}"], X, [commands.Write(list(X), [8])], write_id=late.take_ids(1), ttl_s=60.0
                     )
                 )
-                shorten()
+                finish_snapshots(late)
         return listdir(path)
 
     monkeypatch.setattr(os, "listdir", list_late)

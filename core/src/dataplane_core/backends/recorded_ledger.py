@@ -12,9 +12,12 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final, TypeVar, cast
 
 from dataplane_core.backends.journal import Journal, LedgerFailedError
@@ -59,9 +62,13 @@ class RecordedLedger:
         self._file = JournalFile(folder, sync=sync, must_exist=must_exist)
         self._journal = _HostJournal(self._file, capacity_bytes)
         self._shortener = Shortener(self._journal, self._file, lambda _: nullcontext())
-        self._shortening: threading.Thread | None = None
+        # The thread that writes snapshots is there from the start: a call that starts one may be cut off while it does.
+        self._aside: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_run_all, args=(self._aside,), name="dataplane-snapshot", daemon=True)
         with self._journal.held(_soon(), "open"):
             self._journal.catch_up(_soon())
+        self._thread.start()
+        self._end = weakref.finalize(self, self._aside.put, None)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -92,10 +99,8 @@ class RecordedLedger:
         if isinstance(command, commands.BeginPut) and command.write_id is None:
             raise ValueError("a put has no write id; see `take_ids`")
         reply = self._journal.call(_soon(), command, wake)
-        if self._shortener.is_due() and (self._shortening is None or not self._shortening.is_alive()):
-            run = self._shortener.run
-            self._shortening = threading.Thread(target=run, args=(_soon(),), name="dataplane-snapshot", daemon=True)
-            self._shortening.start()
+        if self._shortener.is_due() and self._aside.empty():
+            self._aside.put(partial(self._shortener.run, _soon()))
         return reply
 
     def stop_waiting(self, token: str) -> None:
@@ -149,8 +154,8 @@ class RecordedLedger:
 
     def close(self) -> None:
         """Closes the journal, which stays in its folder."""
-        if self._shortening is not None:
-            self._shortening.join()
+        self._end()
+        self._thread.join()
         self._file.close()
 
 
@@ -239,6 +244,11 @@ class _HostJournal(Journal):
             self._at = before
         self.keep(entry, reply)
         return reply
+
+
+def _run_all(aside: SimpleQueue[Callable[[], None] | None]) -> None:
+    for run in iter(aside.get, None):
+        run()
 
 
 def _packed(outcome: object) -> bytes:

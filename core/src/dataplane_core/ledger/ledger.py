@@ -425,8 +425,8 @@ class Ledger:
         if request_id is not None:
             self._undo.append((self._done.drop, request_id))
             self._done.add(request_id, left_s, now)
-            if self._self_expiring and (due := self._done.due(now)):
-                self._done.forget(due)
+            if self._self_expiring:
+                self._done.forget(self._done.due(now))
 
     def _refuse_stale(self, put: commands.BeginPut, what: str) -> NoReturn:
         raise StalePartitionError(
@@ -456,7 +456,7 @@ class Ledger:
                 each.positions += positions_in(numbers, alike)
                 start += len(alike)
         except KeyError:
-            self._refuse_missing(partition_id, partition, sample_ids, fields)
+            self._refuse_missing(command, partition)
         parts: list[Part] = []
         specs = {name: partition.specs[name] for name in fields}
         forms: dict[tuple[tuple[str, Any], ...], list[list[int]]] = {}  # what is not stored as its spec says -> rows
@@ -465,10 +465,12 @@ class Ledger:
             form: list[tuple[str, Any]] = []
             for place, write_id in enumerate(write_ids):
                 names = tuple([name for name, owner in zip(fields, pattern, strict=True) if owner == write_id])
-                for name, lists in self._writes[write_id].lists.items():
+                write = self._writes[write_id]
+                for name, lists in write.lists.items():
                     if name in names and specs[name].reading(lists) is not specs[name]:
                         form.append((name, lists))
-                parts.append(self._part(write_id, names, each.rows, each.positions[place :: len(write_ids)]))
+                slots = tuple([write.slots[name] for name in names])
+                parts.append(Part(write_id, names, slots, each.rows, each.positions[place :: len(write_ids)]))
             forms.setdefault(tuple(sorted(form)), []).append(each.rows)
         if len(forms) > 1:
             raise OpenCellsError.of_groups(
@@ -479,22 +481,16 @@ class Ledger:
             specs[name] = specs[name].reading(lists)
         return Located(parts, specs)
 
-    def _part(self, write_id: int, fields: tuple[str, ...], rows: list[int], positions: list[int]) -> Part:
-        slots = self._writes[write_id].slots
-        return Part(write_id, fields, tuple([slots[name] for name in fields]), rows, positions)
-
-    def _refuse_missing(
-        self, partition_id: str, partition: Partition, sample_ids: Sequence[str], fields: Sequence[str]
-    ) -> NoReturn:
-        what = f"get_samples('{partition_id}', {len(sample_ids)} samples)"
-        absent = [sample_id for sample_id in sample_ids if sample_id not in partition.rows]
+    def _refuse_missing(self, locate: commands.Locate, partition: Partition) -> NoReturn:
+        what = f"get_samples('{locate.partition_id}', {len(locate.sample_ids)} samples)"
+        absent = [sample_id for sample_id in locate.sample_ids if sample_id not in partition.rows]
         if absent:
-            raise MissingDataError.for_samples(what, partition_id, absent)
+            raise MissingDataError.for_samples(what, locate.partition_id, absent)
         lacking = (
-            (sample_id, [name for name in fields if name not in partition.rows[sample_id].cells.fields])
-            for sample_id in sample_ids
+            (sample_id, [name for name in locate.fields if name not in partition.rows[sample_id].cells.fields])
+            for sample_id in locate.sample_ids
         )
-        raise MissingDataError.for_cells(what, partition_id, (each for each in lacking if each[1]))
+        raise MissingDataError.for_cells(what, locate.partition_id, (each for each in lacking if each[1]))
 
     @_apply.register
     def _list_samples(self, command: commands.ListSamples, now: float) -> SampleList:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from functools import partialmethod
@@ -25,6 +26,12 @@ def backend_of(client: DataPlaneClient) -> Any:
         The started instance of the author's class, whatever its attributes are.
     """
     return client._backend
+
+
+@functools.cache
+def _types_of(operation: str) -> Mapping[str, Any]:
+    """The types of a hook's ``request`` and ``return``."""
+    return get_type_hints(getattr(DataPlaneSpec, operation))
 
 
 class Hooks:
@@ -166,7 +173,7 @@ class Hooks:
     renew = partialmethod(_settle, "renew")
 
     def _ask(self, operation: str, **about: Any) -> Any:
-        types = get_type_hints(getattr(DataPlaneSpec, operation))
+        types = _types_of(operation)
         request = types["request"](**about, deadline=time.monotonic() + self._deadline_s)
         reply = getattr(self._backend, operation)(request)
         assert isinstance(reply, types["return"]), (

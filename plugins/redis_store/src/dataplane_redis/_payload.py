@@ -46,6 +46,9 @@ from dataplane_redis._scripts import text_of
 from dataplane_redis._session import Session
 from dataplane_redis.config import base_of
 
+#: The frames of a write by column, and the sizes of its rows.
+Table: TypeAlias = tuple[list[list[Any]], Sequence[int]]
+
 _log = logging.getLogger("dataplane_redis")
 
 #: Slots of a cluster, and buckets of a store in one.
@@ -58,9 +61,6 @@ _SMALL_ROW_BYTES: Final = 64
 _HEAD: Final = struct.Struct("<BBH")
 _RANDOM_BYTES: Final = 12
 #: Rows are sent in commands of at most about this size, and so many rows.
-#: The frames of a write by column, and the sizes of its rows.
-Table: TypeAlias = tuple[list[list[Any]], Sequence[int]]
-
 _CHUNK_BYTES: Final = 4 << 20
 _CHUNK_ROWS: Final = 1000
 #: Size of the replies that rows are read in: the server copies one while the client receives another.

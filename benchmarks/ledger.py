@@ -37,7 +37,7 @@ def batches(num_samples: int, group_size: int | None) -> Iterator[list[str]]:
 
 def fill(ledger: Ledger, num_samples: int, *, num_puts: int, tagged: bool, group_size: int | None) -> list[list[str]]:
     """Registers a partition and puts samples. Returns their ids."""
-    ledger.apply(commands.Register("p", FIELDS, None, ["t"], group_size, {}, "e"), 0.0)
+    ledger.apply(commands.RegisterRequest("p", FIELDS, None, ["t"], group_size, {}, "e"), 0.0)
     made = list(batches(num_samples, group_size))
     for ids in made:
         for put in range(num_puts):
@@ -60,7 +60,7 @@ def fill(ledger: Ledger, num_samples: int, *, num_puts: int, tagged: bool, group
 def claim(ledger: Ledger, number: int, lease_s: float | None) -> list[str]:
     """Claims a batch."""
     asked = {"all_or_nothing": False, "lease_s": lease_s, "token": f"{number:032x}"}
-    reply = ledger.apply(commands.ClaimSamples("p", "t", FIELDS, BATCH, **asked), 0.0)
+    reply = ledger.apply(commands.ClaimRequest("p", "t", FIELDS, BATCH, **asked), 0.0)
     return list(reply.sample_ids)
 
 
@@ -105,11 +105,11 @@ def times(num_samples: int) -> None:
         spent["claim"] = time.process_time() - start
         start = time.process_time()
         for number, ids in claimed:
-            ledger.apply(commands.Ack("p", "t", ids, [f"{number:032x}"] * len(ids)), 0.0)
+            ledger.apply(commands.AckRequest("p", "t", ids, [f"{number:032x}"] * len(ids)), 0.0)
         spent["ack"] = time.process_time() - start
         start = time.process_time()
         for ids in made:
-            ledger.apply(commands.Clear("p", ids), 0.0)
+            ledger.apply(commands.ClearRequest("p", ids), 0.0)
             ledger.apply(commands.Collected(ledger.garbage(0.0)), 0.0)
         spent["clear"] = time.process_time() - start
         best = {name: min(best[name], spent[name]) for name in best}
@@ -123,10 +123,11 @@ def requests(count: int) -> None:
     best = 1e9
     for _ in range(5):
         ledger, spent = Ledger(), []
-        ledger.apply(commands.Register("p", FIELDS, None, ["t"], None, {}, "e"), 0.0)
+        ledger.apply(commands.RegisterRequest("p", FIELDS, None, ["t"], None, {}, "e"), 0.0)
         for number, more in enumerate(({}, {"request_id": "", "left_s": 60.0})):
             made = [
-                commands.Ack("p", "t", [], [], **({**more, "request_id": each} if number else more)) for each in ids
+                commands.AckRequest("p", "t", [], [], **({**more, "request_id": each} if number else more))
+                for each in ids
             ]
             start = time.process_time()
             for command in made:
@@ -134,10 +135,10 @@ def requests(count: int) -> None:
             spent.append(time.process_time() - start)
         best = min(best, spent[1] - spent[0])
     ledger = Ledger()
-    ledger.apply(commands.Register("p", FIELDS, None, ["t"], None, {}, "e"), 0.0)
+    ledger.apply(commands.RegisterRequest("p", FIELDS, None, ["t"], None, {}, "e"), 0.0)
     tracemalloc.start()
     for _ in range(count):
-        ledger.apply(commands.Ack("p", "t", [], [], request_id=new_id(), left_s=60.0), 0.0)
+        ledger.apply(commands.AckRequest("p", "t", [], [], request_id=new_id(), left_s=60.0), 0.0)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     print(f"{'the id of a request':32} {held / count:6.0f} bytes, {best / count * 1e6:.2f} us of CPU for each request")

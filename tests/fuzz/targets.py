@@ -199,14 +199,14 @@ _X: Final = FieldSpec("tensor", "int64", 1)
 _O: Final = FieldSpec.of_objects()
 
 
-def _claim(task: str, token: str, **others: Any) -> commands.ClaimSamples:
+def _claim(task: str, token: str, **others: Any) -> commands.ClaimRequest:
     asked = {"all_or_nothing": False, "lease_s": 5.0, "token": token, "holder": "h"} | others
-    return commands.ClaimSamples("p", task, ["x"], 2, **asked)
+    return commands.ClaimRequest("p", task, ["x"], 2, **asked)
 
 
 #: What a ledger holds before a forged command: samples of two writes, a lease, an acked group, a begun put, garbage.
 _BEFORE: Final[Sequence[Command[Any]]] = (
-    commands.Register("p", ["x", "o"], 6, ["t", "u"], 2, {"e": ["a"]}, "epoch"),
+    commands.RegisterRequest("p", ["x", "o"], 6, ["t", "u"], 2, {"e": ["a"]}, "epoch"),
     commands.BeginPut(
         *("p", ["q0_g0", "q0_g1"], {"x": _X}, [commands.Write(["x"], [8, 8])], [{"n": 1}, {"n": 2, "s": "a"}], "epoch"),
         write_id=100,
@@ -226,19 +226,19 @@ _BEFORE: Final[Sequence[Command[Any]]] = (
     commands.CommitPut(200),
     _claim("t", "k"),
     _claim("t", "l", dp_rank=0, dp_size=1, sampler="balanced"),
-    commands.Ack("p", "t", ["q1_g0", "q1_g1"], ["l", "l"]),
+    commands.AckRequest("p", "t", ["q1_g0", "q1_g1"], ["l", "l"]),
     commands.BeginPut(
         "p", ["q2_g0", "q2_g1"], {"x": _X}, [commands.Write(["x"], [8, 8])], write_id=300, ticket="w", ttl_s=9.0
     ),
-    commands.Register("d", ["x"], None, ["t"], None, {}, "other"),
+    commands.RegisterRequest("d", ["x"], None, ["t"], None, {}, "other"),
     commands.BeginPut("d", ["a"], {"x": _X}, [commands.Write(["x"], [8])], write_id=400, ttl_s=9.0),
     commands.CommitPut(400),
-    commands.Clear("d", ["a"]),
+    commands.ClearRequest("d", ["a"]),
 )
 #: Further valid commands. With those above, each kind is here.
 _THEN: Final[Sequence[Command[Any]]] = (
-    commands.Register("p", ["x", "y"], None, ["v"], 2, {}, "later", if_exists="keep"),
-    commands.Describe("p"),
+    commands.RegisterRequest("p", ["x", "y"], None, ["v"], 2, {}, "later", if_exists="keep"),
+    commands.DescribeRequest("p"),
     commands.CheckPut(
         commands.BeginPut("p", ["q3_g0"], {"x": _X}, [commands.Write(["x"], [8])], [{}], write_id=500, ttl_s=9.0), 100
     ),
@@ -247,26 +247,26 @@ _THEN: Final[Sequence[Command[Any]]] = (
     commands.AbortPut(300),
     commands.PutTags("p", ["q0_g0", "q4_g0"], [{"n": 5}, {"b": True, "f": 0.5, "none": None}], "epoch"),
     commands.Locate("p", ["q0_g0", "q1_g1"], ["x"]),
-    commands.ListSamples("p", {"n": (">=", 1)}, ["q0_g0", "q1_g1"]),
-    commands.ListPartitions(),
-    commands.Inspect("p"),
-    commands.ListFields("p", ["q0_g0"]),
-    commands.Export("p"),
-    commands.SetCursor("p", "u", ["q0_g0", "q0_g1"], create=True),
+    commands.ListRequest("p", {"n": (">=", 1)}, ["q0_g0", "q1_g1"]),
+    commands.ListPartitionsRequest(),
+    commands.InspectRequest("p"),
+    commands.FieldsRequest("p", ["q0_g0"]),
+    commands.ExportRequest("p"),
+    commands.SetCursorRequest("p", "u", ["q0_g0", "q0_g1"], create=True),
     commands.MayClaim(_claim("u", "m", tag_filter={"n": ("in", [1, 2])})),
     _claim("u", "m", tag_filter={"n": ("in", [1, 2])}, all_or_nothing=True, explain=True),
     _claim("u", "m", lease_s=None, sampler="freshest", dp_rank=1, dp_size=2, batch_index=3, batch_epoch="epoch"),
-    commands.Ack("p", "t", ["q0_g0", "q0_g1"], ["k", "k"]),
-    commands.Nack("p", "t", ["q0_g0", "q0_g1"], ["k", "k"]),
-    commands.Renew("p", "t", ["q0_g0", "q0_g1"], ["k", "k"], 5.0),
-    commands.Consumed("p", ["t"]),
+    commands.AckRequest("p", "t", ["q0_g0", "q0_g1"], ["k", "k"]),
+    commands.NackRequest("p", "t", ["q0_g0", "q0_g1"], ["k", "k"]),
+    commands.RenewRequest("p", "t", ["q0_g0", "q0_g1"], ["k", "k"], 5.0),
+    commands.ConsumptionRequest("p", ["t"]),
     commands.Due(),
     commands.Expire([["p", "t", "k", ["q0_g0", "q0_g1"]]], [300]),
-    commands.Clear("p", ["q0_g0"]),
-    commands.Clear("p", None),
+    commands.ClearRequest("p", ["q0_g0"]),
+    commands.ClearRequest("p", None),
     commands.Collected([(400, 0)]),
-    commands.Announce(ClientInfo(client_id="c", host="h", pid=1, role="r", open_s=0.0), 9.0),
-    commands.ListClients(),
+    commands.AnnounceRequest(ClientInfo(client_id="c", host="h", pid=1, role="r", open_s=0.0), 9.0),
+    commands.ListClientsRequest(),
 )
 
 
@@ -290,9 +290,13 @@ def _filled() -> Ledger:
 def _use(ledger: LedgerService) -> None:
     """What other clients do then. A forged command must not break it for them."""
     for command in (
-        *(commands.Due(), commands.ListPartitions(), commands.Inspect("p"), commands.Export("p")),
-        *(commands.ListSamples("p", {"n": (">=", 0)}), _claim("u", "n", explain=True), _claim("t", "n")),
-        *(commands.Locate("p", ["q1_g0"], ["x", "o"]), commands.Consumed("p", ["t", "u"]), commands.CommitPut(300)),
+        *(commands.Due(), commands.ListPartitionsRequest(), commands.InspectRequest("p"), commands.ExportRequest("p")),
+        *(commands.ListRequest("p", {"n": (">=", 0)}), _claim("u", "n", explain=True), _claim("t", "n")),
+        *(
+            commands.Locate("p", ["q1_g0"], ["x", "o"]),
+            commands.ConsumptionRequest("p", ["t", "u"]),
+            commands.CommitPut(300),
+        ),
         commands.BeginPut(
             "p", ["q5_g0", "q5_g1"], {"x": _X}, [commands.Write(["x"], [8, 8])], [{}, {}], write_id=10**6, ttl_s=9.0
         ),
@@ -300,8 +304,8 @@ def _use(ledger: LedgerService) -> None:
         attempt(functools.partial(ledger.call, command))
     attempt(lambda: ledger.call(commands.CommitPut(10**6)))
     msgpack.packb(list(to_state(ledger.ledger, 0.0)))
-    for name in ledger.call(commands.ListPartitions()).partition_ids:
-        ledger.call(commands.Clear(name, None))
+    for name in ledger.call(commands.ListPartitionsRequest()).partition_ids:
+        ledger.call(commands.ClearRequest(name, None))
     assert ledger.ledger.held_bytes >= 0
 
 
@@ -348,9 +352,14 @@ class _Journaled:
 def _use_journal(journal: Journal) -> None:
     """What other clients do then."""
     deadline = time.monotonic() + 60.0
-    for command in (commands.ListPartitions(), commands.Inspect("p"), commands.ListSamples("p"), _claim("u", "n")):
+    for command in (
+        commands.ListPartitionsRequest(),
+        commands.InspectRequest("p"),
+        commands.ListRequest("p"),
+        _claim("u", "n"),
+    ):
         attempt(functools.partial(journal.call, deadline, command))
-    attempt(lambda: journal.call(deadline, commands.Clear("p", None)))
+    attempt(lambda: journal.call(deadline, commands.ClearRequest("p", None)))
 
 
 @functools.cache
@@ -542,7 +551,7 @@ def _read_shm_request(data: bytes) -> None:
     request, _ = MESSAGES.decode_request(data)
     store = Store(ExtentService(_arena()), LedgerService(capacity_bytes=_ARENA_BYTES))
     other, forger = store.begin_session(), store.begin_session()
-    store.answer(commands.Register("d", ["x"], None, ["t"], None, {}, "other"), other)
+    store.answer(commands.RegisterRequest("d", ["x"], None, ["t"], None, {}, "other"), other)
     kept = commands.BeginPut("d", ["a"], {"x": _X}, [commands.Write(["x"], [8])], write_id=400, ttl_s=9.0)
     store.answer(shm.PutWhole(kept, _layout(1), b"12345678"), other)
     for command in _BEFORE[:1]:
@@ -559,7 +568,7 @@ def _read_shm_request(data: bytes) -> None:
         assert _arena().bytes[offset : offset + 8].tobytes() == b"12345678", "a client's request changed others' bytes"
     store.answer(shm.Status(), other)
     store.end_session(forger)
-    attempt(lambda: store.answer(commands.Clear("p", None), other))
+    attempt(lambda: store.answer(commands.ClearRequest("p", None), other))
     store.answer(shm.Status(), other)
 
 
@@ -675,7 +684,7 @@ def _read_tq_request(data: bytes) -> None:
     host.answer(_BEFORE[0], client)
     attempt(lambda: host.answer(request, client))
     host.answer(tq.ViewUnits(-1), client)
-    host.answer(commands.ListPartitions(), client)
+    host.answer(commands.ListPartitionsRequest(), client)
 
 
 # --- redis_store ------------------------------------------------------------------------------------------------------

@@ -233,13 +233,13 @@ def test_a_put_whose_commit_got_no_answer_may_be_done_though_it_waited_for_room(
         def _ledger(self, deadline, command):
             reply = super()._ledger(deadline, command)
             if isinstance(command, commands.WaitForRoom) and command.wait_s:
-                super()._ledger(deadline, commands.Clear("p", ["a"]))
+                super()._ledger(deadline, commands.ClearRequest("p", ["a"]))
             if isinstance(command, commands.CommitPut) and "a" not in self.list_all():
                 raise OperationTimeoutError("no answer.")
             return reply
 
         def list_all(self):
-            return self._service.call(commands.ListSamples("p", None)).sample_ids
+            return self._service.call(commands.ListRequest("p", None)).sample_ids
 
         def _waking_ledger(self, deadline, command, wake):
             return self._ledger(deadline, command)

@@ -53,7 +53,7 @@ class Client:
         return max(self.folder.glob("*/journal"), key=lambda path: int(path.parent.name))
 
     def register(self) -> Any:
-        return self.call(commands.Register("p", ["x"], None, ["train"], None, {}, "e"))
+        return self.call(commands.RegisterRequest("p", ["x"], None, ["train"], None, {}, "e"))
 
     def begin(self, *ids: str) -> int:
         write_id = self.ledger.take_ids(len(ids))
@@ -69,7 +69,7 @@ class Client:
         return write_id
 
     def claim(self, token: str, *, lease_s: float | None = 60.0, count: int = 2, again: bool = False) -> Any:
-        made = commands.ClaimSamples(
+        made = commands.ClaimRequest(
             "p", "train", ["x"], count, all_or_nothing=False, lease_s=lease_s, token=token, holder="me"
         )
         return self.call(made, again=again).sample_ids
@@ -108,8 +108,8 @@ def test_it_is_where_it_was(client: Client) -> None:
     client.put("a", "b", "c", "d")
     pending = client.begin("e")
     assert client.claim("t1") == ["a", "b"]
-    client.call(commands.Ack("p", "train", ["a"], ["t1"]))
-    client.call(commands.Clear("p", ["d"]))
+    client.call(commands.AckRequest("p", "train", ["a"], ["t1"]))
+    client.call(commands.ClearRequest("p", ["d"]))
     before, payload, number = client.state(), client.ledger.payload(), client.ledger.next_number
     client.ledger.note("units", b"three")
 
@@ -145,7 +145,7 @@ def test_a_call_that_is_repeated_is_not_done_again(client: Client, killed: bool)
     if killed:
         client.again()
     assert client.claim("t1", again=True) == ["a", "b"]
-    nack = commands.Nack("p", "train", ["a"], ["t1"], request_id=None)
+    nack = commands.NackRequest("p", "train", ["a"], ["t1"], request_id=None)
     assert client.call(nack) is repeat(nack) is None
     with pytest.raises(LeaseExpiredError) as first:
         client.call(nack)
@@ -153,7 +153,7 @@ def test_a_call_that_is_repeated_is_not_done_again(client: Client, killed: bool)
         repeat(nack)
     assert str(first.value) == str(second.value)
     assert first.value.sample_ids == second.value.sample_ids
-    clear = commands.Clear("p", ["c"])
+    clear = commands.ClearRequest("p", ["c"])
     count, garbage = client.call(clear)
     assert repeat(clear) == (count, garbage) == (1, garbage)
     stale = CallId(client.name, 0, client.serial - 1, 600.0)
@@ -177,15 +177,15 @@ def test_a_snapshot_keeps_all_of_it(client: Client, monkeypatch: pytest.MonkeyPa
         held += given
         for sample_id in chance.sample(given, min(1, len(given))):
             for each in (client, whole):
-                each.call(commands.Ack("p", "train", [sample_id], [token], request_id=None))
+                each.call(commands.AckRequest("p", "train", [sample_id], [token], request_id=None))
         if turn % 9 == 0:
             gone = chance.sample(held, min(3, len(held)))
             held = [each for each in held if each not in gone]
-            count, garbage = client.call(commands.Clear("p", gone))
-            assert (count, sorted(garbage)) == _sorted_refs(whole.call(commands.Clear("p", gone)))
+            count, garbage = client.call(commands.ClearRequest("p", gone))
+            assert (count, sorted(garbage)) == _sorted_refs(whole.call(commands.ClearRequest("p", gone)))
             if chance.random() < 0.5:
                 client.again()
-                assert client.call(commands.Clear("p", gone), again=True)[0] == len(gone)
+                assert client.call(commands.ClearRequest("p", gone), again=True)[0] == len(gone)
         if chance.random() < 0.1:
             finish_snapshots(client.ledger)
             client.again()
@@ -230,11 +230,11 @@ def test_a_lease_has_what_was_left_of_it(client: Client, monkeypatch: pytest.Mon
     now = 5.0  # another machine, which started just now
     client.again()
     now += 3.0
-    client.call(commands.Renew("p", "train", ["a"], ["t1"], 4.0))
+    client.call(commands.RenewRequest("p", "train", ["a"], ["t1"], 4.0))
     now += 3.0
     client.again()
     now += 3.0
-    client.call(commands.Ack("p", "train", ["a"], ["t1"]))
+    client.call(commands.AckRequest("p", "train", ["a"], ["t1"]))
     client.claim("t2", lease_s=10.0, count=1)
     now += 11.0
     client.again()
@@ -242,14 +242,14 @@ def test_a_lease_has_what_was_left_of_it(client: Client, monkeypatch: pytest.Mon
     now += 11.0
     assert client.claim("t4", count=1) == ["b"]
     with pytest.raises(LeaseExpiredError):
-        client.call(commands.Ack("p", "train", ["b"], ["t2"]))
+        client.call(commands.AckRequest("p", "train", ["b"], ["t2"]))
 
 
 def test_a_lease_that_has_ended_is_not_shown(client: Client) -> None:
     client.put("a")
     client.claim("t1", lease_s=0.01)
     time.sleep(0.05)
-    assert client.call(commands.Inspect("p")).tasks["train"].num_leased == 0
+    assert client.call(commands.InspectRequest("p")).tasks["train"].num_leased == 0
 
 
 def test_a_frame_that_is_not_whole_was_never_answered(client: Client) -> None:
@@ -260,14 +260,14 @@ def test_a_frame_that_is_not_whole_was_never_answered(client: Client) -> None:
     for cut in (len(data) + 1, len(data) + 20, len(more) - 1):
         client.file.write_bytes(more[:cut])
         client.again()
-        left = client.call(commands.ListSamples("p")).sample_ids
+        left = client.call(commands.ListRequest("p")).sample_ids
         assert left == ["a"]
         client.put(f"c{cut}")
         client.again()
-        assert client.call(commands.ListSamples("p")).sample_ids == ["a", f"c{cut}"]
+        assert client.call(commands.ListRequest("p")).sample_ids == ["a", f"c{cut}"]
     client.file.write_bytes(more + bytes(100))
     client.again()
-    assert client.call(commands.ListSamples("p")).sample_ids == ["a", "b"]
+    assert client.call(commands.ListRequest("p")).sample_ids == ["a", "b"]
 
 
 def test_a_damaged_byte_is_refused_wherever_it_lies(client: Client) -> None:
@@ -290,12 +290,12 @@ def test_only_the_newest_process_answers(client: Client) -> None:
     client.put("a")
     late = client.ledger
     client.again()
-    late.call(commands.Clear("p", None))
+    late.call(commands.ClearRequest("p", None))
     with pytest.raises(TakenError):
         late.commit()
-    assert client.call(commands.ListSamples("p")).sample_ids == ["a"]
+    assert client.call(commands.ListRequest("p")).sample_ids == ["a"]
     client.again()
-    assert client.call(commands.ListSamples("p")).sample_ids == ["a"]
+    assert client.call(commands.ListRequest("p")).sample_ids == ["a"]
 
 
 def test_a_process_that_ends_while_it_opens_the_journal_loses_nothing(client: Client) -> None:
@@ -304,7 +304,7 @@ def test_a_process_that_ends_while_it_opens_the_journal_loses_nothing(client: Cl
     (client.folder / "2" / "journal.new").write_bytes(b"half")
     client.again()
     assert client.file.parent.name == "3"
-    assert client.call(commands.ListSamples("p")).sample_ids == ["a"]
+    assert client.call(commands.ListRequest("p")).sample_ids == ["a"]
 
 
 def test_a_late_process_that_shortens_the_journal_destroys_nothing(client: Client) -> None:
@@ -318,9 +318,9 @@ def test_a_late_process_that_shortens_the_journal_destroys_nothing(client: Clien
 
     late._refuse_if_taken = look  # type: ignore[method-assign]
     late.trim(2)
-    assert client.call(commands.ListSamples("p")).sample_ids == ["a", "b"]
+    assert client.call(commands.ListRequest("p")).sample_ids == ["a", "b"]
     client.again()
-    assert client.call(commands.ListSamples("p")).sample_ids == ["a", "b"]
+    assert client.call(commands.ListRequest("p")).sample_ids == ["a", "b"]
 
 
 def test_a_journal_that_is_shortened_while_it_is_taken_is_taken_whole(
@@ -350,7 +350,7 @@ def test_a_journal_that_is_shortened_while_it_is_taken_is_taken_whole(
 
     monkeypatch.setattr(os, "listdir", list_late)
     client.again()
-    assert client.call(commands.ListSamples("p")).sample_ids == [f"s{turn}" for turn in range(6)]
+    assert client.call(commands.ListRequest("p")).sample_ids == [f"s{turn}" for turn in range(6)]
 
 
 def test_a_journal_of_another_version_is_refused(client: Client) -> None:
@@ -405,7 +405,7 @@ def test_a_full_disk_refuses_the_command(client: Client, monkeypatch: pytest.Mon
     assert client.state() == before
     client.put("a")
     client.again()
-    assert client.call(commands.ListSamples("p")).sample_ids == ["a"]
+    assert client.call(commands.ListRequest("p")).sample_ids == ["a"]
 
 
 def test_a_note_can_be_dropped(client: Client) -> None:
@@ -444,7 +444,7 @@ def test_capacity_and_abandoned_puts_are_as_without_a_journal(tmp_path: Path, mo
     ledger = RecordedLedger(tmp_path, 20)
     now = ledger._file.now()
     monkeypatch.setattr(ledger._file, "now", lambda: now)
-    ledger.call(commands.Register("p", ["x"], None, ["train"], None, {}, "e"))
+    ledger.call(commands.RegisterRequest("p", ["x"], None, ["train"], None, {}, "e"))
     first = ledger.call(
         commands.BeginPut("p", ["a"], X, [commands.Write(list(X), [16])], write_id=ledger.take_ids(1), ttl_s=60.0)
     )

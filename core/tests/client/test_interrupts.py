@@ -43,7 +43,7 @@ def test_a_close_in_a_handler_does_not_wait_for_the_call_below_and_gives_back_wh
     handle(lambda: (client.close(), fail(SystemExit)))
     with pytest.raises(SystemExit):
         client.claim_meta("p", "t", ["x"], 1, lease_s=600.0)
-    (task,) = service.call(commands.Inspect("p")).tasks.values()
+    (task,) = service.call(commands.InspectRequest("p")).tasks.values()
     assert (task.num_ready, task.num_leased) == (1, 0)
 
     client = connect({"backend": "noop", "op_timeout_s": 300})

@@ -18,14 +18,14 @@ LOCATED = Located([commands.Part(7, ("x",), (0,), [0], [1])], X)
 FULL = CapacityExceededError("full", hint="clear", ask_again_s=0.5)
 REQUESTS = {
     "claim": ClaimOrWait(
-        commands.ClaimSamples(
+        commands.ClaimRequest(
             "p", "t", ["x"], 2, all_or_nothing=True, lease_s=None, tag_filter=None, token="k", holder="h"
         )
     ),
     "stop": StopWaiting("m"),
     "release": Release([7]),
     "begin": commands.BeginPut("p", ["a"], X, [commands.Write(list(X), [8])], [{"n": 1}], write_id=2**40, ttl_s=9.0),
-    "clients": commands.ListClients(),
+    "clients": commands.ListClientsRequest(),
 }
 
 
@@ -71,8 +71,8 @@ def test_what_is_no_request_is_refused(message):
 @pytest.mark.parametrize(
     "request_",
     [
-        commands.Ack("p", "t", ["a"], []),
-        ClaimOrWait(commands.ClaimSamples("p", "t", ["x"], 0, all_or_nothing=True, lease_s=None, token="k")),
+        commands.AckRequest("p", "t", ["a"], []),
+        ClaimOrWait(commands.ClaimRequest("p", "t", ["x"], 0, all_or_nothing=True, lease_s=None, token="k")),
     ],
 )
 def test_a_request_whose_parts_do_not_fit_is_refused(request_):

@@ -142,15 +142,15 @@ def ended(channel):
 
 
 def register(session, partition="p"):
-    session.call("register", soon(), commands.Register(partition, ["x"], None, ["t"], None, {}, "e"))
+    session.call("register", soon(), commands.RegisterRequest(partition, ["x"], None, ["t"], None, {}, "e"))
 
 
 def partitions(session):
-    return session.call("list", soon(), commands.ListPartitions()).partition_ids
+    return session.call("list", soon(), commands.ListPartitionsRequest()).partition_ids
 
 
 def claim(token):
-    return commands.ClaimSamples("p", "t", ["x"], 1, all_or_nothing=True, lease_s=None, token=token)
+    return commands.ClaimRequest("p", "t", ["x"], 1, all_or_nothing=True, lease_s=None, token=token)
 
 
 def put(session, sample_id):
@@ -169,7 +169,7 @@ def test_messages_of_any_size_and_from_many_threads_are_answered_to_who_asked(ho
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(ask, range(4)))
     with pytest.raises(UnknownPartitionError):
-        session.call("describe", soon(), commands.Describe("nothing"))
+        session.call("describe", soon(), commands.DescribeRequest("nothing"))
     session.close()
 
 
@@ -181,12 +181,14 @@ def test_a_request_that_was_given_up_is_not_carried_out(hosted):
         assert host.held.wait(LONG_S)
         for name in "pq":  # each on a connection of its own, and both are read at a time
             with pytest.raises(OperationTimeoutError):
-                one.call("register", time.monotonic() + 0.05, commands.Register(name, ["x"], None, [], None, {}, "e"))
+                one.call(
+                    "register", time.monotonic() + 0.05, commands.RegisterRequest(name, ["x"], None, [], None, {}, "e")
+                )
         host.go_on.set()
         busy.result()
     assert partitions(one) == []
     with pytest.raises(OperationTimeoutError, match="Nothing was sent"):
-        one.call("list", time.monotonic(), commands.ListPartitions())
+        one.call("list", time.monotonic(), commands.ListPartitionsRequest())
     for each in (one, other):
         each.close()
 

@@ -43,24 +43,26 @@ def answer(ledger: Ledger, command: Command[Any], now: float) -> Any:
     """The reply, or the refusal with all that it says. Garbage has no order."""
     try:
         reply = ledger.apply(command, now)
-        return (reply[0], sorted(reply[1])) if isinstance(command, commands.Clear) else reply
+        return (reply[0], sorted(reply[1])) if isinstance(command, commands.ClearRequest) else reply
     except DataPlaneError as error:
         return type(error).__name__, str(error)
 
 
 def described(ledger: Ledger, name: str, now: float) -> Any:
     """A description without the oldest leases: of several that are alike or were loaded, it may name any."""
-    told = ledger.apply(commands.Inspect(name), now)
+    told = ledger.apply(commands.InspectRequest(name), now)
     return replace(told, tasks={task: replace(each, oldest_lease=None) for task, each in told.tasks.items()})
 
 
 def contents(ledger: Ledger, now: float) -> Any:
     """All that clients can ask for."""
-    reads = [commands.ListSamples, commands.Export, lambda name: commands.ListFields(name, IDS)]
-    reads += [lambda name, task=task: commands.Consumed(name, [task]) for task in "tu"]
+    reads = [commands.ListRequest, commands.ExportRequest, lambda name: commands.FieldsRequest(name, IDS)]
+    reads += [lambda name, task=task: commands.ConsumptionRequest(name, [task]) for task in "tu"]
     found = {}
-    ledger.apply(commands.Clear("nobody", None), now)  # what puts reserved whose time is over is given up by then
-    for name in ledger.apply(commands.ListPartitions(), now).partition_ids:
+    ledger.apply(
+        commands.ClearRequest("nobody", None), now
+    )  # what puts reserved whose time is over is given up by then
+    for name in ledger.apply(commands.ListPartitionsRequest(), now).partition_ids:
         found[name] = [described(ledger, name, now), *[answer(ledger, read(name), now) for read in reads]]
     return found, ledger.held_bytes
 
@@ -85,7 +87,7 @@ class History:
         self.count = 0
         self._next: list[Command[Any]] = [self._register(name, keep=False) for name in "qp"]
         self._begun: list[int] = []
-        self._claims: list[commands.ClaimSamples] = []
+        self._claims: list[commands.ClaimRequest] = []
         self._given: dict[str, list[str]] = {}
 
     def command(self) -> Command[Any]:
@@ -105,9 +107,9 @@ class History:
                 self._begun.append(reply)
             elif self._next:
                 self._next.pop()  # its commit
-        elif isinstance(command, commands.Clear) and not refused:
+        elif isinstance(command, commands.ClearRequest) and not refused:
             self._next.append(commands.Collected(reply[1]))
-        elif isinstance(command, commands.ClaimSamples) and not refused and command.lease_s and reply.sample_ids:
+        elif isinstance(command, commands.ClaimRequest) and not refused and command.lease_s and reply.sample_ids:
             self._claims = [*self._claims[-8:], command]
             self._given[command.token] = list(reply.sample_ids)
 
@@ -119,7 +121,9 @@ class History:
         tasks, total = dice.sample("tu", dice.randint(1, 2)), dice.choice([None, 4, 8, 12])
         group, how = dice.choice([None, None, 2, 3]), "keep" if keep else "replace"
         where = name or self._part()
-        return commands.Register(where, ["x", "y"], total, tasks, group, {}, f"e{self.count}{name}", if_exists=how)
+        return commands.RegisterRequest(
+            where, ["x", "y"], total, tasks, group, {}, f"e{self.count}{name}", if_exists=how
+        )
 
     def _begin(self) -> Command[Any]:
         dice, ids = self.dice, self.dice.sample(IDS, self.dice.randint(1, 5))
@@ -145,10 +149,10 @@ class History:
         return self._commit(commands.AbortPut)
 
     def _clear(self) -> Command[Any]:
-        return commands.Clear(self._part(), self.dice.sample(IDS, self.dice.randint(1, 4)))
+        return commands.ClearRequest(self._part(), self.dice.sample(IDS, self.dice.randint(1, 4)))
 
     def _clear_all(self) -> Command[Any]:
-        return commands.Clear(self._part(), None)
+        return commands.ClearRequest(self._part(), None)
 
     def _locate(self) -> Command[Any]:
         return commands.Locate(self._part(), self.dice.sample(IDS, self.dice.randint(1, 2)), self._fields())
@@ -158,7 +162,7 @@ class History:
 
     def _claim(self) -> Command[Any]:
         dice = self.dice
-        return commands.ClaimSamples(
+        return commands.ClaimRequest(
             *(self._part(), dice.choice("tttu"), self._fields(), dice.choice([1, 2, 2, 3, 4, 6, 6])),
             all_or_nothing=dice.random() < 0.4,
             lease_s=dice.choice([None, 2.0, 5.0, 5.0, 20.0]),
@@ -175,12 +179,12 @@ class History:
         ids, token = self._given[claim.token], claim.token
         ids = ids[part and len(ids) // 2 :] if part < 2 else ids[: max(1, len(ids) // 2)]
         settled = (claim.partition_id, claim.task_name, ids, [token] * len(ids))
-        kind = self.dice.choice([commands.Ack, commands.Nack, commands.Renew])
-        return kind(*settled, 4.0) if kind is commands.Renew else kind(*settled)
+        kind = self.dice.choice([commands.AckRequest, commands.NackRequest, commands.RenewRequest])
+        return kind(*settled, 4.0) if kind is commands.RenewRequest else kind(*settled)
 
     def _set_cursor(self) -> Command[Any]:
         some = self.dice.sample(IDS, 4)
-        return commands.SetCursor(self._part(), self.dice.choice("tu"), some, self.dice.random() < 0.5)
+        return commands.SetCursorRequest(self._part(), self.dice.choice("tu"), some, self.dice.random() < 0.5)
 
     def _wait(self) -> None:
         self.now += self.dice.choice([0.125, 0.5, 0.5, 1.0, 3.0, 10.0])

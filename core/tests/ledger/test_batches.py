@@ -11,7 +11,7 @@ from dataplane_core.ledger import Ledger, commands, to_state
 @pytest.fixture
 def made():
     made = Ledger()
-    made.apply(commands.Register("p", [], None, ["t"], None, {}, "epoch"), 0.0)
+    made.apply(commands.RegisterRequest("p", [], None, ["t"], None, {}, "epoch"), 0.0)
     return made
 
 
@@ -20,12 +20,12 @@ def put(ledger, *names):
 
 
 def clear(ledger, *names):
-    ledger.apply(commands.Clear("p", names), 0.0)
+    ledger.apply(commands.ClearRequest("p", names), 0.0)
 
 
 def claim(ledger, batch_index, count=1, **options):
     options = {"all_or_nothing": False, "lease_s": None, "token": "token", "dp_rank": 0, **options}
-    command = commands.ClaimSamples("p", "t", [], count, batch_index=batch_index, batch_epoch="epoch", **options)
+    command = commands.ClaimRequest("p", "t", [], count, batch_index=batch_index, batch_epoch="epoch", **options)
     return list(ledger.apply(command, 0.0).sample_ids)
 
 
@@ -66,11 +66,11 @@ def test_batches_whose_rows_are_cleared_cost_nothing(made, options):
 
 def test_what_one_claim_chose_for_all_ranks_stays_so(made):
     ranks = {"dp_size": 3, "all_or_nothing": True, "lease_s": 5.0}
-    made.apply(commands.Register("p", [], 5, ["t"], None, {}, "epoch"), 0.0)
+    made.apply(commands.RegisterRequest("p", [], 5, ["t"], None, {}, "epoch"), 0.0)
     put(made, *"abcde")
     for ledger in (made, saved_and_loaded(made)):
         claims = [
-            commands.ClaimSamples("p", "t", [], 1, token=f"{index} {rank}", dp_rank=rank, batch_index=index, **ranks)
+            commands.ClaimRequest("p", "t", [], 1, token=f"{index} {rank}", dp_rank=rank, batch_index=index, **ranks)
             for index, rank in [(0, 2), (0, 0), (0, 1), (1, 2), (1, 1), (1, 0), (2, 0)]
         ]
         found = [(each.token, ledger.apply(each, 0.0)) for each in claims]
@@ -78,9 +78,9 @@ def test_what_one_claim_chose_for_all_ranks_stays_so(made):
             *[("0 2", "c", 3), ("0 0", "a", 3), ("0 1", "b", 3)],
             *[("1 2", "", 2), ("1 1", "e", 2), ("1 0", "d", 2), ("2 0", "", 0)],
         ]
-        ledger.apply(commands.Nack("p", "t", ["a"], ["0 2"]), 0.0)
+        ledger.apply(commands.NackRequest("p", "t", ["a"], ["0 2"]), 0.0)
         for later in (ledger, saved_and_loaded(ledger)):
-            end = commands.ClaimSamples("p", "t", [], 1, token="later", dp_rank=1, batch_index=2, **ranks)
+            end = commands.ClaimRequest("p", "t", [], 1, token="later", dp_rank=1, batch_index=2, **ranks)
             assert not later.apply(commands.MayClaim(end), 0.0)
             told = later.apply(end, 0.0)
             assert (list(told.sample_ids), told.exhausted, told.num_ranks) == ([], True, 0)

@@ -19,10 +19,10 @@ PUT = commands.BeginPut(
     write_id=1,
     ttl_s=9.0,
 )
-CLAIM = commands.ClaimSamples("p", "t", ["x"], 1, all_or_nothing=False, lease_s=5.0, token="k", holder="h")
+CLAIM = commands.ClaimRequest("p", "t", ["x"], 1, all_or_nothing=False, lease_s=5.0, token="k", holder="h")
 ONE_OF_EACH = [
-    commands.Register("p", ["x"], None, ["t"], None, {}, "e"),
-    commands.Describe("p"),
+    commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "e"),
+    commands.DescribeRequest("p"),
     commands.CheckPut(PUT, capacity_bytes=100),
     PUT,
     commands.WaitForRoom("ticket", 8, wait_s=1.0),
@@ -30,24 +30,24 @@ ONE_OF_EACH = [
     commands.AbortPut(2),
     commands.PutTags("p", ["a"], [{"n": 2}]),
     commands.Locate("p", ["a"], ["x"]),
-    commands.ListSamples("p"),
-    commands.ListPartitions(),
-    commands.Inspect("p"),
-    commands.ListFields("p", ["a"]),
-    commands.Export("p"),
-    commands.Announce(ClientInfo(client_id="c", host="h", pid=1, role="r", open_s=0.0), ttl_s=9.0),
-    commands.ListClients(),
-    commands.SetCursor("p", "u", ["a"], create=True),
+    commands.ListRequest("p"),
+    commands.ListPartitionsRequest(),
+    commands.InspectRequest("p"),
+    commands.FieldsRequest("p", ["a"]),
+    commands.ExportRequest("p"),
+    commands.AnnounceRequest(ClientInfo(client_id="c", host="h", pid=1, role="r", open_s=0.0), ttl_s=9.0),
+    commands.ListClientsRequest(),
+    commands.SetCursorRequest("p", "u", ["a"], create=True),
     commands.MayClaim(CLAIM),
     CLAIM,
-    commands.Renew("p", "t", ["a"], ["k"], 5.0),
-    commands.Nack("p", "t", ["a"], ["k"]),
+    commands.RenewRequest("p", "t", ["a"], ["k"], 5.0),
+    commands.NackRequest("p", "t", ["a"], ["k"]),
     CLAIM,
-    commands.Ack("p", "t", ["a"], ["k"]),
-    commands.Consumed("p", ["t"]),
+    commands.AckRequest("p", "t", ["a"], ["k"]),
+    commands.ConsumptionRequest("p", ["t"]),
     commands.Due(),
     commands.Expire([], []),
-    commands.Clear("p", ["a"]),
+    commands.ClearRequest("p", ["a"]),
     commands.Collected([(1, 0)]),
 ]
 
@@ -82,4 +82,4 @@ def test_a_command_cannot_be_changed_and_a_stranger_is_refused():
     with pytest.raises(TypeError, match="the ledger knows no command 'str'"):
         Ledger().apply("describe", 0.0)
     with pytest.raises(UnknownPartitionError):
-        Ledger().apply(commands.Describe("p"), 0.0)
+        Ledger().apply(commands.DescribeRequest("p"), 0.0)

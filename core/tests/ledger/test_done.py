@@ -15,7 +15,7 @@ INT = FieldSpec("tensor", "int64", 1)
 
 def ledger(**options):
     made = Ledger(**options)
-    made.apply(commands.Register("p", ["x"], None, ["t"], None, {}, "e"), 0.0)
+    made.apply(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "e"), 0.0)
     return made
 
 
@@ -58,26 +58,26 @@ def test_of_two_puts_with_one_id_the_second_commit_is_refused_and_its_room_is_fr
 def test_a_put_that_was_refused_at_its_commit_is_not_done():
     made = ledger()
     write_id = begin(made, "r")
-    made.apply(commands.Register("p", ["x"], None, ["t"], None, {}, "f"), 0.0)
+    made.apply(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "f"), 0.0)
     with pytest.raises(StalePartitionError):
         commit(made, write_id)
     commit(made, begin(made, "r"))
 
 
-@pytest.mark.parametrize("kind", [commands.Ack, commands.Nack, commands.Renew])
+@pytest.mark.parametrize("kind", [commands.AckRequest, commands.NackRequest, commands.RenewRequest])
 def test_settling_again_leaves_the_next_holder_alone(kind):
     made = ledger()
     commit(made, begin(made, None))
     claim = {"all_or_nothing": False, "lease_s": 10.0}
-    made.apply(commands.ClaimSamples("p", "t", ["x"], 1, token="one", **claim), 0.0)
-    extra = (10.0,) if kind is commands.Renew else ()
+    made.apply(commands.ClaimRequest("p", "t", ["x"], 1, token="one", **claim), 0.0)
+    extra = (10.0,) if kind is commands.RenewRequest else ()
     settle = kind("p", "t", ["a"], ["one"], *extra, request_id="r", left_s=30.0)
     made.apply(settle, 1.0)
-    made.apply(commands.Clear("p", None), 2.0)
+    made.apply(commands.ClearRequest("p", None), 2.0)
     made.apply(settle, 2.0)  # there is no partition
-    made.apply(commands.Register("p", ["x"], None, ["t"], None, {}, "f"), 3.0)
+    made.apply(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "f"), 3.0)
     commit(made, begin(made, None, 3.0), 3.0)
-    made.apply(commands.ClaimSamples("p", "t", ["x"], 1, token="two", **claim), 3.0)
+    made.apply(commands.ClaimRequest("p", "t", ["x"], 1, token="two", **claim), 3.0)
     for state in (made, saved_and_loaded(made, 3.0)):
         before = list(to_state(state, 4.0))
         state.apply(settle, 4.0)

@@ -16,7 +16,7 @@ def put(**others):
 
 def claim(**others):
     made = {"all_or_nothing": False, "lease_s": 5.0, "token": "k", **others}
-    return commands.ClaimSamples("p", "t", ["x"], made.pop("batch_size", 2), **made)
+    return commands.ClaimRequest("p", "t", ["x"], made.pop("batch_size", 2), **made)
 
 
 def together(row_bytes):
@@ -46,14 +46,14 @@ FORGED = [
     apart([8, 8], None, ["x", "y"], []),
     put(specs={}),
     commands.CheckPut(together([8]), None),
-    commands.Register("p", [], -1, [], None, {}, "e"),
-    commands.Register("p", [], None, [], 0, {}, "e"),
+    commands.RegisterRequest("p", [], -1, [], None, {}, "e"),
+    commands.RegisterRequest("p", [], None, [], 0, {}, "e"),
     commands.CommitPut(-1),
     commands.WaitForRoom("k", -8, wait_s=1.0),
     commands.WaitForRoom("k", 8, wait_s=float("nan")),
     commands.PutTags("p", ["a", "b"], [{}]),
     commands.Locate("p", ["a"], []),
-    commands.ListSamples("p", {"n": ("~", 1)}),
+    commands.ListRequest("p", {"n": ("~", 1)}),
     claim(batch_size=0),
     claim(lease_s=float("inf")),
     claim(lease_s=-1.0),
@@ -62,8 +62,8 @@ FORGED = [
     claim(sampler="balanced", dp_rank=0, dp_size=2**40),
     claim(dp_rank=2, dp_size=2),
     commands.MayClaim(claim(batch_size=0)),
-    commands.Ack("p", "t", ["a", "b"], ["k"]),
-    commands.Renew("p", "t", ["a"], ["k"], float("nan")),
+    commands.AckRequest("p", "t", ["a", "b"], ["k"]),
+    commands.RenewRequest("p", "t", ["a"], ["k"], float("nan")),
     commands.Expire([["p", "t", "k"]], []),
     commands.Expire([["p", "t", "k", [["a"]]]], []),
 ]
@@ -79,14 +79,14 @@ def test_what_clients_make_is_accepted():
     for command in (
         *(put(), put(writes=[commands.Write(["x", "y"], [8], [0, 0])]), put(specs={}, writes=[]), apart([8, 8], None)),
         *(claim(), claim(sampler="balanced", dp_rank=1, dp_size=2), claim(lease_s=None, dp_rank=7)),
-        *(commands.Ack("p", "t", ["a", "a"], ["k", "k"]), commands.WaitForRoom("k", 8, wait_s=-1.0)),
+        *(commands.AckRequest("p", "t", ["a", "a"], ["k", "k"]), commands.WaitForRoom("k", 8, wait_s=-1.0)),
     ):
         check_command(command)
 
 
 def ledger():
     made = Ledger()
-    made.apply(commands.Register("p", ["x"], None, ["t"], None, {}, "e"), 0.0)
+    made.apply(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "e"), 0.0)
     return made
 
 
@@ -106,5 +106,5 @@ def test_a_sample_that_is_named_twice_is_given_back_once():
     made.apply(put(), 0.0)
     made.apply(commands.CommitPut(1), 0.0)
     made.apply(claim(), 0.0)
-    made.apply(commands.Nack("p", "t", ["a", "a", "b"], ["k"] * 3), 0.0)
+    made.apply(commands.NackRequest("p", "t", ["a", "a", "b"], ["k"] * 3), 0.0)
     assert made.apply(claim(), 0.0).sample_ids == ["a", "b"]

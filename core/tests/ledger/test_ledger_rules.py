@@ -19,7 +19,7 @@ FLOAT = FieldSpec("tensor", "float32", 1)
 
 def ledger(group=None):
     made = Ledger()
-    made.apply(commands.Register("p", ["x"], None, ["t", "u"], group, {}, new_id()), 0.0)
+    made.apply(commands.RegisterRequest("p", ["x"], None, ["t", "u"], group, {}, new_id()), 0.0)
     return made
 
 
@@ -32,7 +32,7 @@ def put(made, ids, *fields, size=1):
 
 def claim(made, task):
     options = {"all_or_nothing": False, "lease_s": None, "token": new_id()}
-    return made.apply(commands.ClaimSamples("p", task, ["x"], 2, **options), 0.0)
+    return made.apply(commands.ClaimRequest("p", task, ["x"], 2, **options), 0.0)
 
 
 @pytest.mark.parametrize(("group", "bytes_a_round"), [(None, 2), (2, 25)])
@@ -44,7 +44,7 @@ def test_a_partition_without_end_remembers_of_what_was_cleared_only_the_names_of
         ids = [f"v{number:05}_g{member}" for member in range(2)]
         put(made, ids, "x")
         assert claim(made, "u").sample_ids == ids
-        _, freed = made.apply(commands.Clear("p", ids), 0.0)
+        _, freed = made.apply(commands.ClearRequest("p", ids), 0.0)
         made.apply(commands.Collected(freed), 0.0)
         if number in (999, 1999):
             sizes.append(len(pickle.dumps(made)))
@@ -148,10 +148,10 @@ def test_a_shared_row_is_free_with_the_last_of_its_samples():
     assert made.held_bytes == 303
     located = made.apply(commands.Locate("p", ["c", "b", "a"], ["y"]), 0.0)
     assert located.refs == [(write_id + 3, 0), (write_id + 3, 1), (write_id + 3, 0)]
-    assert made.apply(commands.Clear("p", ["a"]), 0.0) == (1, [(write_id, 0)])
+    assert made.apply(commands.ClearRequest("p", ["a"]), 0.0) == (1, [(write_id, 0)])
     made.apply(commands.Collected([(write_id, 0)]), 0.0)
     assert made.held_bytes == 302
-    assert made.apply(commands.Clear("p", ["c"]), 0.0) == (1, [(write_id, 2), (write_id + 3, 0)])
+    assert made.apply(commands.ClearRequest("p", ["c"]), 0.0) == (1, [(write_id, 2), (write_id + 3, 0)])
     assert made.held_bytes == 201
 
 

@@ -14,7 +14,7 @@ class Puts:
 
     def __init__(self):
         self.ledger = Ledger(capacity_bytes=100)
-        self.ledger.apply(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()), 0.0)
+        self.ledger.apply(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, new_id()), 0.0)
         self.now = 0.0
 
     def put(self, name, size, queues=True, wait_s=60.0):
@@ -31,7 +31,7 @@ class Puts:
             return False
 
     def clear(self, *names):
-        _, freed = self.ledger.apply(commands.Clear("p", names), self.now)
+        _, freed = self.ledger.apply(commands.ClearRequest("p", names), self.now)
         self.ledger.apply(commands.Collected(freed), self.now)
 
 

@@ -30,7 +30,7 @@ def looks(monkeypatch):
 
 def filled(num_rows, group=None, total=None):
     made = Ledger()
-    made.apply(commands.Register("p", ["x"], total, ["t"], group, {}, new_id()), 0.0)
+    made.apply(commands.RegisterRequest("p", ["x"], total, ["t"], group, {}, new_id()), 0.0)
     size = group or 1
     put(made, [f"q{i // size}_g{i % size}" for i in range(num_rows)], {"version": 1})
     return made
@@ -45,7 +45,7 @@ def put(made, ids, tags, fields=("x",)):
 
 def claim(made, count, tag_filter=None, now=0.0, **options):
     asked = {"all_or_nothing": True, "lease_s": None, "explain": False, "token": new_id(), **options}
-    return made.apply(commands.ClaimSamples("p", "t", ["x"], count, tag_filter=tag_filter, **asked), now).sample_ids
+    return made.apply(commands.ClaimRequest("p", "t", ["x"], count, tag_filter=tag_filter, **asked), now).sample_ids
 
 
 @pytest.mark.parametrize("group", [None, 4])
@@ -100,21 +100,21 @@ def test_leases_cost_one_entry_each_however_often_they_are_renewed():
         ids = claim(made, 1000, lease_s=60.0, token="k", now=turn)
         assert len(ids) == 1000
         for again in range(30):
-            made.apply(commands.Renew("p", "t", ids, ["k"] * 1000, 60.0), turn + again / 100)
+            made.apply(commands.RenewRequest("p", "t", ids, ["k"] * 1000, 60.0), turn + again / 100)
         assert len(partition.leases.heap) <= 2 * 1000 + leases._SLACK
-        made.apply(commands.Nack("p", "t", ids, ["k"] * 1000), turn + 0.5)
+        made.apply(commands.NackRequest("p", "t", ids, ["k"] * 1000), turn + 0.5)
         assert len(partition.leases.heap) <= leases._SLACK
     ids = claim(made, 1000, lease_s=60.0, token="k", now=30.0)
-    made.apply(commands.Ack("p", "t", ids, ["k"] * 1000), 30.0)
-    made.apply(commands.Clear("p", ids), 0.0)
+    made.apply(commands.AckRequest("p", "t", ids, ["k"] * 1000), 30.0)
+    made.apply(commands.ClearRequest("p", ids), 0.0)
     assert len(partition.leases.heap) <= leases._SLACK
 
 
 def test_a_renewed_lease_ends_when_it_was_renewed_to_sooner_or_later():
     made = filled(2)
     assert claim(made, 2, lease_s=10.0, token="k") == ["q0_g0", "q1_g0"]
-    made.apply(commands.Renew("p", "t", ["q0_g0"], ["k"], 2.0), 1.0)
-    made.apply(commands.Renew("p", "t", ["q1_g0"], ["k"], 20.0), 1.0)
+    made.apply(commands.RenewRequest("p", "t", ["q0_g0"], ["k"], 2.0), 1.0)
+    made.apply(commands.RenewRequest("p", "t", ["q1_g0"], ["k"], 20.0), 1.0)
     assert claim(made, 1, now=2.9) == []
     assert claim(made, 1, now=3.1) == ["q0_g0"]
     assert claim(made, 1, now=20.9) == []
@@ -148,7 +148,7 @@ def test_many_waiting_claims_ask_no_more_often_together_than_few(count):
     clock = _Clock()
     service = LedgerService(clock=clock)
     service._pacer = Pacer(clock=clock)
-    service.call(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()))
+    service.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, new_id()))
 
     asks = _asks_in(10.0, {each: partial(ask, service, token=str(each)) for each in range(count)}, clock)
     assert 0.9 * 10.0 * ASKS_PER_S <= asks <= 10.0 * ASKS_PER_S + 50 + count
@@ -157,7 +157,7 @@ def test_many_waiting_claims_ask_no_more_often_together_than_few(count):
 def ask(service, **options):
     """The pause that a claim in vain is told."""
     options = {"all_or_nothing": True, "lease_s": None, "tag_filter": None, "explain": False, **options}
-    return service.call(commands.ClaimSamples("p", "t", ["x"], 4, **options)).ask_again_s
+    return service.call(commands.ClaimRequest("p", "t", ["x"], 4, **options)).ask_again_s
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def waited():
     clock = _Clock()
     service = LedgerService(clock=clock)
     service._pacer = Pacer(clock=clock)
-    service.call(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()))
+    service.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, new_id()))
     return service, clock
 
 
@@ -190,7 +190,7 @@ def test_a_timeout_tells_nothing_of_an_earlier_registration_and_nothing_old(wait
 
     def shortfall():
         options = {"all_or_nothing": True, "lease_s": None, "tag_filter": None, "explain": True, "token": new_id()}
-        return service.call(commands.ClaimSamples("p", "t", ["x"], 4, **options)).shortfall
+        return service.call(commands.ClaimRequest("p", "t", ["x"], 4, **options)).shortfall
 
     monkeypatch.setattr(time, "thread_time", iter(range(0, 10_000, 100)).__next__)  # each explanation took 100 s
     now = time.monotonic()
@@ -201,7 +201,7 @@ def test_a_timeout_tells_nothing_of_an_earlier_registration_and_nothing_old(wait
     assert shortfall().num_lacking == 1
     now += 2.1
     assert shortfall().num_lacking == 2
-    service.call(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()))
+    service.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, new_id()))
     assert shortfall().num_lacking == 0
 
 
@@ -225,7 +225,7 @@ def test_many_puts_that_wait_for_room_ask_no_more_often_together_than_few(count)
     clock = _Clock()
     service = LedgerService(100, clock=clock)
     service._pacer = Pacer(clock=clock)
-    service.call(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()))
+    service.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, new_id()))
 
     def begin(name, size, ticket):
         arguments = ("p", [name], {"x": INT}, [commands.Write(["x"], [size])], None, None)
@@ -257,15 +257,15 @@ def begin_pause(begin, name):
 
 def test_a_claim_that_gets_something_is_not_told_to_wait():
     service = LedgerService()
-    service.call(commands.Register("p", ["x"], None, ["t"], None, {}, new_id()))
+    service.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, new_id()))
     service.call(commands.PutTags("p", ["a"], [{}], None))
     options = {"all_or_nothing": True, "lease_s": None, "tag_filter": None, "explain": False}
     for _ in range(200):
-        service.call(commands.ClaimSamples("p", "t", ["x"], 4, **options, token=new_id()))
-    pause_s = service.call(commands.ClaimSamples("p", "t", ["x"], 4, **options, token=new_id())).ask_again_s
+        service.call(commands.ClaimRequest("p", "t", ["x"], 4, **options, token=new_id()))
+    pause_s = service.call(commands.ClaimRequest("p", "t", ["x"], 4, **options, token=new_id())).ask_again_s
     assert pause_s > 0.1
     write_id = service.call(
         commands.BeginPut("p", ["b"], {"x": INT}, [commands.Write(["x"], [8])], None, None, write_id=None, ttl_s=9.0)
     )
     service.call(commands.CommitPut(write_id))
-    assert service.call(commands.ClaimSamples("p", "t", ["x"], 1, **options, token=new_id())).ask_again_s == 0
+    assert service.call(commands.ClaimRequest("p", "t", ["x"], 1, **options, token=new_id())).ask_again_s == 0

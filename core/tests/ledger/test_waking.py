@@ -17,7 +17,7 @@ class Waiting:
         self.service = LedgerService(capacity_bytes, clock=lambda: self.now)
         self.woken = []
         self.gone = set()
-        self.service.call(commands.Register("p", ["x"], num_samples, ["t"], None, {}, new_id()))
+        self.service.call(commands.RegisterRequest("p", ["x"], num_samples, ["t"], None, {}, new_id()))
 
     def wake(self, name):
         def call():
@@ -28,7 +28,7 @@ class Waiting:
 
     def claim(self, name, count=1, fields=("x",), **options):
         options = {"all_or_nothing": True, "lease_s": None, **options}
-        command = commands.ClaimSamples("p", "t", fields, count, token=name, **options)
+        command = commands.ClaimRequest("p", "t", fields, count, token=name, **options)
         return self.service.call(command, self.wake(name))
 
     def put(self, *names, fields=("x",)):
@@ -134,7 +134,7 @@ def test_all_of_many_questions_are_woken_when_they_need_not_wait(cleared):
     names = [str(number) for number in range(40)]
     for name in names:
         made.claim(name, 2, dp_rank=int(name), fields=("y",))
-    made.service.call(commands.Clear("p", None if cleared == "partition" else ["1", "2"]))
+    made.service.call(commands.ClearRequest("p", None if cleared == "partition" else ["1", "2"]))
     for asked in range(40):
         name = made.woken[asked]  # fails if nobody else was woken
         if cleared == "partition":
@@ -164,7 +164,7 @@ def test_a_claim_that_waits_learns_of_a_lease_that_was_given_after_it_asked():
     assert made.woken == ["waits"]
     assert made.claim("waits", 2).ask_again_s == 4.0
     made.now = 1.0
-    made.service.call(commands.Renew("p", "t", ["1"], ["holder"], 2.0))  # it ends sooner: at 3.0
+    made.service.call(commands.RenewRequest("p", "t", ["1"], ["holder"], 2.0))  # it ends sooner: at 3.0
     assert made.woken == ["waits", "waits"]
     assert made.claim("waits", 2).ask_again_s == 2.0
     made.now = 3.0
@@ -211,7 +211,7 @@ def test_claims_and_puts_that_ended_are_forgotten():
     made.claim("c")
     with pytest.raises(KeyError):
         made.service.call(
-            commands.ClaimSamples("p", "absent", ["x"], 1, all_or_nothing=True, lease_s=None, token="c"),
+            commands.ClaimRequest("p", "absent", ["x"], 1, all_or_nothing=True, lease_s=None, token="c"),
             made.wake("c"),
         )
     assert not len(made.service._waiting)
@@ -233,7 +233,7 @@ def test_puts_that_wait_for_room_are_woken_when_it_is_there():
             begin(name, 50)
         made.service.call(commands.WaitForRoom(name, 50, wait_s=60.0), made.wake(name))
     made.woken.clear()
-    made.service.call(commands.Clear("p", ["full"]))
+    made.service.call(commands.ClearRequest("p", ["full"]))
     assert made.woken == ["a", "b"]
     begin("a", 50)
     assert made.woken == ["a", "b", "b"]  # its turn

@@ -148,7 +148,7 @@ class BothSides:
         keep: bool,
     ) -> None:
         how, epoch = "keep" if keep else "replace", f"e{self.count}"
-        command = commands.Register(name, fields, total, tasks, group, enums, epoch, if_exists=how)
+        command = commands.RegisterRequest(name, fields, total, tasks, group, enums, epoch, if_exists=how)
         request = RegisterRequest(
             **self.asked(partition_id=name, fields=fields, num_samples=total, consumer_tasks=tasks),
             grpo_group_size=group,
@@ -165,12 +165,12 @@ class BothSides:
 
     def describe(self, name: str) -> None:
         request = DescribeRequest(**self.asked(partition_id=name))
-        self.both(commands.Describe(name), lambda: self.backend.describe_partition(request))
+        self.both(commands.DescribeRequest(name), lambda: self.backend.describe_partition(request))
 
     def list_partitions(self) -> None:
         request = ListPartitionsRequest(**self.asked())
         listed = lambda reply: sorted(reply.partition_ids)  # noqa: E731
-        self.both(commands.ListPartitions(), lambda: self.backend.list_partitions(request), listed, listed)
+        self.both(commands.ListPartitionsRequest(), lambda: self.backend.list_partitions(request), listed, listed)
 
     # --- puts ---------------------------------------------------------------------------------------------------------
 
@@ -366,13 +366,13 @@ class BothSides:
     def list_samples(self, name: str, tag_filter: Any, ids: list[str] | None) -> None:
         request = ListRequest(**self.asked(partition_id=name, tag_filter=tag_filter, sample_ids=ids))
         listed = lambda reply: (list(reply.sample_ids), [_exact(each) for each in reply.tags])  # noqa: E731
-        command = commands.ListSamples(name, tag_filter, ids)
+        command = commands.ListRequest(name, tag_filter, ids)
         self.both(command, lambda: self.backend.list_samples(request), listed, listed)
 
     def list_fields(self, name: str, ids: list[str]) -> None:
         request = FieldsRequest(**self.asked(partition_id=name, sample_ids=ids))
         listed = lambda reply: [sorted(reply.patterns[each]) for each in reply.index]  # noqa: E731
-        self.both(commands.ListFields(name, ids), lambda: self.backend.list_fields(request), listed, listed)
+        self.both(commands.FieldsRequest(name, ids), lambda: self.backend.list_fields(request), listed, listed)
 
     def inspect(self, name: str) -> None:
         def counts(told: Any) -> Any:
@@ -384,7 +384,7 @@ class BothSides:
             return told.info, told.specs, told.num_samples, told.num_cleared, told.held_bytes, age, tasks
 
         request = InspectRequest(**self.asked(partition_id=name))
-        self.both(commands.Inspect(name), lambda: self.backend.inspect_partition(request), counts, counts)
+        self.both(commands.InspectRequest(name), lambda: self.backend.inspect_partition(request), counts, counts)
 
     def checked(self, name: str, task: str, lease: Any) -> Any:
         """What a description says of a lease. Of several that are alike, either side may name any."""
@@ -397,13 +397,13 @@ class BothSides:
 
     def export(self, name: str) -> None:
         request = ExportRequest(**self.asked(partition_id=name))
-        self.both(commands.Export(name), lambda: self.backend.export_partition(request))
+        self.both(commands.ExportRequest(name), lambda: self.backend.export_partition(request))
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
     def set_cursor(self, name: str, task: str, ids: list[str], create: bool) -> None:
         request = SetCursorRequest(**self.asked(partition_id=name, task_name=task, sample_ids=ids, create=create))
-        command = commands.SetCursor(name, task, ids, create)
+        command = commands.SetCursorRequest(name, task, ids, create)
         self.both(command, lambda: self.backend.set_cursor(request), of_redis=lambda reply: reply.num_samples)
 
     def claim(self, name: str, task: str, fields: list[str], size: int, explain: bool, **asked: Any) -> None:
@@ -427,7 +427,7 @@ class BothSides:
             self.versions[question] = claim.version or self.versions.get(question)
             return told
 
-        command = commands.ClaimSamples(name, task, fields, size, token=token, holder=holder, explain=explain, **asked)
+        command = commands.ClaimRequest(name, task, fields, size, token=token, holder=holder, explain=explain, **asked)
         told = self.both(command, lambda: self.backend.claim(request), given, given)
         if told and told[0] and asked["lease_s"] is not None:
             self.claims = [*self.claims[-8:], (name, task, told[0], token)]
@@ -460,12 +460,15 @@ class BothSides:
         )
         told: dict[str, Any] = {"request_id": request_id, "left_s": 30.0}
         if op == "renew":
-            command: Any = commands.Renew(name, task, ids, tokens, lease_s, **told)
+            command: Any = commands.RenewRequest(name, task, ids, tokens, lease_s, **told)
             call: Any = lambda: self.backend.renew(RenewRequest(**asked, lease_s=lease_s))  # noqa: E731
         elif op == "ack":
-            command, call = commands.Ack(name, task, ids, tokens, **told), lambda: self.backend.ack(AckRequest(**asked))
+            command, call = (
+                commands.AckRequest(name, task, ids, tokens, **told),
+                lambda: self.backend.ack(AckRequest(**asked)),
+            )
         else:
-            command = commands.Nack(name, task, ids, tokens, **told)
+            command = commands.NackRequest(name, task, ids, tokens, **told)
             call = lambda: self.backend.nack(NackRequest(**asked))  # noqa: E731
 
         def act() -> None:
@@ -476,7 +479,7 @@ class BothSides:
 
     def consumed(self, name: str, tasks: list[str]) -> None:
         request = ConsumptionRequest(**self.asked(partition_id=name, task_names=tasks))
-        command = commands.Consumed(name, tasks)
+        command = commands.ConsumptionRequest(name, tasks)
         self.both(command, lambda: self.backend.check_consumption(request), of_redis=lambda reply: reply.consumed)
 
     # --- clearing, clients, time --------------------------------------------------------------------------------------
@@ -484,7 +487,7 @@ class BothSides:
     def clear(self, name: str, ids: list[str] | None) -> None:
         request = ClearRequest(**self.asked(partition_id=name, sample_ids=ids))
         self.both(
-            commands.Clear(name, ids),
+            commands.ClearRequest(name, ids),
             lambda: self.backend.clear_samples(request),
             of_ledger=lambda reply: reply[0],
             of_redis=lambda reply: reply.num_samples,

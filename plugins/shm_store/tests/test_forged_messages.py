@@ -39,7 +39,7 @@ def sent(request):
             [layout(1)],
         ),
         Find(commands.Locate("p", ["a"], []), 1),
-        commands.Ack("p", "t", ["a"], []),
+        commands.AckRequest("p", "t", ["a"], []),
     ],
 )
 def test_a_request_whose_parts_do_not_fit_is_refused(request_):
@@ -51,7 +51,7 @@ def test_a_request_whose_parts_do_not_fit_is_refused(request_):
 def store():
     made = Store(ExtentService(Arena.create(1 << 16)), LedgerService())
     session = made.begin_session()
-    made.answer(commands.Register("p", ["x"], None, [], None, {}, "e"), session)
+    made.answer(commands.RegisterRequest("p", ["x"], None, [], None, {}, "e"), session)
     made.answer(PutWhole(PUT, layout(), bytes(16)), session)
     return made, session
 
@@ -62,7 +62,7 @@ def test_a_pin_that_is_used_twice_holds_what_it_names_last(store):
         made.answer(Find(commands.Locate("p", ["a"], ["x"]), 7), session)
     made.answer(Release([7]), session)
     assert made.answer(Status(), session).pinned_bytes == 0
-    made.answer(commands.Clear("p", None), session)
+    made.answer(commands.ClearRequest("p", None), session)
     assert made.answer(Status(), session).num_extents == 0
 
 

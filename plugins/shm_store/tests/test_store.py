@@ -28,7 +28,7 @@ class Clients:
         self.session = self.store.begin_session()
         self.pins = iter(range(1, 1 << 30))
         self.writes = iter(range(1, 1 << 30, 100))  # of several extents, each has an id
-        self.call(commands.Register("p", ["x"], None, [], None, {}, "e1"))
+        self.call(commands.RegisterRequest("p", ["x"], None, [], None, {}, "e1"))
 
     def call(self, request, session=None):
         return self.store.answer(request, session or self.session)
@@ -74,7 +74,7 @@ class Clients:
         return pin, rows
 
     def clear(self, ids):
-        self.call(commands.Clear("p", ids))
+        self.call(commands.ClearRequest("p", ids))
 
     @property
     def status(self):
@@ -90,7 +90,7 @@ def test_what_is_read_keeps_its_bytes_though_it_is_cleared_and_all_other_room_is
     clients.put(["a", "b"], 1000, 7)
     pin, (a, _) = clients.find(["a", "b"])
     clients.clear(None)
-    clients.call(commands.Register("p", ["x"], None, [], None, {}, "e2"))
+    clients.call(commands.RegisterRequest("p", ["x"], None, [], None, {}, "e2"))
     assert clients.status.held_bytes == 0 < clients.status.pinned_bytes
     for count in range(20):
         clients.put([f"n{count}"], 3000, 1)
@@ -121,9 +121,9 @@ def test_a_session_that_ends_waits_for_nothing():
     dead, other = clients.store.begin_session(), clients.store.begin_session()
     dead.wake = lambda token: woken.append(token) or True
     other.wake = lambda token: woken.append(token) or True
-    clients.call(commands.Register("p", ["x"], None, ["t"], None, {}, "e2"))
+    clients.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "e2"))
     for session, token in ((dead, "dead"), (other, "other")):
-        claim = commands.ClaimSamples("p", "t", ["x"], 1, all_or_nothing=True, lease_s=None, token=token)
+        claim = commands.ClaimRequest("p", "t", ["x"], 1, all_or_nothing=True, lease_s=None, token=token)
         clients.call(ClaimOrWait(claim), session)
     clients.call(commands.WaitForRoom("dead put", 900, wait_s=600.0), dead)
     clients.call(commands.WaitForRoom("other put", 500, wait_s=600.0), other)

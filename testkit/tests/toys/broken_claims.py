@@ -250,8 +250,8 @@ class GivesTheTailToNewClaimsOnly(NoopBackend):
         if request.token not in waited:
             time.sleep(0.3)
         elif request.all_or_nothing:
-            listed = self._service.call(commands.ListSamples(request.partition_id, None)).sample_ids
-            info = self._service.call(commands.Describe(request.partition_id))
+            listed = self._service.call(commands.ListRequest(request.partition_id, None)).sample_ids
+            info = self._service.call(commands.DescribeRequest(request.partition_id))
             if len(listed) == info.num_samples:
                 return Claim()
         waited.add(request.token)

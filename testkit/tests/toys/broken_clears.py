@@ -23,7 +23,7 @@ class KeepsRowsAcrossRegistrations(NoopBackend):
 
     def register_partition(self, request):
         try:
-            return self._service.call(commands.Describe(request.partition_id))
+            return self._service.call(commands.DescribeRequest(request.partition_id))
         except DataPlaneError:
             return super().register_partition(request)
 

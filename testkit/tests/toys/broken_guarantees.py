@@ -32,10 +32,10 @@ class EvictsWhenFull(NoopBackend):
             try:
                 return super().put_samples(request)
             except CapacityExceededError as error:
-                listed = self._service.call(commands.ListSamples(request.partition_id, None)).sample_ids
+                listed = self._service.call(commands.ListRequest(request.partition_id, None)).sample_ids
                 if not error.retryable or not listed:
                     raise
-                self._service.call(commands.Clear(request.partition_id, listed[:1]))
+                self._service.call(commands.ClearRequest(request.partition_id, listed[:1]))
 
 
 @breaks("test_a_blocked_put_ends_by_its_deadline")

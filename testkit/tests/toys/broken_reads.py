@@ -44,7 +44,7 @@ class DropsMissingSamples(NoopBackend):
     """Returns the rows that are there, and says nothing of the others."""
 
     def get_samples(self, request):
-        listed = set(self._service.call(commands.ListSamples(request.partition_id, None)).sample_ids)
+        listed = set(self._service.call(commands.ListRequest(request.partition_id, None)).sample_ids)
         request.sample_ids = [each for each in request.sample_ids if each in listed]
         if not request.sample_ids:
             return WireBatch(columns={}, specs={})

@@ -40,7 +40,7 @@ class ClearsMoreTheSecondTime(NoopBackend):
     def clear_samples(self, request):
         reply = super().clear_samples(request)
         if request.sample_ids is not None and reply.num_samples == 0:
-            listed = self._service.call(commands.ListSamples(request.partition_id, None)).sample_ids
+            listed = self._service.call(commands.ListRequest(request.partition_id, None)).sample_ids
             super().clear_samples(replace(request, sample_ids=listed[-1:]))
         return reply
 

@@ -178,10 +178,10 @@ class OverwritesByDeleting(NoopBackend):
     """An overwrite drops the row and writes it anew, which resurrects it for consumers."""
 
     def put_samples(self, request):
-        known = set(self._service.call(commands.ListSamples(request.partition_id, None)).sample_ids)
+        known = set(self._service.call(commands.ListRequest(request.partition_id, None)).sample_ids)
         again = [each for each in request.sample_ids if each in known]
         if request.columns and again:
-            self._service.call(commands.Clear(request.partition_id, again))
+            self._service.call(commands.ClearRequest(request.partition_id, again))
         return super().put_samples(request)
 
 
@@ -190,7 +190,7 @@ class OverwritesFieldByField(NoopBackend):
     """Declares atomic_overwrite, but replaces one column after the other."""
 
     def put_samples(self, request):
-        known = set(self._service.call(commands.ListSamples(request.partition_id, None)).sample_ids)
+        known = set(self._service.call(commands.ListRequest(request.partition_id, None)).sample_ids)
         if len(request.columns) < 2 or not known & set(request.sample_ids):
             return super().put_samples(request)
         return _one_by_one(super().put_samples, request, 0.0005)

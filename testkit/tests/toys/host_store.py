@@ -225,8 +225,8 @@ class KeepsCursorsInTheClient(HostStore):
 
     def claim(self, request):
         given = self.__dict__.setdefault("given", {}).setdefault((request.partition_id, request.task_name), set())
-        listed = self._ledger(request.deadline, commands.ListSamples(request.partition_id, None))
-        info = self._ledger(request.deadline, commands.Describe(request.partition_id))
+        listed = self._ledger(request.deadline, commands.ListRequest(request.partition_id, None))
+        info = self._ledger(request.deadline, commands.DescribeRequest(request.partition_id))
         ready = [each for each in listed.sample_ids if each not in given][: request.batch_size]
         whole = info.num_samples is not None and len(listed.sample_ids) >= info.num_samples
         if request.all_or_nothing and len(ready) < request.batch_size and not whole:
@@ -303,7 +303,7 @@ class WakesTheDead(HostStore):
     capabilities = HostStore.capabilities | {Capability.WAKES}
 
     def _waking_ledger(self, deadline, command, wake):
-        if not isinstance(command, commands.ClaimSamples):
+        if not isinstance(command, commands.ClaimRequest):
             return self._ledger(deadline, command)
         if self._process is None:
             time.sleep(1.0)

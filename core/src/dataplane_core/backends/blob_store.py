@@ -26,7 +26,7 @@ from dataplane_core.spec import Capability, Scope
 _CAPABILITIES: Final = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
 #: Commands that end an operation, so the journal may be shortened after them. A claim or a renewal is not one of them:
 #: the time would be lost from the lease.
-_LAST: Final = (commands.CommitPut, commands.PutTags, commands.Ack, commands.Nack, commands.Collected)
+_LAST: Final = (commands.CommitPut, commands.PutTags, commands.AckRequest, commands.NackRequest, commands.Collected)
 #: What `BlobStore.seconds_left` returns outside an operation.
 _NO_OPERATION_S: Final = 60.0
 

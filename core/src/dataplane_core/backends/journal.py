@@ -198,7 +198,11 @@ class Journal:
                 self.catch_up(deadline)
                 seq, is_stuck = self._next_seq, refused == self._next_seq
                 # of what only reads, a description tells of leases, and those may have ended
-                due = None if command.reads and not isinstance(command, commands.Inspect) else self._ask(commands.Due())
+                due = (
+                    None
+                    if command.reads and not isinstance(command, commands.InspectRequest)
+                    else self._ask(commands.Due())
+                )
                 if not seq:  # also before a read: `append` returns False if `read` missed the records that are there
                     appended = self.append(Begin(new_id()))
                 elif due is not None:
@@ -242,7 +246,7 @@ class Journal:
         """Whether a command may change anything. Raises if it is a put that is refused."""
         if isinstance(command, commands.BeginPut):
             self._ask(commands.CheckPut(command, self._capacity_bytes))
-        return not isinstance(command, commands.ClaimSamples) or self._ask(commands.MayClaim(command))
+        return not isinstance(command, commands.ClaimRequest) or self._ask(commands.MayClaim(command))
 
     def _ask(self, command: Command[Reply]) -> Reply:
         with self._or_forget():

@@ -100,9 +100,9 @@ class Request(Generic[Reply]):
 
 @dataclass(frozen=True, slots=True)
 class ClaimOrWait(Request[Claim]):
-    """A claim whose client waits to be woken if it is handed nothing. Raises as `commands.ClaimSamples`."""
+    """A claim whose client waits to be woken if it is handed nothing. Raises as `commands.ClaimRequest`."""
 
-    claim: commands.ClaimSamples
+    claim: commands.ClaimRequest
 
     def check(self) -> None:
         """As `Request.check`."""

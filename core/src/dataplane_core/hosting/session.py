@@ -258,7 +258,7 @@ class Session:
         Unless the claim is answered, ``wake`` is called in a thread when it is to ask again, until `end_waiting`.
         """
         request: Any = command
-        if isinstance(command, commands.ClaimSamples):
+        if isinstance(command, commands.ClaimRequest):
             token, request = command.token, ClaimOrWait(command)
         else:
             assert isinstance(command, commands.WaitForRoom)
@@ -275,7 +275,7 @@ class Session:
         waits = False
         try:
             reply: Any = self.call(what, deadline, request, call)
-            waits = not (isinstance(command, commands.ClaimSamples) and (reply.answered or command.explain))
+            waits = not (isinstance(command, commands.ClaimRequest) and (reply.answered or command.explain))
             return cast("Reply", reply)
         finally:
             if not waits:

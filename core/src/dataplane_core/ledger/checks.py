@@ -29,7 +29,7 @@ def check_command(command: Command[Any]) -> None:
         InvalidRequestError: It cannot be run.
     """
     match command:
-        case commands.Register():
+        case commands.RegisterRequest():
             _expect(command, command.num_samples is None or command.num_samples >= 0, "num_samples")
             _expect(command, command.grpo_group_size is None or command.grpo_group_size >= 1, "grpo_group_size")
         case commands.BeginPut():
@@ -46,20 +46,20 @@ def check_command(command: Command[Any]) -> None:
             _check_request(command, command.request_id, command.left_s)
         case commands.Locate():
             _expect(command, len(command.fields) > 0, "fields")
-        case commands.ListSamples():
+        case commands.ListRequest():
             check_tag_filter(command.tag_filter)
-        case commands.ClaimSamples():
+        case commands.ClaimRequest():
             _check_claim(command)
         case commands.MayClaim():
             _check_claim(command.claim)
-        case commands.Settle():
+        case commands.SettleRequest():
             _expect(command, len(command.sample_ids) == len(command.lease_tokens), "lease_tokens")
             _check_request(command, command.request_id, command.left_s)
-            if isinstance(command, commands.Renew):
+            if isinstance(command, commands.RenewRequest):
                 _expect(command, math.isfinite(command.lease_s) and command.lease_s > 0, "lease_s")
         case commands.Expire():
             _expect(command, all(map(_is_lease, command.leases)), "leases")
-        case commands.Announce():
+        case commands.AnnounceRequest():
             _expect(command, math.isfinite(command.ttl_s), "ttl_s")
 
 
@@ -76,7 +76,7 @@ def _check_put(put: commands.BeginPut) -> None:
     _check_request(put, put.request_id, put.ttl_s, "ttl_s")
 
 
-def _check_claim(claim: commands.ClaimSamples) -> None:
+def _check_claim(claim: commands.ClaimRequest) -> None:
     check_tag_filter(claim.tag_filter)
     _expect(claim, claim.batch_size >= 1, "batch_size")
     _expect(claim, claim.lease_s is None or (math.isfinite(claim.lease_s) and claim.lease_s > 0), "lease_s")

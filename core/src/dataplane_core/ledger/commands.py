@@ -1,8 +1,8 @@
 """The commands of the ledger: one object per operation, which is sent as it is to the host of the ledger.
 
 `Ledger.apply` runs it. Before that, it may be recorded in a journal. The type in ``Command[...]`` is that of the reply.
-Most requests of hooks are commands as they are, here under their short names. Fields mean the same as those of the hook
-requests with the same names.
+Most requests of hooks are commands as they are, and are given on here. The fields of the others mean the same as those
+of requests with the same names.
 """
 
 from __future__ import annotations
@@ -14,49 +14,65 @@ from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 from dataplane_core.ledger.rows import Ref
 from dataplane_core.spec import (
-    AckRequest,
-    AnnounceRequest,
-    ClaimRequest,
-    ClearRequest,
+    AckRequest as AckRequest,
+)
+from dataplane_core.spec import (
+    AnnounceRequest as AnnounceRequest,
+)
+from dataplane_core.spec import (
+    ClaimRequest as ClaimRequest,
+)
+from dataplane_core.spec import (
+    ClearRequest as ClearRequest,
+)
+from dataplane_core.spec import (
     Command,
-    ConsumptionRequest,
-    DescribeRequest,
-    ExportRequest,
     FieldSpec,
-    FieldsRequest,
-    InspectRequest,
-    ListClientsRequest,
-    ListPartitionsRequest,
-    ListRequest,
-    NackRequest,
-    RegisterRequest,
-    RenewRequest,
-    SetCursorRequest,
-    SettleRequest,
     TagValue,
+)
+from dataplane_core.spec import (
+    ConsumptionRequest as ConsumptionRequest,
+)
+from dataplane_core.spec import (
+    DescribeRequest as DescribeRequest,
+)
+from dataplane_core.spec import (
+    ExportRequest as ExportRequest,
+)
+from dataplane_core.spec import (
+    FieldsRequest as FieldsRequest,
+)
+from dataplane_core.spec import (
+    InspectRequest as InspectRequest,
+)
+from dataplane_core.spec import (
+    ListClientsRequest as ListClientsRequest,
+)
+from dataplane_core.spec import (
+    ListPartitionsRequest as ListPartitionsRequest,
+)
+from dataplane_core.spec import (
+    ListRequest as ListRequest,
+)
+from dataplane_core.spec import (
+    NackRequest as NackRequest,
+)
+from dataplane_core.spec import (
+    RegisterRequest as RegisterRequest,
+)
+from dataplane_core.spec import (
+    RenewRequest as RenewRequest,
+)
+from dataplane_core.spec import (
+    SetCursorRequest as SetCursorRequest,
+)
+from dataplane_core.spec import (
+    SettleRequest as SettleRequest,
 )
 
 Reply = TypeVar("Reply", covariant=True)
 #: The id of a write, never used again; up to 128 bits.
 WriteId: TypeAlias = Annotated[int, "write id"]
-
-Register = RegisterRequest
-Describe = DescribeRequest
-ListSamples = ListRequest
-ListPartitions = ListPartitionsRequest
-Inspect = InspectRequest
-ListFields = FieldsRequest
-Export = ExportRequest
-SetCursor = SetCursorRequest
-ClaimSamples = ClaimRequest
-Consumed = ConsumptionRequest
-Clear = ClearRequest
-Announce = AnnounceRequest
-ListClients = ListClientsRequest
-Settle = SettleRequest
-Ack = AckRequest
-Nack = NackRequest
-Renew = RenewRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +264,7 @@ class MayClaim(Command[bool]):
 
     op = "may_claim"
     reads = True
-    claim: ClaimSamples
+    claim: ClaimRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +301,37 @@ class Collected(Command[None]):
 
 #: All commands.
 COMMANDS: Final = (
-    *(Register, Describe, BeginPut, CheckPut, WaitForRoom, CommitPut, AbortPut, PutTags, Locate, ListSamples),
-    *(ListPartitions, Inspect, ListFields, Export, SetCursor, Announce, ListClients),
-    *(ClaimSamples, MayClaim, Ack, Nack, Renew, Consumed, Expire, Due, Clear, Collected),
+    *(
+        RegisterRequest,
+        DescribeRequest,
+        BeginPut,
+        CheckPut,
+        WaitForRoom,
+        CommitPut,
+        AbortPut,
+        PutTags,
+        Locate,
+        ListRequest,
+    ),
+    *(
+        ListPartitionsRequest,
+        InspectRequest,
+        FieldsRequest,
+        ExportRequest,
+        SetCursorRequest,
+        AnnounceRequest,
+        ListClientsRequest,
+    ),
+    *(
+        ClaimRequest,
+        MayClaim,
+        AckRequest,
+        NackRequest,
+        RenewRequest,
+        ConsumptionRequest,
+        Expire,
+        Due,
+        ClearRequest,
+        Collected,
+    ),
 )

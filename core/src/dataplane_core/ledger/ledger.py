@@ -208,7 +208,7 @@ class Ledger:
     # --- registration -------------------------------------------------------------------------------------------------
 
     @_apply.register
-    def _register(self, command: commands.Register, now: float) -> tuple[PartitionInfo, list[Ref]]:
+    def _register(self, command: commands.RegisterRequest, now: float) -> tuple[PartitionInfo, list[Ref]]:
         known = self._partitions.get(command.partition_id)
         if known is not None and command.if_exists == "keep":
             known.extend(command)
@@ -226,7 +226,7 @@ class Ledger:
         self._partitions = dict(partitions)
 
     @_apply.register
-    def _describe(self, command: commands.Describe, now: float) -> PartitionInfo:
+    def _describe(self, command: commands.DescribeRequest, now: float) -> PartitionInfo:
         return self._partition(command.partition_id).info
 
     # --- production ---------------------------------------------------------------------------------------------------
@@ -493,7 +493,7 @@ class Ledger:
         raise MissingDataError.for_cells(what, locate.partition_id, (each for each in lacking if each[1]))
 
     @_apply.register
-    def _list_samples(self, command: commands.ListSamples, now: float) -> SampleList:
+    def _list_samples(self, command: commands.ListRequest, now: float) -> SampleList:
         partition = self._partition(command.partition_id)
         if command.sample_ids is None:
             rows = list(partition.rows.values())
@@ -503,15 +503,15 @@ class Ledger:
         return SampleList(sample_ids=[row.sample_id for row in rows], tags=[dict(row.tags) for row in rows])
 
     @_apply.register
-    def _list_partitions(self, command: commands.ListPartitions, now: float) -> PartitionList:
+    def _list_partitions(self, command: commands.ListPartitionsRequest, now: float) -> PartitionList:
         return PartitionList(partition_ids=list(self._partitions))
 
     @_apply.register
-    def _inspect(self, command: commands.Inspect, now: float) -> PartitionDescription:
+    def _inspect(self, command: commands.InspectRequest, now: float) -> PartitionDescription:
         return self._partition(command.partition_id).describe(now)
 
     @_apply.register
-    def _list_fields(self, command: commands.ListFields, now: float) -> FieldList:
+    def _list_fields(self, command: commands.FieldsRequest, now: float) -> FieldList:
         rows = self._partition(command.partition_id).rows
         absent = [sample_id for sample_id in command.sample_ids if sample_id not in rows]
         if absent:
@@ -526,7 +526,7 @@ class Ledger:
     # --- cursors ------------------------------------------------------------------------------------------------------
 
     @_apply.register
-    def _export(self, command: commands.Export, now: float) -> PartitionState:
+    def _export(self, command: commands.ExportRequest, now: float) -> PartitionState:
         partition = self._partition(command.partition_id)
         return PartitionState(
             consumed=partition.consumed_ids(),
@@ -535,13 +535,13 @@ class Ledger:
         )
 
     @_apply.register
-    def _set_cursor(self, command: commands.SetCursor, now: float) -> int:
+    def _set_cursor(self, command: commands.SetCursorRequest, now: float) -> int:
         return self._partition(command.partition_id).set_cursor(command)
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
     @_apply.register
-    def _claim(self, command: commands.ClaimSamples, now: float) -> Claim:
+    def _claim(self, command: commands.ClaimRequest, now: float) -> Claim:
         return self._partition(command.partition_id).claim(command, now)
 
     @_apply.register
@@ -549,17 +549,17 @@ class Ledger:
         return self._partition(command.claim.partition_id).may_claim(command.claim, now)
 
     @_apply.register
-    def _settle(self, command: commands.Settle, now: float) -> None:
+    def _settle(self, command: commands.SettleRequest, now: float) -> None:
         if command.request_id not in self._done:
             self._partition(command.partition_id).settle(command, now)
             self._note_done(command.request_id, command.left_s, now)
 
     @_apply.register
-    def _consumed(self, command: commands.Consumed, now: float) -> bool:
+    def _consumed(self, command: commands.ConsumptionRequest, now: float) -> bool:
         partition = self._partitions.get(command.partition_id)
         return partition is not None and partition.consumed(command.task_names)
 
-    def num_ready(self, claim: commands.ClaimSamples, now: float) -> float:
+    def num_ready(self, claim: commands.ClaimRequest, now: float) -> float:
         """How many samples are ready for a claim. Infinite if the claim would not wait. Raises as the claim."""
         return self._partition(claim.partition_id).num_ready(claim, now)
 
@@ -595,7 +595,7 @@ class Ledger:
     # --- clearing -----------------------------------------------------------------------------------------------------
 
     @_apply.register
-    def _clear(self, command: commands.Clear, now: float) -> tuple[int, list[Ref]]:
+    def _clear(self, command: commands.ClearRequest, now: float) -> tuple[int, list[Ref]]:
         count, _ = self._drop(command.partition_id, command.sample_ids, now)
         return count, self.garbage(now)
 

@@ -117,7 +117,7 @@ class Partition:
     batches: dict[tuple[str, int], RankBatches] = field(default_factory=dict)
     undo: UndoLog = field(default_factory=list)
 
-    def extend(self, command: commands.Register) -> None:
+    def extend(self, command: commands.RegisterRequest) -> None:
         """Adds what a further registration names to this one.
 
         Raises:
@@ -341,7 +341,7 @@ class Partition:
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
-    def claim(self, command: commands.ClaimSamples, now: float) -> Claim:
+    def claim(self, command: commands.ClaimRequest, now: float) -> Claim:
         """Hands out ready samples to a task, as the hook ``claim`` says.
 
         Amortised cost: O(k log n) for k samples handed out of n. With a tag filter, it also looks at each claimable
@@ -373,7 +373,7 @@ class Partition:
             epoch=None if command.dp_rank is None else self.info.epoch,
         )
 
-    def may_claim(self, command: commands.ClaimSamples, now: float) -> bool:
+    def may_claim(self, command: commands.ClaimRequest, now: float) -> bool:
         """Whether `claim` would change anything, that is, hand out samples or end leases. Raises as `claim`."""
         if self._given(command) is not None:
             return False
@@ -384,7 +384,7 @@ class Partition:
             or (self.self_expiring and self.leases.next_due(self._lease, now) is not None)
         )
 
-    def num_ready(self, command: commands.ClaimSamples, now: float) -> float:
+    def num_ready(self, command: commands.ClaimRequest, now: float) -> float:
         """How many samples are ready for a claim. Infinite if the claim would not wait, however many are ready."""
         self._expire(now)
         if self._given(command) is not None:
@@ -392,7 +392,7 @@ class Partition:
         found = self._find(command, now)
         return math.inf if found.exhausted else len(found.ready) * self._group_size
 
-    def _find(self, command: commands.ClaimSamples, now: float) -> _Found:
+    def _find(self, command: commands.ClaimRequest, now: float) -> _Found:
         task = self._task(command.task_name)
         wanted, rest = divmod(command.batch_size, self._group_size)
         least = ranks_of(command)
@@ -412,7 +412,7 @@ class Partition:
         ends_ranks = exhausted and not num_claimables and command.dp_rank is not None and command.dp_size is not None
         return _Found(ready, num_claimables, hands_out, exhausted, ends_ranks)
 
-    def _given(self, command: commands.ClaimSamples) -> Claim | None:
+    def _given(self, command: commands.ClaimRequest) -> Claim | None:
         """The batch that was given to a rank, if it was.
 
         Raises:
@@ -446,11 +446,11 @@ class Partition:
             num_ranks=batch.num_ranks,
         )
 
-    def _batch_index(self, command: commands.ClaimSamples) -> int:
+    def _batch_index(self, command: commands.ClaimRequest) -> int:
         return command.batch_index if command.batch_epoch in (None, self.info.epoch) else 0
 
     def _keep_batches(
-        self, command: commands.ClaimSamples, parts: Sequence[Sequence[Claimable]], exhausted: bool
+        self, command: commands.ClaimRequest, parts: Sequence[Sequence[Claimable]], exhausted: bool
     ) -> None:
         """Keeps what the ranks were given, or that there is no such batch."""
         assert command.dp_rank is not None
@@ -477,7 +477,7 @@ class Partition:
             before = RankBatches(dict(batches.kept), list(batches.gone), list(batches.ended))
             self.undo.append((self.batches.__setitem__, key, before))
 
-    def _num_left(self, command: commands.ClaimSamples, task: Task, now: float) -> int | None:
+    def _num_left(self, command: commands.ClaimRequest, task: Task, now: float) -> int | None:
         """How many claimables the task can still be given, now or later. None if more samples may be written."""
         if self.info.num_samples is None or len(self.seen) < self.info.num_samples:
             return None
@@ -485,11 +485,11 @@ class Partition:
             return len(self.rows) - task.num_held
         return len(self._view(command.task_name, task, frozenset()).of(command.tag_filter, now))
 
-    def _shortfall(self, command: commands.ClaimSamples, now: float) -> Shortfall:
+    def _shortfall(self, command: commands.ClaimRequest, now: float) -> Shortfall:
         required = frozenset(command.required_fields)
         return find_shortfall(self._claimables(), command.task_name, required, command.tag_filter, self._is_whole, now)
 
-    def _hold(self, command: commands.ClaimSamples, claimables: Sequence[Claimable], now: float) -> None:
+    def _hold(self, command: commands.ClaimRequest, claimables: Sequence[Claimable], now: float) -> None:
         task_name, lease_s = command.task_name, command.lease_s
         task, expires_at = self.tasks[task_name], now + (lease_s or 0.0)
         self._note_holds([row for claimable in claimables for row in claimable.rows])
@@ -513,7 +513,7 @@ class Partition:
 
     # --- cursors ------------------------------------------------------------------------------------------------------
 
-    def set_cursor(self, command: commands.SetCursor) -> int:
+    def set_cursor(self, command: commands.SetCursorRequest) -> int:
         """Gives rows to a task for good, and takes back all others. Returns how many of the rows are there."""
         if command.create:
             self._add_tasks((command.task_name,))
@@ -589,15 +589,15 @@ class Partition:
 
     # --- leases -------------------------------------------------------------------------------------------------------
 
-    def settle(self, command: commands.Settle, now: float) -> None:
+    def settle(self, command: commands.SettleRequest, now: float) -> None:
         """Settles leases for good, gives the samples back to the pool, or extends the leases."""
         task, rows = self._leased(command, now)
         task_name = command.task_name
         self._note_holds(rows)
-        if isinstance(command, commands.Nack):
+        if isinstance(command, commands.NackRequest):
             for row in rows:
                 self._give_back(row, task_name)
-        elif isinstance(command, commands.Renew):
+        elif isinstance(command, commands.RenewRequest):
             expires_at = now + command.lease_s
             renewed = Holder(task_name, lambda hold: replace(_there(hold), expires_at=expires_at))
             for row in rows:
@@ -624,7 +624,7 @@ class Partition:
         tasks = [self.tasks.get(name) for name in task_names]
         return all(task is not None and task.num_done == len(self.rows) for task in tasks)
 
-    def _leased(self, command: commands.Settle, now: float) -> tuple[Task, list[Row]]:
+    def _leased(self, command: commands.SettleRequest, now: float) -> tuple[Task, list[Row]]:
         action, task_name, sample_ids = command.op, command.task_name, command.sample_ids
         task = self._task(task_name)
         self._expire(now)

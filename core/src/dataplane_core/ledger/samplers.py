@@ -79,6 +79,6 @@ SAMPLERS: Final[dict[Sampler, Draw]] = {
 }
 
 
-def ranks_of(claim: commands.ClaimSamples) -> int:
+def ranks_of(claim: commands.ClaimRequest) -> int:
     """For how many ranks a claim chooses its batch."""
     return 1 if claim.dp_rank is None else claim.dp_size or 1

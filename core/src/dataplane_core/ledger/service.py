@@ -144,7 +144,7 @@ class LedgerService:
     def _wake_others(self, command: Command[Any], changes: str | None, held_bytes: int) -> None:
         if changes is not None:
             self._wake_claims(changes)
-        if self._waiting and isinstance(command, (commands.ClaimSamples, commands.Renew)):
+        if self._waiting and isinstance(command, (commands.ClaimRequest, commands.RenewRequest)):
             self._tell_of_leases(command.partition_id)
         if self._room_wakes and (self._ledger.held_bytes < held_bytes or isinstance(command, commands.WaitForRoom)):
             self._wake_for_room()
@@ -159,15 +159,15 @@ class LedgerService:
 
     def _run(self, command: Command[Reply], wake: Callable[[], bool] | None) -> Reply:
         match command:
-            case commands.ClaimSamples():
+            case commands.ClaimRequest():
                 return cast("Reply", self._claim(command, wake))
-            case commands.Announce():
+            case commands.AnnounceRequest():
                 num_clients = self._clients.announce(command.client, command.ttl_s, self._clock())
                 return cast("Reply", AnnounceReply(num_clients=num_clients))
-            case commands.ListClients():
+            case commands.ListClientsRequest():
                 return cast("Reply", ClientList(clients=self._clients.listed(self._clock())))
             # other commands may leave a known shortfall slightly outdated; these make it wrong
-            case commands.Register() | commands.SetCursor() | commands.Clear(sample_ids=None):
+            case commands.RegisterRequest() | commands.SetCursorRequest() | commands.ClearRequest(sample_ids=None):
                 for question in [each for each in self._explained if each[0] == command.partition_id]:
                     del self._explained[question]
             case commands.BeginPut():
@@ -188,11 +188,17 @@ class LedgerService:
         match command:
             case commands.CommitPut():
                 return self._ledger.partition_of_put(command.write_id)
-            case commands.PutTags() | commands.Nack() | commands.Clear() | commands.SetCursor() | commands.Register():
+            case (
+                commands.PutTags()
+                | commands.NackRequest()
+                | commands.ClearRequest()
+                | commands.SetCursorRequest()
+                | commands.RegisterRequest()
+            ):
                 return command.partition_id
         return None
 
-    def _num_ready(self, claim: commands.ClaimSamples) -> float:
+    def _num_ready(self, claim: commands.ClaimRequest) -> float:
         try:
             return self._ledger.num_ready(claim, self._clock())
         except DataPlaneError:  # the claim raises it when it asks again
@@ -228,7 +234,7 @@ class LedgerService:
                 self._wake_for_room()
         return reply
 
-    def _claim(self, command: commands.ClaimSamples, wake: Callable[[], bool] | None) -> Claim:
+    def _claim(self, command: commands.ClaimRequest, wake: Callable[[], bool] | None) -> Claim:
         try:
             claim = self._answer(command)
         except DataPlaneError:
@@ -253,7 +259,7 @@ class LedgerService:
         if lease_ends_at - now < LONGEST_PAUSE_S:
             self._waiting.tell(partition_id, lease_ends_at, now)
 
-    def _answer(self, command: commands.ClaimSamples) -> Claim:
+    def _answer(self, command: commands.ClaimRequest) -> Claim:
         question = (command.partition_id, command.task_name, tuple(command.required_fields), repr(command.tag_filter))
         told = self._explained.get(question) if command.explain else None
         start = time.thread_time()

@@ -40,7 +40,7 @@ class _Waiter:
 class _Asked:
     """Claims that ask the same: the first of them, and all by their tokens in the order in which they came."""
 
-    claim: commands.ClaimSamples
+    claim: commands.ClaimRequest
     waiters: dict[str, _Waiter] = field(default_factory=dict)
 
 
@@ -59,7 +59,7 @@ class WaitingClaims:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def add(self, claim: commands.ClaimSamples, wake: Callable[[], bool], lease_ends_at: float, now: float) -> None:
+    def add(self, claim: commands.ClaimRequest, wake: Callable[[], bool], lease_ends_at: float, now: float) -> None:
         """A claim waits, or still waits. It keeps its place. It is told when a lease may end."""
         # two for each one that comes, so that clients which were killed do not pile up, and no call takes long
         for token, (_, _, asked_at) in list(islice(self._asked.items(), 2)):
@@ -110,7 +110,7 @@ class WaitingClaims:
                     waiter.wake()
         self._partitions, self._asked = {}, {}
 
-    def wake(self, partition_id: str, num_ready: Callable[[commands.ClaimSamples], float], now: float) -> None:
+    def wake(self, partition_id: str, num_ready: Callable[[commands.ClaimRequest], float], now: float) -> None:
         """Wakes the claims of a partition that can be answered now.
 
         Args:

@@ -178,6 +178,6 @@ Store.handlers = {
     Status: Store._status,
     commands.CommitPut: Store._commit,
     commands.AbortPut: Store._abort,
-    commands.Register: Store._register_or_clear,
-    commands.Clear: Store._register_or_clear,
+    commands.RegisterRequest: Store._register_or_clear,
+    commands.ClearRequest: Store._register_or_clear,
 }

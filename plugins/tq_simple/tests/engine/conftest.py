@@ -29,7 +29,7 @@ def note() -> Callable[[Any, str], list[str]]:
 
     def leave(engine: Any, name: str, timeout_s: float = 60.0) -> list[str]:
         deadline = time.monotonic() + timeout_s
-        engine.call(commands.Register(name, ["x"], None, [], None, {}, name), deadline)
-        return list(engine.call(commands.ListPartitions(), deadline).partition_ids)
+        engine.call(commands.RegisterRequest(name, ["x"], None, [], None, {}, name), deadline)
+        return list(engine.call(commands.ListPartitionsRequest(), deadline).partition_ids)
 
     return leave

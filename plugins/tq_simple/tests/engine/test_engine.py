@@ -53,7 +53,7 @@ from dataplane_tq_simple._engine import Engine
 address, handle = sys.argv[1:]
 config, deadline = TQSimpleConfig(instance="engine", ray_address=address), time.monotonic() + 60
 with Engine.open(config, bootstrap=False, deadline=deadline) as engine:
-    engine.call(commands.Register("job", ["x"], None, [], None, {}, "e"), deadline)
+    engine.call(commands.RegisterRequest("job", ["x"], None, [], None, {}, "e"), deadline)
     engine.put_rows([int(handle)], b"from another job", [0, 16], deadline=deadline)
     assert bytes(engine.get_rows([int(handle)], deadline=deadline)[0]) == b"from another job"
 """
@@ -104,7 +104,7 @@ def test_calls_from_threads_tasks_actors_and_other_jobs(
             call.result()
         ray.get(in_ray, timeout=60)
         other_job.result()
-    noted = engine.call(commands.ListPartitions(), soon()).partition_ids
+    noted = engine.call(commands.ListPartitionsRequest(), soon()).partition_ids
     assert sorted(noted) == sorted(["actor", "task", "job", *(f"thread{number}" for number in range(20))])
     assert bytes(engine.get_rows([handle], deadline=soon())[0]) == b"from another job"
 

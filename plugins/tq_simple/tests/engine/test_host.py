@@ -29,7 +29,7 @@ class Controller:
         self._client = Client(1)
         self.host = ControllerHost(make_ledger(folder, None, False), places=places)
         self.host.book.begin("actor-", [(f"unit-{each}", f"actor-unit-{each}", started(each)) for each in range(3)])
-        self.call(commands.Register("p", ["x"], None, ["t"], None, {}, "epoch"))
+        self.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "epoch"))
 
     def again(self, *running: str) -> None:
         """The process was killed. Now these actors run, or all of the book."""
@@ -102,14 +102,14 @@ def test_the_number_of_a_spread_is_never_used_again(controller: Controller) -> N
     write_id = controller.put()
     for unit in range(3):
         controller.host.book.ended(f"unit-{unit}", f"{unit}a")
-    controller.call(commands.Clear("p", None))
+    controller.call(commands.ClearRequest("p", None))
     controller.call(commands.Collected([(write_id, row) for row in range(6)]))
     view = controller.call(ViewUnits(-1))
     assert write_id >> SPREAD_BITS not in view.spreads
     controller.again()
     for unit in range(3):
         controller.host.book.started(f"unit-{unit}", started(unit, "b"))
-    controller.call(commands.Register("p", ["x"], None, ["t"], None, {}, "epoch"))
+    controller.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "epoch"))
     assert controller.begin() >> SPREAD_BITS > write_id >> SPREAD_BITS
 
 
@@ -149,7 +149,7 @@ def test_a_put_that_was_refused_is_refused_again(controller: Controller, killed:
         controller.again()
     with pytest.raises(DataPlaneError):
         controller.call(commit, again=True)
-    assert controller.call(commands.ListSamples("p")).sample_ids == []
+    assert controller.call(commands.ListRequest("p")).sample_ids == []
 
 
 def test_a_call_that_was_done_is_answered_though_the_book_cannot_be_saved(
@@ -159,7 +159,7 @@ def test_a_call_that_was_done_is_answered_though_the_book_cannot_be_saved(
         raise BackendUnavailableError("the journal's disk is full. Nothing was done.")
 
     monkeypatch.setattr(UnitBook, "save", save)
-    assert controller.call(commands.ListPartitions()).partition_ids == ["p"]
+    assert controller.call(commands.ListPartitionsRequest()).partition_ids == ["p"]
     with pytest.raises(BackendUnavailableError):
         controller.call(ViewUnits(-1))  # a controller that is started again would not know it
 
@@ -168,7 +168,7 @@ def test_a_claim_that_waits_is_woken_also_where_a_journal_is_kept(controller: Co
     woken: list[str] = []
     client = Client(2)
     client.wake = lambda token: woken.append(token) or True
-    waits = commands.ClaimSamples("p", "t", ["x"], 6, all_or_nothing=True, lease_s=None, token="k")
+    waits = commands.ClaimRequest("p", "t", ["x"], 6, all_or_nothing=True, lease_s=None, token="k")
     assert not controller.host.answer(ClaimOrWait(waits), client).answered
     controller.put()
     assert woken == ["k"]
@@ -212,15 +212,15 @@ def test_rows_that_two_clients_report_as_deleted_are_counted_once(either: Contro
     either.put()
     either.put()
     first_ids, then_ids = ([f"{number}{each}" for each in IDS] for number in (1, 2))
-    _, first = either.call(commands.Clear("p", first_ids))
-    _, second = either.call(commands.Clear("p", then_ids[:3]))
+    _, first = either.call(commands.ClearRequest("p", first_ids))
+    _, second = either.call(commands.ClearRequest("p", then_ids[:3]))
     assert set(first) < set(second)
     for freed in (first, second):
         either.call(commands.Collected(freed))
     assert held(either) == [(1, 0)] * 3
     either.call(RemoveUnit("unit-1", False))
     assert either.host.end_removed() == [], "one of its rows is left"
-    _, last = either.call(commands.Clear("p", then_ids[3:]))
+    _, last = either.call(commands.ClearRequest("p", then_ids[3:]))
     either.call(commands.Collected(last))
     assert either.host.end_removed() == ["actor-unit-1"]
 
@@ -233,7 +233,7 @@ def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(either: Controller)
     either.host.book.ended("unit-0", "0a")
     with pytest.raises(UnitsGoneError, match="Nothing was written"):
         either.call(commands.CommitPut(lost))
-    assert set(either.call(commands.ListSamples("p")).sample_ids) == {f"1{each}" for each in IDS}
+    assert set(either.call(commands.ListRequest("p")).sample_ids) == {f"1{each}" for each in IDS}
     refs = either.call(commands.AbortPut(lost))
     assert len(refs) == 6
     either.call(commands.Collected(refs))

@@ -114,20 +114,20 @@ class StoreMachine:
         self.group_size = 2 if self.rarely() and self.store.declares(Capability.GROUPS) else None
         about = (self.partition, _FIELDS, self.rng.choice([None, 6, 12]), _TASKS, self.group_size)
         self.ask("register_partition", *about)
-        self.tell(commands.Register(*about, {}, new_id()))
+        self.tell(commands.RegisterRequest(*about, {}, new_id()))
         self.values.clear()
 
     def start_afresh(self) -> None:
         """Registers the partition again, sometimes after a clear."""
         if self.rng.random() < 0.5:
             self.ask("clear_samples", None, self.partition)
-            self.tell(commands.Clear(self.partition, None))
+            self.tell(commands.ClearRequest(self.partition, None))
         self.register()
 
     def finish(self) -> None:
         """Says that no more samples come."""
         self.ask("finish_partition", self.partition)
-        self.tell(commands.Register(self.partition, [], 0, [], self.group_size, {}, new_id(), "keep"))
+        self.tell(commands.RegisterRequest(self.partition, [], 0, [], self.group_size, {}, new_id(), "keep"))
 
     # --- writes -------------------------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class StoreMachine:
         """Clears some samples, which may not exist."""
         ids = self.some(_IDS, 2)
         self.ask("clear_samples", ids, self.partition)
-        self.tell(commands.Clear(self.partition, ids))
+        self.tell(commands.ClearRequest(self.partition, ids))
         for key in [key for key in self.values if key[0] in ids]:
             del self.values[key]
 
@@ -214,7 +214,7 @@ class StoreMachine:
     def listing(self) -> None:
         """Compares the listed ids, their order and their tags with the model."""
         tag_filter = self.some_filter()
-        expected = self.tell(commands.ListSamples(self.partition, check_tag_filter(tag_filter)))
+        expected = self.tell(commands.ListRequest(self.partition, check_tag_filter(tag_filter)))
         meta = self.ask("list_samples", self.partition, tag_filter)
         assert meta.sample_ids == list(expected.sample_ids)
         assert meta.tags == list(expected.tags)
@@ -222,7 +222,7 @@ class StoreMachine:
     def consumption(self) -> None:
         """Compares the consumption status with the model."""
         tasks = self.some([*_TASKS, "nobody"], 2)
-        expected = self.tell(commands.Consumed(self.partition, tasks))
+        expected = self.tell(commands.ConsumptionRequest(self.partition, tasks))
         assert self.ask("check_consumption_status", self.partition, tasks) == expected
 
     # --- claims -------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class StoreMachine:
         about = (self.partition, task, fields, batch_size)
         asked: dict[str, Any] = {"lease_s": lease_s, "tag_filter": check_tag_filter(tag_filter)}
         expected = self.tell(
-            commands.ClaimSamples(*about, token=new_id(), explain=True, all_or_nothing=blocking, **asked)
+            commands.ClaimRequest(*about, token=new_id(), explain=True, all_or_nothing=blocking, **asked)
         )
         options = {"blocking": blocking, "timeout_s": 0, "lease_s": lease_s, "tag_filter": tag_filter}
         meta, error = _attempt(lambda: self.ask("claim_meta", *about, **options))
@@ -265,9 +265,11 @@ class StoreMachine:
         if self.group_size is None and self.rng.random() < 0.5:
             places = self.some(places, meta.size)
         part, tokens = meta.subset(places), [tokens[place] for place in places]
-        settle: Any = self.rng.choice([commands.Ack, commands.Ack, commands.Nack, commands.Renew])
-        extra = (_LONG_S,) if settle is commands.Renew else ()
-        command: commands.Settle = settle(self.partition, part.task_name, part.sample_ids, tokens, *extra)
+        settle: Any = self.rng.choice(
+            [commands.AckRequest, commands.AckRequest, commands.NackRequest, commands.RenewRequest]
+        )
+        extra = (_LONG_S,) if settle is commands.RenewRequest else ()
+        command: commands.SettleRequest = settle(self.partition, part.task_name, part.sample_ids, tokens, *extra)
         _, expected = _attempt(lambda: self.tell(command))
         _, found = _attempt(lambda: self.ask(command.op, part, *extra))
         _agree(expected, found, command.op)

@@ -195,7 +195,7 @@ class Record:
             command = _CLASSES[held["op"]](**known)
             check_command(command)
             return cls(form.seq, form.prev, command)
-        except (ValueError, TypeError, KeyError) as error:
+        except (msgspec.ValidationError, ValueError, TypeError, KeyError) as error:
             raise _unreadable(seq, error) from error
 
 

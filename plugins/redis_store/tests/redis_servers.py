@@ -142,6 +142,12 @@ class Server:
         wait_until(lambda: self.info("replication").get("master_link_status") == "up")
         return self
 
+    def replicate_to(self, *replicas):
+        """Returns once they have all that it has. WAIT knows only what its own connection wrote."""
+        wait_until(lambda: all(each.info("replication").get("master_link_status") == "up" for each in replicas))
+        offset = self.info("replication")["master_repl_offset"]
+        wait_until(lambda: all(each.info("replication")["slave_repl_offset"] >= offset for each in replicas))
+
     def take_over(self, primary):
         """Becomes the primary, at the socket of the one that died."""
         self.admin("REPLICAOF", "NO", "ONE")

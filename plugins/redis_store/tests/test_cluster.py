@@ -102,18 +102,13 @@ def test_nodes_that_came_later_are_asked_too_when_the_ledgers_node_is_gone(clust
     assert ("127.0.0.1", 1) in session.link._nodes
 
 
-def offset(node, name):
-    return node.admin("INFO", "replication")[name]
-
-
 def test_another_node_takes_over_from_one_that_was_killed(start_cluster, connect):
     nodes = start_cluster(num_replicas=1)
     replica = nodes.pop()
 
     client = connect(url=nodes[0].url, namespace=namespace_on(0))
     write_and_read(client, torch.arange(2))
-    # what the replica does not have yet would be lost
-    wait_until(lambda: offset(replica, "slave_repl_offset") >= offset(nodes[0], "master_repl_offset"))
+    nodes[0].replicate_to(replica)  # what it does not have yet would be lost
     nodes[0].kill()
     wait_until(lambda: replica.admin("INFO", "replication")["role"] == "master")
     wait_until(lambda: replica.is_in_cluster() and nodes[1].is_in_cluster() and nodes[2].is_in_cluster())

@@ -200,7 +200,7 @@ def test_a_replica_that_lost_its_tail_gives_nothing_twice(start_server, connect)
     url = f"unix://{primary.socket}"
     one = connect(url=url, namespace="history", partition="p")
     one.put_samples(["a"], "p", columns(1, SMALL, 1))
-    assert primary.admin("WAIT", 1, 20_000) == 1
+    primary.replicate_to(replica)
     replica.admin("REPLICAOF", "127.0.0.1", "1")  # nobody there: what comes now does not reach it
     lost = one.claim_meta("p", "train", ["x"], 1, lease_s=600)
     one.put_samples(["b"], "p", columns(1, LARGE, 2))
@@ -254,7 +254,7 @@ def test_lost_calls_that_a_client_no_longer_remembers(start_server, connect, mon
     primary, replica = start_server(), start_server()
     replica.admin("REPLICAOF", "127.0.0.1", primary.port)
     client = connect(url=f"unix://{primary.socket}", partition="p")
-    assert primary.admin("WAIT", 1, 20_000) == 1
+    primary.replicate_to(replica)
     replica.admin("REPLICAOF", "127.0.0.1", "1")
     for name in "abc":
         client.put_samples([name], "p", columns(1, SMALL, 1))

@@ -89,7 +89,7 @@ def test_a_service_is_named_and_followed(plane, connect, only_woken):
     pool = ThreadPoolExecutor(1)
     waits = pool.submit(client.claim_meta, "p", "train", ["x"], 3, timeout_s=300.0)
     wait_until(lambda: plane.primary.admin("PUBSUB", "SHARDCHANNELS"))
-    plane.primary.admin("WAIT", 2, 20_000)
+    plane.primary.replicate_to(*plane.replicas)
     plane.primary.kill()
     # the connection is known to be lost before the next call is sent, so it waits until there is a primary again
     client.put_samples(["b"], "p", columns(1, LARGE, 8))
@@ -119,7 +119,7 @@ def test_a_large_put_whose_server_became_a_replica_before_its_commit_begins_agai
     def fails_over_first(*args):
         if not met:
             met.append(1)
-            old.admin("WAIT", 1, 20_000)
+            old.replicate_to(new)
             sentinel.admin("SENTINEL", "REMOVE", "plane")
             new.admin("REPLICAOF", "NO", "ONE")
             old.follow(new)  # the client's connections stay
@@ -152,7 +152,7 @@ def under_load(plane, connect, start_load):
     def start(wait_replicas):
         namespace = f"load-{uuid.uuid4().hex[:8]}"
         client = connect(url=plane.url, namespace=namespace, op_timeout_s=60, partition="p")
-        plane.primary.admin("WAIT", 2, 20_000)
+        plane.primary.replicate_to(*plane.replicas)
         loads = [start_load(plane.url, namespace, f"load{number}", wait_replicas) for number in range(2)]
 
         def go_on():

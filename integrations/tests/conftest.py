@@ -247,8 +247,8 @@ def lose(client: DataPlaneClient) -> Callable[..., None]:
 
     def delete(partition_id: str, sample_id: str, field: str) -> None:
         deadline = time.monotonic() + 60
-        located = backend_of(client)._ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
-        backend_of(client)._delete(located.refs, deadline)
+        located = backend_of(client).call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
+        backend_of(client).delete_refs(located.refs, deadline)
 
     return delete
 

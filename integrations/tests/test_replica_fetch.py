@@ -62,8 +62,8 @@ def test_rows_that_are_read_before_the_call_are_read_once_and_all_ranks_hear_of_
         reads = _calls(metrics).get("get_samples", 0)
         if worker._is_replica_leader() and worker._local_coords()["data_parallel"] == 1:
             backend, deadline = backend_of(worker._dp_client), time.monotonic() + 60
-            lost = backend._ledger(deadline, commands.Locate("train", ["p1_g0"], ["input_ids"]))
-            backend._delete(lost.refs, deadline)
+            lost = backend.call_ledger(deadline, commands.Locate("train", ["p1_g0"], ["input_ids"]))
+            backend.delete_refs(lost.refs, deadline)
         found.append(worker.hold_presharded(meta))
         return worker._local_coords()["data_parallel"], worker._is_replica_leader(), found, reads
 

@@ -35,10 +35,10 @@ class Recorded(NoopBackend):
         super().stop()
         self._service.close()
 
-    def _new_write_id(self, num_ids):
+    def new_write_id(self, num_ids):
         return self._service.take_ids(num_ids)
 
-    def _stop_waiting(self, token):
+    def stop_waiting(self, token):
         pass
 
 

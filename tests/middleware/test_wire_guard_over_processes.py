@@ -65,7 +65,7 @@ class TQSimple:
         self.config = {"backend": "tq_simple", "options": {"instance": f"guard-{uuid.uuid4().hex[:8]}"}}
 
     def change(self, backend, sample_id, change):
-        (part,) = backend._ledger(time.monotonic() + 60, commands.Locate("p", [sample_id], ["reward"])).parts
+        (part,) = backend.call_ledger(time.monotonic() + 60, commands.Locate("p", [sample_id], ["reward"])).parts
         handle = part.write_id + part.positions[0]
         deadline = time.monotonic() + 60
         (row,) = backend._engine.get_rows([handle], deadline=deadline)

@@ -40,16 +40,16 @@ def test_lost_payload_is_named_at_once_and_can_be_produced_again():
         put(client, list("abc"))
         put(client, ["b"], "y")
         backend = backend_of(client)
-        located = backend._ledger(0.0, commands.Locate("p", ["b", "c"], ["x"]))
-        backend._delete([(part.write_id, pos) for part in located.parts for pos in part.positions], 0.0)
+        located = backend.call_ledger(0.0, commands.Locate("p", ["b", "c"], ["x"]))
+        backend.delete_refs([(part.write_id, pos) for part in located.parts for pos in part.positions], 0.0)
         asked = []
-        locate = backend._ledger
+        locate = backend.call_ledger
 
         def counted(deadline, command):
             asked.append(command.op)
             return locate(deadline, command)
 
-        backend._ledger = counted
+        backend.call_ledger = counted
         with pytest.raises(LostSamplesError, match="the payload of 2 samples is gone") as caught:
             client.get_samples(["a", "b", "c"], "p", ["x"])
         assert asked == ["locate", "locate"]
@@ -63,9 +63,9 @@ def test_lost_payload_is_named_at_once_and_can_be_produced_again():
 
 def test_an_engine_that_does_not_say_what_is_gone_is_believed_the_second_time():
     class Vague(NoopBackend):
-        def _fetch(self, located, num_samples, deadline):
+        def fetch_fields(self, located, num_samples, deadline):
             try:
-                return super()._fetch(located, num_samples, deadline)
+                return super().fetch_fields(located, num_samples, deadline)
             except Exception as error:
                 raise type(error)(error.message) from None
 
@@ -80,12 +80,12 @@ def test_rows_that_move_while_they_are_read_are_not_lost():
     moves = []
 
     class Moves(NoopBackend):
-        def _fetch(self, located, num_samples, deadline):
+        def fetch_fields(self, located, num_samples, deadline):
             if len(moves) < 6:  # each time another row of one write, so that the rest is named again
                 moves.append(None)
                 with ThreadPoolExecutor(1) as another:
                     another.submit(put, self.client, [f"s{len(moves)}"]).result()
-            return super()._fetch(located, num_samples, deadline)
+            return super().fetch_fields(located, num_samples, deadline)
 
     with open_client(Moves) as client:
         backend_of(client).client = client
@@ -104,19 +104,19 @@ class _FailsLate(NoopBackend):
     hangs = True
     until, undone_until = 0.0, 0.0
 
-    def _store(self, write_id, columns, num_samples, deadline):
+    def store_write(self, write_id, columns, num_samples, deadline):
         if self.hangs:
             self.until = deadline
             time.sleep(max(0.0, deadline - time.monotonic()))
             raise OperationTimeoutError("the store did not answer.")
-        super()._store(write_id, columns, num_samples, deadline)
+        super().store_write(write_id, columns, num_samples, deadline)
 
-    def _ledger(self, deadline, command):
+    def call_ledger(self, deadline, command):
         if isinstance(command, commands.AbortPut) and self.hangs:
             self.undone_until = deadline
             time.sleep(max(0.0, deadline - time.monotonic()))
             raise OperationTimeoutError("the controller did not answer.")
-        return super()._ledger(deadline, command)
+        return super().call_ledger(deadline, command)
 
 
 def test_undoing_a_failed_put_keeps_to_its_deadline_and_the_next_call_goes_on_with_it():
@@ -133,7 +133,7 @@ def test_undoing_a_failed_put_keeps_to_its_deadline_and_the_next_call_goes_on_wi
 
 def test_a_put_that_fails_early_is_undone_at_once():
     class Refuses(NoopBackend):
-        def _store(self, write_id, columns, num_samples, deadline):
+        def store_write(self, write_id, columns, num_samples, deadline):
             raise ValueError("no")
 
     with open_client(Refuses, capacity_bytes=100) as client:
@@ -144,8 +144,8 @@ def test_a_put_that_fails_early_is_undone_at_once():
 
 def test_a_put_whose_reservation_got_no_answer_holds_no_room():
     class LosesReply(NoopBackend):
-        def _ledger(self, deadline, command):
-            answer = super()._ledger(deadline, command)
+        def call_ledger(self, deadline, command):
+            answer = super().call_ledger(deadline, command)
             if isinstance(command, commands.BeginPut):
                 raise OperationTimeoutError("the reply was lost.")
             return answer
@@ -168,11 +168,11 @@ def test_a_put_that_ends_without_its_room_leaves_the_queue(error):
     class Fails(NoopBackend):
         tries = 0
 
-        def _put(self, request, row_bytes, ticket):
+        def put_once(self, request, row_bytes, ticket):
             self.tries += request.sample_ids == ["large"]
             if self.tries == 2:
                 raise error
-            return super()._put(request, row_bytes, ticket)
+            return super().put_once(request, row_bytes, ticket)
 
     with open_client(Fails, capacity_bytes=100) as client:
         put(client, ["a"], size=60)
@@ -186,15 +186,15 @@ def test_a_put_that_finds_the_engine_full_queues_again():
     asked = []
 
     class EngineIsFull(NoopBackend):
-        def _store(self, write_id, columns, num_samples, deadline):
+        def store_write(self, write_id, columns, num_samples, deadline):
             if len(asked) < 4 and columns["x"].shape[1] == 50:
                 raise CapacityExceededError("the engine is full.")
-            super()._store(write_id, columns, num_samples, deadline)
+            super().store_write(write_id, columns, num_samples, deadline)
 
-        def _waking_ledger(self, deadline, command, wake):
+        def call_ledger_waking(self, deadline, command, wake):
             assert isinstance(command, commands.WaitForRoom)
             asked.append(command.wait_s)
-            return super()._waking_ledger(deadline, command, wake)
+            return super().call_ledger_waking(deadline, command, wake)
 
     with open_client(EngineIsFull, capacity_bytes=100) as client:
         put(client, ["a"], size=50)
@@ -206,15 +206,15 @@ def test_a_put_whose_last_question_got_no_answer_says_that_the_store_was_full(cu
     class AnswersOnce(NoopBackend):
         num_asked = 0
 
-        def _ledger(self, deadline, command):
+        def call_ledger(self, deadline, command):
             if isinstance(command, cut) and not getattr(command, "wait_s", 1) <= 0:
                 self.num_asked += 1
                 if self.num_asked > 2:
                     raise OperationTimeoutError("no answer. It may have been executed or not.")
-            return super()._ledger(deadline, command)
+            return super().call_ledger(deadline, command)
 
-        def _waking_ledger(self, deadline, command, wake):
-            return self._ledger(deadline, command)
+        def call_ledger_waking(self, deadline, command, wake):
+            return self.call_ledger(deadline, command)
 
     with open_client(AnswersOnce, capacity_bytes=100) as client:
         put(client, ["a"], size=60)
@@ -230,10 +230,10 @@ def test_a_put_whose_last_question_got_no_answer_says_that_the_store_was_full(cu
 
 def test_a_put_whose_commit_got_no_answer_may_be_done_though_it_waited_for_room():
     class LosesTheCommit(NoopBackend):
-        def _ledger(self, deadline, command):
-            reply = super()._ledger(deadline, command)
+        def call_ledger(self, deadline, command):
+            reply = super().call_ledger(deadline, command)
             if isinstance(command, commands.WaitForRoom) and command.wait_s:
-                super()._ledger(deadline, commands.ClearRequest("p", ["a"]))
+                super().call_ledger(deadline, commands.ClearRequest("p", ["a"]))
             if isinstance(command, commands.CommitPut) and "a" not in self.list_all():
                 raise OperationTimeoutError("no answer.")
             return reply
@@ -241,8 +241,8 @@ def test_a_put_whose_commit_got_no_answer_may_be_done_though_it_waited_for_room(
         def list_all(self):
             return self._service.call(commands.ListRequest("p", None)).sample_ids
 
-        def _waking_ledger(self, deadline, command, wake):
-            return self._ledger(deadline, command)
+        def call_ledger_waking(self, deadline, command, wake):
+            return self.call_ledger(deadline, command)
 
     with open_client(LosesTheCommit, capacity_bytes=100) as client:
         put(client, ["a"], size=60)
@@ -255,8 +255,8 @@ def test_a_put_whose_commit_got_no_answer_may_be_done_though_it_waited_for_room(
 
 def test_a_claim_whose_reply_was_lost_waits_no_longer():
     class LosesReplies(NoopBackend):
-        def _waking_ledger(self, deadline, command, wake):
-            super()._waking_ledger(deadline, command, wake)
+        def call_ledger_waking(self, deadline, command, wake):
+            super().call_ledger_waking(deadline, command, wake)
             raise OperationTimeoutError("no reply in time.")
 
     with open_client(LosesReplies) as client:

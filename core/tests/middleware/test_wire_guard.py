@@ -25,9 +25,9 @@ class CarriesRows(NoopBackend):
 class CarriesBytes(NoopBackend):
     wire = WireFormat(bytes=True)
 
-    def _store(self, write_id, columns, num_samples, deadline):
+    def store_write(self, write_id, columns, num_samples, deadline):
         frames = {name: [bytearray(frame) for frame in column] for name, column in columns.items()}
-        super()._store(write_id, frames, num_samples, deadline)
+        super().store_write(write_id, frames, num_samples, deadline)
 
 
 WIRES = {"native": NoopBackend, "rows": CarriesRows, "bytes": CarriesBytes}

@@ -22,7 +22,7 @@ class TestSQLite(BackendConformance):
         return {"path": str(tmp_path_factory.getbasetemp() / "store.sqlite")}
 
     def raw_get(self, backend, partition_id, sample_id, field):
-        (part,) = backend._ledger(time.monotonic() + 60, commands.Locate(partition_id, [sample_id], [field])).parts
+        (part,) = backend.call_ledger(time.monotonic() + 60, commands.Locate(partition_id, [sample_id], [field])).parts
         key = f"row{part.write_id + part.positions[0]:x}"
         with sqlite3.connect(backend.config.path) as database:
             ((row,),) = database.execute("SELECT data FROM blobs WHERE key = ?", (key,)).fetchall()

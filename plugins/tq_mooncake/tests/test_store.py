@@ -401,7 +401,7 @@ def test_its_processes_run_at_the_priority_of_any_other(client):
 
 
 def located(client, sample_id):
-    (part,) = backend_of(client)._ledger(time.monotonic() + 60, commands.Locate("p", [sample_id], ["x"])).parts
+    (part,) = backend_of(client).call_ledger(time.monotonic() + 60, commands.Locate("p", [sample_id], ["x"])).parts
     return [part.write_id + position for position in part.positions]
 
 

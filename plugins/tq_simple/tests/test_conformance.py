@@ -22,7 +22,7 @@ class TestTQSimple(BackendConformance):
     def raw_get(self, backend, partition_id, sample_id, field):
         """The frame, straight from the storage unit."""
         deadline = time.monotonic() + 10
-        (part,) = backend._ledger(deadline, commands.Locate(partition_id, [sample_id], [field])).parts
+        (part,) = backend.call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field])).parts
         handle = part.write_id + part.positions[0]
         ((*frames,),) = split_rows(backend._engine.get_rows([handle], deadline=deadline))
         return bytes(frames[part.slots[0]])

@@ -469,8 +469,8 @@ class Store:
         backend = self.backend
         if isinstance(backend, LedgerBackend) and not self.case.supplies("lose_payload"):
             deadline = time.monotonic() + PROMPT_S
-            located = backend._ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
-            backend._delete(located.refs, deadline)
+            located = backend.call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
+            backend.delete_refs(located.refs, deadline)
         else:
             self.ask_author("lose_payload", partition_id, sample_id, field)
 

@@ -271,17 +271,17 @@ class TellsNobodyOfLeases(NoopBackend):
 class NeverWakes(NoopBackend):
     """Declares that it wakes, and does not."""
 
-    def _waking_ledger(self, deadline, command, wake):
-        return self._ledger(deadline, command)
+    def call_ledger_waking(self, deadline, command, wake):
+        return self.call_ledger(deadline, command)
 
 
 @breaks("test_only_as_many_are_woken_as_there_are_samples_for")
 class WakesAll(NoopBackend):
     """Wakes every claim that waits, whatever was put."""
 
-    def _waking_ledger(self, deadline, command, wake):
+    def call_ledger_waking(self, deadline, command, wake):
         self.__dict__.setdefault("wakes", []).append(wake)
-        return super()._waking_ledger(deadline, command, wake)
+        return super().call_ledger_waking(deadline, command, wake)
 
     def put_samples(self, request):
         reply = super().put_samples(request)
@@ -294,11 +294,11 @@ class WakesAll(NoopBackend):
 class WakesAFew(NoopBackend):
     """Keeps no more than 16 claims to wake."""
 
-    def _waking_ledger(self, deadline, command, wake):
+    def call_ledger_waking(self, deadline, command, wake):
         kept = self.__dict__.setdefault("kept", set())
         if len(kept) < 16:
             kept.add(command.token)
-        return super()._waking_ledger(deadline, command, wake if command.token in kept else lambda: True)
+        return super().call_ledger_waking(deadline, command, wake if command.token in kept else lambda: True)
 
 
 @breaks("test_ranks_get_equal_numbers_of_batches[first_write]")

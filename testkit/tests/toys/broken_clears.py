@@ -44,7 +44,7 @@ class KeepsTheSchemaAcrossRegistrations(NoopBackend):
 class ForgetsButKeeps(NoopBackend):
     """What is cleared is gone from the books, and stays in the engine."""
 
-    def _delete(self, refs, deadline):
+    def delete_refs(self, refs, deadline):
         pass
 
 
@@ -53,11 +53,11 @@ class KeepsOldVersions(NoopBackend):
     """A put does not delete what it replaced."""
 
     def put_samples(self, request):
-        self._delete = lambda refs, deadline: None
+        self.delete_refs = lambda refs, deadline: None
         try:
             return super().put_samples(request)
         finally:
-            del self._delete
+            del self.delete_refs
 
 
 @breaks("test_a_refused_put_leaves_nothing_in_the_engine")
@@ -65,7 +65,7 @@ class StoresBeforeItAsks(NoopBackend):
     """A put stores its columns first, and leaves them there when it is refused."""
 
     def put_samples(self, request):
-        self._store(-1 - len(self._segments), request.columns, len(request.sample_ids), request.deadline)
+        self.store_write(-1 - len(self._segments), request.columns, len(request.sample_ids), request.deadline)
         reply = super().put_samples(request)
         del self._segments[min(self._segments)]
         return reply
@@ -124,8 +124,8 @@ class CountsEpochs(NoopBackend):
 class FreesSharedRowsWithTheFirstSample(NoopBackend):
     """The ledger forgets that several samples share a row."""
 
-    def _ledger(self, deadline, command):
-        reply = super()._ledger(deadline, command)
+    def call_ledger(self, deadline, command):
+        reply = super().call_ledger(deadline, command)
         if isinstance(command, commands.CommitPut):
             for write in self._service._ledger._writes.values():
                 write.num_sharers.clear()
@@ -136,7 +136,7 @@ class FreesSharedRowsWithTheFirstSample(NoopBackend):
 class CountsSharedRowsForEachSample(NoopBackend):
     """The capacity counts a shared row as often as it is shared."""
 
-    def _ledger(self, deadline, command):
+    def call_ledger(self, deadline, command):
         if isinstance(command, commands.BeginPut):
             counted = [
                 replace(
@@ -147,4 +147,4 @@ class CountsSharedRowsForEachSample(NoopBackend):
                 for write in command.writes
             ]
             command = replace(command, writes=counted)
-        return super()._ledger(deadline, command)
+        return super().call_ledger(deadline, command)

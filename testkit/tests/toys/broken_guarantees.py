@@ -109,11 +109,11 @@ class ForgetsTheSecondTask(NoopBackend):
 class GivesRoomToWhoeverAsks(NoopBackend):
     """Nobody queues for room."""
 
-    def _put(self, request, writes, ticket):
-        return super()._put(request, writes, None)
+    def put_once(self, request, writes, ticket):
+        return super().put_once(request, writes, None)
 
-    def _ledger(self, deadline, command):
-        return None if isinstance(command, commands.WaitForRoom) else super()._ledger(deadline, command)
+    def call_ledger(self, deadline, command):
+        return None if isinstance(command, commands.WaitForRoom) else super().call_ledger(deadline, command)
 
 
 @breaks("test_reasons_are_given_only_for_what_is_not_declared")

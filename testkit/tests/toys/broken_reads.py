@@ -172,7 +172,7 @@ class TurnsNoneIntoText(NoopBackend):
 class KeepsTheCallersMemory(NoopBackend):
     """Stores references to what it was handed."""
 
-    def _store(self, write_id, columns, num_samples, deadline):
+    def store_write(self, write_id, columns, num_samples, deadline):
         kept = {
             name: Ragged(column.values(), column.offsets())
             if isinstance(column, torch.Tensor) and column.is_nested

@@ -61,7 +61,7 @@ class DeletesNothing(FolderStore):
 class KeepsWhatIsCleared(FolderStore):
     """The one delete that clears call is not there."""
 
-    def _delete_rows(self, handles, deadline):
+    def delete_rows(self, handles, deadline):
         pass
 
 
@@ -76,9 +76,9 @@ class KeepsWhatARegistrationFrees(FolderStore):
         finally:
             self.clears = False
 
-    def _delete_rows(self, handles, deadline):
+    def delete_rows(self, handles, deadline):
         if getattr(self, "clears", False):
-            super()._delete_rows(handles, deadline)
+            super().delete_rows(handles, deadline)
 
 
 @breaks("test_a_missing_blob_reads_as_none")

@@ -203,20 +203,20 @@ class HostStore(RowStoreBackend):
             raise reply
         return reply
 
-    def _ledger(self, deadline, command):
+    def call_ledger(self, deadline, command):
         return self._ask(deadline, "ledger", command)
 
-    def _put_rows(self, handles, buffer, offsets, deadline):
+    def put_rows(self, handles, buffer, offsets, deadline):
         rows = [bytes(buffer[start:stop]) for start, stop in pairwise(map(int, offsets))]
         self._ask(deadline, "put_rows", list(handles), rows)
 
-    def _get_rows(self, handles, deadline):
+    def get_rows(self, handles, deadline):
         rows = self._ask(deadline, "get_rows", list(handles))
         if None in rows:
             raise RefsGoneError("a row is gone")
         return rows
 
-    def _delete_rows(self, handles, deadline):
+    def delete_rows(self, handles, deadline):
         self._ask(deadline, "delete_rows", list(handles))
 
 
@@ -225,8 +225,8 @@ class KeepsCursorsInTheClient(HostStore):
 
     def claim(self, request):
         given = self.__dict__.setdefault("given", {}).setdefault((request.partition_id, request.task_name), set())
-        listed = self._ledger(request.deadline, commands.ListRequest(request.partition_id, None))
-        info = self._ledger(request.deadline, commands.DescribeRequest(request.partition_id))
+        listed = self.call_ledger(request.deadline, commands.ListRequest(request.partition_id, None))
+        info = self.call_ledger(request.deadline, commands.DescribeRequest(request.partition_id))
         ready = [each for each in listed.sample_ids if each not in given][: request.batch_size]
         whole = info.num_samples is not None and len(listed.sample_ids) >= info.num_samples
         if request.all_or_nothing and len(ready) < request.batch_size and not whole:
@@ -302,9 +302,9 @@ class WakesTheDead(HostStore):
 
     capabilities = HostStore.capabilities | {Capability.WAKES}
 
-    def _waking_ledger(self, deadline, command, wake):
+    def call_ledger_waking(self, deadline, command, wake):
         if not isinstance(command, commands.ClaimRequest):
-            return self._ledger(deadline, command)
+            return self.call_ledger(deadline, command)
         if self._process is None:
             time.sleep(1.0)
         threading.Thread(target=self._listen, args=(command.token, wake), daemon=True).start()

@@ -23,7 +23,7 @@ class TestFolderStore(BackendConformance):
         return {"path": str(tmp_path_factory.getbasetemp() / self.backend_class.__name__)}
 
     def raw_get(self, backend, partition_id, sample_id, field):
-        (part,) = backend._ledger(time.monotonic() + 60, commands.Locate(partition_id, [sample_id], [field])).parts
+        (part,) = backend.call_ledger(time.monotonic() + 60, commands.Locate(partition_id, [sample_id], [field])).parts
         row = (backend._blobs / f"row{part.write_id + part.positions[0]:x}").read_bytes()
         return split_rows([row])[0][part.slots[0]]
 

@@ -43,8 +43,8 @@ class TestHostStore(BackendConformance):
 
     def raw_get(self, backend, partition_id, sample_id, field):
         forever = time.monotonic() + 60
-        (part,) = backend._ledger(forever, commands.Locate(partition_id, [sample_id], [field])).parts
-        (row,) = backend._get_rows([part.write_id + part.positions[0]], forever)
+        (part,) = backend.call_ledger(forever, commands.Locate(partition_id, [sample_id], [field])).parts
+        (row,) = backend.get_rows([part.write_id + part.positions[0]], forever)
         # a row: 8 bytes of header with the number of its cells, their lengths, the cells
         (count,) = struct.unpack_from("<I", row, 4)
         lengths = struct.unpack_from(f"<{count}q", row, 8)

@@ -52,9 +52,9 @@ class CarriesBytes(NoopBackend):
 
     wire = WireFormat(bytes=True)
 
-    def _store(self, write_id, columns, num_samples, deadline):
+    def store_write(self, write_id, columns, num_samples, deadline):
         copies = {name: [bytes(frame) for frame in column] for name, column in columns.items()}
-        super()._store(write_id, copies, num_samples, deadline)
+        super().store_write(write_id, copies, num_samples, deadline)
 
 
 class StandsStill(NoopBackend):

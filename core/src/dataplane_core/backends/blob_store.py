@@ -133,7 +133,7 @@ class BlobStore(RowStoreBackend):
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
-    def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
+    def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
         if self._journal is None:
             return self._service.call(command)
         with self._until(deadline):
@@ -142,13 +142,13 @@ class BlobStore(RowStoreBackend):
             self._shortener.run(deadline)
         return answer
 
-    def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
+    def put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
         bounds = offsets.tolist()
         view = memoryview(buffer)
         with self._until(deadline):
             self.put_many({_key(handle): bytes(view[bounds[i] : bounds[i + 1]]) for i, handle in enumerate(handles)})
 
-    def _get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[bytes]:
+    def get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[bytes]:
         with self._until(deadline):
             found = self.get_many([_key(handle) for handle in handles])
         gone = [handle for handle, row in zip(handles, found, strict=True) if row is None]
@@ -156,7 +156,7 @@ class BlobStore(RowStoreBackend):
             raise RefsGoneError(f"{len(gone)} blobs are gone, {_key(gone[0])} among them", handles=gone)
         return [row for row in found if row is not None]
 
-    def _delete_rows(self, handles: Sequence[int], deadline: float) -> None:
+    def delete_rows(self, handles: Sequence[int], deadline: float) -> None:
         with self._until(deadline):
             self.delete_many([_key(handle) for handle in handles])
 

@@ -1,8 +1,8 @@
 """`LedgerBackend`: every operation of a backend, on top of a `Ledger` and a payload store.
 
-A storage author implements four methods: `_ledger` (sends a command to the ledger), `_store`, `_fetch` and `_delete`.
-Payload is stored before the ledger makes it visible, and deleted after the ledger freed it. Write ids are never used
-again. So a reader never gets half a row or another put's row, even after crashes.
+A storage author implements four methods: `call_ledger` (sends a command to the ledger), `store_write`, `fetch_fields`
+and `delete_refs`. Payload is stored before the ledger makes it visible, and deleted after the ledger freed it. Write
+ids are never used again. So a reader never gets half a row or another put's row, even after crashes.
 """
 
 from __future__ import annotations
@@ -151,11 +151,11 @@ class LedgerBackend(Backend, ABC):
     # --- what a storage author supplies -------------------------------------------------------------------------------
 
     @abstractmethod
-    def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
+    def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
         """Sends a command to `LedgerService.call` on the ledger's host, by ``deadline`` (`time.monotonic`'s clock)."""
 
     @abstractmethod
-    def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
+    def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
         """Stores the payload of a write. Returns when every client can fetch it. Must copy what it keeps.
 
         Args:
@@ -169,7 +169,7 @@ class LedgerBackend(Backend, ABC):
         """
 
     @abstractmethod
-    def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
+    def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         """Fetches columns in the order of the request, in new memory.
 
         Raises:
@@ -177,20 +177,20 @@ class LedgerBackend(Backend, ABC):
         """
 
     @abstractmethod
-    def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
+    def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
         """Deletes payload. Ignores refs that do not exist."""
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
     def register_partition(self, request: RegisterRequest) -> PartitionInfo:
         """Opens a partition."""
-        info, freed = self._ledger(request.deadline, request)
+        info, freed = self.call_ledger(request.deadline, request)
         self._collect_if_possible(freed, request.deadline)
         return info
 
     def _pass_on(self, request: Any) -> Any:
         """An operation whose request is a command, and whose reply is that of the ledger."""
-        return self._ledger(request.deadline, request)
+        return self.call_ledger(request.deadline, request)
 
     describe_partition = _pass_on
 
@@ -216,7 +216,7 @@ class LedgerBackend(Backend, ABC):
                 request_id=request.request_id,
                 left_s=_left_s(request.deadline),
             )
-            self._ledger(request.deadline, put)
+            self.call_ledger(request.deadline, put)
             return
         self._finish_undoing(request.deadline)
         columns = {name: request.columns[name] for name in request.specs}  # in the ledger's order of slots
@@ -230,14 +230,14 @@ class LedgerBackend(Backend, ABC):
         before: Located | None = None
         locate = commands.Locate(request.partition_id, request.sample_ids, request.fields)
         while True:
-            located = self._ledger(request.deadline, locate)
+            located = self.call_ledger(request.deadline, locate)
             try:
                 columns = self._fetch_once(located, len(request.sample_ids), request.deadline)
             except RefsGoneError as error:
                 # the ledger frees a ref before its payload is deleted: a ref that it still returns after that is lost
                 lost: Iterable[Ref] = gone.intersection(error.refs)
                 if not error.refs and located == before:
-                    lost = self._find_gone(located.refs, request.deadline)
+                    lost = self.find_gone(located.refs, request.deadline)
                 if lost:
                     raise _lost_samples(request, located, lost) from error
                 gone.update(error.refs)
@@ -254,29 +254,29 @@ class LedgerBackend(Backend, ABC):
         """Hands out ready samples."""
         wake = request.wake
         if wake is None:
-            return self._ledger(request.deadline, request)
+            return self.call_ledger(request.deadline, request)
         claim = replace(request, wake=None)  # which stays in this process
-        wake.at_end = partial(self._stop_waiting, claim.token)  # also if the reply is lost: the claim may wait then
-        found = self._waking_ledger(request.deadline, claim, wake)
+        wake.at_end = partial(self.stop_waiting, claim.token)  # also if the reply is lost: the claim may wait then
+        found = self.call_ledger_waking(request.deadline, claim, wake)
         if found.answered or request.explain:
             wake.at_end = None
         return found
 
     def _settle(self, request: SettleRequest) -> SettleReply:
         """Settles leases, gives them back or extends them."""
-        self._ledger(request.deadline, replace(request, left_s=_left_s(request.deadline)))
+        self.call_ledger(request.deadline, replace(request, left_s=_left_s(request.deadline)))
         return SettleReply(num_samples=len(request.sample_ids))
 
     ack = nack = renew = _settle
 
     def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:
         """Asks the ledger."""
-        return ConsumptionReply(consumed=self._ledger(request.deadline, request))
+        return ConsumptionReply(consumed=self.call_ledger(request.deadline, request))
 
     def clear_samples(self, request: ClearRequest) -> ClearReply:
         """Drops rows, then deletes their payload and what crashed writers left."""
         self._finish_undoing(request.deadline)
-        count, garbage = self._ledger(request.deadline, request)
+        count, garbage = self.call_ledger(request.deadline, request)
         self._collect(garbage, request.deadline)
         return ClearReply(num_samples=count)
 
@@ -290,25 +290,27 @@ class LedgerBackend(Backend, ABC):
 
     def set_cursor(self, request: SetCursorRequest) -> SettleReply:
         """Sets which samples a task has been given."""
-        return SettleReply(num_samples=self._ledger(request.deadline, request))
+        return SettleReply(num_samples=self.call_ledger(request.deadline, request))
 
     # --- what a storage author may override ---------------------------------------------------------------------------
 
-    def _waking_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
-        """As `_ledger`, for a claim or a put that waits: passes ``wake`` to `LedgerService.call` on the ledger's host.
+    def call_ledger_waking(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
+        """As `call_ledger`, for a claim or a put that waits: gives ``wake`` to `LedgerService.call` on its host.
 
         A backend that declares ``wakes`` overrides it. It calls ``wake`` in the client's process.
         """
-        return self._ledger(deadline, command)
+        return self.call_ledger(deadline, command)
 
-    def _stop_waiting(self, token: str) -> None:
-        """What was given to `_waking_ledger` waits no longer: calls `LedgerService.stop_waiting`. Must not block."""
+    def stop_waiting(self, token: str) -> None:
+        """What was given to `call_ledger_waking` waits no longer: `LedgerService.stop_waiting`. Must not block."""
 
-    def _begin(self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float) -> int:
+    def begin_put(
+        self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float
+    ) -> int:
         """Begins a put. An engine that gives out memory together with the write id overrides it."""
-        return self._ledger(deadline, begin)
+        return self.call_ledger(deadline, begin)
 
-    def _store_all(
+    def store_writes(
         self,
         writes: Mapping[int, commands.Write],
         columns: Mapping[str, WireColumn | SharedRows],
@@ -322,18 +324,18 @@ class LedgerBackend(Backend, ABC):
             deadline: On `time.monotonic`'s clock, in seconds.
         """
         for write_id, write in writes.items():
-            self._store(write_id, columns_of(write, columns), len(write.row_bytes), deadline)
+            self.store_write(write_id, columns_of(write, columns), len(write.row_bytes), deadline)
 
-    # --- how it is done -----------------------------------------------------------------------------------------------
-
-    def _find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
+    def find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
         """Which refs of a failed read are gone, if the engine did not say. Default: all."""
         return refs
 
-    def _new_write_id(self, num_ids: int) -> int | None:
+    def new_write_id(self, num_ids: int) -> int | None:
         """A random id, followed by as many unused ones as a put needs. None: the ledger numbers the writes (if its
         state and the payload die together)."""
         return secrets.randbits(128)
+
+    # --- how it is done -----------------------------------------------------------------------------------------------
 
     def _fetch_once(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn | SharedRows]:
         """Fetches columns. Rows of a write that several samples share are fetched once."""
@@ -342,14 +344,14 @@ class LedgerBackend(Backend, ABC):
         for name in shared:
             some, index = _without_repeats(located, name, num_samples)
             try:
-                columns[name] = SharedRows(self._fetch(some, max(index) + 1, deadline)[name], index)
+                columns[name] = SharedRows(self.fetch_fields(some, max(index) + 1, deadline)[name], index)
             except FrameError as error:
                 error.row = None if error.row is None else index.index(error.row)
                 raise
         rest = [name for name in located.specs if name not in shared]
         if rest:
             some = located if not shared else _only(located, rest)
-            columns.update(self._fetch(some, num_samples, deadline))
+            columns.update(self.fetch_fields(some, num_samples, deadline))
         return columns
 
     def _put_when_there_is_room(self, request: PutRequest, writes: Sequence[commands.Write]) -> Sequence[Ref]:
@@ -363,11 +365,11 @@ class LedgerBackend(Backend, ABC):
             raise RoomTimeoutError.after(ticket.refusal, asked_in_vain=True) from late
         finally:
             if ticket is not None and ticket.waited:
-                self._stop_waiting(ticket.id)
+                self.stop_waiting(ticket.id)
             if ticket is not None and ticket.queued_at is not None:  # the put ends while it is still in the queue
                 until = min(request.deadline, time.monotonic() + _LATE_UNDO_S)
                 with suppress(Exception):  # the ledger drops it later anyway
-                    self._ledger(until, commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=0.0))
+                    self.call_ledger(until, commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=0.0))
 
     def _put_in_turn(
         self, request: PutRequest, writes: Sequence[commands.Write], ticket: _Ticket | None
@@ -382,7 +384,7 @@ class LedgerBackend(Backend, ABC):
 
         while True:
             try:
-                return self._put(request, writes, ticket)
+                return self.put_once(request, writes, ticket)
             except CapacityExceededError as error:
                 if not error.retryable or ticket is None:
                     raise
@@ -395,14 +397,14 @@ class LedgerBackend(Backend, ABC):
                 if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
                     ticket.queued_at, ticket.waited = now, True
                     wait = commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=left_s)
-                    self._waking_ledger(request.deadline, wait, wake)
+                    self.call_ledger_waking(request.deadline, wait, wake)
                 # 0 if the engine itself is full: it does not say when to ask again
                 pause_s = error.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
                 bell.wait(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
 
-    def _put(self, request: PutRequest, writes: Sequence[commands.Write], ticket: _Ticket | None) -> Sequence[Ref]:
-        """Tries a put once. Returns the refs that it freed."""
-        drawn = self._new_write_id(sum(len(write.row_bytes) for write in writes))
+    def put_once(self, request: PutRequest, writes: Sequence[commands.Write], ticket: _Ticket | None) -> Sequence[Ref]:
+        """Tries a put once. Returns the refs that it freed. An engine whose parts come and go may override it."""
+        drawn = self.new_write_id(sum(len(write.row_bytes) for write in writes))
         begin = commands.BeginPut(
             *(request.partition_id, request.sample_ids, request.specs, writes, request.tags, request.epoch),
             write_id=drawn,
@@ -411,7 +413,7 @@ class LedgerBackend(Backend, ABC):
             request_id=request.request_id,
         )
         try:
-            write_id = self._begin(begin, request.columns, request.deadline)
+            write_id = self.begin_put(begin, request.columns, request.deadline)
         except _REFUSALS:
             raise
         except BaseException:  # the reply may be lost while the bytes are reserved
@@ -421,10 +423,10 @@ class LedgerBackend(Backend, ABC):
         if ticket is not None:
             ticket.queued_at = None  # it left the queue; it enters it again if the engine itself is full
         try:
-            self._store_all(begin.by_id(write_id), request.columns, request.deadline)
+            self.store_writes(begin.by_id(write_id), request.columns, request.deadline)
             if ticket is not None:
                 ticket.refusal = None
-            return self._ledger(request.deadline, commands.CommitPut(write_id))
+            return self.call_ledger(request.deadline, commands.CommitPut(write_id))
         except BaseException:
             self._undo(write_id, request.deadline)
             raise
@@ -438,7 +440,7 @@ class LedgerBackend(Backend, ABC):
         deadline = min(deadline, time.monotonic() + _UNDO_S)
         if time.monotonic() < deadline:
             with suppress(Exception):  # the caller gets the error of the put, not of this
-                self._collect(self._ledger(deadline, commands.AbortPut(write_id)), deadline)
+                self._collect(self.call_ledger(deadline, commands.AbortPut(write_id)), deadline)
                 return
         self._not_undone.append(write_id)
 
@@ -448,12 +450,12 @@ class LedgerBackend(Backend, ABC):
         while self._not_undone and time.monotonic() < deadline:
             with suppress(Exception):  # it must not fail this call
                 write_id = self._not_undone.popleft()
-                self._collect(self._ledger(deadline, commands.AbortPut(write_id)), deadline)
+                self._collect(self.call_ledger(deadline, commands.AbortPut(write_id)), deadline)
 
     def _collect(self, refs: Sequence[Ref], deadline: float) -> None:
         if refs:
-            self._delete(refs, deadline)
-            self._ledger(deadline, commands.Collected(refs))
+            self.delete_refs(refs, deadline)
+            self.call_ledger(deadline, commands.Collected(refs))
 
     def _collect_if_possible(self, refs: Sequence[Ref], deadline: float) -> None:
         """Deletes payload after what is done, and so must not fail now. A later clear deletes what is left."""

@@ -25,7 +25,7 @@ class RowStoreBackend(LedgerBackend):
     row_cost_bytes = 6144
 
     @abstractmethod
-    def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
+    def put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
         """Stores rows. Returns when every client can read them.
 
         Args:
@@ -36,7 +36,7 @@ class RowStoreBackend(LedgerBackend):
         """
 
     @abstractmethod
-    def _get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[bytes | bytearray | memoryview]:
+    def get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[bytes | bytearray | memoryview]:
         """Reads rows, in the order of ``handles``, which has no repeats.
 
         Raises:
@@ -44,13 +44,13 @@ class RowStoreBackend(LedgerBackend):
         """
 
     @abstractmethod
-    def _delete_rows(self, handles: Sequence[int], deadline: float) -> None:
+    def delete_rows(self, handles: Sequence[int], deadline: float) -> None:
         """Deletes rows. Ignores handles that do not exist."""
 
-    def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
-        self._store_all({write_id: commands.Write(tuple(columns), [0] * num_samples)}, columns, deadline)
+    def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
+        self.store_writes({write_id: commands.Write(tuple(columns), [0] * num_samples)}, columns, deadline)
 
-    def _store_all(
+    def store_writes(
         self,
         writes: Mapping[int, commands.Write],
         columns: Mapping[str, WireColumn | SharedRows],
@@ -58,12 +58,12 @@ class RowStoreBackend(LedgerBackend):
     ) -> None:
         buffer, offsets = join_rows([framed_columns(columns_of(write, columns)) for write in writes.values()])
         first = min(writes)
-        self._put_rows(range(first, first + len(offsets) - 1), buffer, offsets, deadline)
+        self.put_rows(range(first, first + len(offsets) - 1), buffer, offsets, deadline)
 
-    def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
+    def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         refs = located.refs
         try:
-            found = self._get_rows([write_id + position for write_id, position in refs], deadline)
+            found = self.get_rows([write_id + position for write_id, position in refs], deadline)
         except RefsGoneError as error:
             gone = set(error.handles)
             raise RefsGoneError(error.message, refs=[ref for ref in refs if sum(ref) in gone]) from error
@@ -87,22 +87,22 @@ class RowStoreBackend(LedgerBackend):
                     column[position] = frames[slot]
         return dict(columns)
 
-    def _find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
+    def find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
         """Reads halves of the refs, recursively. Refs that there is no time to read count as gone."""
         refs = list(dict.fromkeys(refs))
         if time.monotonic() >= deadline:
             return refs
         try:
-            self._get_rows([write_id + position for write_id, position in refs], deadline)
+            self.get_rows([write_id + position for write_id, position in refs], deadline)
         except RefsGoneError:
             middle = len(refs) // 2
             if not middle:
                 return refs
-            return [*self._find_gone(refs[:middle], deadline), *self._find_gone(refs[middle:], deadline)]
+            return [*self.find_gone(refs[:middle], deadline), *self.find_gone(refs[middle:], deadline)]
         return []
 
-    def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
-        self._delete_rows([write_id + position for write_id, position in refs], deadline)
+    def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
+        self.delete_rows([write_id + position for write_id, position in refs], deadline)
 
 
 def _add_place(error: FrameError, located: Located) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from dataplane_core.arguments import check_dict, check_number, takes
 from dataplane_core.batch.exports import to_arrow, to_numpy
-from dataplane_core.batch.rows import Column, checked_num_rows, concatenate, object_array, select_rows, slice_rows
+from dataplane_core.batch.selection import Column, checked_num_rows, concatenate, object_array, select_rows, slice_rows
 from dataplane_core.batch.tokens import token_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
 from dataplane_core.schema import MULTIMODAL_FIELDS

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataplane_core.batch.rows import checked_num_rows
+from dataplane_core.batch.selection import checked_num_rows
 from dataplane_core.errors import InvalidRequestError, preview
 
 

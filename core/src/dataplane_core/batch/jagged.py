@@ -19,7 +19,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from dataplane_core._compiler_marks import not_compiled
 from dataplane_core.arguments import check_columns, check_dict, check_iterable, check_number, takes
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
-from dataplane_core.batch.rows import check_pad_value, objects_of
+from dataplane_core.batch.selection import check_pad_value, objects_of
 from dataplane_core.batch.tokens import as_lengths, is_per_sample
 from dataplane_core.codec import (
     Ragged,

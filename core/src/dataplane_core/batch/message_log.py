@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataplane_core.batch.rows import object_array
+from dataplane_core.batch.selection import object_array
 from dataplane_core.codec import is_jagged, jagged_parts
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.schema import (

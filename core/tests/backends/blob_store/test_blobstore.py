@@ -319,16 +319,16 @@ def test_lost_rows_that_an_engine_does_not_name_are_found_by_reading_again():
     class Vague(Plain):
         lost = frozenset()
 
-        def _get_rows(self, handles, deadline):
+        def get_rows(self, handles, deadline):
             if not self.lost.isdisjoint(handles):
                 raise RefsGoneError("some are gone")
-            return super()._get_rows(handles, deadline)
+            return super().get_rows(handles, deadline)
 
     ids = [f"s{i}" for i in range(32)]
     with open_client(Vague) as client:
         client.register_partition("p", ["x"], None, ["t"])
         client.put_samples(ids, "p", {"x": torch.zeros(32)})
-        (part,) = backend_of(client)._ledger(0.0, commands.Locate("p", ["s3", "s30"], ["x"])).parts
+        (part,) = backend_of(client).call_ledger(0.0, commands.Locate("p", ["s3", "s30"], ["x"])).parts
         backend_of(client).lost = frozenset(part.write_id + position for position in part.positions)
         with pytest.raises(LostSamplesError) as caught:
             client.get_samples(ids, "p", ["x"])

@@ -151,7 +151,7 @@ def test_the_ids_of_requests_that_were_carried_out_are_kept(way):
     with stored(way) as client:
         again = commands.PutTags("p", ["k_g0"], [{"n": 77}], request_id="d0" * 16, left_s=60.0)
         with pytest.raises(AlreadyDoneError):
-            backend_of(client)._ledger(time.monotonic() + 60, again)
+            backend_of(client).call_ledger(time.monotonic() + 60, again)
         assert client.list_samples("p").tags[0]["n"] == 0
 
 

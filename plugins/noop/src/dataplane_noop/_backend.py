@@ -42,21 +42,21 @@ class NoopBackend(LedgerBackend):
         with self._lock:
             self._segments.clear()
 
-    def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
+    def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
         return self._service.call(command)
 
-    def _waking_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
+    def call_ledger_waking(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
         return self._service.call(command, wake)
 
-    def _stop_waiting(self, token: str) -> None:
+    def stop_waiting(self, token: str) -> None:
         self._service.stop_waiting(token)
 
-    def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
+    def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
         segment = Segment.copy_of(columns, num_samples)
         with self._lock:
             self._segments[write_id] = segment
 
-    def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
+    def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         pieces: dict[str, list[Piece]] = {name: [] for name in located.specs}
         for part in located.parts:
             with self._lock:
@@ -70,7 +70,7 @@ class NoopBackend(LedgerBackend):
         jagged = JaggedColumns()
         return {name: merge_pieces(each, jagged) for name, each in pieces.items()}
 
-    def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
+    def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
         by_write: dict[int, list[int]] = {}
         for write_id, pos in refs:
             by_write.setdefault(write_id, []).append(pos)

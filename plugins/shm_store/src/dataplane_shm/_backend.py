@@ -161,7 +161,7 @@ class ShmBackend(LedgerBackend):
 
     # --- the ledger ---------------------------------------------------------------------------------------------------
 
-    def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
+    def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
         session = self._connected()
         if isinstance(command, commands.Locate):
             pin = session.new_pin()
@@ -179,14 +179,16 @@ class ShmBackend(LedgerBackend):
             return cast("Reply", [])  # it was committed by the request that began it
         return session.call(command.op, deadline, command)
 
-    def _waking_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
+    def call_ledger_waking(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
         return self._connected().call_waiting(command.op, deadline, command, wake)
 
-    def _stop_waiting(self, token: str) -> None:
+    def stop_waiting(self, token: str) -> None:
         if self._session is not None:
             self._session.end_waiting(token, tell=True)
 
-    def _begin(self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float) -> int:
+    def begin_put(
+        self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float
+    ) -> int:
         tables = [list(columns_of(write, columns).values()) for write in begin.writes]
         layouts = [
             _payload.plan(table, len(write.row_bytes)) for table, write in zip(tables, begin.writes, strict=True)
@@ -203,7 +205,7 @@ class ShmBackend(LedgerBackend):
         self._placed.update(zip(self._begun[begun.write_id], places, strict=True))
         return begun.write_id
 
-    def _new_write_id(self, num_ids: int) -> int:
+    def new_write_id(self, num_ids: int) -> int:
         """The number of the session and of the id: unique as long as the ledger lives."""
         with self._ids_lock:
             first = self._next_id
@@ -212,7 +214,7 @@ class ShmBackend(LedgerBackend):
 
     # --- payload ------------------------------------------------------------------------------------------------------
 
-    def _store(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
+    def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
         if write_id not in self._placed:
             return  # it went with the request that began the put
         offset, layout = self._placed.pop(write_id)
@@ -220,7 +222,7 @@ class ShmBackend(LedgerBackend):
         _payload.write(self._memory().bytes[offset : offset + layout.size_bytes], layout, list(columns.values()))
         del session
 
-    def _fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
+    def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         assert isinstance(located, _PlacedCells)
         if located.gone:
             raise RefsGoneError(f"{len(located.gone)} rows are gone", refs=located.gone)
@@ -232,6 +234,6 @@ class ShmBackend(LedgerBackend):
                 return columns
         return _payload.read(self._memory().bytes, located, located.places)
 
-    def _delete(self, refs: Sequence[Ref], deadline: float) -> None:
+    def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
         # the store frees payload by itself; only the conformance kit, which loses payload on purpose, comes here
         self._connected().call("delete", deadline, Drop(list(refs)))

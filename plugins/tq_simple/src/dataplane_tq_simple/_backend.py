@@ -106,36 +106,36 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
             while self._folders:
                 self._folders.pop().release()
 
-    def _ledger(self, deadline: float, command: Command[Reply]) -> Reply:
+    def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
         return self._connected().call(command, deadline)
 
-    def _waking_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
+    def call_ledger_waking(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
         return self._connected().call(command, deadline, wake)
 
-    def _stop_waiting(self, token: str) -> None:
+    def stop_waiting(self, token: str) -> None:
         if self._engine is not None:
             self._engine.stop_waiting(token)
 
-    def _put(self, request: PutRequest, writes: Sequence[commands.Write], ticket: Any) -> Sequence[Ref]:
+    def put_once(self, request: PutRequest, writes: Sequence[commands.Write], ticket: Any) -> Sequence[Ref]:
         """Tries a put again where storage units ended before it was committed: others take it, or they come back."""
         while True:
             try:
-                return super()._put(request, writes, ticket)
+                return super().put_once(request, writes, ticket)
             except UnitsGoneError:
                 if time.monotonic() + 2 * _AGAIN_S >= request.deadline:
                     raise
                 time.sleep(_AGAIN_S)
 
-    def _new_write_id(self, num_ids: int) -> None:
+    def new_write_id(self, num_ids: int) -> None:
         """None: the ledger numbers the writes. Handles have only 64 bits, and no write outlives the ledger."""
 
-    def _put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
+    def put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
         self._connected().put_rows(handles, buffer, offsets, deadline=deadline)
 
-    def _get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[memoryview]:
+    def get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[memoryview]:
         return self._connected().get_rows(handles, deadline=deadline)
 
-    def _delete_rows(self, handles: Sequence[int], deadline: float) -> None:
+    def delete_rows(self, handles: Sequence[int], deadline: float) -> None:
         self._connected().delete_rows(handles, deadline=deadline)
 
     def _connected(self) -> _Engine:
@@ -156,7 +156,9 @@ class TQSimpleBackend(QueueBackend["Engine"]):
 
         return Engine
 
-    def _begin(self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float) -> int:
+    def begin_put(
+        self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float
+    ) -> int:
         engine = self._connected()
         request = BeginNear(begin, engine.node) if self.config.near_writer else begin
         return engine.call(request, deadline)

@@ -11,7 +11,7 @@ from typing import Final
 
 from dataplane_testkit.chaos.claims import check_claims
 from dataplane_testkit.chaos.history import Call, History
-from dataplane_testkit.chaos.rows import check_rows
+from dataplane_testkit.chaos.reads import check_reads
 from dataplane_testkit.chaos.rules import Finding
 from dataplane_testkit.chaos.timeline import Timeline
 
@@ -28,7 +28,7 @@ def check(history: History) -> list[Finding]:
     start, or never.
     """
     time = Timeline(history)
-    found = sorted([*check_rows(time), *check_claims(time)], key=lambda each: each.calls[-1].begin_s)
+    found = sorted([*check_reads(time), *check_claims(time)], key=lambda each: each.calls[-1].begin_s)
     counts: Counter[str] = Counter()
     kept: dict[tuple[object, ...], Finding] = {}
     for each in found:
@@ -51,7 +51,7 @@ def shrunk(history: History, found: Finding) -> History:
         if next(checks, None) is None:
             return False
         time = Timeline(replace(history, calls=tuple(calls)))
-        return any(each.key == key for each in chain(check_rows(time), check_claims(time)))
+        return any(each.key == key for each in chain(check_reads(time), check_claims(time)))
 
     calls = [call for call in history.calls if call.partition == found.partition or call.name in needed]
     if found.samples:

@@ -54,10 +54,10 @@ def fill(client):
     client.clear_samples(None, "q")
     deadline = clock.now + 1e9
     begin = ["p", ["v_g0"], {}, [], None, None]
-    backend_of(client)._ledger(deadline, commands.WaitForRoom("b0" * 16, 8, wait_s=20.0))
-    backend_of(client)._ledger(deadline, commands.BeginPut(*begin, write_id=17, ticket="b0" * 16, ttl_s=30.0))
-    backend_of(client)._ledger(deadline, commands.BeginPut(*begin, write_id=1 << 127, ticket=None, ttl_s=30.0))
-    backend_of(client)._ledger(deadline, commands.AbortPut(17))
+    backend_of(client).call_ledger(deadline, commands.WaitForRoom("b0" * 16, 8, wait_s=20.0))
+    backend_of(client).call_ledger(deadline, commands.BeginPut(*begin, write_id=17, ticket="b0" * 16, ttl_s=30.0))
+    backend_of(client).call_ledger(deadline, commands.BeginPut(*begin, write_id=1 << 127, ticket=None, ttl_s=30.0))
+    backend_of(client).call_ledger(deadline, commands.AbortPut(17))
     client.register_partition("p", ["late"], None, ["v"], grpo_group_size=2, if_exists="keep")
     client.reset_consumption("p", "v")
     client.register_partition("ranks", ["x"], None, ["t"])
@@ -74,9 +74,9 @@ def fill(client):
     write = commands.Write(["y"], [100, 200], [0, 1, 0])  # two samples share a row
     shared = ["shared", ["a", "b", "c"], {"x": _INT64, "y": _INT64}, [commands.Write(["x"], [8, 8, 8]), write]]
     put = commands.BeginPut(*shared, write_id=1 << 100, ttl_s=30.0)
-    backend_of(client)._ledger(deadline, commands.CommitPut(backend_of(client)._ledger(deadline, put)))
+    backend_of(client).call_ledger(deadline, commands.CommitPut(backend_of(client).call_ledger(deadline, put)))
     done = commands.PutTags("p", ["k_g0"], [{"n": 0}], request_id="d0" * 16, left_s=60.0)
-    backend_of(client)._ledger(deadline, done)
+    backend_of(client).call_ledger(deadline, done)
 
 
 def main():

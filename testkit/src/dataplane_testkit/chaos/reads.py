@@ -29,7 +29,7 @@ _ANY: Final = {"", "OperationTimeoutError", "StalePartitionError", "UnknownParti
 _MANY_PUTS: Final = 10
 
 
-def check_rows(time: Timeline) -> Iterator[Finding]:
+def check_reads(time: Timeline) -> Iterator[Finding]:
     """What breaks a rule about rows."""
     for call in time.calls:
         if call.operation in _SHOWS and call.outcome == OK:

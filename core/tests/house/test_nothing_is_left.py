@@ -18,7 +18,10 @@ LEAKS = {
         "subprocess.run(['sh', '-c', 'sleep 61 > /dev/null 2>&1 & until grep -q ^sleep /proc/$!/cmdline; do :; done'])",
         r"process \d+ sleep 61, first seen in",
     ),
-    "zombie": ("os.posix_spawn('/bin/true', ['true'], {})", r"process \d+ \(ended, not waited for\), first seen in"),
+    "zombie": (
+        "os.waitid(os.P_PID, os.posix_spawn('/bin/true', ['true'], {}), os.WEXITED | os.WNOWAIT)",
+        r"process \d+ \(ended, not waited for\), first seen in",
+    ),
     "thread": (
         "threading.Thread(target=threading.Event().wait, daemon=True).start()",
         r"thread <.* seen in test_",

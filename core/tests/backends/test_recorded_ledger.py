@@ -440,6 +440,27 @@ def test_a_note_that_is_the_work_of_a_call_is_made_once_however_soon_the_journal
     assert client.ledger.notes["units"] == b"four"
 
 
+def test_a_lock_that_an_interrupt_kept_is_given_back_with_the_next_call(client: Client) -> None:
+    lock, interrupts, taken = client.ledger._journal._lock, [KeyboardInterrupt()], []
+
+    class Interrupted:
+        acquire = lock.acquire
+
+        def release(self) -> None:
+            if interrupts:
+                raise interrupts.pop()
+            lock.release()
+
+    client.ledger._journal._lock = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        client.register()
+    client.register()
+    other = threading.Thread(target=lambda: taken.append(lock.acquire(blocking=False)))
+    other.start()
+    other.join()
+    assert taken == [True]
+
+
 def test_capacity_and_abandoned_puts_are_as_without_a_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = RecordedLedger(tmp_path, 20)
     now = ledger._file.now()

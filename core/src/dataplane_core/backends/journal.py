@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn, Protocol, cast
 
@@ -174,9 +174,14 @@ class Journal:
             if self._is_cut:
                 self._forget()
             yield
-        finally:  # an interrupt may come before any instruction, also before it is known whether the lock was taken
-            with suppress(RuntimeError):  # it was not
-                self._lock.release()
+        finally:
+            # An interrupt may come before any call: before it is known whether the lock was taken, and in an earlier
+            # call that was to give it back. So the release is the first call here, and comes as often as it was taken.
+            try:
+                while True:
+                    self._lock.release()
+            except RuntimeError:  # this thread does not have it, now or from the start
+                pass
 
     def call(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         """Runs a command after all records of the journal, and records it if it changes anything.

@@ -154,6 +154,8 @@ class RecordedLedger:
 
     def close(self) -> None:
         """Closes the journal, which stays in its folder."""
+        with self._journal.held(_soon(), "close"):  # given back, should an interrupt have kept this thread from it
+            pass
         self._end()
         self._thread.join()
         self._file.close()

@@ -68,7 +68,8 @@ class NoopBackend(LedgerBackend):
             for name in part.fields:
                 pieces[name].append(segment.piece(name, part.positions, part.rows))
         jagged = JaggedColumns()
-        dtypes = {name: spec.stored.torch_dtype for name, spec in located.specs.items() if spec.kind == "tensor"}
+        tensors = [name for name, spec in located.specs.items() if spec.kind == "tensor" and self.wire.narrow]
+        dtypes = {name: located.specs[name].stored.torch_dtype for name in tensors}
         return {name: merge_pieces(each, jagged, dtypes.get(name)) for name, each in pieces.items()}
 
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:

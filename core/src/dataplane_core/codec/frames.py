@@ -123,9 +123,7 @@ def ragged_of_items(items: Sequence[Any], name: str, *, allow_pickle: bool = Fal
     return Ragged(from_bytes(data, torch.uint8, (len(data),)), offsets_of(lengths))
 
 
-def unframe_ragged(
-    frames: Sequence[BytesLike], dtype: torch.dtype | None = None
-) -> tuple[int, Ragged | torch.Tensor]:
+def unframe_ragged(frames: Sequence[BytesLike], dtype: torch.dtype | None = None) -> tuple[int, Ragged | torch.Tensor]:
     """Reads frames into new memory: their kind, and the rows joined end to end.
 
     Scalars are returned as a dense (N,) tensor, objects as their encoded bytes.
@@ -193,7 +191,10 @@ def _of_differing_width(views: Sequence[BytesLike], codes: Any, dtype: torch.dty
         try:
             kind, column = unframe_ragged([views[row] for row in rows])
         except FrameError as error:
-            raise FrameError(error.message, row=None if error.row is None else rows[error.row]) from None
+            if error.row is not None:
+                error.message = error.message.removeprefix(f"row {error.row}: ")
+                raise _in_row(error, rows[error.row]) from None
+            raise
         values = column.values if isinstance(column, Ragged) else column
         if kind != KIND_TENSOR or not (values.dtype == dtype or is_narrow(values.dtype, dtype)):
             raise FrameError(f"frames of {values.dtype} do not fit a field of {dtype}.", row=rows[0])

@@ -72,7 +72,9 @@ def _bounds(part: np.ndarray[Any, Any], low: int, high: int) -> tuple[int, int]:
 
 
 def _narrowest(wide: torch.dtype, low: int, high: int) -> torch.dtype | None:
-    return next((dtype for dtype, least, most in _NARROW if least <= low and high <= most and dtype in NARROWER[wide]), None)
+    return next(
+        (dtype for dtype, least, most in _NARROW if least <= low and high <= most and dtype in NARROWER[wide]), None
+    )
 
 
 def widened(column: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -77,7 +77,9 @@ class NarrowSuite(Suite, chapter="narrow integers"):
         rows = _rows(0, 100)
         store.put(partition, ids(4), columns={"x": jagged(rows)})
         for (low, high), some in zip(_RANGES[1:], ([1, 2], [0, 1], [3, 2], [2, 0], [1, 3]), strict=True):
-            rows = [new if row in some else old for row, (new, old) in enumerate(zip(_rows(low, high), rows, strict=True))]
+            rows = [
+                new if row in some else old for row, (new, old) in enumerate(zip(_rows(low, high), rows, strict=True))
+            ]
             store.put(partition, [f"s{row}" for row in some], columns={"x": jagged([rows[row] for row in some])})
             check_column(store.get(partition, ids(4), "x")["x"], rows)
 

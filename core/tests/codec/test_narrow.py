@@ -148,7 +148,7 @@ def test_a_wire_of_tensors_gets_them_only_if_it_says_so():
 @pytest.mark.parametrize("trailing", [(), (2,)], ids=str)
 def test_cells_of_several_widths_are_joined(wire, ragged, trailing):
     cells, column, specs = [], [], {}
-    for number, low in enumerate((0, -1, 60_000, 1 << 20, 1 << 40)):
+    for low in (0, -1, 60_000, 1 << 20, 1 << 40):
         rows = [torch.full((2_100 + ragged * row, *trailing), low) for row in range(2)]
         sent, specs = encode_columns({"x": jagged(rows) if ragged else torch.stack(rows)}, 2, wire)
         cells += rows
@@ -227,13 +227,13 @@ def test_frames_that_differ_in_more_than_their_width_are_refused():
 
     spec = {"x": FieldSpec("tensor", "int64", 1)}
     for strange in (frames(2, 3_000, dtype=torch.float32), frames(2, 3_000, dtype=torch.uint64)):
-        with pytest.raises(FrameError, match="do not fit a field of torch.int64|does not fit"):
+        with pytest.raises(FrameError, match="not fit"):
             decode_columns({"x": [*frames(2, 3_000), *strange]}, spec, 4, FRAMES)
     with pytest.raises(FrameError):
         decode_columns({"x": [*frames(2, 3_000), *frames(2, 300, 10, most=-1)]}, spec, 4, FRAMES)
-    with pytest.raises(FrameError, match="row 3") as caught:
-        damaged = bytes(frames(2, 3_000, most=-1)[1])[:-1]
-        decode_columns({"x": [*frames(2, 3_000), frames(2, 3_000, most=-1)[0], damaged]}, spec, 4, FRAMES)
+    first, second = map(bytes, frames(2, 3_000, most=-1))
+    with pytest.raises(FrameError, match="row 3: frame of 3015 bytes is truncated") as caught:
+        decode_columns({"x": [*frames(2, 3_000), first, second[:-1]]}, spec, 4, FRAMES)
     assert caught.value.row == 3
 
 

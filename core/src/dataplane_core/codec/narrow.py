@@ -72,9 +72,9 @@ def _bounds(part: np.ndarray[Any, Any], low: int, high: int) -> tuple[int, int]:
 
 
 def _narrowest(wide: torch.dtype, low: int, high: int) -> torch.dtype | None:
-    return next(
-        (dtype for dtype, least, most in _NARROW if least <= low and high <= most and dtype in NARROWER[wide]), None
-    )
+    """The first of the dtypes narrower than ``wide`` that holds all values between these bounds."""
+    fitting = (dtype for dtype, least, most in _NARROW if least <= low and high <= most)
+    return next((dtype for dtype in fitting if dtype in NARROWER[wide]), None)
 
 
 def widened(column: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -64,7 +64,8 @@ def main() -> None:
     options = parser.parse_args()
     batches = {"experts": lambda: routed(options.tokens), "A wide": wide_a, "A": lambda: batch("A")}
     print(
-        f"{'':24}{'put ms':>10}{'as put':>10}{'least':>8}{'median':>8}{'get ms':>10}{'as put':>10}{'least':>8}{'median':>8}{'bytes':>8}"
+        f"{'':24}{'put ms':>10}{'as put':>10}{'least':>8}{'median':>8}"
+        f"{'get ms':>10}{'as put':>10}{'least':>8}{'median':>8}{'bytes':>8}"
     )
     for backend in options.backends:
         with contextlib.ExitStack() as stack:

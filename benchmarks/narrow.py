@@ -21,6 +21,9 @@ from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
 
+#: Backend -> the option that keeps two stores apart, where it is not "namespace".
+KEYS = {"tq_simple": "instance", "tq_mooncake": "instance"}
+
 
 def routed(most_tokens: int) -> TensorDict:
     """A batch with routed experts."""
@@ -71,8 +74,8 @@ def main() -> None:
         with contextlib.ExitStack() as stack:
             clients = {}
             for narrow in (True, False):
-                own = {"server": "private"} if backend == "redis_store" else {}
-                own = own if backend == "noop" else {**own, "namespace": f"narrow-{narrow}"}
+                own = {} if backend == "noop" else {KEYS.get(backend, "namespace"): f"narrow-{narrow}"}
+                own |= {"server": "private"} if backend == "redis_store" else {}
                 config = {"backend": backend, "options": own, "narrow": narrow}
                 clients[narrow] = stack.enter_context(connect(config))
             for name in options.batches:

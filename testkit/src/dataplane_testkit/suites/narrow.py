@@ -85,7 +85,7 @@ class NarrowSuite(Suite, chapter="narrow integers"):
 
     @proves(Capability.CAPACITY)
     def test_capacity_counts_narrow_integers(self, store: Store) -> None:
-        """Contract: "`capacity_bytes` counts what is stored."
+        """Contract: "capacity_bytes counts what is stored."
 
         Check first: what a put takes from the capacity is the size of its cells as they were sent.
         """

@@ -18,17 +18,17 @@ from dataplane_core.spec import FieldSpec
 DTYPES = sorted(ALL_DTYPES, key=str)
 
 
-def frame(kind=1, code=12, dims=(2,), payload=b"\x00" * 8, magic=b"DPF", version=2, rank=None, zero=0):
+def frame(kind=1, code=12, dims=(2,), payload=b"\x00" * 8, magic=b"DPF", version=1, rank=None, zero=0):
     head = struct.pack("<3sBBBBB", magic, version, kind, code, len(dims) if rank is None else rank, zero)
     return head + struct.pack(f"<{len(dims)}q", *dims) + payload
 
 
 def test_the_format_is_pinned():
     assert frame_cell(torch.tensor([1, -2], dtype=torch.int16)) == bytes.fromhex(
-        "445046020107010002000000000000000100feff"
+        "445046010107010002000000000000000100feff"
     )
-    assert frame_cell(torch.tensor(True)) == b"DPF\x02\x01\x01\x00\x00\x01"
-    assert frame_cell("a") == b"DPF\x02\x02\x02\x01\x00\x02\x00\x00\x00\x00\x00\x00\x00\xa1a"
+    assert frame_cell(torch.tensor(True)) == b"DPF\x01\x01\x01\x00\x00\x01"
+    assert frame_cell("a") == b"DPF\x01\x02\x02\x01\x00\x02\x00\x00\x00\x00\x00\x00\x00\xa1a"
 
 
 def test_dtype_codes_are_pinned():
@@ -97,10 +97,10 @@ def test_a_cell_that_no_reader_would_accept_is_refused_by_the_writer():
 
 MALFORMED = {
     "nothing": (b"", "truncated"),
-    "half a header": (b"DPF\x02\x01", "truncated"),
+    "half a header": (b"DPF\x01\x01", "truncated"),
     "header without dims": (frame(rank=3, dims=(), payload=b""), "truncated"),
     "another magic": (frame(magic=b"XYZ"), "magic"),
-    "a later version": (frame(version=3), "version 3. Expected 2"),
+    "a later version": (frame(version=2), "version 2. Expected 1"),
     "version 0": (frame(version=0), "version 0"),
     "an unknown kind": (frame(kind=3), "kind 3"),
     "kind 0": (frame(kind=0), "kind 0"),

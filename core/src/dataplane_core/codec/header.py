@@ -17,7 +17,7 @@ from dataplane_core.codec.tensors import DTYPE_CODES, DTYPE_OF_CODE, BytesLike, 
 from dataplane_core.errors import FrameError, InvalidTypeError
 
 MAGIC: Final = b"DPF"
-VERSION: Final = 2
+VERSION: Final = 1
 KIND_TENSOR: Final = 1
 KIND_OBJECT: Final = 2
 #: magic, version, kind, dtype code, rank, a zero byte; then ``rank`` little-endian int64 dims; then the payload.

@@ -49,6 +49,33 @@ def test_empty_scalar_strided_and_conjugated_tensors_arrive(ranks: Any) -> None:
         assert not sibling[name].requires_grad
 
 
+def test_integers_are_sent_narrow_and_arrive_as_they_were(ranks: Any) -> None:
+    def make() -> BatchedDataDict:
+        columns: dict[str, Any] = {}
+        for most in (127, -1, 60_000, 1 << 20, 1 << 40):
+            values = torch.arange(30_000).reshape(3, -1) % 100
+            values[1, 2] = most
+            columns[f"dense {most}"] = values.T
+            columns[f"jagged {most}"] = torch.nested.as_nested_tensor(list(values.unbind()), layout=torch.jagged)
+        return BatchedDataDict(columns)
+
+    def send(rank: int) -> tuple[list[Any], int]:
+        sizes, broadcast = [], dist.broadcast
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(
+                dist, "broadcast", lambda message, **to: (sizes.append(len(message)), broadcast(message, **to))
+            )
+            batch = broadcast_from_leader(make, group=dist.group.WORLD)
+        dtypes = {column.dtype for column in batch.values()}
+        return [row.tolist() for column in batch.values() for row in column.unbind()] + [*map(str, dtypes)], sum(sizes)
+
+    leader, sibling = ranks(2, send)
+    expected = [row.tolist() for column in make().values() for row in column.unbind()]
+    assert leader == sibling
+    assert leader[0] == [*expected, "torch.int64"]
+    assert 2 * 30_000 * (1 + 1 + 2 + 4 + 8) <= leader[1] < 2 * 30_000 * (1 + 1 + 2 + 4 + 8) + 10_000
+
+
 def test_a_batch_without_rows_or_without_columns_arrives(ranks: Any) -> None:
     def no_rows() -> BatchedDataDict:
         return BatchedDataDict({"input_ids": torch.zeros(0, 7, dtype=torch.int64), "names": []})

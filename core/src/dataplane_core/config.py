@@ -60,6 +60,8 @@ class DataPlaneConfig(BaseModel):
         strict_fields: Whether a put of a field that is not registered, and a claim of one that is neither registered
             nor written, is an error. If not, each such name is logged once, with the nearest one. A partition that was
             registered without fields takes all.
+        narrow: Whether a put sends and stores integers in the narrowest dtype that holds them. Reads give the dtype
+            that was put. For all fields, or field -> bool; a field that is not named is narrowed.
         allow_pickle: Lets object columns hold items outside the closed set. These are pickled.
         role: What this process does, for `DataPlaneClient.list_clients`. None: the name of its program.
         announce_s: Seconds between two announcements of a client (capability ``clients``). None: it does not announce
@@ -76,6 +78,7 @@ class DataPlaneConfig(BaseModel):
     attach_wait_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     open_partitions: bool = False
     strict_fields: bool = False
+    narrow: bool | dict[str, bool] = True
     allow_pickle: bool = False
     role: str | None = Field(default=None, min_length=1)
     announce_s: float | None = Field(default=5.0, gt=0, allow_inf_nan=False)

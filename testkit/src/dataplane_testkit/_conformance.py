@@ -28,6 +28,7 @@ from dataplane_testkit.suites.lifecycle import LifecycleSuite
 from dataplane_testkit.suites.listing import ListingSuite
 from dataplane_testkit.suites.machine import MachineSuite
 from dataplane_testkit.suites.matrix import MatrixSuite
+from dataplane_testkit.suites.narrow import NarrowSuite
 from dataplane_testkit.suites.overwrite import OverwriteSuite
 from dataplane_testkit.suites.processes import ProcessSuite
 from dataplane_testkit.suites.put import PutSuite
@@ -70,6 +71,7 @@ class BackendConformance(
     LeaseSuite,
     GroupSuite,
     ClaimSuite,
+    NarrowSuite,
     EqualCellsSuite,
     MatrixSuite,
     GetSuite,

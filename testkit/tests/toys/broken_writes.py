@@ -255,3 +255,36 @@ class CopiesOnTheWayIn(NoopBackend):
                 kept += [bytearray(column.numpy().tobytes()) for _ in range(8)]
                 request.columns[name] = torch.frombuffer(kept[-1], dtype=column.dtype).view(column.shape).clone()
         return super().put_samples(request)
+
+
+@breaks("test_an_overwrite_may_be_wider_or_narrower")
+class KeepsTheWidthOfTheFirstPut(NoopBackend):
+    """A field has one dtype in the engine, that of the first put: wider integers of later ones are cut off."""
+
+    def start(self, *, bootstrap, deadline):
+        super().start(bootstrap=bootstrap, deadline=deadline)
+        self._dtypes = {}
+
+    def store_write(self, write_id, columns, num_samples, deadline):
+        kept = {name: column.to(self._dtypes.setdefault(name, column.dtype)) for name, column in columns.items()}
+        super().store_write(write_id, kept, num_samples, deadline)
+
+
+@breaks("test_narrow_integers_take_less_room")
+class StoresIntegersWide(NoopBackend):
+    """Narrow integers are kept as int64."""
+
+    def store_write(self, write_id, columns, num_samples, deadline):
+        wide = {name: column.to(torch.int64) for name, column in columns.items()}
+        super().store_write(write_id, wide, num_samples, deadline)
+
+
+@breaks("test_capacity_counts_narrow_integers")
+class CountsIntegersWide(NoopBackend):
+    """The capacity counts each integer as 8 bytes."""
+
+    def call_ledger(self, deadline, command):
+        if isinstance(command, commands.BeginPut):
+            writes = [replace(write, row_bytes=[8 * size for size in write.row_bytes]) for write in command.writes]
+            command = replace(command, writes=writes)
+        return super().call_ledger(deadline, command)

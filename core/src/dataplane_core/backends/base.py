@@ -46,6 +46,8 @@ class Backend:
         attach_wait_s: Seconds that an attach may wait for an owner that has not started yet. Core sets it before
             `start`. Core itself waits: it starts new objects of this class until one attaches. Only a backend with a
             costly `start` needs this value.
+        narrow: Whether core may send integers narrower than they were put, where the wire takes that. A backend whose
+            reads are views of what was put clears it before `start` returns.
         stop_by: When `stop` should be over, on `time.monotonic`'s clock, whether the store answers or not. Core sets it
             before `stop`.
     """
@@ -63,6 +65,7 @@ class Backend:
     allow_pickle: bool = False
     exclusive: bool = False
     attach_wait_s: float = 0.0
+    narrow: bool = True
     stop_by: float = math.inf
 
     def __init__(self, config: Any) -> None:

@@ -74,6 +74,7 @@ class SpreadBackend(Backend):
                 hint="Shorten the name in the options of the backend.",
             )
         self._stores = [self.store_class(each) for each in made]
+        self.narrow = all(store.narrow for store in self._stores)
 
     def _options_of(self, number: int) -> dict[str, Any]:
         return self.isolated_options(self._options, f"{number}of{self.num_ledgers}")

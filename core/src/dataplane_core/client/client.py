@@ -465,7 +465,8 @@ class DataPlaneClient(Claims):
             check_name("field name", name)
             if name.startswith("~"):
                 raise InvalidRequestError(f"{where} refused: field name '{name}' is reserved ('~' is middleware's).")
-        return encode_columns(fields, num_samples, self._wire, allow_pickle=self._config.allow_pickle)
+        narrow = self._backend.narrow and self._config.narrow
+        return encode_columns(fields, num_samples, self._wire, allow_pickle=self._config.allow_pickle, narrow=narrow)
 
     def _read(
         self, ids: list[str], partition_id: str, names: list[str], share_rows: bool, deadline: float

@@ -7,6 +7,7 @@ from dataplane_core import _compiler_marks as _compiler_marks  # before tensordi
 from dataplane_core.codec.frames import join_row, join_rows, split_rows
 from dataplane_core.codec.inputs import as_column, as_columns
 from dataplane_core.codec.lists import list_as, misfit_of
+from dataplane_core.codec.narrow import is_narrow, narrowed, widened
 from dataplane_core.codec.objects import copy_item, decode_item, encode_item
 from dataplane_core.codec.packed import unpack_msgpack, unpack_msgpack_stream
 from dataplane_core.codec.pieces import Piece, StoredColumn, merge_pieces, rows_in_order
@@ -25,6 +26,8 @@ from dataplane_core.codec.shared import spread
 from dataplane_core.codec.sizes import cell_nbytes, row_nbytes
 from dataplane_core.codec.tensors import (
     ALL_DTYPES,
+    DTYPE_CODES,
+    DTYPE_OF_CODE,
     BytesLike,
     JaggedColumns,
     Ragged,
@@ -50,6 +53,8 @@ from dataplane_core.codec.wire import decode_columns, encode_columns
 
 __all__ = [
     "ALL_DTYPES",
+    "DTYPE_CODES",
+    "DTYPE_OF_CODE",
     "BytesLike",
     "Columns",
     "EmptyLists",
@@ -77,6 +82,7 @@ __all__ = [
     "gather_rows",
     "host_tensor",
     "is_jagged",
+    "is_narrow",
     "jagged_parts",
     "join_parts",
     "join_row",
@@ -84,6 +90,7 @@ __all__ = [
     "list_as",
     "merge_pieces",
     "misfit_of",
+    "narrowed",
     "num_rows",
     "object_column",
     "offsets_of",
@@ -100,4 +107,5 @@ __all__ = [
     "to_nested",
     "unpack_msgpack",
     "unpack_msgpack_stream",
+    "widened",
 ]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from dataplane_core.codec.header import (
+    CODE_AT,
     HEADER_SIZE,
     KIND_TENSOR,
     MAX_CELL_BYTES,
@@ -27,7 +28,9 @@ from dataplane_core.codec.header import (
     pack_header,
     parse_header,
 )
+from dataplane_core.codec.narrow import is_narrow
 from dataplane_core.codec.objects import encode_items
+from dataplane_core.codec.pieces import Piece, merge_pieces
 from dataplane_core.codec.tensors import (
     BytesLike,
     Ragged,
@@ -35,6 +38,8 @@ from dataplane_core.codec.tensors import (
     from_bytes,
     join_bytes,
     offsets_of,
+    ragged_of_dense,
+    ragged_of_nested,
 )
 from dataplane_core.errors import FrameError, InvalidRequestError
 
@@ -118,10 +123,15 @@ def ragged_of_items(items: Sequence[Any], name: str, *, allow_pickle: bool = Fal
     return Ragged(from_bytes(data, torch.uint8, (len(data),)), offsets_of(lengths))
 
 
-def unframe_ragged(frames: Sequence[BytesLike]) -> tuple[int, Ragged | torch.Tensor]:
+def unframe_ragged(frames: Sequence[BytesLike], dtype: torch.dtype | None = None) -> tuple[int, Ragged | torch.Tensor]:
     """Reads frames into new memory: their kind, and the rows joined end to end.
 
     Scalars are returned as a dense (N,) tensor, objects as their encoded bytes.
+
+    Args:
+        frames: One per row, of one kind, dtype, rank and trailing shape.
+        dtype: The dtype of the field. Its frames may be narrower, and differ in that: then the rows are returned in
+            this dtype.
 
     Raises:
         FrameError: There is no frame, one is malformed, or the frames do not fit one column.
@@ -145,6 +155,8 @@ def unframe_ragged(frames: Sequence[BytesLike]) -> tuple[int, Ragged | torch.Ten
     else:
         table = np.frombuffer(b"".join([view[: header.size] for view in views]), dtype=np.uint8)
         table = table.reshape(len(views), header.size)
+    if dtype is not None and (table[:, CODE_AT] != table[0, CODE_AT]).any():
+        return header.kind, _of_differing_width(views, table[:, CODE_AT], dtype)
     if len(header.shape) == 0:
         if (table != table[0]).any() or not equal:
             raise _first_misfit(views, header)
@@ -168,6 +180,33 @@ def unframe_ragged(frames: Sequence[BytesLike]) -> tuple[int, Ragged | torch.Ten
     offsets = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int64))
     cells = cells or [view[header.size :] for view in views]
     return header.kind, Ragged(join_bytes(cells, header.dtype, (int(offsets[-1]), *trailing)), offsets)
+
+
+def _of_differing_width(views: Sequence[BytesLike], codes: Any, dtype: torch.dtype) -> Ragged | torch.Tensor:
+    """The rows of frames whose dtypes, given by their codes, differ."""
+    pieces: list[Piece] = []
+    trailings = []
+    for code in np.unique(codes):
+        rows = np.flatnonzero(codes == code).tolist()
+        try:
+            kind, column = unframe_ragged([views[row] for row in rows])
+        except FrameError as error:
+            if error.row is not None:
+                error.message = error.message.removeprefix(f"row {error.row}: ")
+                raise _in_row(error, rows[error.row]) from None
+            raise
+        values = column.values if isinstance(column, Ragged) else column
+        if kind != KIND_TENSOR or not (values.dtype == dtype or is_narrow(values.dtype, dtype)):
+            raise FrameError(f"frames of {values.dtype} do not fit a field of {dtype}.", row=rows[0])
+        pieces.append(Piece(column, range(len(rows)), rows))
+        trailings.append(values.shape[1:])
+    if len({(type(column), trailing) for (column, _, _), trailing in zip(pieces, trailings, strict=True)}) > 1:
+        raise FrameError("frames differ in more than the width of their integers: only the first dim may differ.")
+    merged = merge_pieces(pieces, dtype=dtype)
+    assert isinstance(merged, torch.Tensor)
+    if merged.dim() == 1:
+        return merged
+    return ragged_of_nested(merged, "a column") if merged.is_nested else ragged_of_dense(merged)
 
 
 def _flat(frame: BytesLike) -> BytesLike:

@@ -13,10 +13,8 @@ from typing import Final
 
 import torch
 
-from dataplane_core.codec.tensors import DTYPE_CODES, BytesLike, byte_view, from_bytes, host_tensor
+from dataplane_core.codec.tensors import DTYPE_CODES, DTYPE_OF_CODE, BytesLike, byte_view, from_bytes, host_tensor
 from dataplane_core.errors import FrameError, InvalidTypeError
-
-_DTYPE_OF_CODE: Final = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 MAGIC: Final = b"DPF"
 VERSION: Final = 1
@@ -25,6 +23,8 @@ KIND_OBJECT: Final = 2
 #: magic, version, kind, dtype code, rank, a zero byte; then ``rank`` little-endian int64 dims; then the payload.
 _FIXED: Final = struct.Struct("<3sBBBBB")
 HEADER_SIZE: Final = _FIXED.size
+#: Where a header has its dtype code.
+CODE_AT: Final = 5
 MAX_RANK: Final = 64
 #: The most bytes of a cell, dims of 0 counted as 1. More would overflow a stride in torch.
 MAX_CELL_BYTES: Final = 2**48
@@ -74,7 +74,7 @@ def parse_header(frame: BytesLike) -> Header:
         )
     if kind not in (KIND_TENSOR, KIND_OBJECT) or zero:
         raise FrameError(f"frame has kind {kind} and flags {zero}. Expected kind 1 (tensor) or 2 (object), flags 0.")
-    dtype = _DTYPE_OF_CODE.get(code)
+    dtype = DTYPE_OF_CODE.get(code)
     if dtype is None:
         raise FrameError(f"frame has dtype code {code}, which is not known.")
     if rank > MAX_RANK:

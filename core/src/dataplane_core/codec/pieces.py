@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -54,12 +54,15 @@ def rows_in_order(rows: Sequence[int], start: int, count: int) -> bool:
     return len(rows) == count and (not count or (rows[0] == start and list(rows) == list(range(start, start + count))))
 
 
-def merge_pieces(pieces: Sequence[Piece], jagged: JaggedColumns | None = None) -> WireColumn:
+def merge_pieces(
+    pieces: Sequence[Piece], jagged: JaggedColumns | None = None, dtype: torch.dtype | None = None
+) -> WireColumn:
     """The column of a read, in new memory.
 
     Args:
         pieces: At least one. Their positions together are 0 to n - 1.
         jagged: The jagged columns of the same read.
+        dtype: The dtype of the result. Integer columns may be narrower (`WireFormat.narrow`). None: that of the first.
 
     Returns:
         A dense tensor if all rows have one shape and were stored so, else one jagged tensor. A list for items, which
@@ -70,14 +73,16 @@ def merge_pieces(pieces: Sequence[Piece], jagged: JaggedColumns | None = None) -
         count, start = len(rows), rows[0]
         if rows_in_order(rows, start, count) and rows_in_order(positions, 0, count):
             some = first[start : start + count]
+            if dtype not in (None, some.dtype):
+                return some.to(dtype)
             return some.view(torch.uint8).clone().view(torch.bool) if some.dtype == torch.bool else some.clone()
     if isinstance(first, list):
         return _merge_items(pieces)
     if isinstance(first, torch.Tensor) and all(
         isinstance(each.column, torch.Tensor) and each.column.shape[1:] == first.shape[1:] for each in pieces
     ):
-        return _merge_dense(first, pieces)
-    return _merge_ragged(pieces, JaggedColumns() if jagged is None else jagged)
+        return _merge_dense(first, pieces, dtype or first.dtype)
+    return _merge_ragged(pieces, JaggedColumns() if jagged is None else jagged, dtype)
 
 
 def _merge_items(pieces: Sequence[Piece]) -> list[object]:
@@ -89,39 +94,49 @@ def _merge_items(pieces: Sequence[Piece]) -> list[object]:
     return items
 
 
-def _merge_dense(like: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+def _merge_dense(like: torch.Tensor, pieces: Sequence[Piece], dtype: torch.dtype) -> torch.Tensor:
     shape = like.shape[1:]
-    step = like.dtype.itemsize * math.prod(shape)
-    merged = empty_tensor((sum(len(each.rows) for each in pieces), *shape), like.dtype)
-    target = byte_array(merged)
+    merged = empty_tensor((sum(len(each.rows) for each in pieces), *shape), dtype)
     for column, rows, positions in pieces:
         assert isinstance(column, torch.Tensor)
         runs = _runs(rows, positions)
-        if step * len(rows) < _LEAST_RUN_BYTES * len(runs) and len(runs) > 1:
+        if dtype.itemsize * math.prod(shape) * len(rows) < _LEAST_RUN_BYTES * len(runs) and len(runs) > 1:
             picked = carrier(column).index_select(0, torch.as_tensor(rows, device="cpu"))
+            if column.dtype != dtype:
+                picked = picked.view(column.dtype).to(dtype)
             carrier(merged).index_copy_(0, torch.as_tensor(positions, device="cpu"), picked)
             continue
-        source = byte_array(column)
+        source, target, unit = _arrays(column, merged)
+        step = unit * math.prod(shape)
         for row, position, count in runs:
             target[position * step : (position + count) * step] = source[row * step : (row + count) * step]
     return merged
 
 
-def _merge_ragged(pieces: Sequence[Piece], jagged: JaggedColumns) -> torch.Tensor:
+def _merge_ragged(pieces: Sequence[Piece], jagged: JaggedColumns, dtype: torch.dtype | None) -> torch.Tensor:
     ragged = [(_as_ragged(column), rows, positions) for column, rows, positions in pieces]
     lengths = torch.empty(sum(len(rows) for _, rows, _ in ragged), dtype=torch.int64, device="cpu")
     for column, rows, positions in ragged:
         lengths.numpy()[np.asarray(positions)] = column.lengths[np.asarray(rows)]
     offsets = offsets_of(lengths)
-    like, step = ragged[0][0].values, ragged[0][0].itemsize
-    merged = empty_tensor((int(offsets[-1]), *like.shape[1:]), like.dtype)
-    target, ends = byte_array(merged), (offsets * step).tolist()
+    like = ragged[0][0].values
+    merged = empty_tensor((int(offsets[-1]), *like.shape[1:]), dtype or like.dtype)
     for column, rows, positions in ragged:
-        source = byte_array(column.values)
+        source, target, unit = _arrays(column.values, merged)
+        step = unit * math.prod(like.shape[1:])
+        ends = (offsets * step).tolist()
         for row, position, count in _runs(rows, positions):
             begin, end = column.offsets[row].item() * step, column.offsets[row + count].item() * step
             target[ends[position] : ends[position + count]] = source[begin:end]
     return jagged.add(merged, offsets)
+
+
+def _arrays(source: torch.Tensor, target: torch.Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
+    """Both as flat arrays, between which numpy copies: as bytes, or as integers of different dtypes. And how many items
+    of the arrays an element is."""
+    if source.dtype == target.dtype:
+        return byte_array(source), byte_array(target), source.dtype.itemsize
+    return source.reshape(-1).numpy(), target.reshape(-1).numpy(), 1
 
 
 def _runs(rows: Sequence[int], positions: Sequence[int]) -> list[tuple[int, int, int]]:

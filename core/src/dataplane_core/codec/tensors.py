@@ -46,6 +46,7 @@ DTYPE_CODES: Final[dict[torch.dtype, int]] = {
     torch.float8_e5m2fnuz: 20,
     torch.float8_e8m0fnu: 21,
 }
+DTYPE_OF_CODE: Final = {code: dtype for dtype, code in DTYPE_CODES.items()}
 #: Every dtype that the contract promises to carry bit for bit.
 ALL_DTYPES: Final = frozenset(DTYPE_CODES)
 

@@ -2,9 +2,11 @@
 
 `encode_columns` converts what a caller puts into what the backend's hooks take. `decode_columns` checks a backend's
 reply and converts it into what the caller gets. Both are pure: no I/O, no state. The form of a field's cells on the
-wire depends on its `FieldSpec` and the `WireFormat` alone, never on the data, so any process can read what another
-wrote:
+wire depends on its `FieldSpec` and the `WireFormat`, so any process can read what another wrote. Of the data, only the
+width of integers depends on it, and cells carry it with them:
 
+0. Integers go in the narrowest dtype that holds those of the put (`narrow`), if cells are frames, which name their
+   dtype, or the wire has `WireFormat.narrow`. What follows is then said of that dtype.
 1. A dtype that the wire does not carry is bit-cast: cells ``(L, *t)`` to uint8 ``(L, prod(t) * itemsize)``, scalars to
    ``(itemsize,)``. Cells without elements (a trailing dim of 0) become uint8 ``(L,)`` if the wire cannot carry empty
    rows.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -32,6 +35,7 @@ from tensordict import (
 
 from dataplane_core.codec.frames import frame_ragged, ragged_of_items, unframe_ragged
 from dataplane_core.codec.header import KIND_OBJECT, KIND_TENSOR
+from dataplane_core.codec.narrow import is_narrow, narrowed, widened
 from dataplane_core.codec.objects import check_items, decode_items
 from dataplane_core.codec.rows import (
     EMPTY_LISTS,
@@ -87,6 +91,7 @@ def encode_columns(
     wire: WireFormat,
     *,
     allow_pickle: bool = False,
+    narrow: bool | Mapping[str, bool] = True,
 ) -> tuple[dict[str, WireColumn | SharedRows], dict[str, FieldSpec]]:
     """Converts a batch to the form that a backend's hooks take.
 
@@ -97,6 +102,8 @@ def encode_columns(
         num_samples: N.
         wire: The backend's wire format.
         allow_pickle: Accept object items outside the closed set.
+        narrow: Whether integers are sent narrower, on wires that take them so. Per field, or for all; a field that is
+            not named is.
 
     Returns:
         Field -> column, contiguous and detached; and field -> spec of the cells before the conversion. The rows of a
@@ -117,7 +124,9 @@ def encode_columns(
             column, repeats = _ingest(name, leaf, num_samples, wire)
             is_open = isinstance(fields, Columns) and name in fields.ints and _are_ints_for_floats(column)
             specs[name] = FieldSpec.of_ints(_spec_of(column).rank) if is_open else _spec_of(column)
-            encoded = _encode_tensor(column, specs[name], wire)
+            if (wire.bytes or wire.narrow) and (narrow if isinstance(narrow, bool) else narrow.get(name, True)):
+                column = _narrowed(column)
+            encoded = _encode_tensor(column, _spec_of(column), wire)
         elif isinstance(leaf, EmptyLists):
             _check_rows(name, len(leaf), num_samples)
             empty = torch.empty((num_samples, 0), dtype=torch.uint8, device="cpu")
@@ -177,6 +186,10 @@ def _spec_of(column: Ragged | torch.Tensor) -> FieldSpec:
     if isinstance(column, Ragged):
         return FieldSpec.of_cells(column.values.dtype, tuple(column.values.shape))
     return FieldSpec.of_cells(column.dtype, tuple(column.shape[1:]))
+
+
+def _narrowed(column: Ragged | torch.Tensor) -> Ragged | torch.Tensor:
+    return Ragged(narrowed(column.values), column.offsets) if isinstance(column, Ragged) else narrowed(column)
 
 
 def _are_ints_for_floats(column: Ragged | torch.Tensor) -> bool:
@@ -417,11 +430,16 @@ def _decode_tensor(
     if dtype not in DTYPE_CODES:
         raise BackendError(f"get_samples: the backend's spec for field '{name}' has an unknown dtype '{spec.dtype}'.")
     if wire.bytes:
-        kind, rows = unframe_ragged(_check_frames(name, column, num_samples))
-        if kind != KIND_TENSOR or _spec_of(rows) != spec:
+        kind, rows = unframe_ragged(_check_frames(name, column, num_samples), dtype)
+        sent = _as_sent(spec, _plain(rows).dtype)
+        if kind != KIND_TENSOR or _spec_of(rows) != sent:
             found = "framed objects" if kind != KIND_TENSOR else _spec_of(rows).describe()
             raise _mismatch(name, found, spec.describe())
     else:
+        if wire.narrow:
+            column = _of_one_width(column, dtype)
+            spec = _as_sent(spec, _dtype_of(column))
+        sent_dtype = spec.torch_dtype
         wire_dtype, trailing = _on_wire(spec, wire)
         as_it_is = spec.rank and wire_dtype == dtype and wire.zero_length_rows
         kept = jagged.keep(column, num_samples) if as_it_is else None
@@ -432,10 +450,32 @@ def _decode_tensor(
         rows = _gather(name, column, num_samples)
         if spec.rank == 0:
             rows = _check_scalars(name, rows, wire_dtype, trailing)
-            rows = rows.view(num_samples) if wire_dtype == dtype else from_byte_tensor(rows, dtype, (num_samples,))
+            same = wire_dtype == sent_dtype
+            rows = rows.view(num_samples) if same else from_byte_tensor(rows, sent_dtype, (num_samples,))
         else:
             rows = _restore(name, _check_cells(name, rows, wire_dtype, trailing), spec, wire)
-    return rows if isinstance(rows, torch.Tensor) else dense_or_jagged(rows, jagged)
+    if isinstance(rows, torch.Tensor):
+        return widened(rows, dtype)
+    return dense_or_jagged(Ragged(widened(rows.values, dtype), rows.offsets), jagged)
+
+
+def _as_sent(spec: FieldSpec, dtype: torch.dtype | None) -> FieldSpec:
+    """The spec of cells that came back in this dtype: that of the field, or a narrower one."""
+    return replace(spec, dtype=_name(dtype)) if dtype is not None and is_narrow(dtype, spec.torch_dtype) else spec
+
+
+def _dtype_of(column: Any) -> torch.dtype | None:
+    first = column[0] if isinstance(column, Sequence) and column else column
+    return first.dtype if isinstance(first, torch.Tensor) else None
+
+
+def _of_one_width(column: Any, dtype: torch.dtype) -> Any:
+    """A column of rows, some of which may be narrower than the others, in one dtype."""
+    if not isinstance(column, list) or len({_dtype_of(row) for row in column}) < 2:
+        return column
+    return [
+        widened(row, dtype) if isinstance(row, torch.Tensor) and is_narrow(row.dtype, dtype) else row for row in column
+    ]
 
 
 def _plain(rows: Ragged | torch.Tensor) -> torch.Tensor:

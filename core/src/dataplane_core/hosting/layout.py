@@ -31,12 +31,14 @@ class Column(msgspec.Struct, array_like=True, frozen=True):
         step: Bytes of one row (dense), or of one element of the ragged dim.
         table: Where its offsets begin in the extent; -1 for a dense column.
         length: Size of the first dim of each cell of a dense column of rank 1 or more; else 0.
+        dtype: What the writer says of the dtype of its cells, for the reader; 0: it is that of the field.
     """
 
     start: int
     step: int
     table: int = -1
     length: int = 0
+    dtype: int = 0
 
 
 class Layout(msgspec.Struct, array_like=True):
@@ -45,16 +47,18 @@ class Layout(msgspec.Struct, array_like=True):
     columns: list[Column] = []
     size_bytes: int = 0
 
-    def add_dense(self, num_rows: int, step: int, length: int = 0) -> Column:
+    def add_dense(self, num_rows: int, step: int, length: int = 0, dtype: int = 0) -> Column:
         """Adds a dense column."""
         size_bytes = num_rows * step
-        return self._add(Column(_aligned(self.size_bytes, size_bytes), step, length=length), size_bytes)
+        start = _aligned(self.size_bytes, size_bytes)
+        return self._add(Column(start, step, length=length, dtype=dtype), size_bytes)
 
-    def add_ragged(self, num_rows: int, num_elements: int, step: int) -> Column:
+    def add_ragged(self, num_rows: int, num_elements: int, step: int, dtype: int = 0) -> Column:
         """Adds a ragged column."""
         table_bytes, size_bytes = 8 * (num_rows + 1), num_elements * step
         table = _aligned(self.size_bytes, table_bytes)
-        return self._add(Column(_aligned(table + table_bytes, size_bytes), step, table), size_bytes)
+        start = _aligned(table + table_bytes, size_bytes)
+        return self._add(Column(start, step, table, dtype=dtype), size_bytes)
 
     def fits(self, num_columns: int, num_rows: int) -> bool:
         """Whether it has so many columns, and all of them lie in its bytes."""
@@ -95,12 +99,12 @@ def squeeze(extent: Bytes, layout: Layout, num_rows: int, rows: Sequence[int]) -
     squeezed = Layout([])
     for column in layout.columns:
         if column.table < 0:
-            new = squeezed.add_dense(len(kept), column.step, column.length)
+            new = squeezed.add_dense(len(kept), column.step, column.length, column.dtype)
             begins, sizes = kept * column.step, np.full(len(kept), column.step)
         else:
             offsets = offsets_at(extent, column, num_rows).copy()
             lengths = np.diff(offsets)[kept]
-            new = squeezed.add_ragged(len(kept), int(lengths.sum()), column.step)
+            new = squeezed.add_ragged(len(kept), int(lengths.sum()), column.step, column.dtype)
             table = offsets_at(extent, new, len(kept))
             table[0] = 0
             np.cumsum(lengths, out=table[1:])

@@ -23,7 +23,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -37,8 +37,10 @@ from dataplane_core.codec import (
     encode_columns,
     encode_item,
     host_tensor,
+    is_narrow,
     num_rows,
     ragged_of_nested,
+    widened,
 )
 from dataplane_core.errors import ConfigError, CorruptDataError, InvalidTypeError, MissingDataError, preview
 from dataplane_core.middleware.base import Middleware, MiddlewareContext
@@ -180,9 +182,20 @@ def _xxh3(
     For one sample and field, cells with different digests have different checksums, since `_mixed` is a bijection.
     """
     spec = spec.stored
+    if wire.narrow and spec.kind == "tensor":
+        column = _as_put(column, spec.torch_dtype)  # how narrow its cells are differs from put to put
     place = "\0".join((request.partition_id, name, spec.to_text())).encode(errors="surrogatepass")
     sums = _mixed(_digests(column, spec, wire) ^ _mixed(ids + np.uint64(xxh3_64_intdigest(place))))
     return torch.from_numpy(sums.view(np.int64))
+
+
+def _as_put(column: WireColumn | SharedRows, dtype: torch.dtype) -> WireColumn | SharedRows:
+    """A column of tensors in the dtype that was put."""
+    if isinstance(column, SharedRows):
+        return SharedRows(cast("WireColumn", _as_put(column.rows, dtype)), column.index)
+    if isinstance(column, list):
+        return [widened(row, dtype) if is_narrow(row.dtype, dtype) else row for row in column]
+    return widened(column, dtype) if is_narrow(column.dtype, dtype) else column
 
 
 def _digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> _Sums:

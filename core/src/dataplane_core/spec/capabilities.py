@@ -99,6 +99,9 @@ class WireFormat:
             None: all that the contract promises.
         zero_length_rows: Whether the engine carries rows of length 0. If not, every row is sent with one extra element.
         shared_rows: Whether equal large cells of a column are sent once, as `SharedRows`, and may be returned so.
+        narrow: Whether integers may be sent in a narrower dtype than that of their spec, which differs from put to put.
+            The backend returns each cell in the dtype that it was sent in, or in that of its spec. Frames are always
+            sent so: they say their dtype.
     """
 
     bytes: bool = False
@@ -108,6 +111,7 @@ class WireFormat:
     dtypes: frozenset[torch.dtype] | None = None
     zero_length_rows: bool = True
     shared_rows: bool = False
+    narrow: bool = False
 
     def __post_init__(self) -> None:
         if self.ragged not in ("jagged", "rows"):
@@ -116,6 +120,8 @@ class WireFormat:
             raise ValueError(f"WireFormat: objects must be 'native' or 'encoded', got {self.objects!r}.")
         if self.dtypes is not None and "torch.uint8" not in map(str, self.dtypes):
             raise ValueError("WireFormat: dtypes must hold torch.uint8, which carries the dtypes that are not listed.")
+        if self.narrow and self.dtypes is not None:
+            raise ValueError("WireFormat: narrow needs an engine with all dtypes: dtypes must be None.")
 
     def carries(self, dtype: torch.dtype) -> bool:
         """Whether the engine carries a dtype; otherwise it is sent bit-cast."""
@@ -132,4 +138,6 @@ class WireFormat:
         words.append("all dtypes" if self.dtypes is None else f"{len(self.dtypes)} dtypes, the others bit-cast")
         if not self.zero_length_rows:
             words.append("empty rows padded")
+        if self.narrow:
+            words.append("narrow integers")
         return ", ".join(words)

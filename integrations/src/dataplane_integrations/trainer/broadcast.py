@@ -3,8 +3,9 @@
 There are two phases. The first broadcasts a small descriptor object: the value pickled without its tensors, and their
 dtypes and shapes; or the leader's failure. The second broadcasts the bytes of all tensors, those inside list and object
 columns too, with `torch.distributed.broadcast` on the group's device, in buckets of at most 4 MiB. They are sent as
-bytes, because no backend supports every dtype (gloo refuses float8). A bucket that is a part of one tensor is sent out
-of that tensor's memory; the parts of several are copied into a buffer first.
+bytes, because no backend supports every dtype (gloo refuses float8). Integers on the host go in the narrowest dtype
+that holds them (`dataplane_core.codec.narrowed`); every rank has the dtype that the leader had. A bucket that is a part
+of one tensor is sent out of that tensor's memory; the parts of several are copied into a buffer first.
 
 Every rank of the group must call `broadcast_from_leader`, in the same order.
 """
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dataplane_core.codec import narrowed, widened
 from dataplane_core.errors import InvalidTypeError
 from dataplane_integrations.errors import ReplicaLeaderError, noted_on
 
@@ -37,12 +39,13 @@ _T = TypeVar("_T")
 @dataclass(frozen=True, slots=True)
 class _TensorInfo:
     dtype: torch.dtype
+    sent_as: torch.dtype  # the same, or a narrower one
     shape: tuple[int, ...]
     device_type: str
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.sent_as.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +107,12 @@ def _send(produce: Callable[[], _T], group: dist.ProcessGroup) -> _T:
         pickled = io.BytesIO()
         pickler = _Pickler(pickled)
         pickler.dump(value)
-        infos = [_TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.device.type) for tensor in pickler.tensors]
-        contents = [_as_bytes(tensor) for tensor in pickler.tensors]
+        sent = [_narrowed(tensor.contiguous()) for tensor in pickler.tensors]
+        infos = [
+            _TensorInfo(tensor.dtype, each.dtype, tuple(tensor.shape), tensor.device.type)
+            for tensor, each in zip(pickler.tensors, sent, strict=True)
+        ]
+        contents = [_as_bytes(each) for each in sent]
         buckets = _buckets(contents, group)
     except BaseException as error:
         _send_failure(error, group)
@@ -178,7 +185,10 @@ def _receive(group: dist.ProcessGroup, leader: int) -> Any:
     infos: list[_TensorInfo] = descriptor.tensors
     contents = [torch.empty(info.nbytes, dtype=torch.uint8, device=_own_device(info.device_type)) for info in infos]
     _broadcast_buckets(_buckets(contents, group), group, leader, receive=True)
-    tensors = [content.view(info.dtype).reshape(info.shape) for content, info in zip(contents, infos, strict=True)]
+    tensors = [
+        widened(content.view(info.sent_as).reshape(info.shape), info.dtype)
+        for content, info in zip(contents, infos, strict=True)
+    ]
     return _Unpickler(descriptor.pickled, tensors).load()
 
 
@@ -267,9 +277,13 @@ def _broadcast_buckets(buckets: Sequence[_Bucket], group: dist.ProcessGroup, lea
                 part.copy_(place)
 
 
+def _narrowed(tensor: Tensor) -> Tensor:
+    return narrowed(tensor) if tensor.device.type == "cpu" else tensor
+
+
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's bytes, flat; shares memory where the tensor is contiguous."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    """The bytes of a contiguous tensor, flat; shares its memory."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _own_device(kind: str) -> torch.device:

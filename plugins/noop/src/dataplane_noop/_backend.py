@@ -17,7 +17,7 @@ from dataplane_noop._segments import Segment
 class NoopBackend(LedgerBackend):
     """The reference backend: every operation of the contract, scope process. It waits for nothing but a lock."""
 
-    wire = WireFormat(ragged="jagged", objects="native", shared_rows=True)
+    wire = WireFormat(ragged="jagged", objects="native", shared_rows=True, narrow=True)
     capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
     scope = Scope.PROCESS
     why_not_declared: ClassVar[Mapping[str, str]] = {
@@ -68,7 +68,9 @@ class NoopBackend(LedgerBackend):
             for name in part.fields:
                 pieces[name].append(segment.piece(name, part.positions, part.rows))
         jagged = JaggedColumns()
-        return {name: merge_pieces(each, jagged) for name, each in pieces.items()}
+        tensors = [name for name, spec in located.specs.items() if spec.kind == "tensor" and self.wire.narrow]
+        dtypes = {name: located.specs[name].stored.torch_dtype for name in tensors}
+        return {name: merge_pieces(each, jagged, dtypes.get(name)) for name, each in pieces.items()}
 
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
         by_write: dict[int, list[int]] = {}

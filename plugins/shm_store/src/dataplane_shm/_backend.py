@@ -57,7 +57,7 @@ class ShmBackend(LedgerBackend):
     bootstrapping client starts and ends. Linux only.
     """
 
-    wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True)
+    wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True, narrow=True)
     capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
     scope = Scope.HOST
     why_not_declared: ClassVar[Mapping[str, str]] = {
@@ -69,6 +69,7 @@ class ShmBackend(LedgerBackend):
 
     def __init__(self, config: ShmConfig) -> None:
         super().__init__(config)
+        self.narrow = not config.views  # a view has the dtype in which the cells lie in memory
         self._folder = store_folder(config.namespace)
         self._process: OwnedProcess | None = None
         self._session: Session | None = None

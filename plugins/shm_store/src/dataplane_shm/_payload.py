@@ -11,15 +11,19 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dataplane_core.codec import (
+    DTYPE_CODES,
+    DTYPE_OF_CODE,
     JaggedColumns,
     Piece,
     Ragged,
     StoredColumn,
     byte_array,
+    is_narrow,
     jagged_parts,
     merge_pieces,
     rows_in_order,
 )
+from dataplane_core.errors import CorruptDataError
 from dataplane_core.hosting import Bytes, Column, Layout, Place, offsets_at
 from dataplane_core.ledger import Located, commands
 from dataplane_core.spec import FieldSpec, WireColumn
@@ -37,10 +41,12 @@ def plan(columns: Sequence[WireColumn], num_rows: int) -> Layout:
         assert isinstance(column, torch.Tensor)
         if column.is_nested:
             values = jagged_parts(column)[0]
-            layout.add_ragged(num_rows, len(values), values.dtype.itemsize * math.prod(values.shape[1:]))
+            step = values.dtype.itemsize * math.prod(values.shape[1:])
+            layout.add_ragged(num_rows, len(values), step, DTYPE_CODES[values.dtype])
         else:
             length = column.shape[1] if column.dim() > 1 else 0
-            layout.add_dense(num_rows, column.dtype.itemsize * math.prod(column.shape[1:]), length)
+            step = column.dtype.itemsize * math.prod(column.shape[1:])
+            layout.add_dense(num_rows, step, length, DTYPE_CODES[column.dtype])
     return layout
 
 
@@ -67,7 +73,8 @@ def read(arena: Bytes, located: Located, places: Mapping[int, Place]) -> dict[st
         for name, column in _stored(arena, part, places[part.write_id], located.specs):
             pieces[name].append(Piece(column, part.positions, part.rows))
     jagged = JaggedColumns()
-    return {name: merge_pieces(each, jagged) for name, each in pieces.items()}
+    dtypes = {name: spec.stored.torch_dtype for name, spec in located.specs.items() if spec.kind == "tensor"}
+    return {name: merge_pieces(each, jagged, dtypes.get(name)) for name, each in pieces.items()}
 
 
 def view(arena: Bytes, located: Located, places: Mapping[int, Place], num_rows: int) -> dict[str, WireColumn] | None:
@@ -109,20 +116,21 @@ def _stored(
 
 
 def _column(extent: Bytes, column: Column, num_rows: int, spec: FieldSpec) -> StoredColumn:
-    if column.table >= 0:
-        offsets = torch.from_numpy(offsets_at(extent, column, num_rows))
-        return Ragged(_tensor(extent, column.start, int(offsets[-1]), column.step, spec), offsets)
-    return _tensor(extent, column.start, num_rows, column.step, spec, column.length)
-
-
-def _tensor(
-    extent: Bytes, start: int, num_rows: int, step: int, spec: FieldSpec, length: int | None = None
-) -> torch.Tensor:
-    """A tensor on the arena. ``length`` None: ``num_rows`` elements of the ragged dim; else rows of that length."""
     is_object = spec.kind == "object"
-    dtype = torch.uint8 if is_object else spec.torch_dtype
-    rank = 1 if is_object else spec.rank
-    shape = (num_rows, *spec.trailing) if length is None or rank == 0 else (num_rows, length, *spec.trailing)
-    if math.prod(shape) == 0:
+    dtype, rank = (torch.uint8, 1) if is_object else (spec.torch_dtype, spec.rank)
+    stored = DTYPE_OF_CODE.get(column.dtype)
+    if stored is None or not (stored == dtype or is_narrow(stored, dtype)):
+        raise CorruptDataError(f"a put has cells of {stored} of a field of {dtype}.")
+    if column.table < 0:
+        shape = (num_rows, *spec.trailing) if rank == 0 else (num_rows, column.length, *spec.trailing)
+        return _tensor(extent, column.start, shape, stored)
+    offsets = torch.from_numpy(offsets_at(extent, column, num_rows))
+    return Ragged(_tensor(extent, column.start, (int(offsets[-1]), *spec.trailing), stored), offsets)
+
+
+def _tensor(extent: Bytes, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the arena."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if size_bytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.from_numpy(extent[start : start + num_rows * step]).view(dtype).view(shape)
+    return torch.from_numpy(extent[start : start + size_bytes]).view(dtype).view(shape)

@@ -20,6 +20,7 @@ from dataplane_core.codec import (
     merge_pieces,
     rows_in_order,
 )
+from dataplane_core.host_memory import Copy, copy_bytes
 from dataplane_core.hosting import Bytes, Column, Layout, Place, offsets_at
 from dataplane_core.ledger import Located, commands
 from dataplane_core.spec import FieldSpec, WireColumn
@@ -44,30 +45,36 @@ def plan(columns: Sequence[WireColumn], num_rows: int) -> Layout:
     return layout
 
 
-def write(extent: Bytes, layout: Layout, columns: Sequence[WireColumn]) -> None:
-    """Copies columns into the extent that was planned for them."""
+def write(extent: Bytes, layout: Layout, columns: Sequence[WireColumn], threads: int | None = 1) -> None:
+    """Copies columns into the extent that was planned for them. ``threads``: as for `copy_bytes`."""
+    copies: list[Copy] = []
     for column, at in zip(columns, layout.columns, strict=True):
         assert isinstance(column, torch.Tensor)
         if column.is_nested:
             values, offsets, _, _ = jagged_parts(column)
-            _copy(extent, at.table, byte_array(offsets.to(torch.int64).contiguous()))
+            copies.append(_copy(extent, at.table, byte_array(offsets.to(torch.int64).contiguous())))
         else:
             values = column.contiguous()
-        _copy(extent, at.start, byte_array(values))
+        copies.append(_copy(extent, at.start, byte_array(values)))
+    copy_bytes(copies, threads)
 
 
-def _copy(extent: Bytes, start: int, data: Bytes) -> None:
-    extent[start : start + len(data)] = data
+def _copy(extent: Bytes, start: int, data: Bytes) -> Copy:
+    return extent[start : start + len(data)], data
 
 
-def read(arena: Bytes, located: Located, places: Mapping[int, Place]) -> dict[str, WireColumn]:
+def read(
+    arena: Bytes, located: Located, places: Mapping[int, Place], threads: int | None = 1
+) -> dict[str, WireColumn]:
     """Copies the rows of a read out of the arena, in the order of the request, into new memory."""
     pieces: dict[str, list[Piece]] = {name: [] for name in located.specs}
     for part in located.parts:
         for name, column in _stored(arena, part, places[part.write_id], located.specs):
             pieces[name].append(Piece(column, part.positions, part.rows))
-    jagged = JaggedColumns()
-    return {name: merge_pieces(each, jagged) for name, each in pieces.items()}
+    jagged, copies = JaggedColumns(), list[Copy]()
+    columns = {name: merge_pieces(each, jagged, copies) for name, each in pieces.items()}
+    copy_bytes(copies, threads)
+    return columns
 
 
 def view(arena: Bytes, located: Located, places: Mapping[int, Place], num_rows: int) -> dict[str, WireColumn] | None:

@@ -1,0 +1,193 @@
+"""Copies of large memory by several threads.
+
+numpy copies large arrays without the interpreter's lock, so a few Python threads are as fast as torch's. The calling
+thread copies too. It never waits for a thread that has not begun, so a copy ends also where no thread can be started,
+and where all threads are busy.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from dataplane_core.host_memory.limits import usable_cores
+
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+#: A target and a source of equal size.
+Copy: TypeAlias = tuple[Bytes, Bytes]
+
+#: How many threads copy at most if nothing else is said: few cores already use all that the memory gives.
+_MOST_THREADS: Final = 4
+#: A thread gets at least so many bytes. To wake it takes as long as copying some hundred KB.
+_LEAST_BYTES: Final = 2 << 20
+#: Shares per thread: a thread that comes late, or has less of its core, leaves more of them to the others.
+_SHARES: Final = 4
+#: Columns are cut at multiples of it.
+_PAGE: Final = 4096
+#: A thread that nobody needed for so long ends.
+_IDLE_S: Final = 1.0
+
+
+def default_copy_threads() -> int:
+    """Up to 4 of the cores that this process may use and that torch's threads do not hold, the caller's own included."""
+    torch = sys.modules.get("torch")  # a process that hosts memory has none
+    held = 0 if torch is None else torch.get_num_threads() - 1  # one of them is the caller, which waits for the copy
+    return max(1, min(_MOST_THREADS, usable_cores() - held))
+
+
+def copy_bytes(copies: Sequence[Copy], threads: int | None = None) -> None:
+    """Copies each source into its target. Large copies are split among threads by bytes, wherever columns end.
+
+    It returns or raises only when no thread uses the memory any more, also if it is interrupted.
+
+    Args:
+        copies: Contiguous arrays. No target overlaps another array of these.
+        threads: How many threads copy at most, with the one that calls. None: `default_copy_threads`.
+
+    Example:
+        >>> target = np.zeros(3, dtype=np.uint8)
+        >>> copy_bytes([(target, np.ones(3, dtype=np.uint8))])
+        >>> target.tolist()
+        [1, 1, 1]
+    """
+    size_bytes = sum(len(target) for target, _ in copies)
+    most = size_bytes // _LEAST_BYTES
+    if most > 1:
+        most = min(most, default_copy_threads() if threads is None else threads)
+    if most < 2:
+        _copy(copies)
+        return
+    shares = deque(_shares(copies, -(-size_bytes // (most * _SHARES * _PAGE)) * _PAGE))
+    helps = [_Help(shares) for _ in range(most - 1)]
+    try:
+        try:
+            _helpers.ask(helps)
+            _copy_shares(shares)
+        finally:
+            _end(helps, shares)
+    finally:
+        _end(helps, shares)  # if an interrupt came just before the first
+    for each in helps:
+        if each.error is not None:
+            raise each.error
+
+
+def _copy(copies: Iterable[Copy]) -> None:
+    for target, source in copies:
+        target[:] = source
+
+
+def _copy_shares(shares: deque[list[Copy]]) -> None:
+    while True:
+        try:
+            share = shares.popleft()
+        except IndexError:
+            return
+        _copy(share)
+
+
+def _shares(copies: Sequence[Copy], size_bytes: int) -> Iterator[list[Copy]]:
+    """The copies in lists of about ``size_bytes``, a multiple of a page, each. Long ones are cut."""
+    share: list[Copy] = []
+    room = size_bytes
+    for target, source in copies:
+        while len(target) > room:
+            cut = room // _PAGE * _PAGE
+            share.append((target[:cut], source[:cut]))
+            yield share
+            target, source = target[cut:], source[cut:]
+            share, room = [], size_bytes
+        share.append((target, source))
+        room -= len(target)
+    yield share
+
+
+class _Help:
+    """What one helper is asked: to copy shares as long as there are any.
+
+    Attributes:
+        lock: Held while it copies.
+        error: What it raised.
+    """
+
+    def __init__(self, shares: deque[list[Copy]]) -> None:
+        self._shares = shares
+        self.lock = threading.Lock()
+        self.error: BaseException | None = None
+
+    def give(self) -> None:
+        """Copies. Called by a helper."""
+        with self.lock:
+            try:
+                _copy_shares(self._shares)
+            except BaseException as error:  # the caller gets it
+                self.error = error
+
+
+def _end(helps: Sequence[_Help], shares: deque[list[Copy]]) -> None:
+    """Gives out no more shares, and waits until no helper copies. An interrupt is raised only then."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            shares.clear()
+            for each in helps:
+                with each.lock:
+                    pass
+            break
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+class _Helpers:
+    """The threads of this process that help to copy. They start when they are needed, and end when they are idle."""
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[_Help] = SimpleQueue()
+        self._threads: set[threading.Thread] = set()
+
+    def ask(self, helps: Sequence[_Help]) -> None:
+        """Asks as many helpers. Does not wait for them."""
+        for each in helps:
+            self._asked.put(each)
+        # no lock: a signal handler may copy too. Of callers at the same time, each may start one too many
+        while len(self._threads) < len(helps):
+            thread = threading.Thread(target=self._work, name="dataplane copy", daemon=True)
+            try:
+                self._threads.add(thread)
+                thread.start()
+            except BaseException as error:
+                self._threads.discard(thread)
+                if isinstance(error, RuntimeError):  # the system gives no thread: the caller copies alone
+                    return
+                raise
+
+    def _work(self) -> None:
+        try:
+            while True:
+                self._asked.get(timeout=_IDLE_S).give()
+        except Empty:
+            pass
+        finally:
+            self._threads.discard(threading.current_thread())
+
+
+_helpers = _Helpers()
+
+
+def _forget_in_fork() -> None:
+    """A fork has no helpers, and must not copy what its parent asked for."""
+    global _helpers
+    _helpers = _Helpers()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
+    os.register_at_fork(after_in_child=_forget_in_fork)

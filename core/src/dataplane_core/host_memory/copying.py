@@ -110,25 +110,31 @@ def _shares(copies: Sequence[Copy], size_bytes: int) -> Iterator[list[Copy]]:
 
 
 class _Help:
-    """What one helper is asked: to copy shares as long as there are any.
-
-    Attributes:
-        lock: Held while it copies.
-        error: What it raised.
-    """
+    """What one helper is asked: to copy shares as long as there are any."""
 
     def __init__(self, shares: deque[list[Copy]]) -> None:
         self._shares = shares
-        self.lock = threading.Lock()
+        self._busy = False
+        self._ended = threading.Lock()  # taken until the helper has ended
+        self._ended.acquire()
+        #: What it raised.
         self.error: BaseException | None = None
 
     def give(self) -> None:
         """Copies. Called by a helper."""
-        with self.lock:
-            try:
-                _copy_shares(self._shares)
-            except BaseException as error:  # the caller gets it
-                self.error = error
+        try:
+            self._busy = True  # before it takes a share
+            _copy_shares(self._shares)
+        except BaseException as error:  # the caller gets it
+            self.error = error
+        finally:
+            self._busy = False
+            self._ended.release()
+
+    def wait(self) -> None:
+        """Waits while the helper copies. Not for one that has not begun: it finds no shares."""
+        while self._busy:
+            self._ended.acquire()  # not `with`: an interrupt before its end would leave the lock taken
 
 
 def _end(helps: Sequence[_Help], shares: deque[list[Copy]]) -> None:
@@ -138,8 +144,7 @@ def _end(helps: Sequence[_Help], shares: deque[list[Copy]]) -> None:
         try:
             shares.clear()
             for each in helps:
-                with each.lock:
-                    pass
+                each.wait()
             break
         except BaseException as error:
             interrupt = error

@@ -5,12 +5,13 @@ import signal
 import threading
 import time
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-from dataplane_core.host_memory import copy_bytes, copying
+from dataplane_core.host_memory import copy_arrays, copying
 
 WAIT_S = 60.0
 
@@ -74,15 +75,24 @@ def test_the_bytes_are_the_same_however_they_lie(threads):
             expected[begin : begin + size] = source[start : start + size]
             at = begin + size
         draw.shuffle(copies)
-        copy_bytes(copies, threads)
+        copy_arrays(copies, threads)
         assert memory.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_numbers_of_another_dtype_are_converted(threads):
+    source = np.arange(1000, dtype=np.uint16)
+    targets = np.zeros(1000, dtype=np.int64), np.zeros(1000, dtype=np.int32)
+    copy_arrays([(target, source) for target in targets], threads)
+    for target in targets:
+        assert target.tolist() == source.tolist()
 
 
 @pytest.mark.parametrize("sizes", [[800], [100] * 8, [1] * 800, [0, 790, 10, 0]], ids=str)
 def test_threads_share_the_bytes_wherever_columns_end(sizes):
     target, source = arrays(sum(sizes))
     cuts = np.cumsum([0, *sizes]).tolist()
-    copies = [(target[start:stop], source[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    copies = [(target[start:stop], source[start:stop]) for start, stop in pairwise(cuts)]
     shares = list(copying._shares(copies, 104))
     assert max(sum(len(part) for part, _ in share) for share in shares) <= 104
     assert len(shares) <= 9
@@ -95,16 +105,17 @@ def test_threads_share_the_bytes_wherever_columns_end(sizes):
 def test_the_caller_and_a_helper_copy_at_the_same_time(watch):
     watch.together = threading.Barrier(2)
     target, source = arrays(1000)
-    copy_bytes([(target, source)], 2)
+    copy_arrays([(target, source)], 2)
     assert target.tobytes() == source.tobytes()
-    assert watch.calls[True] and watch.calls[False]
+    assert watch.calls[True]
+    assert watch.calls[False]
 
 
 def test_few_bytes_and_one_thread_are_left_to_the_caller(watch):
     target, source = arrays(1000)
-    copy_bytes([(target[:31], source[:31])], 4)
-    copy_bytes([(target, source)], 1)
-    copy_bytes([], 4)
+    copy_arrays([(target[:31], source[:31])], 4)
+    copy_arrays([(target, source)], 1)
+    copy_arrays([], 4)
     assert watch.calls == {True: 3}
 
 
@@ -112,7 +123,7 @@ def test_helpers_end_when_nobody_needs_them_and_come_again():
     target, source = arrays(1000)
     for _ in range(2):
         target[:] = 0
-        copy_bytes([(target, source)], 3)
+        copy_arrays([(target, source)], 3)
         assert target.tobytes() == source.tobytes()
         give_up = time.monotonic() + WAIT_S
         while any(each.name == "dataplane copy" for each in threading.enumerate()):
@@ -128,7 +139,7 @@ def test_callers_at_the_same_time_share_the_helpers(watch):
     def use():
         for _ in range(20):
             target, source = arrays(1000)
-            copy_bytes([(target, source)], 3)
+            copy_arrays([(target, source)], 3)
             if target.tobytes() != source.tobytes():
                 wrong.append(target)
 
@@ -150,7 +161,7 @@ def test_without_a_thread_the_caller_copies_alone(monkeypatch, watch):
         time.sleep(0.01)
     monkeypatch.setattr(threading.Thread, "start", start)
     target, source = arrays(1000)
-    copy_bytes([(target, source)], 4)
+    copy_arrays([(target, source)], 4)
     assert target.tobytes() == source.tobytes()
     assert list(watch.calls) == [True]
 
@@ -162,7 +173,7 @@ def test_an_error_of_a_helper_is_raised(watch):
 
     watch.together, watch.copy = threading.Barrier(2), fail
     with pytest.raises(ValueError, match="sizes differ"):
-        copy_bytes([arrays(1000)], 2)
+        copy_arrays([arrays(1000)], 2)
 
 
 # --- interrupts -------------------------------------------------------------------------------------------------------
@@ -173,7 +184,7 @@ def test_when_an_interrupt_is_raised_no_helper_copies_any_longer(watch, interrup
     at = completed = 0
     while completed < 3:
         target, source = arrays(64)
-        error = interrupted(lambda: copy_bytes([(target, source)], 2), at, copying)  # noqa: B023
+        error = interrupted(lambda: copy_arrays([(target, source)], 2), at, copying)  # noqa: B023
         assert watch.inside == []
         if error is None:
             assert target.tobytes() == source.tobytes()
@@ -193,9 +204,9 @@ def test_interrupts_while_it_waits_are_raised_when_it_has_waited(watch):
     watch.pause_s, watch.together = 0.3, threading.Barrier(2)
     before, limit = signal.signal(signal.SIGALRM, interrupt), signal.getitimer(signal.ITIMER_REAL)
     try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
         with pytest.raises(KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
-            copy_bytes([arrays(1000)], 2)
+            copy_arrays([arrays(1000)], 2)
         assert watch.inside == []
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -209,13 +220,13 @@ FORK = """
 import mmap, os, threading
 from collections import deque
 import numpy as np
-from dataplane_core.host_memory import copy_bytes, copying
+from dataplane_core.host_memory import copy_arrays, copying
 
 copying._LEAST_BYTES = 16
 source = np.ones(1000, dtype=np.uint8)
 shared = np.frombuffer(mmap.mmap(-1, 4096), dtype=np.uint8)
 target = np.zeros(1000, dtype=np.uint8)
-copy_bytes([(target, source)], 4)
+copy_arrays([(target, source)], 4)
 assert len(copying._helpers._threads) == 3
 # helpers that are busy leave this to the fork, whose parent may have given the memory to others since
 busy = [copying._Help(deque()) for _ in range(3)]
@@ -237,7 +248,7 @@ if pid == 0:
     copying._copy = together
     target[:] = 0
     copying._PAGE = 8
-    copy_bytes([(target, source)], 2)  # with a helper of its own
+    copy_arrays([(target, source)], 2)  # with a helper of its own
     os._exit(0 if target.all() and not shared.any() else 1)
 assert os.waitpid(pid, 0)[1] == 0
 held.set()
@@ -252,9 +263,9 @@ def test_a_fork_has_helpers_of_its_own_and_copies_nothing_for_its_parent(python)
 def test_a_process_ends_while_helpers_wait(python):
     code = """
 import numpy as np, threading
-from dataplane_core.host_memory import copy_bytes
+from dataplane_core.host_memory import copy_arrays
 array = np.ones(16 << 20, dtype=np.uint8)
-copy_bytes([(np.empty_like(array), array)], 3)
+copy_arrays([(np.empty_like(array), array)], 3)
 assert any(each.name == "dataplane copy" for each in threading.enumerate())
 """
     done = python.run("-c", code)
@@ -273,7 +284,7 @@ def test_by_default_it_takes_cores_that_torch_does_not_hold(monkeypatch, cores, 
     torch.set_num_threads(torch_threads)
     try:
         assert copying.default_copy_threads() == expected
-        copy_bytes([arrays(1000)])
+        copy_arrays([arrays(1000)])
         assert torch.get_num_threads() == torch_threads
     finally:
         torch.set_num_threads(before)

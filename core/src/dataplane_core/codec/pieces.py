@@ -22,7 +22,7 @@ from dataplane_core.codec.tensors import (
     offsets_of,
     ragged_of_dense,
 )
-from dataplane_core.host_memory import Copy, copy_bytes
+from dataplane_core.host_memory import Copy, copy_arrays
 from dataplane_core.spec import WireColumn
 
 #: A dense tensor (N, ...), N rows of differing length, or a list of N items.
@@ -86,7 +86,7 @@ def merge_pieces(
     else:
         merged = _merge_ragged(pieces, JaggedColumns() if jagged is None else jagged, left)
     if copies is None:
-        copy_bytes(left, threads=1)
+        copy_arrays(left, threads=1)
     return merged
 
 

@@ -5,7 +5,7 @@ Backends use it for payload, the codec for what reads return. Nothing here knows
 """
 
 from dataplane_core.host_memory.arena import Arena
-from dataplane_core.host_memory.copying import Copy, copy_bytes
+from dataplane_core.host_memory.copying import Copy, copy_arrays
 from dataplane_core.host_memory.extents import Extent, Extents
 from dataplane_core.host_memory.limits import MemoryLimit, check_capacity, memory_limit
 from dataplane_core.host_memory.recycled import recycled_bytes
@@ -17,7 +17,7 @@ __all__ = [
     "Extents",
     "MemoryLimit",
     "check_capacity",
-    "copy_bytes",
+    "copy_arrays",
     "memory_limit",
     "recycled_bytes",
 ]

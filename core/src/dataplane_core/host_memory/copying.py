@@ -19,9 +19,8 @@ import numpy as np
 
 from dataplane_core.host_memory.limits import usable_cores
 
-Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
-#: A target and a source of equal size.
-Copy: TypeAlias = tuple[Bytes, Bytes]
+#: A target and a source: arrays (n,) of the same length. If their dtypes differ, numpy converts.
+Copy: TypeAlias = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 #: How many threads copy at most if nothing else is said: few cores already use all that the memory gives.
 _MOST_THREADS: Final = 4
@@ -36,28 +35,28 @@ _IDLE_S: Final = 1.0
 
 
 def default_copy_threads() -> int:
-    """Up to 4 of the cores that this process may use and that torch's threads do not hold, the caller's own included."""
+    """Up to 4 of the cores that this process may use and that torch's threads do not hold, with the caller's own."""
     torch = sys.modules.get("torch")  # a process that hosts memory has none
     held = 0 if torch is None else torch.get_num_threads() - 1  # one of them is the caller, which waits for the copy
     return max(1, min(_MOST_THREADS, usable_cores() - held))
 
 
-def copy_bytes(copies: Sequence[Copy], threads: int | None = None) -> None:
-    """Copies each source into its target. Large copies are split among threads by bytes, wherever columns end.
+def copy_arrays(copies: Sequence[Copy], threads: int | None = None) -> None:
+    """Copies each source into its target. Large copies are split among threads by bytes, wherever arrays end.
 
     It returns or raises only when no thread uses the memory any more, also if it is interrupted.
 
     Args:
-        copies: Contiguous arrays. No target overlaps another array of these.
+        copies: What is copied. No target overlaps another array of these.
         threads: How many threads copy at most, with the one that calls. None: `default_copy_threads`.
 
     Example:
         >>> target = np.zeros(3, dtype=np.uint8)
-        >>> copy_bytes([(target, np.ones(3, dtype=np.uint8))])
+        >>> copy_arrays([(target, np.ones(3, dtype=np.uint8))])
         >>> target.tolist()
         [1, 1, 1]
     """
-    size_bytes = sum(len(target) for target, _ in copies)
+    size_bytes = sum(target.nbytes for target, _ in copies)
     most = size_bytes // _LEAST_BYTES
     if most > 1:
         most = min(most, default_copy_threads() if threads is None else threads)
@@ -98,14 +97,14 @@ def _shares(copies: Sequence[Copy], size_bytes: int) -> Iterator[list[Copy]]:
     share: list[Copy] = []
     room = size_bytes
     for target, source in copies:
-        while len(target) > room:
-            cut = room // _PAGE * _PAGE
+        while target.nbytes > room:
+            cut = room // _PAGE * _PAGE // target.itemsize
             share.append((target[:cut], source[:cut]))
             yield share
             target, source = target[cut:], source[cut:]
             share, room = [], size_bytes
         share.append((target, source))
-        room -= len(target)
+        room -= target.nbytes
     yield share
 
 

@@ -20,7 +20,7 @@ from dataplane_core.codec import (
     merge_pieces,
     rows_in_order,
 )
-from dataplane_core.host_memory import Copy, copy_bytes
+from dataplane_core.host_memory import Copy, copy_arrays
 from dataplane_core.hosting import Bytes, Column, Layout, Place, offsets_at
 from dataplane_core.ledger import Located, commands
 from dataplane_core.spec import FieldSpec, WireColumn
@@ -46,7 +46,7 @@ def plan(columns: Sequence[WireColumn], num_rows: int) -> Layout:
 
 
 def write(extent: Bytes, layout: Layout, columns: Sequence[WireColumn], threads: int | None = 1) -> None:
-    """Copies columns into the extent that was planned for them. ``threads``: as for `copy_bytes`."""
+    """Copies columns into the extent that was planned for them. ``threads``: as for `copy_arrays`."""
     copies: list[Copy] = []
     for column, at in zip(columns, layout.columns, strict=True):
         assert isinstance(column, torch.Tensor)
@@ -56,16 +56,14 @@ def write(extent: Bytes, layout: Layout, columns: Sequence[WireColumn], threads:
         else:
             values = column.contiguous()
         copies.append(_copy(extent, at.start, byte_array(values)))
-    copy_bytes(copies, threads)
+    copy_arrays(copies, threads)
 
 
 def _copy(extent: Bytes, start: int, data: Bytes) -> Copy:
     return extent[start : start + len(data)], data
 
 
-def read(
-    arena: Bytes, located: Located, places: Mapping[int, Place], threads: int | None = 1
-) -> dict[str, WireColumn]:
+def read(arena: Bytes, located: Located, places: Mapping[int, Place], threads: int | None = 1) -> dict[str, WireColumn]:
     """Copies the rows of a read out of the arena, in the order of the request, into new memory."""
     pieces: dict[str, list[Piece]] = {name: [] for name in located.specs}
     for part in located.parts:
@@ -73,7 +71,7 @@ def read(
             pieces[name].append(Piece(column, part.positions, part.rows))
     jagged, copies = JaggedColumns(), list[Copy]()
     columns = {name: merge_pieces(each, jagged, copies) for name, each in pieces.items()}
-    copy_bytes(copies, threads)
+    copy_arrays(copies, threads)
     return columns
 
 

@@ -112,12 +112,13 @@ def test_the_caller_and_a_helper_copy_at_the_same_time(watch):
     assert watch.calls[False]
 
 
-def test_few_bytes_and_one_thread_are_left_to_the_caller(watch):
+def test_few_bytes_small_arrays_and_one_thread_are_left_to_the_caller(watch):
     target, source = arrays(1000)
     copy_arrays([(target[:31], source[:31])], 4)
     copy_arrays([(target, source)], 1)
+    copy_arrays([(target[:1], source[:1])] * 1000, 4)
     copy_arrays([], 4)
-    assert watch.calls == {True: 3}
+    assert watch.calls == {True: 4}
 
 
 def test_helpers_end_when_nobody_needs_them_and_come_again():

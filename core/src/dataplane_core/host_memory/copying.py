@@ -26,6 +26,9 @@ Copy: TypeAlias = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 _MOST_THREADS: Final = 4
 #: A thread gets at least so many bytes. To wake it takes as long as copying some hundred KB.
 _LEAST_BYTES: Final = 2 << 20
+#: Several threads copy only if so many bytes are at most so many arrays. After each array a thread needs the
+#: interpreter's lock, so with small ones threads would mostly wait for each other.
+_MOST_ARRAYS: Final = 16
 #: Shares per thread: a thread that comes late, or has less of its core, leaves more of them to the others.
 _SHARES: Final = 4
 #: Columns are cut at multiples of it.
@@ -58,6 +61,8 @@ def copy_arrays(copies: Sequence[Copy], threads: int | None = None) -> None:
     """
     size_bytes = sum(target.nbytes for target, _ in copies)
     most = size_bytes // _LEAST_BYTES
+    if len(copies) > most * _MOST_ARRAYS:
+        most = 1
     if most > 1:
         most = min(most, default_copy_threads() if threads is None else threads)
     if most < 2:

@@ -2,16 +2,18 @@
 
 Run:  python benchmarks/shm_store.py [--seconds 5]
 
-Prints how many MB a second one process and four processes put (batch B of `batches.py`), beside plain copies of as many
-bytes into shared memory, which are the limit; how many claims of one sample
-a second four processes make; microseconds of a put, a read and a claim of one sample with one scalar, on noop and on
-shm_store; the time of a read of batch B as views; and how far the memory of a process grows in a put and in a read,
-beyond the tensors that it gets.
+Prints the milliseconds of a put and a read of batches A and B (`batches.py`) with one copying thread and with one
+per core, up to 4, beside torch's copy with as many; how many MB a second one process and four processes put (batch B),
+beside plain copies of as many bytes into shared memory, which are the limit; how many claims of one sample a second
+four processes make; microseconds of a put, a read and a claim of one sample with one scalar, on noop and on shm_store;
+the time of a read of batch B as views; and how far the memory of a process grows in a put and in a read, beyond the
+tensors that it gets.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import mmap
 import multiprocessing
 import os
@@ -24,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from batches import NUM_SAMPLES, batch, size_bytes
+from batches import NUM_SAMPLES, Step, batch, client_steps, medians_ms, size_bytes
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
@@ -111,6 +113,34 @@ def small_operations(client: DataPlaneClient) -> tuple[float, float, float]:
     )
 
 
+def torch_copy(size: int, threads: int) -> Step:
+    """One copy of the bytes into memory that was used before."""
+    source = torch.ones(size, dtype=torch.uint8)
+    target = source.clone()
+
+    def step() -> None:
+        torch.set_num_threads(threads)
+        target.copy_(source)
+        torch.set_num_threads(1)
+
+    return step
+
+
+def by_threads(name: str) -> None:
+    """Prints the medians of puts and reads of a batch with one copying thread and with several."""
+    columns = batch(name)
+    with contextlib.ExitStack() as stack:
+        contestants: dict[str, tuple[Step, Step, Step]] = {}
+        for count in sorted({1, min(4, len(os.sched_getaffinity(0)))}):
+            options = {"namespace": f"benchmark-{count}", "copy_threads": count}
+            client = stack.enter_context(connect({"backend": "shm_store", "options": options}))
+            contestants[f"{count} copy threads"] = client_steps(client, columns)
+            copy = torch_copy(size_bytes(columns), count)
+            contestants[f"torch's copy, {count}"] = (copy, copy, lambda: None)
+        for what, (put_ms, get_ms) in medians_ms(contestants, rounds=30).items():
+            print(f"batch {name}, {what:18}{put_ms:8.2f} ms put{get_ms:8.2f} ms get")
+
+
 def cpu_of(pid: int) -> float:
     """Seconds of CPU that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -145,6 +175,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0)
     options = parser.parse_args()
+    torch.set_num_threads(1)
+    by_threads("A")
+    by_threads("B")
     with connect(CONFIG) as client, connect({"backend": "noop"}) as noop:
         print(f"{'':12}{'put us':>10}{'read us':>10}{'claim us':>10}")
         for name, each in (("noop", noop), ("shm_store", client)):

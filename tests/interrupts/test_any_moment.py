@@ -14,8 +14,10 @@ from dataplane_core import connect
 from dataplane_core.backends import RecordedLedger
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
+from dataplane_core.host_memory import copying
 from dataplane_core.spec import Capability
 from dataplane_noop import NoopBackend
+from dataplane_shm import _backend
 
 #: Per partition, so that the checks stay short.
 NUM_ROUNDS = 25
@@ -42,8 +44,8 @@ class Recorded(NoopBackend):
         pass
 
 
-@pytest.fixture(params=["noop", "journal", "recorded", "shm_store", "redis_store"])
-def client(request, tmp_path):
+@pytest.fixture(params=["noop", "journal", "recorded", "shm_store", "shm_store with copy threads", "redis_store"])
+def client(request, tmp_path, monkeypatch):
     kind, name = request.param, f"interrupts-{uuid.uuid4().hex[:8]}"
     settings = {"op_timeout_s": 300}  # a call that is never answered lets the test time out
     if kind == "journal":
@@ -54,6 +56,11 @@ def client(request, tmp_path):
         opened = connect_backend(backend, DataPlaneConfig(backend="recorded", **settings))
     else:
         options = {"noop": {}, "shm_store": {"capacity_bytes": 1 << 24}}.get(kind, {})
+        if kind == "shm_store with copy threads":  # also of a few bytes
+            kind, options = "shm_store", {"capacity_bytes": 1 << 24, "copy_threads": 3}
+            monkeypatch.setattr(_backend, "_FEW_BYTES", 0)
+            monkeypatch.setattr(copying, "_LEAST_BYTES", 8)
+            monkeypatch.setattr(copying, "_PAGE", 8)
         opened = connect({"backend": kind, "options": {"namespace": name, **options} if options else {}, **settings})
     yield opened
     opened.close()

@@ -1,9 +1,11 @@
-"""How much memory may be used: the least of the machine's and the control groups'."""
+"""How much memory and how many cores may be used: the least of the machine's and the control groups'."""
+
+import os
 
 import pytest
 
 from dataplane_core.errors import ConfigError
-from dataplane_core.host_memory import MemoryLimit, check_capacity, memory_limit
+from dataplane_core.host_memory import MemoryLimit, check_capacity, limits, memory_limit
 
 MIB = 1 << 20
 
@@ -75,3 +77,33 @@ def test_a_capacity_that_this_host_does_not_have_is_refused():
     check_capacity(most_bytes)
     with pytest.raises(ConfigError, match=r"Expected at most the memory that this host, or its container, has in all"):
         check_capacity(most_bytes + 1)
+
+
+# --- cores ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        (None, {}, 8),
+        ("0::/a/b\n", {"a/cpu.max": "max 100000", "a/b/cpu.max": "250000 100000"}, 2),
+        ("0::/a/b\n", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+        ("0::/\n", {"cpu.max": "1600000 100000"}, 8),
+        ("3:cpu,cpuacct:/a\n", {"cpu/a/cpu.cfs_quota_us": "400000", "cpu/a/cpu.cfs_period_us": "100000"}, 4),
+        ("3:cpu,cpuacct:/a\n", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, 8),
+    ],
+)
+def test_cores(machine, tmp_path, monkeypatch, cgroup, files, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    machine(cgroup, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
+    assert limits.usable_cores(tmp_path) == expected
+
+
+def test_a_thread_that_is_pinned_to_a_core_has_one():
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert limits.usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)

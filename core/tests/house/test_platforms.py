@@ -30,6 +30,8 @@ ATTRIBUTES = {
 #: Where they may be used, and why that is right.
 ALLOWED = {
     "host_memory/arena.py": "only shm_store makes an arena, and it is for Linux",
+    "host_memory/copying.py": "asks first whether there are forks",
+    "host_memory/limits.py": "asks first whether there are masks of cores",
     "host_memory/recycled.py": "asks first whether mmap has the flags",
     "backends/private_folder.py": "the folder of a server that redis_store or shm_store starts, which Windows lacks",
     "backends/owned_process.py": "asks first whether there are forks",

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from tensordict import TensorDict
 
 from dataplane_core import connect
 from dataplane_core.errors import BackendUnavailableError, ClaimTimeoutError, OperationTimeoutError
-from dataplane_core.host_memory import memory_limit
+from dataplane_core.host_memory import copying, memory_limit
 from dataplane_core.spec import GetRequest
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
@@ -154,6 +155,32 @@ def test_a_write_into_a_view_changes_nothing_for_others(owner, config, other_pro
     ) as it:
         assert it.wait(WAIT_S) == -signal.SIGSEGV
     assert owner.get_samples(IDS, "p", ["y"])["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copy_threads", [None, 1, 2, 4])
+def test_what_several_threads_copied_is_what_was_put(owner, config, monkeypatch, copy_threads):
+    monkeypatch.setattr(copying, "_LEAST_BYTES", 4096)
+    draw = random.Random(0)
+    options = {**config["options"], "copy_threads": copy_threads}
+    with connect({**config, "options": options}, bootstrap=False) as client:
+        for number in range(10):
+            count = draw.choice([1, 3, 50])
+            ids = [f"{number}.{each}" for each in range(count)]
+            lengths = [draw.choice([0, 1, 300, 5000]) for _ in ids]
+            values = torch.from_numpy(np.frombuffer(draw.randbytes(2 * sum(lengths)), dtype=np.int16).copy())
+            columns = {"x": list(values.split(lengths)), "y": torch.randn(count, draw.choice([1, 2000]))}
+            client.put_samples(ids, "p", columns)
+            if draw.random() < 0.5:
+                draw.shuffle(ids)
+            rows = [int(each.split(".")[1]) for each in ids]
+            found = client.get_samples(ids, "p", ["x", "y"])
+            assert torch.equal(found["y"], columns["y"][rows])
+            for cell, row in zip(found["x"].unbind(), rows, strict=True):
+                assert torch.equal(cell, columns["x"][row])
+            client.clear_samples(ids, "p")
 
 
 # --- who is killed ----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from dataplane_core.codec.tensors import (
     offsets_of,
     ragged_of_dense,
 )
+from dataplane_core.host_memory import Copy, copy_arrays
 from dataplane_core.spec import WireColumn
 
 #: A dense tensor (N, ...), N rows of differing length, or a list of N items.
@@ -55,7 +56,10 @@ def rows_in_order(rows: Sequence[int], start: int, count: int) -> bool:
 
 
 def merge_pieces(
-    pieces: Sequence[Piece], jagged: JaggedColumns | None = None, dtype: torch.dtype | None = None
+    pieces: Sequence[Piece],
+    jagged: JaggedColumns | None = None,
+    dtype: torch.dtype | None = None,
+    copies: list[Copy] | None = None,
 ) -> WireColumn:
     """The column of a read, in new memory.
 
@@ -63,6 +67,8 @@ def merge_pieces(
         pieces: At least one. Their positions together are 0 to n - 1.
         jagged: The jagged columns of the same read.
         dtype: The dtype of the result. Integer columns may be narrower (`WireFormat.narrow`). None: that of the first.
+        copies: Gets the copies that are left to the caller, who can then make those of all columns at once. The column
+            has undefined values until then. None: this function makes them.
 
     Returns:
         A dense tensor if all rows have one shape and were stored so, else one jagged tensor. A list for items, which
@@ -78,11 +84,16 @@ def merge_pieces(
             return some.view(torch.uint8).clone().view(torch.bool) if some.dtype == torch.bool else some.clone()
     if isinstance(first, list):
         return _merge_items(pieces)
+    left: list[Copy] = [] if copies is None else copies
     if isinstance(first, torch.Tensor) and all(
         isinstance(each.column, torch.Tensor) and each.column.shape[1:] == first.shape[1:] for each in pieces
     ):
-        return _merge_dense(first, pieces, dtype or first.dtype)
-    return _merge_ragged(pieces, JaggedColumns() if jagged is None else jagged, dtype)
+        merged = _merge_dense(first, pieces, dtype or first.dtype, left)
+    else:
+        merged = _merge_ragged(pieces, JaggedColumns() if jagged is None else jagged, dtype, left)
+    if copies is None:
+        copy_arrays(left, threads=1)
+    return merged
 
 
 def _merge_items(pieces: Sequence[Piece]) -> list[object]:
@@ -94,7 +105,7 @@ def _merge_items(pieces: Sequence[Piece]) -> list[object]:
     return items
 
 
-def _merge_dense(like: torch.Tensor, pieces: Sequence[Piece], dtype: torch.dtype) -> torch.Tensor:
+def _merge_dense(like: torch.Tensor, pieces: Sequence[Piece], dtype: torch.dtype, copies: list[Copy]) -> torch.Tensor:
     shape = like.shape[1:]
     merged = empty_tensor((sum(len(each.rows) for each in pieces), *shape), dtype)
     for column, rows, positions in pieces:
@@ -109,12 +120,24 @@ def _merge_dense(like: torch.Tensor, pieces: Sequence[Piece], dtype: torch.dtype
         source, target, unit = _arrays(column, merged)
         step = unit * math.prod(shape)
         for row, position, count in runs:
-            target[position * step : (position + count) * step] = source[row * step : (row + count) * step]
+            begin, end = position * step, (position + count) * step
+            copies.append((target[begin:end], source[row * step : (row + count) * step]))
     return merged
 
 
-def _merge_ragged(pieces: Sequence[Piece], jagged: JaggedColumns, dtype: torch.dtype | None) -> torch.Tensor:
+def _merge_ragged(
+    pieces: Sequence[Piece], jagged: JaggedColumns, dtype: torch.dtype | None, copies: list[Copy]
+) -> torch.Tensor:
     ragged = [(_as_ragged(column), rows, positions) for column, rows, positions in pieces]
+    first, rows, positions = ragged[0]
+    count = len(rows)
+    if len(ragged) == 1 and count and rows_in_order(rows, rows[0], count) and rows_in_order(positions, 0, count):
+        cuts = first.offsets.numpy()[rows[0] : rows[0] + count + 1]  # the usual case, without work for each row
+        values = first.values[cuts[0] : cuts[-1]]
+        merged = empty_tensor(tuple(values.shape), dtype or values.dtype)
+        source, target, _ = _arrays(values, merged)
+        copies.append((target, source))
+        return jagged.add(merged, torch.from_numpy(cuts - cuts[0]))
     lengths = torch.empty(sum(len(rows) for _, rows, _ in ragged), dtype=torch.int64, device="cpu")
     for column, rows, positions in ragged:
         lengths.numpy()[np.asarray(positions)] = column.lengths[np.asarray(rows)]
@@ -127,7 +150,7 @@ def _merge_ragged(pieces: Sequence[Piece], jagged: JaggedColumns, dtype: torch.d
         ends = (offsets * step).tolist()
         for row, position, count in _runs(rows, positions):
             begin, end = column.offsets[row].item() * step, column.offsets[row + count].item() * step
-            target[ends[position] : ends[position + count]] = source[begin:end]
+            copies.append((target[ends[position] : ends[position + count]], source[begin:end]))
     return jagged.add(merged, offsets)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from dataplane_core.codec.tensors import jagged_parts
 from dataplane_core.spec import SharedRows, WireColumn
 
 
@@ -45,9 +47,8 @@ def cell_nbytes(column: WireColumn | SharedRows, num_samples: int) -> Any:
             return np.fromiter(map(len, column), dtype=np.int64, count=len(column))
         return np.fromiter((_item_nbytes(item) for item in column), dtype=np.int64, count=len(column))
     if column.is_nested:
-        values, offsets = column.values(), column.offsets()  # type: ignore[attr-defined] # torch's stubs lack them
-        row = values.element_size() * (values[:1].numel() if values.shape[0] else 0)
-        return offsets.diff().numpy() * row
+        values, offsets, _, _ = jagged_parts(column)
+        return np.diff(offsets.numpy()) * (values.dtype.itemsize * math.prod(values.shape[1:]))
     return column.nbytes // max(num_samples, 1)
 
 

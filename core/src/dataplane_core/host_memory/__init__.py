@@ -1,12 +1,23 @@
-"""Memory of one host: an arena that processes share, an allocator for it, how much memory may be used, and private
-memory that is used again.
+"""Memory of one host: an arena that processes share, an allocator for it, how much memory may be used, private memory
+that is used again, and copies by several threads.
 
 Backends use it for payload, the codec for what reads return. Nothing here knows backends, partitions or samples.
 """
 
 from dataplane_core.host_memory.arena import Arena
+from dataplane_core.host_memory.copying import Copy, copy_arrays
 from dataplane_core.host_memory.extents import Extent, Extents
 from dataplane_core.host_memory.limits import MemoryLimit, check_capacity, memory_limit
 from dataplane_core.host_memory.recycled import recycled_bytes
 
-__all__ = ["Arena", "Extent", "Extents", "MemoryLimit", "check_capacity", "memory_limit", "recycled_bytes"]
+__all__ = [
+    "Arena",
+    "Copy",
+    "Extent",
+    "Extents",
+    "MemoryLimit",
+    "check_capacity",
+    "copy_arrays",
+    "memory_limit",
+    "recycled_bytes",
+]

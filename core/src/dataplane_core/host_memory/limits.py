@@ -1,11 +1,17 @@
-"""How much memory this process may use: of the machine, and of the container that it runs in."""
+"""How much memory and how many cores this process may use: of the machine, and of the container that it runs in."""
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from dataplane_core.errors import ConfigError
+
+_ROOT: Final = Path("/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,7 @@ class MemoryLimit:
     most_bytes: int = 0
 
 
-def memory_limit(root: Path = Path("/")) -> MemoryLimit:
+def memory_limit(root: Path = _ROOT) -> MemoryLimit:
     """The memory that a new store on this host may use. Linux only.
 
     It is the least of what the machine has available and what the control groups of this process (versions 1 and 2)
@@ -39,7 +45,8 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     lines = (root / "proc/meminfo").read_text().splitlines()
     fields = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
     limits = [MemoryLimit(fields["MemAvailable"], "this machine", fields["MemTotal"])]
-    for limit_file, used_file in _control_groups(root):
+    names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for limit_file, used_file in _control_groups(root, "memory", *names):
         try:
             limit, used = int(limit_file.read_text()), int(used_file.read_text())
         except (OSError, ValueError):  # no such group, or its limit is "max"
@@ -76,8 +83,40 @@ def _droppable_bytes(group: Path) -> int:
     return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))  # version 1 has both
 
 
-def _control_groups(root: Path) -> list[tuple[Path, Path]]:
-    """The files with limit and use of this process's memory groups and of all groups above them."""
+def usable_cores(root: Path = _ROOT) -> int:
+    """How many cores this thread may run on: those of its mask, or fewer if the control groups grant less time.
+
+    Args:
+        root: Where ``proc`` and ``sys`` lie.
+
+    Example:
+        >>> usable_cores() >= 1
+        True
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _cores_granted(root)))
+
+
+@functools.cache
+def _cores_granted(root: Path) -> int:
+    """The least that the control groups (versions 1 and 2) of this process grant, in whole cores. Read only once."""
+    granted = sys.maxsize
+    for file, period_file in _control_groups(
+        root, "cpu", ("cpu.max", "cpu.max"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    ):
+        try:  # version 2 has both numbers in one file
+            quota, period = int(file.read_text().split()[0]), int(period_file.read_text().split()[-1])
+        except (OSError, ValueError):  # no such group, or its limit is "max"
+            continue
+        if quota > 0:  # version 1 says -1 for no limit
+            granted = min(granted, quota // period)
+    return granted
+
+
+def _control_groups(
+    root: Path, controller: str, names: tuple[str, str], names_of_version_1: tuple[str, str]
+) -> list[tuple[Path, Path]]:
+    """Two files of this process's group of a controller, and of all groups above it."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -86,13 +125,13 @@ def _control_groups(root: Path) -> list[tuple[Path, Path]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            home, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            home, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            home, files = root / "sys/fs/cgroup", names
+        elif controller in controllers.split(","):
+            home, files = root / "sys/fs/cgroup" / controller, names_of_version_1
         else:
             continue
         folder = home / path.strip("/")
         while folder.is_relative_to(home):
-            found.append((folder / names[0], folder / names[1]))
+            found.append((folder / files[0], folder / files[1]))
             folder = folder.parent
     return found

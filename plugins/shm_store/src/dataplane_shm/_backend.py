@@ -220,7 +220,8 @@ class ShmBackend(LedgerBackend):
             return  # it went with the request that began the put
         offset, layout = self._placed.pop(write_id)
         session = self._connected()  # held until the copy ends: the extent is free when the session ends
-        _payload.write(self._memory().bytes[offset : offset + layout.size_bytes], layout, list(columns.values()))
+        extent = self._memory().bytes[offset : offset + layout.size_bytes]
+        _payload.write(extent, layout, list(columns.values()), self.config.copy_threads)
         del session
 
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
@@ -233,7 +234,7 @@ class ShmBackend(LedgerBackend):
             columns = _payload.view(window, located, located.places, num_samples)
             if columns is not None:
                 return columns
-        return _payload.read(self._memory().bytes, located, located.places)
+        return _payload.read(self._memory().bytes, located, located.places, self.config.copy_threads)
 
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
         # the store frees payload by itself; only the conformance kit, which loses payload on purpose, comes here

@@ -24,6 +24,7 @@ from dataplane_core.codec import (
     rows_in_order,
 )
 from dataplane_core.errors import CorruptDataError
+from dataplane_core.host_memory import Copy, copy_arrays
 from dataplane_core.hosting import Bytes, Column, Layout, Place, offsets_at
 from dataplane_core.ledger import Located, commands
 from dataplane_core.spec import FieldSpec, WireColumn
@@ -50,31 +51,35 @@ def plan(columns: Sequence[WireColumn], num_rows: int) -> Layout:
     return layout
 
 
-def write(extent: Bytes, layout: Layout, columns: Sequence[WireColumn]) -> None:
-    """Copies columns into the extent that was planned for them."""
+def write(extent: Bytes, layout: Layout, columns: Sequence[WireColumn], threads: int | None = 1) -> None:
+    """Copies columns into the extent that was planned for them. ``threads``: as for `copy_arrays`."""
+    copies: list[Copy] = []
     for column, at in zip(columns, layout.columns, strict=True):
         assert isinstance(column, torch.Tensor)
         if column.is_nested:
             values, offsets, _, _ = jagged_parts(column)
-            _copy(extent, at.table, byte_array(offsets.to(torch.int64).contiguous()))
+            copies.append(_copy(extent, at.table, byte_array(offsets.to(torch.int64).contiguous())))
         else:
             values = column.contiguous()
-        _copy(extent, at.start, byte_array(values))
+        copies.append(_copy(extent, at.start, byte_array(values)))
+    copy_arrays(copies, threads)
 
 
-def _copy(extent: Bytes, start: int, data: Bytes) -> None:
-    extent[start : start + len(data)] = data
+def _copy(extent: Bytes, start: int, data: Bytes) -> Copy:
+    return extent[start : start + len(data)], data
 
 
-def read(arena: Bytes, located: Located, places: Mapping[int, Place]) -> dict[str, WireColumn]:
+def read(arena: Bytes, located: Located, places: Mapping[int, Place], threads: int | None = 1) -> dict[str, WireColumn]:
     """Copies the rows of a read out of the arena, in the order of the request, into new memory."""
     pieces: dict[str, list[Piece]] = {name: [] for name in located.specs}
     for part in located.parts:
         for name, column in _stored(arena, part, places[part.write_id], located.specs):
             pieces[name].append(Piece(column, part.positions, part.rows))
-    jagged = JaggedColumns()
+    jagged, copies = JaggedColumns(), list[Copy]()
     dtypes = {name: spec.stored.torch_dtype for name, spec in located.specs.items() if spec.kind == "tensor"}
-    return {name: merge_pieces(each, jagged, dtypes.get(name)) for name, each in pieces.items()}
+    columns = {name: merge_pieces(each, jagged, dtypes.get(name), copies) for name, each in pieces.items()}
+    copy_arrays(copies, threads)
+    return columns
 
 
 def view(arena: Bytes, located: Located, places: Mapping[int, Place], num_rows: int) -> dict[str, WireColumn] | None:

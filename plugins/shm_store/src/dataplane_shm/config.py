@@ -29,6 +29,10 @@ class ShmConfig(CapacityOptions):
     """Memory that is made ready in the background before it is used. The store starts with it, and makes as much more
     ready whenever less than half of it is left."""
 
+    copy_threads: int | None = Field(default=None, ge=1)
+    """How many threads copy a large put or read, with the one that calls. By default up to 4 of the cores that the
+    process may use and that torch's threads do not hold. 1: the calling thread alone."""
+
 
 def store_folder(namespace: str) -> PrivateFolder:
     """The folder of the store of that name."""

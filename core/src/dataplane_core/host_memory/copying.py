@@ -1,0 +1,202 @@
+"""Copies of large memory by several threads.
+
+numpy copies large arrays without the interpreter's lock, so a few Python threads are as fast as torch's. The calling
+thread copies too. It never waits for a thread that has not begun, so a copy ends also where no thread can be started,
+and where all threads are busy.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from dataplane_core.host_memory.limits import usable_cores
+
+#: A target and a source: arrays (n,) of the same length. If their dtypes differ, numpy converts.
+Copy: TypeAlias = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+
+#: How many threads copy at most if nothing else is said: few cores already use all that the memory gives.
+_MOST_THREADS: Final = 4
+#: A thread gets at least so many bytes. To wake it takes as long as copying some hundred KB.
+_LEAST_BYTES: Final = 2 << 20
+#: Several threads copy only if so many bytes are at most so many arrays. After each array a thread needs the
+#: interpreter's lock, so with small ones threads would mostly wait for each other.
+_MOST_ARRAYS: Final = 16
+#: Shares per thread: a thread that comes late, or has less of its core, leaves more of them to the others.
+_SHARES: Final = 4
+#: Columns are cut at multiples of it.
+_PAGE: Final = 4096
+#: A thread that nobody needed for so long ends.
+_IDLE_S: Final = 1.0
+
+
+def default_copy_threads() -> int:
+    """Up to 4 of the cores that this process may use and that torch's threads do not hold, with the caller's own."""
+    torch = sys.modules.get("torch")  # a process that hosts memory has none
+    held = 0 if torch is None else torch.get_num_threads() - 1  # one of them is the caller, which waits for the copy
+    return max(1, min(_MOST_THREADS, usable_cores() - held))
+
+
+def copy_arrays(copies: Sequence[Copy], threads: int | None = None) -> None:
+    """Copies each source into its target. Large copies are split among threads by bytes, wherever arrays end.
+
+    It returns or raises only when no thread uses the memory any more, also if it is interrupted.
+
+    Args:
+        copies: What is copied. No target overlaps another array of these.
+        threads: How many threads copy at most, with the one that calls. None: `default_copy_threads`.
+
+    Example:
+        >>> target = np.zeros(3, dtype=np.uint8)
+        >>> copy_arrays([(target, np.ones(3, dtype=np.uint8))])
+        >>> target.tolist()
+        [1, 1, 1]
+    """
+    size_bytes = sum(target.nbytes for target, _ in copies)
+    most = size_bytes // _LEAST_BYTES
+    if len(copies) > most * _MOST_ARRAYS:
+        most = 1
+    if most > 1:
+        most = min(most, default_copy_threads() if threads is None else threads)
+    if most < 2:
+        _copy(copies)
+        return
+    shares = deque(_shares(copies, -(-size_bytes // (most * _SHARES * _PAGE)) * _PAGE))
+    helps = [_Help(shares) for _ in range(most - 1)]
+    try:
+        try:
+            _helpers.ask(helps)
+            _copy_shares(shares)
+        finally:
+            _end(helps, shares)
+    finally:
+        _end(helps, shares)  # if an interrupt came just before the first
+    for each in helps:
+        if each.error is not None:
+            raise each.error
+
+
+def _copy(copies: Iterable[Copy]) -> None:
+    for target, source in copies:
+        target[:] = source
+
+
+def _copy_shares(shares: deque[list[Copy]]) -> None:
+    while True:
+        try:
+            share = shares.popleft()
+        except IndexError:
+            return
+        _copy(share)
+
+
+def _shares(copies: Sequence[Copy], size_bytes: int) -> Iterator[list[Copy]]:
+    """The copies in lists of about ``size_bytes``, a multiple of a page, each. Long ones are cut."""
+    share: list[Copy] = []
+    room = size_bytes
+    for target, source in copies:
+        while target.nbytes > room:
+            cut = room // _PAGE * _PAGE // target.itemsize
+            share.append((target[:cut], source[:cut]))
+            yield share
+            target, source = target[cut:], source[cut:]
+            share, room = [], size_bytes
+        share.append((target, source))
+        room -= target.nbytes
+    yield share
+
+
+class _Help:
+    """What one helper is asked: to copy shares as long as there are any."""
+
+    def __init__(self, shares: deque[list[Copy]]) -> None:
+        self._shares = shares
+        self._busy = False
+        self._ended = threading.Lock()  # taken until the helper has ended
+        self._ended.acquire()
+        #: What it raised.
+        self.error: BaseException | None = None
+
+    def give(self) -> None:
+        """Copies. Called by a helper."""
+        try:
+            self._busy = True  # before it takes a share
+            _copy_shares(self._shares)
+        except BaseException as error:  # the caller gets it
+            self.error = error
+        finally:
+            self._busy = False
+            self._ended.release()
+
+    def wait(self) -> None:
+        """Waits while the helper copies. Not for one that has not begun: it finds no shares."""
+        while self._busy:
+            self._ended.acquire()  # not `with`: an interrupt before its end would leave the lock taken
+
+
+def _end(helps: Sequence[_Help], shares: deque[list[Copy]]) -> None:
+    """Gives out no more shares, and waits until no helper copies. An interrupt is raised only then."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            shares.clear()
+            for each in helps:
+                each.wait()
+            break
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+class _Helpers:
+    """The threads of this process that help to copy. They start when they are needed, and end when they are idle."""
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[_Help] = SimpleQueue()
+        self._threads: set[threading.Thread] = set()
+
+    def ask(self, helps: Sequence[_Help]) -> None:
+        """Asks as many helpers. Does not wait for them."""
+        for each in helps:
+            self._asked.put(each)
+        # no lock: a signal handler may copy too. Of callers at the same time, each may start one too many
+        while len(self._threads) < len(helps):
+            thread = threading.Thread(target=self._work, name="dataplane copy", daemon=True)
+            try:
+                self._threads.add(thread)
+                thread.start()
+            except BaseException as error:
+                self._threads.discard(thread)
+                if isinstance(error, RuntimeError):  # the system gives no thread: the caller copies alone
+                    return
+                raise
+
+    def _work(self) -> None:
+        try:
+            while True:
+                self._asked.get(timeout=_IDLE_S).give()
+        except Empty:
+            pass
+        finally:
+            self._threads.discard(threading.current_thread())
+
+
+_helpers = _Helpers()
+
+
+def _forget_in_fork() -> None:
+    """A fork has no helpers, and must not copy what its parent asked for."""
+    global _helpers
+    _helpers = _Helpers()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
+    os.register_at_fork(after_in_child=_forget_in_fork)

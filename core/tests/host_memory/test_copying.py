@@ -1,0 +1,300 @@
+"""Copies by several threads: the same bytes, and nobody at work on the memory when the call has ended."""
+
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from dataplane_core.host_memory import copy_arrays, copying
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """A few bytes are enough for several threads, and idle ones end at once."""
+    monkeypatch.setattr(copying, "_LEAST_BYTES", 16)
+    monkeypatch.setattr(copying, "_PAGE", 8)
+    monkeypatch.setattr(copying, "_IDLE_S", 0.05)
+
+
+class Watch:
+    """Which threads copy, and which helpers are copying now. All take their time, so that each gets shares."""
+
+    def __init__(self, copy):
+        self.copy, self.caller = copy, threading.current_thread()
+        self.inside, self.calls = [], Counter()
+        self.pause_s, self.together = 0.0, None
+
+    def __call__(self, copies):
+        me = threading.current_thread()
+        self.calls[me is self.caller] += 1
+        if self.together is not None:
+            self.together.wait(WAIT_S)
+            self.together = None
+        if me is self.caller:
+            time.sleep(self.pause_s / 2)
+            self.copy(copies)
+            return
+        self.inside.append(me)
+        try:
+            time.sleep(self.pause_s)
+            self.copy(copies)
+        finally:
+            self.inside.remove(me)
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    each = Watch(copying._copy)
+    monkeypatch.setattr(copying, "_copy", each)
+    return each
+
+
+def arrays(size_bytes):
+    source = np.arange(1, size_bytes + 1, dtype=np.uint64).astype(np.uint8) | 1
+    return np.zeros(size_bytes, dtype=np.uint8), source
+
+
+@pytest.mark.parametrize("threads", [None, 1, 2, 4])
+def test_the_bytes_are_the_same_however_they_lie(threads):
+    draw = random.Random(0)
+    for _ in range(60):
+        memory, source = np.zeros(20_000, dtype=np.uint8), np.frombuffer(draw.randbytes(20_000), dtype=np.uint8)
+        expected, copies, at = memory.copy(), [], 0
+        while at < len(memory) and len(copies) < draw.choice([0, 1, 3, 200]):
+            begin, size = at + draw.choice([0, 1, 64]), draw.choice([0, 1, 7, 16, 100, 5000, 20_000])
+            size = min(size, max(0, len(memory) - begin))
+            start = draw.randrange(len(source) - size + 1)
+            copies.append((memory[begin : begin + size], source[start : start + size]))
+            expected[begin : begin + size] = source[start : start + size]
+            at = begin + size
+        draw.shuffle(copies)
+        copy_arrays(copies, threads)
+        assert memory.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_numbers_of_another_dtype_are_converted(threads):
+    source = np.arange(1000, dtype=np.uint16)
+    targets = np.zeros(1000, dtype=np.int64), np.zeros(1000, dtype=np.int32)
+    copy_arrays([(target, source) for target in targets], threads)
+    for target in targets:
+        assert target.tolist() == source.tolist()
+
+
+@pytest.mark.parametrize("sizes", [[800], [100] * 8, [1] * 800, [0, 790, 10, 0]], ids=str)
+def test_threads_share_the_bytes_wherever_columns_end(sizes):
+    target, source = arrays(sum(sizes))
+    cuts = np.cumsum([0, *sizes]).tolist()
+    copies = [(target[start:stop], source[start:stop]) for start, stop in pairwise(cuts)]
+    shares = list(copying._shares(copies, 104))
+    assert max(sum(len(part) for part, _ in share) for share in shares) <= 104
+    assert len(shares) <= 9
+    assert sum(map(len, shares)) <= len(sizes) + len(shares)
+    for share in shares:
+        copying._copy(share)
+    assert target.tobytes() == source.tobytes()
+
+
+def test_the_caller_and_a_helper_copy_at_the_same_time(watch):
+    watch.together = threading.Barrier(2)
+    target, source = arrays(1000)
+    copy_arrays([(target, source)], 2)
+    assert target.tobytes() == source.tobytes()
+    assert watch.calls[True]
+    assert watch.calls[False]
+
+
+def test_few_bytes_small_arrays_and_one_thread_are_left_to_the_caller(watch):
+    target, source = arrays(1000)
+    copy_arrays([(target[:31], source[:31])], 4)
+    copy_arrays([(target, source)], 1)
+    copy_arrays([(target[:1], source[:1])] * 1000, 4)
+    copy_arrays([], 4)
+    assert watch.calls == {True: 4}
+
+
+def test_helpers_end_when_nobody_needs_them_and_come_again():
+    target, source = arrays(1000)
+    for _ in range(2):
+        target[:] = 0
+        copy_arrays([(target, source)], 3)
+        assert target.tobytes() == source.tobytes()
+        give_up = time.monotonic() + WAIT_S
+        while any(each.name == "dataplane copy" for each in threading.enumerate()):
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+        assert not copying._helpers._threads
+
+
+def test_callers_at_the_same_time_share_the_helpers(watch):
+    watch.pause_s = 0.001
+    wrong = []
+
+    def use():
+        for _ in range(20):
+            target, source = arrays(1000)
+            copy_arrays([(target, source)], 3)
+            if target.tobytes() != source.tobytes():
+                wrong.append(target)
+
+    callers = [threading.Thread(target=use) for _ in range(8)]
+    for each in callers:
+        each.start()
+    for each in callers:
+        each.join()
+    assert wrong == []
+
+
+def test_without_a_thread_the_caller_copies_alone(monkeypatch, watch):
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    give_up = time.monotonic() + WAIT_S
+    while copying._helpers._threads:
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    target, source = arrays(1000)
+    copy_arrays([(target, source)], 4)
+    assert target.tobytes() == source.tobytes()
+    assert list(watch.calls) == [True]
+
+
+def test_an_error_of_a_helper_is_raised(watch):
+    def fail(copies):
+        if threading.current_thread() is not watch.caller:
+            raise ValueError("sizes differ")
+
+    watch.together, watch.copy = threading.Barrier(2), fail
+    with pytest.raises(ValueError, match="sizes differ"):
+        copy_arrays([arrays(1000)], 2)
+
+
+# --- interrupts -------------------------------------------------------------------------------------------------------
+
+
+def test_when_an_interrupt_is_raised_no_helper_copies_any_longer(watch, interrupted):
+    watch.pause_s = 0.0005
+    at = completed = 0
+    while completed < 3:
+        target, source = arrays(64)
+        error = interrupted(lambda: copy_arrays([(target, source)], 2), at, copying)  # noqa: B023
+        assert watch.inside == []
+        if error is None:
+            assert target.tobytes() == source.tobytes()
+            completed += 1
+        at += 1
+    assert watch.calls[False]
+
+
+def test_interrupts_while_it_waits_are_raised_when_it_has_waited(watch):
+    raised, copy = [], watch.copy
+
+    def interrupt(*_):
+        if watch.inside and len(raised) < 3:
+            raised.append(None)
+            raise KeyboardInterrupt
+
+    def until_interrupted(copies):
+        while threading.current_thread() is not watch.caller and len(raised) < 3:
+            time.sleep(0.001)
+        copy(copies)
+
+    watch.copy, watch.together = until_interrupted, threading.Barrier(2)
+    before, limit = signal.signal(signal.SIGALRM, interrupt), signal.getitimer(signal.ITIMER_REAL)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            copy_arrays([arrays(1000)], 2)
+        assert watch.inside == []
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *limit)
+    assert len(raised) == 3
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+FORK = """
+import mmap, os, threading, time
+from collections import deque
+import numpy as np
+from dataplane_core.host_memory import copy_arrays, copying
+
+copying._LEAST_BYTES, copying._IDLE_S = 16, 60
+source = np.ones(1000, dtype=np.uint8)
+shared = np.frombuffer(mmap.mmap(-1, 4096), dtype=np.uint8)
+target = np.zeros(1000, dtype=np.uint8)
+copy_arrays([(target, source)], 4)
+assert len(copying._helpers._threads) == 3
+# helpers that are busy leave this to the fork, whose parent may have given the memory to others since
+busy = [copying._Help(deque()) for _ in range(3)]
+held = threading.Event()
+for each in busy:
+    each.give = held.wait
+copying._helpers.ask(busy)
+while not copying._helpers._asked.empty():
+    pass
+copying._helpers.ask([copying._Help(deque([[(shared[:1000], source)]]))])
+pid = os.fork()
+if pid == 0:
+    copy, both = copying._copy, [threading.Barrier(2)]
+    def together(copies):
+        if both:
+            both[0].wait(60)
+            both.clear()
+        copy(copies)
+    copying._copy = together
+    target[:] = 0
+    copying._PAGE, copying._IDLE_S = 8, 0.1
+    copy_arrays([(target, source)], 2)  # with a helper of its own
+    while copying._helpers._threads:
+        time.sleep(0.01)
+    os._exit(0 if target.all() and not shared.any() else 1)
+assert os.waitpid(pid, 0)[1] == 0
+held.set()
+print("done")
+"""
+
+
+def test_a_fork_has_helpers_of_its_own_and_copies_nothing_for_its_parent(python):
+    assert python.run("-c", FORK).stdout == "done\n"
+
+
+def test_a_process_ends_while_helpers_wait(python):
+    code = """
+import numpy as np, threading
+from dataplane_core.host_memory import copy_arrays, copying
+copying._IDLE_S = 1000
+array = np.ones(16 << 20, dtype=np.uint8)
+copy_arrays([(np.empty_like(array), array)], 3)
+assert any(each.name == "dataplane copy" for each in threading.enumerate())
+"""
+    done = python.run("-c", code)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+# --- how many ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cores", "torch_threads", "expected"), [(1, 1, 1), (2, 1, 2), (64, 1, 4), (8, 6, 3), (8, 8, 1), (2, 8, 1)]
+)
+def test_by_default_it_takes_cores_that_torch_does_not_hold(monkeypatch, cores, torch_threads, expected):
+    monkeypatch.setattr(copying, "usable_cores", lambda: cores)
+    before = torch.get_num_threads()
+    torch.set_num_threads(torch_threads)
+    try:
+        assert copying.default_copy_threads() == expected
+        copy_arrays([arrays(1000)])
+        assert torch.get_num_threads() == torch_threads
+    finally:
+        torch.set_num_threads(before)

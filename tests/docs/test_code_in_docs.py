@@ -47,9 +47,9 @@ def test_the_author_guides_code_runs_or_is_the_examples_own():
     assert len(shown) - len(run) == 6
     assert names["rewards"].tolist() == [0.5, 1.0]
     assert names["TestDictStore"].under_test() is names["DictStore"]
-    said = re.search(r"narrow.describe\(\)  # '(.*)'", "\n".join(shown))
+    said = re.search(r"limited.describe\(\)  # '(.*)'", "\n".join(shown))
     assert said is not None
-    assert said.group(1) == names["narrow"].describe()
+    assert said.group(1) == names["limited"].describe()
 
 
 def test_the_readmes_program_runs_and_prints_what_it_says(capsys):

@@ -36,6 +36,7 @@ from dataplane_core.backends.journal_records import Begin, Plan, Record, Snapsho
 from dataplane_core.backends.snapshot import chunk_key, head
 from dataplane_core.codec import (
     ALL_DTYPES,
+    DTYPE_CODES,
     Ragged,
     TensorRows,
     decode_columns,
@@ -517,7 +518,7 @@ def _layout(num_rows: int) -> Layout:
 
 def _ragged_layout(num_rows: int) -> Layout:
     layout = Layout([])
-    layout.add_ragged(num_rows, 5, 8)
+    layout.add_ragged(num_rows, 5, 1, DTYPE_CODES[torch.uint8])
     return layout
 
 

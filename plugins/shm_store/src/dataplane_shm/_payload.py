@@ -123,7 +123,7 @@ def _stored(
 def _column(extent: Bytes, column: Column, num_rows: int, spec: FieldSpec) -> StoredColumn:
     is_object = spec.kind == "object"
     dtype, rank = (torch.uint8, 1) if is_object else (spec.torch_dtype, spec.rank)
-    stored = DTYPE_OF_CODE.get(column.dtype)
+    stored = DTYPE_OF_CODE.get(column.dtype) if column.dtype else dtype
     if stored is None or not (stored == dtype or is_narrow(stored, dtype)):
         raise CorruptDataError(f"a put has cells of {stored} of a field of {dtype}.")
     if column.table < 0:

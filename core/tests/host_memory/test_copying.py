@@ -243,7 +243,7 @@ for each in busy:
 copying._helpers.ask(busy)
 while not copying._helpers._asked.empty():
     pass
-copying._helpers.ask([copying._Help(deque([[(shared[:1000], source)]]))])
+copying._helpers.ask([copying._Help(deque([lambda: copying._copy([(shared[:1000], source)])]))])
 pid = os.fork()
 if pid == 0:
     copy, both = copying._copy, [threading.Barrier(2)]

@@ -7,12 +7,14 @@ dtype is stored beside it: in the header of its frame, or by a backend whose wir
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
 
 from dataplane_core.codec.tensors import Ragged, empty_tensor, is_jagged, jagged_parts, to_nested
+from dataplane_core.host_memory import copy_arrays, default_copy_threads, in_threads
 
 #: The dtypes that a column may be sent in, the narrowest first, with the least and the largest value of each.
 _NARROW: Final = [
@@ -39,36 +41,51 @@ def is_narrow(dtype: torch.dtype, wide: torch.dtype) -> bool:
 
 
 def narrowed(values: torch.Tensor) -> torch.Tensor:
-    """A host tensor in the narrowest dtype that holds its values, in new memory; or itself, if it is none narrower."""
+    """A host tensor in the narrowest dtype that holds its values, in new memory; or itself, if it is none narrower.
+
+    Large ones are looked at and converted by several threads.
+    """
     if values.dtype not in NARROWER or values.nbytes < LEAST_BYTES:
         return values
     wide = values.reshape(-1).numpy()
     step = _PART_BYTES // wide.itemsize
-    bounds = _bounds(wide[:_FIRST], 0, 0)
-    dtype = _narrowest(values.dtype, *bounds)
+    low, high = _bounds(wide[:_FIRST])
+    dtype = _narrowest(values.dtype, low, high)
     if dtype is None:
         return values
     found = empty_tensor(wide.shape, dtype).numpy()
-    for start in range(0, wide.size, step):
+    seen: list[tuple[int, int]] = []
+    misfits: list[torch.dtype | None] = []
+
+    def convert(start: int) -> None:
+        if None in misfits:  # the column is wide
+            return
         part = wide[start : start + step]
-        bounds = _bounds(part, *bounds)
-        least = _narrowest(values.dtype, *bounds)
-        if least is None:
-            return values
+        bounds = _bounds(part)
+        seen.append(bounds)
+        least = _narrowest(values.dtype, min(low, bounds[0]), max(high, bounds[1]))
         if least != dtype:
-            before, dtype = found, least
-            found = empty_tensor(wide.shape, dtype).numpy()
-            found[:start] = before[:start]
-        found[start : start + step] = part
+            misfits.append(least)
+        elif not misfits:
+            found[start : start + step] = part
+
+    starts = range(0, wide.size, step)
+    in_threads([partial(convert, start) for start in starts], min(max(1, len(starts) // 2), default_copy_threads()))
+    if misfits:
+        dtype = _narrowest(values.dtype, min(each for each, _ in seen), max(each for _, each in seen))
+        if dtype is None:
+            return values
+        found = empty_tensor(wide.shape, dtype).numpy()
+        copy_arrays([(found, wide)])
     return torch.from_numpy(found).view(values.shape)
 
 
-def _bounds(part: np.ndarray[Any, Any], low: int, high: int) -> tuple[int, int]:
-    """Bounds of some values and of those before. The upper one is a power of 2, less 1: no dtype ends in between."""
-    bits = int(np.bitwise_or.reduce(part))  # takes half the time of the minimum and maximum
+def _bounds(part: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Bounds of some values and of 0. The upper one is a power of 2, less 1: no dtype ends in between."""
+    low, bits = 0, int(np.bitwise_or.reduce(part))  # takes half the time of the minimum and maximum
     if bits < 0:
-        low, bits = min(low, int(part.min())), max(0, int(part.max()))
-    return low, max(high, (1 << bits.bit_length()) - 1)
+        low, bits = int(part.min()), max(0, int(part.max()))
+    return low, (1 << bits.bit_length()) - 1
 
 
 def _narrowest(wide: torch.dtype, low: int, high: int) -> torch.dtype | None:

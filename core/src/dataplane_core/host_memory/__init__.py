@@ -5,7 +5,7 @@ Backends use it for payload, the codec for what reads return. Nothing here knows
 """
 
 from dataplane_core.host_memory.arena import Arena
-from dataplane_core.host_memory.copying import Copy, copy_arrays
+from dataplane_core.host_memory.copying import Copy, copy_arrays, default_copy_threads, in_threads
 from dataplane_core.host_memory.extents import Extent, Extents
 from dataplane_core.host_memory.limits import MemoryLimit, check_capacity, memory_limit
 from dataplane_core.host_memory.recycled import recycled_bytes
@@ -18,6 +18,8 @@ __all__ = [
     "MemoryLimit",
     "check_capacity",
     "copy_arrays",
+    "default_copy_threads",
+    "in_threads",
     "memory_limit",
     "recycled_bytes",
 ]

@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias
 
@@ -68,16 +69,31 @@ def copy_arrays(copies: Sequence[Copy], threads: int | None = None) -> None:
     if most < 2:
         _copy(copies)
         return
-    shares = deque(_shares(copies, -(-size_bytes // (most * _SHARES * _PAGE)) * _PAGE))
-    helps = [_Help(shares) for _ in range(most - 1)]
+    in_threads(
+        (partial(_copy, share) for share in _shares(copies, -(-size_bytes // (most * _SHARES * _PAGE)) * _PAGE)), most
+    )
+
+
+def in_threads(work: Iterable[Callable[[], None]], threads: int) -> None:
+    """Does pieces of work, which give up the interpreter's lock for most of their time, in several threads.
+
+    It returns or raises only when no thread is at work any more, also if it is interrupted. Then, and where a piece
+    raises, others may not have been done.
+
+    Args:
+        work: The pieces, in any order.
+        threads: How many threads take them at most, with the one that calls.
+    """
+    left = deque(work)
+    helps = [_Help(left) for _ in range(threads - 1)]
     try:
         try:
             _helpers.ask(helps)
-            _copy_shares(shares)
+            _do(left)
         finally:
-            _end(helps, shares)
+            _end(helps, left)
     finally:
-        _end(helps, shares)  # if an interrupt came just before the first
+        _end(helps, left)  # if an interrupt came just before the first
     for each in helps:
         if each.error is not None:
             raise each.error
@@ -88,13 +104,13 @@ def _copy(copies: Iterable[Copy]) -> None:
         target[:] = source
 
 
-def _copy_shares(shares: deque[list[Copy]]) -> None:
+def _do(left: deque[Callable[[], None]]) -> None:
     while True:
         try:
-            share = shares.popleft()
+            piece = left.popleft()
         except IndexError:
             return
-        _copy(share)
+        piece()
 
 
 def _shares(copies: Sequence[Copy], size_bytes: int) -> Iterator[list[Copy]]:
@@ -114,10 +130,10 @@ def _shares(copies: Sequence[Copy], size_bytes: int) -> Iterator[list[Copy]]:
 
 
 class _Help:
-    """What one helper is asked: to copy shares as long as there are any."""
+    """What one helper is asked: to do pieces of work as long as there are any."""
 
-    def __init__(self, shares: deque[list[Copy]]) -> None:
-        self._shares = shares
+    def __init__(self, left: deque[Callable[[], None]]) -> None:
+        self._left = left
         self._busy = False
         self._ended = threading.Lock()  # taken until the helper has ended
         self._ended.acquire()
@@ -125,10 +141,10 @@ class _Help:
         self.error: BaseException | None = None
 
     def give(self) -> None:
-        """Copies. Called by a helper."""
+        """Does them. Called by a helper."""
         try:
-            self._busy = True  # before it takes a share
-            _copy_shares(self._shares)
+            self._busy = True  # before it takes a piece
+            _do(self._left)
         except BaseException as error:  # the caller gets it
             self.error = error
         finally:
@@ -136,17 +152,17 @@ class _Help:
             self._ended.release()
 
     def wait(self) -> None:
-        """Waits while the helper copies. Not for one that has not begun: it finds no shares."""
+        """Waits while the helper is at work. Not for one that has not begun: it finds nothing to do."""
         while self._busy:
             self._ended.acquire()  # not `with`: an interrupt before its end would leave the lock taken
 
 
-def _end(helps: Sequence[_Help], shares: deque[list[Copy]]) -> None:
-    """Gives out no more shares, and waits until no helper copies. An interrupt is raised only then."""
+def _end(helps: Sequence[_Help], left: deque[Callable[[], None]]) -> None:
+    """Gives out no more work, and waits until no helper is at work. An interrupt is raised only then."""
     interrupt: BaseException | None = None
     while True:
         try:
-            shares.clear()
+            left.clear()
             for each in helps:
                 each.wait()
             break
@@ -157,7 +173,7 @@ def _end(helps: Sequence[_Help], shares: deque[list[Copy]]) -> None:
 
 
 class _Helpers:
-    """The threads of this process that help to copy. They start when they are needed, and end when they are idle."""
+    """The threads of this process that help. They start when they are needed, and end when they are idle."""
 
     def __init__(self) -> None:
         self._asked: SimpleQueue[_Help] = SimpleQueue()
@@ -167,7 +183,7 @@ class _Helpers:
         """Asks as many helpers. Does not wait for them."""
         for each in helps:
             self._asked.put(each)
-        # no lock: a signal handler may copy too. Of callers at the same time, each may start one too many
+        # no lock: a signal handler may ask too. Of callers at the same time, each may start one too many
         while len(self._threads) < len(helps):
             thread = threading.Thread(target=self._work, name="dataplane copy", daemon=True)
             try:
@@ -175,7 +191,7 @@ class _Helpers:
                 thread.start()
             except BaseException as error:
                 self._threads.discard(thread)
-                if isinstance(error, RuntimeError):  # the system gives no thread: the caller copies alone
+                if isinstance(error, RuntimeError):  # the system gives no thread: the caller works alone
                     return
                 raise
 

@@ -21,7 +21,8 @@ SMALL, LARGE = 3, 40_000  # values of a row: of a put in one script, and of one 
 
 def columns(count, size=1, value=0):
     """Rows of the field "x" with equal values."""
-    return TensorDict({"x": torch.full((count, size), value)}, batch_size=[count])
+    # 8 bytes each: integers would be stored narrower
+    return TensorDict({"x": torch.full((count, size), float(value), dtype=torch.float64)}, batch_size=[count])
 
 
 def put(client, ids, tags=None, fields=("x",)):

@@ -42,6 +42,8 @@ _BINARY: Final = "redis-server"
 _POLL_S: Final = 0.01
 #: Seconds that the server may take to end after SIGTERM; then it is killed.
 _END_S: Final = 5.0
+#: Seconds in which a server that was killed stops to listen.
+_ENDING_S: Final = 0.05
 #: The oldest server that the scripts run on.
 _MIN_VERSION: Final = (7, 0)
 #: The oldest server that has WAITAOF. Valkey's scripts and clients see it as Redis 7.2.
@@ -65,9 +67,12 @@ def has_ended(namespace: str) -> bool:
         probe.setblocking(False)
         try:
             probe.connect(str(_folder(namespace).socket))
-        except (ConnectionRefusedError, FileNotFoundError):
+            # a server that was just killed may listen for a moment longer: it then resets what it has not accepted
+            probe.settimeout(_ENDING_S)
+            probe.recv(1)
+        except (ConnectionRefusedError, ConnectionResetError, FileNotFoundError):
             return True
-        except OSError:  # too many wait to be connected
+        except OSError:  # too many wait to be connected, or it is silent, as it should be
             return False
     return False
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -422,7 +423,8 @@ def test_who_cannot_wait_gets_an_error_to_retry_and_without_its_journal_all_is_l
 
     kill()
     refusal = eventually(refused, "it was never away")
-    assert "may have been" in str(refusal)
+    # where another thread of the client looks for the controller already, nothing is sent
+    assert re.search("may have been|Nothing was sent", str(refusal))
     assert refusal.retryable
     assert right(client, ["a-1"])
 

@@ -28,7 +28,7 @@ class Plane:
             periods = {"info-period": 200, "publish-period": 200, "ask-period": 200, "min-link-reconnect-period": 200}
             sentinel.admin("SENTINEL", "DEBUG", *(word for period in periods.items() for word in period))
             sentinel.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", self.primary.port, 2)
-        self.set("down-after-milliseconds", 1000)
+        self.end_failovers()
         self.set("failover-timeout", 6000)
         self.set("parallel-syncs", 2)
 
@@ -44,8 +44,10 @@ class Plane:
             replica.admin("REPLICAOF", "127.0.0.1", "1")  # nobody there
 
     def kill_primary(self):
+        """Kills it, and only then lets the sentinels fail over: also a machine that stands still is none that died."""
         self.set("failover-timeout", 6000)
         self.primary.kill()
+        self.set("down-after-milliseconds", 1000)
 
     @property
     def url(self):
@@ -60,7 +62,7 @@ class Plane:
         return True
 
     def end_failovers(self):
-        """No further failover begins, also not after this machine stood still."""
+        """No failover begins, also not after this machine stood still."""
         self.set("down-after-milliseconds", 600_000)
 
     def is_settled(self):
@@ -90,15 +92,17 @@ def test_a_service_is_named_and_followed(plane, connect, only_woken):
     waits = pool.submit(client.claim_meta, "p", "train", ["x"], 3, timeout_s=300.0)
     wait_until(lambda: plane.primary.admin("PUBSUB", "SHARDCHANNELS"))
     plane.primary.replicate_to(*plane.replicas)
-    plane.primary.kill()
+    plane.kill_primary()
     # the connection is known to be lost before the next call is sent, so it waits until there is a primary again
     client.put_samples(["b"], "p", columns(1, LARGE, 8))
     assert client.get_samples(["a", "b"], "p", ["x"])["x"][:, 0].tolist() == [7, 8]
+    wait_until(plane.is_settled)
+    plane.end_failovers()
     (new,) = plane.new_primaries()
     assert new.admin("EXISTS", backend_of(client)._session.base + b":instance") == 1
     # by hand, while the primary lives
     wait_until(lambda: new.admin("PUBSUB", "SHARDCHANNELS"))
-    wait_until(lambda: new.info("replication")["connected_slaves"] >= 1)
+    new.replicate_to(*(each for each in plane.replicas if each is not new))
     wait_until(lambda: any(map(fail_over, plane.sentinels)))
     wait_until(lambda: new.info("replication")["role"] == "slave")
     client.put_samples(["c"], "p", columns(1, SMALL, 9))

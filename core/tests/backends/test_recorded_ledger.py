@@ -440,7 +440,9 @@ def test_a_note_that_is_the_work_of_a_call_is_made_once_however_soon_the_journal
     assert client.ledger.notes["units"] == b"four"
 
 
-def test_a_lock_that_an_interrupt_kept_is_given_back_with_the_next_call(client: Client) -> None:
+def test_a_lock_that_an_interrupt_kept_is_given_back_with_the_next_call(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock, interrupts, taken = client.ledger._journal._lock, [KeyboardInterrupt()], []
 
     class Interrupted:
@@ -451,7 +453,7 @@ def test_a_lock_that_an_interrupt_kept_is_given_back_with_the_next_call(client: 
                 raise interrupts.pop()
             lock.release()
 
-    client.ledger._journal._lock = Interrupted()  # type: ignore[assignment]
+    monkeypatch.setattr(client.ledger._journal, "_lock", Interrupted())
     with pytest.raises(KeyboardInterrupt):
         client.register()
     client.register()

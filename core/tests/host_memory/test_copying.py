@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -186,7 +187,7 @@ def test_when_an_interrupt_is_raised_no_helper_copies_any_longer(watch, interrup
     at = completed = 0
     while completed < 3:
         target, source = arrays(64)
-        error = interrupted(lambda: copy_arrays([(target, source)], 2), at, copying)  # noqa: B023
+        error = interrupted(partial(copy_arrays, [(target, source)], 2), at, copying)
         assert watch.inside == []
         if error is None:
             assert target.tobytes() == source.tobytes()

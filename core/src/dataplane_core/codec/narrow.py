@@ -95,8 +95,8 @@ def _narrowest(wide: torch.dtype, low: int, high: int) -> torch.dtype | None:
 
 
 def widened(column: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A dense or jagged column in the dtype of its field: itself, or in new memory."""
-    if column.dtype == dtype:
+    """A dense or jagged column in the dtype of its field: in new memory if it `is_narrow`, else itself."""
+    if not is_narrow(column.dtype, dtype):
         return column
     if not is_jagged(column):
         return _converted(column, dtype)

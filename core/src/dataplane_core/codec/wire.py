@@ -473,9 +473,7 @@ def _of_one_width(column: Any, dtype: torch.dtype) -> Any:
     """A column of rows, some of which may be narrower than the others, in one dtype."""
     if not isinstance(column, list) or len({_dtype_of(row) for row in column}) < 2:
         return column
-    return [
-        widened(row, dtype) if isinstance(row, torch.Tensor) and is_narrow(row.dtype, dtype) else row for row in column
-    ]
+    return [widened(row, dtype) if isinstance(row, torch.Tensor) else row for row in column]
 
 
 def _plain(rows: Ragged | torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,6 @@ from dataplane_core.codec import (
     encode_columns,
     encode_item,
     host_tensor,
-    is_narrow,
     num_rows,
     ragged_of_nested,
     widened,
@@ -194,8 +193,8 @@ def _as_put(column: WireColumn | SharedRows, dtype: torch.dtype) -> WireColumn |
     if isinstance(column, SharedRows):
         return SharedRows(cast("WireColumn", _as_put(column.rows, dtype)), column.index)
     if isinstance(column, list):
-        return [widened(row, dtype) if is_narrow(row.dtype, dtype) else row for row in column]
-    return widened(column, dtype) if is_narrow(column.dtype, dtype) else column
+        return [widened(row, dtype) for row in column]
+    return widened(column, dtype)
 
 
 def _digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> _Sums:

@@ -67,12 +67,10 @@ from dataplane_core.hosting import (
 from dataplane_core.ledger import Command, Ledger, LedgerService, StateReader, commands, to_state
 from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
 from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, WireFormat
-from dataplane_redis import _protocol as redis_protocol
-from dataplane_redis import _scripts as redis_scripts
+from dataplane_redis import _protocol as redis_protocol, _scripts as redis_scripts
 from dataplane_redis._backend import RedisBackend
 from dataplane_redis._payload import Payload
-from dataplane_redis._session import Confirms
-from dataplane_redis._session import Session as RedisSession
+from dataplane_redis._session import Confirms, Session as RedisSession
 from dataplane_redis._wakes import Wakes
 from dataplane_shm import _messages as shm
 from dataplane_shm._backend import ShmBackend

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dataplane_core.batch import SlicedDataDict, kv_first_write, read_columns, token_columns
 from dataplane_core.meta import KVBatchMeta

@@ -14,8 +14,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dataplane_core.codec import ALL_DTYPES, copy_item, decode_item, encode_item
 from dataplane_core.codec.objects import MAX_DEPTH, check_items, decode_items, encode_items

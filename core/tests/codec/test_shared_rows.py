@@ -5,8 +5,14 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
 
-from dataplane_core.codec import as_columns, cell_nbytes, decode_columns, encode_columns, num_rows
-from dataplane_core.codec import shared as shared_module
+from dataplane_core.codec import (
+    as_columns,
+    cell_nbytes,
+    decode_columns,
+    encode_columns,
+    num_rows,
+    shared as shared_module,
+)
 from dataplane_core.errors import BackendError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.spec import SharedRows, WireFormat
 

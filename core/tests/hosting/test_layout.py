@@ -1,8 +1,7 @@
 """Rows that are gone are squeezed out of an extent, and the rest keeps its bytes."""
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dataplane_core.hosting.layout import Layout, offsets_at, squeeze
 

@@ -1,8 +1,7 @@
 """The least number of bins, and its multiple."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.sharding import PACKERS, concatenative, get_packer, packing_metrics

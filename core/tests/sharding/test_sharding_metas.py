@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.overrides import TorchFunctionMode
 
 from dataplane_core.batch import BatchedDataDict

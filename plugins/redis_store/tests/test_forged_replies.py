@@ -5,8 +5,7 @@ import time
 import tracemalloc
 
 import pytest
-from redis.exceptions import ConnectionError as LostConnectionError
-from redis.exceptions import InvalidResponse
+from redis.exceptions import ConnectionError as LostConnectionError, InvalidResponse
 
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.spec import FieldSpec

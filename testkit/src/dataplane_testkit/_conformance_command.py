@@ -117,8 +117,7 @@ def run_chaos(chosen: argparse.Namespace) -> int:
     if not minutes > 0:
         raise ConfigError(f"--minutes must be above 0, got {minutes:g}.")
     _check_report(chosen.json_path)
-    from dataplane_testkit import AuthorsClass, Settings
-    from dataplane_testkit import run_chaos as run_schedule
+    from dataplane_testkit import AuthorsClass, Settings, run_chaos as run_schedule
 
     seed = random.SystemRandom().randrange(1_000_000) if chosen.seed is None else chosen.seed
     words = ["dataplane", "conformance", name, "--chaos", "--minutes", f"{minutes:g}", "--seed", str(seed)]

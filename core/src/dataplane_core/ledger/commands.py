@@ -15,59 +15,25 @@ from typing import Annotated, Any, Final, TypeAlias, TypeVar
 from dataplane_core.ledger.rows import Ref
 from dataplane_core.spec import (
     AckRequest as AckRequest,
-)
-from dataplane_core.spec import (
     AnnounceRequest as AnnounceRequest,
-)
-from dataplane_core.spec import (
     ClaimRequest as ClaimRequest,
-)
-from dataplane_core.spec import (
     ClearRequest as ClearRequest,
-)
-from dataplane_core.spec import (
     Command,
-    FieldSpec,
-    TagValue,
-)
-from dataplane_core.spec import (
     ConsumptionRequest as ConsumptionRequest,
-)
-from dataplane_core.spec import (
     DescribeRequest as DescribeRequest,
-)
-from dataplane_core.spec import (
     ExportRequest as ExportRequest,
-)
-from dataplane_core.spec import (
+    FieldSpec,
     FieldsRequest as FieldsRequest,
-)
-from dataplane_core.spec import (
     InspectRequest as InspectRequest,
-)
-from dataplane_core.spec import (
     ListClientsRequest as ListClientsRequest,
-)
-from dataplane_core.spec import (
     ListPartitionsRequest as ListPartitionsRequest,
-)
-from dataplane_core.spec import (
     ListRequest as ListRequest,
-)
-from dataplane_core.spec import (
     NackRequest as NackRequest,
-)
-from dataplane_core.spec import (
     RegisterRequest as RegisterRequest,
-)
-from dataplane_core.spec import (
     RenewRequest as RenewRequest,
-)
-from dataplane_core.spec import (
     SetCursorRequest as SetCursorRequest,
-)
-from dataplane_core.spec import (
     SettleRequest as SettleRequest,
+    TagValue,
 )
 
 Reply = TypeVar("Reply", covariant=True)

@@ -28,13 +28,13 @@ import redis
 from redis.connection import Connection, ConnectionPool, UnixDomainSocketConnection
 from redis.exceptions import (
     AuthenticationError,
+    ConnectionError as LostConnectionError,
     NoPermissionError,
     NoScriptError,
     ReadOnlyError,
     RedisError,
     ResponseError,
 )
-from redis.exceptions import ConnectionError as LostConnectionError
 
 from dataplane_core.errors import (
     BackendError,

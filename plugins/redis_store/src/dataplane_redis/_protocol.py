@@ -20,6 +20,7 @@ from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
     ClusterDownError,
+    ConnectionError as LostConnectionError,
     InvalidResponse,
     MasterDownError,
     MovedError,
@@ -28,7 +29,6 @@ from redis.exceptions import (
     ResponseError,
     TryAgainError,
 )
-from redis.exceptions import ConnectionError as LostConnectionError
 
 from dataplane_core.codec import join_row
 from dataplane_core.errors import (

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from redis.exceptions import ConnectionError as LostConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import ConnectionError as LostConnectionError, RedisError
 
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 from dataplane_core.spec import ClaimRequest, Wake

@@ -198,12 +198,12 @@ def test_a_killed_reader_holds_nothing(owner, config, other_process):
 
 def test_a_killed_writer_leaves_neither_rows_nor_bytes(owner, config, other_process):
     code = """
-from dataplane_shm import _payload
+from dataplane_shm import _backend
 client.register_partition("w", ["x"], None, [])
 def stop(*_):
     print("ready", flush=True)
     time.sleep(1000)
-_payload.write = stop
+_backend.copy_arrays = stop
 client.put_samples(["a"], "w", TensorDict({"x": torch.ones(1, 100_000)}, batch_size=[1]))
 """
     with other_process(config, code) as writer:

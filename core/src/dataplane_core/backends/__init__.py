@@ -7,6 +7,7 @@ Backend packages derive from these classes; the client calls only `Backend`.
 from dataplane_core.backends.base import Backend, NoOptions, required_operations
 from dataplane_core.backends.blob_store import BlobStore
 from dataplane_core.backends.diagnosis import Finding, Level, check_announced_address, missing_library, never_reachable
+from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, read_stored, stored_columns
 from dataplane_core.backends.journal_records import Record
 from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
 from dataplane_core.backends.owned_process import OwnedProcess, last_words
@@ -22,6 +23,7 @@ __all__ = [
     "Backend",
     "BlobStore",
     "CapacityOptions",
+    "ExtentPlan",
     "Finding",
     "LedgerBackend",
     "Level",
@@ -33,6 +35,7 @@ __all__ = [
     "RefsGoneError",
     "RowStoreBackend",
     "SizeBytes",
+    "StoredRows",
     "TakenError",
     "check_announced_address",
     "columns_of",
@@ -41,7 +44,9 @@ __all__ = [
     "ledger_of",
     "missing_library",
     "never_reachable",
+    "read_stored",
     "required_operations",
     "spread_over",
+    "stored_columns",
     "writes_of",
 ]

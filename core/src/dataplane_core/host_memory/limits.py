@@ -74,6 +74,11 @@ def check_capacity(capacity_bytes: int | None) -> None:
         )
 
 
+def arena_bytes_for(capacity_bytes: int) -> int:
+    """The size of the arena of a store: its capacity and room for tables, and for cleared rows that are still read."""
+    return capacity_bytes + capacity_bytes // 4 + (64 << 20)
+
+
 def _droppable_bytes(group: Path) -> int:
     """Bytes of file pages that count as used by a group and the groups in it, although nobody needs them."""
     try:

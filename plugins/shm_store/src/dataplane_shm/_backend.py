@@ -14,23 +14,26 @@ import numpy as np
 
 from dataplane_core.backends import (
     LEDGER_CAPABILITIES,
+    ExtentPlan,
     Finding,
     LedgerBackend,
     OwnedProcess,
     RefsGoneError,
+    StoredRows,
     columns_of,
     last_words,
+    read_stored,
+    stored_columns,
 )
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_core.host_memory import Arena, check_capacity, memory_limit
-from dataplane_core.hosting import Layout, Pin, Place, Session
+from dataplane_core.host_memory import Arena, arena_bytes_for, check_capacity, copy_arrays, memory_limit
+from dataplane_core.hosting import Bytes, Pin, Place, Session
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, Scope, SharedRows, WireColumn, WireFormat
-from dataplane_shm import _payload
 from dataplane_shm._diagnosis import diagnose
 from dataplane_shm._messages import Begin, Drop, Find, PutWhole, Statistics, Status
 from dataplane_shm._opening import open_store
-from dataplane_shm.config import ShmConfig, arena_bytes_for, store_folder
+from dataplane_shm.config import ShmConfig, store_folder
 
 _POLL_S: Final = 0.005
 #: A put of at most this many bytes is one request: the copy into it costs less than a second request.
@@ -76,7 +79,7 @@ class ShmBackend(LedgerBackend):
         self._arena: Arena | None = None
         self._read_only: Arena | None = None  # for views
         self._begun: dict[int, list[int]] = {}  # puts that are begun and not committed -> their writes
-        self._placed: dict[int, tuple[int, Layout]] = {}  # write id -> extent, until it is written
+        self._placed: dict[int, tuple[int, ExtentPlan]] = {}  # write id -> where its extent begins, until it is written
         self._ids_lock = threading.Lock()
         self._next_id = 1
 
@@ -190,19 +193,16 @@ class ShmBackend(LedgerBackend):
     def begin_put(
         self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float
     ) -> int:
-        tables = [list(columns_of(write, columns).values()) for write in begin.writes]
-        layouts = [
-            _payload.plan(table, len(write.row_bytes)) for table, write in zip(tables, begin.writes, strict=True)
-        ]
-        if len(layouts) == 1 and layouts[0].size_bytes <= _FEW_BYTES:
+        plans = [ExtentPlan(list(columns_of(write, columns).values()), len(write.row_bytes)) for write in begin.writes]
+        if len(plans) == 1 and plans[0].layout.size_bytes <= _FEW_BYTES:
             assert begin.write_id is not None
-            data = np.zeros(layouts[0].size_bytes, dtype=np.uint8)
-            _payload.write(data, layouts[0], tables[0])
-            self._connected().call(begin.op, deadline, PutWhole(begin, layouts[0], data.tobytes()))
+            data = np.zeros(plans[0].layout.size_bytes, dtype=np.uint8)
+            copy_arrays(_into(data, plans[0]))
+            self._connected().call(begin.op, deadline, PutWhole(begin, plans[0].layout, data.tobytes()))
             return begin.write_id  # it is committed
-        begun = self._connected().call(begin.op, deadline, Begin(begin, layouts))
+        begun = self._connected().call(begin.op, deadline, Begin(begin, [plan.layout for plan in plans]))
         self._begun[begun.write_id] = list(begin.by_id(begun.write_id))
-        places = zip(begun.offsets, layouts, strict=True)
+        places = zip(begun.offsets, plans, strict=True)
         self._placed.update(zip(self._begun[begun.write_id], places, strict=True))
         return begun.write_id
 
@@ -218,24 +218,34 @@ class ShmBackend(LedgerBackend):
     def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
         if write_id not in self._placed:
             return  # it went with the request that began the put
-        offset, layout = self._placed.pop(write_id)
+        offset, plan = self._placed.pop(write_id)
         session = self._connected()  # held until the copy ends: the extent is free when the session ends
-        extent = self._memory().bytes[offset : offset + layout.size_bytes]
-        _payload.write(extent, layout, list(columns.values()), self.config.copy_threads)
+        copy_arrays(_into(self._memory().bytes[offset:], plan), self.config.copy_threads)
         del session
 
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         assert isinstance(located, _PlacedCells)
         if located.gone:
             raise RefsGoneError(f"{len(located.gone)} rows are gone", refs=located.gone)
+        memory = self._memory().bytes
         read_only = self._read_only
         if read_only is not None:
-            window = read_only.window(0, read_only.size_bytes, owner=located.pin)
-            columns = _payload.view(window, located, located.places, num_samples)
-            if columns is not None:
-                return columns
-        return _payload.read(self._memory().bytes, located, located.places, self.config.copy_threads)
+            memory = read_only.window(0, read_only.size_bytes, owner=located.pin)
+        parts = []
+        for part in located.parts:
+            place = located.places[part.write_id]
+            extent = memory[place.offset : place.offset + place.layout.size_bytes]
+            slots = dict(zip(part.fields, part.slots, strict=True))
+            columns = stored_columns(extent, place.layout, place.num_rows, slots, located.specs)
+            parts.append(StoredRows(columns, part.positions, part.rows))
+        in_place = read_only is not None
+        return read_stored(located.specs, parts, num_samples, threads=self.config.copy_threads, in_place=in_place)
 
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
         # the store frees payload by itself; only the conformance kit, which loses payload on purpose, comes here
         self._connected().call("delete", deadline, Drop(list(refs)))
+
+
+def _into(extent: Bytes, plan: ExtentPlan) -> list[tuple[Bytes, Bytes]]:
+    """The copies of a write into its extent."""
+    return [(extent[start : start + len(data)], data) for start, data in plan.chunks()]

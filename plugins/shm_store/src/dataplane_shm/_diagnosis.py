@@ -12,10 +12,10 @@ from typing import Final
 
 from dataplane_core.backends import Finding, Level, PrivateFolder
 from dataplane_core.errors import DataPlaneError
-from dataplane_core.host_memory import memory_limit
+from dataplane_core.host_memory import arena_bytes_for, memory_limit
 from dataplane_shm._messages import Status
 from dataplane_shm._opening import open_store
-from dataplane_shm.config import ShmConfig, arena_bytes_for, store_folder
+from dataplane_shm.config import ShmConfig, store_folder
 
 _MIB: Final = 1 << 20
 _HUGE_PAGES: Final = "sys/kernel/mm/transparent_hugepage/shmem_enabled"

@@ -1,4 +1,4 @@
-"""The options of the ``shm_store`` backend, and what follows from them: where a store lies, and its size."""
+"""The options of the ``shm_store`` backend, and where a store lies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import Field
 
 from dataplane_core.backends import CapacityOptions, PrivateFolder, SizeBytes
 
-__all__ = ["ShmConfig", "arena_bytes_for", "store_folder"]
+__all__ = ["ShmConfig", "store_folder"]
 
 
 class ShmConfig(CapacityOptions):
@@ -37,8 +37,3 @@ class ShmConfig(CapacityOptions):
 def store_folder(namespace: str) -> PrivateFolder:
     """The folder of the store of that name."""
     return PrivateFolder("shm", namespace, "ledger.sock")
-
-
-def arena_bytes_for(capacity_bytes: int) -> int:
-    """The size of the arena of a store: its capacity and room for tables, and for cleared rows that are still read."""
-    return capacity_bytes + capacity_bytes // 4 + (64 << 20)

@@ -1,0 +1,207 @@
+"""Columns in an extent of shared memory: a put copies them in, a read copies its rows out, or views them.
+
+Shape legend: ``N`` rows of a write, ``n`` rows of a read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dataplane_core.codec import (
+    DTYPE_CODES,
+    DTYPE_OF_CODE,
+    JaggedColumns,
+    Piece,
+    Ragged,
+    StoredColumn,
+    byte_array,
+    is_narrow,
+    jagged_parts,
+    merge_pieces,
+    rows_in_order,
+)
+from dataplane_core.errors import CorruptDataError
+from dataplane_core.host_memory import copy_arrays
+from dataplane_core.hosting import Bytes, Column, Layout, offsets_at
+from dataplane_core.spec import FieldSpec, WireColumn
+
+
+class StoredRows(NamedTuple):
+    """Some rows of a write, for a read.
+
+    Attributes:
+        columns: Columns of the write, by field.
+        rows: Rows of these columns.
+        positions: Where these rows stand in the read, one for each.
+    """
+
+    columns: Mapping[str, StoredColumn]
+    rows: Sequence[int]
+    positions: Sequence[int]
+
+
+class _Run(NamedTuple):
+    """Rows of a column that lie side by side, from ``first`` to before ``end``."""
+
+    first: int
+    end: int
+
+
+class ExtentPlan:
+    """Where the columns of a write will lie in its extent, and their bytes.
+
+    Args:
+        columns: Dense or jagged tensors with N rows each, in the order of the write's slots.
+        num_rows: N.
+        runs: The rows that lie there, as ``(first, end)``, ascending. None: all.
+
+    Attributes:
+        layout: Where they lie.
+        num_rows: How many rows lie there.
+
+    Example:
+        >>> plan = ExtentPlan([torch.arange(3)], 3)
+        >>> plan.num_rows, plan.layout.size_bytes
+        (3, 24)
+    """
+
+    def __init__(
+        self, columns: Sequence[WireColumn], num_rows: int, runs: Sequence[tuple[int, int]] | None = None
+    ) -> None:
+        self._runs = [_Run(0, num_rows)] if runs is None else [_Run(*each) for each in runs]
+        self._columns = columns
+        self.num_rows = sum(run.end - run.first for run in self._runs)
+        self.layout = Layout([])
+        for column in columns:
+            assert isinstance(column, torch.Tensor)
+            if column.is_nested:
+                values, offsets, _, _ = jagged_parts(column)
+                step = values.dtype.itemsize * math.prod(values.shape[1:])
+                cuts = offsets.numpy()
+                num_elements = sum(int(cuts[run.end] - cuts[run.first]) for run in self._runs)
+                self.layout.add_ragged(self.num_rows, num_elements, step, DTYPE_CODES[values.dtype])
+            else:
+                length = column.shape[1] if column.dim() > 1 else 0
+                step = column.dtype.itemsize * math.prod(column.shape[1:])
+                self.layout.add_dense(self.num_rows, step, length, DTYPE_CODES[column.dtype])
+
+    def chunks(self) -> list[tuple[int, Bytes]]:
+        """The bytes of the tables and columns, ascending: where each chunk begins in the extent, and the chunk."""
+        chunks: list[tuple[int, Bytes]] = []
+        for column, at in zip(self._columns, self.layout.columns, strict=True):
+            assert isinstance(column, torch.Tensor)
+            if column.is_nested:
+                values, offsets, _, _ = jagged_parts(column)
+                cuts = offsets.numpy()
+                table = self._table(cuts)
+                chunks.append((at.table, table.view(np.uint8)))
+                spans = [(int(cuts[run.first]), int(cuts[run.end])) for run in self._runs]
+            else:
+                values, spans = column.contiguous(), list(self._runs)
+            data, start = byte_array(values), at.start
+            for first, end in spans:
+                chunk = data[first * at.step : end * at.step]
+                chunks.append((start, chunk))
+                start += len(chunk)
+        return chunks
+
+    def _table(self, cuts: np.ndarray) -> np.ndarray:
+        """The offsets of the rows that lie there."""
+        if len(self._runs) == 1 and self._runs[0].first == 0:
+            return np.ascontiguousarray(cuts[: self.num_rows + 1], dtype=np.int64)
+        lengths = [np.diff(cuts[run.first : run.end + 1]) for run in self._runs]
+        return np.concatenate(([0], *lengths)).cumsum(dtype=np.int64)
+
+
+def stored_columns(
+    extent: Bytes, layout: Layout, num_rows: int, slots: Mapping[str, int], specs: Mapping[str, FieldSpec]
+) -> dict[str, StoredColumn]:
+    """Columns with all rows that lie in an extent; views of it.
+
+    Args:
+        extent: The bytes of the extent.
+        layout: Where its columns lie.
+        num_rows: How many rows it holds.
+        slots: Field -> its place in the layout.
+        specs: The specs of these fields.
+
+    Raises:
+        CorruptDataError: A column has cells that its field cannot have.
+    """
+    return {name: _column(extent, layout.columns[slot], num_rows, specs[name].stored) for name, slot in slots.items()}
+
+
+def read_stored(
+    specs: Mapping[str, FieldSpec],
+    parts: Sequence[StoredRows],
+    num_rows: int,
+    *,
+    threads: int | None = 1,
+    in_place: bool = False,
+) -> dict[str, WireColumn]:
+    """The columns of a read, in the order of the request.
+
+    Args:
+        specs: The fields of the read.
+        parts: Where their rows are.
+        num_rows: n.
+        threads: As for `copy_arrays`.
+        in_place: Gives columns where they are if their rows lie there in the order of the request. All others are
+            copied into new memory.
+    """
+    pieces: dict[str, list[Piece]] = {name: [] for name in specs}
+    for part in parts:
+        for name, column in part.columns.items():
+            pieces[name].append(Piece(column, part.rows, part.positions))
+    jagged = JaggedColumns()
+    copies: list[tuple[Bytes, Bytes]] = []
+    columns: dict[str, WireColumn] = {}
+    for name, each in pieces.items():
+        dtype = specs[name].stored.torch_dtype if specs[name].kind == "tensor" else None
+        found = _as_it_lies(each, jagged, dtype, num_rows) if in_place else None
+        columns[name] = merge_pieces(each, jagged, dtype, copies) if found is None else found
+    copy_arrays(copies, threads)
+    return columns
+
+
+def _as_it_lies(
+    pieces: Sequence[Piece], jagged: JaggedColumns, dtype: torch.dtype | None, num_rows: int
+) -> torch.Tensor | None:
+    """A tensor on the memory of a column. None if that has other rows, another order, or narrow integers."""
+    column, rows, positions = pieces[0]
+    start = rows[0]
+    if not (rows_in_order(positions, 0, num_rows) and rows_in_order(rows, start, num_rows)):
+        return None
+    if isinstance(column, Ragged):
+        if dtype not in (None, column.values.dtype):
+            return None
+        cuts = column.offsets.numpy()[start : start + num_rows + 1]
+        return jagged.add(column.values[cuts[0] : cuts[-1]], torch.from_numpy(cuts - cuts[0]))
+    assert isinstance(column, torch.Tensor)
+    return None if dtype not in (None, column.dtype) else column[start : start + num_rows]
+
+
+def _column(extent: Bytes, column: Column, num_rows: int, spec: FieldSpec) -> StoredColumn:
+    is_object = spec.kind == "object"
+    dtype, rank = (torch.uint8, 1) if is_object else (spec.torch_dtype, spec.rank)
+    stored = DTYPE_OF_CODE.get(column.dtype) if column.dtype else dtype
+    if stored is None or not (stored == dtype or is_narrow(stored, dtype)):
+        raise CorruptDataError(f"a put has cells of {stored} of a field of {dtype}.")
+    if column.table < 0:
+        shape = (num_rows, *spec.trailing) if rank == 0 else (num_rows, column.length, *spec.trailing)
+        return _tensor(extent, column.start, shape, stored)
+    offsets = torch.from_numpy(offsets_at(extent, column, num_rows))
+    return Ragged(_tensor(extent, column.start, (int(offsets[-1]), *spec.trailing), stored), offsets)
+
+
+def _tensor(extent: Bytes, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on an extent."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if size_bytes == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.from_numpy(extent[start : start + size_bytes]).view(dtype).view(shape)

@@ -94,7 +94,7 @@ def running(address_of):
     """A host that runs: the host, its server, and its address."""
     host = TestHost()
     listener, token, address = address_of()
-    server_ = Server(host, listener, token)
+    server_ = Server(host, listener, token=token)
     thread = threading.Thread(target=server_.run)
     thread.start()
     try:

@@ -7,6 +7,7 @@ Backend packages derive from these classes; the client calls only `Backend`.
 from dataplane_core.backends.base import Backend, NoOptions, required_operations
 from dataplane_core.backends.blob_store import BlobStore
 from dataplane_core.backends.diagnosis import Finding, Level, check_announced_address, missing_library, never_reachable
+from dataplane_core.backends.extent_client import ExtentClient, ExtentRead
 from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, read_stored, stored_columns
 from dataplane_core.backends.journal_records import Record
 from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
@@ -23,7 +24,9 @@ __all__ = [
     "Backend",
     "BlobStore",
     "CapacityOptions",
+    "ExtentClient",
     "ExtentPlan",
+    "ExtentRead",
     "Finding",
     "LedgerBackend",
     "Level",

@@ -38,11 +38,13 @@ class StoredRows(NamedTuple):
         columns: Columns of the write, by field.
         rows: Rows of these columns.
         positions: Where these rows stand in the read, one for each.
+        in_place: Whether the read may return tensors on the memory of the columns. If not, it copies.
     """
 
     columns: Mapping[str, StoredColumn]
     rows: Sequence[int]
     positions: Sequence[int]
+    in_place: bool
 
 
 class _Run(NamedTuple):
@@ -137,33 +139,31 @@ def stored_columns(
 
 
 def read_stored(
-    specs: Mapping[str, FieldSpec],
-    parts: Sequence[StoredRows],
-    num_rows: int,
-    *,
-    threads: int | None = 1,
-    in_place: bool = False,
+    specs: Mapping[str, FieldSpec], parts: Sequence[StoredRows], num_rows: int, threads: int | None = 1
 ) -> dict[str, WireColumn]:
     """The columns of a read, in the order of the request.
+
+    Columns that may be given in place are, if their rows lie there in this order. Others are copied into new memory.
 
     Args:
         specs: The fields of the read.
         parts: Where their rows are.
         num_rows: n.
         threads: As for `copy_arrays`.
-        in_place: Gives columns where they are if their rows lie there in the order of the request. All others are
-            copied into new memory.
     """
     pieces: dict[str, list[Piece]] = {name: [] for name in specs}
+    in_place: set[str] = set()
     for part in parts:
         for name, column in part.columns.items():
             pieces[name].append(Piece(column, part.rows, part.positions))
+        if part.in_place:
+            in_place.update(part.columns)
     jagged = JaggedColumns()
     copies: list[tuple[Bytes, Bytes]] = []
     columns: dict[str, WireColumn] = {}
     for name, each in pieces.items():
         dtype = specs[name].stored.torch_dtype if specs[name].kind == "tensor" else None
-        found = _as_it_lies(each, jagged, dtype, num_rows) if in_place else None
+        found = _as_it_lies(each, jagged, dtype, num_rows) if name in in_place else None
         columns[name] = merge_pieces(each, jagged, dtype, copies) if found is None else found
     copy_arrays(copies, threads)
     return columns

@@ -5,8 +5,21 @@ over TCP (`Server`), what it serves (`LedgerHost`, `ExtentService`), and a clien
 ledger is in another process use it: shm_store, and those in TransferQueue's controller.
 """
 
+from dataplane_core.hosting.extent_host import (
+    Allocate,
+    Drop,
+    ExtentHost,
+    Fetch,
+    Fetched,
+    Fill,
+    Find,
+    Found,
+    Memory,
+    PutWhole,
+    Written,
+)
 from dataplane_core.hosting.extents import ExtentService, ExtentStatistics, Holds, Place, Wanted
-from dataplane_core.hosting.host import Client, Host, LedgerHost
+from dataplane_core.hosting.host import Client, Host, LedgerHost, Receiving, Sending
 from dataplane_core.hosting.layout import Bytes, Column, Layout, offsets_at
 from dataplane_core.hosting.messages import (
     VERSION,
@@ -19,29 +32,41 @@ from dataplane_core.hosting.messages import (
     decode_about,
     decode_welcome,
 )
-from dataplane_core.hosting.server import Server, listen_at, listen_on, new_token
+from dataplane_core.hosting.server import Server, listen_as, listen_at, listen_on, new_socket_name, new_token
 from dataplane_core.hosting.session import Address, Lanes, Pin, Session, TcpAddress, UnixAddress, Watch
 
 __all__ = [
     "VERSION",
     "Address",
+    "Allocate",
     "Bytes",
     "CallId",
     "ClaimOrWait",
     "Client",
     "Column",
+    "Drop",
+    "ExtentHost",
     "ExtentService",
     "ExtentStatistics",
+    "Fetch",
+    "Fetched",
+    "Fill",
+    "Find",
+    "Found",
     "Holds",
     "Host",
     "Lanes",
     "Layout",
     "LedgerHost",
+    "Memory",
     "Messages",
     "Pin",
     "Place",
+    "PutWhole",
+    "Receiving",
     "Release",
     "Request",
+    "Sending",
     "Server",
     "Session",
     "StopWaiting",
@@ -49,10 +74,13 @@ __all__ = [
     "UnixAddress",
     "Wanted",
     "Watch",
+    "Written",
     "decode_about",
     "decode_welcome",
+    "listen_as",
     "listen_at",
     "listen_on",
+    "new_socket_name",
     "new_token",
     "offsets_at",
 ]

@@ -165,6 +165,10 @@ class ExtentService:
         rows = [payload.rows[position] for position in positions]
         return place, rows, [position for position, row in zip(positions, rows, strict=True) if row < 0]
 
+    def holds(self, write_id: int) -> bool:
+        """Whether it has rows of a write."""
+        return write_id in self._payloads
+
     def pin(self, holds: Holds, number: int, write_ids: Iterable[int]) -> None:
         """Pins writes under a number that the client draws. One that is used again holds what it names last."""
         extents = [self._payloads[write_id].extent for write_id in write_ids]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
+from dataplane_core.hosting.layout import Bytes
 from dataplane_core.hosting.messages import CallId, ClaimOrWait, Messages, StopWaiting
 from dataplane_core.ledger import Command, Reply, commands
 from dataplane_core.spec import Claim, new_id
@@ -36,12 +37,44 @@ class Client:
     wake: Callable[[str], bool] = lambda token: False
 
 
+@dataclass(slots=True)
+class Receiving:
+    """What a host answers to a request that bytes follow: where they go.
+
+    Attributes:
+        into: Gets the bytes, one array after the other. The host keeps this memory until ``finish``, the end of the
+            client's session, or ``cancelled``.
+        finish: Called when all have come. What it returns is the reply.
+        cancelled: Set by the host: no more bytes may be written, and the connection ends.
+    """
+
+    into: Sequence[Bytes]
+    finish: Callable[[], Any]
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class Sending:
+    """A reply that bytes follow.
+
+    Attributes:
+        reply: The reply.
+        sources: The bytes, one array after the other. The host keeps this memory until ``finish``, or the end of the
+            client's session.
+        finish: Called when all are sent, or the connection has ended.
+    """
+
+    reply: Any
+    sources: Sequence[Bytes]
+    finish: Callable[[], Any]
+
+
 class Host(ABC):
     """What a server serves. The server's thread calls it, one call after the other.
 
     Attributes:
         messages: The requests that it knows.
-        descriptors: The file descriptors that each client gets, where the socket can pass them.
+        descriptors: The file descriptors that each client gets that connects over a Unix socket.
     """
 
     messages: Messages
@@ -73,6 +106,8 @@ class Host(ABC):
     @abstractmethod
     def answer(self, request: Any, client: Client, call: CallId | None = None) -> Any:
         """Answers a request or a command. Must not block: it would delay every client.
+
+        A host without `settle` may return `Receiving` or `Sending` in place of a reply.
 
         Args:
             request: What came.

@@ -83,6 +83,37 @@ def offsets_at(extent: Bytes, column: Column, num_rows: int) -> np.ndarray[Any, 
     return extent[column.table : column.table + 8 * (num_rows + 1)].view(np.int64)
 
 
+def arrays_of_rows(extent: Bytes, column: Column, num_rows: int, rows: Sequence[int]) -> list[Bytes]:
+    """The bytes of some rows of a column: the table of its offsets, if it has one, and then the rows, in runs.
+
+    Args:
+        extent: The bytes of the put.
+        column: The column.
+        num_rows: How many rows the put holds.
+        rows: The rows, in any order.
+
+    Raises:
+        IndexError: There is no such row.
+    """
+    wanted = np.asarray(rows, dtype=np.int64)
+    if len(wanted) and not (wanted.min() >= 0 and wanted.max() < num_rows):
+        raise IndexError(f"a put has {num_rows} rows, not all that are asked for")
+    arrays: list[Bytes] = []
+    if column.table < 0:
+        begins = wanted * column.step
+        ends = begins + column.step
+    else:
+        offsets = offsets_at(extent, column, num_rows)
+        begins, ends = offsets[wanted], offsets[wanted + 1]
+        table = np.zeros(len(wanted) + 1, dtype=np.int64)
+        np.cumsum(ends - begins, out=table[1:])
+        arrays.append(table.view(np.uint8))
+        begins, ends = begins * column.step, ends * column.step
+    for begin, end in _runs(begins, ends):
+        arrays.append(extent[column.start + begin : column.start + end])
+    return arrays
+
+
 def squeeze(extent: Bytes, layout: Layout, num_rows: int, rows: Sequence[int]) -> Layout:
     """Moves the rows that are kept together, in place, at the extent's start.
 
@@ -115,12 +146,16 @@ def squeeze(extent: Bytes, layout: Layout, num_rows: int, rows: Sequence[int]) -
 
 def _move_rows(extent: Bytes, source: int, target: int, begins: Any, sizes: Any) -> None:
     """Moves rows to lower offsets, ascending, in runs of rows that lie side by side."""
+    for begin, end in _runs(begins, begins + sizes):
+        extent[target : target + end - begin] = extent[source + begin : source + end]  # numpy copies overlaps right
+        target += end - begin
+
+
+def _runs(begins: Any, ends: Any) -> list[tuple[int, int]]:
+    """Where rows begin and end that lie side by side."""
     if not len(begins):
-        return
-    ends = begins + sizes
+        return []
     breaks = np.flatnonzero(begins[1:] != ends[:-1]) + 1
     firsts = np.concatenate(([0], breaks))
     lasts = np.concatenate((breaks - 1, [len(begins) - 1]))
-    for begin, end in zip(begins[firsts].tolist(), ends[lasts].tolist(), strict=True):
-        extent[target : target + end - begin] = extent[source + begin : source + end]  # numpy copies overlaps right
-        target += end - begin
+    return list(zip(begins[firsts].tolist(), ends[lasts].tolist(), strict=True))

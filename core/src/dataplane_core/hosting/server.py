@@ -16,14 +16,17 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from dataplane_core.hosting.host import Client, Host
+from dataplane_core.hosting.host import Client, Host, Receiving, Sending
+from dataplane_core.hosting.layout import Bytes
 from dataplane_core.hosting.messages import VERSION, Hello, Welcome, decode_hello, encode
 
 _log = logging.getLogger(__name__)
@@ -31,6 +34,10 @@ _log = logging.getLogger(__name__)
 #: Size of each half of a token. A client shows the first half, and the server answers with the second.
 HALF_BYTES: Final = 32
 _RECEIVE_BYTES: Final = 1 << 18
+#: The most bytes beside messages that one connection moves before the others get their turn.
+_TURN_BYTES: Final = 4 << 20
+#: The most arrays that one call of the system takes.
+_MOST_ARRAYS: Final = 512
 #: Seconds until clients are accepted again that could not be, and between two looks for those that say nothing.
 _LOOK_S: Final = 1.0
 #: Seconds in which who connects must say who it is, and the bytes that it may take for that.
@@ -48,6 +55,22 @@ def listen_at(path: Path) -> socket.socket:
     # who sees the name can connect: a socket that does not listen yet would refuse
     made.rename(path)
     return listener
+
+
+def listen_as(name: str) -> socket.socket:
+    """A Unix socket without a file (Linux), for this user's processes in the same network namespace.
+
+    Nothing of it is left when the process ends. ``UnixAddress(name)`` reaches it.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(name)
+    listener.listen(1024)
+    return listener
+
+
+def new_socket_name() -> str:
+    """A name for `listen_as` that no other socket has."""
+    return f"\0dataplane-{secrets.token_hex(16)}"
 
 
 def listen_on(ip: str) -> socket.socket:
@@ -68,14 +91,22 @@ class _Connection:
         begins: Whether it began the session, which then ends with it.
         until: When it must have said who it is.
         is_new: Whether it has asked nothing yet. It may have waited to be accepted.
+        is_unix: Whether it is a Unix socket.
+        receiving: Where the bytes go that follow its request.
+        sending: The reply whose bytes follow what is unsent.
     """
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
+        self.is_unix = channel.family == socket.AF_UNIX
         self.client: Client | None = None
+        self.receiving: Receiving | None = None
+        self.sending: Sending | None = None
+        self.arrays: deque[memoryview] = deque()  # what is left of these bytes
         self.begins = False
         self.until = time.monotonic() + _GREETING_S
         self.is_new = True
+        self.events = selectors.EVENT_READ  # that the server waits for
         self.received = bytearray()
         self.unsent = bytearray()
 
@@ -85,21 +116,22 @@ class Server:
 
     Args:
         host: The host.
-        listener: Where clients connect. Over a Unix socket, those of another user are refused.
+        *listeners: Where clients connect. Over a Unix socket, those of another user are refused.
         token: What clients must know. Without one, everybody who can connect is served.
         between: Called before the server waits for requests.
     """
 
     def __init__(
-        self, host: Host, listener: socket.socket, token: bytes = b"", between: Callable[[], None] = lambda: None
+        self, host: Host, *listeners: socket.socket, token: bytes = b"", between: Callable[[], None] = lambda: None
     ) -> None:
         self._host = host
         self._messages = host.messages
         self._token = token
         self._between = between
-        self._listener = listener
-        listener.setblocking(False)
-        self._is_unix = listener.family == socket.AF_UNIX
+        self._listeners = listeners
+        for listener in listeners:
+            listener.setblocking(False)
+        self._is_unix = all(listener.family == socket.AF_UNIX for listener in listeners)
         self._may_be_late = True  # whether what came now may have been given up, and something after it been read
         self._selector = selectors.DefaultSelector()
         self._accept_at: float | None = 0.0  # when to accept clients again; None: they are accepted
@@ -115,7 +147,8 @@ class Server:
             self._between()
             now = time.monotonic()
             if self._accept_at is not None and now >= self._accept_at:
-                self._selector.register(self._listener, selectors.EVENT_READ)
+                for listener in self._listeners:
+                    self._selector.register(listener, selectors.EVENT_READ)
                 self._accept_at = None
             if self._strangers:
                 for stranger in [each for each in self._strangers if now >= each.until]:
@@ -129,12 +162,12 @@ class Server:
                     if key.fileobj is self._closed:
                         self._end()
                         return
-                    self._accept()
+                    self._accept(key.fileobj)
                     continue
                 try:
                     if events & selectors.EVENT_READ:
                         self._read(connection)
-                    if events & selectors.EVENT_WRITE and connection.unsent:
+                    if events & selectors.EVENT_WRITE:
                         self._send(connection, b"")
                 except Exception as error:
                     self._fail(connection, error)
@@ -149,7 +182,8 @@ class Server:
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     def _fail(self, connection: _Connection, error: Exception) -> None:
         """Ends a connection. No message of one client may end the service of all."""
@@ -159,19 +193,22 @@ class Server:
 
     # --- connections --------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
+        if self._accept_at is not None:  # another listener could not accept in this turn
+            return
         try:
-            channel, _ = self._listener.accept()
+            channel, _ = listener.accept()
         except BlockingIOError:  # the client is gone again
             return
         except OSError as error:  # most likely too many open files
             _log.warning("no client is accepted for %s s: %s", _LOOK_S, error)
-            self._selector.unregister(self._listener)
+            for each in self._listeners:
+                self._selector.unregister(each)
             self._accept_at = time.monotonic() + _LOOK_S
             return
         try:
             channel.setblocking(False)
-            if self._is_unix:
+            if channel.family == socket.AF_UNIX:
                 credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
                 _, user, _ = struct.unpack("3i", credentials)
                 if user != os.getuid():
@@ -191,11 +228,17 @@ class Server:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.channel)
         connection.channel.close()
+        if connection.sending is not None:
+            connection.sending.finish()
+            connection.sending = None
         if connection.begins and connection.client is not None:
             connection.begins = False
             self._host.end_session(connection.client)
 
     def _read(self, connection: _Connection) -> None:
+        if connection.receiving is not None:
+            self._receive(connection, connection.receiving)
+            return
         try:
             data = connection.channel.recv(_RECEIVE_BYTES)
         except BlockingIOError:
@@ -204,7 +247,7 @@ class Server:
             raise EOFError
         received = connection.received
         received += data
-        while len(received) >= 4:
+        while len(received) >= 4 and connection.receiving is None:
             # who is not known may not make this process keep a message of 4 GiB
             end = 4 + int.from_bytes(received[:4], "little")
             if connection.client is None and end > _GREETING_BYTES:
@@ -227,7 +270,14 @@ class Server:
             raise EOFError
         connection.is_new = False
         try:
-            reply = self._messages.encode_reply(self._host.answer(request, client, call))
+            result = self._host.answer(request, client, call)
+            if isinstance(result, Receiving):
+                self._begin_receiving(connection, result)
+                return
+            if isinstance(result, Sending):
+                self._begin_sending(connection, result)
+                return
+            reply = self._messages.encode_reply(result)
         except Exception as error:  # the client raises it
             reply = self._messages.encode_error(error)
         if not answered:
@@ -236,6 +286,67 @@ class Server:
             self._replies.append((connection, reply))
         else:
             self._send(connection, reply)
+
+    # --- bytes beside messages ----------------------------------------------------------------------------------------
+
+    def _begin_receiving(self, connection: _Connection, receiving: Receiving) -> None:
+        connection.receiving = receiving
+        connection.arrays = _arrays(receiving.into)
+        came = memoryview(bytes(connection.received))  # with the request
+        connection.received.clear()
+        while came and connection.arrays:
+            target = connection.arrays[0]
+            count = min(len(came), len(target))
+            target[:count] = came[:count]
+            came = came[count:]
+            _advance(connection.arrays, count)
+        if came:
+            raise EOFError
+        self._end_receiving(connection, receiving)
+
+    def _receive(self, connection: _Connection, receiving: Receiving) -> None:
+        """Receives what has come of the bytes that follow a request."""
+        client = connection.client
+        if client is None or client.ended or receiving.cancelled:  # the memory is no longer the client's
+            raise EOFError
+        left = _TURN_BYTES
+        with contextlib.suppress(BlockingIOError):
+            while connection.arrays and left > 0:
+                count = connection.channel.recvmsg_into(_some(connection.arrays))[0]
+                if not count:
+                    raise EOFError
+                _advance(connection.arrays, count)
+                left -= count
+        self._end_receiving(connection, receiving)
+
+    def _end_receiving(self, connection: _Connection, receiving: Receiving) -> None:
+        if connection.arrays:
+            return
+        connection.receiving = None
+        try:
+            reply = self._messages.encode_reply(receiving.finish())
+        except Exception as error:  # the client raises it
+            reply = self._messages.encode_error(error)
+        self._send(connection, reply)
+
+    def _begin_sending(self, connection: _Connection, sending: Sending) -> None:
+        reply = self._messages.encode_reply(sending.reply)
+        connection.sending, connection.arrays = sending, _arrays(sending.sources)
+        self._send(connection, reply)
+
+    def _send_arrays(self, connection: _Connection, sending: Sending) -> None:
+        client = connection.client
+        if client is None or client.ended:  # the memory is no longer kept for it
+            raise EOFError
+        left = _TURN_BYTES
+        with contextlib.suppress(BlockingIOError):
+            while connection.arrays and left > 0:
+                count = connection.channel.sendmsg(_some(connection.arrays))
+                _advance(connection.arrays, count)
+                left -= count
+        if not connection.arrays:
+            connection.sending = None
+            sending.finish()
 
     def _reply(self) -> None:
         """Sends the replies to all requests that had arrived together."""
@@ -264,7 +375,7 @@ class Server:
         client.wake = partial(self._wake, connection)
         about = msgspec.Raw(msgspec.msgpack.encode(self._host.about()))
         welcome = encode(Welcome(VERSION, client.number, client.key, theirs, about))
-        if self._host.descriptors:
+        if self._host.descriptors and connection.is_unix:
             socket.send_fds(connection.channel, [welcome], list(self._host.descriptors))
         else:
             self._send(connection, welcome)
@@ -282,12 +393,15 @@ class Server:
     def _send(self, connection: _Connection, data: bytes) -> None:
         """Sends data, and keeps what the socket does not take yet."""
         unsent = connection.unsent
-        had = bool(unsent)
         unsent += data
-        with contextlib.suppress(BlockingIOError):
-            del unsent[: connection.channel.send(unsent)]
-        if bool(unsent) != had:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+        if unsent:
+            with contextlib.suppress(BlockingIOError):
+                del unsent[: connection.channel.send(unsent)]
+        if connection.sending is not None and not unsent:
+            self._send_arrays(connection, connection.sending)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent or connection.sending is not None else 0)
+        if events != connection.events:
+            connection.events = events
             self._selector.modify(connection.channel, events, connection)
 
 
@@ -297,3 +411,21 @@ def _hung_up(channel: socket.socket) -> bool:
         return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
+
+
+def _arrays(arrays: Sequence[Bytes]) -> deque[memoryview]:
+    return deque(each.data for each in arrays if len(each))
+
+
+def _some(arrays: deque[memoryview]) -> list[memoryview]:
+    return list(islice(arrays, _MOST_ARRAYS))
+
+
+def _advance(arrays: deque[memoryview], count: int) -> None:
+    """Drops the first ``count`` bytes."""
+    while count:
+        first = arrays.popleft()
+        if len(first) > count:
+            arrays.appendleft(first[count:])
+            return
+        count -= len(first)

@@ -14,7 +14,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, Final, Protocol, TypeVar, cast
 import msgspec
 
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
+from dataplane_core.hosting.layout import Bytes
 from dataplane_core.hosting.messages import (
     VERSION,
     CallId,
@@ -42,6 +43,7 @@ from dataplane_core.ledger import Command, commands
 from dataplane_core.spec import new_id
 
 Reply = TypeVar("Reply")
+_Moved = TypeVar("_Moved")
 
 _RECEIVE_BYTES: Final = 1 << 18
 _POLL_S: Final = 0.01
@@ -50,6 +52,8 @@ _RELEASE_S: Final = 1.0
 #: Seconds without an answer after which a call begins to watch the host, and between two looks.
 _PATIENCE_S: Final = 1.0
 _LOOK_S: Final = 0.1
+#: The most arrays that one call of the system takes.
+_MOST_ARRAYS: Final = 512
 #: The most descriptors that a host passes.
 _MOST_DESCRIPTORS: Final = 4
 
@@ -90,9 +94,9 @@ class Address(ABC):
 
 @dataclass(frozen=True)
 class UnixAddress(Address):
-    """The path of a Unix socket of the same user."""
+    """The path of a Unix socket of the same user, or the name of one without a file (`listen_as`)."""
 
-    path: Path
+    path: Path | str
 
     def connect(self, deadline: float) -> socket.socket:
         """As `Address.connect`. Refuses the socket of another user."""
@@ -193,8 +197,9 @@ class Session:
         self._end = weakref.finalize(self, _end_session, self._first, self._idle)
         self._end.atexit = False  # threads may still write to shared memory; the kernel closes the sockets after them
         try:
-            data = self._receive(self._first, deadline, with_descriptors=True)
-            self.welcome: Welcome = decode_welcome(data)
+            line = _Line(self._first, deadline, watch)
+            self.welcome: Welcome = decode_welcome(line.message(with_descriptors=True))
+            self.descriptors = line.descriptors
             mine = address.token[HALF_BYTES:]
             if not hmac.compare_digest(self.welcome.token, mine):
                 raise ConnectionAbortedError("the other side does not know the token")
@@ -214,7 +219,14 @@ class Session:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def call(
-        self, what: str, deadline: float, request: Request[Reply] | Command[Reply], call: CallId | None = None
+        self,
+        what: str,
+        deadline: float,
+        request: Request[Reply] | Command[Reply],
+        call: CallId | None = None,
+        *,
+        sources: Sequence[Bytes] = (),
+        receive: Callable[[Reply, Callable[[Bytes], None]], None] | None = None,
     ) -> Reply:
         """Sends a request and returns the reply.
 
@@ -223,6 +235,9 @@ class Session:
             deadline: On `time.monotonic`'s clock, in seconds.
             request: The request.
             call: The id of the call, the same when it is repeated.
+            sources: The bytes that follow the request, one array after the other.
+            receive: Called with the reply, if bytes follow it, and with a function that fills an array with the next of
+                them. It takes all of them.
 
         Raises:
             DataPlaneError: The reply is an error, or what the address makes of a failure.
@@ -237,13 +252,16 @@ class Session:
         if released:
             message = self._messages.encode_request(Release(released)) + message
         with self._channel(what, deadline) as channel:
-            channel.settimeout(_left_s(deadline))
-            channel.sendall(message)
+            line = _Line(channel, deadline, self._make_watch)
+            line.send([memoryview(message), *(each.data for each in sources if len(each))])
             self._unreleased.difference_update(released)
-            reply = self._receive(channel, deadline)
+            message = line.message()
+            if receive is not None:
+                reply = self._messages.decode_reply(request, message)
+                receive(reply, line.fill)
         if self._unreleased:  # pins that ended while all sockets were in use
             self._send_releases()
-        return self._messages.decode_reply(request, reply)
+        return self._messages.decode_reply(request, message) if receive is None else reply
 
     def call_waiting(
         self,
@@ -305,7 +323,7 @@ class Session:
             self._end()
 
     def close(self) -> None:
-        """Ends the session now. Calls that are under way raise `ClientClosedError`. Nothing happens in a fork."""
+        """Ends calls that are under way with `ClientClosedError`, and then the session, as `finish`. Not in a fork."""
         if os.getpid() != self._pid:
             return
         self._closed = True
@@ -313,7 +331,7 @@ class Session:
         for channel in list(self._used):
             with contextlib.suppress(OSError):
                 channel.shutdown(socket.SHUT_RDWR)
-        self._end()
+        self.finish()
 
     def release(self, number: int) -> None:
         """Ends a pin. Does not wait for a reply. If it cannot be sent now, the next request sends it too."""
@@ -417,34 +435,90 @@ class Session:
             return ClientClosedError(f"{what}: this client is closed.")
         return self._address.failure(what, error, connecting=not self._connected)
 
-    def _receive(self, channel: socket.socket, deadline: float, *, with_descriptors: bool = False) -> bytes:
-        """The next message. While it does not come, the host is watched."""
-        received, end = bytearray(), 4
-        watch: Watch | None = None
-        began = time.monotonic()
+
+class _Line:
+    """What a call sends and receives over its socket. While nothing moves, the host is watched.
+
+    Args:
+        channel: The socket.
+        deadline: On `time.monotonic`'s clock, in seconds.
+        make_watch: Makes the watch, if there is one.
+    """
+
+    def __init__(self, channel: socket.socket, deadline: float, make_watch: Callable[[], Watch] | None) -> None:
+        self._channel = channel
+        self._deadline = deadline
+        self._make_watch = make_watch
+        self._watch: Watch | None = None
+        self._moved_at = time.monotonic()
+        self._ahead = bytearray()  # what was received after a message
+        self.descriptors: list[int] = []
+
+    def send(self, arrays: list[memoryview]) -> None:
+        """Sends arrays, one after the other."""
+        if len(arrays) == 1 and len(arrays[0]) < _RECEIVE_BYTES and self._make_watch is None:
+            self._channel.settimeout(_left_s(self._deadline))
+            self._channel.sendall(arrays[0])
+            return
+        left = deque(arrays)
+        while left:
+            count = self._move(lambda: self._channel.sendmsg(list(itertools.islice(left, _MOST_ARRAYS))))
+            while count:
+                first = left.popleft()
+                if len(first) > count:
+                    left.appendleft(first[count:])
+                    break
+                count -= len(first)
+
+    def message(self, *, with_descriptors: bool = False) -> bytes:
+        """The next message."""
+        received, end = self._ahead, 4
         while len(received) < end:
-            left_s = _left_s(deadline)
-            channel.settimeout(left_s if self._make_watch is None else min(left_s, _LOOK_S))
-            try:
-                if with_descriptors:
-                    data, self.descriptors, _, _ = socket.recv_fds(channel, _RECEIVE_BYTES, _MOST_DESCRIPTORS)
-                else:
-                    data = channel.recv(_RECEIVE_BYTES)
-            except TimeoutError:
-                now = time.monotonic()
-                if now >= deadline or self._make_watch is None:
-                    raise TimeoutError("" if watch is None else watch.describe()) from None
-                if now - began >= _PATIENCE_S:
-                    watch = watch or self._make_watch()
-                    watch.check()
-                continue
+            if with_descriptors:
+                data, self.descriptors, _, _ = self._move(
+                    lambda: socket.recv_fds(self._channel, _RECEIVE_BYTES, _MOST_DESCRIPTORS)
+                )
+                with_descriptors = False
+            else:
+                data = self._move(lambda: self._channel.recv(_RECEIVE_BYTES))
             if not data:
                 raise EOFError("the connection was closed")
             received += data
-            with_descriptors = False
             if len(received) >= 4:
                 end = 4 + int.from_bytes(received[:4], "little")
+        self._ahead = received[end:]
         return bytes(memoryview(received)[4:end])
+
+    def fill(self, array: Bytes) -> None:
+        """Fills an array with the bytes that follow."""
+        target = array.data
+        count = min(len(target), len(self._ahead))
+        if count:
+            target[:count] = self._ahead[:count]
+            del self._ahead[:count]
+            target = target[count:]
+        while target:
+            count = self._move(lambda target=target: self._channel.recv_into(target))
+            if not count:
+                raise EOFError("the connection was closed")
+            target = target[count:]
+
+    def _move(self, act: Callable[[], _Moved]) -> _Moved:
+        while True:
+            left_s = _left_s(self._deadline)
+            self._channel.settimeout(left_s if self._make_watch is None else min(left_s, _LOOK_S))
+            try:
+                moved = act()
+            except TimeoutError:
+                now = time.monotonic()
+                if now >= self._deadline or self._make_watch is None:
+                    raise TimeoutError("" if self._watch is None else self._watch.describe()) from None
+                if now - self._moved_at >= _PATIENCE_S:
+                    self._watch = self._watch or self._make_watch()
+                    self._watch.check()
+                continue
+            self._moved_at, self._watch = time.monotonic(), None
+            return moved
 
 
 class Lanes:

@@ -253,6 +253,8 @@ class UnitInfo:
         size_bytes: Their payload.
         num_lost: Rows that ended with it, or with an earlier life of it, and are not cleared yet.
         num_starts: How often it was started.
+        path: How rows get from it to this process, and to it: ``memory``, which both share; ``wire``; or empty, if that
+            is not known.
     """
 
     name: str
@@ -263,6 +265,7 @@ class UnitInfo:
     size_bytes: int = 0
     num_lost: int = 0
     num_starts: int = 1
+    path: Literal["", "memory", "wire"] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -237,9 +237,8 @@ class ShmBackend(LedgerBackend):
             extent = memory[place.offset : place.offset + place.layout.size_bytes]
             slots = dict(zip(part.fields, part.slots, strict=True))
             columns = stored_columns(extent, place.layout, place.num_rows, slots, located.specs)
-            parts.append(StoredRows(columns, part.positions, part.rows))
-        in_place = read_only is not None
-        return read_stored(located.specs, parts, num_samples, threads=self.config.copy_threads, in_place=in_place)
+            parts.append(StoredRows(columns, part.positions, part.rows, in_place=read_only is not None))
+        return read_stored(located.specs, parts, num_samples, self.config.copy_threads)
 
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
         # the store frees payload by itself; only the conformance kit, which loses payload on purpose, comes here

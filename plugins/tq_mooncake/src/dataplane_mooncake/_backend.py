@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from dataplane_core.backends import Finding
+from dataplane_core.backends import Finding, RowStoreBackend
 from dataplane_core.spec import Capability
 from dataplane_mooncake._diagnosis import diagnose
 from dataplane_mooncake.config import TQMooncakeConfig
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dataplane_mooncake._engine import Engine
 
 
-class TQMooncakeBackend(QueueBackend["Engine"]):
+class TQMooncakeBackend(QueueBackend["Engine"], RowStoreBackend):
     """All clients of an instance connect to one controller, and to Mooncake's segments on any node of the cluster."""
 
     Config = TQMooncakeConfig
@@ -48,3 +48,12 @@ class TQMooncakeBackend(QueueBackend["Engine"]):
         if bootstrap and self.config.master_address is None:
             check_master()
         super().start(bootstrap=bootstrap, deadline=deadline)
+
+    def put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
+        self._connected().put_rows(handles, buffer, offsets, deadline=deadline)
+
+    def get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[memoryview]:
+        return self._connected().get_rows(handles, deadline=deadline)
+
+    def delete_rows(self, handles: Sequence[int], deadline: float) -> None:
+        self._connected().delete_rows(handles, deadline=deadline)

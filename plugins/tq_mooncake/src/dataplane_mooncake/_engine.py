@@ -113,7 +113,7 @@ class Engine(QueueEngine):
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def put_rows(self, handles: Sequence[int], buffer: Any, offsets: npt.NDArray[np.int64], *, deadline: float) -> None:
-        """As `QueueEngine.put_rows`. Each handle is used only once in the instance, and no row is empty.
+        """As `RowStoreBackend.put_rows`. Each handle is used only once in the instance, and no row is empty.
 
         If it times out, its thread may store more rows later, and deletes these itself. So the caller must not change
         the bytes, even after an error.
@@ -145,7 +145,7 @@ class Engine(QueueEngine):
         )
 
     def get_rows(self, handles: Sequence[int], *, deadline: float) -> list[memoryview]:
-        """As `QueueEngine.get_rows`. No handle may repeat. The views are of one new buffer."""
+        """As `RowStoreBackend.get_rows`. No handle may repeat. The views are of one new buffer."""
         keys = self._keys(handles)
         store = self._require_store()
         what = f"get_rows({len(keys)} rows)"
@@ -167,7 +167,7 @@ class Engine(QueueEngine):
             raise RefsGoneError(f"{what}: some rows do not exist.") from None
 
     def delete_rows(self, handles: Sequence[int], *, deadline: float) -> None:
-        """As `QueueEngine.delete_rows`."""
+        """As `RowStoreBackend.delete_rows`."""
         keys = self._keys(handles)
         store = self._require_store()
         self._run(store, f"delete_rows({len(keys)} rows)", lambda call: store.delete(call, keys), deadline)

@@ -7,9 +7,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, PrivateFolder, RowStoreBackend
+from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, LedgerBackend, PrivateFolder
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_core.ledger import Command, Ref, Reply, commands
+from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import (
     Capability,
     ChangeUnitsRequest,
@@ -19,6 +19,7 @@ from dataplane_core.spec import (
     SharedRows,
     UnitList,
     WireColumn,
+    WireFormat,
 )
 from dataplane_tq_simple._diagnosis import diagnose
 from dataplane_tq_simple._errors import UnitsGoneError
@@ -35,7 +36,7 @@ _Engine = TypeVar("_Engine", bound="QueueEngine")
 _AGAIN_S = 0.1
 
 
-class QueueBackend(RowStoreBackend, Generic[_Engine]):
+class QueueBackend(LedgerBackend, Generic[_Engine]):
     """A backend whose ledger runs in a TransferQueue controller. ``Config`` derives from `QueueConfig`."""
 
     capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.WAKES}
@@ -127,16 +128,7 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
                 time.sleep(_AGAIN_S)
 
     def new_write_id(self, num_ids: int) -> None:
-        """None: the ledger numbers the writes. Handles have only 64 bits, and no write outlives the ledger."""
-
-    def put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
-        self._connected().put_rows(handles, buffer, offsets, deadline=deadline)
-
-    def get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[memoryview]:
-        return self._connected().get_rows(handles, deadline=deadline)
-
-    def delete_rows(self, handles: Sequence[int], deadline: float) -> None:
-        self._connected().delete_rows(handles, deadline=deadline)
+        """None: the controller numbers the writes, and says so where their rows go. No write outlives the ledger."""
 
     def _connected(self) -> _Engine:
         if self._engine is None:
@@ -147,8 +139,13 @@ class QueueBackend(RowStoreBackend, Generic[_Engine]):
 class TQSimpleBackend(QueueBackend["Engine"]):
     """All clients of an instance connect to one controller and its storage units, from any node of the Ray cluster."""
 
+    wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True, narrow=True)
     Config = TQSimpleConfig
     capabilities = QueueBackend.capabilities | {Capability.UNITS}
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.narrow = not config.views  # a view has the dtype in which the cells lie in memory
 
     @classmethod
     def _engine_class(cls) -> type[Engine]:
@@ -162,6 +159,20 @@ class TQSimpleBackend(QueueBackend["Engine"]):
         engine = self._connected()
         request = BeginNear(begin, engine.node) if self.config.near_writer else begin
         return engine.call(request, deadline)
+
+    def store_writes(
+        self, writes: Mapping[int, commands.Write], columns: Mapping[str, WireColumn | SharedRows], deadline: float
+    ) -> None:
+        self._connected().store(writes, columns, deadline)
+
+    def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
+        self.store_writes({write_id: commands.Write(tuple(columns), [0] * num_samples)}, columns, deadline)
+
+    def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
+        return self._connected().fetch(located, num_samples, deadline)
+
+    def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
+        self._connected().delete(refs, deadline)
 
     def list_units(self, request: ListUnitsRequest) -> UnitList:
         """Asks the controller."""

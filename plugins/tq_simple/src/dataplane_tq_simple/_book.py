@@ -1,9 +1,8 @@
 """The book of the storage units, in the controller's process: which unit has which rows, and which units take new ones.
 
 A unit that is started again has lost its rows, so rows belong to a *life* of a unit, from one start to its end. A
-*spread* is a list of lives over which the rows of a put are dealt out. The number of its spread is part of a row's
-handle, so a handle alone says where its row is: `life_of`. Spreads never change. When a unit ends or comes, later puts
-get other spreads.
+*spread* is a list of lives over which the rows of a put are dealt out. The number of its spread is part of the id of a
+write, so the id says where each row is. Spreads never change. When a unit ends or comes, later puts get other spreads.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from dataplane_core.ledger import Ref, commands
 from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple._errors import UnitsGoneError
 
-#: A handle is ``spread << SPREAD_BITS | number``. The ledger's own numbers stay below ``1 << SPREAD_BITS``.
+#: The id of a write is ``spread << SPREAD_BITS | number``.
 SPREAD_BITS: Final = 40
-#: The spread of handles that are numbers alone: all units with which the instance started.
-FIRST_SPREAD: Final = 0
 #: Units of an instance.
 _MOST_UNITS: Final = 1024
 _NUMBER: Final = (1 << SPREAD_BITS) - 1
@@ -36,6 +33,10 @@ _SPREAD_NOTE: Final = "spread "
 #: A unit gets rows of a put although others hold less, if it is ahead by less than the put and this share of the mean.
 #: Units are chosen anew when puts have brought this share of what they hold.
 _SLACK: Final = 1 / 8
+#: How much of its memory a unit is given as payload. The rest is for tables, and for cleared rows that are still read.
+_FILLED: Final = 3 / 4
+#: The rows of a put are dealt out in so many blocks for each life, or somewhat more: so all get about as many.
+_BLOCKS: Final = 4
 
 
 class Started(NamedTuple):
@@ -44,14 +45,22 @@ class Started(NamedTuple):
     Attributes:
         token: Identifies this life of the unit; requests carry it.
         ip: Its address.
-        port: Its port.
+        port: The port where TransferQueue's part of it answers.
         node: The id of its node.
+        data_port: The port where it serves rows.
+        socket: The name of the Unix socket where it serves them.
+        secret: What clients show there.
+        size_bytes: The size of its memory.
     """
 
     token: str
     ip: str
     port: int
     node: str
+    data_port: int = 0
+    socket: str = ""
+    secret: bytes = b""
+    size_bytes: int = 0
 
 
 class Life(NamedTuple):
@@ -59,19 +68,60 @@ class Life(NamedTuple):
 
     Attributes:
         unit: The unit.
-        actor: Its Ray actor name.
-        token: See `Started`.
-        ip: Its address.
-        port: Its port.
         alive: Whether its rows can be read.
+        ip, data_port, socket, secret: See `Started`.
     """
 
     unit: str
-    actor: str
-    token: str
-    ip: str
-    port: int
     alive: bool
+    ip: str
+    data_port: int
+    socket: str
+    secret: bytes
+
+
+class Spread(NamedTuple):
+    """How the rows of puts are dealt out: in blocks, to one life after the other, which keeps its blocks in order.
+
+    Attributes:
+        lives: The numbers of the lives.
+        shift: A block has ``1 << shift`` rows.
+
+    Example:
+        >>> spread = Spread((7, 8), shift=1)
+        >>> spread.runs(write_id=0, num_rows=5)
+        {7: [(0, 2), (4, 5)], 8: [(2, 4)]}
+        >>> spread.split(write_id=0, positions=[4, 3])
+        {7: [(0, 2)], 8: [(1, 1)]}
+    """
+
+    lives: tuple[int, ...]
+    shift: int = 0
+
+    def life_of(self, write_id: int, position: int) -> int:
+        """The life that has a row of a write."""
+        return self.lives[((position >> self.shift) + (write_id & _NUMBER)) % len(self.lives)]
+
+    def runs(self, write_id: int, num_rows: int) -> dict[int, list[tuple[int, int]]]:
+        """Life -> which rows of a write it gets, from the first to before the second number."""
+        if len(self.lives) == 1:
+            return {self.lives[0]: [(0, num_rows)]}
+        runs: dict[int, list[tuple[int, int]]] = {}
+        for first in range(0, num_rows, 1 << self.shift):
+            end = min(first + (1 << self.shift), num_rows)
+            runs.setdefault(self.life_of(write_id, first), []).append((first, end))
+        return runs
+
+    def split(self, write_id: int, positions: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+        """Life -> of the positions that it has, the index among ``positions``, and the position there."""
+        count, low = len(self.lives), (1 << self.shift) - 1
+        if count == 1:
+            return {self.lives[0]: list(enumerate(positions))}
+        found: dict[int, list[tuple[int, int]]] = {}
+        for index, position in enumerate(positions):
+            there = (position >> self.shift) // count << self.shift | position & low
+            found.setdefault(self.life_of(write_id, position), []).append((index, there))
+        return found
 
 
 class View(NamedTuple):
@@ -80,17 +130,12 @@ class View(NamedTuple):
     Attributes:
         version: Grows with every change.
         lives: By number.
-        spreads: The numbers of their lives, by number.
+        spreads: By number.
     """
 
     version: int
     lives: dict[int, Life]
-    spreads: dict[int, tuple[int, ...]]
-
-
-def life_of(handle: int, spread: Sequence[int]) -> int:
-    """The number of the life that has the row of a handle of a spread."""
-    return spread[(handle & _NUMBER) % len(spread)]
+    spreads: dict[int, Spread]
 
 
 def _spread_note(spread: int) -> str:
@@ -135,10 +180,11 @@ class _Stored:
 
 @dataclass(slots=True)
 class _Choice:
-    """The spread of the next puts, and how many bytes they may have in all."""
+    """The lives that get the next puts, how many bytes these may have in all, and for how many there is room."""
 
-    spread: int
+    lives: tuple[int, ...]
     left_bytes: float
+    room_bytes: float
 
 
 @dataclass(slots=True)
@@ -157,21 +203,21 @@ class UnitBook:
     _version: int = 0
     _units: dict[str, _Unit] = field(default_factory=dict)
     _lives: dict[int, _Held] = field(default_factory=dict)
-    _spreads: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _spreads: dict[int, Spread] = field(default_factory=dict)
     _rows_of_spread: dict[int, int] = field(default_factory=dict)
-    _current: dict[tuple[int, ...], int] = field(default_factory=dict)  # the spreads whose lives are alive
+    _current: dict[Spread, int] = field(default_factory=dict)  # the spreads whose lives are alive
     _choices: dict[str | None, _Choice] = field(default_factory=dict)  # by the node for which units were chosen
-    _placing: int = FIRST_SPREAD  # the spread of a put whose rows are not added yet
+    _placing: int | None = None  # the spread of a put whose rows are not added yet
     _stored: dict[int, _Stored] = field(default_factory=dict)
     _next_life: int = 0
-    _next_spread: int = FIRST_SPREAD
+    _next_spread: int = 0
     _next_unit: int = 0
     _next_number: int = 1
     _actor_prefix: str = ""
     _failures: list[str] = field(default_factory=list)
     _revision: int = 0  # grows with every change but those of the spreads
     _saved_revision: int = 0
-    _unsaved_spreads: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
+    _unsaved_spreads: dict[int, Spread | None] = field(default_factory=dict)
 
     # --- the keeper ---------------------------------------------------------------------------------------------------
 
@@ -183,7 +229,6 @@ class UnitBook:
                 self._units[name] = unit = _Unit(name, actor)
                 self._start(unit, started)
             self._next_unit = len(units)
-            self._new_spread(tuple(self._lives))
 
     def new_unit(self) -> tuple[str, str] | None:
         """The name and actor of a unit that is to be created now, or None."""
@@ -244,7 +289,7 @@ class UnitBook:
             draining = [unit for unit in self._units.values() if unit.state == "draining"]
             if not draining:
                 return []
-            free = Counter(self._life(write_id + position) for write_id, position in garbage())
+            free = Counter(self._life(write_id, position) for write_id, position in garbage())
             done = [
                 unit for unit in draining if unit.life is None or self._lives[unit.life].num_rows <= free[unit.life]
             ]
@@ -257,74 +302,87 @@ class UnitBook:
 
     # --- the ledger's service -----------------------------------------------------------------------------------------
 
-    def place(self, num_ids: int, size_bytes: int, node: str | None) -> int:
+    def place(self, num_ids: int, size_bytes: int, node: str | None, num_rows: int = 1) -> int:
         """A new write id, and as many unused ones after it as a put needs. It says which units get the rows.
 
-        These are the units that hold the fewest bytes: half of all that take rows, and those that hold little more.
-        The choice stands for a while, since each choice may be a spread that every client must learn.
+        On the node that is given, the unit that holds the fewest bytes gets them, if it has room. Otherwise these are
+        the units that hold the fewest bytes: half of all that take rows, and those that hold little more. The choice
+        stands for a while, since each choice may be a spread that every client must learn.
 
         Args:
             num_ids: How many.
             size_bytes: The size of the put.
-            node: Only units of this node, if there are any.
+            node: The node whose units come first, if there are any. None: none.
+            num_rows: How many rows the put has.
 
         Raises:
             UnitsGoneError: No unit takes rows at the moment.
         """
         with self.lock:
             choice = self._choices.get(node)
-            if choice is None or choice.left_bytes <= 0:
+            if choice is None or choice.left_bytes <= 0 or choice.room_bytes < size_bytes:
                 choice = self._choices[node] = self._choose(size_bytes, node)
             choice.left_bytes -= size_bytes
-            self._placing = choice.spread
-            write_id = choice.spread << SPREAD_BITS | self._next_number
+            choice.room_bytes -= size_bytes
+            count = len(choice.lives)
+            shift = 0 if count == 1 else max(0, (num_rows // (_BLOCKS * count)).bit_length() - 1)
+            self._placing = self._spread_of(Spread(choice.lives, shift))
+            write_id = self._placing << SPREAD_BITS | self._next_number
             self._next_number += num_ids
             return write_id
 
+    def _spread_of(self, spread: Spread) -> int:
+        number = self._current.get(spread)
+        if number is None:
+            number = self._current[spread] = self._next_spread
+            self._spreads[number] = self._unsaved_spreads[number] = spread
+            self._next_spread += 1
+            self._version += 1
+        return number
+
     def _choose(self, size_bytes: int, node: str | None) -> _Choice:
-        lives = [
-            (self._lives[unit.life].size_bytes, unit.life)
+        serving = {
+            unit.life: self._lives[unit.life]
             for unit in self._units.values()
             if unit.state == "serving" and unit.life is not None
-        ]
-        if not lives:
+        }
+        if not serving:
             names = [unit.name for unit in self._units.values() if unit.state == "starting"]
             raise UnitsGoneError(
                 f"no storage unit takes rows: {preview(names) or 'none'} of {len(self._units)} are starting."
             )
-        near = [each for each in lives if self._lives[each[1]].started.node == node]
-        lives = sorted(near or lives)
-        half = lives[(len(lives) - 1) // 2][0]
-        total = sum(held for held, _ in lives)
-        most = max(half, lives[0][0] + total / len(lives) * _SLACK + size_bytes)
-        chosen = tuple(sorted(life for held, life in lives if held <= most))
-        spread = self._current.get(chosen)
-        if spread is None:
-            spread = self._current[chosen] = self._new_spread(chosen)
-            self._version += 1
-        return _Choice(spread, total * _SLACK)
+        room = {life: held.started.size_bytes * _FILLED - held.size_bytes for life, held in serving.items()}
+        total = sum(held.size_bytes for held in serving.values())
+        lives = sorted((held.size_bytes, life) for life, held in serving.items() if room[life] >= size_bytes)
+        near = [life for _, life in lives if serving[life].started.node == node]
+        if near:
+            chosen: tuple[int, ...] = (near[0],)
+        else:  # where none has room for all of it, each may have room for its share
+            lives = lives or sorted((held.size_bytes, life) for life, held in serving.items())
+            half = lives[(len(lives) - 1) // 2][0]
+            most = max(half, lives[0][0] + total / len(lives) * _SLACK + size_bytes)
+            chosen = tuple(sorted(life for held, life in lives if held <= most))
+        return _Choice(chosen, total * _SLACK, min(room[life] for life in chosen) * len(chosen))
 
     def add(self, writes: Mapping[int, commands.Write]) -> None:
         """The rows of a put that was begun: its writes by their ids."""
         with self.lock:
             for write_id, write in writes.items():
                 spread = write_id >> SPREAD_BITS
-                lives = self._spreads[spread]
                 num_rows = len(write.row_bytes)
                 self._stored[write_id] = _Stored(write.row_bytes, bytearray(b"\1" * num_rows), num_rows)
                 self._rows_of_spread[spread] = self._rows_of_spread.get(spread, 0) + num_rows
-                for first in range(min(num_rows, len(lives))):
-                    held = self._lives[life_of(write_id + first, lives)]
-                    sizes = write.row_bytes[first :: len(lives)]
-                    held.num_rows += len(sizes)
-                    held.size_bytes += sum(sizes)
-            self._placing = FIRST_SPREAD
+                for life, runs in self._spreads[spread].runs(write_id, num_rows).items():
+                    for first, end in runs:
+                        self._lives[life].num_rows += end - first
+                        self._lives[life].size_bytes += sum(write.row_bytes[first:end])
+            self._placing = None
 
     def check(self, write_id: int) -> None:
         """Raises `UnitsGoneError` if a unit of a put's spread has ended since it was begun."""
         with self.lock:
-            lives = self._spreads.get(write_id >> SPREAD_BITS, ())
-            ended = [self._lives[life].unit.name for life in lives if not self._lives[life].alive]
+            spread = self._spreads.get(write_id >> SPREAD_BITS, Spread(()))
+            ended = [self._lives[life].unit.name for life in spread.lives if not self._lives[life].alive]
         if ended:
             raise UnitsGoneError(f"{preview(ended)} ended while the put ran. Nothing was written.")
 
@@ -338,17 +396,16 @@ class UnitBook:
                 stored = self._stored.get(write_id)
                 if stored is None:
                     continue
-                spread = write_id >> SPREAD_BITS
-                lives = [self._lives[life] for life in self._spreads[spread]]
-                first, num_lives, sizes, left = write_id & _NUMBER, len(lives), stored.row_bytes, stored.left
+                number, sizes, left = write_id >> SPREAD_BITS, stored.row_bytes, stored.left
+                spread = self._spreads[number]
                 for position in gone:
                     if left[position]:
                         left[position] = 0
                         stored.num_left -= 1
-                        held = lives[(first + position) % num_lives]
+                        held = self._lives[spread.life_of(write_id, position)]
                         held.num_rows -= 1
                         held.size_bytes -= sizes[position]
-                        self._rows_of_spread[spread] -= 1
+                        self._rows_of_spread[number] -= 1
                 if not stored.num_left:
                     del self._stored[write_id]
             self._forget()
@@ -363,7 +420,14 @@ class UnitBook:
             if known == self._version:
                 return None
             lives = {
-                number: Life(held.unit.name, held.unit.actor, *held.started[:3], held.alive)
+                number: Life(
+                    held.unit.name,
+                    held.alive,
+                    held.started.ip,
+                    held.started.data_port,
+                    held.started.socket,
+                    held.started.secret,
+                )
                 for number, held in self._lives.items()
             }
             return View(self._version, lives, dict(self._spreads))
@@ -448,15 +512,15 @@ class UnitBook:
         """
         with self.lock:
             changed = self._unsaved_spreads
-            for spread in [each for each, lives in changed.items() if lives is None]:
-                note(_spread_note(spread), None)
+            for number in [each for each, spread in changed.items() if spread is None]:
+                note(_spread_note(number), None)
             if self._revision != self._saved_revision:
                 note(UNITS_NOTE, self.pack())
             if changed:
                 note(_NEXT_SPREAD_NOTE, pickle.dumps((self._next_spread, self._version)))
-            for spread, lives in changed.items():
-                if lives is not None:
-                    note(_spread_note(spread), pickle.dumps(lives))
+            for number, spread in changed.items():
+                if spread is not None:
+                    note(_spread_note(number), pickle.dumps(tuple(spread)))
             self._saved_revision, self._unsaved_spreads = self._revision, {}
 
     def restore(
@@ -484,24 +548,24 @@ class UnitBook:
             self._version = max(self._version, version) + 1
             for name, note in notes.items():
                 if name.startswith(_SPREAD_NOTE):
-                    spread = int(name.removeprefix(_SPREAD_NOTE))
-                    self._spreads[spread] = pickle.loads(note)
-                    if spread != FIRST_SPREAD and all(self._lives[life].alive for life in self._spreads[spread]):
-                        self._current[self._spreads[spread]] = spread
+                    number = int(name.removeprefix(_SPREAD_NOTE))
+                    spread = self._spreads[number] = Spread(*pickle.loads(note))
+                    if all(self._lives[life].alive for life in spread.lives):
+                        self._current[spread] = number
             self._next_number = next_number
             for write_id, (row_bytes, positions) in payload.items():
                 self._hold_again(write_id, row_bytes, positions)
 
     def _hold_again(self, write_id: int, row_bytes: Sequence[int] | None, positions: Sequence[int]) -> None:
-        spread = write_id >> SPREAD_BITS
-        if spread not in self._spreads or not positions:
+        number = write_id >> SPREAD_BITS
+        if number not in self._spreads or not positions:
             return
         sizes = row_bytes or [0] * (max(positions) + 1)  # of what was freed, the ledger does not know the size
         stored = self._stored[write_id] = _Stored(sizes, bytearray(len(sizes)), len(positions))
-        self._rows_of_spread[spread] = self._rows_of_spread.get(spread, 0) + len(positions)
+        self._rows_of_spread[number] = self._rows_of_spread.get(number, 0) + len(positions)
         for position in positions:
             stored.left[position] = 1
-            held = self._lives[life_of(write_id + position, self._spreads[spread])]
+            held = self._lives[self._spreads[number].life_of(write_id, position)]
             held.num_rows += 1
             held.size_bytes += sizes[position]
 
@@ -534,12 +598,6 @@ class UnitBook:
         self._choices.clear()
         self.changed.set()
 
-    def _new_spread(self, lives: tuple[int, ...]) -> int:
-        spread = self._next_spread
-        self._spreads[spread] = self._unsaved_spreads[spread] = lives
-        self._next_spread += 1
-        return spread
-
     def _start(self, unit: _Unit, started: Started) -> None:
         self._lives[self._next_life] = _Held(unit, started)
         unit.life = self._next_life
@@ -557,7 +615,7 @@ class UnitBook:
         self._lives[life].alive = False
         if unit.state == "serving":
             unit.state = "starting"
-        self._current = {lives: spread for lives, spread in self._current.items() if life not in lives}
+        self._current = {spread: number for spread, number in self._current.items() if life not in spread.lives}
         self._forget()
 
     def _fail(self, unit: _Unit, why: str) -> None:
@@ -565,18 +623,23 @@ class UnitBook:
         self._end(unit)
         unit.state = "removed"
 
-    def _life(self, handle: int) -> int | None:
-        lives = self._spreads.get(handle >> SPREAD_BITS)
-        return None if lives is None else life_of(handle, lives)
+    def _life(self, write_id: int, position: int) -> int | None:
+        spread = self._spreads.get(write_id >> SPREAD_BITS)
+        return None if spread is None else spread.life_of(write_id, position)
 
     def _forget(self) -> None:
         """Forgets the spreads and the ended lives that have no rows, and the removed units that have none."""
-        used = {FIRST_SPREAD, self._placing, *(each.spread for each in self._choices.values())}
-        for spread in [each for each in self._spreads if each not in used and not self._rows_of_spread.get(each)]:
-            self._current.pop(self._spreads.pop(spread), None)
-            self._unsaved_spreads[spread] = None
-            self._rows_of_spread.pop(spread, None)
-        placed = {life for lives in self._spreads.values() for life in lives}
+        chosen = {each.lives for each in self._choices.values()}
+        unused = [
+            number
+            for number, spread in self._spreads.items()
+            if number != self._placing and spread.lives not in chosen and not self._rows_of_spread.get(number)
+        ]
+        for number in unused:
+            self._current.pop(self._spreads.pop(number), None)
+            self._unsaved_spreads[number] = None
+            self._rows_of_spread.pop(number, None)
+        placed = {life for spread in self._spreads.values() for life in spread.lives}
         for life in [each for each, held in self._lives.items() if not held.alive and each not in placed]:
             del self._lives[life]
             self._revision += 1

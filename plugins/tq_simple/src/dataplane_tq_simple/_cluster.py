@@ -19,7 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import ray
 import ray.exceptions
@@ -47,7 +47,6 @@ from dataplane_tq_simple._actors import (
 )
 from dataplane_tq_simple._controller import Controller, Line
 from dataplane_tq_simple._errors import LineBrokenError
-from dataplane_tq_simple._exchange import Peer
 from dataplane_tq_simple._ray_calls import end_within
 from dataplane_tq_simple.addresses import check_address
 from dataplane_tq_simple.config import QueueConfig
@@ -70,6 +69,22 @@ _ASK_AGAIN_S = 0.1
 # Seconds that Ray may take to end actors. After that, this process goes on without an answer: the calls would wait for
 # a dead head node.
 _END_ACTORS_S = 2 * _SETTLE_S
+
+
+class Peer(NamedTuple):
+    """A storage unit.
+
+    Attributes:
+        name: Its name in messages: ``storage unit-0``.
+        actor: Its Ray actor name.
+        ip: Its address.
+        port: Its port.
+    """
+
+    name: str
+    actor: str
+    ip: str
+    port: int
 
 
 class Instance(ABC):

@@ -62,7 +62,7 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
         ip, token = _privates.node_ip(self), new_token()
         listener = listen_on(ip)
         self._line: Line = ip, listener.getsockname()[1], token
-        server = Server(self._host, listener, token)
+        server = Server(self._host, listener, token=token)
         threading.Thread(target=server.run, name="dataplane-ledger", daemon=True).start()
         return self._line
 

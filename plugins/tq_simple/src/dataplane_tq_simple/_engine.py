@@ -1,7 +1,8 @@
-"""The engine of ``tq_simple``: rows of bytes in the storage units of an instance.
+"""The engine of ``tq_simple``: columns in the memory of the storage units of an instance.
 
-Units die and are started again, come and go. A handle says which life of a unit has its row (see `_book`). The rows of
-a life that has ended are gone.
+Units die and are started again, come and go. The id of a write says which lives of units have its rows (see `_book`).
+The rows of a life that has ended are gone. A process that a unit's Unix socket admits shares the unit's memory. All
+others reach the same rows over TCP.
 
 The service in the controller knows what the rows mean, which of them exist and who may have them. The engine only moves
 bytes. It gives every operation a deadline, and turns failures into clear errors.
@@ -11,61 +12,83 @@ Importing this module imports Ray and TransferQueue (`dataplane_tq_simple` itsel
 
 from __future__ import annotations
 
-import functools
+import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from dataplane_core.backends import RefsGoneError
-from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError, preview
-from dataplane_core.spec import UnitInfo
-from dataplane_tq_simple import _wire
-from dataplane_tq_simple._book import View
+from dataplane_core.backends import (
+    ExtentClient,
+    ExtentPlan,
+    ExtentRead,
+    RefsGoneError,
+    StoredRows,
+    columns_of,
+    read_stored,
+)
+from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError, preview
+from dataplane_core.host_memory import in_threads
+from dataplane_core.hosting import Address, ExtentHost, Session, TcpAddress, UnixAddress
+from dataplane_core.ledger import Located, Ref, commands
+from dataplane_core.spec import FieldSpec, SharedRows, UnitInfo, WireColumn
+from dataplane_tq_simple._book import Life, View
 from dataplane_tq_simple._cluster import ControllerWatch, check_cpus
 from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._exchange import PATIENCE_S, Exchange, Peer, Request
 from dataplane_tq_simple._messages import AddUnits, RemoveUnit, UnitRecords, ViewUnits
-from dataplane_tq_simple._places import Places, UnitWatch
+from dataplane_tq_simple._places import PATIENCE_S, Places, UnitWatch
 from dataplane_tq_simple._queue import QueueEngine
 from dataplane_tq_simple._units import SimpleStorageInstance
 
-# Assumed size of a row in bytes, until an engine has read some.
-_ASSUMED_ROW_BYTES = 32 * 1024
+#: Seconds between two looks whether new storage units have started.
+_LOOK_AGAIN_S: Final = 0.1
+#: The most units that one operation moves bytes to or from at the same time.
+_AT_ONCE: Final = 16
 
-
-# Seconds between two looks whether new storage units have started.
-_LOOK_AGAIN_S = 0.1
+_Work = TypeVar("_Work")
 
 
 class Engine(QueueEngine):
-    """A `QueueEngine` that moves rows over TransferQueue's own sockets."""
+    """A `QueueEngine` that moves columns to and from the memory of storage units."""
 
     instance_class = SimpleStorageInstance
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._exchange = Exchange(self._watch_units)
-        self._row_bytes: float = _ASSUMED_ROW_BYTES
-        self._places = Places(self._view, self._exchange)
+        self._places = Places(self._view, self._forget)
+        self._units: dict[int, ExtentClient] = {}  # by the number of the life
+        self._units_lock = threading.Lock()
 
     def _join(self, deadline: float) -> None:
         self._places.refresh(deadline)
 
     def _leave(self) -> None:
-        self._exchange.close()
-
-    def _watch_units(self, peers: Sequence[Peer]) -> UnitWatch:
-        return UnitWatch(self._places, peers, lambda: ControllerWatch(self._instance))
+        with self._units_lock:
+            units = list(self._units.values())
+            self._units.clear()
+        for unit in units:
+            unit.session.close()
 
     def _view(self, version: int, deadline: float) -> View | None:
         return self.call(ViewUnits(version), deadline)
 
+    # --- units --------------------------------------------------------------------------------------------------------
+
     def units(self, deadline: float) -> list[UnitInfo]:
-        """The storage units. Raises as `call`."""
-        return self.call(UnitRecords(), deadline)[0]
+        """The storage units, and how this process reaches their rows. Raises as `call`."""
+        found = self.call(UnitRecords(), deadline)[0]
+        self._places.refresh(deadline)
+        living = self._places.living()
+        return [replace(each, path=self._path(living.get(each.name), deadline)) for each in found]
+
+    def _path(self, number: int | None, deadline: float) -> Any:
+        if number is None:
+            return ""
+        try:
+            return "memory" if self._unit(number, deadline).shares_memory else "wire"
+        except DataPlaneError:  # it ends now, or cannot be reached
+            return ""
 
     def add_units(self, count: int, deadline: float) -> list[UnitInfo]:
         """Starts storage units, and waits until they take rows. Returns them.
@@ -102,111 +125,199 @@ class Engine(QueueEngine):
         self.call(RemoveUnit(name, now), deadline)
         self._places.refresh(deadline)
 
-    def put_rows(
-        self,
-        handles: Sequence[int] | npt.NDArray[np.int64],
-        buffer: Any,
-        offsets: npt.NDArray[np.int64],
-        *,
-        deadline: float,
+    # --- columns ------------------------------------------------------------------------------------------------------
+
+    def store(
+        self, writes: Mapping[int, commands.Write], columns: Mapping[str, WireColumn | SharedRows], deadline: float
     ) -> None:
-        """As `QueueEngine.put_rows`. A handle says which unit gets its row. Rows may have length 0.
+        """Stores the writes of a put. Returns when every client can read them.
 
-        The caller may reuse the buffer when this returns. A unit that was suspended stores what it had received when it
-        continues.
+        If it raises, some of the rows may be stored, now or later. Then do not commit the put; delete its rows.
+
+        Args:
+            writes: The writes by their ids, which say which units get their rows.
+            columns: The columns of the put.
+            deadline: On `time.monotonic`'s clock, in seconds.
+
+        Raises:
+            CapacityExceededError: A unit has no room for its rows.
+            UnitsGoneError: A storage unit has ended. Put the rows under another id.
+            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
-        handles = np.asarray(handles, dtype=np.int64)
-        offsets = np.asarray(offsets, dtype=np.int64)
-        view = memoryview(buffer).cast("B")
-        sizes = np.diff(offsets)
-        if not len(handles):
-            return
-        bounds = offsets.tolist()
+        shares: dict[int, dict[int, ExtentPlan]] = {}
+        for write_id, write in writes.items():
+            spread = self._places.spread(write_id, deadline)
+            if spread is None:
+                raise UnitsGoneError("the storage units of a put were removed. Nothing was written.")
+            found, num_rows = list(columns_of(write, columns).values()), len(write.row_bytes)
+            for number, runs in spread.runs(write_id, num_rows).items():
+                shares.setdefault(number, {})[write_id] = ExtentPlan(found, num_rows, runs)
+        threads = self.own.copy_threads if len(shares) == 1 else 1
+        self._each(shares, lambda unit, plans: unit.put(plans, deadline, threads), deadline)
 
-        def request(unit: Peer, chunk: _wire.Chunk) -> Request:
-            def frames() -> list[Any]:
-                rows = [view[bounds[i] : bounds[i + 1]] for i in chunk.positions]
-                return _wire.put_request(unit.name, unit.token, chunk, rows)
+    def fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
+        """Fetches columns in the order of the request: in new memory, or as views where the options allow them.
 
-            return Request(frames, lambda reply: _wire.check_put_reply(unit.name, reply, chunk))
-
-        what = f"put_rows({len(handles)} rows, {sizes.sum()} bytes)"
-        lives = self._places.lives_of(handles, deadline)
-        if not self._places.alive(lives).all():
-            raise UnitsGoneError(f"{what}: a storage unit has ended. Nothing was written.")
-        self._run(what, _wire.plan_by_bytes(lives, handles, sizes, self.config.chunk_size_bytes), request, deadline)
-
-    def get_rows(self, handles: Sequence[int] | npt.NDArray[np.int64], *, deadline: float) -> list[memoryview]:
-        """As `QueueEngine.get_rows`. Handles may repeat.
-
-        Each view is a part of a received message, which stays in memory as long as any view of it: copy what you keep.
+        Raises:
+            RefsGoneError: Some rows do not exist, or their units have ended. Its refs name them.
+            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
-        handles = np.asarray(handles, dtype=np.int64)
-        num_rows = len(handles)
-        rows: list[Any] = [None] * num_rows
-        if not num_rows:
-            return rows
-        # Only the unit knows the size of its rows: assume the mean size of the last read.
-        chunk_rows = max(1, int(self.config.chunk_size_bytes / self._row_bytes))
-
-        def request(unit: Peer, chunk: _wire.Chunk) -> Request:
-            def on_reply(reply: list[Any]) -> None:
-                for position, row in zip(chunk.positions, _wire.read_get_reply(unit.name, reply, chunk), strict=True):
-                    rows[position] = row
-
-            return Request(functools.partial(_wire.get_request, unit.name, unit.token, chunk.handles), on_reply)
-
-        what = f"get_rows({num_rows} rows)"
-        lives = self._places.lives_of(handles, deadline)
-        self._refuse_gone(what, handles, lives)
-        try:
-            self._run(what, _wire.plan_by_rows(lives, handles, chunk_rows), request, deadline)
-        except UnitsGoneError:
-            self._refuse_gone(what, handles, lives)
-            raise
-        self._row_bytes = max(1.0, sum(row.nbytes for row in rows) / num_rows)
-        return rows
-
-    def _refuse_gone(self, what: str, handles: npt.NDArray[np.int64], lives: npt.NDArray[np.int64]) -> None:
-        alive = self._places.alive(lives)
-        if not alive.all():
-            gone = handles[~alive].tolist()
-            raise RefsGoneError(f"{what}: the storage units of {len(gone)} rows ended.", handles=gone)
-
-    def delete_rows(self, handles: Sequence[int] | npt.NDArray[np.int64], *, deadline: float) -> None:
-        """As `QueueEngine.delete_rows`."""
-        handles = np.asarray(handles, dtype=np.int64)
-        if not len(handles):
-            return
-
-        def request(unit: Peer, chunk: _wire.Chunk) -> Request:
-            return Request(
-                functools.partial(_wire.delete_request, unit.name, unit.token, chunk.handles),
-                lambda reply: _wire.check_delete_reply(unit.name, reply, chunk),
-            )
-
-        what = f"delete_rows({len(handles)} rows)"
-        lives = self._places.lives_of(handles, deadline)
-        while len(handles):
-            alive = self._places.alive(lives)  # the rows of other units went with them
-            handles, lives = handles[alive], lives[alive]
+        while True:
+            reads = self._reads(located, deadline)
             try:
-                self._run(what, _wire.plan_by_rows(lives, handles, 100_000), request, deadline)
+                parts = self._get(reads, located.specs, deadline)
+            except RefsGoneError as error:
+                raise RefsGoneError(error.message, refs=self._refs_of(located, error.refs, deadline)) from error
+            except UnitsGoneError:  # the book knows soon which of them has ended
+                if time.monotonic() + PATIENCE_S >= deadline:
+                    raise
+                time.sleep(PATIENCE_S)
+                self._places.refresh(deadline)
+                continue
+            return read_stored(located.specs, parts, num_samples, self.own.copy_threads)
+
+    def delete(self, refs: Sequence[Ref], deadline: float) -> None:
+        """Deletes rows, and frees their memory. Ignores rows that do not exist.
+
+        Raises:
+            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
+        """
+        positions: dict[int, list[int]] = {}
+        for write_id, position in refs:
+            positions.setdefault(write_id, []).append(position)
+        while True:
+            drops: dict[int, list[Ref]] = {}
+            for write_id, some in positions.items():
+                spread = self._places.spread(write_id, deadline)
+                for number, found in ({} if spread is None else spread.split(write_id, some)).items():
+                    if self._places.life(number) is not None:  # the rows of others went with them
+                        drops.setdefault(number, []).extend((write_id, there) for _, there in found)
+            try:
+                self._each(drops, lambda unit, some: unit.drop(some, deadline), deadline)
                 return
             except UnitsGoneError:
                 if time.monotonic() + PATIENCE_S >= deadline:
                     raise
-                if self._places.alive(lives).all():  # the unit itself said it, and the book does not know it yet
-                    time.sleep(PATIENCE_S)
-                    self._places.refresh(deadline)
+                time.sleep(PATIENCE_S)
+                self._places.refresh(deadline)
 
-    def _run(
-        self,
-        what: str,
-        plans: list[list[_wire.Chunk]],
-        request: Callable[[Peer, _wire.Chunk], Request],
-        deadline: float,
-    ) -> None:
-        units = [(self._places.peer(plan[0].unit), plan) for plan in plans]
-        work = [(unit, [request(unit, chunk) for chunk in plan]) for unit, plan in units]
-        self._exchange.run(what, work, deadline)
+    def _reads(self, located: Located, deadline: float) -> dict[int, list[ExtentRead]]:
+        """What to read from which life. Raises `RefsGoneError` for rows of those that have ended."""
+        reads: dict[int, list[ExtentRead]] = {}
+        gone: list[Ref] = []
+        for part in located.parts:
+            spread = self._places.spread(part.write_id, deadline)
+            if spread is None:
+                gone += [(part.write_id, position) for position in part.positions]
+                continue
+            slots = dict(zip(part.fields, part.slots, strict=True))
+            for number, found in spread.split(part.write_id, part.positions).items():
+                if self._places.life(number) is None:
+                    gone += [(part.write_id, part.positions[index]) for index, _ in found]
+                    continue
+                there, rows = [position for _, position in found], [part.rows[index] for index, _ in found]
+                reads.setdefault(number, []).append(ExtentRead(part.write_id, slots, there, rows))
+        if gone:
+            raise RefsGoneError(f"the storage units of {len(gone)} rows ended.", refs=gone)
+        return reads
+
+    def _get(
+        self, reads: Mapping[int, list[ExtentRead]], specs: Mapping[str, FieldSpec], deadline: float
+    ) -> list[StoredRows]:
+        parts: list[StoredRows] = []
+        self._each(reads, lambda unit, some: parts.extend(unit.get(some, specs, deadline)), deadline)
+        return parts
+
+    def _refs_of(self, located: Located, gone: Sequence[Ref], deadline: float) -> list[Ref]:
+        """The refs of rows that a unit does not have, which it names by their positions there."""
+        missing = set(gone)
+        refs = []
+        for part in located.parts:
+            spread = self._places.spread(part.write_id, deadline)
+            for found in ({} if spread is None else spread.split(part.write_id, part.positions)).values():
+                refs += [
+                    (part.write_id, part.positions[index])
+                    for index, position in found
+                    if (part.write_id, position) in missing
+                ]
+        return refs
+
+    # --- connections to units -----------------------------------------------------------------------------------------
+
+    def _each(self, work: Mapping[int, _Work], act: Callable[[ExtentClient, _Work], None], deadline: float) -> None:
+        """Does something with several units at the same time, by the numbers of their lives."""
+
+        def one(number: int, piece: _Work) -> None:
+            try:
+                act(self._unit(number, deadline), piece)
+            except UnitsGoneError:
+                self._forget([number])
+                raise
+
+        if len(work) == 1:
+            one(*next(iter(work.items())))
+        elif work:
+            in_threads([partial(one, *each) for each in work.items()], min(len(work), _AT_ONCE))
+
+    def _unit(self, number: int, deadline: float) -> ExtentClient:
+        """The connection to a life of a unit."""
+        unit = self._units.get(number)
+        if unit is not None:
+            return unit
+        life = self._places.life(number)
+        if life is None:
+            raise UnitsGoneError("a storage unit ended. What it held is lost.")
+        new = ExtentClient(self._new_session(number, life, deadline), views=self.own.views)
+        with self._units_lock:
+            unit = self._units.setdefault(number, new)
+        if unit is not new:
+            new.session.finish()
+        return unit
+
+    def _new_session(self, number: int, life: Life, deadline: float) -> Session:
+        def watch() -> UnitWatch:
+            return UnitWatch(self._places, number, lambda: ControllerWatch(self._instance))
+
+        try:
+            return Session(
+                _UnixUnit(life.socket, token=life.secret, unit=life.unit), ExtentHost.messages, deadline, watch
+            )
+        except BackendUnavailableError:  # it does not run here, or its socket is not for this process
+            pass
+        address = _TcpUnit(life.ip, life.data_port, life.secret, unit=life.unit)
+        return Session(address, ExtentHost.messages, deadline, watch)
+
+    def _forget(self, numbers: list[int]) -> None:
+        """Gives up connections. What views refer to stays."""
+        with self._units_lock:
+            units = [self._units.pop(number) for number in numbers if number in self._units]
+        for unit in units:
+            unit.session.finish()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfUnit(Address):
+    """The address of a storage unit."""
+
+    unit: str
+
+    def failure(self, what: str, error: Exception, *, connecting: bool) -> DataPlaneError:
+        """As `Address.failure`."""
+        if isinstance(error, TimeoutError):
+            return OperationTimeoutError(
+                f"{what}: no answer in time from storage {self.unit}. It may have been executed or not.",
+                hint=str(error) or None,
+            )
+        return UnitsGoneError(f"{what} failed: storage {self.unit} ended, or its connection broke: {error}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _UnixUnit(_OfUnit, UnixAddress):
+    """Where it may share its memory with this process."""
+
+    token: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TcpUnit(_OfUnit, TcpAddress):
+    """Where it is reached over the wire."""

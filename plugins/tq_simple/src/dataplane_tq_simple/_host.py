@@ -141,7 +141,8 @@ class ControllerHost(LedgerHost):
             UnitsGoneError: No unit takes rows.
         """
         if put.write_id is None and self._places:
-            write_id = self.book.place(put.num_ids, put.size_bytes, node)
+            num_rows = max(len(write.row_bytes) for write in put.writes)
+            write_id = self.book.place(put.num_ids, put.size_bytes, node, num_rows)
             self._save_book()  # the journal knows the spread before it knows a put that uses it
             self._ledger.call(replace(put, write_id=write_id))
             self.book.add(put.by_id(write_id))

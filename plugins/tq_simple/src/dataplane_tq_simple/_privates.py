@@ -49,27 +49,6 @@ that is derived here is sent by reference, so a unit reads its own environment.
 """
 
 
-def answer_put(unit: Any, request: Any) -> Any:
-    """``transfer_queue.storage.simple_storage:SimpleStorageUnit._handle_put``: stores rows. Units override it."""
-    return UnitClass._handle_put(unit, request)
-
-
-def answer_get(unit: Any, request: Any) -> Any:
-    """``transfer_queue.storage.simple_storage:SimpleStorageUnit._handle_get``: returns rows. Units override it."""
-    return UnitClass._handle_get(unit, request)
-
-
-def answer_clear(unit: Any, request: Any) -> Any:
-    """``transfer_queue.storage.simple_storage:SimpleStorageUnit._handle_clear``: deletes rows. Units override it."""
-    return UnitClass._handle_clear(unit, request)
-
-
-def active_keys(unit: Any) -> set[int]:
-    """``transfer_queue.storage.simple_storage:StorageUnitData._active_keys``: the handles of the rows that it holds."""
-    keys: set[int] = unit.storage_data._active_keys
-    return keys
-
-
 def unit_id(unit: Any) -> str:
     """``transfer_queue.storage.simple_storage:SimpleStorageUnit.storage_unit_id``: drawn anew by each process."""
     name: str = unit.storage_unit_id
@@ -82,20 +61,7 @@ def unit_server(unit: Any) -> tuple[str, int]:
     return info.ip, info.ports["put_get_socket"]
 
 
-key_not_found: str = simple_storage.KEY_NOT_FOUND_MARKER
-"""``transfer_queue.storage.simple_storage:KEY_NOT_FOUND_MARKER``: is in the refusal of a read of a row that is gone."""
-
-
 # --- messages --------------------------------------------------------------------------------------------------------
-
-Message: Any = zmq_utils.ZMQMessage
-"""``transfer_queue.utils.zmq_utils:ZMQMessage``: requests and replies, as frames."""
-
-RequestType: Any = zmq_utils.ZMQRequestType
-"""``transfer_queue.utils.zmq_utils:ZMQRequestType``: what a message asks for or answers."""
-
-identity_prefix: str = zmq_utils.STORAGE_MANAGER_IDENTITY_PREFIX
-"""``transfer_queue.utils.zmq_utils:STORAGE_MANAGER_IDENTITY_PREFIX``: what the names of a unit's clients begin with."""
 
 new_socket: Any = zmq_utils.create_zmq_socket
 """``transfer_queue.utils.zmq_utils:create_zmq_socket``: a socket with the settings that its servers expect."""

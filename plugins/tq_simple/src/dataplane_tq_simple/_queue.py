@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self, TypeVar
@@ -215,53 +215,6 @@ class QueueEngine(ABC):
         """What was called with ``wake`` waits no longer. Does not block for long."""
         if self._session is not None:
             self._session.end_waiting(token, tell=True)
-
-    # --- rows --------------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def put_rows(self, handles: Sequence[int], buffer: Any, offsets: Any, *, deadline: float) -> None:
-        """Stores rows of bytes. Returns when all are stored.
-
-        If it raises, some of the rows may be stored, now or later. Then do not commit their handles; delete them.
-
-        Args:
-            handles: N integers, 0 or more, each used for one put only.
-            buffer: The bytes: any contiguous object with the buffer protocol, such as a uint8 array.
-            offsets: (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``.
-            deadline: On `time.monotonic`'s clock, in seconds.
-
-        Raises:
-            CapacityExceededError: There is no room for the rows.
-            UnitsGoneError: A storage unit, or the master, has ended. Put the rows under other handles.
-            BackendError: They were refused for another reason.
-            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
-        """
-
-    @abstractmethod
-    def get_rows(self, handles: Sequence[int], *, deadline: float) -> list[memoryview]:
-        """Reads rows of bytes.
-
-        Args:
-            handles: N row handles.
-            deadline: On `time.monotonic`'s clock, in seconds.
-
-        Returns:
-            N views, in the order of the handles, aligned for bytes only. Do not write to them.
-
-        Raises:
-            RefsGoneError: A row does not exist, or no longer. Or its unit has ended: then with the handles.
-            BackendError: The read was refused for another reason.
-            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
-        """
-
-    @abstractmethod
-    def delete_rows(self, handles: Sequence[int], *, deadline: float) -> None:
-        """Deletes rows, and frees their memory. Ignores handles of rows that do not exist.
-
-        Raises:
-            BackendError: It was refused.
-            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
-        """
 
     # --- how it is done ----------------------------------------------------------------------------------------------
 

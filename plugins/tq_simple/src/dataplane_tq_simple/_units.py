@@ -12,79 +12,61 @@ from typing import Any, Final
 
 import ray
 
+from dataplane_core.host_memory import Arena, arena_bytes_for, memory_limit
+from dataplane_core.hosting import ExtentHost, ExtentService, Server, listen_as, listen_on, new_socket_name, new_token
 from dataplane_tq_simple import _privates
-from dataplane_tq_simple._actors import NAMESPACE, lookup
+from dataplane_tq_simple._actors import NAMESPACE, lookup, nodes_for_units
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._cluster import Instance
-from dataplane_tq_simple._wire import LIFE_KEY, OTHER_LIFE
 from dataplane_tq_simple.config import TQSimpleConfig
 
 #: Seconds between two looks of a unit that no process owns whether its instance still runs.
 _FOLLOW_S: Final = 1.0
-#: For how many seconds at least a unit remembers rows that were deleted before they came, and about how many of them.
-_LATE_S: Final = 60.0
-_MOST_LATE: Final = 250_000
+#: Rows that TransferQueue's own requests may store.
+_MOST_ROWS: Final = 100_000_000
 
 
 class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
-    """TransferQueue's storage unit as an importable class.
+    """TransferQueue's storage unit as an importable class, whose rows lie in memory that its node shares.
 
-    Each start is a new life of the unit, without rows. It refuses requests that are meant for an earlier one, which
-    reach it if it got the same port.
-
-    A put that was given up may still lie in the unit's buffers when the delete of its rows comes over another
-    connection. So rows that are deleted before they came are refused later. No handle is used twice.
+    TransferQueue's own requests are answered as ever. The data plane's rows are served by a thread beside it.
+    Each start is a new life of the unit, without rows, which has another secret.
 
     Args:
         config: TransferQueue's settings of a unit.
+        size_bytes: The size of its memory; None: a share of what its node has available.
+        share: How many units share that memory of a node.
+        touch_ahead_bytes: Memory that is made ready before it is used.
         follows: The name and the id of the actor of the controller, for a unit that no process owns: it ends when that
             actor has ended for good.
     """
 
-    def __init__(self, config: Any, follows: tuple[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        size_bytes: int | None,
+        share: int,
+        touch_ahead_bytes: int,
+        follows: tuple[str, str] | None = None,
+    ) -> None:
         _privates.UnitClass.__init__(self, config)
-        self._late: tuple[set[int], set[int]] = (set(), set())  # handles: the newer ones, and those before
-        self._forget_at = time.monotonic() + _LATE_S
+        arena = Arena.create(size_bytes or memory_limit().available_bytes // (2 * share))
+        extents = ExtentService(arena, touch_ahead_bytes)
+        ip, port = _privates.unit_server(self)
+        name, secret = new_socket_name(), new_token()
+        wire = listen_on(ip)
+        server = Server(ExtentHost(extents), listen_as(name), wire, token=secret, between=extents.touch_ahead)
+        threading.Thread(target=server.run, name="dataplane-rows", daemon=True).start()
+        node = ray.get_runtime_context().get_node_id()
+        unit, data_port = _privates.unit_id(self), wire.getsockname()[1]
+        self._started = Started(unit, ip, port, node, data_port, name, secret, arena.size_bytes)
         if follows is not None:
             own = ray.get_runtime_context().get_actor_name()
             threading.Thread(target=_follow, args=(own, *follows), name="dataplane-follow", daemon=True).start()
 
     def describe(self) -> Started:
         """Where it is reached, and its life."""
-        return Started(_privates.unit_id(self), *_privates.unit_server(self), ray.get_runtime_context().get_node_id())
-
-    # without super(): Ray may send a copy of this class, of which ``self`` is then an instance
-
-    def _handle_put(self, data_parts: Any) -> Any:
-        handles = data_parts.body["global_indexes"]
-        if not all(late.isdisjoint(handles) for late in self._late if late):
-            return self._error("its rows were deleted before they came.")
-        return self._refused(data_parts) or _privates.answer_put(self, data_parts)
-
-    def _handle_get(self, data_parts: Any) -> Any:
-        return self._refused(data_parts) or _privates.answer_get(self, data_parts)
-
-    def _handle_clear(self, data_parts: Any) -> Any:
-        refused = self._refused(data_parts)
-        if refused is not None:
-            return refused
-        if len(self._late[0]) >= _MOST_LATE or time.monotonic() >= self._forget_at:
-            self._late, self._forget_at = (set(), self._late[0]), time.monotonic() + _LATE_S
-        self._late[0].update(set(data_parts.body["global_indexes"]) - _privates.active_keys(self))
-        return _privates.answer_clear(self, data_parts)
-
-    def _refused(self, request: Any) -> Any | None:
-        life = _privates.unit_id(self)
-        if request.body.get(LIFE_KEY, life) == life:
-            return None
-        return self._error(f"{OTHER_LIFE}: the unit was started again.")
-
-    def _error(self, message: str) -> Any:
-        return _privates.Message.create(
-            request_type=_privates.RequestType.PUT_GET_ERROR,
-            sender_id=_privates.unit_id(self),
-            body={"message": message},
-        )
+        return self._started
 
 
 def _follow(own: str, controller: str, actor_id: str) -> None:
@@ -105,10 +87,18 @@ class SimpleStorageInstance(Instance):
 
     prefix = "tq-"
     distribution = "dataplane-tq-simple"
-    protocol = 7
+    protocol = 8
     unit_class = StorageUnit
     keeps_units = True
 
     @classmethod
     def _unit_arguments(cls, config: TQSimpleConfig) -> Mapping[str, Any]:
-        return {"config": {"total_storage_size": config.storage_unit_size, "num_data_storage_units": 1}}
+        size_bytes = config.unit_bytes
+        if size_bytes is None and config.capacity_bytes is not None:
+            size_bytes = arena_bytes_for(config.capacity_bytes)
+        return {
+            "config": {"total_storage_size": _MOST_ROWS, "num_data_storage_units": 1},
+            "size_bytes": size_bytes,
+            "share": -(-config.num_storage_units // len(nodes_for_units())),
+            "touch_ahead_bytes": config.touch_ahead_bytes,
+        }

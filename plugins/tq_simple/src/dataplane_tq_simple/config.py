@@ -22,8 +22,7 @@ class QueueConfig(CapacityOptions):
     """Name of this queue on its Ray cluster. Instances of different names share nothing."""
 
     num_storage_units: int = Field(default=1, ge=1, le=1024)
-    """Storage processes at the start, which hold the rows. Rows are spread evenly; one unit serves one request at a
-    time."""
+    """Storage processes at the start, which hold the rows."""
 
     ray_address: str | None = None
     """``host:port`` of the Ray cluster, or ``auto``. Default: the cluster that this process is connected to; else the
@@ -69,13 +68,24 @@ class QueueConfig(CapacityOptions):
 class TQSimpleConfig(QueueConfig):
     """The options of ``tq_simple``."""
 
-    near_writer: bool = False
-    """Place the rows of a put on storage units of the writer's own node, where there are any that take rows."""
+    near_writer: bool = True
+    """Place the rows of a put on a storage unit of the writer's own node, where there is one with room."""
 
-    storage_unit_size: int = Field(default=100_000_000, ge=1)
-    """Rows that one unit holds before it refuses puts. A row is what one put wrote for one sample. Nothing is
-    allocated in advance: this is only a safety limit. ``capacity_bytes`` limits the bytes."""
+    unit_bytes: SizeBytes | None = Field(default=None, gt=0)
+    """The memory that a storage unit may use. It is taken as it is needed. Default: enough for ``capacity_bytes``; if
+    that is not set, half of what its node has available when it starts, shared with the units that are there."""
 
-    chunk_size_bytes: SizeBytes = Field(default=4 * 1024 * 1024, ge=64 * 1024)
-    """Rows are sent in messages of about this size, several in flight. So a large batch needs no buffer of its own
-    size, and packing, sending and storing overlap."""
+    touch_ahead_bytes: SizeBytes = Field(default=64 << 20, ge=0)
+    """Memory that a unit makes ready in the background before it is used. It starts with so much, and makes as much
+    more ready whenever less than half of it is left."""
+
+    views: bool = False
+    """Reads return tensors on a unit's memory itself where they can: of rows that one put wrote, in its order, on a
+    unit whose memory this process shares. They take no copy and no memory. A write into such a tensor ends the process
+    with SIGSEGV. As long as one of them lives, its put keeps its memory, even after a clear. Other reads return copies,
+    as without this option. An option of each client."""
+
+    copy_threads: int | None = Field(default=None, ge=1)
+    """How many threads copy a large put or read in shared memory, with the one that calls. By default up to 4 of the
+    cores that the process may use and that torch's threads do not hold. 1: the calling thread alone. An option of each
+    client."""

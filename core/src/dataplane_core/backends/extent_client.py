@@ -1,0 +1,219 @@
+"""`ExtentClient`: a client's connection to an `ExtentHost`: puts and reads of columns, in shared memory or over the
+wire.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, stored_columns
+from dataplane_core.backends.ledger_backend import RefsGoneError
+from dataplane_core.codec import StoredColumn
+from dataplane_core.errors import BackendError, CorruptDataError
+from dataplane_core.host_memory import Arena, copy_arrays, recycled_bytes
+from dataplane_core.hosting import (
+    Allocate,
+    Bytes,
+    Column,
+    Drop,
+    Fetch,
+    Fetched,
+    Fill,
+    Find,
+    Layout,
+    PutWhole,
+    Session,
+    Wanted,
+    Written,
+    decode_about,
+)
+from dataplane_core.ledger import Ref
+from dataplane_core.spec import FieldSpec
+
+#: A put of at most this many bytes is one request: the copy into it costs less than further requests.
+_FEW_BYTES: Final = 16 << 10
+
+
+class ExtentRead(NamedTuple):
+    """Rows of a write that a read asks for.
+
+    Attributes:
+        write_id: The write.
+        slots: Field -> its place among the columns of the write.
+        positions: Positions in the write.
+        rows: Where these rows stand in the read, one for each.
+    """
+
+    write_id: int
+    slots: Mapping[str, int]
+    positions: Sequence[int]
+    rows: Sequence[int]
+
+
+class ExtentClient:
+    """A connection to an `ExtentHost`. Thread-safe.
+
+    Args:
+        session: The session with it. Over a Unix socket it has brought the descriptor of the host's memory, which this
+            process then shares. Over TCP, bytes go over the wire.
+        views: Whether reads return views of shared memory. Such memory is mapped read-only.
+
+    Attributes:
+        session: The session.
+    """
+
+    def __init__(self, session: Session, *, views: bool = False) -> None:
+        self.session = session
+        self._arena: Arena | None = None
+        self._seen: Arena | None = None  # for reads
+        self._views = views
+        if session.descriptors:
+            (descriptor,) = session.descriptors
+            os.set_inheritable(descriptor, False)  # a program that inherits it would keep the memory
+            self._arena = self._seen = Arena(descriptor)
+            touched_bytes = decode_about(session.welcome, int)
+            self._arena.touch_in_background(0, touched_bytes)
+            if views:
+                self._seen = Arena(os.dup(descriptor), read_only=True)
+                self._seen.touch_in_background(0, touched_bytes)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether this process shares the host's memory."""
+        return self._arena is not None
+
+    def put(self, plans: Mapping[int, ExtentPlan], deadline: float, threads: int | None = 1) -> None:
+        """Stores writes. Returns when every client can read them.
+
+        If it raises, some may be stored: drop them.
+
+        Args:
+            plans: By their write ids.
+            deadline: On `time.monotonic`'s clock, in seconds.
+            threads: How many threads copy into shared memory; as for `copy_arrays`.
+
+        Raises:
+            CapacityExceededError: The host has no room for them.
+            DataPlaneError: As `Session.call`.
+        """
+        what = "put_samples"
+        writes = [Wanted(write_id, plan.layout, plan.num_rows) for write_id, plan in plans.items()]
+        put = writes[0].write_id
+        if sum(plan.layout.size_bytes for plan in plans.values()) <= _FEW_BYTES:
+            data = [b"".join(_whole(plan)) for plan in plans.values()]
+            self.session.call(what, deadline, PutWhole(put, writes, data))
+            return
+        if self._arena is None:
+            self.session.call(what, deadline, Allocate(put, writes))
+            sources = [array for plan in plans.values() for array in _whole(plan)]
+            self.session.call(what, deadline, Fill(put), sources=sources)
+            return
+        held = self.session.new_pin()  # the session must not end while memory is written that its end gives to others
+        try:
+            offsets = self.session.call(what, deadline, Allocate(put, writes))
+            memory = self._arena.bytes
+            copies = [
+                (memory[offset + start : offset + start + len(data)], data)
+                for offset, plan in zip(offsets, plans.values(), strict=True)
+                for start, data in plan.chunks()
+            ]
+            copy_arrays(copies, threads)
+            self.session.call(what, deadline, Written(put))
+        finally:
+            held.release()
+
+    def get(self, reads: Sequence[ExtentRead], specs: Mapping[str, FieldSpec], deadline: float) -> list[StoredRows]:
+        """Where rows are: in shared memory, pinned as long as the columns live, or in memory of this process.
+
+        Args:
+            reads: The rows.
+            specs: The specs of their fields.
+            deadline: On `time.monotonic`'s clock, in seconds.
+
+        Raises:
+            RefsGoneError: Some do not exist. Its refs name them.
+            DataPlaneError: As `Session.call`.
+        """
+        if self._seen is None:
+            return self._fetch(reads, specs, deadline)
+        pin = self.session.new_pin()
+        try:
+            wanted = [(each.write_id, list(each.positions)) for each in reads]
+            found = self.session.call("get_samples", deadline, Find(wanted, pin.number))
+            _refuse_gone(found.gone)
+        except BaseException:
+            pin.release()  # the traceback refers to it
+            raise
+        memory = self._seen.window(0, self._seen.size_bytes, owner=pin)
+        parts = []
+        for read, moved in zip(reads, found.rows, strict=True):
+            place = found.places[read.write_id]
+            extent = memory[place.offset : place.offset + place.layout.size_bytes]
+            columns = stored_columns(extent, place.layout, place.num_rows, read.slots, specs)
+            rows = read.positions if moved is None else moved
+            parts.append(StoredRows(columns, rows, read.rows, in_place=self._views))
+        return parts
+
+    def drop(self, refs: Sequence[Ref], deadline: float) -> None:
+        """Drops rows. Ignores those that do not exist."""
+        self.session.call("clear_samples", deadline, Drop(list(refs)))
+
+    def _fetch(self, reads: Sequence[ExtentRead], specs: Mapping[str, FieldSpec], deadline: float) -> list[StoredRows]:
+        """Gets rows over the wire."""
+        parts: list[StoredRows] = []
+
+        def receive(fetched: Fetched, fill: Callable[[Bytes], None]) -> None:
+            _refuse_gone(fetched.gone)
+            if [len(each) for each in fetched.columns] != [len(read.slots) for read in reads]:
+                raise BackendError("a storage unit sent other columns than were asked for.")
+            for read, columns in zip(reads, fetched.columns, strict=True):
+                count = len(read.positions)
+                found: dict[str, StoredColumn] = {}
+                for name, column in zip(read.slots, columns, strict=True):
+                    data, layout = _received(column, count, fill)
+                    found |= stored_columns(data, layout, count, {name: 0}, specs)
+                parts.append(StoredRows(found, range(count), read.rows, in_place=True))
+
+        asked = [(each.write_id, list(each.slots.values()), list(each.positions)) for each in reads]
+        self.session.call("get_samples", deadline, Fetch(asked), receive=receive)
+        return parts
+
+
+def _refuse_gone(gone: Sequence[Ref]) -> None:
+    if gone:
+        raise RefsGoneError(f"{len(gone)} rows are gone", refs=gone)
+
+
+def _whole(plan: ExtentPlan) -> list[Bytes]:
+    """The bytes of an extent, in arrays that follow one another."""
+    arrays: list[Bytes] = []
+    end = 0
+    for start, data in plan.chunks():
+        if start > end:
+            arrays.append(np.zeros(start - end, dtype=np.uint8))
+        arrays.append(data)
+        end = start + len(data)
+    return arrays
+
+
+def _received(column: Column, num_rows: int, fill: Callable[[Bytes], None]) -> tuple[Bytes, Layout]:
+    """Receives a column into memory of its own."""
+    layout = Layout([])
+    if column.table < 0:
+        layout.add_dense(num_rows, column.step, column.length, column.dtype)
+        data = recycled_bytes(layout.size_bytes)
+        fill(data)
+        return data, layout
+    table = np.empty(num_rows + 1, dtype=np.int64)
+    fill(table.view(np.uint8))
+    if table[0] != 0 or (np.diff(table) < 0).any():
+        raise CorruptDataError("a storage unit sent a column whose rows overlap.")
+    at = layout.add_ragged(num_rows, int(table[-1]), column.step, column.dtype)
+    data = recycled_bytes(layout.size_bytes)
+    data[at.table : at.table + table.nbytes] = table.view(np.uint8)
+    fill(data[at.start :])
+    return data, layout

@@ -1,0 +1,315 @@
+"""`ExtentHost`: serves extents to the processes of its host, which share its memory, and to others over the wire.
+
+A write is put in three steps: `Allocate` an extent; get the bytes there, by a copy into shared memory (then `Written`)
+or over the wire (`Fill`); then the ledger, which is elsewhere, makes it visible. A client that is gone before the
+second step is done leaves nothing. A read pins extents and copies out of them (`Find`), or gets rows over the wire
+(`Fetch`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError
+from dataplane_core.hosting.extents import ExtentService, ExtentStatistics, Holds, Place, Wanted
+from dataplane_core.hosting.host import Client, Host, Receiving, Sending
+from dataplane_core.hosting.layout import Bytes, Column, arrays_of_rows
+from dataplane_core.hosting.messages import CallId, Messages, Release, Request
+from dataplane_core.ledger import Ref
+
+#: For how many seconds at least it is remembered that a write was dropped before it came, and about how many of them.
+_LATE_S: Final = 60.0
+_MOST_LATE: Final = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate(Request[list[int]]):
+    """Allocates an extent for each write of a put. Reply: where they begin in the arena.
+
+    They are this session's until `Written` or `Fill`, and are dropped if it ends before.
+
+    Raises:
+        CapacityExceededError: There is no room for all of them.
+    """
+
+    put: int
+    writes: list[Wanted]
+
+    def check(self) -> None:
+        """As `Request.check`."""
+        for each in self.writes:
+            if not each.layout.fits(len(each.layout.columns), each.num_rows):
+                raise InvalidRequestError("a write has columns that do not lie in its extent.")
+
+
+@dataclass(frozen=True, slots=True)
+class PutWhole(Request[None]):
+    """`Allocate`, the bytes of the extents, and `Written`, in one request, for few bytes. Raises as `Allocate`."""
+
+    put: int
+    writes: list[Wanted]
+    data: list[bytes]
+
+    def check(self) -> None:
+        """As `Request.check`."""
+        Allocate(self.put, self.writes).check()
+        if [len(each) for each in self.data] != [each.layout.size_bytes for each in self.writes]:
+            raise InvalidRequestError("a put has other bytes than those of its layouts.")
+
+
+@dataclass(frozen=True, slots=True)
+class Written(Request[None]):
+    """The bytes of a put are in shared memory."""
+
+    put: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fill(Request[None]):
+    """The bytes of a put follow this request: those of the extents of its writes."""
+
+    put: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where writes lie.
+
+    Attributes:
+        places: By write id. They are pinned until this session releases the pin.
+        rows: The rows of the extent for the positions that were asked for. None: they are the same numbers.
+        gone: What does not exist. If there is any, nothing is pinned.
+    """
+
+    places: dict[int, Place]
+    rows: list[list[int] | None]
+    gone: list[Ref]
+
+
+@dataclass(frozen=True, slots=True)
+class Find(Request[Found]):
+    """Finds rows of writes, and pins their extents under a number that the session draws.
+
+    Attributes:
+        wanted: Write ids, and positions in the write.
+        pin: The number.
+    """
+
+    wanted: list[tuple[int, list[int]]]
+    pin: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The columns of a `Fetch`. Their bytes follow one another: of each its table, if it has one, and its values.
+
+    Attributes:
+        columns: For each read, its columns as in their extent, so where they begin says nothing.
+        gone: What does not exist. If there is any, no bytes follow.
+    """
+
+    columns: list[list[Column]]
+    gone: list[Ref]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch(Request[Fetched]):
+    """Fetches rows over the wire.
+
+    Attributes:
+        reads: Write id, columns by their slots, and positions in the write.
+    """
+
+    reads: list[tuple[int, list[int], list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop(Request[None]):
+    """Drops rows. Ignores those that do not exist. A put of this session that is not written yet ends."""
+
+    refs: list[Ref]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory(Request[ExtentStatistics]):
+    """Asks how much memory is used."""
+
+
+@dataclass(slots=True, eq=False)
+class _Client(Client):
+    """Also the puts that are not written yet: their writes, and their `Fill`, if that is under way."""
+
+    holds: Holds = field(default_factory=Holds)
+    puts: dict[int, list[Wanted]] = field(default_factory=dict)
+    fills: dict[int, Receiving] = field(default_factory=dict)
+
+
+class ExtentHost(Host):
+    """Serves an `ExtentService`. Clients over a Unix socket get its arena.
+
+    Args:
+        extents: The extents.
+    """
+
+    messages = Messages(Allocate, PutWhole, Written, Fill, Find, Fetch, Drop, Memory)
+    _handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any, Any], Any]]] = {}
+
+    def __init__(self, extents: ExtentService) -> None:
+        super().__init__()
+        self._extents = extents
+        self.descriptors = (extents.arena.fd,)
+        self._pins = itertools.count(-1, -1)  # of reads over the wire; clients draw numbers above 0
+        self._late: tuple[set[int], set[int]] = (set(), set())  # write ids: the newer ones, and those before
+        self._forget_at = time.monotonic() + _LATE_S
+
+    def about(self) -> int:
+        """How much of the arena is ready."""
+        return self._extents.touch_until
+
+    def answer(self, request: Any, client: Client, call: CallId | None = None) -> Any:
+        """As `Host.answer`."""
+        handler = self._handlers.get(type(request))
+        if handler is None:
+            raise InvalidRequestError(f"a host of extents knows no {type(request).__name__}.")
+        return handler(self, request, client)
+
+    def end_session(self, client: Client) -> None:
+        """Also ends the client's pins, and drops what it has not written whole."""
+        super().end_session(client)
+        assert isinstance(client, _Client)
+        for put in list(client.puts):
+            self._end_put(client, put)
+        self._extents.release_all(client.holds)
+
+    def _new_client(self, number: int) -> Client:
+        return _Client(number)
+
+    # --- puts ---------------------------------------------------------------------------------------------------------
+
+    def _allocate(self, request: Allocate | PutWhole, client: _Client) -> list[int]:
+        if any(each.write_id in late for late in self._late for each in request.writes):
+            raise BackendError("a put was dropped before it came.")
+        if request.put in client.puts or any(self._extents.holds(each.write_id) for each in request.writes):
+            raise InvalidRequestError("a put was begun that had been begun before.")
+        offsets = self._extents.allocate(client.holds, request.put, request.writes)
+        if offsets is None:
+            size_bytes, arena = sum(each.layout.size_bytes for each in request.writes), self._extents.arena
+            raise CapacityExceededError(
+                f"{size_bytes} bytes with tables do not fit into the arena of this storage unit, of whose "
+                f"{arena.size_bytes} bytes {self._extents.used_bytes} are used, also by cleared samples that are still "
+                "read or viewed.",
+                retryable=size_bytes <= arena.size_bytes,
+            )
+        client.puts[request.put] = request.writes
+        return offsets
+
+    def _put_whole(self, request: PutWhole, client: _Client) -> None:
+        for offset, data in zip(self._allocate(request, client), request.data, strict=True):
+            self._extents.arena.bytes[offset : offset + len(data)] = memoryview(data)
+        self._seal(client, request.put)
+
+    def _written(self, request: Written, client: _Client) -> None:
+        if request.put not in client.puts or request.put in client.fills:
+            raise InvalidRequestError("a put was written that was not begun.")
+        self._seal(client, request.put)
+
+    def _fill(self, request: Fill, client: _Client) -> Receiving:
+        put = request.put
+        if put not in client.puts or put in client.fills:
+            raise InvalidRequestError("the bytes of a put came that was not begun.")
+        extents = zip(client.puts[put], client.holds.writing[put], strict=True)
+        targets = [
+            self._extents.arena.bytes[extent.offset : extent.offset + wanted.layout.size_bytes]
+            for wanted, extent in extents
+        ]
+        receiving = client.fills[put] = Receiving(targets, lambda: self._seal(client, put))
+        return receiving
+
+    def _seal(self, client: _Client, put: int) -> None:
+        """A put is written whole."""
+        del client.puts[put]
+        client.fills.pop(put, None)
+        self._extents.stop_writing(client.holds, put)
+
+    def _end_put(self, client: _Client, put: int) -> None:
+        """Nobody writes a put any more that is not written whole."""
+        writes = client.puts.pop(put)
+        fill = client.fills.pop(put, None)
+        if fill is not None:
+            fill.cancelled = True
+        self._extents.drop((each.write_id, row) for each in writes for row in range(each.num_rows))
+        self._extents.stop_writing(client.holds, put)
+
+    # --- reads --------------------------------------------------------------------------------------------------------
+
+    def _find(self, request: Find, client: _Client) -> Found:
+        places: dict[int, Place] = {}
+        rows_found: list[list[int] | None] = []
+        gone: list[Ref] = []
+        for write_id, positions in request.wanted:
+            place, rows, gone_positions = self._extents.find(write_id, positions)
+            gone += [(write_id, position) for position in gone_positions]
+            if place is not None:
+                places[write_id] = place
+                rows_found.append(None if rows is positions else rows)
+        if gone:
+            return Found({}, [], gone)
+        self._extents.pin(client.holds, request.pin, places)
+        return Found(places, rows_found, [])
+
+    def _fetch(self, request: Fetch, client: _Client) -> Any:
+        reads: list[tuple[Place, list[int], list[int]]] = []
+        gone: list[Ref] = []
+        for write_id, slots, positions in request.reads:
+            place, rows, gone_positions = self._extents.find(write_id, positions)
+            gone += [(write_id, position) for position in gone_positions]
+            if place is not None:
+                reads.append((place, slots, rows))
+        if gone:
+            return Fetched([], gone)
+        columns: list[list[Column]] = []
+        sources: list[Bytes] = []
+        for place, slots, rows in reads:
+            extent = self._extents.arena.bytes[place.offset : place.offset + place.layout.size_bytes]
+            columns.append([place.layout.columns[slot] for slot in slots])
+            for column in columns[-1]:
+                sources += arrays_of_rows(extent, column, place.num_rows, rows)
+        pin = next(self._pins)
+        self._extents.pin(client.holds, pin, {write_id for write_id, _, _ in request.reads})
+        return Sending(Fetched(columns, []), sources, lambda: self._extents.release(client.holds, pin))
+
+    def _release(self, request: Release, client: _Client) -> None:
+        for pin in request.pins:
+            self._extents.release(client.holds, pin)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _drop(self, request: Drop, client: _Client) -> None:
+        write_ids = {write_id for write_id, _ in request.refs}
+        for put, writes in list(client.puts.items()):
+            if not write_ids.isdisjoint(each.write_id for each in writes):
+                self._end_put(client, put)
+        if len(self._late[0]) >= _MOST_LATE or time.monotonic() >= self._forget_at:
+            self._late, self._forget_at = (set(), self._late[0]), time.monotonic() + _LATE_S
+        self._late[0].update(each for each in write_ids if not self._extents.holds(each))
+        self._extents.drop(request.refs)
+
+    def _memory(self, request: Memory, client: _Client) -> ExtentStatistics:
+        return self._extents.statistics()
+
+
+ExtentHost._handlers = {
+    Allocate: ExtentHost._allocate,
+    PutWhole: ExtentHost._put_whole,
+    Written: ExtentHost._written,
+    Fill: ExtentHost._fill,
+    Find: ExtentHost._find,
+    Fetch: ExtentHost._fetch,
+    Release: ExtentHost._release,
+    Drop: ExtentHost._drop,
+    Memory: ExtentHost._memory,
+}

@@ -1,11 +1,11 @@
-"""tq_simple against the contract, on a real Ray."""
+"""tq_simple against the contract, on a real Ray: with memory that is shared, with views of it, and over the wire."""
 
 import time
 
 import pytest
-import ray
 
-from dataplane_core.codec import split_rows
+from dataplane_core.codec import Ragged
+from dataplane_core.hosting import Memory
 from dataplane_core.ledger import commands
 from dataplane_testkit import BackendConformance
 from dataplane_tq_simple import TQSimpleBackend
@@ -20,23 +20,44 @@ class TestTQSimple(BackendConformance):
         return {"instance": "conformance", "ray_address": ray_address}
 
     def raw_get(self, backend, partition_id, sample_id, field):
-        """The frame, straight from the storage unit."""
-        deadline = time.monotonic() + 10
-        (part,) = backend.call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field])).parts
-        handle = part.write_id + part.positions[0]
-        ((*frames,),) = split_rows(backend._engine.get_rows([handle], deadline=deadline))
-        return bytes(frames[part.slots[0]])
+        """The cell, straight from the memory of the storage unit."""
+        deadline = time.monotonic() + 30
+        located = backend.call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
+        (unit, (read,)), *_ = units_of(backend, located, deadline)
+        (part,) = unit.get([read], located.specs, deadline)
+        column, row = part.columns[field], part.rows[0]
+        if isinstance(column, Ragged):
+            return column.values[column.offsets[row] : column.offsets[row + 1]].clone()
+        return column[row].clone()
 
     def held_bytes(self, backend):
         """The rows in the memory of the storage units, as the units count them."""
-
-        def held(unit):
-            return sum(len(row) for column in unit.storage_data.field_data.values() for row in column.values())
-
-        names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-        mine = [name for name in names if name.startswith("tq-conformance/unit-")]
-        units = [ray.get_actor(name, namespace="dataplane") for name in mine]
-        return sum(ray.get([unit.__ray_call__.remote(held) for unit in units], timeout=30))
+        deadline, engine = time.monotonic() + 30, backend._engine
+        engine._places.refresh(deadline)
+        units = [engine._unit(number, deadline) for number in engine._places.living().values()]
+        return sum(unit.session.call("the kit's", deadline, Memory()).held_bytes for unit in units)
 
     def conflicting_options(self, options):
         return {**options, "num_storage_units": 2}
+
+
+def units_of(backend, located, deadline):
+    engine = backend._engine
+    return [(engine._unit(number, deadline), reads) for number, reads in engine._reads(located, deadline).items()]
+
+
+class TestTQSimpleOverTheWire(TestTQSimple):
+    """Rows are dealt out over two units, which this process does not share memory with."""
+
+    @pytest.fixture
+    def options(self, ray_address):
+        return {
+            "instance": "wire",
+            "ray_address": ray_address,
+            "num_storage_units": 2,
+            "near_writer": False,
+            "share_memory": False,
+        }
+
+    def conflicting_options(self, options):
+        return {**options, "num_storage_units": 3}

@@ -43,7 +43,7 @@ TASKS = ["taken", "leased"]
 
 
 def options(address: str, **more: Any) -> dict[str, Any]:
-    own = {"instance": NAME, "ray_address": address, "num_storage_units": 2, **more}
+    own = {"instance": NAME, "ray_address": address, "num_storage_units": 2, "near_writer": False, **more}
     return {"backend": "tq_simple", "op_timeout_s": STARTS_S, "options": own}
 
 

@@ -44,6 +44,7 @@ def _lines(units: Sequence[UnitInfo]) -> list[str]:
             each.state,
             each.address,
             each.node[:8],
+            each.path,
             str(each.num_rows),
             size_text(each.size_bytes),
             str(each.num_lost),
@@ -51,7 +52,9 @@ def _lines(units: Sequence[UnitInfo]) -> list[str]:
         ]
         for each in units
     ]
-    lines = table(["unit", "state", "address", "node", "rows", "held", "rows lost", "starts"], rows, right=range(4, 8))
+    lines = table(
+        ["unit", "state", "address", "node", "path", "rows", "held", "rows lost", "starts"], rows, right=range(5, 9)
+    )
     for each in units:
         if each.state == "draining":
             lines.append(f"{each.name} gets no more rows, and ends when its last row is cleared: {each.num_rows} left.")

@@ -72,6 +72,7 @@ class Written(Request[None]):
 class Fill(Request[None]):
     """The bytes of a put follow this request: those of the extents of its writes."""
 
+    followed = True
     put: int
 
 

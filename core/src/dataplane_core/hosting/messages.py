@@ -90,9 +90,11 @@ class Request(Generic[Reply]):
 
     Attributes:
         answered: Whether it has a reply.
+        followed: Whether bytes follow it, so that a host which refuses it ends the connection.
     """
 
     answered: ClassVar[bool] = True
+    followed: ClassVar[bool] = False
 
     def check(self) -> None:
         """Raises `InvalidRequestError` if its parts do not fit together. Called for what came over a socket."""

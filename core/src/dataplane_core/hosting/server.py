@@ -279,6 +279,8 @@ class Server:
                 return
             reply = self._messages.encode_reply(result)
         except Exception as error:  # the client raises it
+            if getattr(request, "followed", False):  # what follows is no request
+                raise EOFError from error
             reply = self._messages.encode_error(error)
         if not answered:
             return

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, LedgerBackend, PrivateFolder
+from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, LedgerBackend, Level, PrivateFolder
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import (
@@ -21,7 +21,7 @@ from dataplane_core.spec import (
     WireColumn,
     WireFormat,
 )
-from dataplane_tq_simple._diagnosis import diagnose
+from dataplane_tq_simple._diagnosis import diagnose, unit_paths
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._messages import BeginNear
 from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
@@ -152,6 +152,19 @@ class TQSimpleBackend(QueueBackend["Engine"]):
         from dataplane_tq_simple._engine import Engine
 
         return Engine
+
+    @classmethod
+    def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
+        """As that of `QueueBackend`, and how rows get from the storage units of a running instance to this process."""
+        found = list(super().diagnose(config, deadline=deadline))
+        yield from found
+        if not any(each.level is Level.ERROR for each in found):
+            yield from unit_paths(cls(config), deadline)
+
+    @property
+    def node(self) -> str:
+        """The id of this process's node in the Ray cluster."""
+        return self._connected().node
 
     def begin_put(
         self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float

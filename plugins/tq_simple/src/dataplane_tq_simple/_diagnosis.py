@@ -6,12 +6,16 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from dataplane_core.backends import Finding, Level, check_announced_address, missing_library
-from dataplane_core.errors import DataPlaneError
+from dataplane_core.errors import DataPlaneError, preview
+from dataplane_core.spec import ListUnitsRequest
 from dataplane_tq_simple.addresses import host_and_port, refuses
 from dataplane_tq_simple.config import QueueConfig
+
+if TYPE_CHECKING:
+    from dataplane_tq_simple._backend import TQSimpleBackend
 
 _DISTRIBUTION: Final = "dataplane-tq-simple"
 _ENGINE: Final = "TransferQueue"
@@ -31,6 +35,36 @@ def diagnose(config: QueueConfig, deadline: float, find_name: Callable[[], str])
         yield from _owners(config, find_name())
     else:
         yield from _running(config, deadline)
+
+
+def unit_paths(backend: TQSimpleBackend, deadline: float) -> Iterator[Finding]:
+    """How rows get from each storage unit of a running instance to this process. Nothing if none runs."""
+    backend.attach_wait_s = 0.0
+    try:
+        backend.start(bootstrap=False, deadline=deadline)
+    except DataPlaneError:  # other findings say why
+        return
+    try:
+        node = backend.node
+        units = [each for each in backend.list_units(ListUnitsRequest(deadline=deadline)).units if each.path]
+    except DataPlaneError as error:
+        yield Finding.error(f"The storage units cannot be asked: {error.message}", error.hint)
+        return
+    finally:
+        backend.stop()
+    shared = [each.name for each in units if each.path == "memory"]
+    far = [each.name for each in units if each.path == "wire" and each.node != node]
+    apart = [each.name for each in units if each.path == "wire" and each.node == node]
+    if shared:
+        yield Finding.ok(f"This process shares the memory of {preview(shared)}.")
+    if far:
+        yield Finding.ok(f"Rows of {preview(far)}, on other nodes, come over the wire.")
+    if apart:
+        yield Finding.warning(
+            f"{preview(apart)} runs on this node, but rows come over the wire.",
+            "A unit's memory is shared by processes of the same user in the same network namespace, with the option "
+            "share_memory.",
+        )
 
 
 def _packages() -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -278,12 +279,10 @@ class Engine(QueueEngine):
         def watch() -> UnitWatch:
             return UnitWatch(self._places, number, lambda: ControllerWatch(self._instance))
 
-        try:
-            return Session(
-                _UnixUnit(life.socket, token=life.secret, unit=life.unit), ExtentHost.messages, deadline, watch
-            )
-        except BackendUnavailableError:  # it does not run here, or its socket is not for this process
-            pass
+        if self.own.share_memory:
+            unix = _UnixUnit(life.socket, token=life.secret, unit=life.unit)
+            with suppress(BackendUnavailableError):  # it does not run here, or its socket is not for this process
+                return Session(unix, ExtentHost.messages, deadline, watch)
         address = _TcpUnit(life.ip, life.data_port, life.secret, unit=life.unit)
         return Session(address, ExtentHost.messages, deadline, watch)
 

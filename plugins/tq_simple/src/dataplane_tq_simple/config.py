@@ -79,6 +79,10 @@ class TQSimpleConfig(QueueConfig):
     """Memory that a unit makes ready in the background before it is used. It starts with so much, and makes as much
     more ready whenever less than half of it is left."""
 
+    share_memory: bool = True
+    """Whether this client shares the memory of the units on its node. If not, or where it cannot, rows go over the
+    wire. An option of each client."""
+
     views: bool = False
     """Reads return tensors on a unit's memory itself where they can: of rows that one put wrote, in its order, on a
     unit whose memory this process shares. They take no copy and no memory. A write into such a tensor ends the process

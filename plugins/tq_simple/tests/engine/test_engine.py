@@ -1,8 +1,7 @@
-"""Calls and rows, over a real controller and two real storage units; and processes of these that die or stand still."""
+"""Calls and rows, over a real controller and two real storage units; and processes of these that stand still or die."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
@@ -19,19 +18,20 @@ import ray
 import torch
 
 from dataplane_core import connect
-from dataplane_core.backends import RefsGoneError
+from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
     ClientClosedError,
     OperationTimeoutError,
 )
-from dataplane_core.hosting import Session
+from dataplane_core.hosting import Memory, Session
 from dataplane_core.ledger import commands
+from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
 from dataplane_tq_simple import TQSimpleConfig, _cluster
 from dataplane_tq_simple._engine import Engine
-from dataplane_tq_simple._errors import LineBrokenError, UnitsGoneError
+from dataplane_tq_simple._errors import LineBrokenError
 from dataplane_tq_simple._messages import Ping
 
 Note = Callable[..., list[str]]
@@ -42,40 +42,38 @@ def soon(seconds: float = 60.0) -> float:
     return time.monotonic() + seconds
 
 
-_next_handle = iter(range(0, 10**9, 10_000))
-
 _WORKER = """
 import sys, time
+from dataplane_core import connect
 from dataplane_core.ledger import commands
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 
-address, handle = sys.argv[1:]
-config, deadline = TQSimpleConfig(instance="engine", ray_address=address), time.monotonic() + 60
-with Engine.open(config, bootstrap=False, deadline=deadline) as engine:
+address, deadline = sys.argv[1], time.monotonic() + 60
+with Engine.open(TQSimpleConfig(instance="engine", ray_address=address), bootstrap=False, deadline=deadline) as engine:
     engine.call(commands.RegisterRequest("job", ["x"], None, [], None, {}, "e"), deadline)
-    engine.put_rows([int(handle)], b"from another job", [0, 16], deadline=deadline)
-    assert bytes(engine.get_rows([int(handle)], deadline=deadline)[0]) == b"from another job"
 """
 
 
 @pytest.fixture(scope="module")
 def engine(ray_cluster: str) -> Iterator[Engine]:
-    config = TQSimpleConfig(instance="engine", num_storage_units=2, chunk_size_bytes=64 * 1024)
+    config = TQSimpleConfig(instance="engine", num_storage_units=2)
     with Engine.open(config, bootstrap=True, deadline=soon()) as engine:
         yield engine
 
 
-def batch(lengths: Any, seed: int = 0) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Fresh handles, a buffer of random bytes, and the offsets of rows of these lengths."""
-    first = next(_next_handle)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    buffer = np.random.default_rng(seed).integers(0, 256, offsets[-1], dtype=np.uint8)
-    return list(range(first, first + len(lengths))), buffer, offsets
+@pytest.fixture(params=[True, False], ids=["memory", "wire"])
+def client(request: pytest.FixtureRequest, engine: Engine, ray_cluster: str) -> Iterator[DataPlaneClient]:
+    """A client whose rows are dealt out over both units, with an empty partition."""
+    options = {"instance": "engine", "ray_address": ray_cluster, "near_writer": False, "share_memory": request.param}
+    with connect({"backend": "tq_simple", "options": options}, bootstrap=False) as client:
+        client.register_partition("p", ["x"], None, ["train"])
+        yield client
+        client.clear_samples(None, "p")
 
 
-def rows_of(buffer: np.ndarray, offsets: np.ndarray) -> list[bytes]:
-    return [buffer[a:b].tobytes() for a, b in itertools.pairwise(offsets)]
+IDS = [f"s{row}" for row in range(20)]
+ROWS = torch.arange(20 * 5000).view(20, 5000)
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------
@@ -95,10 +93,9 @@ def test_calls_from_threads_tasks_actors_and_other_jobs(
         with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as engine:
             note(engine, name)
 
-    handle = next(_next_handle)
     client = Client.remote()
     with ThreadPoolExecutor(9) as pool:
-        other_job = pool.submit(python.run, "-c", _WORKER, ray_cluster, handle)
+        other_job = pool.submit(python.run, "-c", _WORKER, ray_cluster)
         in_ray = [client.note.remote("actor"), note_in_task.remote("task")]
         for call in [pool.submit(note, engine, f"thread{number}") for number in range(20)]:
             call.result()
@@ -106,136 +103,51 @@ def test_calls_from_threads_tasks_actors_and_other_jobs(
         other_job.result()
     noted = engine.call(commands.ListPartitionsRequest(), soon()).partition_ids
     assert sorted(noted) == sorted(["actor", "task", "job", *(f"thread{number}" for number in range(20))])
-    assert bytes(engine.get_rows([handle], deadline=soon())[0]) == b"from another job"
 
 
 def test_no_time_left_means_nothing_is_sent(engine: Engine, note: Note) -> None:
     with pytest.raises(OperationTimeoutError, match="Nothing was sent"):
         note(engine, "never", 0.0)
-    with pytest.raises(OperationTimeoutError, match="Nothing was sent"):
-        engine.put_rows([next(_next_handle)], b"x", [0, 1], deadline=soon(-1.0))
     assert "never" not in note(engine, "after")
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        [5],
-        [0],
-        [0, 0, 0],
-        [3, 0, 1, 7],
-        list(range(300)),
-        [200_000, 0, 1, 130_000, 64 * 1024],
-        [1] * 1000,
-        [5, 300_000, 0, 262_144, 262_143, 7, 500_000],
-    ],
-    ids=lambda lengths: f"{len(lengths)} rows of {sum(lengths)} bytes",
-)
-def test_rows_come_back_bit_for_bit(engine: Engine, lengths: list[int]) -> None:
-    handles, buffer, offsets = batch(lengths)
-    engine.put_rows(handles, buffer, offsets, deadline=soon())
-    expected = rows_of(buffer, offsets)
-    assert [bytes(row) for row in engine.get_rows(handles, deadline=soon())] == expected
-
-    order = np.random.default_rng(1).permutation(len(handles))
-    order = np.concatenate([order, order[:3]])  # repeats
-    rows = engine.get_rows(np.asarray(handles)[order], deadline=soon())
-    assert [bytes(row) for row in rows] == [expected[i] for i in order]
+def test_rows_of_two_units_come_back_in_order(client: DataPlaneClient) -> None:
+    path = "memory" if backend_of(client).config.share_memory else "wire"
+    client.put_samples(IDS, "p", {"x": ROWS})
+    assert [(each.num_rows, each.path) for each in client.list_units()] == [(10, path)] * 2
+    order = np.random.default_rng(0).permutation(20).tolist()
+    for wanted in (list(range(20)), order, order[:7], [3]):
+        found = client.get_samples([IDS[row] for row in wanted], "p", ["x"])["x"]
+        assert torch.equal(found, ROWS[wanted])
+    client.clear_samples(IDS[::2], "p")
+    assert torch.equal(client.get_samples(IDS[1::2], "p", ["x"])["x"], ROWS[1::2])
+    assert sum(each.num_rows for each in client.list_units()) == 10
 
 
-def test_large_handles(engine: Engine) -> None:
-    handles = [2**39, 2**40 - 1]
-    engine.put_rows(handles, b"ab", [0, 1, 2], deadline=soon())
-    assert [bytes(row) for row in engine.get_rows(handles, deadline=soon())] == [b"a", b"b"]
-    engine.delete_rows(handles, deadline=soon())
-
-
-def test_a_unit_refuses_what_is_meant_for_an_earlier_life_of_it(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may have got the same port."""
-    handles, buffer, offsets = batch([4] * 10)
-    engine.put_rows(handles, buffer, offsets, deadline=soon())
-    peer = engine._places.peer
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._places, "peer", lambda life: peer(life)._replace(token="an earlier one"))
-        with pytest.raises(UnitsGoneError, match="started again"):
-            engine.put_rows(handles, buffer[::-1].copy(), offsets, deadline=soon())
-        with pytest.raises(RefsGoneError, match="started again") as caught:
-            engine.get_rows(handles, deadline=soon())
-        assert set(caught.value.handles) <= set(handles)
-        assert caught.value.handles
-        with pytest.raises(UnitsGoneError, match="started again"):
-            engine.delete_rows(handles, deadline=soon(1))
-    assert b"".join(bytes(row) for row in engine.get_rows(handles, deadline=soon())) == bytes(buffer)
-    engine.delete_rows(handles, deadline=soon())
-
-
-def test_reading_what_is_not_there_says_so(engine: Engine) -> None:
-    handles, buffer, offsets = batch([4] * 10)
-    engine.put_rows(handles, buffer, offsets, deadline=soon())
-    engine.delete_rows([handles[3], handles[4], 999_999_999], deadline=soon())
-    with pytest.raises(RefsGoneError, match="lacks some of the 5 rows") as caught:
-        engine.get_rows(handles, deadline=soon())
-    assert not caught.value.handles, "which of them is not known"
-    assert len(engine.get_rows(handles[:3] + handles[5:], deadline=soon())) == 8
-
-
-def test_zero_rows_need_no_engine() -> None:
-    engine = object.__new__(Engine)  # connected to nothing
-    engine.put_rows([], b"", [0], deadline=soon(0))
-    assert engine.get_rows([], deadline=soon(0)) == []
-    engine.delete_rows([], deadline=soon(0))
-
-
-def test_a_unit_holds_independent_bytes_and_lets_go_of_deleted_ones(engine: Engine) -> None:
-    handles, buffer, offsets = batch([10, 20, 30, 40])
-
-    def held(unit: Any) -> dict[int, tuple[str, int]]:
-        (column,) = unit.storage_data.field_data.values()
-        return {handle: (type(column[handle]).__name__, len(column[handle])) for handle in handles if handle in column}
-
-    def ask() -> dict[int, tuple[str, int]]:
-        units = [ray.get_actor(f"tq-engine/unit-{i}", namespace="dataplane") for i in range(2)]
-        answers = ray.get([unit.__ray_call__.remote(held) for unit in units], timeout=10)
-        return {handle: row for answer in answers for handle, row in answer.items()}
-
-    engine.put_rows(handles, buffer, offsets, deadline=soon())
-    assert ask() == {handle: ("bytes", size) for handle, size in zip(handles, [10, 20, 30, 40], strict=True)}
-    engine.delete_rows(handles[:3], deadline=soon())
-    assert ask() == {handles[3]: ("bytes", 40)}
-
-
-def test_threads_put_get_and_delete_at_once(engine: Engine) -> None:
-    def work(seed: int) -> None:
-        for round_ in range(5):
-            handles, buffer, offsets = batch(np.random.default_rng(seed).integers(0, 3000, 100), seed + round_)
-            engine.put_rows(handles, buffer, offsets, deadline=soon())
-            rows = engine.get_rows(handles, deadline=soon())
-            assert [bytes(row) for row in rows] == rows_of(buffer, offsets)
-            engine.delete_rows(handles, deadline=soon())
-
-    with ThreadPoolExecutor(12) as pool:
-        for done in [pool.submit(work, seed) for seed in range(12)]:
-            done.result()
+def test_a_put_goes_to_one_unit_of_its_node_that_has_room(engine: Engine, ray_cluster: str) -> None:
+    options = {"instance": "engine", "ray_address": ray_cluster}
+    with connect({"backend": "tq_simple", "options": options}, bootstrap=False) as client:
+        client.register_partition("near", ["x"], None, ["train"])
+        client.put_samples(IDS, "near", {"x": ROWS})
+        assert sorted(each.num_rows for each in client.list_units()) == [0, 20]
+        client.put_samples([f"b{each}" for each in IDS], "near", {"x": ROWS})
+        assert [each.num_rows for each in client.list_units()] == [20, 20], "the other one holds less"
+        client.clear_samples(None, "near")
 
 
 # --- a good guest ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_torchs_thread_count_stays_as_it_was(engine: Engine, num_threads: int) -> None:
+def test_torchs_thread_count_stays_as_it_was(client: DataPlaneClient, num_threads: int) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(num_threads)
-        handles, buffer, offsets = batch([100] * 10)
-        engine.put_rows(handles, buffer, offsets, deadline=soon())
-        engine.get_rows(handles, deadline=soon())
-        engine.delete_rows(handles, deadline=soon())
-        engine.call(Ping(), soon())
+        client.put_samples(IDS, "p", {"x": ROWS})
+        client.get_samples(IDS, "p", ["x"])
         with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()):
             pass
         assert torch.get_num_threads() == num_threads
@@ -286,61 +198,36 @@ def test_a_controller_that_stands_still(engine: Engine, note: Note, stopped: Sto
             note(engine, "while stopped", 0.3)
         with pytest.raises(OperationTimeoutError):
             Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon(0.5))
-        engine.put_rows([1, 2], b"ab", [0, 1, 2], deadline=soon())  # the units go on
     noted = note(engine, "after")
     assert {"before", "after"} <= set(noted)
     assert "while stopped" not in noted
 
 
-def test_a_storage_unit_that_stands_still(engine: Engine, pid_of: Callable[[str], int], stopped: Stopped) -> None:
-    engine.put_rows([10, 11], b"ab", [0, 1, 2], deadline=soon())
+def test_a_storage_unit_that_stands_still(
+    client: DataPlaneClient, pid_of: Callable[[str], int], stopped: Stopped
+) -> None:
+    engine = backend_of(client)._engine
+    client.put_samples(IDS, "p", {"x": ROWS})
     with stopped(pid_of("tq-engine/unit-1")):
         for operation in (
-            lambda: engine.put_rows([12, 13], b"ab", [0, 1, 2], deadline=soon(0.5)),
-            lambda: engine.get_rows([10, 11], deadline=soon(0.5)),
-            lambda: engine.delete_rows([12, 13], deadline=soon(0.5)),
+            lambda: client.put_samples(["more1", "more2"], "p", {"x": ROWS[:2]}, timeout_s=1.0),
+            lambda: client.get_samples(IDS, "p", ["x"], timeout_s=1.0),
         ):
             with pytest.raises(OperationTimeoutError, match="storage unit-1"):
                 operation()
-        assert bytes(engine.get_rows([10], deadline=soon())[0]) == b"a"
+        with pytest.raises(OperationTimeoutError, match="storage unit-1") as error:
+            client.get_samples(IDS, "p", ["x"], timeout_s=3.0)
+        assert "It has not ended: it is stopped" in str(error.value)
         assert engine.call(Ping(), soon())
     # What it received meanwhile it carries out late, and no reply of that is taken for another's.
-    assert [bytes(row) for row in engine.get_rows([10, 11], deadline=soon())] == [b"a", b"b"]
-    engine.delete_rows([12, 13], deadline=soon())
+    assert torch.equal(client.get_samples(IDS, "p", ["x"])["x"], ROWS)
+    client.clear_samples(None, "p")
+    eventually(lambda: held_bytes(engine) == 0, 30.0)
 
 
-def test_a_delete_that_overtakes_a_put_which_was_given_up_leaves_none_of_its_rows(
-    engine: Engine, pid_of: Callable[[str], int], stopped: Stopped, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both lie in the buffers of a unit that stood still, which reads its connections in turn."""
-    monkeypatch.setattr(engine, "config", engine.config.model_copy(update={"chunk_size_bytes": 1}))  # a message a row
-    pid, unit = pid_of("tq-engine/unit-1"), ray.get_actor("tq-engine/unit-1", namespace="dataplane")
-
-    def ask(what: Callable[[Any], Any]) -> Any:
-        return ray.get(unit.__ray_call__.remote(what), timeout=30)
-
-    def num_puts() -> int:
-        return int(ask(lambda self: self._arrivals_by_op.get("PUT_DATA", 0)))
-
-    def delete(*handles: int) -> None:
-        engine.delete_rows(handles, deadline=soon())
-
-    with ThreadPoolExecutor(2) as pool:
-        with stopped(pid):  # two connections, which both stand
-            both = [pool.submit(delete, 21) for _ in range(2)]
-            eventually(lambda: engine._exchange._num_leased == 2, 30.0)
-        assert [each.result() for each in both] == [None, None]
-        for first in range(101, 201, 20):
-            handles, before = list(range(first, first + 8, 2)), num_puts()
-            with stopped(pid):
-                with pytest.raises(OperationTimeoutError):
-                    engine.put_rows(handles, b"abcd", [0, 1, 2, 3, 4], deadline=soon(1.0))
-                deleting = pool.submit(delete, *handles)
-                eventually(lambda: engine._exchange._num_leased == 1, 30.0)
-            deleting.result()
-            eventually(lambda before=before: num_puts() == before + 4, 30.0)
-            delete(21)  # carried out after them
-            assert not set(handles) & ask(lambda self: self.storage_data._active_keys)
+def held_bytes(engine: Engine) -> int:
+    units = [engine._unit(number, soon()) for number in engine._places.living().values()]
+    return sum(unit.session.call("held", soon(), Memory()).held_bytes for unit in units)
 
 
 def test_closing_ends_what_other_threads_wait_for(engine: Engine, stopped: Stopped) -> None:
@@ -411,7 +298,6 @@ engine = Engine.open(TQSimpleConfig(ray_num_cpus=1), bootstrap=True, deadline=ti
 rest = psutil.Process().children(recursive=True)
 head.kill()
 head.wait()
-engine.put_rows([1], b"a", [0, 1], deadline=time.monotonic() + 60)  # data goes on
 os.kill(engine.call(Ping(), time.monotonic() + 60), signal.SIGKILL)
 try:
     engine.call(Ping(), time.monotonic() + 60)

@@ -58,7 +58,7 @@ class Controller:
 
 
 def started(index: int, life: str = "a") -> Started:
-    return Started(f"{index}{life}", "10.0.0.1", 1000 + index, f"n{index}")
+    return Started(f"{index}{life}", "10.0.0.1", 1000 + index, f"n{index}", size_bytes=1 << 30)
 
 
 @pytest.fixture(params=[True, False], ids=["with a journal", "without"])

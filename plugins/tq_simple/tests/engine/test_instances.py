@@ -16,8 +16,10 @@ from unittest.mock import MagicMock
 
 import pytest
 import ray
+import torch
 from pydantic import ValidationError
 
+from dataplane_core import connect
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
@@ -48,9 +50,7 @@ first = Engine.open(TQSimpleConfig(ray_num_cpus=1), bootstrap=True, deadline=tim
 second = Engine.open(TQSimpleConfig(), bootstrap=False, deadline=time.monotonic() + 60)
 assert ray.is_initialized() and ray.cluster_resources()["CPU"] == 1
 for engine in (first, second):
-    engine.put_rows([1, 2], b"ab", [0, 1, 2], deadline=time.monotonic() + 60)
-    assert len(engine.get_rows([1, 2], deadline=time.monotonic() + 60)) == 2
-    engine.delete_rows([1, 2], deadline=time.monotonic() + 60)
+    assert [each.path for each in engine.units(time.monotonic() + 60)] == ["memory"]
 started = [process.pid for process in psutil.Process().children(recursive=True)]
 unit = ray.get_actor("tq-default/unit-0", namespace="dataplane")
 started += [first.controller_pid(time.monotonic() + 60), ray.get(unit.__ray_call__.remote(lambda _: os.getpid()))]
@@ -93,33 +93,28 @@ def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_clust
     with (
         Engine.open(TQSimpleConfig(instance="one", ray_address=ray_cluster), bootstrap=True, deadline=soon()) as one,
         Engine.open(
-            TQSimpleConfig(instance="two", storage_unit_size=3, unit_num_cpus=0.5), bootstrap=True, deadline=soon()
+            TQSimpleConfig(instance="two", unit_bytes=1 << 20, unit_num_cpus=0.5), bootstrap=True, deadline=soon()
         ) as two,
     ):
         note(one, "one")
         assert note(two, "two") == ["two"]
-        one.put_rows([7], b"one", [0, 3], deadline=soon())
-        two.put_rows([7], b"two", [0, 3], deadline=soon())
-        assert bytes(one.get_rows([7], deadline=soon())[0]) == b"one"
-
         # An attached engine knows the instance's options, not its own.
         with Engine.open(
             TQSimpleConfig(instance="two", num_storage_units=7), bootstrap=False, deadline=soon()
         ) as attached:
             assert attached.config == two.config
-            assert attached.config.storage_unit_size == 3
+            assert attached.config.unit_bytes == 1 << 20
             assert not attached.bootstrapped
-            assert bytes(attached.get_rows([7], deadline=soon())[0]) == b"two"
         attached.close()
         with pytest.raises(ClientClosedError):
             note(attached, "closed")
         assert note(two, "still") == ["two", "still"]
 
-        two.put_rows([8], b"a", [0, 1], deadline=soon())
-        with pytest.raises(CapacityExceededError, match="2 existing"):
-            two.put_rows([9, 10], b"cd", [0, 1, 2], deadline=soon())
-        two.delete_rows([7], deadline=soon())
-        two.put_rows([9, 10], b"cd", [0, 1, 2], deadline=soon())
+        with connect({"backend": "tq_simple", "options": {"instance": "two"}}, bootstrap=False) as client:
+            client.register_partition("p", ["x"], None, ["train"])
+            with pytest.raises(CapacityExceededError, match="of whose 1048576 bytes"):
+                client.put_samples(["a"], "p", {"x": torch.zeros(1, 1 << 19)})
+            client.put_samples(["a"], "p", {"x": torch.zeros(1, 1 << 17)})
 
         with pytest.raises(AlreadyRunningError, match="'one' is already running"):
             Engine.open(TQSimpleConfig(instance="one", num_storage_units=3), bootstrap=True, deadline=soon())
@@ -152,8 +147,6 @@ def test_close_ends_the_processes_and_the_name_can_be_used_again(
     assert ray.is_initialized()  # it was not the engine that started Ray
     with pytest.raises(ClientClosedError):
         engine.call(Ping(), soon())
-    with pytest.raises(ClientClosedError):
-        engine.put_rows([1], b"a", [0, 1], deadline=soon())
     with pytest.raises(BackendUnavailableError, match="controller of instance 'again' is dead"):
         attached.call(Ping(), soon())
     attached.close()

@@ -1,0 +1,431 @@
+"""A host of extents and its clients, in shared memory and over the wire: rows come back, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from dataplane_core.backends import ExtentClient, ExtentPlan, ExtentRead, RefsGoneError, read_stored
+from dataplane_core.errors import (
+    BackendError,
+    BackendUnavailableError,
+    CapacityExceededError,
+    InvalidRequestError,
+    OperationTimeoutError,
+)
+from dataplane_core.host_memory import Arena
+from dataplane_core.hosting import (
+    Address,
+    Allocate,
+    ExtentHost,
+    ExtentService,
+    Fetch,
+    Fill,
+    Find,
+    Memory,
+    PutWhole,
+    Server,
+    Session,
+    TcpAddress,
+    UnixAddress,
+    Wanted,
+    Written,
+    listen_as,
+    listen_on,
+    new_socket_name,
+    new_token,
+)
+from dataplane_core.spec import FieldSpec
+from dataplane_testkit._timing import eventually
+
+WAIT_S = 60.0
+ARENA_BYTES = 32 << 20
+SPECS = {
+    "dense": FieldSpec("tensor", "float32", 1, (3,)),
+    "scalar": FieldSpec("tensor", "bool", 0),
+    "ragged": FieldSpec("tensor", "bfloat16", 1),
+}
+SLOTS = {name: slot for slot, name in enumerate(SPECS)}
+
+
+class Words(Address):
+    """What an address of these tests makes of a failure."""
+
+    def failure(self, what, error, *, connecting):
+        kind = OperationTimeoutError if isinstance(error, TimeoutError) else BackendUnavailableError
+        return kind(f"{what}: {error}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unix(Words, UnixAddress):
+    token: bytes
+
+
+@dataclass(frozen=True)
+class Tcp(Words, TcpAddress):
+    pass
+
+
+class Unit:
+    """A host of extents in this process."""
+
+    def __init__(self, size_bytes: int = ARENA_BYTES) -> None:
+        self.name, self.token = new_socket_name(), new_token()
+        wire = listen_on("127.0.0.1")
+        self.port = wire.getsockname()[1]
+        host = ExtentHost(ExtentService(Arena.create(size_bytes)))
+        self.server = Server(host, listen_as(self.name), wire, token=self.token)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        self._watcher = self.session("memory")
+
+    def session(self, path: str) -> Session:
+        address = Unix(self.name, token=self.token) if path == "memory" else Tcp("127.0.0.1", self.port, self.token)
+        return Session(address, ExtentHost.messages, soon())
+
+    def client(self, path: str, **options: bool) -> ExtentClient:
+        return ExtentClient(self.session(path), **options)
+
+    def memory(self):
+        return self._watcher.call("memory", soon(), Memory())
+
+
+def soon(seconds: float = WAIT_S) -> float:
+    return time.monotonic() + seconds
+
+
+@pytest.fixture
+def unit():
+    found = Unit()
+    yield found
+    found.server.close()
+    found.thread.join(WAIT_S)
+
+
+@pytest.fixture(params=["memory", "wire"])
+def path(request):
+    return request.param
+
+
+def columns_of(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    count = len(lengths)
+    values = torch.randn(sum(lengths), generator=generator).to(torch.bfloat16)
+    offsets = torch.tensor([0, *np.cumsum(lengths)])
+    return {
+        "dense": torch.randn(count, 2, 3, generator=generator),
+        "scalar": torch.rand(count, generator=generator) < 0.5,
+        "ragged": torch.nested.nested_tensor_from_jagged(values, offsets),
+    }
+
+
+def plan(columns, runs=None):
+    return ExtentPlan(list(columns.values()), len(columns["scalar"]), runs)
+
+
+def get(unit, reads, num_rows, specs=SPECS):
+    return read_stored(specs, unit.get(reads, specs, soon()), num_rows)
+
+
+def rows(columns, name):
+    column = columns[name]
+    return list(column.unbind()) if column.is_nested else list(column)
+
+
+def assert_rows(found, columns, wanted):
+    assert found.keys() == columns.keys()
+    for name in columns:
+        expected = rows(columns, name)
+        got = rows(found, name)
+        assert len(got) == len(wanted)
+        for row, index in zip(got, wanted, strict=True):
+            assert row.dtype == expected[index].dtype
+            assert torch.equal(row, expected[index])
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[5], [0], [0, 0, 0], [3, 0, 1, 7], list(range(200)), [300_000, 0, 1, 130_000]],
+    ids=lambda lengths: f"{len(lengths)} rows of {sum(lengths)}",
+)
+def test_rows_come_back_bit_for_bit(unit, path, lengths):
+    """Whole, in another order, some of them, and repeated ones."""
+    client, columns = unit.client(path), columns_of(lengths)
+    assert client.shares_memory == (path == "memory")
+    client.put({7: plan(columns)}, soon())
+    count = len(lengths)
+    random = np.random.default_rng(0).permutation(count).tolist()
+    for wanted in (list(range(count)), random, random[: count // 2 + 1], [*random, *random[:2]]):
+        assert_rows(get(client, [ExtentRead(7, SLOTS, wanted, range(len(wanted)))], len(wanted)), columns, wanted)
+    one = get(client, [ExtentRead(7, {"ragged": 2}, [count - 1], [0])], 1, {"ragged": SPECS["ragged"]})
+    assert torch.equal(rows(one, "ragged")[0], rows(columns, "ragged")[-1])
+
+
+def test_each_path_reads_what_the_other_wrote(unit):
+    columns = columns_of([4, 100_000, 9])
+    for write_id, (writer, reader) in enumerate([("memory", "wire"), ("wire", "memory")]):
+        unit.client(writer).put({write_id: plan(columns)}, soon())
+        assert_rows(get(unit.client(reader), [ExtentRead(write_id, SLOTS, [2, 1, 0], [2, 1, 0])], 3), columns, range(3))
+
+
+def test_blocks_of_rows_on_two_hosts_come_back_in_order(path):
+    units, columns, count = [Unit(), Unit()], columns_of(list(range(100))), 100
+    runs = [[(first, min(first + 8, count)) for first in range(start, count, 16)] for start in (0, 8)]
+    reads = []
+    for unit, mine in zip(units, runs, strict=True):
+        client = unit.client(path)
+        client.put({3: plan(columns, mine)}, soon())
+        held = [row for first, end in mine for row in range(first, end)]
+        reads += client.get([ExtentRead(3, SLOTS, range(len(held)), held)], SPECS, soon())
+    assert_rows(read_stored(SPECS, reads, count), columns, range(count))
+    for unit in units:
+        unit.server.close()
+
+
+def test_several_writes_of_a_put_and_of_a_read(unit, path):
+    client = unit.client(path)
+    some, others = columns_of([1, 2], seed=1), columns_of([50_000, 4, 5], seed=2)
+    client.put({10: plan(some), 12: plan(others)}, soon())
+    reads = [ExtentRead(12, SLOTS, [2, 0], [0, 2]), ExtentRead(10, SLOTS, [1], [1])]
+    found = get(client, reads, 3)
+    assert torch.equal(found["dense"], torch.stack([others["dense"][2], some["dense"][1], others["dense"][0]]))
+    assert [len(row) for row in rows(found, "ragged")] == [5, 2, 50_000]
+
+
+def test_what_is_gone_is_named_and_frees_its_memory(unit, path):
+    client, columns = unit.client(path), columns_of([1000] * 8)
+    client.put({1: plan(columns)}, soon())
+    held = unit.memory().held_bytes
+    client.drop([(1, 2), (1, 5), (99, 0)], soon())
+    with pytest.raises(RefsGoneError) as error:
+        get(client, [ExtentRead(1, SLOTS, list(range(8)), range(8))], 8)
+    assert sorted(error.value.refs) == [(1, 2), (1, 5)]
+    with pytest.raises(RefsGoneError) as error:
+        get(client, [ExtentRead(99, SLOTS, [3], [0])], 1)
+    assert error.value.refs == ((99, 3),)
+    assert unit.memory().held_bytes < held
+    kept = [0, 1, 3, 4, 6, 7]
+    assert_rows(get(client, [ExtentRead(1, SLOTS, kept, range(6))], 6), columns, kept)
+    client.drop([(1, row) for row in kept], soon())
+    eventually(lambda: unit.memory()[1:3] == (0, 0), WAIT_S)
+
+
+def test_rows_that_were_moved_are_found(unit, path):
+    """Dropped rows are squeezed out, and extents slide, when a put needs their room."""
+    client, size = unit.client(path), ARENA_BYTES * 3 // 32 // 4
+    for write_id in range(3):
+        client.put({write_id: ExtentPlan([torch.full((4, size), float(write_id))], 4)}, soon())
+        client.drop([(write_id, 0), (write_id, 2)], soon()) if write_id < 2 else None
+    spec = {"x": FieldSpec("tensor", "float32", 1)}
+    for write_id in range(3):
+        wanted = [1, 3] if write_id < 2 else [0, 1, 2, 3]
+        found = get(client, [ExtentRead(write_id, {"x": 0}, wanted, range(len(wanted)))], len(wanted), spec)
+        assert found["x"].shape == (len(wanted), size)
+        assert (found["x"] == write_id).all()
+
+
+def test_a_full_host_says_so_and_leaves_nothing(unit, path):
+    client = unit.client(path)
+    half = ExtentPlan([torch.zeros(1, ARENA_BYTES * 5 // 8, dtype=torch.uint8)], 1)
+    client.put({1: half}, soon())
+    with pytest.raises(CapacityExceededError) as error:
+        client.put({2: half}, soon())
+    assert error.value.retryable
+    with pytest.raises(CapacityExceededError) as error:
+        client.put({3: ExtentPlan([torch.zeros(1, 2 * ARENA_BYTES, dtype=torch.uint8)], 1)}, soon())
+    assert not error.value.retryable
+    client.drop([(1, 0)], soon())
+    client.put({4: half}, soon())
+
+
+def test_a_view_keeps_its_bytes_after_a_drop_and_after_the_client_is_closed(unit):
+    client, columns = unit.client("memory", views=True), columns_of([40_000] * 3)
+    client.put({1: plan(columns)}, soon())
+    found = get(client, [ExtentRead(1, SLOTS, [0, 1, 2], [0, 1, 2])], 3)
+    client.drop([(1, row) for row in range(3)], soon())
+    pinned = unit.memory().pinned_bytes
+    assert pinned > 240_000
+    client.session.close()
+    with contextlib.suppress(CapacityExceededError):
+        unit.client("wire").put({2: ExtentPlan([torch.ones(1, ARENA_BYTES - (1 << 20), dtype=torch.uint8)], 1)}, soon())
+    assert_rows(found, columns, range(3))
+    assert unit.memory().pinned_bytes >= pinned
+    del found
+    gc.collect()
+    eventually(lambda: unit.memory().pinned_bytes == 0, WAIT_S)
+
+
+def begun(unit, path, write_id=1, size=1 << 20):
+    """A put of which nothing is written yet."""
+    session = unit.session(path)
+    made = ExtentPlan([torch.ones(1, size, dtype=torch.uint8)], 1)
+    session.call("put", soon(), Allocate(write_id, [Wanted(write_id, made.layout, 1)]))
+    assert unit.memory().held_bytes >= size
+    return session, made
+
+
+def test_a_put_that_is_not_written_whole_ends_with_its_session(unit, path):
+    session, _ = begun(unit, path)
+    session.close()
+    eventually(lambda: unit.memory()[1:3] == (0, 0), WAIT_S)
+
+
+def test_what_was_written_whole_outlives_its_session(unit, path):
+    client, columns = unit.client(path), columns_of([50_000])
+    client.put({1: plan(columns)}, soon())
+    client.session.close()
+    assert_rows(get(unit.client(path), [ExtentRead(1, SLOTS, [0], [0])], 1), columns, [0])
+
+
+def test_bytes_that_stop_in_the_middle_leave_nothing_once_the_put_is_dropped(unit):
+    """The memory may be another's then, and no late byte gets there."""
+    session, _ = begun(unit, "wire")
+    channel = session._take("fill", soon())
+    channel.sendall(session._messages.encode_request(Fill(1)) + b"\7" * 1000)
+    eventually(lambda: bytes(ExtentBytes(unit)[:1000]) == b"\7" * 1000, WAIT_S)
+    other = unit.client("wire")
+    other.drop([(1, 0)], soon())  # by another one: the writer goes on
+    assert unit.memory().pinned_bytes > 0
+    ExtentClient(session).drop([(1, 0)], soon())
+    assert unit.memory()[1:3] == (0, 0)
+    other.put({2: ExtentPlan([torch.zeros(1, 1 << 20, dtype=torch.uint8)], 1)}, soon())
+    with contextlib.suppress(OSError):
+        channel.sendall(b"\7" * 10_000)
+    with contextlib.suppress(ConnectionResetError):
+        assert channel.recv(1) == b""
+    channel.close()
+    found = get(other, [ExtentRead(2, {"x": 0}, [0], [0])], 1, {"x": FieldSpec("tensor", "uint8", 1)})
+    assert not found["x"].any()
+
+
+class ExtentBytes:
+    """The first bytes of a unit's memory."""
+
+    def __init__(self, unit):
+        self._client = unit.client("memory")
+
+    def __getitem__(self, key):
+        return self._client._arena.bytes[key].tobytes()
+
+
+def test_a_put_that_comes_after_its_drop_is_refused(unit, path):
+    """Requests over two connections may overtake one another. Ids are never used again."""
+    client = unit.client(path)
+    client.drop([(5, 0)], soon())
+    for size in (10, 1 << 20):
+        with pytest.raises(BackendError, match="dropped before it came"):
+            client.put({5: ExtentPlan([torch.ones(1, size, dtype=torch.uint8)], 1)}, soon())
+    assert unit.memory()[1:3] == (0, 0)
+
+
+def test_requests_in_the_wrong_order_are_refused(unit):
+    session, made = begun(unit, "memory")
+    wanted = [Wanted(1, made.layout, 1)]
+    for request in (
+        Allocate(1, wanted),
+        PutWhole(1, wanted, [b"\0" * made.layout.size_bytes]),
+        Written(3),
+    ):
+        with pytest.raises(InvalidRequestError):
+            session.call("bad", soon(), request)
+    with pytest.raises(BackendUnavailableError):
+        session.call("bad", soon(), Fill(3), sources=[np.zeros(100, dtype=np.uint8)])
+    session.call("put", soon(), Written(1))
+    for request in (Fetch([(1, [0], [1])]), Fetch([(1, [1], [0])])):
+        with pytest.raises(BackendError):
+            session.call("bad", soon(), request)
+    with pytest.raises(InvalidRequestError):
+        session.call("put", soon(), Written(1))
+    assert unit.memory().pinned_bytes == 0
+
+
+def test_without_the_token_nobody_is_served(unit):
+    for address in (Unix(unit.name, token=new_token()), Tcp("127.0.0.1", unit.port, new_token())):
+        with pytest.raises(BackendUnavailableError):
+            Session(address, ExtentHost.messages, soon())
+
+
+def test_many_clients_at_once(unit, path):
+    def work(seed):
+        client = unit.client(path)
+        for turn in range(5):
+            write_id = seed * 100 + turn
+            columns = columns_of(np.random.default_rng(write_id).integers(0, 5000, 20).tolist(), write_id)
+            client.put({write_id: plan(columns)}, soon())
+            assert_rows(get(client, [ExtentRead(write_id, SLOTS, range(20), range(20))], 20), columns, range(20))
+            client.drop([(write_id, row) for row in range(20)], soon())
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(work, seed) for seed in range(8)]:
+            done.result()
+    eventually(lambda: unit.memory()[1:3] == (0, 0), WAIT_S)
+
+
+def test_a_reader_that_stops_reading_holds_up_nobody(unit):
+    client = unit.client("wire")
+    client.put({1: ExtentPlan([torch.ones(1, 16 << 20, dtype=torch.uint8)], 1)}, soon())
+    slow = unit.session("wire")
+    channel = slow._take("get", soon())
+    channel.sendall(slow._messages.encode_request(Fetch([(1, [0], [0])])))
+    assert channel.recv(1)
+    client.put({2: plan(columns_of([3]))}, soon())
+    assert unit.memory().pinned_bytes >= 16 << 20
+    channel.close()
+    eventually(lambda: unit.memory().pinned_bytes == 0, WAIT_S)
+
+
+_OTHER = """
+import sys, time
+import torch
+sys.path.insert(0, sys.argv[4])
+from test_extent_client import *
+token = bytes.fromhex(sys.argv[2])
+session = Session(Unix("\\0" + sys.argv[1], token=token), ExtentHost.messages, soon())
+client = ExtentClient(session, views=True)
+if sys.argv[3] == "reads":
+    found = client.get([ExtentRead(1, SLOTS, [0], [0])], SPECS, soon())
+else:
+    from dataplane_core.backends import extent_client
+    extent_client.copy_arrays = lambda *_: (print("ready", flush=True), time.sleep(1000))
+    client.put({2: plan(columns_of([100_000]))}, soon())
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("what", ["reads", "writes"])
+def test_a_process_that_is_killed_leaves_neither_pins_nor_rows(unit, python, what):
+    unit.client("memory").put({1: plan(columns_of([50_000]))}, soon())
+    before = unit.memory()
+    words = [unit.name.removeprefix("\0"), unit.token.hex(), what, os.path.dirname(__file__)]
+    with python.start("-c", _OTHER, *words, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "ready\n"
+        assert unit.memory().pinned_bytes > 0
+        other.send_signal(signal.SIGKILL)
+        eventually(lambda: unit.memory()[1:3] == (before.held_bytes, 0), WAIT_S)
+
+
+def test_a_host_that_stands_still_is_waited_for_until_the_deadline(unit):
+    """Whatever it received is carried out or not, and no reply is taken for that of another request."""
+    client, columns = unit.client("wire"), columns_of([20_000])
+    client.put({1: plan(columns)}, soon())
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(OperationTimeoutError):
+            Session(Tcp("127.0.0.1", silent.getsockname()[1], unit.token), ExtentHost.messages, soon(0.2))
+    with pytest.raises(OperationTimeoutError):
+        client.session.call("get", soon(-1), Find([(1, [0])], 1))
+    assert_rows(get(client, [ExtentRead(1, SLOTS, [0], [0])], 1), columns, [0])

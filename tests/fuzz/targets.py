@@ -53,14 +53,24 @@ from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import DataPlaneError, OperationTimeoutError
 from dataplane_core.host_memory import Arena
 from dataplane_core.hosting import (
+    Allocate,
     CallId,
     ClaimOrWait,
     Client,
+    Drop,
+    ExtentHost,
     ExtentService,
+    Fetch,
+    Fill,
+    Find,
     Layout,
+    Memory,
     Place,
+    PutWhole,
     Release,
     StopWaiting,
+    Wanted,
+    Written,
     decode_about,
     decode_welcome,
 )
@@ -686,6 +696,39 @@ def _read_tq_request(data: bytes) -> None:
     host.answer(commands.ListPartitionsRequest(), client)
 
 
+def _extent_requests() -> list[bytes]:
+    wanted = [Wanted(1, _layout(2), 2), Wanted(3, _ragged_layout(2), 2)]
+    made: list[Any] = [
+        Allocate(1, wanted),
+        PutWhole(1, wanted, [bytes(each.layout.size_bytes) for each in wanted]),
+        Written(7),
+        Fill(7),
+        Find([(7, [1, 0]), (9, [0])], 1),
+        Fetch([(7, [0], [1, 0])]),
+        Drop([(7, 0), (9, 5)]),
+        Memory(),
+        Release([1]),
+    ]
+    return [ExtentHost.messages.encode_request(each)[4:] for each in made]
+
+
+def _read_extent_request(data: bytes) -> None:
+    """A forged request to a storage unit, in the middle of a put of the same client, and then that of another one."""
+    request, _ = ExtentHost.messages.decode_request(data)
+    host = ExtentHost(ExtentService(_arena()))
+    other, forger = host.begin_session(), host.begin_session()
+    host.answer(PutWhole(400, [Wanted(400, _layout(1), 1)], [b"12345678"]), other)
+    host.answer(Allocate(7, [Wanted(7, _layout(2), 2)]), forger)
+    attempt(lambda: host.answer(request, forger))
+    attempt(lambda: host.answer(Written(7), forger))
+    found: Any = attempt(lambda: host.answer(Find([(400, [0])], 9), other))
+    if found is not None and not found.gone:
+        offset = found.places[400].offset
+        assert _arena().bytes[offset : offset + 8].tobytes() == b"12345678", "a client's request changed others' bytes"
+    host.end_session(forger)
+    host.answer(Memory(), other)
+
+
 # --- redis_store ------------------------------------------------------------------------------------------------------
 
 
@@ -945,6 +988,7 @@ TARGETS: Final[dict[str, Target]] = {
         Target("save", _manifests, _read_save, JSON),
         Target("shm request", _shm_requests, _read_shm_request, SHM_REQUEST),
         Target("tq request", _tq_requests, _read_tq_request, SHM_REQUEST),
+        Target("extent request", _extent_requests, _read_extent_request, SHM_REQUEST),
         Target("shm reply", _shm_replies, _read_shm_reply, SHM_REPLY),
         Target("shm payload", lambda: [MESSAGES.encode_reply(_placed())[4:]], _read_shm_payload, SHM_PAYLOAD),
         Target("redis value", _redis_values, _read_redis_value, REDIS_TAGS),

@@ -163,7 +163,7 @@ def assert_rows(found, columns, wanted):
 def test_rows_come_back_bit_for_bit(unit, path, lengths):
     """Whole, in another order, some of them, and repeated ones."""
     client, columns = unit.client(path), columns_of(lengths)
-    assert client.shares_memory == (path == "memory")
+    assert client.path == path
     client.put({7: plan(columns)}, soon())
     count = len(lengths)
     random = np.random.default_rng(0).permutation(count).tolist()

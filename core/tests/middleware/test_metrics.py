@@ -117,6 +117,7 @@ def test_totals_are_over_all_partitions(client, metrics):
         "n_keys_outstanding": 2,
         "max_bytes_per_key_seen": 40,
         "last_put_bytes_per_key": 40,
+        "moved_rows": {},
     }
     client.register_partition("q", ["r"], None, ["t"])
     client.clear_samples(None, "p")

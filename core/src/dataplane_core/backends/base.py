@@ -48,6 +48,8 @@ class Backend:
             costly `start` needs this value.
         narrow: Whether core may send integers narrower than they were put, where the wire takes that. A backend whose
             reads are views of what was put clears it before `start` returns.
+        moved_rows: Where rows go by several paths, how many this client has put and read by each: name of the path ->
+            rows. Metrics show it.
         stop_by: When `stop` should be over, on `time.monotonic`'s clock, whether the store answers or not. Core sets it
             before `stop`.
     """
@@ -75,6 +77,7 @@ class Backend:
             config: An instance of this class's ``Config``.
         """
         self.config = config
+        self.moved_rows: dict[str, int] = {}
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Connects. Called once, before any hook, in the process of the client.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -82,9 +82,9 @@ class ExtentClient:
                 self._seen.touch_in_background(0, touched_bytes)
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether this process shares the host's memory."""
-        return self._arena is not None
+    def path(self) -> Literal["memory", "wire"]:
+        """How bytes get to the host and back: in memory that this process shares with it, or over the wire."""
+        return "wire" if self._arena is None else "memory"
 
     def put(self, plans: Mapping[int, ExtentPlan], deadline: float, threads: int | None = 1) -> None:
         """Stores writes. Returns when every client can read them.
@@ -104,7 +104,7 @@ class ExtentClient:
         writes = [Wanted(write_id, plan.layout, plan.num_rows) for write_id, plan in plans.items()]
         put = writes[0].write_id
         if sum(plan.layout.size_bytes for plan in plans.values()) <= _FEW_BYTES:
-            data = [b"".join(_whole(plan)) for plan in plans.values()]
+            data = [b"".join(each.data for each in _whole(plan)) for plan in plans.values()]
             self.session.call(what, deadline, PutWhole(put, writes, data))
             return
         if self._arena is None:

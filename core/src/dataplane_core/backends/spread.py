@@ -110,7 +110,7 @@ class SpreadBackend(Backend):
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Starts the stores, or attaches to them, one after the other."""
         for number, store in enumerate(self._stores):
-            store.name, store.allow_pickle = self.name, self.allow_pickle
+            store.name, store.allow_pickle, store.moved_rows = self.name, self.allow_pickle, self.moved_rows
             # of several processes, the one that bootstraps the first store bootstraps all
             store.exclusive, store.attach_wait_s = self.exclusive and number == 0, self.attach_wait_s
             store.start(bootstrap=bootstrap, deadline=deadline)

@@ -160,7 +160,7 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
             backend=backend,
             manager=manager,
             middleware=middleware,
-            context=MiddlewareContext(backend=config.backend, wire=cls.wire),
+            context=MiddlewareContext(backend=config.backend, wire=cls.wire, moved_rows=backend.moved_rows),
             bootstrap=bootstrap,
             deadline=deadline,
         )

@@ -275,6 +275,8 @@ class ExtentHost(Host):
         columns: list[list[Column]] = []
         sources: list[Bytes] = []
         for place, slots, rows in reads:
+            if not all(0 <= slot < len(place.layout.columns) for slot in slots):
+                raise InvalidRequestError("a put has other columns than those that are asked for.")
             extent = self._extents.arena.bytes[place.offset : place.offset + place.layout.size_bytes]
             columns.append([place.layout.columns[slot] for slot in slots])
             for column in columns[-1]:

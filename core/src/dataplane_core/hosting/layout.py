@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
+from dataplane_core.errors import InvalidRequestError
+
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -93,11 +95,11 @@ def arrays_of_rows(extent: Bytes, column: Column, num_rows: int, rows: Sequence[
         rows: The rows, in any order.
 
     Raises:
-        IndexError: There is no such row.
+        InvalidRequestError: There is no such row.
     """
+    if rows and not (min(rows) >= 0 and max(rows) < num_rows):
+        raise InvalidRequestError(f"a put has {num_rows} rows, not all that are asked for.")
     wanted = np.asarray(rows, dtype=np.int64)
-    if len(wanted) and not (wanted.min() >= 0 and wanted.max() < num_rows):
-        raise IndexError(f"a put has {num_rows} rows, not all that are asked for")
     arrays: list[Bytes] = []
     if column.table < 0:
         begins = wanted * column.step

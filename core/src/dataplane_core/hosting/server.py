@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 
@@ -162,7 +162,7 @@ class Server:
                     if key.fileobj is self._closed:
                         self._end()
                         return
-                    self._accept(key.fileobj)
+                    self._accept(cast("socket.socket", key.fileobj))
                     continue
                 try:
                     if events & selectors.EVENT_READ:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar, cast
 
@@ -498,7 +499,7 @@ class _Line:
             del self._ahead[:count]
             target = target[count:]
         while target:
-            count = self._move(lambda target=target: self._channel.recv_into(target))
+            count = self._move(partial(self._channel.recv_into, target))
             if not count:
                 raise EOFError("the connection was closed")
             target = target[count:]

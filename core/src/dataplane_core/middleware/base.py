@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
@@ -21,10 +21,12 @@ class MiddlewareContext:
     Attributes:
         backend: Entry-point name of the backend.
         wire: The backend's wire format: the form of the columns in requests and replies.
+        moved_rows: How many rows the client has moved by each path; see `Backend.moved_rows`. It grows.
     """
 
     backend: str
     wire: WireFormat
+    moved_rows: Mapping[str, int] = field(default_factory=dict)
 
 
 class Middleware:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import pkgutil
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -113,6 +113,7 @@ class Metrics(OperationMiddleware):
         super().__init__(on_event=on_event, events_file=events_file)
         self._on_event: Any = self.config.on_event
         self._event_file: EventFile | None = None
+        self._moved_rows: Mapping[str, int] = {}
         self._lock = threading.RLock()  # a signal handler may use the client in the middle of `snapshot`
         self._totals: dict[str, _Total] = {}
         self._held: dict[str, _Held] = {}
@@ -123,6 +124,7 @@ class Metrics(OperationMiddleware):
 
     def start(self, context: MiddlewareContext) -> None:
         """Opens the file of events, if there is to be one."""
+        self._moved_rows = context.moved_rows
         if self.config.events_file is not None:
             self._event_file = EventFile(self.config.events_file)
 
@@ -142,7 +144,8 @@ class Metrics(OperationMiddleware):
             many, those without live bytes are forgotten. And over all partitions: ``total_ops``, ``total_keys`` and
             ``total_bytes``, the sums over all operations; ``bytes_outstanding`` (live) and ``peak_bytes_outstanding``;
             ``n_keys_outstanding``, the samples with live bytes; ``max_bytes_per_key_seen``, the most that a put wrote
-            for one sample; and ``last_put_bytes_per_key``, the mean over the samples of the last put.
+            for one sample; ``last_put_bytes_per_key``, the mean over the samples of the last put; and ``moved_rows``,
+            the rows by their path, such as ``memory`` that is shared and ``wire``, on backends that have several.
         """
         with self._lock:
             totals = self._totals.values()
@@ -160,6 +163,7 @@ class Metrics(OperationMiddleware):
                 "n_keys_outstanding": sum(len(held.cells) for held in self._held.values()),
                 "max_bytes_per_key_seen": self._max_bytes_per_key,
                 "last_put_bytes_per_key": self._last_bytes_per_key,
+                "moved_rows": dict(self._moved_rows),
             }
 
     # --- the operations -----------------------------------------------------------------------------------------------

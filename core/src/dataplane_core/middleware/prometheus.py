@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -63,6 +64,7 @@ class Prometheus(Metrics):
     - ``dataplane_samples_total``, ``dataplane_bytes_total``: samples named or handed out, payload bytes moved.
     - ``dataplane_operations_in_flight``: operations under way, without claims that wait.
     - ``dataplane_waiting_claims``: claims that wait.
+    - ``dataplane_moved_rows``: rows put and read; ``path`` is ``memory`` or ``wire``, on backends that have both.
     - ``dataplane_live_bytes``: payload bytes that this process put and has not cleared.
 
     Args:
@@ -166,6 +168,9 @@ class _Endpoint:
         self.in_flight = Gauge("dataplane_operations_in_flight", "Operations under way.", _LABELS, registry=registry)
         waiting = Gauge("dataplane_waiting_claims", "Claims that wait.", registry=registry)
         waiting.set_function(lambda: sum(client._num_waiting() for client in list(self.clients)))
+        moved = Gauge("dataplane_moved_rows", "Rows put and read, by their path.", ("path",), registry=registry)
+        for path in ("memory", "wire"):
+            moved.labels(path).set_function(partial(self._moved_rows, path))
         live = Gauge("dataplane_live_bytes", "Payload bytes put and not cleared by this process.", registry=registry)
         live.set_function(lambda: sum(client._live_bytes for client in list(self.clients)))
         self._server, self._thread = start_http_server(config.port, config.host, registry)
@@ -179,6 +184,9 @@ class _Endpoint:
             new = self._file.with_suffix(".new")
             new.write_text(json.dumps([{"targets": [self.address], "labels": {"pid": str(os.getpid())}}]))
             new.replace(self._file)  # Prometheus never reads half a file
+
+    def _moved_rows(self, path: str) -> int:
+        return sum(client._moved_rows.get(path, 0) for client in list(self.clients))
 
     def leave(self, client: Prometheus) -> None:
         """A client closes."""

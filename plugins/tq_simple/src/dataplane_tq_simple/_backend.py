@@ -161,6 +161,11 @@ class TQSimpleBackend(QueueBackend["Engine"]):
         if not any(each.level is Level.ERROR for each in found):
             yield from unit_paths(cls(config), deadline)
 
+    def start(self, *, bootstrap: bool, deadline: float) -> None:
+        """As that of `QueueBackend`."""
+        super().start(bootstrap=bootstrap, deadline=deadline)
+        self._connected().moved_rows = self.moved_rows
+
     @property
     def node(self) -> str:
         """The id of this process's node in the Ray cluster."""

@@ -60,6 +60,7 @@ class Engine(QueueEngine):
         self._places = Places(self._view, self._forget)
         self._units: dict[int, ExtentClient] = {}  # by the number of the life
         self._units_lock = threading.Lock()
+        self.moved_rows: dict[str, int] = {}  # by their path
 
     def _join(self, deadline: float) -> None:
         self._places.refresh(deadline)
@@ -87,7 +88,7 @@ class Engine(QueueEngine):
         if number is None:
             return ""
         try:
-            return "memory" if self._unit(number, deadline).shares_memory else "wire"
+            return self._unit(number, deadline).path
         except DataPlaneError:  # it ends now, or cannot be reached
             return ""
 
@@ -154,7 +155,12 @@ class Engine(QueueEngine):
             for number, runs in spread.runs(write_id, num_rows).items():
                 shares.setdefault(number, {})[write_id] = ExtentPlan(found, num_rows, runs)
         threads = self.own.copy_threads if len(shares) == 1 else 1
-        self._each(shares, lambda unit, plans: unit.put(plans, deadline, threads), deadline)
+
+        def put(unit: ExtentClient, plans: Mapping[int, ExtentPlan]) -> None:
+            unit.put(plans, deadline, threads)
+            self._count(unit, sum(plan.num_rows for plan in plans.values()))
+
+        self._each(shares, put, deadline)
 
     def fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         """Fetches columns in the order of the request: in new memory, or as views where the options allow them.
@@ -226,8 +232,17 @@ class Engine(QueueEngine):
         self, reads: Mapping[int, list[ExtentRead]], specs: Mapping[str, FieldSpec], deadline: float
     ) -> list[StoredRows]:
         parts: list[StoredRows] = []
-        self._each(reads, lambda unit, some: parts.extend(unit.get(some, specs, deadline)), deadline)
+
+        def get(unit: ExtentClient, some: list[ExtentRead]) -> None:
+            parts.extend(unit.get(some, specs, deadline))
+            self._count(unit, sum(len(read.rows) for read in some))
+
+        self._each(reads, get, deadline)
         return parts
+
+    def _count(self, unit: ExtentClient, num_rows: int) -> None:
+        with self._units_lock:
+            self.moved_rows[unit.path] = self.moved_rows.get(unit.path, 0) + num_rows
 
     def _refs_of(self, located: Located, gone: Sequence[Ref], deadline: float) -> list[Ref]:
         """The refs of rows that a unit does not have, which it names by their positions there."""

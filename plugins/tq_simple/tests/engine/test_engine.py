@@ -206,23 +206,22 @@ def test_a_controller_that_stands_still(engine: Engine, note: Note, stopped: Sto
 def test_a_storage_unit_that_stands_still(
     client: DataPlaneClient, pid_of: Callable[[str], int], stopped: Stopped
 ) -> None:
-    engine = backend_of(client)._engine
     client.put_samples(IDS, "p", {"x": ROWS})
-    with stopped(pid_of("tq-engine/unit-1")):
-        for operation in (
-            lambda: client.put_samples(["more1", "more2"], "p", {"x": ROWS[:2]}, timeout_s=1.0),
-            lambda: client.get_samples(IDS, "p", ["x"], timeout_s=1.0),
-        ):
-            with pytest.raises(OperationTimeoutError, match="storage unit-1"):
-                operation()
-        with pytest.raises(OperationTimeoutError, match="storage unit-1") as error:
-            client.get_samples(IDS, "p", ["x"], timeout_s=3.0)
-        assert "It has not ended: it is stopped" in str(error.value)
-        assert engine.call(Ping(), soon())
-    # What it received meanwhile it carries out late, and no reply of that is taken for another's.
-    assert torch.equal(client.get_samples(IDS, "p", ["x"])["x"], ROWS)
-    client.clear_samples(None, "p")
-    eventually(lambda: held_bytes(engine) == 0, 30.0)
+    options = backend_of(client).config.model_dump()
+    hasty = {"backend": "tq_simple", "options": options, "op_timeout_s": 3.0}
+    with connect(hasty, bootstrap=False) as other:
+        assert len(other.list_units()) == 2  # it is connected to both
+        with stopped(pid_of("tq-engine/unit-1")):
+            with pytest.raises(OperationTimeoutError, match="storage unit-1") as error:
+                other.get_samples(IDS, "p", ["x"])
+            assert "It has not ended: it is stopped" in str(error.value)
+            with pytest.raises(OperationTimeoutError):
+                other.put_samples(["more1", "more2"], "p", {"x": ROWS[:2]})
+            assert backend_of(other)._engine.call(Ping(), soon())
+        # What it received meanwhile it carries out late, and no reply of that is taken for another's.
+        assert torch.equal(other.get_samples(IDS, "p", ["x"])["x"], ROWS)
+        other.clear_samples(None, "p")
+        eventually(lambda: held_bytes(backend_of(client)._engine) == 0, 30.0)
 
 
 def held_bytes(engine: Engine) -> int:

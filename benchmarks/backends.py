@@ -1,12 +1,14 @@
-"""Puts and gets of whole batches by the client, on every backend, beside TransferQueue's own interface and a copy.
+"""Puts and gets of whole batches by the client, on every backend, in memory that is shared and over the wire.
 
-Run:  python benchmarks/backends.py [--rounds 7] [--batches A B] [--backends noop shm_store shm_views ...]
+Run:  OMP_NUM_THREADS=1 python benchmarks/backends.py [--rounds 7] [--batches A B images experts] [--backends noop ...]
 
 The batches are those of `batches.py`. Everything that a user gets is in the client's figures: checks, codec, ledger,
-confirmed commits. Peers: ``transfer_queue.kv_batch_put`` and ``kv_batch_get`` of the same columns with one storage
-unit, which do none of that; Ray's ``put`` and ``get`` of the packed bytes as one array; and cloning the bytes once each
-way. ``shm_views`` is shm_store with the option ``views``. Rounds are interleaved, so a busy machine slows all
-alike; medians are printed. Last come the costs of one small put, and of the metrics middleware.
+confirmed commits. ``views`` reads with that option; ``wire`` is a client of the same store that shares no memory with
+its storage unit. Peers: ``transfer_queue.kv_batch_put`` and ``kv_batch_get`` of the same columns with one storage unit,
+which do none of that; Ray's ``put`` and ``get`` of the packed bytes as one array; the same bytes over one TCP
+connection and one Unix socket of the loopback, as in `wire.py`; and one copy into memory that is kept. Rounds are
+interleaved, so a busy machine slows all alike; medians are printed. Last come the costs of one small put, and of the
+metrics middleware.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import socket
 import statistics
 import time
 
@@ -23,24 +26,32 @@ import numpy as np
 import ray
 import torch
 import transfer_queue
-from batches import MAX_TOKENS, NUM_SAMPLES, Step, batch, client_steps, describe, medians_ms, size_bytes
+from batches import ALL, Step, batch, client_steps, describe, medians_ms, size_bytes
 from omegaconf import OmegaConf
 from tensordict import TensorDict
+from wire import Wire, copy_steps, peer
 
 from dataplane_core import DataPlaneClient, connect
 
-#: Name -> config, where the name alone is not enough.
+_TQ = {"instance": "bench"}
+#: Name -> config, where the name alone is not enough. Those of one store: the first one starts it.
 CONFIGS = {
+    "shm_store views": {"backend": "shm_store", "options": {"namespace": "views", "views": True}},
     "redis_store": {"backend": "redis_store", "options": {"server": "private"}},
-    "shm_views": {"backend": "shm_store", "options": {"namespace": "views", "views": True}},
+    "tq_simple": {"backend": "tq_simple", "options": _TQ},
+    "tq_simple views": {"backend": "tq_simple", "options": {**_TQ, "views": True}},
+    "tq_simple wire": {"backend": "tq_simple", "options": {**_TQ, "share_memory": False}},
 }
-#: The backends that are compared.
-DEFAULT = ["noop", "shm_store", "shm_views", "redis_store", "tq_simple", "tq_mooncake"]
+#: What is compared.
+DEFAULT = [
+    *("noop", "shm_store", "shm_store views", "tq_simple", "tq_simple views", "tq_simple wire"),
+    *("redis_store", "tq_mooncake"),
+]
 
 
 def raw_steps(columns: TensorDict) -> tuple[Step, Step, Step]:
     """Put, get and clear by TransferQueue's own interface."""
-    keys = [f"prompt{i // 8}_g{i % 8}" for i in range(NUM_SAMPLES)]
+    keys = [f"prompt{i // 8}_g{i % 8}" for i in range(len(columns))]
     names = list(columns.keys())
     return (
         lambda: transfer_queue.kv_batch_put(keys=keys, partition_id="raw", fields=columns),
@@ -60,26 +71,19 @@ def ray_steps(columns: TensorDict) -> tuple[Step, Step, Step]:
     )
 
 
-def copy_steps(columns: TensorDict) -> tuple[Step, Step, Step]:
-    """One copy of the bytes in fresh memory, each way."""
-    source = torch.ones(size_bytes(columns), dtype=torch.uint8)
-    return source.clone, source.clone, lambda: None
-
-
-def compare(columns: TensorDict, contestants: dict[str, tuple[Step, Step, Step]], rounds: int) -> None:
+def compare(contestants: dict[str, tuple[Step, Step, Step]], rounds: int) -> None:
     """Prints the contestants' medians."""
-    megabytes = size_bytes(columns) / 1e6
     medians = medians_ms(contestants, rounds)
-    raw, copied = medians["raw kv_batch"], medians["copy"]
-    heads = ["put ms", "get ms", "put MB/s", "get MB/s", "put x raw", "get x raw", "both / copy"]
-    print(f"{'':16}" + "".join(f"{head:>12}" for head in heads))
+    raw, tcp, copied = medians["raw kv_batch"], medians["TCP, 1"], medians["copy"]
+    heads = ["put ms", "get ms", "put x raw", "get x raw", "put / TCP", "get / TCP", "put / copy", "get / copy"]
+    print(f"{'':18}" + "".join(f"{head:>12}" for head in heads))
     for name, (put_ms, get_ms) in medians.items():
         cells = [
-            *(f"{put_ms:.1f}", f"{get_ms:.1f}"),
-            *(f"{megabytes / put_ms * 1e3:.0f}", f"{megabytes / get_ms * 1e3:.0f}"),
-            *(f"{raw[0] / put_ms:.1f}", f"{raw[1] / get_ms:.1f}", f"{(put_ms + get_ms) / sum(copied):.1f}"),
+            *(f"{put_ms:.1f}", f"{get_ms:.1f}", f"{raw[0] / put_ms:.1f}", f"{raw[1] / get_ms:.1f}"),
+            *(f"{put_ms / tcp[0]:.1f}", f"{get_ms / tcp[1]:.1f}"),
+            *(f"{put_ms / copied[0]:.1f}", f"{get_ms / copied[1]:.1f}"),
         ]
-        print(f"{name:16}" + "".join(f"{cell:>12}" for cell in cells))
+        print(f"{name:18}" + "".join(f"{cell:>12}" for cell in cells), flush=True)
 
 
 def small_put_us(client: DataPlaneClient, repeats: int = 500) -> float:
@@ -98,32 +102,30 @@ def main() -> None:
     """Runs the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--batches", nargs="+", choices=sorted(MAX_TOKENS), default=sorted(MAX_TOKENS))
+    parser.add_argument("--batches", nargs="+", choices=ALL, default=ALL)
     parser.add_argument("--backends", nargs="+", default=DEFAULT)
     options = parser.parse_args()
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
+    batches = {name: batch(name) for name in options.batches}
     with contextlib.ExitStack() as stack:
         configs = {name: CONFIGS.get(name, {"backend": name}) for name in options.backends}
-        clients = {name: stack.enter_context(connect(config)) for name, config in configs.items()}
-        for name in options.batches:
-            columns = batch(name)
+        clients = {name: stack.enter_context(connect(config, "auto")) for name, config in configs.items()}
+        tcp, unix = stack.enter_context(peer(max(map(size_bytes, batches.values()))))
+        wires = {"TCP, 1": Wire(socket.AF_INET, tcp, 1), "Unix, 1": Wire(socket.AF_UNIX, unix, 1)}
+        for wire in wires.values():
+            stack.callback(wire.close)
+        for name, columns in batches.items():
             print(f"\n{describe(name, columns)}")
             contestants = {backend: client_steps(client, columns) for backend, client in clients.items()}
-            compare(
-                columns,
-                {
-                    **contestants,
-                    "raw kv_batch": raw_steps(columns),
-                    "ray put, get": ray_steps(columns),
-                    "copy": copy_steps(columns),
-                },
-                options.rounds,
-            )
+            memory = memoryview(bytearray(size_bytes(columns)))
+            contestants |= {"raw kv_batch": raw_steps(columns), "ray put, get": ray_steps(columns)}
+            contestants |= {each: wire.steps(memory) for each, wire in wires.items()}
+            compare({**contestants, "copy": copy_steps(memory)}, options.rounds)
         print("\nput of 1 sample, 1 scalar")
         for backend, client in clients.items():
             with_metrics = {"backend": backend, "middleware": ["metrics"]}
-            line = f"{backend:16}{small_put_us(client):9.0f} us"
+            line = f"{backend:18}{small_put_us(client):9.0f} us"
             if backend == "noop":
                 with connect(with_metrics) as counted:
                     line += f"; with the metrics middleware {small_put_us(counted):.0f} us"

@@ -1,7 +1,8 @@
 """The batches that the benchmarks move, and the clock they are timed with.
 
 Batch A: 512 samples, 6 jagged fields (1 int64, 5 float32) of 256 to 2,048 tokens and 2 per-sample fields, 16 MB. Batch
-B: the same up to 8,192 tokens, 61 MB.
+B: the same up to 8,192 tokens, 61 MB. Images: 64 samples with an image of 1 MB. Experts: 512 rows of 50 to 400 tokens
+with routed experts, 8 layers x 8 experts per token, int64 below 128, 59 MB.
 """
 
 from __future__ import annotations
@@ -29,8 +30,15 @@ MAX_TOKENS = {"A": 2048, "B": 8192}
 Step = Callable[[], Any]
 
 
+ALL = (*MAX_TOKENS, "images", "experts")
+
+
 def batch(name: str) -> TensorDict:
-    """The columns of batch A or B."""
+    """The columns of a batch of `ALL`."""
+    if name == "images":
+        return TensorDict({"image": torch.randint(0, 256, (64, 1 << 20), dtype=torch.uint8)}, batch_size=[64])
+    if name == "experts":
+        return routed_experts()
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(256, MAX_TOKENS[name] + 1, (NUM_SAMPLES,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -46,6 +54,18 @@ def batch(name: str) -> TensorDict:
     columns["reward"] = torch.randn(NUM_SAMPLES, generator=generator)
     columns["input_lengths"] = lengths
     return TensorDict(columns, batch_size=[NUM_SAMPLES])
+
+
+def routed_experts(most_tokens: int = 400) -> TensorDict:
+    """A batch with routed experts."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(most_tokens // 8, most_tokens + 1, (NUM_SAMPLES,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    values = torch.randint(0, 128, (int(offsets[-1]), 8, 8), generator=generator)
+    experts = torch.nested.nested_tensor_from_jagged(
+        values, offsets, min_seqlen=int(lengths.min()), max_seqlen=int(lengths.max())
+    )
+    return TensorDict({"routed_experts": experts}, batch_size=[NUM_SAMPLES])
 
 
 def training_batch(num_rows: int) -> BatchedDataDict:
@@ -70,7 +90,7 @@ def size_bytes(columns: TensorDict) -> int:
 
 def client_steps(client: DataPlaneClient, columns: TensorDict) -> tuple[Step, Step, Step]:
     """Put, get and clear by the client."""
-    ids = [f"prompt{i // 8}_g{i % 8}" for i in range(NUM_SAMPLES)]
+    ids = [f"prompt{i // 8}_g{i % 8}" for i in range(len(columns))]
     names = list(columns.keys())
     client.register_partition("bench", names, None, ["train"])
     return (
@@ -82,7 +102,8 @@ def client_steps(client: DataPlaneClient, columns: TensorDict) -> tuple[Step, St
 
 def describe(name: str, columns: TensorDict) -> str:
     """A heading."""
-    return f"batch {name}: {NUM_SAMPLES} samples, 8 fields, {size_bytes(columns) / 1e6:.0f} MB"
+    fields = f"{len(list(columns.keys()))} fields"
+    return f"batch {name}: {len(columns)} samples, {fields}, {size_bytes(columns) / 1e6:.0f} MB"
 
 
 def medians_ms(contestants: Mapping[str, tuple[Step, Step, Step]], rounds: int) -> dict[str, tuple[float, float]]:

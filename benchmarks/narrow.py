@@ -15,26 +15,13 @@ import contextlib
 import statistics
 import time
 
-import torch
-from batches import NUM_SAMPLES, Step, batch, client_steps, size_bytes
+from batches import Step, batch, client_steps, routed_experts, size_bytes
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
 
 #: Backend -> the option that keeps two stores apart, where it is not "namespace".
 KEYS = {"tq_simple": "instance", "tq_mooncake": "instance"}
-
-
-def routed(most_tokens: int) -> TensorDict:
-    """A batch with routed experts."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(most_tokens // 8, most_tokens + 1, (NUM_SAMPLES,), generator=generator)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    values = torch.randint(0, 128, (int(offsets[-1]), 8, 8), generator=generator)
-    experts = torch.nested.nested_tensor_from_jagged(
-        values, offsets, min_seqlen=int(lengths.min()), max_seqlen=int(lengths.max())
-    )
-    return TensorDict({"routed_experts": experts}, batch_size=[NUM_SAMPLES])
 
 
 def wide_a() -> TensorDict:
@@ -65,7 +52,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", default=["experts", "A wide", "A"])
     parser.add_argument("--backends", nargs="+", default=["noop", "shm_store", "redis_store"])
     options = parser.parse_args()
-    batches = {"experts": lambda: routed(options.tokens), "A wide": wide_a, "A": lambda: batch("A")}
+    batches = {"experts": lambda: routed_experts(options.tokens), "A wide": wide_a, "A": lambda: batch("A")}
     print(
         f"{'':24}{'put ms':>10}{'as put':>10}{'least':>8}{'median':>8}"
         f"{'get ms':>10}{'as put':>10}{'least':>8}{'median':>8}{'bytes':>8}"

@@ -18,8 +18,8 @@ import socket
 import struct
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 from batches import MAX_TOKENS, Step, batch, client_steps, describe, medians_ms, size_bytes
@@ -31,7 +31,7 @@ _ASKED = struct.Struct("<?q")
 #: Name -> config. Redis is reached over TCP or over a Unix socket, the others over TCP.
 CONFIGS = {
     "redis_store": {"backend": "redis_store", "options": {"server": "private"}},
-    "tq_simple": {"backend": "tq_simple"},
+    "tq_simple": {"backend": "tq_simple", "options": {"share_memory": False}},
     "tq_mooncake": {"backend": "tq_mooncake"},
 }
 
@@ -124,6 +124,22 @@ def copy_steps(memory: memoryview) -> tuple[Step, Step, Step]:
     return lambda: np.copyto(target, source), lambda: np.copyto(target, source), lambda: None
 
 
+@contextlib.contextmanager
+def peer(size_bytes: int) -> Iterator[tuple[tuple[str, int], str]]:
+    """A peer process: where it answers over TCP, and over a Unix socket."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/peer"
+        spawning = multiprocessing.get_context("spawn")
+        ports = spawning.SimpleQueue()
+        process = spawning.Process(target=serve, args=(path, size_bytes, ports), daemon=True)
+        process.start()
+        try:
+            yield ("127.0.0.1", ports.get()), path
+        finally:
+            process.kill()
+            process.join()
+
+
 def main() -> None:
     """Runs the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -134,18 +150,11 @@ def main() -> None:
     batches = {name: batch(name) for name in options.batches}
     most_bytes = max(map(size_bytes, batches.values()))
     with contextlib.ExitStack() as stack:
-        path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "peer"
-        spawning = multiprocessing.get_context("spawn")
-        ports = spawning.SimpleQueue()
-        peer = spawning.Process(target=serve, args=(str(path), most_bytes, ports), daemon=True)
-        peer.start()
-        stack.callback(peer.join)
-        stack.callback(peer.kill)
-        tcp = ("127.0.0.1", ports.get())
+        tcp, path = stack.enter_context(peer(most_bytes))
         wires = {}
         for count in (1, 4):
             wires[f"TCP, {count}"] = Wire(socket.AF_INET, tcp, count)
-            wires[f"Unix, {count}"] = Wire(socket.AF_UNIX, str(path), count)
+            wires[f"Unix, {count}"] = Wire(socket.AF_UNIX, path, count)
         for wire in wires.values():
             stack.callback(wire.close)
         clients = {name: stack.enter_context(connect(CONFIGS[name])) for name in options.backends}

@@ -27,21 +27,13 @@ import ray
 import torch
 import transfer_queue
 from batches import ALL, Step, batch, client_steps, describe, medians_ms, size_bytes
+from configs import CONFIGS
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from wire import Wire, copy_steps, peer
 
 from dataplane_core import DataPlaneClient, connect
 
-_TQ = {"instance": "bench"}
-#: Name -> config, where the name alone is not enough. Those of one store: the first one starts it.
-CONFIGS = {
-    "shm_store views": {"backend": "shm_store", "options": {"namespace": "views", "views": True}},
-    "redis_store": {"backend": "redis_store", "options": {"server": "private"}},
-    "tq_simple": {"backend": "tq_simple", "options": _TQ},
-    "tq_simple views": {"backend": "tq_simple", "options": {**_TQ, "views": True}},
-    "tq_simple wire": {"backend": "tq_simple", "options": {**_TQ, "share_memory": False}},
-}
 #: What is compared.
 DEFAULT = [
     *("noop", "shm_store", "shm_store views", "tq_simple", "tq_simple views", "tq_simple wire"),

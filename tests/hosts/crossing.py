@@ -134,7 +134,10 @@ def cross(backend: str, other: str) -> dict[str, Any]:
         if backend != "redis_store":
             instance = backend_of(client)._engine._instance
             units = [unit.ip for unit in instance.units]
-    return {"backend": backend, "read": read, "answered": answered, "units": units}
+        paths = {}
+        if backend == "tq_simple":
+            paths = {each.address.rpartition(":")[0]: each.path for each in client.list_units()}
+    return {"backend": backend, "read": read, "answered": answered, "units": units, "paths": paths}
 
 
 if __name__ == "__main__":

@@ -83,6 +83,8 @@ class Run:
         self._folder = folder
         self._stack = contextlib.ExitStack()
         own = {"instance": "goes-on", "num_storage_units": 2, "journal_sync": False, **options}
+        if backend == "tq_simple":
+            own |= {"near_writer": False}  # both units have rows of each put
         if backend == "tq_mooncake":
             own |= {"segment_size_bytes": 32 << 20, "local_buffer_size_bytes": 4 << 20}
         self._config = {"backend": backend, "op_timeout_s": _OP_TIMEOUT_S, "options": own}

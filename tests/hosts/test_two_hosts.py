@@ -14,6 +14,8 @@ def test_data_crosses_hosts_both_ways_bit_for_bit(pair: Any) -> None:
         assert found["backend"] == backend
         assert found["answered"] == {"ip": pair.there.address, "read": True, "claimed": 96}, backend
         assert found["read"] is True, backend
+        if backend == "tq_simple":
+            assert found["paths"] == {pair.here.address: "memory", pair.there.address: "wire"}
         if backend != "redis_store":  # one unit on each host, under the address that the other can reach
             assert sorted(found["units"]) == [pair.here.address, pair.there.address], backend
 

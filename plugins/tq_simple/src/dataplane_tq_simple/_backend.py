@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, LedgerBackend, Level, PrivateFolder
-from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import (
     Capability,
@@ -158,18 +158,24 @@ class TQSimpleBackend(QueueBackend["Engine"]):
         """As that of `QueueBackend`, and how rows get from the storage units of a running instance to this process."""
         found = list(super().diagnose(config, deadline=deadline))
         yield from found
-        if not any(each.level is Level.ERROR for each in found):
-            yield from unit_paths(cls(config), deadline)
+        if any(each.level is Level.ERROR for each in found):
+            return
+        backend = cls(config)
+        try:
+            backend.start(bootstrap=False, deadline=deadline)
+            units = backend.list_units(ListUnitsRequest(deadline=deadline)).units
+            yield from unit_paths(units, backend._connected().node)
+        except BackendUnavailableError:  # none runs
+            return
+        except DataPlaneError as error:
+            yield Finding.error(f"The storage units cannot be asked: {error.message}", error.hint)
+        finally:
+            backend.stop()
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """As that of `QueueBackend`."""
         super().start(bootstrap=bootstrap, deadline=deadline)
         self._connected().moved_rows = self.moved_rows
-
-    @property
-    def node(self) -> str:
-        """The id of this process's node in the Ray cluster."""
-        return self._connected().node
 
     def begin_put(
         self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float

@@ -313,7 +313,8 @@ class Instance(ABC):
             except (OperationTimeoutError, BackendUnavailableError) as error:
                 if isinstance(error.__cause__, ray.exceptions.ActorDiedError):
                     raise controller_dead(self.config.instance, error.__cause__) from error.__cause__
-                if ray.is_initialized():
+                # with a journal, the controller comes back as soon as a head does that keeps its state
+                if self.config.journal is None and ray.is_initialized():
                     check_head(self.config.instance)
                 late = time.monotonic() + _ASK_AGAIN_S >= deadline
                 if late and error.retryable and self.config.journal is not None:

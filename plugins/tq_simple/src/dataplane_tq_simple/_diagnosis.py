@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from dataplane_core.backends import Finding, Level, check_announced_address, missing_library
 from dataplane_core.errors import DataPlaneError, preview
-from dataplane_core.spec import ListUnitsRequest
+from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple.addresses import host_and_port, refuses
 from dataplane_tq_simple.config import QueueConfig
-
-if TYPE_CHECKING:
-    from dataplane_tq_simple._backend import TQSimpleBackend
 
 _DISTRIBUTION: Final = "dataplane-tq-simple"
 _ENGINE: Final = "TransferQueue"
@@ -37,21 +34,9 @@ def diagnose(config: QueueConfig, deadline: float, find_name: Callable[[], str])
         yield from _running(config, deadline)
 
 
-def unit_paths(backend: TQSimpleBackend, deadline: float) -> Iterator[Finding]:
-    """How rows get from each storage unit of a running instance to this process. Nothing if none runs."""
-    backend.attach_wait_s = 0.0
-    try:
-        backend.start(bootstrap=False, deadline=deadline)
-    except DataPlaneError:  # other findings say why
-        return
-    try:
-        node = backend.node
-        units = [each for each in backend.list_units(ListUnitsRequest(deadline=deadline)).units if each.path]
-    except DataPlaneError as error:
-        yield Finding.error(f"The storage units cannot be asked: {error.message}", error.hint)
-        return
-    finally:
-        backend.stop()
+def unit_paths(units: Iterable[UnitInfo], node: str) -> Iterator[Finding]:
+    """How rows get from storage units to this process, which is on this node."""
+    units = [each for each in units if each.path]
     shared = [each.name for each in units if each.path == "memory"]
     far = [each.name for each in units if each.path == "wire" and each.node != node]
     apart = [each.name for each in units if each.path == "wire" and each.node == node]

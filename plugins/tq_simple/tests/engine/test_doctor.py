@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from dataplane_core import connect
 from dataplane_core.backends import Level
 from dataplane_core.cli import _examination
 from dataplane_tq_simple import TQSimpleBackend
@@ -57,6 +58,16 @@ def test_a_running_cluster_of_too_few_cpus_is_an_error_with_the_numbers(ray_clus
     assert "needs 9 CPUs (controller 0, 3 storage units of 3), but the Ray cluster has 8 free of 8" in what
     assert findings(Level.ERROR, **options) == []
     assert f"The Ray cluster at {ray_cluster} has 8 logical CPUs on 1 node." in dict(findings(Level.OK, **options))
+
+
+def test_it_says_by_which_path_rows_of_a_running_instance_come(ray_cluster):
+    options = {"ray_address": ray_cluster, "instance": "paths"}
+    assert not [what for what, _ in findings(Level.OK, **options) if "unit-0" in what], "none runs"
+    with connect({"backend": "tq_simple", "options": options}):
+        assert "This process shares the memory of 'unit-0'." in dict(findings(Level.OK, **options))
+        ((what, hint),) = findings(Level.WARNING, **options, share_memory=False)
+    assert what == "'unit-0' runs on this node, but rows come over the wire."
+    assert "in the same network namespace" in hint
 
 
 def test_another_version_of_the_engine_is_an_error_with_the_command(tmp_path, monkeypatch):

@@ -118,6 +118,7 @@ def test_rows_of_two_units_come_back_in_order(client: DataPlaneClient) -> None:
     path = "memory" if backend_of(client).config.share_memory else "wire"
     client.put_samples(IDS, "p", {"x": ROWS})
     assert [(each.num_rows, each.path) for each in client.list_units()] == [(10, path)] * 2
+    assert backend_of(client).moved_rows == {path: 20}
     order = np.random.default_rng(0).permutation(20).tolist()
     for wanted in (list(range(20)), order, order[:7], [3]):
         found = client.get_samples([IDS[row] for row in wanted], "p", ["x"])["x"]

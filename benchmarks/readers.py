@@ -1,0 +1,101 @@
+"""Many processes of a node that read the same batch at the same time, beside as many plain copies of its bytes.
+
+Run:  OMP_NUM_THREADS=1 python benchmarks/readers.py [--readers 8] [--rounds 5] [--backends shm_store tq_simple ...]
+
+Each process reads batch B of `batches.py` into its own memory; a round is over when all have it. The copies are made by
+the same processes, out of an arena that they share. The configs are those of `configs.py`. Medians are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+from batches import batch, client_steps, size_bytes
+from configs import CONFIGS
+
+from dataplane_core import connect
+from dataplane_core.host_memory import Arena
+from dataplane_testkit import backend_of
+
+DEFAULT = ["shm_store", "shm_store views", "tq_simple", "tq_simple views", "tq_simple wire", "redis_store"]
+COPY = "copy"
+
+
+def read(arena: Arena, configs: dict[str, Any], barrier: Any, rounds: int) -> None:
+    """A reader: takes part in each round of each contestant."""
+    ids, names = _ids_and_names()
+    target = np.ones(arena.size_bytes, dtype=np.uint8)
+    with contextlib.ExitStack() as stack:
+        steps = {COPY: lambda: np.copyto(target, arena.bytes)}
+        for name, config in configs.items():
+            client = stack.enter_context(connect(config, bootstrap=False))
+            steps[name] = lambda client=client: client.get_samples(ids, "bench", names)
+        for _ in range(rounds + 1):
+            for step in steps.values():
+                barrier.wait()
+                step()
+                barrier.wait()
+
+
+def _ids_and_names() -> tuple[list[str], list[str]]:
+    columns = batch("B")
+    return [f"prompt{i // 8}_g{i % 8}" for i in range(len(columns))], list(columns.keys())
+
+
+def main() -> None:
+    """Prints the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--readers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--backends", nargs="+", default=DEFAULT)
+    options = parser.parse_args()
+    columns = batch("B")
+    arena = Arena.create(size_bytes(columns))
+    arena.bytes[:] = 1
+    forking = multiprocessing.get_context("fork")  # before anything has threads: the arena goes along
+    barrier = forking.Barrier(options.readers + 1)
+    told = [forking.SimpleQueue() for _ in range(options.readers)]
+
+    def run(queue: Any) -> None:
+        read(arena, queue.get(), barrier, options.rounds)
+
+    readers = [forking.Process(target=run, args=(queue,), daemon=True) for queue in told]
+    for reader in readers:
+        reader.start()
+    with contextlib.ExitStack() as stack:
+        configs = {}
+        for name in options.backends:
+            config = CONFIGS.get(name, {"backend": name})
+            client = stack.enter_context(connect(config, "auto"))
+            client_steps(client, columns)[0]()
+            found = getattr(backend_of(client), "attach_options", dict)()
+            configs[name] = {**config, "options": {**config.get("options", {}), **found}}
+            configs[name]["options"].pop("server", None)
+        for queue in told:
+            queue.put(configs)
+        times: dict[str, list[float]] = {name: [] for name in (COPY, *configs)}
+        for number in range(options.rounds + 1):
+            for kept in times.values():
+                barrier.wait()
+                started = time.perf_counter()
+                barrier.wait()
+                if number:
+                    kept.append((time.perf_counter() - started) * 1e3)
+        for reader in readers:
+            reader.join()
+    print(f"{options.readers} readers of batch B, {size_bytes(columns) / 1e6:.0f} MB each")
+    for name, kept in times.items():
+        relative = statistics.median(kept) / statistics.median(times[COPY])
+        print(f"{name:18}{statistics.median(kept):10.0f} ms{relative:10.2f} times the copies")
+    print(f"\n{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -20,6 +20,7 @@ from dataplane_core import connect
 from dataplane_core.errors import ClaimTimeoutError, MissingDataError, PluginImportError
 from dataplane_core.middleware import prometheus
 from dataplane_core.middleware.prometheus import Prometheus
+from dataplane_testkit import backend_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -65,6 +66,9 @@ def test_a_scrape_says_what_the_clients_of_the_process_did():
         assert found[f"dataplane_bytes_total{get}}}"] == 16
         assert found[f"dataplane_operation_seconds_count{put}}}"] == 2
         assert found["dataplane_live_bytes"] == 64
+        assert found['dataplane_moved_rows{path="wire"}'] == 0
+        backend_of(one).moved_rows["wire"] = 7  # as a backend counts that has paths
+        assert scrape(address)['dataplane_moved_rows{path="wire"}'] == 7
         assert found[f"dataplane_operations_in_flight{put}}}"] == 0
         two.clear_samples(["a"], "p")
         assert scrape(address)["dataplane_live_bytes"] == 48

@@ -44,6 +44,8 @@ from dataplane_tq_simple._units import SimpleStorageInstance
 
 #: Seconds between two looks whether new storage units have started.
 _LOOK_AGAIN_S: Final = 0.1
+#: Seconds that a listing waits for a unit, to say how rows get from there.
+_PATH_S: Final = 1.0
 #: The most units that one operation moves bytes to or from at the same time.
 _AT_ONCE: Final = 16
 
@@ -88,7 +90,7 @@ class Engine(QueueEngine):
         if number is None:
             return ""
         try:
-            return self._unit(number, deadline).path
+            return self._unit(number, min(deadline, time.monotonic() + _PATH_S)).path
         except DataPlaneError:  # it ends now, or cannot be reached
             return ""
 

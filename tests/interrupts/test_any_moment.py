@@ -11,7 +11,7 @@ import torch
 from dataplane_sqlite_example import SQLiteStore
 
 from dataplane_core import connect
-from dataplane_core.backends import RecordedLedger
+from dataplane_core.backends import RecordedLedger, extent_client
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
 from dataplane_core.host_memory import copying
@@ -44,7 +44,13 @@ class Recorded(NoopBackend):
         pass
 
 
-@pytest.fixture(params=["noop", "journal", "recorded", "shm_store", "shm_store with copy threads", "redis_store"])
+KINDS = [
+    *("noop", "journal", "recorded", "shm_store", "shm_store with copy threads", "redis_store"),
+    *("tq_simple", "tq_simple over the wire"),
+]
+
+
+@pytest.fixture(params=KINDS)
 def client(request, tmp_path, monkeypatch):
     kind, name = request.param, f"interrupts-{uuid.uuid4().hex[:8]}"
     settings = {"op_timeout_s": 300}  # a call that is never answered lets the test time out
@@ -59,11 +65,24 @@ def client(request, tmp_path, monkeypatch):
         if kind == "shm_store with copy threads":  # also of a few bytes
             kind, options = "shm_store", {"capacity_bytes": 1 << 24, "copy_threads": 3}
             monkeypatch.setattr(_backend, "_FEW_BYTES", 0)
-            monkeypatch.setattr(copying, "_LEAST_BYTES", 8)
-            monkeypatch.setattr(copying, "_PAGE", 8)
-        opened = connect({"backend": kind, "options": {"namespace": name, **options} if options else {}, **settings})
+            few_bytes_go_their_whole_way(monkeypatch)
+        if kind.startswith("tq_simple"):
+            address = request.getfixturevalue("ray_address")
+            kind, options = "tq_simple", {"instance": name, "ray_address": address, "share_memory": kind == "tq_simple"}
+            options |= {"num_storage_units": 2, "near_writer": False, "copy_threads": 3}
+            monkeypatch.setattr(extent_client, "_FEW_BYTES", 0)
+            few_bytes_go_their_whole_way(monkeypatch)
+        elif options:
+            options["namespace"] = name
+        opened = connect({"backend": kind, "options": options, **settings})
     yield opened
     opened.close()
+
+
+def few_bytes_go_their_whole_way(monkeypatch):
+    """Several threads copy them."""
+    monkeypatch.setattr(copying, "_LEAST_BYTES", 8)
+    monkeypatch.setattr(copying, "_PAGE", 8)
 
 
 class Interrupts:

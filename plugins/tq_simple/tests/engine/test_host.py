@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from dataplane_core.errors import BackendUnavailableError, DataPlaneError, Inval
 from dataplane_core.hosting import CallId, ClaimOrWait, Client
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
-from dataplane_tq_simple._book import SPREAD_BITS, Started, UnitBook
+from dataplane_tq_simple._book import SPREAD_BITS, Spread, Started, UnitBook
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._messages import AddUnits, BeginNear, RemoveUnit, UnitRecords, ViewUnits
@@ -223,6 +225,38 @@ def test_rows_that_two_clients_report_as_deleted_are_counted_once(either: Contro
     _, last = either.call(commands.ClearRequest("p", then_ids[3:]))
     either.call(commands.Collected(last))
     assert either.host.end_removed() == ["actor-unit-1"]
+
+
+def test_a_put_goes_to_its_own_node_while_that_has_room(either: Controller) -> None:
+    """Then to others that have room for it; a put that none has room for is dealt out over all."""
+
+    def put(row_bytes: int) -> list[int]:
+        before = [unit.num_rows for unit in either.units()[0]]
+        write = commands.Write(list(X), [row_bytes] * 6)
+        either.call(BeginNear(commands.BeginPut("p", IDS, X, [write], ttl_s=60.0), "n2"))
+        return [unit.num_rows - rows for unit, rows in zip(either.units()[0], before, strict=True)]
+
+    assert put(100 << 20) == [0, 0, 6]
+    assert put(100 << 20) == [3, 3, 0]
+    assert put(10 << 20) == [0, 0, 6], "a smaller one fits"
+    assert put(200 << 20) == [2, 2, 2]
+
+
+def test_rows_are_dealt_out_in_blocks_and_found_again() -> None:
+    for num_lives, shift, num_rows, number in itertools.product((1, 2, 3), (0, 1, 4), (1, 7, 100), (0, 5)):
+        spread = Spread(tuple(range(10, 10 + num_lives)), shift)
+        write_id = 3 << SPREAD_BITS | number
+        held = {
+            life: [row for run in runs for row in range(*run)] for life, runs in spread.runs(write_id, num_rows).items()
+        }
+        assert sorted(row for rows in held.values() for row in rows) == list(range(num_rows))
+        wanted = random.Random(num_rows).sample(range(num_rows), min(num_rows, 9))
+        found = spread.split(write_id, wanted)
+        assert sorted(index for pairs in found.values() for index, _ in pairs) == list(range(len(wanted)))
+        for life, pairs in found.items():
+            for index, there in pairs:
+                assert spread.life_of(write_id, wanted[index]) == life
+                assert held[life][there] == wanted[index]
 
 
 def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(either: Controller) -> None:

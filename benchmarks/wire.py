@@ -5,7 +5,9 @@ Run:  OMP_NUM_THREADS=1 python benchmarks/wire.py [--rounds 7] [--batches A B] [
 A put sends the bytes of a batch to a peer process, which receives them into memory that it keeps and answers with one
 byte. A get asks for them, and receives them into memory that is kept here. With several connections, each carries its
 share, by a thread on each side. Nothing is encoded, checked or kept apart: this is the least that a backend over a
-socket takes. Rounds are interleaved, so a busy machine slows all alike; medians are printed.
+socket takes. "Redis alone" is what the server of redis_store takes for as many bytes in one value per row, from a
+client that only writes its protocol and receives into memory that it keeps. Rounds are interleaved, so a busy machine
+slows all alike; medians are printed.
 """
 
 from __future__ import annotations
@@ -20,16 +22,18 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
-from batches import MAX_TOKENS, Step, batch, client_steps, describe, medians_ms, size_bytes
+import redis
+from batches import MAX_TOKENS, NUM_SAMPLES, Step, batch, client_steps, describe, medians_ms, size_bytes
 
 from dataplane_core import connect
 
 #: What is asked of the peer: whether to send, and how many bytes.
 _ASKED = struct.Struct("<?q")
 #: Name -> config. Redis is reached over TCP or over a Unix socket, the others over TCP.
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "redis_store": {"backend": "redis_store", "options": {"server": "private"}},
     "tq_simple": {"backend": "tq_simple", "options": {"share_memory": False}},
     "tq_mooncake": {"backend": "tq_mooncake"},
@@ -118,6 +122,42 @@ class Wire:
             channel.close()
 
 
+def redis_steps(connection: Any, memory: memoryview) -> tuple[Step, Step, Step]:
+    """As many bytes in a hash with one value per row. Eight rows are one command. Two reads are under way: Redis makes
+    one reply while the other is received."""
+    channel, pack = connection._sock, connection.pack_command
+    step = -(-len(memory) // NUM_SAMPLES)
+    values = [memory[start : start + step] for start in range(0, len(memory), step)]
+    groups = [range(first, min(first + 8, len(values))) for first in range(0, len(values), 8)]
+    asked = [b"".join(pack("HMGET", "wire", *each)) for each in groups]
+    sizes = [
+        len(b"*%d\r\n" % len(each)) + sum(len(b"$%d\r\n\r\n" % len(values[i])) + len(values[i]) for i in each)
+        for each in groups
+    ]
+    received = memoryview(bytearray(max(sizes)))
+
+    def put() -> None:
+        for each in groups:
+            parts: list[bytes | memoryview] = [b"*%d\r\n$4\r\nHSET\r\n$4\r\nwire\r\n" % (2 + 2 * len(each))]
+            for i in each:
+                parts += (b"$%d\r\n%d\r\n$%d\r\n" % (len(str(i)), i, len(values[i])), values[i], b"\r\n")
+            channel.sendall(b"".join(parts))
+        for _ in groups:
+            connection.read_response()
+
+    def get() -> None:
+        channel.sendall(asked[0])
+        for number, size in enumerate(sizes):
+            channel.sendall(b"".join(asked[number + 1 : number + 2]))
+            receive(channel, received[:size])
+
+    def clear() -> None:
+        connection.send_command("UNLINK", "wire")
+        connection.read_response()
+
+    return put, get, clear
+
+
 def copy_steps(memory: memoryview) -> tuple[Step, Step, Step]:
     """One copy of the bytes into memory that is kept, each way."""
     source, target = np.frombuffer(memory, dtype=np.uint8), np.ones(len(memory), dtype=np.uint8)
@@ -146,7 +186,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", nargs="+", choices=sorted(MAX_TOKENS), default=sorted(MAX_TOKENS))
     parser.add_argument("--backends", nargs="*", choices=sorted(CONFIGS), default=sorted(CONFIGS))
+    parser.add_argument("--url", help="of a server that runs, for redis_store; else it starts a private one")
     options = parser.parse_args()
+    if options.url:
+        CONFIGS["redis_store"]["options"] = {"url": options.url}
     batches = {name: batch(name) for name in options.batches}
     most_bytes = max(map(size_bytes, batches.values()))
     with contextlib.ExitStack() as stack:
@@ -158,9 +201,17 @@ def main() -> None:
         for wire in wires.values():
             stack.callback(wire.close)
         clients = {name: stack.enter_context(connect(CONFIGS[name])) for name in options.backends}
+        alone = None
+        if "redis_store" in clients:
+            from dataplane_redis._server import private_url
+
+            alone = redis.Redis.from_url(options.url or private_url("default")).connection_pool.get_connection()
+            stack.callback(alone.disconnect)
         for name, columns in batches.items():
             memory = memoryview(bytearray(os.urandom(1 << 20) * -(-size_bytes(columns) >> 20)))[: size_bytes(columns)]
             contestants = {each: wire.steps(memory) for each, wire in wires.items()}
+            if alone is not None:
+                contestants["Redis alone"] = redis_steps(alone, memory)
             contestants |= {each: client_steps(client, columns) for each, client in clients.items()}
             medians = medians_ms({"copy": copy_steps(memory), **contestants}, options.rounds)
             least = medians["TCP, 1"]

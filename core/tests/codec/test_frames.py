@@ -75,6 +75,26 @@ def test_the_frames_of_a_column_are_those_of_its_cells(dtype, shapes, random_cel
         assert_rows(unframe_column(frames, believed), rows)
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param([400_000] * 3, id="dense"),
+        pytest.param([400_000, 0, 1, 400_000], id="a few large ones"),
+        pytest.param([512 + row % 2 for row in range(600)], id="of the least large size"),
+        pytest.param([100] * 3000 + [3], id="many small ones"),
+    ],
+)
+def test_large_columns_share_no_memory_with_those_before(lengths, assert_rows):
+    columns = [[torch.full((length,), float(fill + length)) for length in lengths] for fill in range(3)]
+    framed = [frame_column(rows) for rows in columns]  # all held at the same time
+    found = [unframe_column(frames) for frames in framed]
+    del framed
+    again = [unframe_column(frame_column(rows)) for rows in reversed(columns)]
+    for rows, before, after in zip(columns, found, reversed(again), strict=True):
+        assert_rows(before, rows)
+        assert_rows(after, rows)
+
+
 def test_frames_of_other_bytes_like_types_are_read():
     frames = [bytearray(each) for each in frame_column(torch.arange(6.0).view(3, 2))]
     assert unframe_column(frames).tolist() == [[0, 1], [2, 3], [4, 5]]

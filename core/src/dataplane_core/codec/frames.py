@@ -37,6 +37,7 @@ from dataplane_core.codec.tensors import (
     byte_view,
     from_bytes,
     join_bytes,
+    joined,
     offsets_of,
     ragged_of_dense,
     ragged_of_nested,
@@ -106,7 +107,7 @@ def _interleave(headers: bytes, header_size: int, payload: memoryview, starts: _
     for row, (start, stop) in enumerate(pairwise(cuts)):
         parts.append(headers[row * header_size : (row + 1) * header_size])
         parts.append(payload[start:stop])
-    data = memoryview(b"".join(parts))
+    data = joined(parts, len(headers) + len(payload)).data
     cuts = (starts + np.arange(len(starts), dtype=np.int64) * header_size).tolist()
     return [data[start:stop] for start, stop in pairwise(cuts)]
 
@@ -210,9 +211,9 @@ def _of_differing_width(views: Sequence[BytesLike], codes: Any, dtype: torch.dty
 
 
 def _flat(frame: BytesLike) -> BytesLike:
-    if type(frame) is bytes:
-        return frame if len(frame) <= _LARGE_CELL else memoryview(frame)
-    view = memoryview(frame)
+    if type(frame) is bytes and len(frame) <= _LARGE_CELL:
+        return frame
+    view = frame if type(frame) is memoryview else memoryview(frame)
     if view.ndim == 1 and view.itemsize == 1 and view.contiguous:
         return view
     return memoryview(view.tobytes())

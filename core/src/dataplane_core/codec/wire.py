@@ -393,9 +393,9 @@ def _check_count(name: str, found: int, num_samples: int) -> None:
 
 def _check_frames(name: str, column: Any, num_samples: int) -> Sequence[BytesLike]:
     strange = [column] if not isinstance(column, Sequence) else column
-    for each in strange:
-        if not isinstance(each, (bytes, bytearray, memoryview)):
-            raise _mismatch(name, f"a {type(each).__name__}", "frames: bytes, bytearray or memoryview")
+    for kind in set(map(type, strange)):
+        if not issubclass(kind, (bytes, bytearray, memoryview)):
+            raise _mismatch(name, f"a {kind.__name__}", "frames: bytes, bytearray or memoryview")
     _check_count(name, len(column), num_samples)
     return column  # type: ignore[no-any-return] # a backend's column is of any type; it was looked at above
 

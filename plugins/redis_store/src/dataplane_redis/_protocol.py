@@ -39,6 +39,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     StalePartitionError,
 )
+from dataplane_core.host_memory import recycled_bytes
 
 #: What is sent: commands, in parts.
 Parts: TypeAlias = Sequence[bytes | bytearray | memoryview]
@@ -137,7 +138,7 @@ class ArrayReader:
     def __init__(self, sock: Any, size_bytes: int, deadline: float) -> None:
         self._sock = sock
         self._deadline = deadline
-        self._buffer = np.empty(size_bytes + _SLACK_BYTES, dtype=np.uint8).data
+        self._buffer = recycled_bytes(size_bytes + _SLACK_BYTES).data
         self._start = 0  # of the bytes that are not parsed yet
         self._stop = 0  # of the bytes that were received
 

@@ -287,9 +287,9 @@ class Engine(QueueEngine):
             raise UnitsGoneError("a storage unit ended. What it held is lost.")
         new = ExtentClient(self._new_session(number, life, deadline), views=self.own.views)
         with self._units_lock:
-            unit = self._units.setdefault(number, new)
-        if unit is not new:
-            new.session.finish()
+            unit = new if self._closed else self._units.setdefault(number, new)
+        if self._closed or unit is not new:
+            new.session.close()
         return unit
 
     def _new_session(self, number: int, life: Life, deadline: float) -> Session:

@@ -7,7 +7,6 @@ Run:  OMP_NUM_THREADS=1 python benchmarks/mooncake_engine.py [--rounds 7] [--bat
 - ``standalone client``: the same calls of a process that shares memory with a ``mooncake_client``, which has the
   segment. ``--memcpy`` lets that client copy with MC_STORE_MEMCPY, instead of by TCP from itself to itself.
 - ``tq_mooncake``: the backend's client, with one storage unit.
-- ``its rows``: put_rows and get_rows of the backend's engine, without its codec and its ledger.
 
 A row is what a sample of the batch takes. Each of the first two runs in processes of its own, with a master of its own.
 Rounds are interleaved, so a busy machine slows all alike; medians are printed.
@@ -33,10 +32,8 @@ from batches import MAX_TOKENS, Step, batch, client_steps, describe, medians_ms
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from dataplane_core import connect
-from dataplane_core.backends import OwnedProcess
 from dataplane_mooncake._master import Master
 from dataplane_mooncake.machine import master_path
-from dataplane_testkit import backend_of
 from dataplane_tq_simple.addresses import refuses
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -173,25 +170,6 @@ class User:
         self._process.join()
 
 
-def engine_steps(engine: Any, sizes: npt.NDArray[np.int64]) -> tuple[Step, Step, Step]:
-    """Put, get and clear of rows of these sizes by the backend's engine."""
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    buffer = np.ones(int(offsets[-1]), dtype=np.uint8)
-    firsts = itertools.count(1 << 48, len(sizes))  # ids that the ledger gives to nobody
-    handles: list[int] = []
-
-    def put() -> None:
-        first = next(firsts)
-        handles[:] = range(first, first + len(sizes))
-        engine.put_rows(handles, buffer, offsets, deadline=time.monotonic() + _START_S)
-
-    return (
-        put,
-        lambda: engine.get_rows(handles, deadline=time.monotonic() + _START_S),
-        lambda: engine.delete_rows(handles, deadline=time.monotonic() + _START_S),
-    )
-
-
 def main() -> None:
     """Runs the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -214,7 +192,6 @@ def main() -> None:
             sizes = row_sizes(columns)
             contestants = {each: user.steps(sizes) for each, user in users.items()}
             contestants["tq_mooncake"] = client_steps(client, columns)
-            contestants["its rows"] = engine_steps(backend_of(client)._engine, sizes)
             medians = medians_ms(contestants, options.rounds)
             least = medians["engine"]
             print(f"\n{describe(name, columns)}\n{'':20}" + "".join(f"{each:>14}" for each in _HEADINGS))

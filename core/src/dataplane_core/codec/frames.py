@@ -13,7 +13,7 @@ import math
 import struct
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from dataplane_core.codec.tensors import (
     byte_view,
     from_bytes,
     join_bytes,
+    join_recycled,
     offsets_of,
     ragged_of_dense,
     ragged_of_nested,
@@ -106,7 +107,8 @@ def _interleave(headers: bytes, header_size: int, payload: memoryview, starts: _
     for row, (start, stop) in enumerate(pairwise(cuts)):
         parts.append(headers[row * header_size : (row + 1) * header_size])
         parts.append(payload[start:stop])
-    data = memoryview(b"".join(parts))
+    recycled = join_recycled(parts)
+    data = memoryview(b"".join(parts)) if recycled is None else recycled.data.toreadonly()
     cuts = (starts + np.arange(len(starts), dtype=np.int64) * header_size).tolist()
     return [data[start:stop] for start, stop in pairwise(cuts)]
 
@@ -212,7 +214,7 @@ def _of_differing_width(views: Sequence[BytesLike], codes: Any, dtype: torch.dty
 def _flat(frame: BytesLike) -> BytesLike:
     if type(frame) is bytes:
         return frame if len(frame) <= _LARGE_CELL else memoryview(frame)
-    view = memoryview(frame)
+    view = frame if type(frame) is memoryview else memoryview(frame)
     if view.ndim == 1 and view.itemsize == 1 and view.contiguous:
         return view
     return memoryview(view.tobytes())
@@ -248,11 +250,24 @@ def join_row(frames: Sequence[BytesLike]) -> bytes:
     return b"".join([index, struct.pack(f"<{len(frames)}q", *map(len, frames)), *frames])
 
 
-def join_rows(tables: Sequence[Sequence[Sequence[BytesLike]]]) -> tuple[bytearray, _Int64]:
+@overload
+def join_rows(tables: Sequence[Sequence[Sequence[BytesLike]]]) -> tuple[bytearray, _Int64]: ...
+
+
+@overload
+def join_rows(
+    tables: Sequence[Sequence[Sequence[BytesLike]]], *, recycle: bool
+) -> tuple[bytearray | memoryview, _Int64]: ...
+
+
+def join_rows(
+    tables: Sequence[Sequence[Sequence[BytesLike]]], *, recycle: bool = False
+) -> tuple[bytearray | memoryview, _Int64]:
     """`join_row` for many rows at once, for engines where each stored value has a cost.
 
     Args:
         tables: Tables of C columns of N frames each. C and N may differ from table to table.
+        recycle: Whether a large buffer is a view of memory that is used again once nobody holds it.
 
     Returns:
         One new buffer with the rows of all tables end to end, and their int64 offsets in bytes, one more than there are
@@ -279,7 +294,8 @@ def join_rows(tables: Sequence[Sequence[Sequence[BytesLike]]]) -> tuple[bytearra
         sizes.append(index[:, 1:].sum(axis=1) + step)
     offsets = np.zeros(1 + sum(map(len, sizes)), dtype=np.int64)
     np.cumsum(np.concatenate(sizes), out=offsets[1:])
-    return bytearray().join(parts), offsets
+    recycled = join_recycled(parts) if recycle else None
+    return bytearray().join(parts) if recycled is None else recycled.data, offsets
 
 
 def split_rows(rows: Sequence[BytesLike]) -> list[list[BytesLike]]:

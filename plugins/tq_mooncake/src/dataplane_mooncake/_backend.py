@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from dataplane_core.backends import Finding
-from dataplane_core.spec import Capability
+from dataplane_core.backends import Finding, columns_of, framed_columns
+from dataplane_core.codec import join_rows
+from dataplane_core.ledger import commands
+from dataplane_core.spec import Capability, SharedRows, WireColumn
 from dataplane_mooncake._diagnosis import diagnose
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import check_machine, check_master
@@ -48,3 +50,12 @@ class TQMooncakeBackend(QueueBackend["Engine"]):
         if bootstrap and self.config.master_address is None:
             check_master()
         super().start(bootstrap=bootstrap, deadline=deadline)
+
+    def store_writes(
+        self, writes: Mapping[int, commands.Write], columns: Mapping[str, WireColumn | SharedRows], deadline: float
+    ) -> None:
+        # in memory that is used again: the engine sends the rows from where they are
+        tables = [framed_columns(columns_of(write, columns)) for write in writes.values()]
+        buffer, offsets = join_rows(tables, recycle=True)
+        first = min(writes)
+        self._connected().put_rows(range(first, first + len(offsets) - 1), buffer, offsets, deadline=deadline)

@@ -39,6 +39,27 @@ def test_rows_joined_at_once_are_those_joined_one_by_one():
     assert offsets[-1] == len(data)
 
 
+def test_memory_of_large_rows_is_used_again_once_nobody_holds_it():
+    one, two = ([bytes([value]) * (1 << 20), b"end"] for value in (1, 2))
+    data, offsets = join_rows([[[frame] for frame in one]])
+    place, row = np.frombuffer(data, dtype=np.uint8).ctypes.data, data[1:]
+    assert (bytes(data), offsets.tolist()) == (join_row(one), [0, len(data)])
+    del data
+    other, _ = join_rows([[[frame] for frame in two]])
+    assert (bytes(row), bytes(other)) == (join_row(one)[1:], join_row(two))
+    del row
+    again, _ = join_rows([[[frame] for frame in two]])
+    assert np.frombuffer(again, dtype=np.uint8).ctypes.data == place
+
+
+def test_frames_of_large_cells_hold_their_memory():
+    cells = [torch.full((1 << 19,), float(value)) for value in range(2)]
+    frames = [frame_column(cell[None])[0] for cell in cells]
+    assert all(memoryview(frame).readonly for frame in frames)
+    for frame, cell in zip(frames, cells, strict=True):
+        assert torch.equal(unframe_column([frame])[0], cell)
+
+
 def test_splitting_copies_no_large_frame():
     one, two = b"a" * 2000, b"b" * 2000
     data, offsets = join_rows([[[one, b"small"], [two, b"short"]]])

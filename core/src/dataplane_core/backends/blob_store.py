@@ -142,11 +142,10 @@ class BlobStore(RowStoreBackend):
             self._shortener.run(deadline)
         return answer
 
-    def put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
+    def put_rows(self, handles: Sequence[int], buffer: memoryview, offsets: Any, deadline: float) -> None:
         bounds = offsets.tolist()
-        view = memoryview(buffer)
         with self._until(deadline):
-            self.put_many({_key(handle): bytes(view[bounds[i] : bounds[i + 1]]) for i, handle in enumerate(handles)})
+            self.put_many({_key(handle): bytes(buffer[bounds[i] : bounds[i + 1]]) for i, handle in enumerate(handles)})
 
     def get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[bytes]:
         with self._until(deadline):

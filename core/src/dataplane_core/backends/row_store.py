@@ -25,12 +25,12 @@ class RowStoreBackend(LedgerBackend):
     row_cost_bytes = 6144
 
     @abstractmethod
-    def put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
+    def put_rows(self, handles: Sequence[int], buffer: memoryview, offsets: Any, deadline: float) -> None:
         """Stores rows. Returns when every client can read them.
 
         Args:
             handles: N consecutive integers, ascending.
-            buffer: The rows end to end.
+            buffer: The rows end to end. If the engine keeps a part of it, it keeps all of it.
             offsets: (N + 1,) int64: row i is ``buffer[offsets[i]:offsets[i + 1]]``.
             deadline: On `time.monotonic`'s clock, in seconds.
         """

@@ -107,7 +107,7 @@ def _interleave(headers: bytes, header_size: int, payload: memoryview, starts: _
     for row, (start, stop) in enumerate(pairwise(cuts)):
         parts.append(headers[row * header_size : (row + 1) * header_size])
         parts.append(payload[start:stop])
-    data = joined(parts, len(headers) + len(payload)).data
+    data = joined(parts, len(headers) + len(payload)).data.toreadonly()
     cuts = (starts + np.arange(len(starts), dtype=np.int64) * header_size).tolist()
     return [data[start:stop] for start, stop in pairwise(cuts)]
 
@@ -249,15 +249,15 @@ def join_row(frames: Sequence[BytesLike]) -> bytes:
     return b"".join([index, struct.pack(f"<{len(frames)}q", *map(len, frames)), *frames])
 
 
-def join_rows(tables: Sequence[Sequence[Sequence[BytesLike]]]) -> tuple[bytearray, _Int64]:
+def join_rows(tables: Sequence[Sequence[Sequence[BytesLike]]]) -> tuple[memoryview, _Int64]:
     """`join_row` for many rows at once, for engines where each stored value has a cost.
 
     Args:
         tables: Tables of C columns of N frames each. C and N may differ from table to table.
 
     Returns:
-        One new buffer with the rows of all tables end to end, and their int64 offsets in bytes, one more than there are
-        rows.
+        The rows of all tables end to end, and their int64 offsets in bytes, one more than there are rows. Large rows
+        are in memory that is used again once nobody holds it.
 
     Raises:
         InvalidRequestError: The columns of a table differ in length, or it has none.
@@ -280,7 +280,7 @@ def join_rows(tables: Sequence[Sequence[Sequence[BytesLike]]]) -> tuple[bytearra
         sizes.append(index[:, 1:].sum(axis=1) + step)
     offsets = np.zeros(1 + sum(map(len, sizes)), dtype=np.int64)
     np.cumsum(np.concatenate(sizes), out=offsets[1:])
-    return bytearray().join(parts), offsets
+    return joined(parts, int(offsets[-1])).data, offsets
 
 
 def split_rows(rows: Sequence[BytesLike]) -> list[list[BytesLike]]:

@@ -171,8 +171,7 @@ class Puts(Backend):
         rows: list[memoryview] = []
         if put.writes:
             buffer, offsets = join_rows([frames for frames, _ in put.tables])
-            view, cuts = memoryview(buffer), offsets.tolist()
-            rows = [view[start:stop] for start, stop in pairwise(cuts)]
+            rows = [buffer[start:stop] for start, stop in pairwise(offsets.tolist())]
         write = self._payload.placing.new_write()
         with self._undone_on_error(write, put.request.deadline):
             reply = self._reserve(put, "inline", write, rows, put.call)

@@ -49,7 +49,7 @@ class TQMooncakeBackend(QueueBackend["Engine"], RowStoreBackend):
             check_master()
         super().start(bootstrap=bootstrap, deadline=deadline)
 
-    def put_rows(self, handles: Sequence[int], buffer: bytearray, offsets: Any, deadline: float) -> None:
+    def put_rows(self, handles: Sequence[int], buffer: memoryview, offsets: Any, deadline: float) -> None:
         self._connected().put_rows(handles, buffer, offsets, deadline=deadline)
 
     def get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[memoryview]:

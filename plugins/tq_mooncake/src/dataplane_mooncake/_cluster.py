@@ -215,7 +215,7 @@ class MooncakeInstance(Instance):
         check_memory(
             list(nodes.values()),
             segment_size_bytes=config.segment_size_bytes,
-            local_buffer_size_bytes=config.local_buffer_size_bytes,
+            local_buffer_size_bytes=config.client_buffer_bytes,
             clients_per_node=config.clients_per_node,
         )
 

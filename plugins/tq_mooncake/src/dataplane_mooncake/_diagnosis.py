@@ -40,7 +40,7 @@ def diagnose(config: TQMooncakeConfig) -> Iterator[Finding]:
             check_memory,
             [NodeMemory("this node", available, config.num_storage_units)],
             segment_size_bytes=config.segment_size_bytes,
-            local_buffer_size_bytes=config.local_buffer_size_bytes,
+            local_buffer_size_bytes=config.client_buffer_bytes,
             clients_per_node=config.clients_per_node,
         )
         yield _finding(memory, f"This node has {available // 2**20} MiB of memory available, which is enough.")

@@ -74,7 +74,7 @@ class Engine(QueueEngine):
         config = self.config.model_copy(update=self.own.own_options())
         check_machine(config.protocol, config.rdma_devices)
         available = memory_limit().available_bytes
-        if config.local_buffer_size_bytes > available:
+        if config.client_buffer_bytes > available:
             raise ConfigError(
                 f"local_buffer_size_bytes is {config.local_buffer_size_bytes // _MIB} MiB, but this node has "
                 f"{available // _MIB} MiB available.",

@@ -1,8 +1,9 @@
 """Mooncake's engine in this process: rows of bytes under keys.
 
 A process has one engine per master and settings. Its clients share the engine; the last one to release it closes it.
-Rows are copied through one buffer, which is registered with the engine once. If a put is given up but its thread still
-stores rows, that thread deletes them.
+Over TCP, rows are sent from the memory where they lie, which is registered with the engine for that time. Over RDMA,
+where registering is slow, they are copied through one buffer, which is registered once. If a put is given up but its
+thread still stores rows, that thread deletes them.
 
 Importing this module imports TransferQueue, which loads Mooncake's library where it can.
 """
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, OperationTimeoutError
+from dataplane_core.host_memory import recycled_bytes
 from dataplane_mooncake._calls import POLL_S, Call, add_peers, bounded
 from dataplane_mooncake._ending import Endpoint, end_connections
 from dataplane_mooncake.machine import check_library
@@ -45,13 +47,15 @@ _LOG_THRESHOLD: Final = "_ZN3fLI17FLAGS_minloglevelE"
 
 #: A transfer is tried again so often at most. The engine kept up to four connections to a storage unit.
 _MOST_TRIES: Final = 8
-#: Operations that can use the buffer at the same time. Each gets an equal slot of it.
+#: Over RDMA, transfers that can use the buffer at the same time. Each gets an equal slot of it.
 _NUM_SLOTS: Final = 4
 #: Keys in one request to the master.
 _KEYS_PER_REQUEST: Final = 4096
 #: Rows in one transfer. Over TCP the engine opens a connection for each row, all at once. 2,000 worked; with 3,000 it
 #: hung for a minute and failed from then on. Several processes may read from one storage unit at the same time.
 _ROWS_PER_TRANSFER: Final = 256
+#: Bytes in one transfer over TCP: between two, a call that was given up ends.
+_BYTES_PER_TRANSFER: Final = 256 << 20
 
 
 class StoreSettings(NamedTuple):
@@ -62,7 +66,7 @@ class StoreSettings(NamedTuple):
         address: The address that this process announces.
         protocol: ``tcp`` or ``rdma``.
         devices: RDMA devices; empty: all.
-        local_buffer_size_bytes: Size of the registered buffer.
+        local_buffer_size_bytes: Size of the registered buffer, over RDMA.
         memcpy: Whether rows are copied within a process without the transport.
     """
 
@@ -154,12 +158,17 @@ class Store:
     def __init__(self, settings: StoreSettings) -> None:
         self.settings = settings
         self._engine = open_engine(settings, segment_size_bytes=0)
-        self._buffer: _Bytes = np.empty(settings.local_buffer_size_bytes, dtype=np.uint8)
-        self._slot_size = len(self._buffer) // _NUM_SLOTS
-        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for slot in range(_NUM_SLOTS):
-            self._slots.put(slot)
-        self._register(self._buffer)
+        # over TCP, memory is registered within microseconds: rows are moved from and to where they lie
+        size = settings.local_buffer_size_bytes if settings.protocol == "rdma" else 0
+        self._slot_size = size // _NUM_SLOTS
+        self._slots: queue.SimpleQueue[_Bytes] = queue.SimpleQueue()
+        if size:
+            self._buffer: _Bytes = np.empty(size, dtype=np.uint8)
+            self._register(self._buffer)
+            for start in range(0, _NUM_SLOTS * self._slot_size, self._slot_size):
+                self._slots.put(self._buffer[start : start + self._slot_size])
+        # targets of transfers that failed: bytes that come late must not get into memory of somebody else
+        self._late: collections.deque[_Bytes] = collections.deque(maxlen=_NUM_SLOTS)
         self._turns = itertools.count()  # of the segments, where puts name one
         self._num_users = 1
         self._calls: set[Call] = set()
@@ -295,9 +304,7 @@ class Store:
         source = np.frombuffer(buffer, dtype=np.uint8)
         names = list(segments or ())
         for first, stop in self._parts(np.diff(offsets)):
-            rows = source[offsets[first] : offsets[stop]]
-            with self._registered(len(rows), call) as region:
-                region[:] = rows
+            with self._registered(source[offsets[first] : offsets[stop]], call, puts=True) as region:
                 starts = (offsets[first:stop] - offsets[first] + region.ctypes.data).tolist()
                 sizes = np.diff(offsets[first : stop + 1]).tolist()
                 part = list(keys[first:stop])
@@ -333,9 +340,9 @@ class Store:
         sizes = self._sizes(keys, dead)
         offsets = np.zeros(len(keys) + 1, dtype=np.int64)
         np.cumsum(sizes, out=offsets[1:])
-        target: _Bytes = np.empty(int(offsets[-1]), dtype=np.uint8)
+        target = recycled_bytes(int(offsets[-1]))
         for first, stop in self._parts(sizes):
-            with self._registered(int(offsets[stop] - offsets[first]), call) as region:
+            with self._registered(target[offsets[first] : offsets[stop]], call, puts=False) as region:
                 starts = (offsets[first:stop] - offsets[first] + region.ctypes.data).tolist()
                 expected = sizes[first:stop].tolist()
                 codes = self._engine.batch_get_into(list(keys[first:stop]), starts, expected)
@@ -347,8 +354,8 @@ class Store:
                     failed = [code for code, size in zip(codes, expected, strict=True) if code != size]
                     if set(failed) == {NOT_FOUND}:
                         raise RowsMissing
+                    self._late.append(target)
                     raise EngineError("batch_get_into", failed)
-                target[offsets[first] : offsets[stop]] = region
         # The memory of a deleted row is reused at once, so the bytes may belong to another row. But keys are used
         # only once: a row that still exists has existed all the time.
         self._check_there(keys)
@@ -400,27 +407,27 @@ class Store:
                 self._num_ended -= 1
 
     def _parts(self, sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-        """Cuts rows of these sizes into transfers: as many rows as fit a slot, or one larger row."""
+        """Cuts rows of these sizes into transfers: as many rows as fit, or one larger row."""
         ends = np.cumsum(sizes)
+        most_bytes = self._slot_size or _BYTES_PER_TRANSFER
         first = 0
         while first < len(sizes):
             begin = int(ends[first - 1]) if first else 0
-            stop = int(np.searchsorted(ends, begin + self._slot_size, side="right"))
+            stop = int(np.searchsorted(ends, begin + most_bytes, side="right"))
             stop = max(first + 1, min(stop, first + _ROWS_PER_TRANSFER))
             yield first, stop
             first = stop
 
     @contextlib.contextmanager
-    def _registered(self, size: int, call: Call) -> Iterator[_Bytes]:
-        """Registered memory for one transfer: a slot of the buffer, or separate memory for a row larger than a slot."""
+    def _registered(self, rows: _Bytes, call: Call, *, puts: bool) -> Iterator[_Bytes]:
+        """Registered memory for one transfer of rows: their own; or a slot, from and to which they are copied."""
         call.check()
-        if size > self._slot_size:
-            own: _Bytes = np.empty(size, dtype=np.uint8)
-            self._register(own)
+        if len(rows) > self._slot_size:
+            self._register(rows)
             try:
-                yield own
+                yield rows
             finally:
-                self._engine.unregister_buffer(own.ctypes.data)
+                self._engine.unregister_buffer(rows.ctypes.data)
             return
         while True:
             with contextlib.suppress(queue.Empty):
@@ -428,7 +435,12 @@ class Store:
                 break
             call.check()
         try:
-            yield self._buffer[slot * self._slot_size :][:size]
+            region = slot[: len(rows)]
+            if puts:
+                region[:] = rows
+            yield region
+            if not puts:
+                rows[:] = region
         finally:
             self._slots.put(slot)
 

@@ -43,8 +43,9 @@ class TQMooncakeConfig(QueueConfig):
     physical memory as it fills; over RDMA all of it is pinned at the start."""
 
     local_buffer_size_bytes: SizeBytes = Field(default=64 * _MIB, ge=4 * _MIB)
-    """Transfer buffer of each client process. It is registered (over RDMA also pinned) once, when the first client of
-    the process connects. An operation uses a quarter of it; larger batches are sent in parts."""
+    """Over RDMA, the transfer buffer of each client process. It is registered and pinned once, when the first client of
+    the process connects. An operation uses a quarter of it; larger batches are sent in parts. Over TCP there is none:
+    rows are sent from where they lie."""
 
     clients_per_node: int = Field(default=8, ge=0)
     """Expected number of client processes on a node. Only used to check, before anything is allocated, that a node has
@@ -56,6 +57,11 @@ class TQMooncakeConfig(QueueConfig):
 
     master_start_s: float = Field(default=30.0, gt=0)
     """Seconds that a started ``mooncake_master`` may take until it answers, within the deadline of connecting."""
+
+    @property
+    def client_buffer_bytes(self) -> int:
+        """Bytes of the transfer buffer of a client process; over TCP 0."""
+        return self.local_buffer_size_bytes if self.protocol == "rdma" else 0
 
     def own_options(self) -> dict[str, Any]:
         """The options that a client sets for itself, and has set."""

@@ -22,6 +22,7 @@ from tensordict import TensorDict
 from dataplane_core import connect
 from dataplane_core.errors import BackendUnavailableError, ClaimTimeoutError, OperationTimeoutError
 from dataplane_core.host_memory import copying, memory_limit
+from dataplane_core.hosting.session import _Line
 from dataplane_core.spec import GetRequest
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
@@ -345,14 +346,13 @@ def test_numbers_and_strings_of_numpy_are_taken_as_pythons(owner):
 
 def test_an_interrupted_request_is_not_answered_to_the_next(owner, monkeypatch):
     put(owner)
-    session = backend_of(owner)._session
-    receive = session._receive
+    message = _Line.message
 
-    def interrupted(channel, deadline):
-        receive(channel, deadline)
+    def interrupted(line):
+        message(line)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session, "_receive", interrupted)
+    monkeypatch.setattr(_Line, "message", interrupted)
     with pytest.raises(KeyboardInterrupt):
         owner.get_samples(IDS, "p", ["y"])
     monkeypatch.undo()
@@ -397,16 +397,15 @@ def test_a_pin_that_ends_while_nothing_can_be_sent_ends_with_a_later_request(own
 def test_a_pin_that_ends_while_all_sockets_are_in_use_ends_when_one_is_free(owner, config, monkeypatch):
     put(owner)
     with viewing(config) as client:
-        session = backend_of(client)._session
-        receive = session._receive
+        message = _Line.message
         views = [client.get_samples(IDS, "p", ["y"])]
 
-        def drop(channel, deadline):
+        def drop(line):
             views.clear()
             gc.collect()
-            return receive(channel, deadline)
+            return message(line)
 
-        monkeypatch.setattr(session, "_receive", drop)
+        monkeypatch.setattr(_Line, "message", drop)
         client.list_samples("p")
         monkeypatch.undo()
         eventually(lambda: statistics(owner).pinned_bytes == 0, WAIT_S)

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane_core.backends import ExtentClient, ExtentPlan, ExtentRead, RefsGoneError, read_stored
+from dataplane_core.backends import ExtentClient, ExtentPlan, ExtentRead, RefsGoneError, extent_client, read_stored
 from dataplane_core.errors import (
     BackendError,
     BackendUnavailableError,
     CapacityExceededError,
     InvalidRequestError,
     OperationTimeoutError,
+    StalePartitionError,
 )
 from dataplane_core.host_memory import Arena
 from dataplane_core.hosting import (
@@ -296,9 +297,7 @@ def test_bytes_that_stop_in_the_middle_leave_nothing_once_the_put_is_dropped(uni
     channel.sendall(session._messages.encode_request(Fill(1)) + b"\7" * 1000)
     eventually(lambda: bytes(ExtentBytes(unit)[:1000]) == b"\7" * 1000, WAIT_S)
     other = unit.client("wire")
-    other.drop([(1, 0)], soon())  # by another one: the writer goes on
-    assert unit.memory().pinned_bytes > 0
-    ExtentClient(session).drop([(1, 0)], soon())
+    other.drop([(1, 0)], soon())
     assert unit.memory()[1:3] == (0, 0)
     other.put({2: ExtentPlan([torch.zeros(1, 1 << 20, dtype=torch.uint8)], 1)}, soon())
     with contextlib.suppress(OSError):
@@ -308,6 +307,35 @@ def test_bytes_that_stop_in_the_middle_leave_nothing_once_the_put_is_dropped(uni
     channel.close()
     found = get(other, [ExtentRead(2, {"x": 0}, [0], [0])], 1, {"x": FieldSpec("tensor", "uint8", 1)})
     assert not found["x"].any()
+
+
+def test_a_connection_that_breaks_in_the_middle_of_the_bytes_leaves_nothing(unit):
+    session, made = begun(unit, "wire")
+    channel = session._take("fill", soon())
+    channel.sendall(session._messages.encode_request(Fill(1)) + b"\7" * 1000)
+    eventually(lambda: bytes(ExtentBytes(unit)[:1000]) == b"\7" * 1000, WAIT_S)
+    channel.close()
+    eventually(lambda: unit.memory()[1:3] == (0, 0), WAIT_S)
+    with pytest.raises(BackendUnavailableError):
+        session.call("put", soon(), Fill(1), sources=[data for _, data in made.chunks()])
+
+
+def test_memory_that_a_client_writes_to_is_nobody_elses_though_the_put_is_given_up(unit, monkeypatch):
+    """A process that stood still for long goes on where it was."""
+    client, others = unit.client("memory"), unit.client("memory")
+    made = ExtentPlan([torch.ones(1, ARENA_BYTES * 5 // 8, dtype=torch.uint8)], 1)
+
+    def late(copies, threads):
+        others.drop([(1, 0)], soon())  # by another client, or another thread of this one
+        client.drop([(1, 0)], soon())
+        with pytest.raises(CapacityExceededError):
+            others.put({2: made}, soon())
+
+    monkeypatch.setattr(extent_client, "copy_arrays", late)
+    with pytest.raises(StalePartitionError, match="given up before it was written"):
+        client.put({1: made}, soon())
+    monkeypatch.undo()
+    others.put({2: made}, soon())
 
 
 class ExtentBytes:
@@ -333,20 +361,20 @@ def test_a_put_that_comes_after_its_drop_is_refused(unit, path):
 def test_requests_in_the_wrong_order_are_refused(unit):
     session, made = begun(unit, "memory")
     wanted = [Wanted(1, made.layout, 1)]
-    for request in (
-        Allocate(1, wanted),
-        PutWhole(1, wanted, [b"\0" * made.layout.size_bytes]),
-        Written(3),
-    ):
+    for request in (Allocate(1, wanted), PutWhole(1, wanted, [b"\0" * made.layout.size_bytes])):
         with pytest.raises(InvalidRequestError):
             session.call("bad", soon(), request)
+    with pytest.raises(StalePartitionError):
+        session.call("bad", soon(), Written(3))
     with pytest.raises(BackendUnavailableError):
         session.call("bad", soon(), Fill(3), sources=[np.zeros(100, dtype=np.uint8)])
     session.call("put", soon(), Written(1))
-    for request in (Fetch([(1, [0], [1])]), Fetch([(1, [1], [0])])):
-        with pytest.raises(BackendError):
-            session.call("bad", soon(), request)
     with pytest.raises(InvalidRequestError):
+        session.call("bad", soon(), Fetch([(1, [1], [0])]))
+    for position in (1, -1):
+        assert session.call("bad", soon(), Fetch([(1, [0], [position])])).gone == [(1, position)]
+        assert session.call("bad", soon(), Find([(1, [position])], 1)).gone == [(1, position)]
+    with pytest.raises(StalePartitionError):
         session.call("put", soon(), Written(1))
     assert unit.memory().pinned_bytes == 0
 

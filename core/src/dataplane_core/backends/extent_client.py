@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -64,6 +65,9 @@ class ExtentClient:
 
     Attributes:
         session: The session.
+
+    Raises:
+        OSError: The memory cannot be mapped.
     """
 
     def __init__(self, session: Session, *, views: bool = False) -> None:
@@ -76,10 +80,11 @@ class ExtentClient:
             os.set_inheritable(descriptor, False)  # a program that inherits it would keep the memory
             self._arena = self._seen = Arena(descriptor)
             touched_bytes = decode_about(session.welcome, int)
-            self._arena.touch_in_background(0, touched_bytes)
             if views:
                 self._seen = Arena(os.dup(descriptor), read_only=True)
-                self._seen.touch_in_background(0, touched_bytes)
+            with suppress(RuntimeError):  # no more threads are allowed: memory is ready when it is used
+                for arena in {self._arena, self._seen}:
+                    arena.touch_in_background(0, touched_bytes)
 
     @property
     def path(self) -> Literal["memory", "wire"]:
@@ -112,9 +117,9 @@ class ExtentClient:
             sources = [array for plan in plans.values() for array in _whole(plan)]
             self.session.call(what, deadline, Fill(put), sources=sources)
             return
-        held = self.session.new_pin()  # the session must not end while memory is written that its end gives to others
+        held = self.session.new_pin()  # nobody gets the memory while it is written, even if the put is given up
         try:
-            offsets = self.session.call(what, deadline, Allocate(put, writes))
+            offsets = self.session.call(what, deadline, Allocate(put, writes, held.number))
             memory = self._arena.bytes
             copies = [
                 (memory[offset + start : offset + start + len(data)], data)

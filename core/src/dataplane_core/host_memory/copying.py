@@ -74,7 +74,7 @@ def copy_arrays(copies: Sequence[Copy], threads: int | None = None) -> None:
     )
 
 
-def in_threads(work: Iterable[Callable[[], None]], threads: int) -> None:
+def in_threads(work: Iterable[Callable[[], None]], threads: int, cancel: Callable[[], None] = lambda: None) -> None:
     """Does pieces of work, which give up the interpreter's lock for most of their time, in several threads.
 
     It returns or raises only when no thread is at work any more, also if it is interrupted. Then, and where a piece
@@ -83,20 +83,30 @@ def in_threads(work: Iterable[Callable[[], None]], threads: int) -> None:
     Args:
         work: The pieces, in any order.
         threads: How many threads take them at most, with the one that calls.
+        cancel: Called when a piece has raised, or this function is interrupted: the pieces at work are to end soon.
     """
     left = deque(work)
-    helps = [_Help(left) for _ in range(threads - 1)]
+    errors: list[BaseException] = []
+    helps = [_Help(left, errors, cancel) for _ in range(threads - 1)]
     try:
         try:
             _helpers.ask(helps)
-            _do(left)
+            try:
+                _do(left)
+            except BaseException as error:
+                errors.append(error)
+                cancel()
+                raise
         finally:
-            _end(helps, left)
+            _end(helps, left, cancel)
+    except Exception as error:
+        if not errors or errors[0] is error:
+            raise
+        raise errors[0] from errors[0].__cause__  # this piece has ended because of that one
     finally:
-        _end(helps, left)  # if an interrupt came just before the first
-    for each in helps:
-        if each.error is not None:
-            raise each.error
+        _end(helps, left, cancel)  # if an interrupt came just before the first
+    if errors:
+        raise errors[0]
 
 
 def _copy(copies: Iterable[Copy]) -> None:
@@ -132,13 +142,18 @@ def _shares(copies: Sequence[Copy], size_bytes: int) -> Iterator[list[Copy]]:
 class _Help:
     """What one helper is asked: to do pieces of work as long as there are any."""
 
-    def __init__(self, left: deque[Callable[[], None]]) -> None:
+    def __init__(
+        self,
+        left: deque[Callable[[], None]],
+        errors: list[BaseException] | None = None,
+        cancel: Callable[[], None] = lambda: None,
+    ) -> None:
         self._left = left
+        self._errors = [] if errors is None else errors
+        self._cancel = cancel
         self._busy = False
         self._ended = threading.Lock()  # taken until the helper has ended
         self._ended.acquire()
-        #: What it raised.
-        self.error: BaseException | None = None
 
     def give(self) -> None:
         """Does them. Called by a helper."""
@@ -146,7 +161,8 @@ class _Help:
             self._busy = True  # before it takes a piece
             _do(self._left)
         except BaseException as error:  # the caller gets it
-            self.error = error
+            self._errors.append(error)
+            self._cancel()
         finally:
             self._busy = False
             self._ended.release()
@@ -157,7 +173,7 @@ class _Help:
             self._ended.acquire()  # not `with`: an interrupt before its end would leave the lock taken
 
 
-def _end(helps: Sequence[_Help], left: deque[Callable[[], None]]) -> None:
+def _end(helps: Sequence[_Help], left: deque[Callable[[], None]], cancel: Callable[[], None]) -> None:
     """Gives out no more work, and waits until no helper is at work. An interrupt is raised only then."""
     interrupt: BaseException | None = None
     while True:
@@ -168,6 +184,7 @@ def _end(helps: Sequence[_Help], left: deque[Callable[[], None]]) -> None:
             break
         except BaseException as error:
             interrupt = error
+            cancel()
     if interrupt is not None:
         raise interrupt
 

@@ -14,14 +14,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
-from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError
+from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError, StalePartitionError
 from dataplane_core.hosting.extents import ExtentService, ExtentStatistics, Holds, Place, Wanted
 from dataplane_core.hosting.host import Client, Host, Receiving, Sending
 from dataplane_core.hosting.layout import Bytes, Column, arrays_of_rows
 from dataplane_core.hosting.messages import CallId, Messages, Release, Request
 from dataplane_core.ledger import Ref
 
-#: For how many seconds at least it is remembered that a write was dropped before it came, and about how many of them.
+#: The most rows of a write.
+_MOST_ROWS: Final = 1 << 24
+#: For how many seconds it is remembered that a write was dropped before it came, and for about how many at most.
 _LATE_S: Final = 60.0
 _MOST_LATE: Final = 100_000
 
@@ -30,7 +32,12 @@ _MOST_LATE: Final = 100_000
 class Allocate(Request[list[int]]):
     """Allocates an extent for each write of a put. Reply: where they begin in the arena.
 
-    They are this session's until `Written` or `Fill`, and are dropped if it ends before.
+    They are dropped if the session ends, or somebody drops them, before `Written` or `Fill`.
+
+    Attributes:
+        put: The number of the put: the id of its first write.
+        writes: Its writes.
+        pin: A pin of the session, which keeps the extents where they are while it writes to them. 0: it has none.
 
     Raises:
         CapacityExceededError: There is no room for all of them.
@@ -38,10 +45,15 @@ class Allocate(Request[list[int]]):
 
     put: int
     writes: list[Wanted]
+    pin: int = 0
 
     def check(self) -> None:
         """As `Request.check`."""
+        if len({each.write_id for each in self.writes}) != len(self.writes):
+            raise InvalidRequestError("a put has two writes of one id.")
         for each in self.writes:
+            if not 1 <= each.num_rows <= _MOST_ROWS:
+                raise InvalidRequestError(f"a write has {each.num_rows} rows. Expected 1 to {_MOST_ROWS}.")
             if not each.layout.fits(len(each.layout.columns), each.num_rows):
                 raise InvalidRequestError("a write has columns that do not lie in its extent.")
 
@@ -130,7 +142,7 @@ class Fetch(Request[Fetched]):
 
 @dataclass(frozen=True, slots=True)
 class Drop(Request[None]):
-    """Drops rows. Ignores those that do not exist. A put of this session that is not written yet ends."""
+    """Drops rows. Ignores those that do not exist. A put of any session that is not written yet ends."""
 
     refs: list[Ref]
 
@@ -163,6 +175,7 @@ class ExtentHost(Host):
         super().__init__()
         self._extents = extents
         self.descriptors = (extents.arena.fd,)
+        self._writers: dict[int, tuple[_Client, int]] = {}  # write id -> whose put is not written yet
         self._pins = itertools.count(-1, -1)  # of reads over the wire; clients draw numbers above 0
         self._late: tuple[set[int], set[int]] = (set(), set())  # write ids: the newer ones, and those before
         self._forget_at = time.monotonic() + _LATE_S
@@ -206,6 +219,9 @@ class ExtentHost(Host):
                 retryable=size_bytes <= arena.size_bytes,
             )
         client.puts[request.put] = request.writes
+        self._writers.update((each.write_id, (client, request.put)) for each in request.writes)
+        if isinstance(request, Allocate) and request.pin > 0:
+            self._extents.pin(client.holds, request.pin, [each.write_id for each in request.writes])
         return offsets
 
     def _put_whole(self, request: PutWhole, client: _Client) -> None:
@@ -215,24 +231,30 @@ class ExtentHost(Host):
 
     def _written(self, request: Written, client: _Client) -> None:
         if request.put not in client.puts or request.put in client.fills:
-            raise InvalidRequestError("a put was written that was not begun.")
+            raise StalePartitionError("put_samples refused: the put was given up before it was written.")
         self._seal(client, request.put)
 
     def _fill(self, request: Fill, client: _Client) -> Receiving:
         put = request.put
         if put not in client.puts or put in client.fills:
-            raise InvalidRequestError("the bytes of a put came that was not begun.")
+            raise StalePartitionError("put_samples refused: the put was given up before its bytes came.")
         extents = zip(client.puts[put], client.holds.writing[put], strict=True)
         targets = [
             self._extents.arena.bytes[extent.offset : extent.offset + wanted.layout.size_bytes]
             for wanted, extent in extents
         ]
-        receiving = client.fills[put] = Receiving(targets, lambda: self._seal(client, put))
+
+        def lost() -> None:
+            if client.fills.get(put) is receiving:
+                self._end_put(client, put)
+
+        receiving = client.fills[put] = Receiving(targets, lambda: self._seal(client, put), lost)
         return receiving
 
     def _seal(self, client: _Client, put: int) -> None:
         """A put is written whole."""
-        del client.puts[put]
+        for each in client.puts.pop(put):
+            del self._writers[each.write_id]
         client.fills.pop(put, None)
         self._extents.stop_writing(client.holds, put)
 
@@ -242,7 +264,9 @@ class ExtentHost(Host):
         fill = client.fills.pop(put, None)
         if fill is not None:
             fill.cancelled = True
-        self._extents.drop((each.write_id, row) for each in writes for row in range(each.num_rows))
+        for each in writes:
+            del self._writers[each.write_id]
+        self._extents.forget(each.write_id for each in writes)
         self._extents.stop_writing(client.holds, put)
 
     # --- reads --------------------------------------------------------------------------------------------------------
@@ -293,9 +317,9 @@ class ExtentHost(Host):
 
     def _drop(self, request: Drop, client: _Client) -> None:
         write_ids = {write_id for write_id, _ in request.refs}
-        for put, writes in list(client.puts.items()):
-            if not write_ids.isdisjoint(each.write_id for each in writes):
-                self._end_put(client, put)
+        for write_id in self._writers.keys() & write_ids:
+            if write_id in self._writers:  # else it ended with another write of its put
+                self._end_put(*self._writers[write_id])
         if len(self._late[0]) >= _MOST_LATE or time.monotonic() >= self._forget_at:
             self._late, self._forget_at = (set(), self._late[0]), time.monotonic() + _LATE_S
         self._late[0].update(each for each in write_ids if not self._extents.holds(each))

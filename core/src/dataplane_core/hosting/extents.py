@@ -160,6 +160,8 @@ class ExtentService:
         if payload is None:
             return None, [], positions
         place = Place(payload.extent.offset, payload.layout, payload.num_rows)
+        if positions and not (min(positions) >= 0 and max(positions) < payload.num_positions):
+            return place, [], [each for each in positions if not 0 <= each < payload.num_positions]
         if payload.rows is None:
             return place, positions, []
         rows = [payload.rows[position] for position in positions]
@@ -168,6 +170,13 @@ class ExtentService:
     def holds(self, write_id: int) -> bool:
         """Whether it has rows of a write."""
         return write_id in self._payloads
+
+    def forget(self, write_ids: Iterable[int]) -> None:
+        """Drops writes whole. Ignores those that do not exist."""
+        self._least_refused = None
+        for write_id in write_ids:
+            if write_id in self._payloads:
+                self._remove(write_id)
 
     def pin(self, holds: Holds, number: int, write_ids: Iterable[int]) -> None:
         """Pins writes under a number that the client draws. One that is used again holds what it names last."""
@@ -198,12 +207,15 @@ class ExtentService:
                 continue
             payload.drop(position)
             if not payload.num_live:
-                del self._payloads[write_id]
-                # a client still reads it: its bytes must not be given to another put before the pin ends
-                if payload.extent.pins:
-                    self._doomed[payload.extent] = None
-                else:
-                    self._extents.free(payload.extent)
+                self._remove(write_id)
+
+    def _remove(self, write_id: int) -> None:
+        extent = self._payloads.pop(write_id).extent
+        # a client still reads it: its bytes must not be given to another put before the pin ends
+        if extent.pins:
+            self._doomed[extent] = None
+        else:
+            self._extents.free(extent)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 

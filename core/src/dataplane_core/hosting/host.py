@@ -42,14 +42,16 @@ class Receiving:
     """What a host answers to a request that bytes follow: where they go.
 
     Attributes:
-        into: Gets the bytes, one array after the other. The host keeps this memory until ``finish``, the end of the
-            client's session, or ``cancelled``.
+        into: Gets the bytes, one array after the other. The host keeps this memory until ``finish``, ``lost``, the end
+            of the client's session, or ``cancelled``.
         finish: Called when all have come. What it returns is the reply.
+        lost: Called if the connection ends before.
         cancelled: Set by the host: no more bytes may be written, and the connection ends.
     """
 
     into: Sequence[Bytes]
     finish: Callable[[], Any]
+    lost: Callable[[], Any]
     cancelled: bool = False
 
 

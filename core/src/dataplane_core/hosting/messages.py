@@ -237,7 +237,7 @@ class Messages:
                 number, body, call = once.number, memoryview(once.request), once.call
             request = self._by_number[number].request.decode(body)
         except (*_UNREADABLE, KeyError) as error:
-            raise errors.InvalidRequestError(f"a message to the ledger's process is no request: {error}.") from error
+            raise errors.InvalidRequestError(f"a message is no request: {error}.") from error
         if isinstance(request, Command):
             check_command(request)
         else:
@@ -251,7 +251,7 @@ class Messages:
     def encode_error(self, error: BaseException) -> bytes:
         """An error as it goes over a socket. Errors that are not of the data plane become a `BackendError`."""
         if not isinstance(error, DataPlaneError) or self._class_of(type(error).__name__) is not type(error):
-            error = BackendError(f"the ledger's process failed: {type(error).__name__}: {error}")
+            error = BackendError(f"the other side failed: {type(error).__name__}: {error}")
         attributes = {name: value for name, value in vars(error).items() if not name.startswith("__")}
         return encode(_Failure(type(error).__name__, error.message, attributes), b"\1")
 
@@ -328,7 +328,7 @@ def decode_about(welcome: Welcome, form: type[_T]) -> _T:
 
 
 def _unreadable(cause: Exception) -> BackendError:
-    return BackendError(f"the ledger's process sent what this client cannot read: {cause}.")
+    return BackendError(f"the other side sent what this client cannot read: {cause}.")
 
 
 def _frozen(value: Any) -> Any:

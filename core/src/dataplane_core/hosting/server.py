@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 #: Size of each half of a token. A client shows the first half, and the server answers with the second.
 HALF_BYTES: Final = 32
 _RECEIVE_BYTES: Final = 1 << 18
-#: The most bytes beside messages that one connection moves before the others get their turn.
+#: About how many bytes beside messages one connection moves before the others get their turn.
 _TURN_BYTES: Final = 4 << 20
 #: The most arrays that one call of the system takes.
 _MOST_ARRAYS: Final = 512
@@ -76,6 +76,15 @@ def new_socket_name() -> str:
 def listen_on(ip: str) -> socket.socket:
     """A TCP socket at this address, on a free port."""
     return socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET, backlog=1024)
+
+
+def set_tcp_options(channel: socket.socket) -> None:
+    """Sends at once what is written, and notices within two minutes that the other side's node is gone."""
+    channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):  # not everywhere
+            channel.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def new_token() -> bytes:
@@ -214,8 +223,7 @@ class Server:
                 if user != os.getuid():
                     raise PermissionError(f"user {user} is another one")
             else:
-                channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                set_tcp_options(channel)
             connection = _Connection(channel)
             self._selector.register(channel, selectors.EVENT_READ, connection)
         except OSError:  # it has gone already, or is refused
@@ -230,7 +238,9 @@ class Server:
         connection.channel.close()
         if connection.sending is not None:
             connection.sending.finish()
-            connection.sending = None
+        if connection.receiving is not None:
+            connection.receiving.lost()
+        connection.sending = connection.receiving = None
         if connection.begins and connection.client is not None:
             connection.begins = False
             self._host.end_session(connection.client)
@@ -269,21 +279,25 @@ class Server:
         if answered and (self._may_be_late or connection.is_new) and _hung_up(connection.channel):
             raise EOFError
         connection.is_new = False
+        result: Any = None
         try:
             result = self._host.answer(request, client, call)
-            if isinstance(result, Receiving):
-                self._begin_receiving(connection, result)
-                return
-            if isinstance(result, Sending):
-                self._begin_sending(connection, result)
-                return
-            reply = self._messages.encode_reply(result)
+            sent = result.reply if isinstance(result, Sending) else result
+            reply = b"" if isinstance(result, Receiving) else self._messages.encode_reply(sent)
         except Exception as error:  # the client raises it
             if getattr(request, "followed", False):  # what follows is no request
                 raise EOFError from error
             reply = self._messages.encode_error(error)
+            if isinstance(result, Sending):
+                result.finish()
+                result = None
+        if isinstance(result, Receiving):
+            self._begin_receiving(connection, result)
+            return
         if not answered:
             return
+        if isinstance(result, Sending):
+            connection.sending, connection.arrays = result, _arrays(result.sources)
         if self._settles:
             self._replies.append((connection, reply))
         else:
@@ -329,11 +343,6 @@ class Server:
             reply = self._messages.encode_reply(receiving.finish())
         except Exception as error:  # the client raises it
             reply = self._messages.encode_error(error)
-        self._send(connection, reply)
-
-    def _begin_sending(self, connection: _Connection, sending: Sending) -> None:
-        reply = self._messages.encode_reply(sending.reply)
-        connection.sending, connection.arrays = sending, _arrays(sending.sources)
         self._send(connection, reply)
 
     def _send_arrays(self, connection: _Connection, sending: Sending) -> None:

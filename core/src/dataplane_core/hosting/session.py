@@ -39,7 +39,7 @@ from dataplane_core.hosting.messages import (
     decode_welcome,
     encode,
 )
-from dataplane_core.hosting.server import HALF_BYTES
+from dataplane_core.hosting.server import HALF_BYTES, set_tcp_options
 from dataplane_core.ledger import Command, commands
 from dataplane_core.spec import new_id
 
@@ -135,8 +135,7 @@ class TcpAddress(Address):
         """As `Address.connect`."""
         channel = socket.socket(socket.AF_INET6 if ":" in self.ip else socket.AF_INET)
         try:
-            channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            set_tcp_options(channel)
             channel.settimeout(_left_s(deadline))
             channel.connect((self.ip, self.port))
         except BaseException:
@@ -309,9 +308,12 @@ class Session:
     # --- pins and the end ---------------------------------------------------------------------------------------------
 
     def new_pin(self) -> Pin:
-        """A new pin, to be sent with a request that locates payload."""
+        """A new pin, to be sent with a request that locates payload. Raises as `call` if the session has ended."""
         pin = Pin(self, next(self._pins))
         self._live_pins.add(pin.number)
+        if self._finished:  # it may have ended before it knew of this pin
+            pin.release()
+            raise self._failure("begin", EOFError("the session has ended"))
         return pin
 
     def finish(self) -> None:
@@ -411,7 +413,7 @@ class Session:
 
     def _open(self, what: str, deadline: float, key: str | None) -> socket.socket:
         try:
-            channel = self._address.connect(deadline)
+            channel = self._reach(deadline)
         except DataPlaneError:
             raise
         except OSError as error:
@@ -430,6 +432,19 @@ class Session:
                 raise self._failure(what, error) from error
             raise
         return channel
+
+    def _reach(self, deadline: float) -> socket.socket:
+        """A connection. While there is no answer, the host is watched."""
+        watch: Watch | None = None
+        while True:
+            now = time.monotonic()
+            try:
+                return self._address.connect(deadline if self._make_watch is None else min(deadline, now + _PATIENCE_S))
+            except TimeoutError:
+                if self._make_watch is None or time.monotonic() >= deadline:
+                    raise TimeoutError("" if watch is None else watch.describe()) from None
+                watch = watch or self._make_watch()
+                watch.check()
 
     def _failure(self, what: str, error: Exception) -> DataPlaneError:
         if self._closed:
@@ -506,15 +521,14 @@ class _Line:
 
     def _move(self, act: Callable[[], _Moved]) -> _Moved:
         while True:
-            left_s = _left_s(self._deadline)
+            left_s = self._deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("" if self._watch is None else self._watch.describe())
             self._channel.settimeout(left_s if self._make_watch is None else min(left_s, _LOOK_S))
             try:
                 moved = act()
             except TimeoutError:
-                now = time.monotonic()
-                if now >= self._deadline or self._make_watch is None:
-                    raise TimeoutError("" if self._watch is None else self._watch.describe()) from None
-                if now - self._moved_at >= _PATIENCE_S:
+                if self._make_watch is not None and time.monotonic() - self._moved_at >= _PATIENCE_S:
                     self._watch = self._watch or self._make_watch()
                     self._watch.check()
                 continue

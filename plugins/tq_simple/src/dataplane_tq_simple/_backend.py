@@ -181,8 +181,9 @@ class TQSimpleBackend(QueueBackend["Engine"]):
         self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float
     ) -> int:
         engine = self._connected()
-        request = BeginNear(begin, engine.node) if self.config.near_writer else begin
-        return engine.call(request, deadline)
+        return engine.call(
+            BeginNear(begin, engine.node if self.config.near_writer else None, engine.full_units()), deadline
+        )
 
     def store_writes(
         self, writes: Mapping[int, commands.Write], columns: Mapping[str, WireColumn | SharedRows], deadline: float

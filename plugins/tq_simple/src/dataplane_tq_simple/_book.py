@@ -302,7 +302,9 @@ class UnitBook:
 
     # --- the ledger's service -----------------------------------------------------------------------------------------
 
-    def place(self, num_ids: int, size_bytes: int, node: str | None, num_rows: int = 1) -> int:
+    def place(
+        self, num_ids: int, size_bytes: int, node: str | None, num_rows: int = 1, full: Sequence[int] = ()
+    ) -> int:
         """A new write id, and as many unused ones after it as a put needs. It says which units get the rows.
 
         On the node that is given, the unit that holds the fewest bytes gets them, if it has room. Otherwise these are
@@ -314,14 +316,15 @@ class UnitBook:
             size_bytes: The size of the put.
             node: The node whose units come first, if there are any. None: none.
             num_rows: How many rows the put has.
+            full: Lives that get no rows, unless there are no others.
 
         Raises:
             UnitsGoneError: No unit takes rows at the moment.
         """
         with self.lock:
             choice = self._choices.get(node)
-            if choice is None or choice.left_bytes <= 0 or choice.room_bytes < size_bytes:
-                choice = self._choices[node] = self._choose(size_bytes, node)
+            if full or choice is None or choice.left_bytes <= 0 or choice.room_bytes < size_bytes:
+                choice = self._choices[node] = self._choose(size_bytes, node, full)
             choice.left_bytes -= size_bytes
             choice.room_bytes -= size_bytes
             count = len(choice.lives)
@@ -340,12 +343,13 @@ class UnitBook:
             self._version += 1
         return number
 
-    def _choose(self, size_bytes: int, node: str | None) -> _Choice:
+    def _choose(self, size_bytes: int, node: str | None, full: Sequence[int]) -> _Choice:
         serving = {
             unit.life: self._lives[unit.life]
             for unit in self._units.values()
             if unit.state == "serving" and unit.life is not None
         }
+        serving = {life: held for life, held in serving.items() if life not in full} or serving
         if not serving:
             names = [unit.name for unit in self._units.values() if unit.state == "starting"]
             raise UnitsGoneError(

@@ -29,11 +29,17 @@ from dataplane_core.backends import (
     columns_of,
     read_stored,
 )
-from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError, preview
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    CapacityExceededError,
+    DataPlaneError,
+    OperationTimeoutError,
+    preview,
+)
 from dataplane_core.host_memory import in_threads
 from dataplane_core.hosting import Address, ExtentHost, Session, TcpAddress, UnixAddress
 from dataplane_core.ledger import Located, Ref, commands
-from dataplane_core.spec import FieldSpec, SharedRows, UnitInfo, WireColumn
+from dataplane_core.spec import SharedRows, UnitInfo, WireColumn
 from dataplane_tq_simple._book import Life, View
 from dataplane_tq_simple._cluster import ControllerWatch, check_cpus
 from dataplane_tq_simple._errors import UnitsGoneError
@@ -44,6 +50,8 @@ from dataplane_tq_simple._units import SimpleStorageInstance
 
 #: Seconds between two looks whether new storage units have started.
 _LOOK_AGAIN_S: Final = 0.1
+#: Seconds for which puts avoid a unit that had no room.
+_FULL_S: Final = 1.0
 #: Seconds that a listing waits for a unit, to say how rows get from there.
 _PATH_S: Final = 1.0
 #: The most units that one operation moves bytes to or from at the same time.
@@ -61,7 +69,9 @@ class Engine(QueueEngine):
         super().__init__(*args, **kwargs)
         self._places = Places(self._view, self._forget)
         self._units: dict[int, ExtentClient] = {}  # by the number of the life
-        self._units_lock = threading.Lock()
+        self._units_lock = threading.RLock()  # a signal handler may use the client
+        self._full: dict[int, float] = {}  # lives that had no room -> until when puts avoid them
+        self._current = threading.local()  # what a thread does with several units: whether it is to end
         self.moved_rows: dict[str, int] = {}  # by their path
 
     def _join(self, deadline: float) -> None:
@@ -158,8 +168,12 @@ class Engine(QueueEngine):
                 shares.setdefault(number, {})[write_id] = ExtentPlan(found, num_rows, runs)
         threads = self.own.copy_threads if len(shares) == 1 else 1
 
-        def put(unit: ExtentClient, plans: Mapping[int, ExtentPlan]) -> None:
-            unit.put(plans, deadline, threads)
+        def put(number: int, unit: ExtentClient, plans: Mapping[int, ExtentPlan]) -> None:
+            try:
+                unit.put(plans, deadline, threads)
+            except CapacityExceededError:
+                self._full[number] = time.monotonic() + _FULL_S
+                raise
             self._count(unit, sum(plan.num_rows for plan in plans.values()))
 
         self._each(shares, put, deadline)
@@ -174,9 +188,7 @@ class Engine(QueueEngine):
         while True:
             reads = self._reads(located, deadline)
             try:
-                parts = self._get(reads, located.specs, deadline)
-            except RefsGoneError as error:
-                raise RefsGoneError(error.message, refs=self._refs_of(located, error.refs, deadline)) from error
+                parts = self._get(reads, located, deadline)
             except UnitsGoneError:  # the book knows soon which of them has ended
                 if time.monotonic() + PATIENCE_S >= deadline:
                     raise
@@ -202,7 +214,7 @@ class Engine(QueueEngine):
                     if self._places.life(number) is not None:  # the rows of others went with them
                         drops.setdefault(number, []).extend((write_id, there) for _, there in found)
             try:
-                self._each(drops, lambda unit, some: unit.drop(some, deadline), deadline)
+                self._each(drops, lambda _, unit, some: unit.drop(some, deadline), deadline)
                 return
             except UnitsGoneError:
                 if time.monotonic() + PATIENCE_S >= deadline:
@@ -230,13 +242,15 @@ class Engine(QueueEngine):
             raise RefsGoneError(f"the storage units of {len(gone)} rows ended.", refs=gone)
         return reads
 
-    def _get(
-        self, reads: Mapping[int, list[ExtentRead]], specs: Mapping[str, FieldSpec], deadline: float
-    ) -> list[StoredRows]:
+    def _get(self, reads: Mapping[int, list[ExtentRead]], located: Located, deadline: float) -> list[StoredRows]:
         parts: list[StoredRows] = []
 
-        def get(unit: ExtentClient, some: list[ExtentRead]) -> None:
-            parts.extend(unit.get(some, specs, deadline))
+        def get(number: int, unit: ExtentClient, some: list[ExtentRead]) -> None:
+            try:
+                parts.extend(unit.get(some, located.specs, deadline))
+            except RefsGoneError as error:
+                refs = self._refs_of(located, number, error.refs, deadline)
+                raise RefsGoneError(error.message, refs=refs) from error
             self._count(unit, sum(len(read.rows) for read in some))
 
         self._each(reads, get, deadline)
@@ -246,28 +260,37 @@ class Engine(QueueEngine):
         with self._units_lock:
             self.moved_rows[unit.path] = self.moved_rows.get(unit.path, 0) + num_rows
 
-    def _refs_of(self, located: Located, gone: Sequence[Ref], deadline: float) -> list[Ref]:
-        """The refs of rows that a unit does not have, which it names by their positions there."""
+    def _refs_of(self, located: Located, number: int, gone: Sequence[Ref], deadline: float) -> list[Ref]:
+        """The refs of rows that a life does not have, which its unit names by their positions there."""
         missing = set(gone)
         refs = []
         for part in located.parts:
             spread = self._places.spread(part.write_id, deadline)
-            for found in ({} if spread is None else spread.split(part.write_id, part.positions)).values():
-                refs += [
-                    (part.write_id, part.positions[index])
-                    for index, position in found
-                    if (part.write_id, position) in missing
-                ]
+            found = {} if spread is None else spread.split(part.write_id, part.positions)
+            refs += [
+                (part.write_id, part.positions[index])
+                for index, position in found.get(number, ())
+                if (part.write_id, position) in missing
+            ]
         return refs
 
     # --- connections to units -----------------------------------------------------------------------------------------
 
-    def _each(self, work: Mapping[int, _Work], act: Callable[[ExtentClient, _Work], None], deadline: float) -> None:
+    def full_units(self) -> list[int]:
+        """The lives of units that had no room a moment ago, also for cleared rows that are still viewed."""
+        now = time.monotonic()
+        return [number for number, until in list(self._full.items()) if now < until]
+
+    def _each(
+        self, work: Mapping[int, _Work], act: Callable[[int, ExtentClient, _Work], None], deadline: float
+    ) -> None:
         """Does something with several units at the same time, by the numbers of their lives."""
+        ends = threading.Event()
 
         def one(number: int, piece: _Work) -> None:
+            self._current.ends = ends
             try:
-                act(self._unit(number, deadline), piece)
+                act(number, self._unit(number, deadline), piece)
             except UnitsGoneError:
                 self._forget([number])
                 raise
@@ -275,7 +298,7 @@ class Engine(QueueEngine):
         if len(work) == 1:
             one(*next(iter(work.items())))
         elif work:
-            in_threads([partial(one, *each) for each in work.items()], min(len(work), _AT_ONCE))
+            in_threads([partial(one, *each) for each in work.items()], min(len(work), _AT_ONCE), ends.set)
 
     def _unit(self, number: int, deadline: float) -> ExtentClient:
         """The connection to a life of a unit."""
@@ -285,23 +308,25 @@ class Engine(QueueEngine):
         life = self._places.life(number)
         if life is None:
             raise UnitsGoneError("a storage unit ended. What it held is lost.")
-        new = ExtentClient(self._new_session(number, life, deadline), views=self.own.views)
+        new = self._connect(number, life, deadline)
         with self._units_lock:
             unit = new if self._closed else self._units.setdefault(number, new)
         if self._closed or unit is not new:
             new.session.close()
         return unit
 
-    def _new_session(self, number: int, life: Life, deadline: float) -> Session:
+    def _connect(self, number: int, life: Life, deadline: float) -> ExtentClient:
         def watch() -> UnitWatch:
-            return UnitWatch(self._places, number, lambda: ControllerWatch(self._instance))
+            ends = getattr(self._current, "ends", threading.Event())
+            return UnitWatch(self._places, number, lambda: ControllerWatch(self._instance), ends.is_set)
 
         if self.own.share_memory:
             unix = _UnixUnit(life.socket, token=life.secret, unit=life.unit)
-            with suppress(BackendUnavailableError):  # it does not run here, or its socket is not for this process
-                return Session(unix, ExtentHost.messages, deadline, watch)
+            # it does not run here, its socket is not for this process, or its memory cannot be mapped
+            with suppress(BackendUnavailableError, OSError):
+                return ExtentClient(Session(unix, ExtentHost.messages, deadline, watch), views=self.own.views)
         address = _TcpUnit(life.ip, life.data_port, life.secret, unit=life.unit)
-        return Session(address, ExtentHost.messages, deadline, watch)
+        return ExtentClient(Session(address, ExtentHost.messages, deadline, watch))
 
     def _forget(self, numbers: list[int]) -> None:
         """Gives up connections. What views refer to stays."""

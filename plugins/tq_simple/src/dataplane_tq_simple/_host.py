@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -134,15 +135,17 @@ class ControllerHost(LedgerHost):
 
     # --- puts ---------------------------------------------------------------------------------------------------------
 
-    def _begin_put(self, put: commands.BeginPut, client: Client, node: str | None = None) -> int:
-        """Begins a put, and places its rows: on units of ``node``, if one is given and has units.
+    def _begin_put(
+        self, put: commands.BeginPut, client: Client, node: str | None = None, full: Sequence[int] = ()
+    ) -> int:
+        """Begins a put, and places its rows: on a unit of ``node``, if that has one with room, and on none of ``full``.
 
         Raises:
             UnitsGoneError: No unit takes rows.
         """
         if put.write_id is None and self._places:
             num_rows = max(len(write.row_bytes) for write in put.writes)
-            write_id = self.book.place(put.num_ids, put.size_bytes, node, num_rows)
+            write_id = self.book.place(put.num_ids, put.size_bytes, node, num_rows, full)
             self._save_book()  # the journal knows the spread before it knows a put that uses it
             self._ledger.call(replace(put, write_id=write_id))
             self.book.add(put.by_id(write_id))
@@ -152,7 +155,7 @@ class ControllerHost(LedgerHost):
         return self._ledger.call(put)
 
     def _begin_near(self, request: BeginNear, client: Client) -> int:
-        return self._begin_put(request.put, client, request.node)
+        return self._begin_put(request.put, client, request.node, request.full)
 
     def _commit_put(self, commit: commands.CommitPut, client: Client) -> Any:
         try:

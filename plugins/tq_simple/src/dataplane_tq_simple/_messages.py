@@ -19,10 +19,18 @@ class Ping(Request[int]):
 
 @dataclass(frozen=True, slots=True)
 class BeginNear(Request[int]):
-    """Begins a put whose rows go to units of a node, if it has some. Reply and errors as of `commands.BeginPut`."""
+    """Begins a put whose rows go to a unit of a node, if it has one with room. Reply and errors as of
+    `commands.BeginPut`.
+
+    Attributes:
+        put: The put.
+        node: The node. None: no node comes first.
+        full: Lives of units that get none of its rows, if others take rows.
+    """
 
     put: commands.BeginPut
-    node: str
+    node: str | None
+    full: list[int]
 
     def check(self) -> None:
         """As `Request.check`."""

@@ -74,17 +74,23 @@ class UnitWatch:
         places: Gets the answers.
         number: The life of the unit.
         watch_controller: Makes a watch of the controller, which is used if that does not answer.
+        is_cancelled: Whether the call is to end: another one of the same operation failed, or was interrupted.
     """
 
-    def __init__(self, places: Places, number: int, watch_controller: Callable[[], Watch]) -> None:
+    def __init__(
+        self, places: Places, number: int, watch_controller: Callable[[], Watch], is_cancelled: Callable[[], bool]
+    ) -> None:
         self._places = places
         self._number = number
         self._watch_controller = watch_controller
+        self._is_cancelled = is_cancelled
         self._watch: Watch | None = None
         self._ask_at = self._answered_at = time.monotonic()
 
     def check(self) -> None:
-        """Raises `UnitsGoneError` if it has ended; `BackendUnavailableError` if the controller has."""
+        """Raises `UnitsGoneError` if it has ended; `BackendUnavailableError` if the controller has, or if cancelled."""
+        if self._is_cancelled():
+            raise BackendUnavailableError("the call was given up with another one of its operation.")
         self._refuse_ended()
         now = time.monotonic()
         if now < self._ask_at:

@@ -22,6 +22,8 @@ from dataplane_tq_simple.config import TQSimpleConfig
 
 #: Seconds between two looks of a unit that no process owns whether its instance still runs.
 _FOLLOW_S: Final = 1.0
+#: The least memory of a unit whose size is not said.
+_LEAST_BYTES: Final = 64 << 20
 #: Rows that TransferQueue's own requests may store.
 _MOST_ROWS: Final = 100_000_000
 
@@ -35,7 +37,7 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
     Args:
         config: TransferQueue's settings of a unit.
         size_bytes: The size of its memory; None: a share of what its node has available.
-        share: How many units share that memory of a node.
+        share: How many units of a node share it.
         touch_ahead_bytes: Memory that is made ready before it is used.
         follows: The name and the id of the actor of the controller, for a unit that no process owns: it ends when that
             actor has ended for good.
@@ -50,7 +52,7 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
         follows: tuple[str, str] | None = None,
     ) -> None:
         _privates.UnitClass.__init__(self, config)
-        arena = Arena.create(size_bytes or memory_limit().available_bytes // (2 * share))
+        arena = Arena.create(size_bytes or max(memory_limit().available_bytes // (2 * share), _LEAST_BYTES))
         extents = ExtentService(arena, touch_ahead_bytes)
         ip, port = _privates.unit_server(self)
         name, secret = new_socket_name(), new_token()

@@ -73,7 +73,8 @@ class TQSimpleConfig(QueueConfig):
 
     unit_bytes: SizeBytes | None = Field(default=None, gt=0)
     """The memory that a storage unit may use. It is taken as it is needed. Default: enough for ``capacity_bytes``; if
-    that is not set, half of what its node has available when it starts, shared with the units that are there."""
+    that is not set, half of what its node has available when it starts, divided by the units with which the instance
+    starts there. Set it if you add units."""
 
     touch_ahead_bytes: SizeBytes = Field(default=64 << 20, ge=0)
     """Memory that a unit makes ready in the background before it is used. It starts with so much, and makes as much

@@ -230,15 +230,17 @@ def test_rows_that_two_clients_report_as_deleted_are_counted_once(either: Contro
 def test_a_put_goes_to_its_own_node_while_that_has_room(either: Controller) -> None:
     """Then to others that have room for it; a put that none has room for is dealt out over all."""
 
-    def put(row_bytes: int) -> list[int]:
+    def put(row_bytes: int, *full: int) -> list[int]:
         before = [unit.num_rows for unit in either.units()[0]]
         write = commands.Write(list(X), [row_bytes] * 6)
-        either.call(BeginNear(commands.BeginPut("p", IDS, X, [write], ttl_s=60.0), "n2"))
+        either.call(BeginNear(commands.BeginPut("p", IDS, X, [write], ttl_s=60.0), "n2", list(full)))
         return [unit.num_rows - rows for unit, rows in zip(either.units()[0], before, strict=True)]
 
     assert put(100 << 20) == [0, 0, 6]
     assert put(100 << 20) == [3, 3, 0]
     assert put(10 << 20) == [0, 0, 6], "a smaller one fits"
+    assert put(10 << 20, 2) == [3, 3, 0], "the unit says that it has no room"
+    assert put(10 << 20, 0, 1, 2) == [0, 0, 6], "all say so"
     assert put(200 << 20) == [2, 2, 2]
 
 
@@ -261,7 +263,9 @@ def test_rows_are_dealt_out_in_blocks_and_found_again() -> None:
 
 def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(either: Controller) -> None:
     kept, lost = either.begin(), either.begin()
-    near = either.call(BeginNear(commands.BeginPut("p", IDS, X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0), "n2"))
+    near = either.call(
+        BeginNear(commands.BeginPut("p", IDS, X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0), "n2", [])
+    )
     assert [unit.num_rows for unit in either.units()[0]] == [4, 4, 10]
     either.call(commands.CommitPut(kept))
     either.host.book.ended("unit-0", "0a")

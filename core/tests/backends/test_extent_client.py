@@ -335,6 +335,7 @@ def test_memory_that_a_client_writes_to_is_nobody_elses_though_the_put_is_given_
     with pytest.raises(StalePartitionError, match="given up before it was written"):
         client.put({1: made}, soon())
     monkeypatch.undo()
+    eventually(lambda: unit.memory().pinned_bytes == 0, WAIT_S)
     others.put({2: made}, soon())
 
 

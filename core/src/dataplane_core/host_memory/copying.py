@@ -91,18 +91,9 @@ def in_threads(work: Iterable[Callable[[], None]], threads: int, cancel: Callabl
     try:
         try:
             _helpers.ask(helps)
-            try:
-                _do(left)
-            except BaseException as error:
-                errors.append(error)
-                cancel()
-                raise
+            _do(left, errors, cancel)
         finally:
             _end(helps, left, cancel)
-    except Exception as error:
-        if not errors or errors[0] is error:
-            raise
-        raise errors[0] from errors[0].__cause__  # this piece has ended because of that one
     finally:
         _end(helps, left, cancel)  # if an interrupt came just before the first
     if errors:
@@ -114,13 +105,20 @@ def _copy(copies: Iterable[Copy]) -> None:
         target[:] = source
 
 
-def _do(left: deque[Callable[[], None]]) -> None:
+def _do(left: deque[Callable[[], None]], errors: list[BaseException], cancel: Callable[[], None]) -> None:
     while True:
         try:
             piece = left.popleft()
         except IndexError:
             return
-        piece()
+        try:
+            piece()
+        except BaseException as error:
+            errors.append(error)
+            cancel()
+            if not isinstance(error, Exception):
+                raise
+            raise errors[0] from errors[0].__cause__  # this one may have come of that
 
 
 def _shares(copies: Sequence[Copy], size_bytes: int) -> Iterator[list[Copy]]:
@@ -159,10 +157,9 @@ class _Help:
         """Does them. Called by a helper."""
         try:
             self._busy = True  # before it takes a piece
-            _do(self._left)
-        except BaseException as error:  # the caller gets it
-            self._errors.append(error)
-            self._cancel()
+            _do(self._left, self._errors, self._cancel)
+        except BaseException:  # the caller gets it
+            pass
         finally:
             self._busy = False
             self._ended.release()

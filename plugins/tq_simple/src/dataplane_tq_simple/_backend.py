@@ -155,10 +155,15 @@ class TQSimpleBackend(QueueBackend["Engine"]):
 
     @classmethod
     def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
-        """As that of `QueueBackend`, and how rows get from the storage units of a running instance to this process."""
+        """As that of `QueueBackend`, and how rows get from the storage units of a running instance to this process, if
+        its cluster is named: that of an owner on this host may hang."""
         found = list(super().diagnose(config, deadline=deadline))
         yield from found
         if any(each.level is Level.ERROR for each in found):
+            return
+        from dataplane_tq_simple import _whereabouts
+
+        if not _whereabouts.cluster_is_known(config):
             return
         backend = cls(config)
         try:

@@ -152,31 +152,28 @@ def read_stored(
         threads: As for `copy_arrays`.
     """
     pieces: dict[str, list[Piece]] = {name: [] for name in specs}
-    in_place: set[str] = set()
+    starts: dict[str, int] = {}  # the first row of each field whose rows lie in the order of the request
     for part in parts:
         for name, column in part.columns.items():
             pieces[name].append(Piece(column, part.rows, part.positions))
-        if part.in_place:
-            in_place.update(part.columns)
+        if part.in_place and rows_in_order(part.positions, 0, num_rows):
+            if rows_in_order(part.rows, part.rows[0], num_rows):
+                starts.update(dict.fromkeys(part.columns, part.rows[0]))
     jagged = JaggedColumns()
     copies: list[tuple[Bytes, Bytes]] = []
     columns: dict[str, WireColumn] = {}
     for name, each in pieces.items():
         dtype = specs[name].stored.torch_dtype if specs[name].kind == "tensor" else None
-        found = _as_it_lies(each, jagged, dtype, num_rows) if name in in_place else None
+        found = _as_it_lies(each[0].column, starts[name], num_rows, jagged, dtype) if name in starts else None
         columns[name] = merge_pieces(each, jagged, dtype, copies) if found is None else found
     copy_arrays(copies, threads)
     return columns
 
 
 def _as_it_lies(
-    pieces: Sequence[Piece], jagged: JaggedColumns, dtype: torch.dtype | None, num_rows: int
+    column: StoredColumn, start: int, num_rows: int, jagged: JaggedColumns, dtype: torch.dtype | None
 ) -> torch.Tensor | None:
-    """A tensor on the memory of a column. None if that has other rows, another order, or narrow integers."""
-    column, rows, positions = pieces[0]
-    start = rows[0]
-    if not (rows_in_order(positions, 0, num_rows) and rows_in_order(rows, start, num_rows)):
-        return None
+    """A tensor on the memory of a column, from the row ``start``. None if that has narrow integers."""
     if isinstance(column, Ragged):
         if dtype not in (None, column.values.dtype):
             return None

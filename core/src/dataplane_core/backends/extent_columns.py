@@ -156,9 +156,9 @@ def read_stored(
     for part in parts:
         for name, column in part.columns.items():
             pieces[name].append(Piece(column, part.rows, part.positions))
-        if part.in_place and rows_in_order(part.positions, 0, num_rows):
-            if rows_in_order(part.rows, part.rows[0], num_rows):
-                starts.update(dict.fromkeys(part.columns, part.rows[0]))
+        in_order = part.in_place and rows_in_order(part.positions, 0, num_rows)
+        if in_order and rows_in_order(part.rows, part.rows[0], num_rows):
+            starts.update(dict.fromkeys(part.columns, part.rows[0]))
     jagged = JaggedColumns()
     copies: list[tuple[Bytes, Bytes]] = []
     columns: dict[str, WireColumn] = {}

@@ -1,6 +1,7 @@
 """tq_simple against the contract, on a real Ray: with memory that is shared, with views of it, and over the wire."""
 
 import time
+from typing import ClassVar
 
 import pytest
 
@@ -46,6 +47,7 @@ def units_of(backend, located, deadline):
     return [(engine._unit(number, deadline), reads) for number, reads in engine._reads(located, deadline).items()]
 
 
+@pytest.mark.long
 class TestTQSimpleOverTheWire(TestTQSimple):
     """Rows are dealt out over two units, which this process does not share memory with."""
 
@@ -61,3 +63,14 @@ class TestTQSimpleOverTheWire(TestTQSimple):
 
     def conflicting_options(self, options):
         return {**options, "num_storage_units": 3}
+
+
+@pytest.mark.long
+class TestTQSimpleViews(TestTQSimple):
+    deviations: ClassVar = {
+        "test_what_comes_back_is_owned_by_the_caller": "two reads of the same rows are views of the same memory"
+    }
+
+    @pytest.fixture
+    def options(self, ray_address):
+        return {"instance": "views", "ray_address": ray_address, "views": True}

@@ -23,7 +23,7 @@ from configs import CONFIGS
 from dataplane_core import connect
 from dataplane_testkit import backend_of
 
-DEFAULT = ["shm_store", "tq_simple", "tq_simple wire", "redis_store", "tq_mooncake"]
+DEFAULT = ["shm_store", "tq_simple", "tq_simple wire"]
 
 
 def private_bytes() -> int:

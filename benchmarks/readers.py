@@ -3,7 +3,7 @@
 Run:  OMP_NUM_THREADS=1 python benchmarks/readers.py [--readers 8] [--rounds 5] [--backends shm_store tq_simple ...]
 
 Each process reads batch B of `batches.py` into its own memory; a round is over when all have it. The copies are made by
-the same processes, out of an arena that they share. The configs are those of `configs.py`. Medians are printed.
+the same processes, out of memory that they share. The configs are those of `configs.py`. Medians are printed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import statistics
 import time
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import numpy as np
@@ -21,19 +22,19 @@ from batches import batch, client_steps, size_bytes
 from configs import CONFIGS
 
 from dataplane_core import connect
-from dataplane_core.host_memory import Arena
 from dataplane_testkit import backend_of
 
 DEFAULT = ["shm_store", "shm_store views", "tq_simple", "tq_simple views", "tq_simple wire", "redis_store"]
 COPY = "copy"
 
 
-def read(arena: Arena, configs: dict[str, Any], barrier: Any, rounds: int) -> None:
+def read(shared: SharedMemory, configs: dict[str, Any], barrier: Any, rounds: int) -> None:
     """A reader: takes part in each round of each contestant."""
     ids, names = _ids_and_names()
-    target = np.ones(arena.size_bytes, dtype=np.uint8)
+    source = np.frombuffer(shared.buf, dtype=np.uint8)
+    target = np.ones(len(source), dtype=np.uint8)
     with contextlib.ExitStack() as stack:
-        steps = {COPY: lambda: np.copyto(target, arena.bytes)}
+        steps = {COPY: lambda: np.copyto(target, source)}
         for name, config in configs.items():
             client = stack.enter_context(connect(config, bootstrap=False))
             steps[name] = lambda client=client: client.get_samples(ids, "bench", names)
@@ -57,19 +58,11 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=DEFAULT)
     options = parser.parse_args()
     columns = batch("B")
-    arena = Arena.create(size_bytes(columns))
-    arena.bytes[:] = 1
-    forking = multiprocessing.get_context("fork")  # before anything has threads: the arena goes along
-    barrier = forking.Barrier(options.readers + 1)
-    told = [forking.SimpleQueue() for _ in range(options.readers)]
-
-    def run(queue: Any) -> None:
-        read(arena, queue.get(), barrier, options.rounds)
-
-    readers = [forking.Process(target=run, args=(queue,), daemon=True) for queue in told]
-    for reader in readers:
-        reader.start()
+    shared = SharedMemory(create=True, size=size_bytes(columns))
+    spawning = multiprocessing.get_context("spawn")
+    barrier = spawning.Barrier(options.readers + 1)
     with contextlib.ExitStack() as stack:
+        stack.callback(shared.unlink)
         configs = {}
         for name in options.backends:
             config = CONFIGS.get(name, {"backend": name})
@@ -78,8 +71,10 @@ def main() -> None:
             found = getattr(backend_of(client), "attach_options", dict)()
             configs[name] = {**config, "options": {**config.get("options", {}), **found}}
             configs[name]["options"].pop("server", None)
-        for queue in told:
-            queue.put(configs)
+        arguments = (shared, configs, barrier, options.rounds)
+        readers = [spawning.Process(target=read, args=arguments, daemon=True) for _ in range(options.readers)]
+        for reader in readers:
+            reader.start()
         times: dict[str, list[float]] = {name: [] for name in (COPY, *configs)}
         for number in range(options.rounds + 1):
             for kept in times.values():

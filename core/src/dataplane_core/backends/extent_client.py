@@ -122,9 +122,9 @@ class ExtentClient:
             offsets = self.session.call(what, deadline, Allocate(put, writes, held.number))
             memory = self._arena.bytes
             copies = [
-                (memory[offset + start : offset + start + len(data)], data)
+                copy
                 for offset, plan in zip(offsets, plans.values(), strict=True)
-                for start, data in plan.chunks()
+                for copy in plan.copies_into(memory[offset:])
             ]
             copy_arrays(copies, threads)
             self.session.call(what, deadline, Written(put))

@@ -26,7 +26,7 @@ from dataplane_core.codec import (
     rows_in_order,
 )
 from dataplane_core.errors import CorruptDataError
-from dataplane_core.host_memory import copy_arrays
+from dataplane_core.host_memory import Copy, copy_arrays
 from dataplane_core.hosting import Bytes, Column, Layout, offsets_at
 from dataplane_core.spec import FieldSpec, WireColumn
 
@@ -112,6 +112,10 @@ class ExtentPlan:
                 start += len(chunk)
         return chunks
 
+    def copies_into(self, extent: Bytes) -> list[Copy]:
+        """The copies of all chunks into their extent, for `copy_arrays`. ``extent`` may be longer."""
+        return [(extent[start : start + len(data)], data) for start, data in self.chunks()]
+
     def _table(self, cuts: np.ndarray) -> np.ndarray:
         """The offsets of the rows that lie there."""
         if len(self._runs) == 1 and self._runs[0].first == 0:
@@ -160,7 +164,7 @@ def read_stored(
         if in_order and rows_in_order(part.rows, part.rows[0], num_rows):
             starts.update(dict.fromkeys(part.columns, part.rows[0]))
     jagged = JaggedColumns()
-    copies: list[tuple[Bytes, Bytes]] = []
+    copies: list[Copy] = []
     columns: dict[str, WireColumn] = {}
     for name, each in pieces.items():
         dtype = specs[name].stored.torch_dtype if specs[name].kind == "tensor" else None

@@ -315,7 +315,7 @@ class Server:
             count = min(len(came), len(target))
             target[:count] = came[:count]
             came = came[count:]
-            _advance(connection.arrays, count)
+            advance(connection.arrays, count)
         if came:
             raise EOFError
         self._end_receiving(connection, receiving)
@@ -328,10 +328,10 @@ class Server:
         left = _TURN_BYTES
         with contextlib.suppress(BlockingIOError):
             while connection.arrays and left > 0:
-                count = connection.channel.recvmsg_into(_some(connection.arrays))[0]
+                count = connection.channel.recvmsg_into(next_arrays(connection.arrays))[0]
                 if not count:
                     raise EOFError
-                _advance(connection.arrays, count)
+                advance(connection.arrays, count)
                 left -= count
         self._end_receiving(connection, receiving)
 
@@ -352,8 +352,8 @@ class Server:
         left = _TURN_BYTES
         with contextlib.suppress(BlockingIOError):
             while connection.arrays and left > 0:
-                count = connection.channel.sendmsg(_some(connection.arrays))
-                _advance(connection.arrays, count)
+                count = connection.channel.sendmsg(next_arrays(connection.arrays))
+                advance(connection.arrays, count)
                 left -= count
         if not connection.arrays:
             connection.sending = None
@@ -428,11 +428,12 @@ def _arrays(arrays: Sequence[Bytes]) -> deque[memoryview]:
     return deque(each.data for each in arrays if len(each))
 
 
-def _some(arrays: deque[memoryview]) -> list[memoryview]:
+def next_arrays(arrays: deque[memoryview]) -> list[memoryview]:
+    """The first arrays, as many as one call of the system takes."""
     return list(islice(arrays, _MOST_ARRAYS))
 
 
-def _advance(arrays: deque[memoryview], count: int) -> None:
+def advance(arrays: deque[memoryview], count: int) -> None:
     """Drops the first ``count`` bytes."""
     while count:
         first = arrays.popleft()

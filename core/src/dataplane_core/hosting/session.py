@@ -39,7 +39,7 @@ from dataplane_core.hosting.messages import (
     decode_welcome,
     encode,
 )
-from dataplane_core.hosting.server import HALF_BYTES, set_tcp_options
+from dataplane_core.hosting.server import HALF_BYTES, advance, next_arrays, set_tcp_options
 from dataplane_core.ledger import Command, commands
 from dataplane_core.spec import new_id
 
@@ -53,8 +53,6 @@ _RELEASE_S: Final = 1.0
 #: Seconds without an answer after which a call begins to watch the host, and between two looks.
 _PATIENCE_S: Final = 1.0
 _LOOK_S: Final = 0.1
-#: The most arrays that one call of the system takes.
-_MOST_ARRAYS: Final = 512
 #: The most descriptors that a host passes.
 _MOST_DESCRIPTORS: Final = 4
 
@@ -478,13 +476,7 @@ class _Line:
             return
         left = deque(arrays)
         while left:
-            count = self._move(lambda: self._channel.sendmsg(list(itertools.islice(left, _MOST_ARRAYS))))
-            while count:
-                first = left.popleft()
-                if len(first) > count:
-                    left.appendleft(first[count:])
-                    break
-                count -= len(first)
+            advance(left, self._move(lambda: self._channel.sendmsg(next_arrays(left))))
 
     def message(self, *, with_descriptors: bool = False) -> bytes:
         """The next message."""

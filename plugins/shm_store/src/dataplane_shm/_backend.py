@@ -27,7 +27,7 @@ from dataplane_core.backends import (
 )
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_core.host_memory import Arena, arena_bytes_for, check_capacity, copy_arrays, memory_limit
-from dataplane_core.hosting import Bytes, Pin, Place, Session
+from dataplane_core.hosting import Pin, Place, Session
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, Scope, SharedRows, WireColumn, WireFormat
 from dataplane_shm._diagnosis import diagnose
@@ -197,7 +197,7 @@ class ShmBackend(LedgerBackend):
         if len(plans) == 1 and plans[0].layout.size_bytes <= _FEW_BYTES:
             assert begin.write_id is not None
             data = np.zeros(plans[0].layout.size_bytes, dtype=np.uint8)
-            copy_arrays(_into(data, plans[0]))
+            copy_arrays(plans[0].copies_into(data))
             self._connected().call(begin.op, deadline, PutWhole(begin, plans[0].layout, data.tobytes()))
             return begin.write_id  # it is committed
         begun = self._connected().call(begin.op, deadline, Begin(begin, [plan.layout for plan in plans]))
@@ -220,7 +220,7 @@ class ShmBackend(LedgerBackend):
             return  # it went with the request that began the put
         offset, plan = self._placed.pop(write_id)
         session = self._connected()  # held until the copy ends: the extent is free when the session ends
-        copy_arrays(_into(self._memory().bytes[offset:], plan), self.config.copy_threads)
+        copy_arrays(plan.copies_into(self._memory().bytes[offset:]), self.config.copy_threads)
         del session
 
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
@@ -243,8 +243,3 @@ class ShmBackend(LedgerBackend):
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
         # the store frees payload by itself; only the conformance kit, which loses payload on purpose, comes here
         self._connected().call("delete", deadline, Drop(list(refs)))
-
-
-def _into(extent: Bytes, plan: ExtentPlan) -> list[tuple[Bytes, Bytes]]:
-    """The copies of a write into its extent."""
-    return [(extent[start : start + len(data)], data) for start, data in plan.chunks()]

@@ -128,7 +128,7 @@ class QueueBackend(LedgerBackend, Generic[_Engine]):
                 time.sleep(_AGAIN_S)
 
     def new_write_id(self, num_ids: int) -> None:
-        """None: the controller numbers the writes, and says so where their rows go. No write outlives the ledger."""
+        """None: the controller numbers the writes. The number says where the rows go. No write outlives the ledger."""
 
     def _connected(self) -> _Engine:
         if self._engine is None:

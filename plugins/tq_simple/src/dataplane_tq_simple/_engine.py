@@ -172,7 +172,8 @@ class Engine(QueueEngine):
             try:
                 unit.put(plans, deadline, threads)
             except CapacityExceededError:
-                self._full[number] = time.monotonic() + _FULL_S
+                with self._units_lock:
+                    self._full[number] = time.monotonic() + _FULL_S
                 raise
             self._count(unit, sum(plan.num_rows for plan in plans.values()))
 
@@ -279,7 +280,9 @@ class Engine(QueueEngine):
     def full_units(self) -> list[int]:
         """The lives of units that had no room a moment ago, also for cleared rows that are still viewed."""
         now = time.monotonic()
-        return [number for number, until in list(self._full.items()) if now < until]
+        with self._units_lock:
+            self._full = {number: until for number, until in self._full.items() if now < until}
+            return list(self._full)
 
     def _each(
         self, work: Mapping[int, _Work], act: Callable[[int, ExtentClient, _Work], None], deadline: float

@@ -4,7 +4,8 @@ Run:  OMP_NUM_THREADS=1 python benchmarks/large_rows.py [--megabytes 1024] [--ba
 
 Two processes put and read a row each at the same time, of bytes in one column, while a third one puts and reads a row
 of 4 bytes again and again. Extra memory is the most private memory that a process has beyond what it has before, the
-row that it puts and the row that it reads. The configs are those of `backends.py`.
+row that it puts and the row that it reads. The configs are those of `backends.py`. ``copies`` is what the machine does
+without a store for the large rows: the two processes only copy them, and the small rows are in shm_store.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from configs import CONFIGS
 from dataplane_core import connect
 from dataplane_testkit import backend_of
 
-DEFAULT = ["shm_store", "tq_simple", "tq_simple wire"]
+DEFAULT = ["copies", "shm_store", "tq_simple", "tq_simple wire"]
 
 
 def private_bytes() -> int:
@@ -50,6 +51,19 @@ class Peak:
         self._ended.set()
         self._thread.join()
         self.extra_bytes = self._most - self._begin
+
+
+def copy(number: int, size_bytes: int, barrier: Any, results: Any) -> None:
+    """Copies a row to new memory, and from there to new memory."""
+    row = torch.full((1, size_bytes), number, dtype=torch.uint8)
+    times = []
+    for _ in range(2):
+        barrier.wait()
+        started = time.perf_counter()
+        row = row.clone()
+        times.append(time.perf_counter() - started)
+    barrier.wait()
+    results.put((times[0], size_bytes, times[1], 0))
 
 
 def large(config: dict[str, Any], number: int, size_bytes: int, barrier: Any, results: Any) -> None:
@@ -98,14 +112,18 @@ def small(config: dict[str, Any], barrier: Any, results: Any) -> None:
 
 def measure(name: str, size_bytes: int) -> None:
     """Prints the figures of a backend."""
-    config = {"op_timeout_s": 300.0, **CONFIGS.get(name, {"backend": name})}
+    backend = "shm_store" if name == "copies" else name
+    config = {"op_timeout_s": 300.0, **CONFIGS.get(backend, {"backend": backend})}
     spawning = multiprocessing.get_context("spawn")
     with connect(config) as owner:
         attach = getattr(backend_of(owner), "attach_options", dict)()
         config = {**config, "options": {**config.get("options", {}), **attach}}
         config["options"].pop("server", None)
         barrier, results, calls = spawning.Barrier(3), spawning.SimpleQueue(), spawning.SimpleQueue()
-        work = [spawning.Process(target=large, args=(config, each, size_bytes, barrier, results)) for each in (1, 2)]
+        target, settings = (large, (config,)) if name == backend else (copy, ())
+        work = [
+            spawning.Process(target=target, args=(*settings, each, size_bytes, barrier, results)) for each in (1, 2)
+        ]
         work.append(spawning.Process(target=small, args=(config, barrier, calls)))
         for process in work:
             process.start()

@@ -198,9 +198,8 @@ def sizes(client: DataPlaneClient, store: list[psutil.Process]) -> dict[str, flo
     backend: Any = backend_of(client)
     if hasattr(backend, "statistics"):
         seen["extents"] = backend.statistics(time.monotonic() + 30.0).num_extents
-    session = getattr(backend, "_session", None)
-    if session is not None:
-        said = session.command("INFO", time.monotonic() + 30.0, b"INFO", b"keyspace").decode()
+    if client.backend_name == "redis_store":
+        said = backend._session.command("INFO", time.monotonic() + 30.0, b"INFO", b"keyspace").decode()
         keys, expiring = (int(found) for found in re.search(r"keys=(\d+),expires=(\d+)", said).groups())
         seen["keys"] = keys - expiring
     return seen

@@ -29,8 +29,7 @@ import torch
 from grpo.generate import generate
 from grpo.loss import group_advantages
 from grpo.model import Transformer, token_logprobs
-from grpo.task import Problem, decode, encode, read_problems, reward, split_problems
-from grpo.warm_start import warm_start
+from grpo.task import Problem, decode, encode, is_exact, read_problems, split_problems
 from torch import Tensor, nn
 
 from dataplane_core import DataPlaneClient, connect, stream
@@ -51,23 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     config = read_config(args.config)
     run = config["run"]
-    problems, held_out = split_problems(
-        read_problems(_HERE.parent / "grpo" / "prompts.jsonl", max_prompt_chars=16, max_answer_chars=5),
-        run["eval_prompts"],
-    )
     model = model_of(run["seed"])
-    print(f"warm start: {run['warm_start_steps']} steps", flush=True)
-    warm_start(
-        model,
-        seed=run["seed"],
-        steps=run["warm_start_steps"],
-        batch_size=128,
-        learning_rate=3e-3,
-        max_digits=3,
-        wrong_fraction=0.5,
-        on_step=lambda step, loss: None,
-    )
-    before = evaluate(model, held_out)
+    most = run["max_new_tokens"]
+    file = _HERE.parent / "grpo" / "prompts.jsonl"
+    read = read_problems(file, max_prompt_chars=model.config.context - most, max_answer_chars=most - 1)
+    problems, held_out = split_problems(read, run["eval_prompts"])
+    before = evaluate(model, held_out, most)
     with (
         connect(config["data_plane"].model_copy(update={"role": "trainer"})) as client,
         servers_of(args.config, run["servers"]) as servers,
@@ -77,15 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         wall_s = time.monotonic() - start
         health = servers.health()
     summary = {
-        "reward_before": before,
-        "reward_after": evaluate(model, held_out),
+        "exact_before": before,
+        "exact_after": evaluate(model, held_out, most),
         "reward_of_step": rewards,
         "answers_per_s": round(len(rewards) * run["prompts_per_step"] * run["answers_per_prompt"] / wall_s, 1),
         "servers": health,
     }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"reward on {len(held_out)} prompts not trained on: {before:.2f} before, {summary['reward_after']:.2f} after")
+    print(f"exact on {len(held_out)} prompts not trained on: {before:.2f} before, {summary['exact_after']:.2f} after")
     for each in health:
         print(f"{each['name']}: {each['requests']} requests, its event loop late by {each['late_ms_p99']} ms (p99)")
     return 0
@@ -155,17 +143,17 @@ def loss_of(model: Transformer, batch: StreamBatch, run: dict[str, Any]) -> Tens
     return ((policy_ns * mask_ns).sum(1) / mask_ns.sum(1)).mean()
 
 
-def evaluate(model: Transformer, problems: list[Problem]) -> float:
-    """The share of answers that are right: one to each problem, drawn as in training."""
+def evaluate(model: Transformer, problems: list[Problem], max_new_tokens: int) -> float:
+    """The share of answers that are exact: one to each problem, drawn as in training."""
     found = generate(
         model,
         [encode(problem.prompt) for problem in problems],
-        max_new_tokens=6,
+        max_new_tokens=max_new_tokens,
         temperature=1.0,
         generator=torch.Generator().manual_seed(0),
     )
     rows = zip(problems, found.input_ids, found.prompt_lengths, found.input_lengths, strict=True)
-    return sum(reward(problem, decode(ids[start:end].tolist())) for problem, ids, start, end in rows) / len(problems)
+    return sum(is_exact(problem, decode(ids[start:end].tolist())) for problem, ids, start, end in rows) / len(problems)
 
 
 # --- the servers ------------------------------------------------------------------------------------------------------

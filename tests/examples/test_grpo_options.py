@@ -115,7 +115,7 @@ def test_a_whole_run_on_megatron_raises_the_reward(tmp_path: Path, arguments: li
     code = main(["--workers", "megatron", "--out", str(tmp_path / "out"), *arguments])
     assert code == 0
     rewards = [record["reward"] for record in read_metrics(tmp_path / "out")]
-    assert len(rewards) == 200
+    assert len(rewards) == 150
     assert sum(rewards[-20:]) / 20 > sum(rewards[:20]) / 20 + 0.2
 
 
@@ -154,7 +154,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.long
-def test_dynamic_sampling_trains_on_groups_with_right_and_wrong_answers(tmp_path: Path) -> None:
+def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(tmp_path: Path) -> None:
     group_size = 4
     records = _run(tmp_path, "--dynamic-sampling", path="tq_simple")
     for record in records:
@@ -162,8 +162,7 @@ def test_dynamic_sampling_trains_on_groups_with_right_and_wrong_answers(tmp_path
         assert record["answers"] == record["groups"] * group_size <= 32
         drawn = 8 * record["generations"]
         assert record["groups"] + record["groups_dropped"] + record["groups_overflow"] == drawn
-        assert 1 / group_size <= record["reward"] <= 1 - 1 / group_size
-        assert 0.0 <= record["reward_generated"] <= 1.0
+        assert 0.0 < record["reward_generated"] <= record["reward"] < 1.0  # dropped: groups with nothing right as yet
         assert record["grad_norm"] > 0
     assert sum(record["groups_dropped"] for record in records) > 0
 

@@ -59,7 +59,6 @@ def test_a_run_trains_reports_and_evaluates(in_memory: Finished) -> None:
     assert set(summary["evaluation"]) == {"before", "after"}
     out = in_memory.printed
     assert out.count("\nstep ") == 4
-    assert "warm start [" in out
     assert "before GRPO" in out
     assert "after GRPO" in out
 

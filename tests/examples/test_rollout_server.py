@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples" / "rollout_server"
 def config(tmp_path):
     config = yaml.safe_load((FOLDER / "config.yaml").read_text())
     (tmp_path / "plane.yaml").write_text("{backend: shm_store, options: {capacity_bytes: 50000000}}")
-    config["run"] |= {"steps": 6, "warm_start_steps": 5, "prompts_per_step": 8, "groups_per_batch": 4}
+    config["run"] |= {"steps": 6, "prompts_per_step": 8, "groups_per_batch": 4}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path

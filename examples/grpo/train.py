@@ -3,7 +3,7 @@
     python examples/grpo/train.py --config examples/grpo/config.yaml --in-memory
 
 Leaves ``metrics.jsonl`` (a line per step), ``summary.json`` and ``reward.png`` in the folder given by ``--out``; over a
-data plane also ``events.jsonl`` (its operations), and ``flow.html``, which draws them.
+data plane also ``events.jsonl`` (its operations), ``flow.html``, which draws them, and the rows of the last step.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from grpo.progress import StepLines
 from grpo.rollout import draw_problems
 from grpo.sampling_path import SamplingPath
 from grpo.task import Problem, read_problems, split_problems
-from grpo.trainer import Trainer
+from grpo.trainer import LAST_ROWS, Trainer
 from grpo.weights import pack_weights
 
 _EVENTS = "events.jsonl"
+_EXAMPLES = Path(__file__).resolve().parent.parent
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -168,6 +169,8 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if marks is not None:
         dataplane(["flow", str(events)])
+        read = f"dataplane read {out / LAST_ROWS} --tokenizer grpo.task:decode --sort reward"
+        print(f"What the model wrote in the last step: PYTHONPATH={os.path.relpath(_EXAMPLES)} {read}")
     print(f"{summary['seconds']:.0f} s in all; see {out / 'metrics.jsonl'} and {out / 'reward.png'}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -106,17 +107,19 @@ def test_runs_on_megatron_train_as_the_run_on_fsdp2_does(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--backend", "tq_simple"],
-        ["--backend", "redis_store", "--tp", "2"],
-        ["--backend", "tq_mooncake", "--tp", "2"],
+        ["--backend", "shm_store"],
+        ["--backend", "tq_simple", "--workers", "megatron"],
+        ["--backend", "redis_store", "--workers", "megatron", "--tp", "2"],
+        ["--backend", "tq_mooncake", "--workers", "megatron", "--tp", "2"],
     ],
+    ids=" ".join,
 )
-def test_a_whole_run_on_megatron_raises_the_reward(tmp_path: Path, arguments: list[str]) -> None:
-    code = main(["--workers", "megatron", "--out", str(tmp_path / "out"), *arguments])
-    assert code == 0
-    rewards = [record["reward"] for record in read_metrics(tmp_path / "out")]
-    assert len(rewards) == 150
-    assert sum(rewards[-20:]) / 20 > sum(rewards[:20]) / 20 + 0.2
+def test_a_whole_run_learns(tmp_path: Path, arguments: list[str]) -> None:
+    assert main(["--out", str(tmp_path / "out"), *arguments]) == 0
+    evaluation = json.loads((tmp_path / "out" / "summary.json").read_text())["evaluation"]
+    for kind in ("sampled", "greedy"):
+        assert evaluation["before"][kind] < 0.1
+        assert evaluation["after"][kind] > 0.8
 
 
 @pytest.mark.long

@@ -80,9 +80,8 @@ class PlaneRolloutWorker(_CountsTraffic, DataPlaneRolloutMixin, RolloutWorker):
         mark = f"s{step}" if generation == 0 else f"s{step}r{generation}"
         ids = mint_sample_ids([f"{mark}_p{number}" for number in range(len(prompts))], answers_per_prompt)
         tags = [{"step": step, "input_lengths": length} for length in carry.input_lengths]
-        return self._first_write(
-            batch, sample_ids=ids, partition_id=DataPlanePath.partition, carry_fields=(), tags=tags
-        ), carry
+        partition = DataPlanePath.partition
+        return self._first_write(batch, sample_ids=ids, partition_id=partition, carry_fields=(), tags=tags), carry
 
 
 class _PadsAnswers(_CountsTraffic):

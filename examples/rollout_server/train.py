@@ -32,7 +32,7 @@ from grpo.model import Transformer, token_logprobs
 from grpo.task import Problem, decode, encode, is_exact, read_problems, split_problems
 from torch import Tensor, nn
 
-from dataplane_core import DataPlaneClient, connect, stream
+from dataplane_core import DataPlaneClient, connect, materialize, stream
 from dataplane_core.client import StreamBatch
 from dataplane_integrations.weights import open_weights, publish_weights
 from rollout_server.settings import FIELDS, TASK, model_of, partition_of, read_config
@@ -129,14 +129,14 @@ def train_step(
 
 def loss_of(model: Transformer, batch: StreamBatch, run: dict[str, Any]) -> Tensor:
     """The clipped policy loss of whole groups: a mean over answers, of means over their tokens."""
-    columns = batch.columns
-    ids_ns = columns["input_ids"].to_padded_tensor(0)
-    lengths_n = columns["input_ids"].offsets().diff()
+    columns = materialize(batch.columns)
+    ids_ns = columns["input_ids"]
+    lengths_n = torch.tensor(batch.meta.sequence_lengths)
     position_s = torch.arange(ids_ns.shape[1])
     prompt_n1, lengths_n1 = columns["prompt_length"].unsqueeze(1), lengths_n.unsqueeze(1)
     mask_ns = ((position_s >= prompt_n1) & (position_s < lengths_n1)).float()
     logprobs_ns = token_logprobs(model(ids_ns), ids_ns, lengths_n)
-    ratio_ns = (logprobs_ns - columns["logprobs"].to_padded_tensor(0.0)).exp()
+    ratio_ns = (logprobs_ns - columns["logprobs"]).exp()
     clipped_ns = ratio_ns.clamp(1.0 - run["clip_ratio"], 1.0 + run["clip_ratio"])
     advantages_n1 = group_advantages(columns["reward"].float(), run["answers_per_prompt"]).unsqueeze(1)
     policy_ns = -torch.minimum(ratio_ns * advantages_n1, clipped_ns * advantages_n1)

@@ -1,5 +1,5 @@
-"""A GRPO training run that fits two CPU cores: arithmetic, a small transformer, real processes.
+"""A GRPO training run that fits two CPU cores: a small transformer, real processes.
 
-Read the modules in this order: `task` (what the model learns), `model`, `warm_start`, `rollout` (generates the
-answers), `loss` and `workers` (train on them), `data_path` (how tensors travel between them), `trainer` (the loop).
+Read the modules in this order: `task` (what the model learns), `model`, `rollout` (generates the answers), `loss` and
+`workers` (train on them), `data_path` (how tensors travel between them), `trainer` (the loop).
 """

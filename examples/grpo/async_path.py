@@ -43,7 +43,6 @@ from .rollout import RolloutCarry, RolloutWorker
 
 __all__ = ["AsyncPath"]
 
-_PARTITION = "replay"
 _REPLAY_FOLDER = "replay"
 #: Seconds to wait at the end of a failed run for a rollout that still generates.
 _STOP_TIMEOUT_S = 10.0
@@ -80,7 +79,7 @@ class AheadRolloutWorker(PlaneRolloutWorker):
         batch, carry = self.generate(step, prompts, answers_per_prompt)
         with_lengths = [{**row, "input_lengths": length} for row, length in zip(tags, carry.input_lengths, strict=True)]
         receipt = self._first_write(
-            batch, sample_ids=sample_ids, partition_id=_PARTITION, carry_fields=(), tags=with_lengths
+            batch, sample_ids=sample_ids, partition_id=AsyncPath.partition, carry_fields=(), tags=with_lengths
         )
         return receipt, carry, self.data_plane_traffic()
 
@@ -88,6 +87,7 @@ class AheadRolloutWorker(PlaneRolloutWorker):
 class AsyncPath(DataPlanePath):
     """A data path on which the rows of later steps are generated while the workers train."""
 
+    partition = "replay"
     rollout_class: ClassVar[type[RolloutWorker]] = AheadRolloutWorker
     collecting = "wait"
 
@@ -116,13 +116,12 @@ class AsyncPath(DataPlanePath):
         super().start(actors, draw)
         with reporting():
             policy = self._require()
-            group_size = self._config.grpo.answers_per_prompt
-            policy.prepare_step(partition_id=_PARTITION, group_size=group_size, keep_rows=False)
+            self._open_step(None)
             self._buffer = ReplayBuffer(
                 policy.client,
-                _PARTITION,
+                self.partition,
                 InOrderPolicy(max_staleness=self._staleness, groups_per_version=self._prompts_per_step),
-                group_size=group_size,
+                group_size=self._config.grpo.answers_per_prompt,
                 num_prompts=None if self._last_step is None else self._last_step * self._prompts_per_step,
             )
             self._collector = Collector(
@@ -157,12 +156,10 @@ class AsyncPath(DataPlanePath):
         tags = self._meta.tags or []
         return Scores([float(row["reward"]) for row in tags], [int(row["input_lengths"]) for row in tags])
 
-    def finish_step(self) -> Traffic:
+    def _drop_rows(self) -> None:
         buffer, _ = self._started()
-        with reporting():
-            buffer.consume(self._meta)
+        buffer.consume(self._meta)
         self._training_ended = self._clock()
-        return self._new_traffic()
 
     def step_facts(self) -> dict[str, Any]:
         """Of the newest step: how many versions old the weights were, and when what ran, in seconds of this process."""

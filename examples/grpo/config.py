@@ -35,8 +35,8 @@ class DataSection(_Section):
 class ModelSection(_Section):
     """Sizes of the transformer."""
 
-    width: _Count = 96
-    layers: _Count = 3
+    width: _Count = 64
+    layers: _Count = 2
     heads: _Count = 4
     context: _Count = 24
 
@@ -47,25 +47,15 @@ class ModelSection(_Section):
         return self
 
 
-class WarmStartSection(_Section):
-    """The supervised steps before GRPO."""
-
-    steps: Annotated[int, Field(ge=0)] = 600
-    batch_size: _Count = 128
-    learning_rate: _Positive = 3e-3
-    max_digits: _Count = 3
-    wrong_fraction: _Fraction = 0.5
-
-
 class GrpoSection(_Section):
     """Rollouts, loss and optimizer."""
 
-    steps: _Count = 200
+    steps: _Count = 150
     prompts_per_step: _Count = 32
     answers_per_prompt: Annotated[int, Field(ge=2)] = 8
     max_new_tokens: _Count = 6
     temperature: _Positive = 1.0
-    learning_rate: _Positive = 3e-4
+    learning_rate: _Positive = 2e-3
     warmup_steps: Annotated[int, Field(ge=0)] = 5
     betas: tuple[_Fraction, _Fraction] = (0.9, 0.95)
     max_grad_norm: _Positive = 1.0
@@ -90,7 +80,7 @@ class SequencePackingSection(_Section):
 
 
 class DynamicSamplingSection(_Section):
-    """Training on groups with right and wrong answers only; further prompts make up for the others."""
+    """Training on groups whose rewards differ only; further prompts make up for the others."""
 
     enabled: bool = False
     #: Rounds of ``prompts_per_step`` prompts after which a step takes the groups that it has.
@@ -146,7 +136,6 @@ class RunConfig(_Section):
     workers: Literal["fsdp2", "megatron"] = "fsdp2"
     data: DataSection
     model: ModelSection = ModelSection()
-    warm_start: WarmStartSection = WarmStartSection()
     grpo: GrpoSection = GrpoSection()
     dynamic_batching: DynamicBatchingSection = DynamicBatchingSection()
     sequence_packing: SequencePackingSection = SequencePackingSection()

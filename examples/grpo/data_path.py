@@ -30,7 +30,7 @@ from .cluster import Actors, wait_for
 from .config import RunConfig
 from .megatron_workers import MegatronPolicyWorker
 from .rollout import RolloutCarry, RolloutWorker
-from .task import PAD_ID, Answer, Problem, reward
+from .task import PAD_ID, Problem, reward
 from .workers import LossFunction, PolicyWorker
 
 __all__ = [
@@ -75,7 +75,7 @@ class Scores:
 class DataPath(ABC):
     """Carries one step's columns from the rollout worker to the policy workers, and the workers' columns onward.
 
-    Called in this order at every step: `hand_over`, `collect`, `put_advantages`, `compute_prev_logprobs`,
+    Called in this order at every step: `hand_over`, `collect`, `put_scores`, `compute_prev_logprobs`,
     `compute_reference_logprobs`, `train`, `finish_step`. The implementation keeps the step's rows between the calls.
     """
 
@@ -125,8 +125,9 @@ class DataPath(ABC):
         return {}
 
     @abstractmethod
-    def put_advantages(self, advantages_ns: Tensor) -> None:
-        """Adds the column ``advantages`` (N, S) float32, made on the driver from small per-row values."""
+    def put_scores(self, rewards_n: Tensor, advantages_ns: Tensor) -> None:
+        """Adds what the driver made of small per-row values: ``advantages`` (N, S) float32, for training; and where
+        people can look at the rows, ``reward`` (N,) float32."""
 
     @abstractmethod
     def compute_prev_logprobs(self) -> None:
@@ -141,8 +142,12 @@ class DataPath(ABC):
         """Has the workers train on the step's rows; returns `summarize_training` of their results."""
 
     @abstractmethod
-    def finish_step(self) -> Traffic:
-        """Drops the step's rows and returns how many bytes they had."""
+    def finish_step(self, keep: Path | None) -> Traffic:
+        """Drops the step's rows and returns how many bytes they had.
+
+        Args:
+            keep: A folder, in which a data plane saves them first. None: they are not kept.
+        """
 
     def save(self, folder: Path) -> None:  # noqa: B027 - not abstract: most have nothing to save
         """Writes what the path holds between two steps into ``folder``: here, nothing."""
@@ -180,7 +185,7 @@ class InMemoryPath(DataPath):
         self._traffic.bytes_put += _size_bytes(batch)
         return carry
 
-    def put_advantages(self, advantages_ns: Tensor) -> None:
+    def put_scores(self, rewards_n: Tensor, advantages_ns: Tensor) -> None:
         self._batch["advantages"] = functional.pad(advantages_ns, (0, self._width - advantages_ns.shape[1]))
         self._traffic.bytes_put += _size_bytes({"advantages": advantages_ns})
 
@@ -195,7 +200,7 @@ class InMemoryPath(DataPath):
         shards, _ = self._shards(DP_TRAIN_FIELDS)
         return summarize_training(self._call("train", shards, loss_fn)[:: self._config.tensor_parallel])
 
-    def finish_step(self) -> Traffic:
+    def finish_step(self, keep: Path | None) -> Traffic:
         traffic, self._traffic = self._traffic, Traffic()
         self._batch = BatchedDataDict()
         return traffic
@@ -231,7 +236,7 @@ class InMemoryPath(DataPath):
         return wait_for(calls, self._timeout_s, f"running {method} in step {self._step}")
 
 
-def score(problems: Sequence[Problem], answers: Sequence[Answer]) -> list[float]:
+def score(problems: Sequence[Problem], answers: Sequence[str]) -> list[float]:
     """The reward of every answer, where each problem has equally many, side by side."""
     per_problem = len(answers) // len(problems)
     repeated = [problem for problem in problems for _ in range(per_problem)]

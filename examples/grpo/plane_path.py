@@ -18,6 +18,7 @@ from torch import Tensor
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.middleware import Metrics
+from dataplane_core.schema import DP_TRAIN_FIELDS
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
@@ -35,7 +36,8 @@ from .workers import LossFunction, PolicyWorker
 
 __all__ = ["DataPlanePath"]
 
-_PARTITION = "train"
+#: What the rows of a step have: what training reads, and for people the reward.
+_FIELDS = [*DP_TRAIN_FIELDS, "reward"]
 #: The rollout worker draws by the number of the step; further generations of a step must not repeat another's draw.
 _FURTHER_DRAWS = 1_000_000
 
@@ -78,7 +80,8 @@ class PlaneRolloutWorker(_CountsTraffic, DataPlaneRolloutMixin, RolloutWorker):
         mark = f"s{step}" if generation == 0 else f"s{step}r{generation}"
         ids = mint_sample_ids([f"{mark}_p{number}" for number in range(len(prompts))], answers_per_prompt)
         tags = [{"step": step, "input_lengths": length} for length in carry.input_lengths]
-        return self._first_write(batch, sample_ids=ids, partition_id=_PARTITION, carry_fields=(), tags=tags), carry
+        partition = DataPlanePath.partition
+        return self._first_write(batch, sample_ids=ids, partition_id=partition, carry_fields=(), tags=tags), carry
 
 
 class _PadsAnswers(_CountsTraffic):
@@ -97,6 +100,8 @@ class MegatronPlanePolicyWorker(_PadsAnswers, MegatronDataPlaneMixin, MegatronPo
 class DataPlanePath(DataPath):
     """The rows live in the store that the configuration names; the driver holds their meta."""
 
+    #: Where they are.
+    partition: ClassVar[str] = "train"
     rollout_class: ClassVar[type[RolloutWorker]] = PlaneRolloutWorker
     worker_classes: ClassVar[Mapping[str, type[PolicyWorker]]] = {
         "fsdp2": PlanePolicyWorker,
@@ -143,16 +148,19 @@ class DataPlanePath(DataPath):
 
     def _open_step(self, num_samples: int | None) -> None:
         group_size = self._config.grpo.answers_per_prompt
-        self._require().prepare_step(num_samples, group_size, partition_id=_PARTITION, keep_rows=False)
+        self._require().prepare_step(
+            num_samples, group_size, partition_id=self.partition, fields=_FIELDS, keep_rows=False
+        )
 
     def _generate(self, step: int, generation: int, prompts: Sequence[str]) -> tuple[KVBatchMeta, RolloutCarry]:
         arguments = (step, list(prompts), self._config.grpo.answers_per_prompt, generation)
         receipt, carry = self._on_rollout("generate_to_plane", *arguments, doing=f"generating in step {step}")
         return receipt.meta, carry
 
-    def put_advantages(self, advantages_ns: Tensor) -> None:
+    def put_scores(self, rewards_n: Tensor, advantages_ns: Tensor) -> None:
+        columns = {"advantages": advantages_ns, "reward": rewards_n}
         with reporting():
-            self._meta = self._require().write_to_dataplane(self._meta, {"advantages": advantages_ns})
+            self._meta = self._require().write_to_dataplane(self._meta, columns)
 
     def compute_prev_logprobs(self) -> None:
         with reporting():
@@ -179,18 +187,18 @@ class DataPlanePath(DataPath):
         bounds = [self._meta.size // unit * number // portions * unit for number in range(portions + 1)]
         return [self._meta.slice(start, end) for start, end in pairwise(bounds) if start < end]
 
-    def finish_step(self) -> Traffic:
-        with reporting():
-            self._require().finish_step()
-        return self._new_traffic()
-
-    def _new_traffic(self) -> Traffic:
-        """The bytes moved since the last call."""
+    def finish_step(self, keep: Path | None) -> Traffic:
         with reporting():
             now = self._traffic()
+            if keep is not None:
+                self._require().client.save(keep, partitions=[self.partition])
+            self._drop_rows()
         step = Traffic(now.bytes_put - self._seen.bytes_put, now.bytes_get - self._seen.bytes_get)
         self._seen = now
         return step
+
+    def _drop_rows(self) -> None:
+        self._require().finish_step()
 
     def close(self) -> None:
         if self._policy is not None:

@@ -52,10 +52,10 @@ def plot_run(
         above.plot(steps, _smooth(rewards), color="tab:blue", linewidth=2, label=f"mean of {_SMOOTHING_STEPS} steps")
     for kind, marker, color in (("sampled", "o", "tab:orange"), ("greedy", "D", "tab:green")):
         ends = [evaluation["before"][kind], evaluation["after"][kind]]  # two points, so no line between them
-        label = f"held-out prompts, {kind},\nbefore and after"
+        label = f"exact on held-out prompts,\n{kind}, before and after"
         above.plot([steps[0], steps[-1]], ends, marker, color=color, label=label)
-    above.set_ylim(0, 1)
-    above.set_ylabel("share of exact answers")
+    above.set_ylim(-0.03, 1.03)
+    above.set_ylabel("mean reward, share of exact answers")
     above.legend(**_BESIDE)
     above.set_title(title)
 

@@ -1,4 +1,4 @@
-"""What the run shows while it runs: a bar for the warm start, then a line per step.
+"""What the run shows while it runs: a line per step.
 
 On a terminal it has columns, colours (not with ``NO_COLOR``) and an estimate of the time left. In a pipe or a file it
 is plain, and each step says how long each phase took.
@@ -12,40 +12,11 @@ import time
 from collections import deque
 from typing import Any, TextIO
 
-__all__ = ["ProgressBar", "StepLines", "format_bytes", "format_left"]
+__all__ = ["StepLines"]
 
-_BAR_WIDTH = 30
 _GREEN, _DIM = "32", "2"
 #: The time left follows from the mean of so many steps.
 _RECENT_STEPS = 10
-
-
-class ProgressBar:
-    """A bar that redraws itself on a terminal, and prints ten lines in all elsewhere (a log file, CI)."""
-
-    def __init__(self, label: str, total: int, stream: TextIO | None = None) -> None:
-        self._label = label
-        self._total = total
-        self._stream = stream or sys.stdout
-        self._redraws = self._stream.isatty()
-        self._start = time.monotonic()
-
-    def update(self, done: int, note: str = "") -> None:
-        """Shows that ``done`` of the total are done."""
-        if not self._redraws and done * 10 // self._total == (done - 1) * 10 // self._total:
-            return
-        filled = _BAR_WIDTH * done // self._total
-        full, empty = "#" * filled, "." * (_BAR_WIDTH - filled)
-        spent = time.monotonic() - self._start
-        head = f"{self._label} ["
-        tail = f"{empty}] {done}/{self._total}  {note}  {spent:.0f} s"
-        if self._redraws:
-            left = "" if done == self._total else f"  {format_left(spent / done * (self._total - done))}"
-            self._stream.write(f"\r\x1b[K{head}{_colored(full, _GREEN, self._stream)}{tail}{left}")
-            self._stream.write("\n" if done == self._total else "")
-        else:
-            self._stream.write(f"{head}{full}{tail}\n")
-        self._stream.flush()
 
 
 class StepLines:
@@ -70,9 +41,9 @@ class StepLines:
         seconds = record["seconds"]
         step = f"step {record['step']:>{len(str(self._total))}}/{self._total}"
         reward, total = f"reward {record['reward']:.3f}", f"{sum(seconds.values()):.2f} s"
-        put, get = format_bytes(record["bytes_put"]), format_bytes(record["bytes_get"])
+        put, get = _format_bytes(record["bytes_put"]), _format_bytes(record["bytes_get"])
         if self._stream.isatty():
-            left = format_left(sum(self._recent) / len(self._recent) * (self._total - record["step"]))
+            left = _format_left(sum(self._recent) / len(self._recent) * (self._total - record["step"]))
             line = (
                 f"{step}  {_colored(reward, _GREEN, self._stream)}  loss {record['loss']:+.4f}  kl {record['kl']:.4f}"
                 f"  tokens {record['tokens']:>5}  put {put:>8}  get {get:>8}  {total:>7}  "
@@ -87,7 +58,7 @@ class StepLines:
         print(line, file=self._stream, flush=True)
 
 
-def format_left(seconds: float) -> str:
+def _format_left(seconds: float) -> str:
     """A time to wait, for people: ``45 s left``."""
     if seconds < 100:
         return f"{seconds:.0f} s left"
@@ -95,7 +66,7 @@ def format_left(seconds: float) -> str:
     return f"{minutes} min left" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min left"
 
 
-def format_bytes(size_bytes: float) -> str:
+def _format_bytes(size_bytes: float) -> str:
     """A size for people: ``1.5 MB``."""
     for unit in ("B", "KB", "MB", "GB"):
         if size_bytes < 1000 or unit == "GB":

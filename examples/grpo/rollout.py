@@ -15,7 +15,7 @@ from dataplane_core.batch import BatchedDataDict
 from .config import RunConfig
 from .generate import Completions, generate
 from .model import ModelConfig, Transformer
-from .task import Answer, Problem, decode, encode
+from .task import Problem, decode, encode
 from .weights import PackedWeights, load_packed_weights
 
 __all__ = ["RolloutCarry", "RolloutWorker", "draw_problems", "step_seed"]
@@ -30,7 +30,7 @@ class RolloutCarry:
         input_lengths: Tokens of prompt and answer together, one per answer.
     """
 
-    answers: list[Answer]
+    answers: list[str]
     input_lengths: list[int]
 
 
@@ -100,7 +100,7 @@ class RolloutWorker:
         )
         return batch, RolloutCarry(_answers(completions), completions.input_lengths.tolist())
 
-    def evaluate(self, prompts: Sequence[str], *, greedy: bool) -> list[Answer]:
+    def evaluate(self, prompts: Sequence[str], *, greedy: bool) -> list[str]:
         """One answer per prompt, the same draw at every call: differences come from the weights alone."""
         generator = torch.Generator().manual_seed(step_seed(self.seed, "evaluation", 0))
         return _answers(self._complete(prompts, 0.0 if greedy else self.temperature, generator))
@@ -115,7 +115,7 @@ class RolloutWorker:
         )
 
 
-def _answers(completions: Completions) -> list[Answer]:
+def _answers(completions: Completions) -> list[str]:
     starts, ends = completions.prompt_lengths.tolist(), completions.input_lengths.tolist()
     rows = completions.input_ids.tolist()
     return [decode(row[start:end]) for row, start, end in zip(rows, starts, ends, strict=True)]

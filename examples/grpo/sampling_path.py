@@ -1,6 +1,6 @@
 """Dynamic sampling (DAPO) over a data plane: generate until there are enough groups with a learning signal.
 
-A group whose answers are all right, or all wrong, has advantages of 0. The driver writes the rewards as tags on the
+A group whose answers all have the same reward has advantages of 0. The driver writes the rewards as tags on the
 meta. `DynamicSampling` reads only these, and clears the rows of such groups in the store before anybody reads them.
 Further prompts replace the dropped groups.
 """
@@ -22,7 +22,7 @@ __all__ = ["SamplingPath"]
 
 
 class SamplingPath(DataPlanePath):
-    """A data path whose steps are made of groups with both right and wrong answers."""
+    """A data path whose steps are made of groups whose rewards differ."""
 
     def __init__(self, config: RunConfig, events_file: Path | None = None) -> None:
         super().__init__(config, events_file)

@@ -1,13 +1,12 @@
-"""The task: sums such as ``12+7=``, the characters they are written in, and a reward that can be verified.
+"""The task: add one to each digit, so that ``2749=`` is answered by ``3850``; and a reward that can be verified.
 
-Prompts come from a JSONL file, one object a line: ``{"prompt": "12+7=", "answer": "19"}``. An answer is right if the
-model writes exactly those characters and then ends the sequence.
+Prompts come from a JSONL file, one object a line: ``{"prompt": "2749=", "answer": "3850"}``. An answer is exact if the
+model writes those characters and then ends the sequence.
 """
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,89 +15,61 @@ from typing import Any, Final
 from .errors import UserError
 
 __all__ = [
-    "ALPHABET",
+    "CHARACTERS",
     "EOS_ID",
     "PAD_ID",
     "VOCAB_SIZE",
-    "Answer",
     "Problem",
-    "corrupt_one_digit",
     "decode",
     "encode",
-    "random_problem",
+    "is_exact",
     "read_problems",
     "reward",
     "split_problems",
 ]
 
-#: The characters of the task. The model's vocabulary is these, plus padding and end-of-sequence: 14 tokens.
-ALPHABET: Final = "0123456789+="
+#: The vocabulary: token ``i`` is the ``i``-th character. ``_`` is padding, ``.`` the end of an answer.
+CHARACTERS: Final = "_.0123456789+="
 PAD_ID: Final = 0
 EOS_ID: Final = 1
-_FIRST_CHAR_ID: Final = 2
-VOCAB_SIZE: Final = _FIRST_CHAR_ID + len(ALPHABET)
-_ID_OF: Final = {char: _FIRST_CHAR_ID + i for i, char in enumerate(ALPHABET)}
+VOCAB_SIZE: Final = len(CHARACTERS)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt and the one answer that earns the reward."""
+    """A prompt and the one answer that is right."""
 
     prompt: str
     answer: str
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the model wrote after a prompt.
-
-    Attributes:
-        text: The characters before end-of-sequence.
-        finished: Whether the model ended the sequence itself (False: it ran into the limit of new tokens).
-    """
-
-    text: str
-    finished: bool
-
-
 def encode(text: str) -> list[int]:
-    """Token ids of ``text``, without end-of-sequence.
+    """Token ids of a prompt or an answer, without the end.
 
     Raises:
-        ValueError: A character is not in the alphabet.
+        ValueError: A character is not in the vocabulary.
     """
-    for char in text:
-        if char not in _ID_OF:
-            raise ValueError(f"character {char!r} is not one of {ALPHABET!r}")
-    return [_ID_OF[char] for char in text]
+    ids = [CHARACTERS.find(char) for char in text]
+    for char, token in zip(text, ids, strict=True):
+        if token <= EOS_ID:
+            raise ValueError(f"character {char!r} is not one of {CHARACTERS[EOS_ID + 1 :]!r}")
+    return ids
 
 
-def decode(ids: Sequence[int]) -> Answer:
-    """The answer that ``ids`` spell, up to the first end-of-sequence. Padding inside an answer shows as ``?``."""
-    chars: list[str] = []
-    for token in ids:
-        if token == EOS_ID:
-            return Answer("".join(chars), finished=True)
-        chars.append(ALPHABET[token - _FIRST_CHAR_ID] if token >= _FIRST_CHAR_ID else "?")
-    return Answer("".join(chars), finished=False)
+def decode(ids: Sequence[int]) -> str:
+    """What token ids spell; an answer that the model has ended ends with a ``.``."""
+    return "".join(CHARACTERS[token] for token in ids)
 
 
-def reward(problem: Problem, answer: Answer) -> float:
-    """1.0 for exactly the right answer followed by end-of-sequence, else 0.0."""
-    return 1.0 if answer.finished and answer.text == problem.answer else 0.0
+def reward(problem: Problem, answer: str) -> float:
+    """The share of characters that are right and in their place, the end among them; of the longer of the two."""
+    right = problem.answer + CHARACTERS[EOS_ID]
+    return sum(a == b for a, b in zip(right, answer, strict=False)) / max(len(right), len(answer))
 
 
-def random_problem(rng: random.Random, max_digits: int) -> Problem:
-    """A sum of two numbers of 1 to ``max_digits`` digits, every digit count equally likely."""
-    a, b = (rng.randrange(10 ** rng.randint(1, max_digits)) for _ in range(2))
-    return Problem(f"{a}+{b}=", str(a + b))
-
-
-def corrupt_one_digit(rng: random.Random, answer: str) -> str:
-    """The answer with one of its digits replaced by another."""
-    position = rng.randrange(len(answer))
-    others = [digit for digit in "0123456789" if digit != answer[position]]
-    return answer[:position] + rng.choice(others) + answer[position + 1 :]
+def is_exact(problem: Problem, answer: str) -> bool:
+    """Whether the answer is right, and ends there."""
+    return answer == problem.answer + CHARACTERS[EOS_ID]
 
 
 def read_problems(path: Path, *, max_prompt_chars: int, max_answer_chars: int) -> list[Problem]:
@@ -124,7 +95,9 @@ def read_problems(path: Path, *, max_prompt_chars: int, max_answer_chars: int) -
         if line.strip()
     ]
     if not problems:
-        raise UserError(f'prompts file {path} is empty. Expected lines such as {{"prompt": "12+7=", "answer": "19"}}.')
+        raise UserError(
+            f'prompts file {path} is empty. Expected lines such as {{"prompt": "2749=", "answer": "3850"}}.'
+        )
     return problems
 
 

@@ -1,9 +1,9 @@
-"""Trains a small transformer to add, by GRPO, through a data plane chosen by name.
+"""Trains a small transformer by GRPO, through a data plane chosen by name.
 
     python examples/grpo/train.py --config examples/grpo/config.yaml --in-memory
 
 Leaves ``metrics.jsonl`` (a line per step), ``summary.json`` and ``reward.png`` in the folder given by ``--out``; over a
-data plane also ``events.jsonl`` (its operations), and ``flow.html``, which draws them.
+data plane also ``events.jsonl`` (its operations), ``flow.html``, which draws them, and the rows of the last step.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from grpo.errors import RunFailedError, UserError
 from grpo.model import ModelConfig, build_model
 from grpo.plane_path import DataPlanePath
 from grpo.plot import plot_run
-from grpo.progress import ProgressBar, StepLines
+from grpo.progress import StepLines
 from grpo.rollout import draw_problems
 from grpo.sampling_path import SamplingPath
 from grpo.task import Problem, read_problems, split_problems
-from grpo.trainer import Trainer
-from grpo.warm_start import warm_start
-from grpo.weights import PackedWeights, pack_weights
+from grpo.trainer import LAST_ROWS, Trainer
+from grpo.weights import pack_weights
 
 _EVENTS = "events.jsonl"
+_EXAMPLES = Path(__file__).resolve().parent.parent
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,13 +123,13 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
         torch.set_num_threads(1)  # as in the actors: more threads would change the last bits
         actors = start_actors(config, path.rollout_class, path.worker_classes[config.workers])
         print(f"{len(train_problems)} prompts to train on, {len(eval_problems)} to evaluate, from {config.data.file}")
-        # The actors start while this process, which would only wait for them, warms the model up.
-        reference = _warm_weights(config) if save is None else save.reference_weights()
+        model = build_model(ModelConfig(**config.model.model_dump()), config.seed)
+        reference = pack_weights(model) if save is None else save.reference_weights()
         try:
             pids = connect_actors(actors, reference, config.ray)
             print("running over " + path.name + ": " + ", ".join(f"{name} (pid {pid})" for name, pid in pids.items()))
             path.start(actors, functools.partial(draw_problems, config, train_problems))
-            trainer = Trainer(config, actors, path, out / "metrics.jsonl")
+            trainer = Trainer(config, actors, path, out)
             if save is None:
                 evaluation = {"before": trainer.evaluate(eval_problems)}
             else:
@@ -157,13 +157,7 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
 
     for moment in ("before", "after"):
         _print_evaluation(f"{moment} GRPO", evaluation[moment], eval_problems)
-    if config.warm_start.wrong_fraction > 0:
-        print(
-            f"(The warm start put one wrong digit into {config.warm_start.wrong_fraction:.0%} of its targets, on "
-            "purpose.\nGRPO moves probability from such slips back to answers that the model mostly knew: sampled "
-            "answers gain,\ngreedy ones hardly change.)"
-        )
-    title = f"GRPO on sums over {path.name}, seed {config.seed}"
+    title = f"GRPO over {path.name}, seed {config.seed}"
     plot_run(trainer.records, evaluation, title, out / "reward.png")
     summary = {
         "path": path.name,
@@ -175,20 +169,9 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if marks is not None:
         dataplane(["flow", str(events)])
+        read = f"dataplane read {out / LAST_ROWS} --tokenizer grpo.task:decode --sort reward"
+        print(f"What the model wrote in the last step: PYTHONPATH={os.path.relpath(_EXAMPLES)} {read}")
     print(f"{summary['seconds']:.0f} s in all; see {out / 'metrics.jsonl'} and {out / 'reward.png'}")
-
-
-def _warm_weights(config: RunConfig) -> PackedWeights:
-    model = build_model(ModelConfig(**config.model.model_dump()), config.seed)
-    if config.warm_start.steps:
-        bar = ProgressBar("warm start", config.warm_start.steps)
-        warm_start(
-            model,
-            seed=config.seed,
-            on_step=lambda done, loss: bar.update(done, f"loss {loss:.3f}"),
-            **config.warm_start.model_dump(),
-        )
-    return pack_weights(model)
 
 
 def _print_evaluation(when: str, shares: dict[str, float], problems: list[Problem]) -> None:
@@ -226,9 +209,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", choices=["fsdp2", "megatron"], help="engine of the policy workers")
     parser.add_argument("--tp", type=int, metavar="N", help="tensor parallelism: N policy workers share each forward")
     parser.add_argument("--packing", action="store_true", help="sequence packing: microbatches without padding")
-    parser.add_argument(
-        "--dynamic-sampling", action="store_true", help="train only on groups with right and wrong answers"
-    )
+    parser.add_argument("--dynamic-sampling", action="store_true", help="train only on groups whose rewards differ")
     parser.add_argument("--mode", choices=("sync", "async"), help="async: rollouts run ahead of training")
     parser.add_argument("--staleness", type=int, metavar="N", help="steps that they run ahead; with --mode async")
     parser.add_argument("--save-every", type=int, metavar="N", help="save the run after every N steps")

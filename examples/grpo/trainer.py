@@ -21,28 +21,30 @@ from torch import Tensor
 
 from .cluster import Actors, wait_for
 from .config import RunConfig
-from .data_path import DataPath, score
+from .data_path import DataPath
 from .loss import ClippedPolicyLoss, group_advantages
-from .task import Problem
+from .task import Problem, is_exact
 
-__all__ = ["Trainer", "expand_advantages"]
+__all__ = ["LAST_ROWS", "Trainer", "expand_advantages"]
 
+#: The rows of the last step, in the folder of the run: a save of the data plane.
+LAST_ROWS = "last_step"
 #: Sampled answers per prompt in an evaluation.
 _EVAL_SAMPLES = 8
 
 
 class Trainer:
-    """Runs GRPO steps and writes one JSON line for each.
+    """Runs GRPO steps, and writes a line of ``metrics.jsonl`` for each; of the last one, the path keeps the rows.
 
     Attributes:
         records: What was written, one dict per step.
     """
 
-    def __init__(self, config: RunConfig, actors: Actors, path: DataPath, metrics_file: Path) -> None:
+    def __init__(self, config: RunConfig, actors: Actors, path: DataPath, out: Path) -> None:
         self._config = config
         self._actors = actors
         self._path = path
-        self._metrics_file = metrics_file
+        self._out = out
         self._loss_fn = ClippedPolicyLoss(config.grpo.clip_ratio, config.grpo.kl_weight)
         self.records: list[dict[str, Any]] = []
 
@@ -66,7 +68,7 @@ class Trainer:
         Raises:
             RunFailedError: An actor died, raised, or did not answer in time.
         """
-        with self._metrics_file.open("w", encoding="utf-8") as file:
+        with (self._out / "metrics.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in self.records)
             file.flush()
             for step in range(len(self.records) + 1, self._config.grpo.steps + 1):
@@ -99,8 +101,7 @@ class Trainer:
             prompts = [problem.prompt for problem in repeated]
             call = self._actors.rollout.evaluate.remote(prompts, greedy=kind == "greedy")
             [answers] = wait_for({"rollout worker": call}, self._config.ray.step_timeout_s, "evaluating")
-            rewards = score(problems, answers)
-            shares[kind] = sum(rewards) / len(rewards)
+            shares[kind] = sum(map(is_exact, repeated, answers)) / len(repeated)
         return shares
 
     def _on_workers(self, method: str, *args: object, doing: str) -> None:
@@ -118,14 +119,14 @@ class Trainer:
         with _timed(seconds, "advantages"):
             rewards_n = torch.tensor(scores.rewards)
             advantages_n = group_advantages(rewards_n, grpo.answers_per_prompt)
-            path.put_advantages(expand_advantages(advantages_n, scores.input_lengths))
+            path.put_scores(rewards_n, expand_advantages(advantages_n, scores.input_lengths))
         with _timed(seconds, "prev"):
             path.compute_prev_logprobs()
         with _timed(seconds, "reference"):
             path.compute_reference_logprobs()
         with _timed(seconds, "train"):
             results = path.train(self._loss_fn)
-            traffic = path.finish_step()
+            traffic = path.finish_step(self._out / LAST_ROWS if step == grpo.steps else None)
         return {
             "step": step,
             "reward": rewards_n.mean().item(),

@@ -2,7 +2,7 @@
 
     python examples/rollout_server/server.py --config examples/rollout_server/config.yaml --name server-0
 
-``POST /generate`` with ``{"step": 3, "id": "p7", "prompt": "12+7=", "answer": "19"}`` generates a group of answers,
+``POST /generate`` with ``{"step": 3, "id": "p7", "prompt": "2749=", "answer": "3850"}`` generates a group of answers,
 puts them, and then replies with them. So an answer that somebody has seen is in the data plane. Many requests are
 generated together. All calls of the data plane are made on the event loop, by `AsyncDataPlaneClient`: while one waits
 for the store, the server goes on to answer others.
@@ -28,7 +28,7 @@ if __name__ == "__main__":
 import torch
 from aiohttp import web
 from grpo.generate import generate
-from grpo.task import Answer, Problem, decode, encode, reward
+from grpo.task import Problem, decode, encode, reward
 from torch import Tensor
 
 from dataplane_core import AsyncDataPlaneClient, connect, connect_async
@@ -138,8 +138,8 @@ class Server:
         except UnknownPartitionError:  # the step is over: another server was asked the same, and was faster
             return web.json_response({"error": "the step is over"}, status=410)
         self._num_requests += 1
-        answers: list[Answer] = [decode(row[columns["prompt_length"][0] :]) for row in columns["input_ids"]]
-        return web.json_response({"answers": [each.text for each in answers], "weight_version": version})
+        answers = [decode(row[columns["prompt_length"][0] :]) for row in columns["input_ids"]]
+        return web.json_response({"answers": answers, "weight_version": version})
 
     async def health(self, request: web.Request) -> web.Response:
         """``GET /health``."""

@@ -13,7 +13,7 @@ from dataplane_core.config import load_config
 __all__ = ["FIELDS", "TASK", "model_of", "partition_of", "read_config"]
 
 #: What a server writes of each answer: the tokens of prompt and answer, the log-probability of each token of the answer
-#: (0 for those of the prompt), the length of the prompt, and whether the answer is right.
+#: (0 for those of the prompt), the length of the prompt, and the reward.
 FIELDS: Final = ["input_ids", "logprobs", "prompt_length", "reward"]
 #: The consumer task of the trainer.
 TASK: Final = "train"

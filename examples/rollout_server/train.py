@@ -29,11 +29,10 @@ import torch
 from grpo.generate import generate
 from grpo.loss import group_advantages
 from grpo.model import Transformer, token_logprobs
-from grpo.task import Problem, decode, encode, read_problems, reward, split_problems
-from grpo.warm_start import warm_start
+from grpo.task import Problem, decode, encode, is_exact, read_problems, split_problems
 from torch import Tensor, nn
 
-from dataplane_core import DataPlaneClient, connect, stream
+from dataplane_core import DataPlaneClient, connect, materialize, stream
 from dataplane_core.client import StreamBatch
 from dataplane_integrations.weights import open_weights, publish_weights
 from rollout_server.settings import FIELDS, TASK, model_of, partition_of, read_config
@@ -51,23 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     config = read_config(args.config)
     run = config["run"]
-    problems, held_out = split_problems(
-        read_problems(_HERE.parent / "grpo" / "prompts.jsonl", max_prompt_chars=16, max_answer_chars=5),
-        run["eval_prompts"],
-    )
     model = model_of(run["seed"])
-    print(f"warm start: {run['warm_start_steps']} steps", flush=True)
-    warm_start(
-        model,
-        seed=run["seed"],
-        steps=run["warm_start_steps"],
-        batch_size=128,
-        learning_rate=3e-3,
-        max_digits=3,
-        wrong_fraction=0.5,
-        on_step=lambda step, loss: None,
-    )
-    before = evaluate(model, held_out)
+    most = run["max_new_tokens"]
+    file = _HERE.parent / "grpo" / "prompts.jsonl"
+    read = read_problems(file, max_prompt_chars=model.config.context - most, max_answer_chars=most - 1)
+    problems, held_out = split_problems(read, run["eval_prompts"])
+    before = evaluate(model, held_out, most)
     with (
         connect(config["data_plane"].model_copy(update={"role": "trainer"})) as client,
         servers_of(args.config, run["servers"]) as servers,
@@ -77,15 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         wall_s = time.monotonic() - start
         health = servers.health()
     summary = {
-        "reward_before": before,
-        "reward_after": evaluate(model, held_out),
+        "exact_before": before,
+        "exact_after": evaluate(model, held_out, most),
         "reward_of_step": rewards,
         "answers_per_s": round(len(rewards) * run["prompts_per_step"] * run["answers_per_prompt"] / wall_s, 1),
         "servers": health,
     }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"reward on {len(held_out)} prompts not trained on: {before:.2f} before, {summary['reward_after']:.2f} after")
+    print(f"exact on {len(held_out)} prompts not trained on: {before:.2f} before, {summary['exact_after']:.2f} after")
     for each in health:
         print(f"{each['name']}: {each['requests']} requests, its event loop late by {each['late_ms_p99']} ms (p99)")
     return 0
@@ -141,31 +129,31 @@ def train_step(
 
 def loss_of(model: Transformer, batch: StreamBatch, run: dict[str, Any]) -> Tensor:
     """The clipped policy loss of whole groups: a mean over answers, of means over their tokens."""
-    columns = batch.columns
-    ids_ns = columns["input_ids"].to_padded_tensor(0)
-    lengths_n = columns["input_ids"].offsets().diff()
+    columns = materialize(batch.columns)
+    ids_ns = columns["input_ids"]
+    lengths_n = torch.tensor(batch.meta.sequence_lengths)
     position_s = torch.arange(ids_ns.shape[1])
     prompt_n1, lengths_n1 = columns["prompt_length"].unsqueeze(1), lengths_n.unsqueeze(1)
     mask_ns = ((position_s >= prompt_n1) & (position_s < lengths_n1)).float()
     logprobs_ns = token_logprobs(model(ids_ns), ids_ns, lengths_n)
-    ratio_ns = (logprobs_ns - columns["logprobs"].to_padded_tensor(0.0)).exp()
+    ratio_ns = (logprobs_ns - columns["logprobs"]).exp()
     clipped_ns = ratio_ns.clamp(1.0 - run["clip_ratio"], 1.0 + run["clip_ratio"])
     advantages_n1 = group_advantages(columns["reward"].float(), run["answers_per_prompt"]).unsqueeze(1)
     policy_ns = -torch.minimum(ratio_ns * advantages_n1, clipped_ns * advantages_n1)
     return ((policy_ns * mask_ns).sum(1) / mask_ns.sum(1)).mean()
 
 
-def evaluate(model: Transformer, problems: list[Problem]) -> float:
-    """The share of answers that are right: one to each problem, drawn as in training."""
+def evaluate(model: Transformer, problems: list[Problem], max_new_tokens: int) -> float:
+    """The share of answers that are exact: one to each problem, drawn as in training."""
     found = generate(
         model,
         [encode(problem.prompt) for problem in problems],
-        max_new_tokens=6,
+        max_new_tokens=max_new_tokens,
         temperature=1.0,
         generator=torch.Generator().manual_seed(0),
     )
     rows = zip(problems, found.input_ids, found.prompt_lengths, found.input_lengths, strict=True)
-    return sum(reward(problem, decode(ids[start:end].tolist())) for problem, ids, start, end in rows) / len(problems)
+    return sum(is_exact(problem, decode(ids[start:end].tolist())) for problem, ids, start, end in rows) / len(problems)
 
 
 # --- the servers ------------------------------------------------------------------------------------------------------

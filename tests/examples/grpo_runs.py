@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,14 +17,14 @@ import psutil
 import pytest
 import yaml
 
-TRAIN = Path(__file__).resolve().parents[2] / "examples" / "grpo" / "train.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo"
+TRAIN = EXAMPLE / "train.py"
 
-#: A run of seconds: a tiny model, hardly warmed up. Everything else is the real thing.
+#: A run of seconds: a tiny model, and few steps. Everything else is the real thing.
 SHORT_RUN: dict[str, Any] = {
     "seed": 5,
     "data": {"file": "prompts.jsonl", "eval_prompts": 8},
     "model": {"width": 32, "layers": 1, "heads": 2},
-    "warm_start": {"steps": 120, "batch_size": 64, "learning_rate": 1.0e-2, "max_digits": 1, "wrong_fraction": 0.2},
     "grpo": {"steps": 4, "prompts_per_step": 8, "answers_per_prompt": 4, "learning_rate": 3.0e-3},
     "dynamic_batching": {"max_tokens_per_microbatch": 64},
 }
@@ -36,9 +37,7 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
         for name, value in SHORT_RUN.items()
     }
     config |= {name: value for name, value in sections.items() if name not in SHORT_RUN}
-    problems = [(a, b) for a in range(10) for b in range(10)]
-    lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a, b in problems]
-    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    shutil.copy(EXAMPLE / "prompts.jsonl", folder)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path

@@ -8,7 +8,6 @@ from grpo.generate import generate
 from grpo.model import ModelConfig, Transformer, build_model, token_logprobs
 from grpo.rollout import RolloutWorker
 from grpo.task import EOS_ID, PAD_ID, encode
-from grpo.warm_start import warm_start
 from grpo.weights import load_packed_weights, pack_weights
 from torch.testing import assert_close
 
@@ -77,23 +76,6 @@ def test_packed_weights_rebuild_the_model(model: Transformer) -> None:
         assert torch.equal(parameter, expected), name
     with pytest.raises(ValueError, match="weights for a model of"):
         load_packed_weights(Transformer(ModelConfig(width=16, layers=1, heads=1)), packed)
-
-
-def test_a_warm_start_lowers_the_loss_and_repeats_bit_for_bit() -> None:
-    losses: list[list[float]] = [[], []]
-    for run in losses:
-        warm_start(
-            build_model(CONFIG, 0),
-            seed=0,
-            steps=30,
-            batch_size=32,
-            learning_rate=5e-3,
-            max_digits=2,
-            wrong_fraction=0.5,
-            on_step=lambda step, loss, run=run: run.append(loss),
-        )
-    assert losses[0] == losses[1]
-    assert losses[0][-1] < 0.8 * losses[0][0]
 
 
 def test_a_rollout_worker_returns_the_first_columns_of_a_step(model: Transformer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -106,17 +107,19 @@ def test_runs_on_megatron_train_as_the_run_on_fsdp2_does(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--backend", "tq_simple"],
-        ["--backend", "redis_store", "--tp", "2"],
-        ["--backend", "tq_mooncake", "--tp", "2"],
+        ["--backend", "shm_store"],
+        ["--backend", "tq_simple", "--workers", "megatron"],
+        ["--backend", "redis_store", "--workers", "megatron", "--tp", "2"],
+        ["--backend", "tq_mooncake", "--workers", "megatron", "--tp", "2"],
     ],
+    ids=" ".join,
 )
-def test_a_whole_run_on_megatron_raises_the_reward(tmp_path: Path, arguments: list[str]) -> None:
-    code = main(["--workers", "megatron", "--out", str(tmp_path / "out"), *arguments])
-    assert code == 0
-    rewards = [record["reward"] for record in read_metrics(tmp_path / "out")]
-    assert len(rewards) == 200
-    assert sum(rewards[-20:]) / 20 > sum(rewards[:20]) / 20 + 0.2
+def test_a_whole_run_learns(tmp_path: Path, arguments: list[str]) -> None:
+    assert main(["--out", str(tmp_path / "out"), *arguments]) == 0
+    evaluation = json.loads((tmp_path / "out" / "summary.json").read_text())["evaluation"]
+    for kind in ("sampled", "greedy"):
+        assert evaluation["before"][kind] < 0.1
+        assert evaluation["after"][kind] > 0.8
 
 
 @pytest.mark.long
@@ -154,7 +157,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.long
-def test_dynamic_sampling_trains_on_groups_with_right_and_wrong_answers(tmp_path: Path) -> None:
+def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(tmp_path: Path) -> None:
     group_size = 4
     records = _run(tmp_path, "--dynamic-sampling", path="tq_simple")
     for record in records:
@@ -162,8 +165,7 @@ def test_dynamic_sampling_trains_on_groups_with_right_and_wrong_answers(tmp_path
         assert record["answers"] == record["groups"] * group_size <= 32
         drawn = 8 * record["generations"]
         assert record["groups"] + record["groups_dropped"] + record["groups_overflow"] == drawn
-        assert 1 / group_size <= record["reward"] <= 1 - 1 / group_size
-        assert 0.0 <= record["reward_generated"] <= 1.0
+        assert 0.0 < record["reward_generated"] <= record["reward"] < 1.0  # dropped: groups with nothing right as yet
         assert record["grad_norm"] > 0
     assert sum(record["groups_dropped"] for record in records) > 0
 

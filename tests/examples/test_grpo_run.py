@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo.task import Problem, decode, reward as task_reward
 from grpo.train import main
 from grpo_runs import Finished, Running, assert_gone, finish, read_metrics, results, running_past, start, write_config
+
+from dataplane_core import connect
 
 #: Up to two whole runs, of which the first is the one that tests share.
 pytestmark = pytest.mark.timeout(540)
@@ -59,7 +62,6 @@ def test_a_run_trains_reports_and_evaluates(in_memory: Finished) -> None:
     assert set(summary["evaluation"]) == {"before", "after"}
     out = in_memory.printed
     assert out.count("\nstep ") == 4
-    assert "warm start [" in out
     assert "before GRPO" in out
     assert "after GRPO" in out
 
@@ -93,6 +95,23 @@ def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(
         for folder in (in_memory.folder, tmp_path / "out")
     ]
     assert evaluations[0] == evaluations[1]
+    assert_kept(tmp_path / "out" / "last_step", records[-1]["reward"])
+    assert not (in_memory.folder / "last_step").exists()
+
+
+def assert_kept(save: Path, reward: float) -> None:
+    """The save has all rows of a step, with prompts, answers and rewards for people to read."""
+    with connect({"backend": "noop"}) as client:
+        client.load(save)
+        rows = client.get_samples(client.list_sample_ids("train"), "train", ["input_ids", "token_mask", "reward"])
+    assert rows["reward"].mean().item() == reward
+    answers_of = {}
+    for ids, mask, score in zip(rows["input_ids"], rows["token_mask"], rows["reward"].tolist(), strict=True):
+        prompt, answer = decode(ids[mask == 0].tolist()), decode(ids[mask == 1].tolist())
+        answers_of.setdefault(prompt, []).append(answer)
+        right = "".join(str((int(digit) + 1) % 10) for digit in prompt.removesuffix("="))
+        assert task_reward(Problem(prompt, right), answer) == pytest.approx(score)
+    assert [len(answers) for answers in answers_of.values()] == [4] * 8
 
 
 @pytest.mark.long

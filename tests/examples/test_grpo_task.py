@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 from grpo import task
 from grpo.errors import UserError
-from grpo.task import Answer, Problem
+from grpo.task import Problem
 
 SHIPPED_PROMPTS = Path(task.__file__).parent / "prompts.jsonl"
 
@@ -20,33 +19,29 @@ def read(path: Path) -> list[Problem]:
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (Answer("19", finished=True), 1.0),
-        (Answer("19", finished=False), 0.0),
-        (Answer("19=", finished=True), 0.0),
-        (Answer("019", finished=True), 0.0),
-        (Answer("", finished=True), 0.0),
+        ("345.", 1.0),
+        ("345", 0.75),
+        ("349.", 0.75),
+        ("3456.", 0.6),
+        ("345345", 0.5),
+        (".", 0.0),
     ],
 )
-def test_only_the_exact_finished_answer_is_rewarded(answer: Answer, expected: float) -> None:
-    assert task.reward(Problem("12+7=", "19"), answer) == expected
-
-
-def test_corruption_changes_exactly_one_digit() -> None:
-    rng = random.Random(0)
-    for answer in ["7", "19", "1234"] * 50:
-        wrong = task.corrupt_one_digit(rng, answer)
-        assert len(wrong) == len(answer)
-        assert sum(a != b for a, b in zip(wrong, answer, strict=True)) == 1
+def test_the_reward_is_the_share_that_is_right_and_only_the_whole_ended_answer_is_exact(
+    answer: str, expected: float
+) -> None:
+    problem = Problem("234=", "345")
+    assert task.reward(problem, answer) == expected
+    assert task.is_exact(problem, answer) == (expected == 1.0)
 
 
 def test_the_shipped_prompts_are_right_distinct_and_vary_in_length() -> None:
     problems = read(SHIPPED_PROMPTS)
-    assert len(problems) >= 500
-    assert len({problem.prompt for problem in problems}) == len(problems)
+    assert len({problem.prompt for problem in problems}) == len(problems) >= 500
     for problem in problems:
-        a, b = problem.prompt.removesuffix("=").split("+")
-        assert int(a) + int(b) == int(problem.answer)
-    assert {len(problem.prompt) for problem in problems} == {4, 5, 6, 7, 8}
+        digits = problem.prompt.removesuffix("=")
+        assert problem.answer == "".join(str((int(digit) + 1) % 10) for digit in digits)
+    assert {len(problem.prompt) for problem in problems} == {2, 3, 4, 5}
 
 
 @pytest.mark.parametrize(

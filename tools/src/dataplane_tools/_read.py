@@ -68,7 +68,8 @@ def run(
         samples = rows.read(found, fields=fields, decode=None if texts is None else texts.decode)
     if gone := len(found.tags) - len(samples):
         print(f"dataplane: {gone} more were cleared meanwhile, or their payload is lost", file=sys.stderr)
-    what = f"{rows.partition_id}: {len(samples)} of {found.num_samples} samples"
+    of = f" of {found.num_samples}" if len(samples) != found.num_samples else ""
+    what = f"{rows.partition_id}: {len(samples)}{of} {'sample' if found.num_samples == 1 else 'samples'}"
     if found.num_matching not in (len(found.tags), found.num_samples):
         what += f"; {found.num_matching} match"
     try:

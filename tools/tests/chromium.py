@@ -25,12 +25,14 @@ class Browser:
         self._profile = Path(folder) / "profile"
         self._size = size
         self._numbers = count(1)
+        #: What the pages did wrong: exceptions, and what the browser logged, such as a request that was refused.
+        self.errors = []
 
     def __enter__(self):
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         arguments += ["--remote-debugging-port=0", f"--user-data-dir={self._profile}", f"--window-size={self._size}"]
         arguments += ["--disable-background-networking", "--disable-component-update", "--hide-scrollbars"]
-        env = {**os.environ, "HOME": str(self._profile), "XDG_CONFIG_HOME": str(self._profile)}
+        env = os.environ | dict.fromkeys(("HOME", "TMPDIR", "XDG_CONFIG_HOME"), str(self._profile.parent))
         self._process = subprocess.Popen(
             [PROGRAM, *arguments, "about:blank"],
             stdin=subprocess.DEVNULL,
@@ -42,6 +44,8 @@ class Browser:
         self._loop = asyncio.new_event_loop()
         try:
             self._loop.run_until_complete(self._connect())
+            for part in ("Runtime", "Log", "Page"):
+                self.send(f"{part}.enable")
         except BaseException:
             self.__exit__()
             raise
@@ -81,6 +85,8 @@ class Browser:
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         while True:
             answer = json.loads(await self._socket.receive_str(timeout=_ANSWER_S))
+            if answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+                self.errors.append(answer["params"])
             if answer.get("id") == number:
                 assert "error" not in answer, answer
                 return answer["result"]
@@ -89,9 +95,14 @@ class Browser:
         """Opens a file, and waits until it is loaded."""
         self.send("Page.navigate", url="about:blank")
         self.send("Page.navigate", url=f"{Path(path).resolve().as_uri()}{fragment}")
+        self.wait("location.protocol == 'file:' && document.readyState == 'complete'")
+
+    def wait(self, script):
+        """Waits until an expression in the page is true."""
         deadline = time.monotonic() + _ANSWER_S
-        while self.run("document.readyState") != "complete" or self.run("location.protocol") != "file:":
-            assert time.monotonic() < deadline, "the page does not load"
+        while not self.run(script):
+            assert time.monotonic() < deadline, f"never true: {script}"
+            time.sleep(0.01)
 
     def run(self, script):
         """The value of an expression in the page."""
@@ -102,8 +113,8 @@ class Browser:
     def click(self, selector, number=0):
         """Clicks the middle of an element."""
         box = self.run(
-            f"(() => {{ const box = document.querySelectorAll({json.dumps(selector)})[{number}].getBoundingClientRect();"
-            "return [box.x + box.width / 2, box.y + box.height / 2] })()"
+            f"(() => {{ const each = document.querySelectorAll({json.dumps(selector)})[{number}];"
+            "const box = each.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2] })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)

@@ -160,9 +160,11 @@ def _lines(
             yield from _part_lines(part)
         for name in single.keys() - inline.keys():
             yield from _block(name, str(single[name]))
+        written = [part for part in sample.parts if part.role != "prompt" and part.stop > part.start] or sample.parts
+        places = [place for part in written for place in range(part.start, part.stop)]
         for name, numbers in sample.per_token.items():
             if name not in TEXT_FIELDS:  # the parts say what a mask says
-                yield from _block(name, _numbers_text(numbers))
+                yield from _block(name, _numbers_text([numbers[place] for place in places]))
         for name, value in sample.objects.items():
             yield from _block(name, json.dumps(value, ensure_ascii=False))
         for name, text in sample.shapes.items():
@@ -203,8 +205,9 @@ def _numbers_text(numbers: Sequence[Any]) -> str:
     odd = f", {nans} of them nan" if (nans := sum(number != number for number in numbers)) else ""
     if not there:
         return f"{len(numbers)} tokens{odd}"
-    mean = sum(there) / len(there)
-    return f"{min(there):.4g} to {max(there):.4g}, mean {mean:.4g}, for {len(there) + nans} tokens{odd}"
+    low, high = min(there), max(there)
+    text = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}, mean {sum(there) / len(there):.4g},"
+    return f"{text} for {len(there) + nans} tokens{odd}"
 
 
 def _image_text(sample: Sample, name: str, paths: Mapping[tuple[str, str], str]) -> str:

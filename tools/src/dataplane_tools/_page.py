@@ -13,6 +13,7 @@ import json
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -63,7 +64,7 @@ def _row(sample: Sample) -> dict[str, Any]:
         "id": sample.sample_id,
         "group": sample.group,
         "values": {**sample.values, **sample.tags},
-        "parts": [{name: getattr(part, name) for name in part.__slots__} for part in sample.parts],
+        "parts": [asdict(part) for part in sample.parts],
         "objects": sample.objects,
         "shapes": {**sample.shapes, **shapes},
         "images": {

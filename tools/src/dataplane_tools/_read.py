@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, Final
@@ -106,27 +107,12 @@ def _write_images(folder: Path, samples: Sequence[Sample]) -> dict[tuple[str, st
 def _report(
     partition_id: str, found: Found, samples: Sequence[Sample], paths: Mapping[tuple[str, str], str]
 ) -> dict[str, Any]:
-    return {
-        "partition_id": partition_id,
-        "num_samples": found.num_samples,
-        "num_matching": found.num_matching,
-        "samples": [
-            {
-                "sample_id": sample.sample_id,
-                "group": sample.group or None,
-                "tags": json_value(sample.tags),
-                "values": json_value(sample.values),
-                "parts": [{name: getattr(part, name) for name in Part.__slots__} for part in sample.parts],
-                "tokens": sample.tokens,
-                "per_token": json_value(sample.per_token),
-                "objects": sample.objects,
-                "shapes": sample.shapes,
-                "images": {name: _image_text(sample, name, paths) for name in sample.images},
-                "lacks": list(sample.lacks),
-            }
-            for sample in samples
-        ],
-    }
+    rows = []
+    for sample in samples:
+        images = {name: _image_text(sample, name, paths) for name in sample.images}
+        rows.append(json_value(asdict(replace(sample, images=images))))
+    counts = {"num_samples": found.num_samples, "num_matching": found.num_matching}
+    return {"partition_id": partition_id, **counts, "samples": rows}
 
 
 # --- as text ----------------------------------------------------------------------------------------------------------

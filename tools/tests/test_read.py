@@ -167,6 +167,15 @@ def test_samples_are_found(local, asked, expected):
     assert [sample.sample_id for sample in rows.read(found)] == expected
 
 
+def test_what_has_no_order_comes_last(local):
+    local.register_partition("odd", [], None, [])
+    tags = [{"a": math.nan}, {"a": 2}, {}, {"a": "x"}, {"a": math.nan}, {"a": 1.5}, {"a": None}, {"a": True}]
+    local.put_samples([f"s{number}" for number in range(8)], "odd", tags=tags)
+    rows = Rows(local, "odd")
+    assert list(rows.find(sort="a").tags) == ["s7", "s5", "s1", "s3", "s0", "s2", "s4", "s6"]
+    assert list(rows.find(sort="a", descending=True).tags) == ["s3", "s1", "s5", "s7", "s0", "s2", "s4", "s6"]
+
+
 def test_conditions_need_no_filter_of_the_store(local, monkeypatch):
     monkeypatch.setattr(type(local), "capabilities", frozenset({Capability.LISTING}))
     found = Rows(local, "step-1").find(where=parse_where("weight_version > 7"), sort="reward")
@@ -477,6 +486,11 @@ def test_a_tokenizer_is_a_folder_a_file_or_a_name_in_the_cache(folder, tmp_path,
         assert len(pieces) == len(ids)
         assert "".join(pieces) == "Grüße 👩‍💻<|end|>"
         assert pieces[:5] == ["G", "r", "üß", "", ""]
+
+
+def test_the_space_before_a_word_is_kept(characters, tmp_path):
+    (tmp_path / "characters_of_ids.py").write_text("def decode(ids):\n    return ' '.join(map(str, ids))\n")
+    assert Tokenizer(characters).pieces([7, 8]) == [" 7", " 8"]
 
 
 def test_a_tokenizer_that_is_none_is_refused(folder, tmp_path, characters, monkeypatch):

@@ -6,7 +6,7 @@ import argparse
 
 from dataplane_core.cli import Command
 
-__all__ = ["flow", "inspect", "metrics", "top", "units"]
+__all__ = ["flow", "inspect", "metrics", "read", "top", "units"]
 
 
 def _config(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +46,47 @@ def top(parser: argparse.ArgumentParser) -> Command:
         from dataplane_tools import _top
 
         return _top.run(chosen.config, chosen.partition)
+
+    return run
+
+
+def read(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane read`."""
+    parser.add_argument("config", metavar="CONFIG", help="the config file that its processes use, or a save's folder")
+    parser.add_argument("partition", nargs="?", metavar="PARTITION", help="default: the only one")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="T",
+        help="a folder, a tokenizer.json, a name of Hugging Face that is on disk, or module:function, which turns a "
+        "list of ids into text; default: show ids",
+    )
+    parser.add_argument("--where", metavar="C", help="only these, such as 'reward<0.5 and weight_version>=7'")
+    parser.add_argument("--sort", metavar="NAME", help="order by this tag or field; default: the order of writing")
+    parser.add_argument("--descending", action="store_true", help="the greatest first; without --sort the newest")
+    parser.add_argument("--group", metavar="G", help="the answers to one prompt: the samples G_g0, G_g1, ...")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most N samples; default: 20, on a page 2000")
+    parser.add_argument("--fields", metavar="A,B", type=lambda text: text.split(","), help="read these fields only")
+    parser.add_argument("--images", metavar="DIR", help="write small pictures of images there (needs Pillow)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", metavar="FILE", help="write a page that needs no server and no network")
+
+    def run(chosen: argparse.Namespace) -> int:
+        from dataplane_tools import _read
+
+        return _read.run(
+            chosen.config,
+            chosen.partition,
+            tokenizer=chosen.tokenizer,
+            fields=chosen.fields,
+            where=chosen.where,
+            sort=chosen.sort,
+            descending=chosen.descending,
+            group=chosen.group,
+            limit=chosen.limit,
+            as_json=chosen.json,
+            html=chosen.html,
+            images=chosen.images,
+        )
 
     return run
 

@@ -1,0 +1,200 @@
+"""`dataplane read`: what the model wrote, as text, as JSON or as a page. It claims nothing and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import groupby, takewhile
+from pathlib import Path
+from typing import Any, Final
+
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, printable
+from dataplane_tools._images import describe_image, thumbnail
+from dataplane_tools._rows import Found, Rows, opened
+from dataplane_tools._sample import TEXT_FIELDS, Part, Sample, json_value
+from dataplane_tools._tokenizer import Tokenizer
+from dataplane_tools._where import parse_where
+
+#: Samples that are shown unless told otherwise: as text, and on a page.
+_LIMIT, _LIMIT_OF_PAGE = 20, 2000
+#: A longer text, or a longer value, gets lines of its own.
+_MOST_INLINE: Final = 90
+
+
+def run(
+    config_path: str,
+    partition_id: str | None,
+    *,
+    tokenizer: str | None,
+    fields: Sequence[str] | None,
+    where: str | None,
+    sort: str | None,
+    descending: bool,
+    group: str | None,
+    limit: int | None,
+    as_json: bool,
+    html: str | None,
+    images: str | None,
+) -> int:
+    """Shows samples of a running store, or of a save.
+
+    Args:
+        config_path: The config file that the store's processes use, or the folder of a save.
+        partition_id: The partition. None: the only one.
+        tokenizer: As for `Tokenizer`. None: token ids are shown.
+        fields: Read these only.
+        where: As for `parse_where`.
+        sort: As for `Rows.find`, and so are ``descending`` and ``group``.
+        descending: The greatest first.
+        group: Only this group.
+        limit: The most samples. None: 20, or 2,000 on a page.
+        as_json: Print JSON.
+        html: Write a page to this file instead.
+        images: Write pictures of image cells to this folder.
+
+    Raises:
+        DataPlaneError: As `opened`, `Rows`, `Tokenizer` and `parse_where`; or a file cannot be written.
+    """
+    if limit is not None and limit < 1:
+        raise InvalidRequestError(f"read refused: --limit {limit}. Expected a number of 1 or more.")
+    condition = None if where is None else parse_where(where)
+    texts = None if tokenizer is None else Tokenizer(tokenizer)
+    most = limit or (_LIMIT if html is None else _LIMIT_OF_PAGE)
+    with opened(config_path) as client:
+        rows = Rows(client, partition_id)
+        found = rows.find(where=condition, sort=sort, descending=descending, group=group, limit=most)
+        samples = rows.read(found, fields=fields, decode=None if texts is None else texts.decode)
+    if gone := len(found.tags) - len(samples):
+        print(f"dataplane: {gone} more were cleared meanwhile, or their payload is lost", file=sys.stderr)
+    of = f" of {found.num_samples}" if len(samples) != found.num_samples else ""
+    what = f"{rows.partition_id}: {len(samples)}{of} {'sample' if found.num_samples == 1 else 'samples'}"
+    if found.num_matching not in (len(found.tags), found.num_samples):
+        what += f"; {found.num_matching} match"
+    try:
+        paths = {} if images is None else _write_images(Path(images), samples)
+        if html is not None:
+            from dataplane_tools._page import page
+
+            Path(html).write_text(page(what, samples, texts), encoding="utf-8")
+            print(printable(f"{html}: {what}"))
+            return 0
+    except OSError as error:
+        raise DataPlaneError(f"read cannot write '{error.filename}': {error.strerror}.") from error
+    if as_json:
+        print(json.dumps(_report(rows.partition_id, found, samples, paths)))
+    else:
+        print("\n".join(printable(line) for line in _lines(what, samples, paths, shared=group is not None)))
+    return 0
+
+
+def _write_images(folder: Path, samples: Sequence[Sample]) -> dict[tuple[str, str], str]:
+    """Writes pictures. Returns their paths by sample and field."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths: dict[tuple[str, str], str] = {}
+    for sample in samples:
+        for name, cell in sample.images.items():
+            if (picture := thumbnail(cell)) is not None:
+                safe = re.sub(r"[^\w.-]", "_", f"{sample.sample_id}.{name}")[:100]
+                path = folder / f"{len(paths):04}_{safe}.png"
+                path.write_bytes(picture)
+                paths[sample.sample_id, name] = str(path)
+    return paths
+
+
+def _report(
+    partition_id: str, found: Found, samples: Sequence[Sample], paths: Mapping[tuple[str, str], str]
+) -> dict[str, Any]:
+    rows = []
+    for sample in samples:
+        images = {name: _image_text(sample, name, paths) for name in sample.images}
+        rows.append(json_value(asdict(replace(sample, images=images))))
+    counts = {"num_samples": found.num_samples, "num_matching": found.num_matching}
+    return {"partition_id": partition_id, **counts, "samples": rows}
+
+
+# --- as text ----------------------------------------------------------------------------------------------------------
+
+
+def _lines(
+    what: str, samples: Sequence[Sample], paths: Mapping[tuple[str, str], str], *, shared: bool
+) -> Iterator[str]:
+    """The lines of all samples. ``shared``: what all begin with is shown once, above them."""
+    yield what
+    common = 0
+    if shared and len(samples) > 1:
+        columns = zip(*(sample.parts for sample in samples), strict=False)
+        alike = [len({(part.role, part.text) for part in parts}) == 1 for parts in columns]
+        common = min(len(list(takewhile(bool, alike))), *(len(sample.parts) - 1 for sample in samples))
+        yield ""
+        for part in samples[0].parts[: max(common, 0)]:
+            yield from _part_lines(part)
+    for sample in samples:
+        yield ""
+        yield sample.sample_id
+        single = {**sample.values, **sample.tags}
+        inline = {name: text for name, value in single.items() if len(text := _value_text(value)) <= _MOST_INLINE}
+        counts = [f"{role} {sum(p.stop - p.start for p in run)}" for role, run in _by_role(sample.parts)]
+        facts = [f"{name} {text}" for name, text in inline.items()]
+        if sample.tokens:
+            facts.append(f"{len(sample.tokens)} tokens" + (f" ({', '.join(counts)})" if len(counts) > 1 else ""))
+        if facts:
+            yield "  " + "  ".join(facts)
+        for part in sample.parts[max(common, 0) :]:
+            yield from _part_lines(part)
+        for name in single.keys() - inline.keys():
+            yield from _block(name, str(single[name]))
+        written = [part for part in sample.parts if part.role != "prompt" and part.stop > part.start] or sample.parts
+        places = [place for part in written for place in range(part.start, part.stop)]
+        for name, numbers in sample.per_token.items():
+            if name not in TEXT_FIELDS:  # the parts say what a mask says
+                yield from _block(name, _numbers_text([numbers[place] for place in places]))
+        for name, value in sample.objects.items():
+            yield from _block(name, json.dumps(value, ensure_ascii=False))
+        for name, text in sample.shapes.items():
+            yield from _block(name, text)
+        for name in sample.images:
+            yield from _block(name, _image_text(sample, name, paths))
+        if sample.lacks:
+            yield f"  lacks: {', '.join(sample.lacks)}"
+
+
+def _by_role(parts: Sequence[Part]) -> Iterator[tuple[str, list[Part]]]:
+    ordered = sorted(parts, key=lambda part: next(i for i, each in enumerate(parts) if each.role == part.role))
+    for role, run in groupby(ordered, key=lambda part: part.role):
+        yield role, list(run)
+
+
+def _part_lines(part: Part) -> Iterator[str]:
+    yield from _block(part.role, part.text)
+    if part.calls is not None:
+        yield from _block(f"{part.role}, further", json.dumps(part.calls, ensure_ascii=False))
+
+
+def _block(name: str, text: str) -> Iterator[str]:
+    lines = text.split("\n")
+    if len(lines) == 1 and len(text) <= _MOST_INLINE:
+        yield f"  {name}: {text}"
+        return
+    yield f"  {name}:"
+    yield from (f"    {line}" for line in lines)
+
+
+def _value_text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _numbers_text(numbers: Sequence[Any]) -> str:
+    there = [number for number in numbers if number is not None and number == number]
+    odd = f", {nans} of them nan" if (nans := sum(number != number for number in numbers)) else ""
+    if not there:
+        return f"{len(numbers)} tokens{odd}"
+    low, high = min(there), max(there)
+    text = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}, mean {sum(there) / len(there):.4g},"
+    return f"{text} for {len(there) + nans} tokens{odd}"
+
+
+def _image_text(sample: Sample, name: str, paths: Mapping[tuple[str, str], str]) -> str:
+    return paths.get((sample.sample_id, name)) or describe_image(sample.images[name])

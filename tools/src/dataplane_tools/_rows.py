@@ -1,0 +1,243 @@
+"""Which samples of a partition to show, and what they hold. It claims nothing and changes nothing.
+
+`opened` gives a client of a running store, or of a save; `Rows` finds samples in it by their tags and values, and reads
+those that are to be shown as a `_sample.Sample` each. Ids and tags are read first, then the fields of a condition or an
+order, and the other cells of the samples that are shown only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.connecting import connect
+from dataplane_core.errors import (
+    InvalidRequestError,
+    LostSamplesError,
+    MissingDataError,
+    UnknownPartitionError,
+    preview,
+)
+from dataplane_core.spec import Capability, FieldSpec, TagFilter
+from dataplane_tools._inspect import attach
+from dataplane_tools._sample import Decode, Sample, group_of_id, is_value, sample_of, value_of
+from dataplane_tools._where import Where
+
+#: Samples of one read: the cells that are shown, and the values of a condition.
+_SHOWN_ROWS: Final = 64
+_VALUE_ROWS: Final = 4096
+
+
+@contextmanager
+def opened(path: str) -> Iterator[DataPlaneClient]:
+    """A client of the running store of a config file; or, for the folder of a save, of a copy of the save in memory.
+
+    Raises:
+        BackendUnavailableError: No store runs.
+        UnknownBackendError: A save, and ``dataplane-noop`` is not installed, which holds its copy.
+    """
+    if not Path(path).is_dir():
+        with attach(path) as client:
+            yield client
+        return
+    with connect({"backend": "noop"}) as client:
+        client.load(path)
+        yield client
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Samples that were looked for.
+
+    Attributes:
+        tags: Id -> tags of those to show, in their order.
+        num_matching: How many there are without a limit.
+        num_samples: How many the partition holds.
+    """
+
+    tags: dict[str, Mapping[str, Any]]
+    num_matching: int
+    num_samples: int
+
+
+class Rows:
+    """The samples of a partition.
+
+    Args:
+        client: Of its store. It needs the capability ``listing`` only.
+        partition_id: The partition. None: the only one of the store.
+
+    Raises:
+        UnknownPartitionError: Not registered.
+        InvalidRequestError: None, and the store has not just one.
+    """
+
+    def __init__(self, client: DataPlaneClient, partition_id: str | None = None) -> None:
+        if partition_id is None:
+            names = client.list_partitions()
+            if len(names) != 1:
+                raise InvalidRequestError(
+                    f"which partition? There are {len(names)}: {preview(names, limit=10) or 'none'}. Name one."
+                )
+            partition_id = names[0]
+        self.partition_id = partition_id
+        self._client = client
+        self._specs: Mapping[str, FieldSpec] = {}
+        self._expected: Sequence[str] = ()
+
+    def find(
+        self,
+        *,
+        where: Where | None = None,
+        sort: str | None = None,
+        descending: bool = False,
+        group: str | None = None,
+        limit: int | None = None,
+    ) -> Found:
+        """Finds samples.
+
+        Args:
+            where: They meet it.
+            sort: The tag or field of one value that orders them. Those that lack it come last. None: the order of their
+                first write.
+            descending: The greatest first; without ``sort`` the newest.
+            group: Only those of this group.
+            limit: No more than these.
+
+        Raises:
+            InvalidRequestError: A name is neither a tag nor a field, or a field has no single value. A group has no
+                samples.
+        """
+        found = self._client.describe(self.partition_id)
+        self._specs, self._expected = found.specs, found.info.fields
+        names = [*(where.names if where is not None else ()), *([sort] if sort else [])]
+        known = {*self._specs, *self._expected}
+        tag_filter = None
+        if where is not None and known.isdisjoint(where.names) and Capability.TAG_FILTERS in self._client.capabilities:
+            tag_filter = where.tag_filter
+        rows = self._list(tag_filter)
+        num_samples = found.num_samples if tag_filter else len(rows)
+        tags = {name for each in rows.values() for name in each}
+        if tag_filter and not tags.issuperset(names):  # those that it left out may have them
+            tags = {name for each in self._list().values() for name in each}
+        for name in names:
+            if name not in known and name not in tags and num_samples:
+                raise self._lacks(f"tag or field '{name}'", {*known, *tags})
+        if group is not None:
+            members = {sample_id: tags for sample_id, tags in rows.items() if group_of_id(sample_id) == group}
+            if rows and not members:
+                raise self._lacks(f"group '{group}'", filter(None, map(group_of_id, rows)))
+            rows = members
+        values = self._values(rows, [name for name in dict.fromkeys(names) if name in self._specs])
+        if where is not None:
+            rows = {each: tags for each, tags in rows.items() if where.matches({**values.get(each, {}), **tags})}
+        ids = list(rows)
+        if sort is not None:
+            by = {each: {**values.get(each, {}), **rows[each]}.get(sort) for each in ids}
+            ordered = [each for each in ids if _has_order(by[each])]
+            ordered.sort(key=lambda each: (isinstance(by[each], str), by[each]), reverse=descending)
+            ids = ordered + [each for each in ids if not _has_order(by[each])]
+        elif descending:
+            ids.reverse()
+        return Found({each: rows[each] for each in ids[:limit]}, len(ids), num_samples)
+
+    def read(self, found: Found, *, fields: Sequence[str] | None = None, decode: Decode | None = None) -> list[Sample]:
+        """Reads samples, in their order. Those that were cleared meanwhile, or whose payload is lost, are left out.
+
+        Args:
+            found: They.
+            fields: The fields to read. None: all but tensors of two dims or more, which are described; images are read.
+            decode: As for `sample_of`.
+
+        Raises:
+            InvalidRequestError: A field that is neither registered nor written.
+        """
+        known = {*self._specs, *self._expected}
+        for name in fields or ():
+            if name not in known:
+                raise self._lacks(f"field '{name}'", known)
+        names = [name for name, spec in self._specs.items() if _is_shown(spec)] if fields is None else list(fields)
+        samples = []
+        ids = list(found.tags)
+        for start in range(0, len(ids), _SHOWN_ROWS):
+            for sample_id, (cells, has) in self._cells(ids[start : start + _SHOWN_ROWS], names).items():
+                lacks = [name for name in (self._expected if fields is None else names) if name not in has]
+                sample = sample_of(sample_id, found.tags[sample_id], cells, lacks=lacks, decode=decode)
+                if fields is None:
+                    unread = (name for name in has if name not in cells and name in self._specs)
+                    sample.shapes.update((name, self._specs[name].describe()) for name in unread)
+                samples.append(sample)
+        return samples
+
+    def _lacks(self, what: str, others: Iterable[str]) -> InvalidRequestError:
+        has = preview(dict.fromkeys(sorted(others)), limit=20)
+        return InvalidRequestError(f"partition '{self.partition_id}' has no {what}. It has: {has or 'none'}.")
+
+    def _list(self, tag_filter: TagFilter | None = None) -> dict[str, Mapping[str, Any]]:
+        listed = self._client.list_samples(self.partition_id, tag_filter)
+        return dict(zip(listed.sample_ids, listed.tags or (), strict=True))
+
+    def _values(self, rows: Mapping[str, Mapping[str, Any]], fields: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The values of fields, of each sample that lacks a tag of that name."""
+        ids = [each for each, tags in rows.items() if any(name not in tags for name in fields)]
+        values: dict[str, dict[str, Any]] = {}
+        start, count = 0, 1  # one first, to see that it is one value
+        while start < len(ids):
+            for sample_id, (cells, _) in self._cells(ids[start : start + count], fields).items():
+                for name, cell in cells.items():
+                    if not is_value(cell):
+                        raise InvalidRequestError(
+                            f"'{name}' of sample '{sample_id}' is no single value. Expected a tag or a field of one "
+                            "number or string for each sample."
+                        )
+                values[sample_id] = {name: value_of(cell) for name, cell in cells.items()}
+            start, count = start + count, _VALUE_ROWS
+        return values
+
+    def _cells(self, ids: list[str], fields: Sequence[str]) -> dict[str, tuple[dict[str, Any], Sequence[str]]]:
+        """For each sample that is there, its cells of these fields, and the names of all fields that it has."""
+        while ids:
+            try:
+                has = dict(zip(ids, self._client.list_fields(ids, self.partition_id), strict=True))
+                alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+                for sample_id, written in has.items():
+                    alike[tuple(name for name in fields if name in written)].append(sample_id)
+                cells: dict[str, dict[str, Any]] = {}
+                for names, some in alike.items():
+                    columns = self._client.get_samples(some, self.partition_id, names, share_rows=True) if names else {}
+                    rows = (
+                        zip(*(_rows_of(columns.get(name)) for name in names), strict=True)
+                        if names
+                        else [()] * len(some)
+                    )
+                    cells |= {each: dict(zip(names, row, strict=True)) for each, row in zip(some, rows, strict=True)}
+                return {each: (cells[each], has[each]) for each in ids}
+            except UnknownPartitionError:
+                raise
+            except LostSamplesError as error:
+                ids = [each for each in ids if each not in error.missing_samples]
+            except MissingDataError:  # samples were cleared meanwhile
+                held = self._client.list_samples(self.partition_id, sample_ids=ids).sample_ids
+                if held == ids:
+                    raise
+                ids = held
+        return {}
+
+
+def _is_shown(spec: FieldSpec) -> bool:
+    """Whether a field is read unasked: objects, one value, a row of values, and what may be an image."""
+    return spec.kind == "object" or spec.rank <= 1 or (spec.dtype == "uint8" and spec.rank == 3)
+
+
+def _rows_of(column: Any) -> Sequence[Any]:
+    rows: Sequence[Any] = column.unbind() if hasattr(column, "is_nested") else column.tolist()
+    return rows
+
+
+def _has_order(value: Any) -> bool:
+    return value is not None and value == value

@@ -1,0 +1,223 @@
+"""The language of ``--where``: conditions on a sample's tags and on its fields of one value.
+
+``reward < 0.5 and weight_version >= 7``, ``task in ("math", "code")``, ``not (done or reward == nan)``. A comparison
+has a name on its left and a value on its right: a number, a quoted string, ``true``, ``false`` or ``none``. ``not``
+binds closer than ``and``, and ``and`` closer than ``or``. A name alone asks whether its value is true.
+
+A comparison with a name that a sample lacks, or of values that have no order, is neither true nor false; nor is its
+opposite. So such a sample does not match by it.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from dataplane_core.errors import InvalidRequestError
+from dataplane_core.spec import TagFilter, check_tag_filter
+
+_TOKEN: Final = re.compile(
+    r"""\s*(?: (?P<number>[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|(?:inf|nan)\b))
+    | (?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")
+    | (?P<word>[^\W\d](?:[\w./:-]*\w)?)
+    | (?P<symbol><=|>=|==|!=|[<>(),]) )""",
+    re.VERBOSE,
+)
+_COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": lambda value, operand: value == operand or (value != value and operand != operand),  # so that nan == nan
+    "!=": lambda value, operand: value != operand and (value == value or operand == operand),
+    "in": lambda value, operands: any(_COMPARE["=="](value, each) for each in operands),
+}
+_CONSTANTS: Final = {"true": True, "false": False, "none": None}
+_KEYWORDS: Final = {"and", "or", "not", "in", *_CONSTANTS}
+
+_Row = Mapping[str, Any]
+#: True, False, or None: the row cannot say.
+_Test = Callable[[_Row], bool | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A condition on a sample.
+
+    Attributes:
+        text: As it was written.
+        names: The tags and fields that it compares, each once, in the order of the text.
+        tag_filter: The whole condition as the store filters by tags. It holds only where all names are tags. None: it
+            cannot be said so.
+    """
+
+    text: str
+    names: tuple[str, ...]
+    tag_filter: TagFilter | None
+    _test: _Test
+
+    def matches(self, row: Mapping[str, Any]) -> bool:
+        """Whether a sample's values meet it. ``row``: name -> bool, int, float, str or None."""
+        return self._test(row) is True
+
+
+def parse_where(text: str) -> Where:
+    """Reads a condition.
+
+    Raises:
+        InvalidRequestError: It is none. The message names the place.
+    """
+    parser = _Parser(text)
+    try:
+        test, pushed = parser.any_of()
+    except RecursionError:
+        raise InvalidRequestError("--where refused: its parentheses are too deep.") from None
+    if parser.kind != "end":
+        parser.refuse("'and', 'or' or the end")
+    names = tuple(dict.fromkeys(parser.names))
+    # the store takes one condition for each name
+    tag_filter = dict(pushed) if pushed is not None and len(pushed) == len(names) else None
+    try:
+        check_tag_filter(tag_filter)
+    except InvalidRequestError:  # a number that no tag can be
+        tag_filter = None
+    return Where(text, names, tag_filter, test)
+
+
+#: A condition's test, and its parts for the store: None where it is no conjunction of comparisons.
+_Parsed = tuple[_Test, list[tuple[str, tuple[str, Any]]] | None]
+
+
+class _Parser:
+    """Reads a text from left to right, one token ahead."""
+
+    def __init__(self, text: str) -> None:
+        self.names: list[str] = []
+        self._text = text
+        self._end = 0
+        self._next()
+
+    def any_of(self) -> _Parsed:
+        parts = [self._all_of()]
+        while self._took("or"):
+            parts.append(self._all_of())
+        if len(parts) == 1:
+            return parts[0]
+        tests = [test for test, _ in parts]
+        return lambda row: _first_of(True, [test(row) for test in tests]), None
+
+    def _all_of(self) -> _Parsed:
+        parts = [self._opposite()]
+        while self._took("and"):
+            parts.append(self._opposite())
+        if len(parts) == 1:
+            return parts[0]
+        tests = [test for test, _ in parts]
+        pushed = [each for _, conditions in parts for each in conditions or ()]
+        whole = all(conditions is not None for _, conditions in parts)
+        return lambda row: _first_of(False, [test(row) for test in tests]), pushed if whole else None
+
+    def _opposite(self) -> _Parsed:
+        if not self._took("not"):
+            return self._comparison()
+        test, _ = self._opposite()
+        return lambda row: None if (found := test(row)) is None else not found, None
+
+    def _comparison(self) -> _Parsed:
+        if self._took("("):
+            inner = self.any_of()
+            self._expect(")")
+            return inner
+        if self.kind != "word" or self._token.lower() in _KEYWORDS:
+            self.refuse("the name of a tag or field")
+        name = self._token
+        self.names.append(name)
+        self._next()
+        opposite = self._took("not")
+        symbol = "in" if opposite else self._token.lower()
+        if opposite:
+            self._expect("in")
+        elif symbol not in _COMPARE:
+            if self.kind == "end" or symbol in ("and", "or", ")"):
+                return lambda row: bool(row[name]) if row.get(name) is not None else None, None
+            self.refuse("one of < <= > >= == != in")
+        else:
+            self._next()
+        if symbol == "in":
+            operand: Any = self._values()
+        else:
+            operand = self._value()
+
+        def test(row: _Row) -> bool | None:
+            try:
+                return bool(_COMPARE[symbol](row[name], operand)) is not opposite
+            except (KeyError, TypeError):
+                return None
+
+        # no store finds a value that is not equal to itself
+        special = opposite or any(each != each for each in (operand if symbol == "in" else [operand]))
+        return test, None if special else [(name, (symbol, operand))]
+
+    def _values(self) -> list[Any]:
+        self._expect("(")
+        values = [self._value()]
+        while self._took(","):
+            if self._token == ")":
+                break
+            values.append(self._value())
+        self._expect(")")
+        return values
+
+    def _value(self) -> Any:
+        token, kind = self._token, self.kind
+        if kind == "number":
+            value: Any = float(token) if set(token.lower()) & set(".ena") else int(token)
+        elif kind == "string":
+            try:
+                value = ast.literal_eval(token)
+            except (SyntaxError, ValueError):
+                self.refuse("a string without broken escapes")
+        elif kind == "word" and token.lower() in _CONSTANTS:
+            value = _CONSTANTS[token.lower()]
+        else:
+            self.refuse("a number, a string in quotes, true, false or none")
+        self._next()
+        return value
+
+    def _took(self, token: str) -> bool:
+        if self.kind not in ("word", "symbol") or self._token.lower() != token:
+            return False
+        self._next()
+        return True
+
+    def _expect(self, token: str) -> None:
+        if not self._took(token):
+            self.refuse(f"'{token}'")
+
+    def _next(self) -> None:
+        found = _TOKEN.match(self._text, self._end)
+        if found is not None:
+            self.kind = str(found.lastgroup)
+            self._token = found[self.kind]
+            self._start, self._end = found.span(self.kind)
+            return
+        rest = self._text[self._end :]
+        self._start = self._end + len(rest) - len(rest.lstrip())
+        self.kind, self._token = "end", ""
+        if rest.strip():
+            self.refuse("'==' to compare" if rest.lstrip().startswith("=") else "a name, a value or an operator")
+
+    def refuse(self, expected: str) -> NoReturn:
+        """Raises the error for what stands at this place."""
+        found = self._text[self._start : self._start + 20]
+        what = f"'{found}' at character {self._start + 1}" if found else "the end"
+        raise InvalidRequestError(f'--where "{self._text}" refused: found {what}. Expected {expected}.')
+
+
+def _first_of(decides: bool, found: list[bool | None]) -> bool | None:
+    """What parts give together: one that decides does so; else a part that cannot say leaves it open."""
+    return decides if decides in found else None if None in found else not decides

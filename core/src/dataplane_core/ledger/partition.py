@@ -6,6 +6,7 @@ One long module, since it is one state machine: each change stands beside what i
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -38,7 +39,16 @@ from dataplane_core.ledger.rows import (
 from dataplane_core.ledger.samplers import SAMPLERS, ranks_of
 from dataplane_core.ledger.shortfall import find_shortfall
 from dataplane_core.ledger.views import ReadySet, ReadyView
-from dataplane_core.spec import Claim, FieldSpec, PartitionDescription, PartitionInfo, TagValue, TaskDescription
+from dataplane_core.spec import (
+    Answer,
+    Claim,
+    FieldSpec,
+    PartitionDescription,
+    PartitionInfo,
+    Question,
+    TagValue,
+    TaskDescription,
+)
 
 #: What to call, with which arguments, to set back what a command has changed. The last comes first. Each sets what was
 #: there before, so that it can be called again. Only what rows and registrations say is noted; the rest is derived.
@@ -542,8 +552,8 @@ class Partition:
             for task_name in self.tasks
         }
 
-    def describe(self, now: float) -> PartitionDescription:
-        """What the partition holds."""
+    def describe(self, now: float, questions: Sequence[Question] = ()) -> PartitionDescription:
+        """What the partition holds, and what claims would find."""
         self._expire(now)
         declared = frozenset(self.info.fields)
         tasks = {
@@ -556,6 +566,10 @@ class Partition:
             for task_name, task in self.tasks.items()
         }
         oldest = next(iter(self.rows.values()), None)
+        num_rows = dict.fromkeys(self.specs, 0)
+        for cells, count in Counter(row.cells for row in self.rows.values()).items():  # rows of a put share them
+            for name in cells.fields:
+                num_rows[name] += count
         return PartitionDescription(
             info=self.info,
             specs=dict(self.specs),
@@ -564,7 +578,21 @@ class Partition:
             held_bytes=self.held_bytes,
             oldest_s=None if oldest is None else max(0.0, now - oldest.written_at),
             tasks=tasks,
+            num_rows=num_rows,
+            answers=[self._answer(each, now) for each in questions],
         )
+
+    def _answer(self, question: Question, now: float) -> Answer | None:
+        """What a claim would find. None: there is no such task."""
+        task_name, tag_filter, required = question.task_name, question.tag_filter, frozenset(question.required_fields)
+        task = self.tasks.get(task_name)
+        if task is None:
+            return None
+        ready = self._view(task_name, task, required).of(tag_filter, now)
+        shortfall = None
+        if question.explain:
+            shortfall = find_shortfall(self._claimables(), task_name, required, tag_filter, self._is_whole, now)
+        return Answer(num_ready=len(ready) * self._group_size, shortfall=shortfall)
 
     def _oldest_lease(self, task_name: str, now: float) -> LeaseHolder | None:
         """The sample that the task has held longest under its present lease."""

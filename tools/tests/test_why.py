@@ -178,7 +178,7 @@ for place in range(1000):
 """
     evicting = run.start("buffer", code)
     run.is_announced(trainer, "claim_meta", waits=True)
-    run.names("evicted", f"were cleared by process {evicting.pid} on ", "before it was given them, as too old.")
+    run.names("evicted", f"were cleared by process {evicting.pid} on ", "before they were given to it")
 
 
 def test_all_that_is_ready_is_leased_to_a_process_that_is_stopped(run):

@@ -260,13 +260,9 @@ class _Judge:
         held = f"{_count(shortfall.num_leased)} are leased, '{lease.sample_id}' to"
         if holder is None:
             return _Reason("leased", f"{held} {who} for another {_seconds(lease.left_s)}.", False, who)
-        fate, name = self._fate(holder), process_of(holder)
-        if fate == "open":
-            return _Reason(
-                "leased", f"{held} {name}, which is alive, for another {_seconds(lease.left_s)}.", False, name
-            )
+        name = process_of(holder)
         text = f"{held} {name} for another {_seconds(lease.left_s)}. {self._told(holder)}"
-        return _Reason("leased", text, True, name)
+        return _Reason("leased", text, self._fate(holder) != "open", name)
 
     def _lacking(
         self, partition_id: str, shortfall: Shortfall, is_late: bool, path: tuple[tuple[str, str], ...]
@@ -347,7 +343,7 @@ class _Judge:
             clearers = self._workers("clear_samples", partition_id)
             last = min(clearers, key=lambda each: each[1].began_s + each[0].heard_s, default=None)
             by = "" if last is None else f" by {process_of(last[0])}"
-            text = f"{_count(dropped)} of {written} were cleared{by} before it was given them, as too old."
+            text = f"{_count(dropped)} of {written} were cleared{by} before they were given to it: too old, it seems."
             return _Reason("evicted", text, is_late, "" if last is None else process_of(last[0]))
         sources = self._sources(partition_id)
         came = f"{written} of {expected} samples came" if expected is not None else f"{_count(written)} came"

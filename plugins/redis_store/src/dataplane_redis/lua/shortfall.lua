@@ -100,10 +100,10 @@ local function look_at_rows(ids, seqs)
   local rest = free
   if conditions then
     rest = {}
-    local seq_of = {}
-    for i, id in ipairs(ids) do seq_of[id] = tonumber(seqs[i]) end
+    local places = {}
+    for i, id in ipairs(ids) do places[id] = tonumber(seqs[i]) end
     for i, packed in ipairs(hmget(P.at .. 't', free)) do
-      if matches(packed, conditions) then rest[#rest + 1] = free[i] else note_passed(seq_of[free[i]], free[i]) end
+      if matches(packed, conditions) then rest[#rest + 1] = free[i] else note_passed(places[free[i]], free[i]) end
     end
     S.passed = S.passed + #free - #rest
   end
@@ -195,6 +195,6 @@ local leased, time = {}, now()
 for _, each in ipairs(S.first) do
   leased[#leased + 1] = {each[1], each[2], string.format('%.6f', math.max(0, each[3] - time))}
 end
-local last = {}
-for _, each in ipairs(S.last) do last[#last + 1] = each[2] end
-return {done and 'ok' or 'again', S.ready, S.leased, leased, S.passed, last, S.incomplete, groups, S.lacking, S.cells}
+local passed = {}
+for _, each in ipairs(S.last) do passed[#passed + 1] = each[2] end
+return {done and 'ok' or 'again', S.ready, S.leased, leased, S.passed, passed, S.incomplete, groups, S.lacking, S.cells}

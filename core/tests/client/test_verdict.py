@@ -81,8 +81,8 @@ def writer(**more):
     ("cause", "said", "who", "facts"),
     [
         ("silent", "(reward) was last heard of 20 s ago: it is dead", [writer(state="silent", heard_s=20.0)], LACKING),
-        ("gone", "process 9 on h (reward) is gone", [writer()], {**LACKING, "fates": {"reward": "gone"}}),
-        ("stopped", "(reward) is stopped", [writer()], {**LACKING, "fates": {"reward": "stopped"}}),
+        ("gone", "process 9 on h (reward) is gone", [writer(state="gone")], LACKING),
+        ("stopped", "(reward) is stopped", [writer(state="stopped")], LACKING),
         ("closed", "Nobody writes 'y' now: process 9", [writer(state="closed")], LACKING),
         ("silent", "alive, but did so 400 s ago", [client("r", puts("y", ended_s=400.0), heard_s=0.0)], LACKING),
         ("stuck", "has been in get_samples for 90 s", [writer(calls=[call("get_samples", 89.5)])], LACKING),

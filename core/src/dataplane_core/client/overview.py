@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from dataplane_core._compiler_marks import with_methods_not_compiled
 from dataplane_core.arguments import check_count
 from dataplane_core.client.announcing import describe_client
 from dataplane_core.client.checks import check_counts, check_ids, check_name, check_names
 from dataplane_core.client.connection import Connection
-from dataplane_core.client.verdict import Facts, Fate, judge, question_of, room_is_wanted
+from dataplane_core.client.verdict import Facts, judge, question_of, room_is_wanted
 from dataplane_core.config import size_bytes
 from dataplane_core.errors import (
     BackendError,
@@ -272,7 +272,7 @@ class Overview(Connection):
 
         Args:
             ended: Whether to list also those that closed, or were not heard of for too long, in the last ten minutes.
-                Their ``state`` says which.
+                Their ``state`` says which, and whether a process of this host is stopped or gone.
 
         Raises:
             UnsupportedOperationError: The backend does not declare ``clients``.
@@ -353,6 +353,8 @@ class Overview(Connection):
     def _list_clients(self, *, ended: bool, deadline: float = math.inf) -> list[ClientInfo]:
         request = ListClientsRequest(ended=ended, deadline=deadline)
         found = self._call("list_clients", request, ClientList).clients
+        if ended:
+            found = [replace(each, state=_state_of(each)) for each in found]
         return sorted(found, key=lambda client: (client.host, client.pid, client.client_id))
 
     def _judged(self, partition_id: str | None, task_name: str | None, deadline: float = math.inf) -> list[Verdict]:
@@ -399,7 +401,6 @@ class Overview(Connection):
             partitions=partitions,
             answers=answers,
             clients=clients,
-            fates=fates_of(clients),
             held_bytes=sum(each.held_bytes for each in partitions.values()) if wants_all else 0,
             capacity_bytes=None if capacity is None else int(size_bytes(capacity)) * self._config.num_ledgers,
             patience_s=self._config.warn_after_s or _PATIENCE_S,
@@ -467,23 +468,19 @@ def _tasks_of(clients: Iterable[ClientInfo], partition_id: str) -> list[str]:
     return list(dict.fromkeys(each.task_name for each in work if each.task_name and each.partition_id == partition_id))
 
 
-def fates_of(clients: Iterable[ClientInfo]) -> dict[str, Fate]:
-    """What this host knows of the processes of clients that should have announced themselves by now."""
-    here, fates = socket.gethostname(), dict[str, Fate]()
-    for each in clients:
-        # a process that still announces itself is there, even if this host lists it under another number
-        if each.host != here or each.state == "closed" or each.heard_s <= _LATE * each.period_s + _LATE_S:
-            continue
-        try:
-            state = Path(f"/proc/{each.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            fates[each.client_id] = "gone"
-        except (OSError, IndexError):
-            continue
-        else:
-            if state in "TtZX":
-                fates[each.client_id] = "stopped" if state in "Tt" else "gone"
-    return fates
+def _state_of(client: ClientInfo) -> Literal["open", "closed", "silent", "stopped", "gone"]:
+    """The state of a client, with what this host knows of its process if it should have announced itself by now."""
+    # a process that still announces itself is there, even if this host lists it under another number
+    is_late = client.heard_s > _LATE * client.period_s + _LATE_S
+    if client.host != socket.gethostname() or client.state == "closed" or not (client.period_s and is_late):
+        return client.state
+    try:
+        state = Path(f"/proc/{client.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    except (OSError, IndexError):
+        return client.state
+    return "stopped" if state in "Tt" else "gone" if state in "ZX" else client.state
 
 
 def common_fields(fields: Iterable[list[str]]) -> list[str]:

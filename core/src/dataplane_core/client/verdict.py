@@ -11,13 +11,11 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from dataplane_core.errors import Cause, LeaseHolder, Shortfall, Verdict, preview
 from dataplane_core.spec import Answer, ClientInfo, PartitionDescription, WorkInfo
 
-#: What became of a client. ``gone``: its process does not exist. ``silent``: it was not heard of for too long.
-Fate: TypeAlias = Literal["open", "closed", "gone", "stopped", "silent"]
 #: A client with something that it does.
 _Worker: TypeAlias = tuple[ClientInfo, WorkInfo]
 
@@ -39,7 +37,6 @@ class Facts:
         partitions: Partition -> what it holds.
         answers: Partition and task -> what the claim that `question_of` finds would be given.
         clients: Those that announced themselves, also if they ended. Empty if the backend does not list them.
-        fates: Client id -> what this host knows of its process.
         tags: Partition and sample -> its tags, of those that a shortfall names.
         members: Partition and group -> the members that are there, of those that a shortfall names.
         held_bytes: Payload of all partitions. 0 if that was not asked for.
@@ -50,7 +47,6 @@ class Facts:
     partitions: Mapping[str, PartitionDescription]
     answers: Mapping[tuple[str, str], Answer | None] = field(default_factory=dict)
     clients: Sequence[ClientInfo] = ()
-    fates: Mapping[str, Fate] = field(default_factory=dict)
     tags: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
     members: Mapping[tuple[str, str], Sequence[str]] = field(default_factory=dict)
     held_bytes: int = 0
@@ -154,7 +150,7 @@ class _Judge:
         claimers = [each for each in self._claimers(partition_id, task_name) if each[1].fields or each[1].waits_s]
         if not claimers:
             return self._unclaimed(verdict)
-        alive = [each for each in claimers if self._fate(each[0]) == "open"]
+        alive = [each for each in claimers if each[0].state == "open"]
         if not alive:
             return self._abandoned(verdict, claimers)
         waiting = [each for each in alive if each[1].waits_s is not None]
@@ -255,14 +251,14 @@ class _Judge:
         lease: LeaseHolder = shortfall.leased[0] if shortfall.leased else LeaseHolder(sample_id="", holder="", left_s=0)
         holders = [each for each in self._facts.clients if f"process {each.pid} on {each.host}" == lease.holder]
         # a process may have several clients, of which some were closed
-        holder = min(holders, key=lambda each: (self._fate(each) != "open", each.heard_s), default=None)
+        holder = min(holders, key=lambda each: (each.state != "open", each.heard_s), default=None)
         who = lease.holder or "an unnamed client"
         held = f"{_count(shortfall.num_leased)} are leased, '{lease.sample_id}' to"
         if holder is None:
             return _Reason("leased", f"{held} {who} for another {_seconds(lease.left_s)}.", False, who)
         name = process_of(holder)
         text = f"{held} {name} for another {_seconds(lease.left_s)}. {self._told(holder)}"
-        return _Reason("leased", text, self._fate(holder) != "open", name)
+        return _Reason("leased", text, holder.state != "open", name)
 
     def _lacking(
         self, partition_id: str, shortfall: Shortfall, is_late: bool, path: tuple[tuple[str, str], ...]
@@ -323,7 +319,7 @@ class _Judge:
         newest = f" The newest of them, '{sample_id}', has {has}." if sample_id and has else ""
         text = f"{_count(shortfall.num_not_matching)} do not pass its filter ({wanted}).{newest}"
         sources = self._sources(partition_id)
-        is_over = bool(sources) and all(self._fate(client) != "open" for client, _ in sources)
+        is_over = bool(sources) and all(client.state != "open" for client, _ in sources)
         return _Reason("filter", text, is_late or is_over or self._is_complete(self._facts.partitions[partition_id]))
 
     def _too_few(
@@ -363,13 +359,13 @@ class _Judge:
         """How those who do something fare."""
         if not workers:
             return _Reason("unwritten", f"No client that is known {what}.", is_late)
-        alive = [each for each in workers if self._fate(each[0]) == "open"]
+        alive = [each for each in workers if each[0].state == "open"]
         if not alive:
             last, fate, told = self._ended(workers)
             return _Reason(fate, f"Nobody {what} now: {told}", True, process_of(last))
         found = [self._of_producer(each, what, partition_id, path) for each in alive]
         reason = next((each for each in found if not each.is_fault), found[0])
-        dead = [each for each in workers if self._fate(each[0]) not in ("open", "closed")]
+        dead = [each for each in workers if each[0].state not in ("open", "closed")]
         if dead and not reason.is_fault:
             last, fate, told = self._ended(dead)
             quiet_s = min((ago_s for each in alive if (ago_s := _ago_s(each)) is not None), default=0.0)
@@ -445,23 +441,18 @@ class _Judge:
         client, _ = min(workers, key=lambda each: each[0].heard_s)
         others = len({each.client_id for each, _ in workers}) - 1
         more = f" So did {_count(others, 'other')}." if others else ""
-        return client, self._fate(client), f"{self._told(client)}{more}"
+        return client, client.state, f"{self._told(client)}{more}"
 
     def _told(self, client: ClientInfo) -> str:
         """What became of a client, as a sentence."""
-        ends: dict[Fate, str] = {
+        ends = {
             "open": "is alive",
             "closed": f"closed its client {_seconds(client.heard_s)} ago",
             "gone": f"is gone; it was last heard of {_seconds(client.heard_s)} ago",
             "stopped": f"is stopped; it was last heard of {_seconds(client.heard_s)} ago",
             "silent": f"was last heard of {_seconds(client.heard_s)} ago: it is dead, stopped or cut off",
         }
-        return f"{process_of(client)} {ends[self._fate(client)]}."
-
-    def _fate(self, client: ClientInfo) -> Fate:
-        if client.state == "closed":
-            return "closed"
-        return self._facts.fates.get(client.client_id, client.state)
+        return f"{process_of(client)} {ends[client.state]}."
 
     # --- look-ups -----------------------------------------------------------------------------------------------------
 

@@ -242,7 +242,8 @@ class ClientInfo:
         period_s: Seconds until it announces itself again, as of the announcement.
         work: What it did last in the partitions that it used last.
         state: ``open``; ``closed``; or ``silent``: it did not announce itself for longer than it should, so that its
-            process is dead, stopped or cut off. The store sets it.
+            process is dead, stopped or cut off. The store sets it. On the host of such a process, `list_clients` knows
+            more: it is ``stopped``, or ``gone``.
     """
 
     client_id: str
@@ -256,7 +257,7 @@ class ClientInfo:
     metrics_address: str = ""
     period_s: float = 0.0
     work: Sequence[WorkInfo] = ()
-    state: Literal["open", "closed", "silent"] = "open"
+    state: Literal["open", "closed", "silent", "stopped", "gone"] = "open"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

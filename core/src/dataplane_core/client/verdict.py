@@ -21,8 +21,6 @@ _Worker: TypeAlias = tuple[ClientInfo, WorkInfo]
 
 #: Seconds after which a put that has not ended counts as one that waits for room, if the store is at least half full.
 _ROOM_S: Final = 3.0
-#: Seconds after which any other call that has not ended counts as stuck.
-_STUCK_S: Final = 30.0
 #: A producer that was quiet for so many times its longest pause so far is silent, unless the patience is longer.
 _PAUSES: Final = 5.0
 #: Operations that wait for other clients.
@@ -208,7 +206,7 @@ class _Judge:
     def _works(self, verdict: Verdict, alive: Sequence[_Worker]) -> Verdict:
         """Its clients are alive, and do not wait."""
         for client, _ in alive:
-            stuck_s = _call_of(client, None, _STUCK_S)
+            stuck_s = _call_of(client, None, self._facts.patience_s)
             if stuck_s is not None:
                 return replace(verdict, state="starved", waited_s=stuck_s, **self._stuck(client, stuck_s))
         last = min(alive, key=lambda each: each[1].began_s + each[0].heard_s)
@@ -363,7 +361,7 @@ class _Judge:
         if not alive:
             last, fate, told = self._ended(workers)
             return _Reason(fate, f"Nobody {what} now: {told}", True, process_of(last))
-        found = [self._of_producer(each, what, partition_id, path) for each in alive]
+        found = [self._of_producer(each, what, is_late, path) for each in alive]
         reason = next((each for each in found if not each.is_fault), found[0])
         dead = [each for each in workers if each[0].state not in ("open", "closed")]
         if dead and not reason.is_fault:
@@ -381,7 +379,7 @@ class _Judge:
         room_s = _call_of(client, "put_samples", _ROOM_S)
         capacity, held = self._facts.capacity_bytes, self._facts.held_bytes
         if room_s is not None and capacity is not None and 2 * held >= capacity:
-            return self._full(f"{name} {what}, and waits for room for {_seconds(room_s)}.", path)
+            return self._full(f"{name} {what}, and waits for room for {_seconds(room_s)}.", is_late, path)
         for claim in client.work:
             task = (claim.partition_id, claim.task_name)
             is_judged = task[0] in self._facts.partitions and task[1] in self._facts.partitions[task[0]].tasks
@@ -390,7 +388,9 @@ class _Judge:
                 if verdict.state in ("starved", "waits"):
                     text = f"{name} {what}, and waits for samples of its task '{task[1]}' itself. {verdict.text}"
                     return _Reason(verdict.cause, text, verdict.state == "starved", verdict.culprit)
-        stuck_s = _call_of(client, None, _STUCK_S) or _call_of(client, "put_samples", _STUCK_S)
+        stuck_s = _call_of(client, None, self._facts.patience_s) or _call_of(
+            client, "put_samples", self._facts.patience_s
+        )
         if stuck_s is not None:
             stuck = self._stuck(client, stuck_s)
             return _Reason("stuck", f"It {what}. {stuck['text']}", True, name)
@@ -403,7 +403,7 @@ class _Judge:
             return _Reason("silent", f"{text}{_seconds(usual_s)}.", True, name)
         return _Reason("works", f"{name} {what}. It is alive, and last did so {_seconds(quiet_s)} ago.", False, name)
 
-    def _full(self, who: str, path: tuple[tuple[str, str], ...]) -> _Reason:
+    def _full(self, who: str, is_late: bool, path: tuple[tuple[str, str], ...]) -> _Reason:
         """The store is full: of which samples?"""
         full = f"The store is full ({self._facts.held_bytes} of {self._facts.capacity_bytes} bytes). {who}"
         tasks = [
@@ -417,9 +417,12 @@ class _Judge:
             return _Reason("full", f"{full} {text}", True, faulty.culprit)
         partition_id, name, count = max(tasks, key=lambda each: each[2], default=("", "", 0))
         if not count:
-            return _Reason("full", f"{full} All tasks have consumed all samples, and nobody clears them.", True)
-        is_fault = (partition_id, name) in path or not self._claimers(partition_id, name)
+            text = f"{full} All tasks have consumed all samples, and nobody clears them."
+            # who was given samples may clear them when its step ends
+            work = [work for each, work in self._workers("claim_meta") if each.state == "open" and work.fields]
+            return _Reason("full", text, is_late and all(each.waits_s is not None for each in work))
         text = f"{_count(count)} of '{partition_id}' are not consumed by the task '{name}'."
+        is_fault = is_late and ((partition_id, name) in path or not self._claimers(partition_id, name))
         return _Reason("full", f"{full} {text}", is_fault)
 
     def _faulty_task(self, partition_id: str | None, path: tuple[tuple[str, str], ...]) -> Verdict | None:

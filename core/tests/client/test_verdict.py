@@ -231,3 +231,14 @@ def test_the_question_of_a_task_is_what_it_waits_for_or_claimed_last():
     assert question_of([client("t", waiting, drops, new)], "p", "train") == waiting
     assert question_of([client("t", old)], "p", "score") is None
     assert question_of([client("t", old)], "other", "train") is None
+
+
+@pytest.mark.parametrize(("waits_s", "state"), [(30.0, "waits"), (90.0, "starved")])
+def test_a_full_store_may_be_cleared_when_a_step_ends(waits_s, state):
+    found = partition(held=4)
+    found = replace(found, tasks={"train": replace(found.tasks["train"], num_consumed=4)})
+    blocked = client("rollout", puts("x"), calls=[call("put_samples", 9.0)])
+    waiting = client("trainer", claims(waits_s=waits_s))
+    assert verdict(found, waiting, blocked, **FULL).state == state
+    clears = client("other", claims("eval", waits_s=None, ended_s=80.0))  # it works on what it was given
+    assert verdict(found, waiting, blocked, clears, **FULL).state == "waits"

@@ -372,7 +372,7 @@ class _Judge:
             return replace(reason, cause=cause, is_fault=is_fault, text=f"{reason.text} Another one {what}: {told}")
         return reason
 
-    def _of_producer(self, worker: _Worker, what: str, partition_id: str, path: tuple[tuple[str, str], ...]) -> _Reason:
+    def _of_producer(self, worker: _Worker, what: str, is_late: bool, path: tuple[tuple[str, str], ...]) -> _Reason:
         """How a producer that is alive fares."""
         client, work = worker
         name = process_of(client)

@@ -61,7 +61,7 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
             (found,) = (each for each in listed if each.client_id == mine.client_id)
             assert 0.0 <= found.heard_s < 600.0
             assert list(found.calls) == calls
-            assert replace(found, heard_s=0.0, calls=calls) == mine
+            assert replace(found, heard_s=0.0, calls=calls, work=()) == mine
         _end(store, mine, other)
 
     def test_the_number_of_clients_is_replied(self, store: Store) -> None:
@@ -116,8 +116,8 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
         _end(store, other)
 
     def test_clients_that_ended_are_listed_if_asked_for(self, store: Store) -> None:
-        """Contract: "With `ended`, it also lists those that closed, or were not heard of for too long, in the last ten
-        minutes; their `state` says which."
+        """Contract: "With ended, it also lists those that closed, or were not heard of for too long, in the last ten
+        minutes; their state says which."
 
         Check first: ListClientsRequest.ended, and ClientInfo.state, which the store sets. A client that ended must not
         count in AnnounceReply.num_clients, and is listed as open again if it announces itself again.

@@ -106,6 +106,7 @@ class Partition:
         version: Grows with every change of ``rows``.
         num_cleared: How many rows were cleared.
         held_bytes: Payload bytes of the rows.
+        num_rows: Field -> how many rows have it.
         batches: Task and rank -> the batches that the rank was given.
         self_expiring: Whether a lease ends by itself when its time is over, or only by `end_lease`.
         undo: That of the ledger.
@@ -124,6 +125,7 @@ class Partition:
     version: int = 0
     num_cleared: int = 0
     held_bytes: int = 0
+    num_rows: Counter[str] = field(default_factory=Counter)
     batches: dict[tuple[str, int], RankBatches] = field(default_factory=dict)
     undo: UndoLog = field(default_factory=list)
 
@@ -195,11 +197,12 @@ class Partition:
         """Counts again what follows from the rows and their holds. Views are built again when they are used."""
         rows = sorted(self.rows.values(), key=lambda row: row.seq)
         self.rows = {row.sample_id: row for row in rows}
-        self.groups, self.leases = {}, Leases()
+        self.groups, self.leases, self.num_rows = {}, Leases(), Counter()
         for task in self.tasks.values():
             task.views.clear()
             task.num_held = task.num_done = 0
         for row in rows:
+            self.num_rows.update(row.cells.fields.keys())
             if row.group is not None:
                 self.groups.setdefault(row.group, Group(row.seq)).members[row.sample_id] = row
             for task_name, hold in row.holds.items():
@@ -233,6 +236,7 @@ class Partition:
         change = self._change_of(put, None)
         tags, cells = command.tags, change.cells
         positions = put.new_positions(change.sources)
+        self.num_rows.update(dict.fromkeys(change.gained, len(command.sample_ids)))
         for index, sample_id in enumerate(command.sample_ids):
             row_tags = NO_TAGS if tags is None else tags[index] or NO_TAGS
             row = self._new_row(sample_id, seq + index, now, cells, positions[index] if put.writes else 0, row_tags)
@@ -261,6 +265,8 @@ class Partition:
                 freed = [refs[number] for number in change.dropped]
             row.positions = put.positions(row, index, change.sources)
             row.cells = change.cells
+            for name in change.gained:
+                self.num_rows[name] += 1
         if tags:
             row.tags = {**row.tags, **tags} if row.tags else tags
         if change.ready or tags is not None:
@@ -298,6 +304,7 @@ class Partition:
             cells=cells,
             sources=() if joint is None else joint.sources,
             dropped=() if joint is None else joint.dropped,
+            gained=tuple([name for name in cells.fields if name not in had.fields]),
             ready=[each for each in satisfied if before is None or not each[1].required <= had.fields.keys()],
             satisfied=[view for _, view in satisfied],
         )
@@ -312,6 +319,8 @@ class Partition:
         if row is None:
             return None
         self.num_cleared += 1
+        for name in row.cells.fields:
+            self.num_rows[name] -= 1
         claimable = self._claimable_of(row)
         for task in self.tasks.values():
             for view in task.views.values():
@@ -566,10 +575,6 @@ class Partition:
             for task_name, task in self.tasks.items()
         }
         oldest = next(iter(self.rows.values()), None)
-        num_rows = dict.fromkeys(self.specs, 0)
-        for cells, count in Counter(row.cells for row in self.rows.values()).items():  # rows of a put share them
-            for name in cells.fields:
-                num_rows[name] += count
         return PartitionDescription(
             info=self.info,
             specs=dict(self.specs),
@@ -578,7 +583,7 @@ class Partition:
             held_bytes=self.held_bytes,
             oldest_s=None if oldest is None else max(0.0, now - oldest.written_at),
             tasks=tasks,
-            num_rows=num_rows,
+            num_rows={name: self.num_rows[name] for name in self.specs},
             answers=[self._answer(each, now) for each in questions],
         )
 

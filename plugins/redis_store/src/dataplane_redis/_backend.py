@@ -299,7 +299,7 @@ class RedisBackend(Puts, Reads, Claims):
         """How many samples have each field, counted in parts."""
         counts, epoch, seq = dict.fromkeys(fields, 0), b"", b"0"
         while seq:
-            asked = {"name": request.partition_id, "epoch": epoch, "seq": seq, "most": _LIST_ROWS}
+            asked: dict[str, Any] = {"name": request.partition_id, "epoch": epoch, "seq": seq, "most": _LIST_ROWS}
             reply = self._session.run(what, request.deadline, "fields", **asked)
             if reply[0] == b"changed":
                 counts, epoch, seq = dict.fromkeys(fields, 0), b"", b"0"

@@ -67,8 +67,8 @@ class DataPlaneConfig(BaseModel):
         announce_s: Seconds between two announcements of a client (capability ``clients``). None: it does not announce
             itself.
         warn_after_s: Seconds after which a claim that waits logs why, and again each time that it has waited twice as
-            long. It is also the time after which a task that might be slow counts as starved. None: it logs nothing,
-            and the time is 60 s.
+            long. A task that might be merely slow counts as starved after five times as long. None: it logs nothing,
+            and counts with 60 s.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)

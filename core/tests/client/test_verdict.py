@@ -108,7 +108,7 @@ def test_a_fault_names_its_culprit(cause, said, who, facts):
         cause = "silent"
     elif cause == "full":
         who = [client("rollout", puts("x"), calls=[call("put_samples", 9.0)])]
-        facts = {**FULL, "patience_s": 10.0}
+        facts = {**FULL, "patience_s": 5.0}
         counts = replace(found.tasks["train"], num_consumed=4)
         found = replace(found, tasks={"train": counts})
     elif cause == "name":
@@ -150,7 +150,13 @@ def test_a_full_store_names_the_task_that_does_not_consume():
 def test_samples_that_are_evicted():
     evicting = client("buffer", puts("x"), replace(puts(), operation="clear_samples"), pid=9)
     found = partition(held=1, cleared=40)
-    trainer = client("trainer", claims(num_samples=8, ended_s=90.0, waits_s=90.0))
+    trainer = client("trainer", claims(num_samples=8, ended_s=400.0, waits_s=400.0))
+    assert verdict(found, client("trainer", claims(num_samples=8, waits_s=90.0)), evicting).state == "waits"
+    longer_ago = (
+        client("trainer", claims(waits_s=400.0)),
+        client("r", replace(puts(ended_s=500.0), operation="clear_samples")),
+    )
+    assert verdict(found, *longer_ago).cause != "evicted"  # an earlier trainer may have been given them
     told = verdict(found, trainer, evicting)
     assert (told.state, told.cause) == ("starved", "evicted")
     assert "32 samples of 41 were cleared by process 9 on h (buffer) before they were given to it" in told.text
@@ -184,11 +190,11 @@ def test_what_may_be_merely_slow_is_not_called_starved(said, who, facts):
 @pytest.mark.parametrize("facts", [PASSED, GROUPS, LACKING], ids=["filter", "group", "unwritten"])
 def test_what_might_be_slow_is_a_fault_after_a_while(facts):
     found = partition(group=4) if facts is GROUPS else partition()
-    trainer = client("trainer", claims(waits_s=90.0))
+    trainer = client("trainer", claims(waits_s=400.0))
     assert verdict(found, trainer, ROLLOUT, **facts).state == "starved"
-    given = client("trainer", claims(waits_s=90.0, ended_s=5.0))  # another thread of it was given samples
+    given = client("trainer", claims(waits_s=400.0, ended_s=5.0))  # another thread of it was given samples
     assert verdict(found, given, ROLLOUT, **facts).state == "waits"
-    assert verdict(found, trainer, ROLLOUT, **facts, patience_s=100.0).state == "waits"
+    assert verdict(found, trainer, ROLLOUT, **facts, patience_s=90.0).state == "waits"
 
 
 def test_tasks_that_move():
@@ -233,7 +239,7 @@ def test_the_question_of_a_task_is_what_it_waits_for_or_claimed_last():
     assert question_of([client("t", old)], "other", "train") is None
 
 
-@pytest.mark.parametrize(("waits_s", "state"), [(30.0, "waits"), (90.0, "starved")])
+@pytest.mark.parametrize(("waits_s", "state"), [(90.0, "waits"), (400.0, "starved")])
 def test_a_full_store_may_be_cleared_when_a_step_ends(waits_s, state):
     found = partition(held=4)
     found = replace(found, tasks={"train": replace(found.tasks["train"], num_consumed=4)})

@@ -2,7 +2,7 @@
 
 A *fault* is what no waiting mends: a process that is gone, a filter that nothing passes. A task that waits for a
 producer which is alive and works is not starved, however slow that is. What may be slow or may be a fault, such as a
-group that is short of a sample, counts as a fault after ``patience_s`` of waiting.
+group that is short of a sample, counts as a fault after five times ``patience_s``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _Worker: TypeAlias = tuple[ClientInfo, WorkInfo]
 
 #: Seconds after which a put that has not ended counts as one that waits for room, if the store is at least half full.
 _ROOM_S: Final = 3.0
-#: A producer that was quiet for so many times its longest pause so far is silent, unless the patience is longer.
+#: A producer that was quiet for so many times its longest pause so far is silent, unless the patience is longer. What
+#: may be slow or a fault is a fault after so many times the patience.
 _PAUSES: Final = 5.0
 #: Operations that wait for other clients.
 _WAITING: Final = ("claim_meta", "put_samples")
@@ -227,7 +228,7 @@ class _Judge:
     ) -> _Reason:
         """The one reason why a claim waits: the first fault, else the first that there is."""
         partition_id = verdict.partition_id
-        is_late = waited_s >= self._facts.patience_s
+        is_late = self._is_late(waited_s)
         reasons: list[_Reason] = []
         coming = verdict.num_ready  # what the claim can count on if others do their work
         if shortfall.num_leased:
@@ -241,7 +242,7 @@ class _Judge:
                 reasons.append(self._incomplete(partition_id, shortfall, is_late, path))
             if shortfall.num_not_matching:
                 reasons.append(self._not_matching(partition_id, alive, shortfall, is_late))
-            reasons.append(self._too_few(partition_id, alive, wanted, is_late, path))
+            reasons.append(self._too_few(partition_id, wanted, waited_s, path))
         return next((each for each in reasons if each.is_fault), reasons[0])
 
     def _leased(self, shortfall: Shortfall) -> _Reason:
@@ -323,22 +324,26 @@ class _Judge:
     def _too_few(
         self,
         partition_id: str,
-        alive: Sequence[_Worker],
         wanted: int,
-        is_late: bool,
+        waited_s: float,
         path: tuple[tuple[str, str], ...],
     ) -> _Reason:
         """More samples must be put."""
+        is_late = self._is_late(waited_s)
         found = self._facts.partitions[partition_id]
         written, expected = found.num_samples + found.num_cleared, found.info.num_samples
         given = sum(work.num_samples for _, work in self._claimers(partition_id, path[-1][1]) if work.fields)
         dropped = found.num_cleared - given
-        if dropped >= wanted > found.num_samples:
-            clearers = self._workers("clear_samples", partition_id)
-            last = min(clearers, key=lambda each: each[1].began_s + each[0].heard_s, default=None)
-            by = "" if last is None else f" by {process_of(last[0])}"
-            text = f"{_count(dropped)} of {written} were cleared{by} before they were given to it: too old, it seems."
-            return _Reason("evicted", text, is_late, "" if last is None else process_of(last[0]))
+        # only what was cleared while it waits: who was given the others may be forgotten
+        clearers = [
+            each
+            for each in self._workers("clear_samples", partition_id)
+            if (ago_s := _ago_s(each)) is not None and ago_s < waited_s
+        ]
+        if clearers and dropped >= wanted > found.num_samples:
+            last = process_of(min(clearers, key=lambda each: each[1].began_s + each[0].heard_s)[0])
+            text = f"{_count(dropped)} of {written} were cleared by {last} before they were given to it: too old?"
+            return _Reason("evicted", text, is_late, last)
         sources = self._sources(partition_id)
         came = f"{written} of {expected} samples came" if expected is not None else f"{_count(written)} came"
         if not sources:
@@ -456,6 +461,10 @@ class _Judge:
             "silent": f"was last heard of {_seconds(client.heard_s)} ago: it is dead, stopped or cut off",
         }
         return f"{process_of(client)} {ends[client.state]}."
+
+    def _is_late(self, waited_s: float) -> bool:
+        """Whether what may be merely slow counts as a fault."""
+        return waited_s >= _PAUSES * self._facts.patience_s
 
     # --- look-ups -----------------------------------------------------------------------------------------------------
 

@@ -253,7 +253,7 @@ class Overview(Connection):
 
         Examples:
             >>> [(each.task_name, each.state) for each in client.why("step-1")]
-            [('trainer', 'moves')]
+            [('trainer', 'done')]
         """
         with self._operation("why", partition_id or ""):
             self._require(Capability.LISTING, "why")

@@ -68,9 +68,11 @@ demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a 
 	$(BIN)/python examples/grpo/train.py --config examples/grpo/config.yaml
 
 test: setup  ## Run the tests (about 16 minutes on 2 cores)
+	@bash scripts/system_packages.sh tests
 	DATAPLANE_HYPOTHESIS_PROFILE=brief $(PYTEST) -m "not long"
 
 test-long: setup  ## Run all tests, with the long proofs
+	@bash scripts/system_packages.sh tests
 	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST)
 	$(MAKE) $(addprefix test-,$(TRAINERS))
 

@@ -42,7 +42,7 @@ def tensors_of_arrow(name: str, column: Any, spec: FieldSpec) -> Any:
     found = as_columns(f"field '{name}'", pa.table({name: column}), len(column))[name]
     if spec.is_open:
         return found.tolist() if spec.rank == 0 else [row.tolist() for row in found.unbind()]
-    return _mapped(found, lambda values: _restored(values, spec))
+    return _mapped(found, lambda values: _restored(values, spec)) if spec.rank else _restored(found, spec)
 
 
 def type_of_tensors(spec: FieldSpec) -> Any:
@@ -148,7 +148,7 @@ def _to_json(name: str, item: Any) -> str:
 
 
 def _escaped(item: Any) -> Any:
-    """JSON lacks bytes and tensors: they are a dict with the key ``~bytes`` or ``~tensor``. Keys with ``~`` get another."""
+    """JSON lacks bytes and tensors: they are a dict with the key ``~bytes`` or ``~tensor``. Other ``~`` are doubled."""
     if isinstance(item, dict):
         return {f"~{key}" if key.startswith("~") else key: _escaped(value) for key, value in item.items()}
     if isinstance(item, (list, tuple)):

@@ -1,8 +1,8 @@
 """The folder of an export: shards of Parquet, and a manifest that names them. A reader never sees a part of a shard.
 
 A shard is written under another name, synced to the disk, and renamed to ``part-00000.parquet``; then the manifest that
-names it, with its size and digest, replaces the former one. ``_manifest`` is one JSON object. It says ``closed`` once
-the export has ended in order. The names of other files begin with ``_``, so that readers of the folder pass them over.
+names it, with its size and digest, replaces the former one. ``.export.json`` is one JSON object. It says ``closed``
+once the export has ended in order. The names of all files but shards are hidden, so that readers pass them over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataplane_tools._columns import pa  # before pyarrow.parquet: it says what 
 
 KIND: Final = "dataplane-export"
 VERSION: Final = 1
-MANIFEST: Final = "_manifest"
+MANIFEST: Final = ".export.json"
 #: Under this key, the schema of a shard says what its columns are.
 SCHEMA_KEY: Final = b"dataplane"
 _SHARD: Final = re.compile(r"part-\d{5,}\.parquet")
@@ -156,7 +156,7 @@ class Shards:
             raise _not(f"'{self.folder}' cannot be written", error) from error
 
     def _begin(self, head: Mapping[str, Any], goes_on: bool) -> None:
-        there = sorted(each for each in self.folder.iterdir() if _SHARD.fullmatch(each.name.removeprefix("_")))
+        there = sorted(each for each in self.folder.iterdir() if _SHARD.fullmatch(_final(each.name)))
         self.is_new = not (self.folder / MANIFEST).exists()
         if self.is_new:
             if there:
@@ -164,10 +164,11 @@ class Shards:
                     f"'{self.folder}' has {preview([each.name for each in there])}, and no {MANIFEST}.",
                     hint="Export into a folder of its own.",
                 )
-            self.manifest = {"format": KIND, "version": VERSION, "export": uuid4().hex}
-            self.manifest |= {**head, "closed": False, "shards": []}
+            self.manifest = _new(head)
         else:
             self.manifest = read_manifest(self.folder)
+            if not (goes_on or self.manifest["closed"] or self.manifest["what"].get("task")):
+                self.manifest = _new(head)  # of one that was killed nothing is worth keeping
             other = [name for name in ("partition_id", "epoch", "what") if self.manifest[name] != head[name]]
             if other or (self.manifest["closed"] and not goes_on):
                 why = f"it has another {other[0]}: {self.manifest[other[0]]}" if other else "it is complete"
@@ -176,12 +177,12 @@ class Shards:
                     hint="Export into another folder, or remove this one.",
                 )
             self.manifest["closed"] = False
-            kept = {shard["name"]: shard for shard in self.manifest["shards"]} if goes_on else {}
+            kept = {shard["name"]: shard for shard in self.manifest["shards"]}
             names = {each.name for each in there}
             if lost := sorted(kept.keys() - names):
                 raise CorruptDataError(f"the export in '{self.folder}' lacks {preview(lost)}.")
             for path in there:
-                if path.name.startswith("_") or not goes_on:
+                if path.name != _final(path.name) or not goes_on:
                     path.unlink()
                 elif path.name not in kept:  # a kill came between its rename and the manifest
                     with parquet_file(path) as file:
@@ -251,8 +252,9 @@ class Shards:
 
         number = 1 + max([-1, *(int(shard["name"][5:-8]) for shard in self.manifest["shards"])])
         self._path = self.folder / f"part-{number:05}.parquet"
+        self._new = self._path.with_name(f".{self._path.name}.new")  # no pattern of a reader takes it
         self._schema, self._rows, self._bytes, self._absent = schema, 0, 0, {}
-        self._file = _Hashing(self._path.with_name(f"_{self._path.name}"))
+        self._file = _Hashing(self._new)
         # no dictionaries of numbers: they may hold one NaN for all
         strings = [field.name for field in schema if pa.types.is_large_string(field.type)]
         self._writer = parquet.ParquetWriter(
@@ -268,7 +270,7 @@ class Shards:
             writer.add_key_value_metadata({"dataplane_absent": json.dumps(self._absent)})
             writer.close()
             self._file.sync()
-            os.replace(self._path.with_name(f"_{self._path.name}"), self._path)
+            os.replace(self._new, self._path)
             sync_folder(self.folder)
             size_bytes, sha256 = self._file.size, self._file.digest.hexdigest()
             shard = {"name": self._path.name, "num_rows": self._rows, "size_bytes": size_bytes, "sha256": sha256}
@@ -288,6 +290,16 @@ class Shards:
         write_file(new, [json.dumps(self.manifest, indent=1).encode(), b"\n"])
         os.replace(new, self.folder / MANIFEST)
         sync_folder(self.folder)
+
+
+def _new(head: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest without shards."""
+    return {"format": KIND, "version": VERSION, "export": uuid4().hex, **head, "closed": False, "shards": []}
+
+
+def _final(name: str) -> str:
+    """The name that a shard has in the end."""
+    return name.removeprefix(".").removesuffix(".new")
 
 
 class _Hashing:
@@ -328,7 +340,7 @@ def check_shards(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Reads all shards, and compares their sizes and digests.
 
     Raises:
-        CorruptDataError: A shard is missing, or is not as it was written.
+        CorruptDataError: A shard is missing, is not as it was written, or is one of another export.
         SaveError: One cannot be read.
     """
     for shard in manifest["shards"]:
@@ -344,6 +356,8 @@ def check_shards(folder: Path, manifest: Mapping[str, Any]) -> None:
                 f"'{path}' is not as it was written: {found['size_bytes']} bytes, of {shard['size_bytes']}, whose "
                 "SHA-256 differs."
             )
+        with parquet_file(path) as file:
+            columns_of(file, manifest)
 
 
 def parquet_file(path: Path) -> Any:
@@ -393,7 +407,7 @@ def _described(path: Path, num_rows: int | None = None) -> dict[str, Any]:
 
 def _locked(folder: Path) -> int:
     """A descriptor that keeps other processes from writing the folder until it is closed, or its process ends."""
-    descriptor = os.open(folder / "_lock", os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         import fcntl
 

@@ -152,6 +152,7 @@ def test_a_column_comes_back_bit_for_bit(client, other, tmp_path, name):
 
 def test_all_columns_at_once_over_many_shards_and_with_missing_fields(client, other, tmp_path, monkeypatch):
     monkeypatch.setattr(export_module, "_FIRST_ROWS", 4)
+    monkeypatch.setattr(export_module, "_MOST_ROWS", 4)
     client.register_partition("p", ["float32"], None, ["trainer"], 2, {"strings": ["a", "b"]})
     names = [name for name in COLUMNS if name != "strings"]
     for number in range(6):
@@ -560,7 +561,7 @@ def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypa
 FOLLOWER = """
 import argparse, sys
 from dataplane_tools import _export, commands
-_export._FIRST_ROWS = 3
+_export._FIRST_ROWS, _export._MOST_ROWS = 3, 4
 parser = argparse.ArgumentParser()
 run = commands.export(parser)
 sys.exit(run(parser.parse_args(sys.argv[1:])))
@@ -572,7 +573,7 @@ def test_a_follower_that_is_killed_at_any_moment_has_every_row_once(python, tmp_
     config = tmp_path / "config.yaml"
     config.write_text("{backend: shm_store, options: {capacity_bytes: 50MB}}")
     out, total, kills = tmp_path / "out", 400, 6
-    arguments = [config, "p", out, "--follow", "--shard-bytes", "200", "--every", "0.05", "--where", "keep"]
+    arguments = [config, "p", out, "--follow", "--shard-bytes", "1", "--every", "0.05", "--where", "keep"]
     with connect(str(config)) as client:
         client.register_partition("p", ["x"], total, ["train"], group_size)
 

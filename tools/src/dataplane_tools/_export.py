@@ -34,9 +34,10 @@ from dataplane_tools._columns import pa
 from dataplane_tools._inspect import size_text
 from dataplane_tools._messages import is_for_messages, messages_of
 from dataplane_tools._rows import Rows
+from dataplane_tools._sample import Decode
 from dataplane_tools._shards import Shards
 from dataplane_tools._tokenizer import Tokenizer
-from dataplane_tools._where import parse_where
+from dataplane_tools._where import Where, parse_where
 
 #: Rows that are read first, and at most; size of a portion that is aimed at.
 _FIRST_ROWS, _MOST_ROWS, _PORTION_BYTES = 64, 4096, 16 << 20
@@ -142,13 +143,16 @@ def export_partition(
     what |= {"task": task if follow else None}
     head = {"partition_id": partition_id, "epoch": found.info.epoch, "registration": registration, "what": what}
     decode = None if tokenizer is None else Tokenizer(tokenizer, skip_special=True).decode
+    rows, condition = Rows(client, partition_id), None if where is None else parse_where(where)
+    # a follower looks only whether the names of the condition are known
+    found_rows = rows.find(where=condition).tags if condition is not None or not follow else {}
     with Shards(folder, head, shard_size, goes_on=follow) as shards:
-        export = _Export(client, partition_id, shards, fields, where)
-        export.decode, export.messages = decode, messages
+        export = _Export(client, partition_id, shards, fields, rows)
+        export.where, export.decode, export.messages = condition, decode, messages
         if follow:
             export.follow(task, required, every_s, idle_s, stop or threading.Event())
         else:
-            export.once([] if partial else required)
+            export.once(found_rows, [] if partial else required)
         shards.end()
         listed = shards.manifest["shards"]
         return Exported(
@@ -169,12 +173,12 @@ class _Export:
         partition_id: str,
         shards: Shards,
         fields: Sequence[str] | None,
-        where: str | None,
+        rows: Rows,
     ) -> None:
         self._client, self._partition_id, self._shards, self._fields = client, partition_id, shards, fields
-        self._where = None if where is None else parse_where(where)
-        self._rows = Rows(client, partition_id)
-        self.decode: Any = None
+        self._rows = rows
+        self.where: Where | None = None
+        self.decode: Decode | None = None
         self.messages = False
         self.lacking: Counter[str] = Counter()
         self.num_gone = 0
@@ -192,9 +196,8 @@ class _Export:
             }
             self._tag_types = {tag: former["schema"].field(name).type for tag, name in former["tags"].items()}
 
-    def once(self, required: Sequence[str]) -> None:
-        """Writes all finished rows."""
-        rows = self._rows.find(where=self._where).tags
+    def once(self, rows: Mapping[str, Mapping[str, Any]], required: Sequence[str]) -> None:
+        """Writes those rows, id -> tags, that have all required fields."""
         has = set(self._client.list_sample_ids(self._partition_id, fields=required)) if required else rows
         lacking = [sample_id for sample_id in rows if sample_id not in has]
         with suppress(MissingDataError):  # some were cleared meanwhile
@@ -216,8 +219,6 @@ class _Export:
         client, partition_id = self._client, self._partition_id
         group_size = client.describe(partition_id).info.grpo_group_size
         self._register(task, group_size)
-        if self._where is not None:
-            self._rows.find(where=self._where, limit=1)  # refuses names that no row has
         unit, lease_s = group_size or 1, 2 * every_s + _LEASE_MARGIN_S
         pending: list[KVBatchMeta] = []  # written, and not acked
         twice: set[str] = set()  # on the disk, though their lease ended
@@ -252,7 +253,7 @@ class _Export:
                     first = first if pending else now
                     tags = dict(zip(meta.sample_ids, meta.tags or ({},) * meta.size, strict=True))
                     rows = {sample_id: row for sample_id, row in tags.items() if sample_id not in twice}
-                    rows = rows if self._where is None else self._rows.matching(self._where, rows)
+                    rows = rows if self.where is None else self._rows.matching(self.where, rows)
                     is_full = bool(rows) and self._write(rows)
                     pending.append(meta)
                     if is_full or not self._shards.num_open_rows:

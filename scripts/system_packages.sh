@@ -8,6 +8,7 @@ missing=()
 command -v redis-server >/dev/null || missing+=(redis-server)
 ldconfig -p | grep -q 'libibverbs\.so\.1' || missing+=(libibverbs1) # Mooncake's engine needs it, over TCP too
 command -v ip >/dev/null || missing+=(iproute2)                     # the tests on two hosts make network namespaces
+command -v chromium >/dev/null || missing+=(chromium)               # the test of the page that `dataplane read` writes
 
 [ "${#missing[@]}" -eq 0 ] && exit 0
 if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then

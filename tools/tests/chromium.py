@@ -111,9 +111,10 @@ class Browser:
         return found["result"].get("value")
 
     def click(self, selector, number=0):
-        """Clicks the middle of an element."""
+        """Clicks the middle of an element, which is scrolled into view."""
         box = self.run(
             f"(() => {{ const each = document.querySelectorAll({json.dumps(selector)})[{number}];"
+            "each.scrollIntoView({ block: 'nearest', inline: 'nearest' });"
             "const box = each.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2] })()"
         )
         for kind in ("mousePressed", "mouseReleased"):

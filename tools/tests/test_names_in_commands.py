@@ -1,5 +1,6 @@
 """What a terminal or a page obeys may be in names of a store. Commands, pages and logs show it by escapes."""
 
+import argparse
 import io
 import os
 import xml.etree.ElementTree as ElementTree
@@ -18,6 +19,7 @@ from dataplane_testkit.chaos import Call, Finding, History
 from dataplane_testkit.chaos.page import page
 from dataplane_testkit.report import Report, Result
 from dataplane_tools._top import Looks, screen
+from dataplane_tools.commands import read
 
 #: An escape sequence that clears a screen, a C1 control, a new line, NUL, an override of direction, markup.
 EVIL = "\x1b[2J\x9b1m\nfaked: line\r\0\u202egnp.exe [bold]x[/bold] <b>&"
@@ -62,6 +64,23 @@ def test_top(client):
     text = console.file.getvalue()
     assert "faked: line" in text
     assert all(line.isprintable() for line in text.split("\n"))
+
+
+def test_read(client, config, tmp_path, capsys):
+    columns = {
+        "input_ids": [[1, 2]],
+        "turn_roles": [[EVIL]],
+        "turn_contents": [[EVIL]],
+        "said": [EVIL],
+        "seen": [[EVIL]],
+    }
+    client.put_samples([f"{EVIL}2_g0"], EVIL, columns, tags=[{EVIL: EVIL}])
+    parser = argparse.ArgumentParser()
+    run = read(parser)
+    for more in ([], ["--group", f"{EVIL}2"], ["--html", str(tmp_path / "page.html")]):
+        assert run(parser.parse_args([config, EVIL, *more])) == 0
+        check(capsys.readouterr().out)
+    assert all(line.isprintable() for line in (tmp_path / "page.html").read_text().split("\n"))
 
 
 def test_flow_writes_a_page_that_xml_allows(client, config, tmp_path, capsys):

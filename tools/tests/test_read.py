@@ -46,16 +46,29 @@ TOKENS = [list(b"2+2=4."), list(b"2+2=5"), list(b"7+1=8."), list(b"7+1=9.")]
 IDS = ["q0_g0", "q0_g1", "q1_g0", "q1_g1"]
 
 
+def fill(client):
+    """The partition ``step-1``: two groups of two, one row without its reward, no row with ``later``."""
+    client.register_partition("step-1", ["input_ids", "token_mask", "reward", "later"], 8, ["train"], 2)
+    columns = {"input_ids": TOKENS, "token_mask": [[0] * 4 + [1] * (len(row) - 4) for row in TOKENS]}
+    columns["pixels"] = torch.zeros(4, 5, 3, 14, 14)
+    client.put_samples(IDS, "step-1", columns, tags=[{"weight_version": 6 + number} for number in range(4)])
+    client.put_samples(IDS[:3], "step-1", {"reward": torch.tensor([1.0, 0.1, math.nan])})
+    client.put_samples(IDS[:1], "step-1", {"info": [{"source": ["a", None]}]})
+
+
 @pytest.fixture
 def client(config):
-    """A store with the partition ``step-1``: two groups of two, one row without its reward, no row with ``later``."""
+    """A store that other clients can attach to."""
     with connect(config) as client:
-        client.register_partition("step-1", ["input_ids", "token_mask", "reward", "later"], 8, ["train"], 2)
-        columns = {"input_ids": TOKENS, "token_mask": [[0] * 4 + [1] * (len(row) - 4) for row in TOKENS]}
-        columns["pixels"] = torch.zeros(4, 5, 3, 14, 14)
-        client.put_samples(IDS, "step-1", columns, tags=[{"weight_version": 6 + number} for number in range(4)])
-        client.put_samples(IDS[:3], "step-1", {"reward": torch.tensor([1.0, 0.1, math.nan])})
-        client.put_samples(IDS[:1], "step-1", {"info": [{"source": ["a", None]}]})
+        fill(client)
+        yield client
+
+
+@pytest.fixture
+def local():
+    """A store in this process."""
+    with connect({"backend": "noop"}) as client:
+        fill(client)
         yield client
 
 
@@ -146,17 +159,26 @@ def test_samples_as_json(client, config, capsys):
         ({"where": parse_where("later < 1")}, []),  # registered, and not written
     ],
 )
-def test_samples_are_found(client, asked, expected):
-    rows = Rows(client, "step-1")
+def test_samples_are_found(local, asked, expected):
+    rows = Rows(local, "step-1")
     found = rows.find(**asked)
     assert list(found.tags) == expected
     assert found.num_samples == 4
     assert [sample.sample_id for sample in rows.read(found)] == expected
 
 
-def test_conditions_need_no_filter_of_the_store(client, monkeypatch):
-    monkeypatch.setattr(type(client), "capabilities", frozenset({Capability.LISTING}))
-    found = Rows(client, "step-1").find(where=parse_where("weight_version > 7"), sort="reward")
+def test_what_has_no_order_comes_last(local):
+    local.register_partition("odd", [], None, [])
+    tags = [{"a": math.nan}, {"a": 2}, {}, {"a": "x"}, {"a": math.nan}, {"a": 1.5}, {"a": None}, {"a": True}]
+    local.put_samples([f"s{number}" for number in range(8)], "odd", tags=tags)
+    rows = Rows(local, "odd")
+    assert list(rows.find(sort="a").tags) == ["s7", "s5", "s1", "s3", "s0", "s2", "s4", "s6"]
+    assert list(rows.find(sort="a", descending=True).tags) == ["s3", "s1", "s5", "s7", "s0", "s2", "s4", "s6"]
+
+
+def test_conditions_need_no_filter_of_the_store(local, monkeypatch):
+    monkeypatch.setattr(type(local), "capabilities", frozenset({Capability.LISTING}))
+    found = Rows(local, "step-1").find(where=parse_where("weight_version > 7"), sort="reward")
     assert list(found.tags) == ["q1_g0", "q1_g1"]
 
 
@@ -170,9 +192,9 @@ def test_conditions_need_no_filter_of_the_store(client, monkeypatch):
         ({"group": "q"}, "has no group 'q'. It has: 'q0', 'q1'."),
     ],
 )
-def test_a_name_that_is_not_there_is_refused(client, asked, said):
+def test_a_name_that_is_not_there_is_refused(local, asked, said):
     with pytest.raises(InvalidRequestError) as caught:
-        Rows(client, "step-1").find(**asked)
+        Rows(local, "step-1").find(**asked)
     assert said in str(caught.value)
 
 
@@ -200,16 +222,16 @@ def test_an_empty_partition_and_one_sample(client, config, capsys):
     assert capsys.readouterr().out == "empty: 1 sample\n\nonly\n  lacks: x\n"
 
 
-def test_only_what_is_shown_is_read(client, monkeypatch):
+def test_only_what_is_shown_is_read(local, monkeypatch):
     asked = []
-    get = client.get_samples
+    get = local.get_samples
 
     def spy(ids, partition_id, fields, **options):
         asked.append((list(ids), sorted(fields)))
         return get(ids, partition_id, fields, **options)
 
-    monkeypatch.setattr(client, "get_samples", spy)
-    rows = Rows(client, "step-1")
+    monkeypatch.setattr(local, "get_samples", spy)
+    rows = Rows(local, "step-1")
     found = rows.find(where=parse_where("reward < 2"), limit=1)
     assert asked == [(["q0_g0"], ["reward"]), (["q0_g1", "q1_g0"], ["reward"])]
     del asked[:]
@@ -243,16 +265,16 @@ def test_what_is_cleared_meanwhile_is_left_out(client, config, capsys, monkeypat
         read(config, "step-1")
 
 
-def test_what_is_lost_is_left_out(client, monkeypatch):
-    get = client.get_samples
+def test_what_is_lost_is_left_out(local, monkeypatch):
+    get = local.get_samples
 
     def lose(ids, partition_id, fields, **options):
         if "q0_g0" in ids:
             raise LostSamplesError.for_payload("get_samples", partition_id, [("q0_g0", fields)])
         return get(ids, partition_id, fields, **options)
 
-    monkeypatch.setattr(client, "get_samples", lose)
-    rows = Rows(client, "step-1")
+    monkeypatch.setattr(local, "get_samples", lose)
+    rows = Rows(local, "step-1")
     assert [sample.sample_id for sample in rows.read(rows.find())] == IDS[1:]
 
 
@@ -464,6 +486,11 @@ def test_a_tokenizer_is_a_folder_a_file_or_a_name_in_the_cache(folder, tmp_path,
         assert len(pieces) == len(ids)
         assert "".join(pieces) == "Grüße 👩‍💻<|end|>"
         assert pieces[:5] == ["G", "r", "üß", "", ""]
+
+
+def test_the_space_before_a_word_is_kept(characters, tmp_path):
+    (tmp_path / "characters_of_ids.py").write_text("def decode(ids):\n    return ' '.join(map(str, ids))\n")
+    assert Tokenizer(characters).pieces([7, 8]) == [" 7", " 8"]
 
 
 def test_a_tokenizer_that_is_none_is_refused(folder, tmp_path, characters, monkeypatch):

@@ -27,7 +27,7 @@ def thumbnail(cell: Any) -> bytes | None:
         return None
     try:
         if isinstance(cell, bytes):
-            image = Image.open(io.BytesIO(cell), formats=("PNG", "JPEG", "GIF", "WEBP"))
+            image: Image.Image = Image.open(io.BytesIO(cell), formats=("PNG", "JPEG", "GIF", "WEBP"))
         else:
             pixels = (cell if cell.shape[-1] in (1, 3, 4) else cell.permute(1, 2, 0)).contiguous().numpy()
             image = Image.fromarray(pixels[:, :, 0] if pixels.shape[-1] == 1 else pixels)

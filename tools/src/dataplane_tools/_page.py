@@ -13,6 +13,7 @@ import json
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -40,15 +41,18 @@ _PAGE = """<!doctype html>
 def page(title: str, samples: Sequence[Sample], tokenizer: Tokenizer | None) -> str:
     """The page of samples, as HTML."""
     script, style = ((files("dataplane_tools") / "page" / name).read_text("utf-8") for name in ("page.js", "page.css"))
-    columns = dict.fromkeys(name for sample in samples for name in (*sample.values, *sample.tags))
+    rows = [_row(sample) for sample in samples]
+    names = dict.fromkeys(name for row in rows for name in row["values"])
+    # what all samples have alike is shown with each, and is no column
+    columns = [name for name in names if len(rows) == 1 or len({row["values"].get(name) for row in rows}) > 1]
     tokens = dict.fromkeys(name for sample in samples for name in sample.per_token)
-    rows = {"columns": list(columns), "tokens": list(tokens), "rows": [_row(sample) for sample in samples]}
+    data = {"columns": columns, "tokens": list(tokens), "rows": rows}
     return _PAGE.format(
         title=html.escape(printable(title)),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=style,
         script=script,
-        rows=_text(json_value(rows, exact_ints=True)),
+        rows=_text(json_value(data, exact_ints=True)),
         tokens="\n".join(_packed(sample, tokenizer) for sample in samples),
     )
 
@@ -60,7 +64,7 @@ def _row(sample: Sample) -> dict[str, Any]:
         "id": sample.sample_id,
         "group": sample.group,
         "values": {**sample.values, **sample.tags},
-        "parts": [{name: getattr(part, name) for name in part.__slots__} for part in sample.parts],
+        "parts": [asdict(part) for part in sample.parts],
         "objects": sample.objects,
         "shapes": {**sample.shapes, **shapes},
         "images": {

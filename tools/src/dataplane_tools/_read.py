@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, Final
@@ -106,27 +107,12 @@ def _write_images(folder: Path, samples: Sequence[Sample]) -> dict[tuple[str, st
 def _report(
     partition_id: str, found: Found, samples: Sequence[Sample], paths: Mapping[tuple[str, str], str]
 ) -> dict[str, Any]:
-    return {
-        "partition_id": partition_id,
-        "num_samples": found.num_samples,
-        "num_matching": found.num_matching,
-        "samples": [
-            {
-                "sample_id": sample.sample_id,
-                "group": sample.group or None,
-                "tags": json_value(sample.tags),
-                "values": json_value(sample.values),
-                "parts": [{name: getattr(part, name) for name in Part.__slots__} for part in sample.parts],
-                "tokens": sample.tokens,
-                "per_token": json_value(sample.per_token),
-                "objects": sample.objects,
-                "shapes": sample.shapes,
-                "images": {name: _image_text(sample, name, paths) for name in sample.images},
-                "lacks": list(sample.lacks),
-            }
-            for sample in samples
-        ],
-    }
+    rows = []
+    for sample in samples:
+        images = {name: _image_text(sample, name, paths) for name in sample.images}
+        rows.append(json_value(asdict(replace(sample, images=images))))
+    counts = {"num_samples": found.num_samples, "num_matching": found.num_matching}
+    return {"partition_id": partition_id, **counts, "samples": rows}
 
 
 # --- as text ----------------------------------------------------------------------------------------------------------
@@ -160,9 +146,11 @@ def _lines(
             yield from _part_lines(part)
         for name in single.keys() - inline.keys():
             yield from _block(name, str(single[name]))
+        written = [part for part in sample.parts if part.role != "prompt" and part.stop > part.start] or sample.parts
+        places = [place for part in written for place in range(part.start, part.stop)]
         for name, numbers in sample.per_token.items():
             if name not in TEXT_FIELDS:  # the parts say what a mask says
-                yield from _block(name, _numbers_text(numbers))
+                yield from _block(name, _numbers_text([numbers[place] for place in places]))
         for name, value in sample.objects.items():
             yield from _block(name, json.dumps(value, ensure_ascii=False))
         for name, text in sample.shapes.items():
@@ -203,8 +191,9 @@ def _numbers_text(numbers: Sequence[Any]) -> str:
     odd = f", {nans} of them nan" if (nans := sum(number != number for number in numbers)) else ""
     if not there:
         return f"{len(numbers)} tokens{odd}"
-    mean = sum(there) / len(there)
-    return f"{min(there):.4g} to {max(there):.4g}, mean {mean:.4g}, for {len(there) + nans} tokens{odd}"
+    low, high = min(there), max(there)
+    text = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}, mean {sum(there) / len(there):.4g},"
+    return f"{text} for {len(there) + nans} tokens{odd}"
 
 
 def _image_text(sample: Sample, name: str, paths: Mapping[tuple[str, str], str]) -> str:

@@ -7,7 +7,6 @@ order, and the other cells of the samples that are shown only.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -139,9 +138,10 @@ class Rows:
             rows = {each: tags for each, tags in rows.items() if where.matches({**values.get(each, {}), **tags})}
         ids = list(rows)
         if sort is not None:
-            keys = {each: _key({**values.get(each, {}), **rows[each]}.get(sort)) for each in ids}
-            ordered = sorted((each for each in ids if keys[each]), key=lambda each: keys[each], reverse=descending)
-            ids = ordered + [each for each in ids if not keys[each]]
+            by = {each: {**values.get(each, {}), **rows[each]}.get(sort) for each in ids}
+            ordered = [each for each in ids if _has_order(by[each])]
+            ordered.sort(key=lambda each: (isinstance(by[each], str), by[each]), reverse=descending)
+            ids = ordered + [each for each in ids if not _has_order(by[each])]
         elif descending:
             ids.reverse()
         return Found({each: rows[each] for each in ids[:limit]}, len(ids), num_samples)
@@ -211,8 +211,8 @@ class Rows:
             try:
                 has = dict(zip(ids, self._client.list_fields(ids, self.partition_id), strict=True))
                 alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
-                for sample_id, names in has.items():
-                    alike[tuple(name for name in fields if name in names)].append(sample_id)
+                for sample_id, written in has.items():
+                    alike[tuple(name for name in fields if name in written)].append(sample_id)
                 cells: dict[str, dict[str, Any]] = {}
                 for names, some in alike.items():
                     columns = self._client.get_samples(some, self.partition_id, names, share_rows=True) if names else {}
@@ -244,8 +244,5 @@ def rows_of(column: Any) -> Sequence[Any]:
     return rows
 
 
-def _key(value: Any) -> tuple[bool, Any] | None:
-    """What orders a value: numbers before strings. None: it has no place."""
-    if isinstance(value, str):
-        return True, value
-    return None if value is None or (isinstance(value, float) and math.isnan(value)) else (False, value)
+def _has_order(value: Any) -> bool:
+    return value is not None and value == value

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 
@@ -296,7 +296,7 @@ def _items(cell: Any) -> list[Any]:
     return _numbers(cell) if _is_row(cell) else list(cell) if isinstance(cell, (list, tuple)) else []
 
 
-def _is_row(cell: Any) -> bool:
+def _is_row(cell: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(cell, torch.Tensor) and cell.dim() == 1 and not cell.is_complex()
 
 

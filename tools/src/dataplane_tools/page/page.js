@@ -134,14 +134,17 @@ async function drawSample() {
   const tokens = await unpacked(lines[current]);
   if (row !== rows[current]) return; // another was chosen meanwhile
   const numbers = tokens.per_token[color];
+  const written = row.parts.some((part) => part.role !== "prompt" && part.stop > part.start);
+  const isColored = (part) => numbers && part.stop > part.start && !(written && part.role === "prompt");
+  const range = bounds(row.parts.filter(isColored).flatMap((part) => numbers.slice(part.start, part.stop)));
   const facts = Object.entries({ ...row.values, tokens: tokens.pieces.length });
   at("sample").replaceChildren(
     element("h2", {}, element("a", { href: "#" + encodeURIComponent(row.id) }, row.id)),
     element("div", { class: "facts" }, facts.map(([name, value]) => element("span", {}, `${name} `, element("b", {}, text(value))))),
     ...(row.lacks.length ? [element("p", { class: "lacks" }, `lacks: ${row.lacks.join(", ")}`)] : []),
-    ...(numbers ? title(legend(numbers)) : []),
+    ...(numbers ? title(`${color}: ${range[0] > range[1] ? "no numbers" : range.map(text).join(" to ")}`) : []),
     ...row.parts.flatMap((part) => {
-      const inside = numbers && part.stop > part.start ? colored(tokens, numbers, part) : [part.text];
+      const inside = isColored(part) ? colored(tokens, numbers, part, range) : [part.text];
       const further = part.calls === null ? [] : [element("pre", {}, JSON.stringify(part.calls, null, 2))];
       return element("div", { class: /^\w+$/.test(part.role) ? part.role : "" }, title(part.role), element("pre", { dir: "auto" }, inside), further);
     }),
@@ -152,17 +155,14 @@ async function drawSample() {
   );
 }
 
-const finite = (numbers) => numbers.filter((value) => typeof value === "number");
-const bounds = (numbers) => finite(numbers).reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
-
-function legend(numbers) {
-  const [low, high] = bounds(numbers);
-  return low > high ? `${color}: no numbers` : `${color}: ${text(low)} to ${text(high)}`;
-}
+const bounds = (numbers) =>
+  numbers
+    .filter((value) => typeof value === "number")
+    .reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
 
 // Below zero red, above it green; the stronger, the nearer to the sample's largest.
-function colored(tokens, numbers, part) {
-  const most = Math.max(...bounds(numbers).map(Math.abs)) || 1;
+function colored(tokens, numbers, part, range) {
+  const most = Math.max(...range.map(Math.abs)) || 1;
   return tokens.pieces.slice(part.start, part.stop).map((piece, offset) => {
     const value = numbers[part.start + offset];
     if (value === null) return element("span", {}, piece);
@@ -208,11 +208,12 @@ function drawGroup(row) {
   const members = groupOf(row);
   if (members.length < 2) return [];
   const mine = wordsOf(answerOf(row));
+  const differs = new Set(page.columns.filter((name) => members.some((index) => rows[index].values[name] !== row.values[name])));
   const answers = members.map((index) => {
     const words = wordsOf(answerOf(rows[index]));
     const same = index === current ? null : common(words, mine);
     const inside = same === null ? [words.join("")] : words.map((word, at) => (same[at] ? clean(word) : element("mark", {}, word)));
-    const facts = Object.entries(rows[index].values).filter(([, value]) => typeof value === "number").slice(0, 3);
+    const facts = Object.entries(rows[index].values).filter(([name]) => differs.has(name));
     return element(
       "section",
       { class: index === current ? "on" : "", onclick: () => select(index), "data-id": rows[index].id },

@@ -542,19 +542,26 @@ def test_follow_completes_a_shard_in_time_and_a_folder_has_one_writer(client, tm
     assert json.loads((out / ".export.json").read_text())["closed"] is True
 
 
-def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypatch):
-    """A follower that was stopped for long: its rows are handed out again, after they are on the disk."""
+@pytest.mark.parametrize("call", ["ack", "claim_meta"], ids=["after their shard", "while it is filled"])
+def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypatch, call):
+    """A follower that was stopped for long: its rows are handed out again."""
     client.register_partition("p", ["x"], 6, [])
     client.put_samples([f"s{number}" for number in range(6)], "p", {"x": torch.arange(6)})
-    real, ended = client.ack, []
+    claim, real, claims, ended = client.claim_meta, getattr(client, call), [], []
 
-    def expires_first(meta):
-        if not ended:
-            ended.append(client.nack(meta))
-        return real(meta)
+    def noted(*arguments, **options):
+        claims.append(claim(*arguments, **options))
+        return claims[-1]
 
-    monkeypatch.setattr(client, "ack", expires_first)
+    def expires_first(*arguments, **options):
+        if claims and not ended:
+            ended.append(client.nack(claims[0]))
+        return (noted if call == "claim_meta" else real)(*arguments, **options)
+
+    monkeypatch.setattr(client, "claim_meta", noted)
+    monkeypatch.setattr(client, call, expires_first)
     assert export_partition(client, "p", tmp_path / "out", follow=True).num_rows == 6
+    assert ended
     assert client.is_finished("p", ["export"])
 
 

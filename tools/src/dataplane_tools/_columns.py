@@ -21,12 +21,13 @@ from dataplane_core.errors import CorruptDataError, DataPlaneError, InvalidTypeE
 from dataplane_core.spec import FieldSpec
 
 try:
-    import pyarrow as pa
+    import pyarrow
 except ImportError as _error:
     raise UnsupportedOperationError(
         "the package pyarrow is not installed, which export and import need.",
         hint="pip install 'dataplane-tools[export]'",
     ) from _error
+pa: Any = pyarrow
 
 #: How the items of an object column are stored.
 TEXT, BYTES, JSON = "text", "bytes", "json"
@@ -48,7 +49,7 @@ def tensors_of_arrow(name: str, column: Any, spec: FieldSpec) -> Any:
 def type_of_tensors(spec: FieldSpec) -> Any:
     """The type of the Arrow column of a field."""
     shape = (0, 0, *spec.trailing) if spec.rank else (0,)
-    return arrow_of_tensors(torch.empty(shape, dtype=spec.torch_dtype), spec).type
+    return arrow_of_tensors(torch.empty(shape, dtype=spec.torch_dtype, device="cpu"), spec).type
 
 
 def _mapped(column: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -57,13 +58,13 @@ def _mapped(column: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
         rows = column.flatten(0, 1) if column.dim() > 1 else column
         values = change(rows)
         return values if column.dim() == 1 else values.reshape(*column.shape[:2], *values.shape[1:])
-    ragged = ragged_of_nested(column, "a column")
+    ragged: Any = ragged_of_nested(column, "a column")
     return dense_or_jagged(Ragged(change(ragged.values), ragged.offsets))
 
 
 def _stored(values: torch.Tensor, spec: FieldSpec) -> torch.Tensor:
     if 0 in spec.trailing:
-        return torch.zeros(len(values), dtype=torch.uint8)
+        return torch.zeros(len(values), dtype=torch.uint8, device="cpu")
     if values.is_complex():
         return torch.view_as_real(values.resolve_conj())
     if spec.dtype.startswith("float8"):
@@ -74,7 +75,7 @@ def _stored(values: torch.Tensor, spec: FieldSpec) -> torch.Tensor:
 def _restored(values: torch.Tensor, spec: FieldSpec) -> torch.Tensor:
     dtype = spec.torch_dtype
     if 0 in spec.trailing:
-        return torch.empty((len(values), *spec.trailing), dtype=dtype)
+        return torch.empty((len(values), *spec.trailing), dtype=dtype, device="cpu")
     if dtype.is_complex:
         return torch.view_as_complex(values.contiguous())
     if values.dtype != torch.float32 or dtype == torch.float32:
@@ -88,7 +89,7 @@ def _restored(values: torch.Tensor, spec: FieldSpec) -> torch.Tensor:
 
 def _bits_of_float8(dtype: torch.dtype) -> torch.Tensor:
     """The 256 values of a dtype, as bits of float32. A NaN that a cast would make another one gets a bit of its own."""
-    bits = torch.arange(256, dtype=torch.uint8).view(dtype).float().view(torch.int32)
+    bits = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().view(torch.int32)
     for place in range(256):
         if (bits[:place] == bits[place]).any():
             bits[place] ^= 1

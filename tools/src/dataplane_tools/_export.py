@@ -209,7 +209,8 @@ class _Export:
         while start < len(ids):
             some = ids[start : start + self._num_rows]
             start += len(some)
-            if self._write({sample_id: rows[sample_id] for sample_id in some}):
+            self._write({sample_id: rows[sample_id] for sample_id in some})
+            if self._shards.is_full:
                 self._shards.complete()
 
     def follow(
@@ -220,8 +221,8 @@ class _Export:
         group_size = client.describe(partition_id).info.grpo_group_size
         self._register(task, group_size)
         unit, lease_s = group_size or 1, 2 * every_s + _LEASE_MARGIN_S
-        pending: list[KVBatchMeta] = []  # written, and not acked
-        twice: set[str] = set()  # on the disk, though their lease ended
+        pending: list[KVBatchMeta] = []  # looked at, and not acked
+        written: set[str] = set()  # in a shard, and not acked: also if their lease ended, and they are given again
         first = last = time.monotonic()
 
         def flush() -> None:
@@ -229,8 +230,9 @@ class _Export:
             for meta in pending:
                 try:
                     client.ack(meta)
-                except LeaseExpiredError:
-                    twice.update(meta.sample_ids)
+                    written.difference_update(meta.sample_ids)
+                except LeaseExpiredError:  # it was stopped for long
+                    pass
             pending.clear()
 
         try:
@@ -252,11 +254,13 @@ class _Export:
                     last = now
                     first = first if pending else now
                     tags = dict(zip(meta.sample_ids, meta.tags or ({},) * meta.size, strict=True))
-                    rows = {sample_id: row for sample_id, row in tags.items() if sample_id not in twice}
+                    rows: Mapping[str, Mapping[str, Any]] = {
+                        sample_id: row for sample_id, row in tags.items() if sample_id not in written
+                    }
                     rows = rows if self.where is None else self._rows.matching(self.where, rows)
-                    is_full = bool(rows) and self._write(rows)
+                    written.update(self._write(rows))
                     pending.append(meta)
-                    if is_full or not self._shards.num_open_rows:
+                    if self._shards.is_full or not self._shards.num_open_rows:
                         flush()
                 elif idle_s is not None and now - last >= idle_s:
                     break
@@ -282,12 +286,12 @@ class _Export:
 
     # --- a portion --------------------------------------------------------------------------------------------------
 
-    def _write(self, tags: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Writes rows. Returns whether the shard has its size now."""
+    def _write(self, tags: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Writes rows. Returns the ids of those that are still there."""
         ids, cells, specs = self._read(list(tags))
         self.num_gone += len(tags) - len(ids)
         if not ids:
-            return False
+            return []
         rows = [tags[sample_id] for sample_id in ids]
         if self._tag_types is None:
             self._tag_types = _tag_types(rows)
@@ -323,7 +327,8 @@ class _Export:
             columns[title] = arrow.arrow_of_values([row.get(name) for row in rows], kind)
         table = pa.table(columns)
         self._num_rows = max(1, min(_MOST_ROWS, 4 * self._num_rows, _PORTION_BYTES * len(ids) // max(1, table.nbytes)))
-        return self._shards.write(table, about)
+        self._shards.write(table, about)
+        return ids
 
     def _read(self, ids: list[str]) -> tuple[list[str], dict[str, tuple[Sequence[int], Any]], dict[str, FieldSpec]]:
         """The rows that are there; for each field the places of those that have it, and their column; and its spec."""

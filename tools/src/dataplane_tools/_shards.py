@@ -204,6 +204,11 @@ class Shards:
         """Rows of the shard that is not complete yet."""
         return 0 if self._writer is None else self._rows
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the shard has its size: call `complete`."""
+        return self._writer is not None and self._bytes >= self._shard_bytes
+
     def ids(self) -> Iterator[str]:
         """The ids of the rows of all complete shards, which are on the disk."""
         for shard in self.manifest["shards"]:
@@ -217,20 +222,18 @@ class Shards:
                 return {"schema": file.schema_arrow, **columns_of(file, self.manifest)}
         return {}
 
-    def write(self, table: Any, about: Mapping[str, Any]) -> bool:
+    def write(self, table: Any, about: Mapping[str, Any]) -> None:
         """Adds rows to the shard, as a row group of their own. Another schema begins another shard.
 
         Args:
             table: The rows.
             about: What the columns are, as JSON values. ``absent`` is field -> places of null rows that lack it.
 
-        Returns:
-            Whether a shard has its size now: call `complete`.
-
         Raises:
             SaveError: They cannot be written.
         """
-        absent = about.pop("absent")  # type: ignore[attr-defined]
+        about = dict(about)
+        absent = about.pop("absent")
         about = {"format": KIND, "version": VERSION, "export": self.manifest["export"], **about}
         schema = table.schema.with_metadata({SCHEMA_KEY: json.dumps(about)})
         if self._writer is not None and not self._schema.equals(schema, check_metadata=True):
@@ -245,7 +248,6 @@ class Shards:
             self._absent.setdefault(name, []).extend(self._rows + row for row in rows)
         self._rows += len(table)
         self._bytes += table.nbytes
-        return self._bytes >= self._shard_bytes
 
     def _open(self, schema: Any) -> None:
         from pyarrow import parquet
@@ -253,7 +255,8 @@ class Shards:
         number = 1 + max([-1, *(int(shard["name"][5:-8]) for shard in self.manifest["shards"])])
         self._path = self.folder / f"part-{number:05}.parquet"
         self._new = self._path.with_name(f".{self._path.name}.new")  # no pattern of a reader takes it
-        self._schema, self._rows, self._bytes, self._absent = schema, 0, 0, {}
+        self._schema, self._rows, self._bytes = schema, 0, 0
+        self._absent: dict[str, list[int]] = {}
         self._file = _Hashing(self._new)
         # no dictionaries of numbers: they may hold one NaN for all
         strings = [field.name for field in schema if pa.types.is_large_string(field.type)]

@@ -20,6 +20,7 @@ TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL uses what transformers will remove
 def test_it_learns_the_answers_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread stays
     tokenizer = toy.build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<user>"), AddedToken("<assistant>")]})

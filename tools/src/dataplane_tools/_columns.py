@@ -41,6 +41,8 @@ def arrow_of_tensors(column: torch.Tensor, spec: FieldSpec) -> Any:
 def tensors_of_arrow(name: str, column: Any, spec: FieldSpec) -> Any:
     """The tensor column that `arrow_of_tensors` stored; of an open field, the lists that say no more than was put."""
     found = as_columns(f"field '{name}'", pa.table({name: column}), len(column))[name]
+    if not isinstance(found, torch.Tensor):
+        raise CorruptDataError(f"column '{name}' of an export has objects. Expected {spec.describe()}.")
     if spec.is_open:
         return found.tolist() if spec.rank == 0 else [row.tolist() for row in found.unbind()]
     return _mapped(found, lambda values: _restored(values, spec)) if spec.rank else _restored(found, spec)

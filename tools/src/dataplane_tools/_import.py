@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +15,7 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.codec import as_columns, encode_columns, object_column
 from dataplane_core.errors import (
     CorruptDataError,
+    DataPlaneError,
     InvalidRequestError,
     SchemaMismatchError,
     UnknownPartitionError,
@@ -79,7 +81,7 @@ def import_folder(folder: str | os.PathLike[str], client: DataPlaneClient, parti
             f"the export in '{folder}' was not completed: it is being written, or was killed.",
             hint="Run the same command again, which completes it.",
         )
-    if manifest["what"].get("messages"):
+    if manifest["what"]["messages"]:
         raise UnsupportedOperationError(
             f"the export in '{folder}' has messages instead of fields.", hint="Export without messages to import."
         )
@@ -87,28 +89,48 @@ def import_folder(folder: str | os.PathLike[str], client: DataPlaneClient, parti
     name = manifest["partition_id"] if partition_id is None else partition_id
     _register(path, manifest, client, name)
     num_rows = num_new = 0
-    for about, table, absent in _portions(path, manifest):
-        ids = table["sample_id"].to_pylist()
-        tags = arrow.items_of_arrow("tags", table["tags"], arrow.JSON)
-        found = client.list_samples(name, sample_ids=ids)
-        held = dict(zip(found.sample_ids, found.tags or ({},) * found.size, strict=True))
-        fields = {field: _places(table[each["column"]], absent.get(field)) for field, each in about["fields"].items()}
-        rows = [
-            (sample_id in held, [field for field, has in fields.items() if has[row]])
-            for row, sample_id in enumerate(ids)
-        ]
-        # rows that have the same fields go together, and the order stays
-        for (is_held, names), run in groupby(range(len(ids)), key=rows.__getitem__):
-            places = list(run)
-            some = slice(places[0], places[-1] + 1)
-            columns = _columns(about, table.slice(places[0], len(places)), names)
-            if is_held:
-                _check_equal(client, name, ids[some], tags[some], columns, held)
-            else:
-                client.put_samples(ids[some], name, columns or None, tags=tags[some])
-                num_new += len(places)
-        num_rows += len(ids)
+    with _as_written(path):
+        for about, table, absent in _portions(path, manifest):
+            ids = table["sample_id"].to_pylist()
+            tags = arrow.items_of_arrow("tags", table["tags"], arrow.JSON)
+            found = client.list_samples(name, sample_ids=ids)
+            held = dict(zip(found.sample_ids, found.tags or ({},) * found.size, strict=True))
+            fields = {
+                field: _places(table[each["column"]], absent.get(field)) for field, each in about["fields"].items()
+            }
+            rows = [
+                (sample_id in held, [field for field, has in fields.items() if has[row]])
+                for row, sample_id in enumerate(ids)
+            ]
+            # rows that have the same fields go together, and the order stays
+            for (is_held, names), run in groupby(range(len(ids)), key=rows.__getitem__):
+                places = list(run)
+                some = slice(places[0], places[-1] + 1)
+                columns = _columns(about, table.slice(places[0], len(places)), names)
+                if is_held:
+                    _check_equal(client, name, ids[some], tags[some], columns, held)
+                else:
+                    client.put_samples(ids[some], name, columns or None, tags=tags[some])
+                    num_new += len(places)
+            num_rows += len(ids)
     return Imported(partition_id=name, num_rows=num_rows, num_new=num_new)
+
+
+@contextmanager
+def _as_written(path: Path) -> Iterator[None]:
+    """Names the folder whose shards hold what no export has."""
+    try:
+        yield
+    except DataPlaneError:
+        raise
+    except (
+        LookupError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        OverflowError,
+    ) as error:  # those of pyarrow are ValueErrors
+        raise CorruptDataError(f"the export in '{path}' holds what no export has: {error}.") from error
 
 
 def _portions(path: Path, manifest: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Any, dict[str, set[int]]]]:
@@ -159,7 +181,7 @@ def _register(path: Path, manifest: Mapping[str, Any], client: DataPlaneClient, 
     if not fits(manifest["registration"], _Registration):
         raise CorruptDataError(f"the manifest of the export in '{path}' holds no registration.")
     registration = {key: manifest["registration"][key] for key in _Registration.__annotations__}
-    only = manifest["what"].get("fields")
+    only = manifest["what"]["fields"]
     registration["fields"] = [each for each in registration["fields"] if only is None or each in only]
     num_rows = sum(shard["num_rows"] for shard in manifest["shards"])
     if registration["num_samples"] is not None:
@@ -177,9 +199,11 @@ def _register(path: Path, manifest: Mapping[str, Any], client: DataPlaneClient, 
         )
     ids: list[str] = []
     for about, table, _ in _portions(path, manifest):
-        ids += table["sample_id"].to_pylist()
-        for field, told in about["fields"].items():
-            there, spec = found.specs.get(field), FieldSpec.from_text(told["spec"])
+        with _as_written(path):
+            ids += table["sample_id"].to_pylist()
+            specs = {field: FieldSpec.from_text(told["spec"]) for field, told in about["fields"].items()}
+        for field, spec in specs.items():
+            there = found.specs.get(field)
             if there is not None and there.after(spec) is None:
                 raise SchemaMismatchError(
                     f"{refused} '{field}' has {there.describe()}, in the export {spec.describe()}.",

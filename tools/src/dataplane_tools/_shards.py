@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self, TypedDict
 from uuid import uuid4
@@ -47,18 +48,27 @@ class _Shard(TypedDict):
     sha256: str
 
 
+class _What(TypedDict):
+    """The options that decide which rows and columns a folder has."""
+
+    fields: Sequence[str] | None
+    where: str | None
+    messages: bool
+    partial: bool
+    task: str | None
+
+
 class _Manifest(TypedDict):
     """The manifest, besides its format and version.
 
-    ``export`` is an id that its shards repeat, ``registration`` the arguments of ``register_partition``, ``what`` the
-    options that decide which rows and columns the folder has.
+    ``export`` is an id that its shards repeat, ``registration`` the arguments of ``register_partition``.
     """
 
     export: str
     partition_id: str
     epoch: str
     registration: Mapping[str, Any]
-    what: Mapping[str, Any]
+    what: _What
     closed: bool
     shards: Sequence[_Shard]
 
@@ -114,10 +124,11 @@ def manifest_of(text: bytes) -> dict[str, Any]:
             f"the export is of format version {version!r}. Expected {VERSION}.",
             hint="Install the version that wrote it.",
         )
-    if not fits(found, _Manifest) or not all(_SHARD.fullmatch(shard["name"]) for shard in found["shards"]):
-        raise CorruptDataError("holds what no manifest of an export has.")
-    manifest: dict[str, Any] = found
-    return manifest
+    with suppress(UnicodeEncodeError):  # a name that is no Unicode
+        if fits(found, _Manifest) and all(_SHARD.fullmatch(shard["name"]) for shard in found["shards"]):
+            manifest: dict[str, Any] = found
+            return manifest
+    raise CorruptDataError("holds what no manifest of an export has.")
 
 
 class Shards:
@@ -167,7 +178,7 @@ class Shards:
             self.manifest = _new(head)
         else:
             self.manifest = read_manifest(self.folder)
-            if not (goes_on or self.manifest["closed"] or self.manifest["what"].get("task")):
+            if not (goes_on or self.manifest["closed"] or self.manifest["what"]["task"]):
                 self.manifest = _new(head)  # of one that was killed nothing is worth keeping
             other = [name for name in ("partition_id", "epoch", "what") if self.manifest[name] != head[name]]
             if other or (self.manifest["closed"] and not goes_on):

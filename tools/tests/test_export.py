@@ -579,7 +579,7 @@ sys.exit(run(parser.parse_args(sys.argv[1:])))
 def test_a_follower_that_is_killed_at_any_moment_has_every_row_once(python, tmp_path, group_size):
     config = tmp_path / "config.yaml"
     config.write_text("{backend: shm_store, options: {capacity_bytes: 50MB}}")
-    out, total, kills = tmp_path / "out", 400, 6
+    out, total, kills = tmp_path / "out", 300, 4
     arguments = [config, "p", out, "--follow", "--shard-bytes", "1", "--every", "0.05", "--where", "keep"]
     with connect(str(config)) as client:
         client.register_partition("p", ["x"], total, ["train"], group_size)

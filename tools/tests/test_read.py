@@ -361,6 +361,8 @@ def row(text):
             [("user", "ask"), ("tool", "[1]")],
         ),
         ({"turn_roles": ["user"], "turn_contents": ["ask"], "turn_lengths": [5]}, [("user", "ask")]),
+        ({"turn_roles": ["user"], "turn_contents": ["ask"], "turn_lengths": ["?"]}, [("user", "ask")]),
+        ({"messages": [{"role": "user", "token_ids": torch.zeros(3)}]}, [("user", "")]),
     ],
 )  # fmt: skip
 def test_prompt_and_answer_are_apart(cells, expected):

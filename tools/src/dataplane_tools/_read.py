@@ -139,7 +139,8 @@ def _lines(
         counts = [f"{role} {sum(p.stop - p.start for p in run)}" for role, run in _by_role(sample.parts)]
         facts = [f"{name} {text}" for name, text in inline.items()]
         if sample.tokens:
-            facts.append(f"{len(sample.tokens)} tokens" + (f" ({', '.join(counts)})" if len(counts) > 1 else ""))
+            plural = "" if len(sample.tokens) == 1 else "s"
+            facts.append(f"{len(sample.tokens)} token{plural}" + (f" ({', '.join(counts)})" if len(counts) > 1 else ""))
         if facts:
             yield "  " + "  ".join(facts)
         for part in sample.parts[max(common, 0) :]:

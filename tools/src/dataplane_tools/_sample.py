@@ -199,7 +199,7 @@ def _stretches(cells: Mapping[str, Any], rows: _Rows, decode: Decode | None) -> 
 def _turns(cells: Mapping[str, Any], tokens: list[int], decode: Decode | None) -> list[Part]:
     lengths, roles, contents = (_items(cells.get(name)) for name in TURNS)
     count = len(roles) or len(lengths)
-    cuts = list(accumulate((int(length) for length in lengths[:count]), initial=0))
+    cuts = list(accumulate((each for each in lengths[:count] if type(each) is int and each >= 0), initial=0))
     whole = len(cuts) == count + 1 and cuts[-1] <= len(tokens)
     parts = []
     for number in range(count):
@@ -217,7 +217,8 @@ def _turns(cells: Mapping[str, Any], tokens: list[int], decode: Decode | None) -
 def _turn(turn: Mapping[str, Any]) -> Part:
     """A turn of a log that is kept as objects. A content may itself be a message with tool calls."""
     content = turn.get("content")
-    rest = {key: value for key, value in turn.items() if key not in ("role", "content") and value not in (None, [])}
+    empty = [key for key, value in turn.items() if value is None or (isinstance(value, list) and not value)]
+    rest = {key: value for key, value in turn.items() if key not in ("role", "content", *empty)}
     if isinstance(content, Mapping) and "content" in content:
         rest |= {key: value for key, value in content.items() if key not in ("role", "content")}
         content = content["content"]

@@ -613,6 +613,22 @@ def test_a_follower_that_is_killed_at_any_moment_has_every_row_once(python, tmp_
         assert import_folder(out, other).num_rows == len(written)
 
 
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_follower_that_is_told_to_end_keeps_what_it_read(python, tmp_path, sent):
+    config, out = tmp_path / "config.yaml", tmp_path / "out"
+    config.write_text("{backend: shm_store, options: {capacity_bytes: 50MB}}")
+    with connect(str(config)) as client:
+        client.register_partition("p", ["x"], None, [])
+        client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
+        with python.start("-c", FOLLOWER, config, "p", out, "--follow", "--every", "3600") as follower:
+            eventually(lambda: list(out.glob(".part-*")), within_s=STARTS_S, what="an open shard")
+            follower.send_signal(sent)
+            assert follower.wait(STARTS_S) == 0
+        assert [row["sample_id"] for row in rows(out)] == ["a", "b"]
+        assert client.list_consumed("p", "export") == ["a", "b"]
+        assert import_folder(out, client, "q").num_new == 2
+
+
 # --- the commands -----------------------------------------------------------------------------------------------------
 
 

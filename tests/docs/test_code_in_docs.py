@@ -20,6 +20,12 @@ def blocks(path):
     return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(encoding="utf-8"), re.DOTALL)
 
 
+def test_the_code_on_exports_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (program,) = blocks("docs/export.md")
+    exec(compile(program, "docs/export.md", "exec"), {})
+
+
 @pytest.fixture
 def run_as_a_program(python):
     """Runs code in a process of its own, where it may start servers and processes, and returns its output."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import json
 import struct
 import tempfile
@@ -28,6 +29,7 @@ import hiredis
 import msgpack
 import torch
 from mutations import JSON_VALUES, Form
+from pyarrow import parquet
 from redis.exceptions import RedisError
 
 from dataplane_core import DataPlaneClient, DataPlaneConfig, connect
@@ -87,6 +89,7 @@ from dataplane_shm._backend import ShmBackend
 from dataplane_shm._messages import MESSAGES
 from dataplane_shm._store import Store
 from dataplane_testkit import backend_of
+from dataplane_tools import export_partition, import_folder
 from dataplane_tq_simple import _messages as tq
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost
@@ -505,6 +508,56 @@ def _whole_manifests() -> list[bytes]:
     text = _manifests()[0]
     head = {"format": "dataplane-partitions", "version": 2, "sha256": hashlib.sha256(text).hexdigest()}
     return [json.dumps(head).encode() + b"\n" + text + b"\n", b'{"format": "x", "version": 1}\n{}\n']
+
+
+@functools.cache
+def _exported() -> Path:
+    """The folder of an export of one shard."""
+    folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="dpfuzz"))) / "export"
+    with connect({"backend": "noop"}) as client:
+        client.register_partition("p", ["x", "o"], 3, ["t"], enums={"e": ["y"]})
+        columns = {"x": [[1], [], [2, 3]], "o": connect_object([b"1", {"a": [1]}, None]), "e": ["y"] * 3}
+        columns["b"] = torch.ones(3, 2, 2, dtype=torch.bfloat16)
+        client.put_samples(["a", "b", "c"], "p", columns, tags=[{"n": 1}, {}, {"n": 2}])
+        export_partition(client, "p", folder)
+    return folder
+
+
+def _exports() -> list[bytes]:
+    return [(_exported() / ".export.json").read_bytes()]
+
+
+def _shard_heads() -> list[bytes]:
+    return [parquet.read_schema(_exported() / "part-00000.parquet").metadata[b"dataplane"]]
+
+
+def _import(manifest: bytes, shard: bytes | None = None) -> object:
+    """Imports an export with another manifest, or another shard too."""
+    folder = _exported()
+    kept = {path: path.read_bytes() for path in (folder / ".export.json", folder / "part-00000.parquet")}
+    client = _noop()
+    try:
+        for path, data in zip(kept, (manifest, shard), strict=True):
+            path.write_bytes(kept[path] if data is None else data)
+        return import_folder(folder, client)
+    finally:
+        for path, data in kept.items():
+            path.write_bytes(data)
+        for name in client.list_partitions():
+            client.clear_samples(None, name)
+
+
+def _read_export(data: bytes) -> object:
+    return _import(data)
+
+
+def _read_shard_head(data: bytes) -> object:
+    table, made = parquet.read_table(_exported() / "part-00000.parquet"), io.BytesIO()
+    parquet.write_table(table.replace_schema_metadata({b"dataplane": data}), made)
+    manifest = json.loads(_exports()[0])
+    shard = {"size_bytes": len(made.getvalue()), "sha256": hashlib.sha256(made.getvalue()).hexdigest()}
+    manifest["shards"][0] |= shard
+    return _import(json.dumps(manifest).encode(), made.getvalue())
 
 
 JSON: Final = Form(lambda data: json.loads(data), lambda tree: json.dumps(tree).encode(), JSON_VALUES)
@@ -989,6 +1042,8 @@ TARGETS: Final[dict[str, Target]] = {
         Target("save block", _blocks, unpack_rows, Form(_load_block, _dump_block)),
         Target("save manifest", _whole_manifests, _read_manifest),
         Target("save", _manifests, _read_save, JSON),
+        Target("export", _exports, _read_export, JSON),
+        Target("shard of an export", _shard_heads, _read_shard_head, JSON),
         Target("shm request", _shm_requests, _read_shm_request, SHM_REQUEST),
         Target("tq request", _tq_requests, _read_tq_request, SHM_REQUEST),
         Target("extent request", _extent_requests, _read_extent_request, SHM_REQUEST),

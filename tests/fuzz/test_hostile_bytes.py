@@ -15,7 +15,15 @@ from targets import TARGETS, Target, resources
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
 #: The targets that take the most time for each input, and how many inputs they get beside 1,500 for the others.
-_SLOW = {"journal": 400, "snapshot": 400, "save": 400, "save manifest": 400, "redis reply": 500}
+_SLOW = {
+    "journal": 400,
+    "snapshot": 400,
+    "save": 400,
+    "save manifest": 400,
+    "export": 400,
+    "shard of an export": 300,
+    "redis reply": 500,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)

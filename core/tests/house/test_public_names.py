@@ -52,8 +52,8 @@ FACES = {
         "to_json",
     ],
     "dataplane_testkit.commands": ["conformance", "new_plugin"],
-    "dataplane_tools": [],
-    "dataplane_tools.commands": ["flow", "inspect", "metrics", "read", "top", "units", "why"],
+    "dataplane_tools": ["Exported", "Imported", "export_partition", "import_folder"],
+    "dataplane_tools.commands": ["export", "flow", "import_", "inspect", "metrics", "read", "top", "units", "why"],
     "dataplane_compat": [],
     "dataplane_compat.nemo_rl": ["NemoRLAdapter", "Section", "activate", "client_class"],
     "dataplane_compat.transfer_queue": [

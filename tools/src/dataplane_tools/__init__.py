@@ -1,7 +1,25 @@
-"""What looks at a running store or at what a run recorded: the commands `dataplane inspect`, `top`, `metrics`, `flow`
-and `units`.
+"""What looks at a running store or at what a run recorded: the commands `dataplane inspect`, `top`, `read`, `export`,
+`import`, `metrics`, `flow` and `units`.
 
-Operators and researchers run the commands. No package imports this one.
+Operators and researchers run the commands. `export_partition` and `import_folder` are two of them for Python. No
+package imports this one.
 """
 
-__all__: list[str] = []
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dataplane_tools._export import Exported, export_partition
+    from dataplane_tools._import import Imported, import_folder
+
+__all__ = ["Exported", "Imported", "export_partition", "import_folder"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name at its first use (PEP 562): commands that do not need pyarrow and torch start without."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("Imported", "import_folder"):
+        from dataplane_tools import _import as module
+    else:
+        from dataplane_tools import _export as module  # type: ignore[no-redef]
+    return getattr(module, name)

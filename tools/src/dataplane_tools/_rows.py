@@ -146,6 +146,12 @@ class Rows:
             ids.reverse()
         return Found({each: rows[each] for each in ids[:limit]}, len(ids), num_samples)
 
+    def matching(self, where: Where, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+        """Those of some samples, id -> tags, that meet a condition. A name that none has is no error."""
+        self._specs = self._client.describe(self.partition_id).specs
+        values = self._values(rows, [name for name in where.names if name in self._specs])
+        return {each: tags for each, tags in rows.items() if where.matches({**values.get(each, {}), **tags})}
+
     def read(self, found: Found, *, fields: Sequence[str] | None = None, decode: Decode | None = None) -> list[Sample]:
         """Reads samples, in their order. Those that were cleared meanwhile, or whose payload is lost, are left out.
 
@@ -211,9 +217,7 @@ class Rows:
                 for names, some in alike.items():
                     columns = self._client.get_samples(some, self.partition_id, names, share_rows=True) if names else {}
                     rows = (
-                        zip(*(_rows_of(columns.get(name)) for name in names), strict=True)
-                        if names
-                        else [()] * len(some)
+                        zip(*(rows_of(columns.get(name)) for name in names), strict=True) if names else [()] * len(some)
                     )
                     cells |= {each: dict(zip(names, row, strict=True)) for each, row in zip(some, rows, strict=True)}
                 return {each: (cells[each], has[each]) for each in ids}
@@ -234,7 +238,8 @@ def _is_shown(spec: FieldSpec) -> bool:
     return spec.kind == "object" or spec.rank <= 1 or (spec.dtype == "uint8" and spec.rank == 3)
 
 
-def _rows_of(column: Any) -> Sequence[Any]:
+def rows_of(column: Any) -> Sequence[Any]:
+    """The cells of a column."""
     rows: Sequence[Any] = column.unbind() if hasattr(column, "is_nested") else column.tolist()
     return rows
 

@@ -39,9 +39,10 @@ _PAIRS: Final = (("prompt_ids", "completion_ids"), ("prompts", "responses"))
 _MASKS: Final = ("token_mask", "response_mask", "completion_mask")
 #: What the parts of a sample are made of, besides masks.
 _STRUCTURE: Final = (INPUT_IDS_FIELD, ATTENTION_MASK_FIELD, INPUT_LENGTHS_FIELD, *_PAIRS[0], *_PAIRS[1])
-_TURNS: Final = (TURN_LENGTHS_FIELD, TURN_ROLES_FIELD, TURN_CONTENTS_FIELD)
+#: What the turns of a message log are kept as.
+TURNS: Final = (TURN_LENGTHS_FIELD, TURN_ROLES_FIELD, TURN_CONTENTS_FIELD)
 #: The fields without which tokens cannot be read as text.
-TEXT_FIELDS: Final = (*_STRUCTURE, *_MASKS, *_TURNS)
+TEXT_FIELDS: Final = (*_STRUCTURE, *_MASKS, *TURNS)
 #: Numbers of a column that are written out; of a longer one its shape is said.
 _MOST_NUMBERS: Final = 64
 #: The first and the last token ids that stand for a text without a tokenizer.
@@ -137,7 +138,7 @@ def sample_of(
             chats = [_turn(turn) for turn in cell]
         elif isinstance(cell, torch.Tensor) and cell.numel() > _MOST_NUMBERS:
             sample.shapes[name] = shape_of(cell)
-        elif name not in _TURNS:
+        elif name not in TURNS:
             sample.objects[name] = json_value(cell)
     sample.parts.extend(_turns(cells, rows.tokens, decode) or _stretches(cells, rows, decode) or chats)
     return sample
@@ -196,7 +197,7 @@ def _stretches(cells: Mapping[str, Any], rows: _Rows, decode: Decode | None) -> 
 
 
 def _turns(cells: Mapping[str, Any], tokens: list[int], decode: Decode | None) -> list[Part]:
-    lengths, roles, contents = (_items(cells.get(name)) for name in _TURNS)
+    lengths, roles, contents = (_items(cells.get(name)) for name in TURNS)
     count = len(roles) or len(lengths)
     cuts = list(accumulate((each for each in lengths[:count] if type(each) is int and each >= 0), initial=0))
     whole = len(cuts) == count + 1 and cuts[-1] <= len(tokens)

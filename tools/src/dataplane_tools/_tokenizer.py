@@ -19,20 +19,21 @@ _BROKEN: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
-    """Turns ids into text, special tokens included.
+    """Turns ids into text.
 
     Args:
         name: A folder with a ``tokenizer.json``, such a file, a name of Hugging Face whose file is in its cache, or
             ``module:function``, which turns a list of ids into text.
+        skip_special: Leave special tokens out. A function decides by itself.
 
     Raises:
         InvalidRequestError: There is none, or it cannot be read.
         UnsupportedOperationError: The package ``tokenizers`` is not installed.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, skip_special: bool = False) -> None:
         self._name = name
-        self._decode = _load(name)
+        self._decode = _load(name, skip_special)
         self._pieces: dict[int, str] = {}
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -67,7 +68,7 @@ class Tokenizer:
         return pieces
 
 
-def _load(name: str) -> Decode:
+def _load(name: str, skip_special: bool) -> Decode:
     path = Path(name)
     if path.is_dir():
         path = path / _FILE
@@ -86,7 +87,7 @@ def _load(name: str) -> Decode:
         tokenizer = Loaded.from_file(os.fspath(path))
     except Exception as error:
         raise InvalidRequestError(f"--tokenizer {name} refused: '{path}' is no tokenizer: {error}.") from error
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=skip_special))
 
 
 def _function(name: str, module: str, function: str) -> Decode:

@@ -6,7 +6,7 @@ import argparse
 
 from dataplane_core.cli import Command
 
-__all__ = ["flow", "inspect", "metrics", "read", "top", "units", "why"]
+__all__ = ["export", "flow", "import_", "inspect", "metrics", "read", "top", "units", "why"]
 
 
 def _config(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +109,65 @@ def why(parser: argparse.ArgumentParser) -> Command:
         return _why.run(
             chosen.config, chosen.task, partition_id=chosen.partition, as_json=chosen.json, watch=chosen.watch
         )
+
+    return run
+
+
+def export(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane export`."""
+    _config(parser)
+    parser.add_argument("partition", metavar="PARTITION")
+    parser.add_argument("folder", metavar="OUT", help="a new folder, which gets the shards")
+    parser.add_argument("--fields", metavar="A,B", type=lambda text: text.split(","), help="these fields only")
+    parser.add_argument("--where", metavar="C", help="only these, such as 'reward>0.5 and weight_version>=7'")
+    parser.add_argument("--partial", action="store_true", help="also rows that lack fields, with nulls")
+    parser.add_argument(
+        "--as", choices=["rows", "messages"], default="rows", dest="form", help="messages: chats for fine-tuning"
+    )
+    parser.add_argument("--tokenizer", metavar="T", help="for messages without kept turns; as for dataplane read")
+    parser.add_argument(
+        "--shard-bytes", default="256MiB", metavar="N", help="size of a shard before compression; default: 256MiB"
+    )
+    following = parser.add_argument_group("to go on with what is finished later")
+    following.add_argument("--follow", action="store_true", help="until the partition is finished, or Ctrl-C")
+    following.add_argument("--task", default="export", metavar="NAME", help="the task that follows; default: export")
+    following.add_argument(
+        "--every", type=float, default=60.0, metavar="S", help="a shard at least every S seconds; default: 60"
+    )
+    following.add_argument("--idle", type=float, metavar="S", help="end once no row came for S seconds")
+
+    def run(chosen: argparse.Namespace) -> int:
+        from dataplane_tools import _export
+
+        return _export.run(
+            chosen.config,
+            chosen.partition,
+            chosen.folder,
+            fields=chosen.fields,
+            where=chosen.where,
+            partial=chosen.partial,
+            messages=chosen.form == "messages",
+            tokenizer=chosen.tokenizer,
+            shard_bytes=chosen.shard_bytes,
+            follow=chosen.follow,
+            task=chosen.task,
+            every_s=chosen.every,
+            idle_s=chosen.idle,
+        )
+
+    return run
+
+
+def import_(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane import`."""
+    parser.add_argument("folder", metavar="FOLDER", help="what dataplane export wrote")
+    _config(parser)
+    parser.add_argument("partition", nargs="?", metavar="PARTITION", help="default: the name of the exported one")
+
+    def run(chosen: argparse.Namespace) -> int:
+        from dataplane_tools import _import
+
+        return _import.run(chosen.folder, chosen.config, chosen.partition)
 
     return run
 

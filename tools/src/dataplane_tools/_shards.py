@@ -1,0 +1,438 @@
+"""The folder of an export: shards of Parquet, and a manifest that names them. A reader never sees a part of a shard.
+
+A shard is written under another name, synced to the disk, and renamed to ``part-00000.parquet``; then the manifest that
+names it, with its size and digest, replaces the former one. ``.export.json`` is one JSON object. It says ``closed``
+once the export has ended in order. The names of all files but shards are hidden, so that readers pass them over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, Self, TypedDict
+from uuid import uuid4
+
+from dataplane_core.errors import (
+    CorruptDataError,
+    InvalidRequestError,
+    MissingDataError,
+    SaveError,
+    UnsupportedOperationError,
+    preview,
+)
+from dataplane_core.regular_files import open_regular, read_regular
+from dataplane_core.saves import sync_folder, write_file
+from dataplane_core.spec import fits
+from dataplane_tools._columns import pa  # before pyarrow.parquet: it says what to install
+
+KIND: Final = "dataplane-export"
+VERSION: Final = 1
+MANIFEST: Final = ".export.json"
+#: Under this key, the schema of a shard says what its columns are.
+SCHEMA_KEY: Final = b"dataplane"
+_SHARD: Final = re.compile(r"part-\d{5,}\.parquet")
+_PIECE_BYTES: Final = 1 << 20
+
+
+class _Shard(TypedDict):
+    """What the manifest says of a shard."""
+
+    name: str
+    num_rows: int
+    size_bytes: int
+    sha256: str
+
+
+class _What(TypedDict):
+    """The options that decide which rows and columns a folder has."""
+
+    fields: Sequence[str] | None
+    where: str | None
+    messages: bool
+    partial: bool
+    task: str | None
+
+
+class _Manifest(TypedDict):
+    """The manifest, besides its format and version.
+
+    ``export`` is an id that its shards repeat, ``registration`` the arguments of ``register_partition``.
+    """
+
+    export: str
+    partition_id: str
+    epoch: str
+    registration: Mapping[str, Any]
+    what: _What
+    closed: bool
+    shards: Sequence[_Shard]
+
+
+class _Columns(TypedDict):
+    """What a shard says of its columns: field -> its column, its spec, and how its items are stored; tag -> its column.
+
+    ``absent`` is field -> places of null items whose rows lack it.
+    """
+
+    export: str
+    fields: Mapping[str, Mapping[str, str | None]]
+    tags: Mapping[str, str]
+    absent: Mapping[str, Sequence[int]]
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder.
+
+    Raises:
+        MissingDataError: There is none.
+        UnsupportedOperationError: Another version of this package wrote it.
+        CorruptDataError: It is damaged, or that of something else.
+        SaveError: It cannot be read.
+    """
+    try:
+        text = read_regular(folder / MANIFEST)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingDataError(
+            f"no export in '{folder}': there is no {MANIFEST}.", hint="Name the folder that dataplane export wrote."
+        ) from error
+    except OSError as error:
+        raise _not(f"the export in '{folder}' cannot be read", error) from error
+    try:
+        return manifest_of(text)
+    except ValueError as error:
+        if isinstance(error, CorruptDataError):
+            error.message = f"'{folder / MANIFEST}' {error.message}"
+        raise
+
+
+def manifest_of(text: bytes) -> dict[str, Any]:
+    """The manifest that bytes hold. Raises as `read_manifest`."""
+    try:
+        found = json.loads(text)
+        known, version = found["format"] == KIND, found["version"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptDataError("is not the manifest of an export: it is damaged.") from error
+    if not known:
+        raise CorruptDataError(f"says format {found['format']!r}. Expected {KIND!r}.")
+    if version != VERSION:
+        raise UnsupportedOperationError(
+            f"the export is of format version {version!r}. Expected {VERSION}.",
+            hint="Install the version that wrote it.",
+        )
+    with suppress(UnicodeEncodeError):  # a name that is no Unicode
+        if fits(found, _Manifest) and all(_SHARD.fullmatch(shard["name"]) for shard in found["shards"]):
+            manifest: dict[str, Any] = found
+            return manifest
+    raise CorruptDataError("holds what no manifest of an export has.")
+
+
+class Shards:
+    """Writes shards into a folder. Use it in a ``with`` statement; no other process writes there meanwhile.
+
+    Args:
+        folder: The folder. Created if needed.
+        head: The manifest's ``partition_id``, ``epoch``, ``registration`` and ``what``.
+        shard_bytes: Size at which a shard is complete, measured before compression.
+        goes_on: Whether to add to an export that is there. If not, one that was closed is refused, and what one that
+            was not closed has left is removed.
+
+    Attributes:
+        is_new: Whether the folder had no export.
+
+    Raises:
+        InvalidRequestError: The folder has another export, or another process writes it.
+        SaveError: It cannot be written.
+        MissingDataError, CorruptDataError, UnsupportedOperationError: As `read_manifest`; or a shard is gone.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], head: Mapping[str, Any], shard_bytes: int, *, goes_on: bool):
+        self.folder = Path(folder)
+        self._shard_bytes = shard_bytes
+        self._writer: Any = None
+        self._file: _Hashing
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            self._lock = _locked(self.folder)
+            try:
+                self._begin(head, goes_on)
+            except BaseException:
+                os.close(self._lock)
+                raise
+        except OSError as error:
+            raise _not(f"'{self.folder}' cannot be written", error) from error
+
+    def _begin(self, head: Mapping[str, Any], goes_on: bool) -> None:
+        there = sorted(each for each in self.folder.iterdir() if _SHARD.fullmatch(_final(each.name)))
+        self.is_new = not (self.folder / MANIFEST).exists()
+        if self.is_new:
+            if there:
+                raise InvalidRequestError(
+                    f"'{self.folder}' has {preview([each.name for each in there])}, and no {MANIFEST}.",
+                    hint="Export into a folder of its own.",
+                )
+            self.manifest = _new(head)
+        else:
+            self.manifest = read_manifest(self.folder)
+            if not (goes_on or self.manifest["closed"] or self.manifest["what"]["task"]):
+                self.manifest = _new(head)  # of one that was killed nothing is worth keeping
+            other = [name for name in ("partition_id", "epoch", "what") if self.manifest[name] != head[name]]
+            if other or (self.manifest["closed"] and not goes_on):
+                why = f"it has another {other[0]}: {self.manifest[other[0]]}" if other else "it is complete"
+                raise InvalidRequestError(
+                    f"'{self.folder}' has an export of '{self.manifest['partition_id']}' already, and {why}.",
+                    hint="Export into another folder, or remove this one.",
+                )
+            self.manifest["closed"] = False
+            kept = {shard["name"]: shard for shard in self.manifest["shards"]}
+            names = {each.name for each in there}
+            if lost := sorted(kept.keys() - names):
+                raise CorruptDataError(f"the export in '{self.folder}' lacks {preview(lost)}.")
+            for path in there:
+                if path.name != _final(path.name) or not goes_on:
+                    path.unlink()
+                elif path.name not in kept:  # a kill came between its rename and the manifest
+                    with parquet_file(path) as file:
+                        columns_of(file, self.manifest)
+                    kept[path.name] = _described(path)
+            self.manifest["shards"] = [kept[name] for name in sorted(kept)]
+        self._write_manifest()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:  # of a shard that an error ended
+            self._file.release()
+        os.close(self._lock)
+
+    @property
+    def num_open_rows(self) -> int:
+        """Rows of the shard that is not complete yet."""
+        return 0 if self._writer is None else self._rows
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the shard has its size: call `complete`."""
+        return self._writer is not None and self._bytes >= self._shard_bytes
+
+    def ids(self) -> Iterator[str]:
+        """The ids of the rows of all complete shards, which are on the disk."""
+        for shard in self.manifest["shards"]:
+            with parquet_file(self.folder / shard["name"]) as file:
+                yield from file.read(["sample_id"])["sample_id"].to_pylist()
+
+    def columns(self) -> Mapping[str, Any]:
+        """What the newest shard says of its columns. Empty: there is no shard."""
+        for shard in self.manifest["shards"][-1:]:
+            with parquet_file(self.folder / shard["name"]) as file:
+                return {"schema": file.schema_arrow, **columns_of(file, self.manifest)}
+        return {}
+
+    def write(self, table: Any, about: Mapping[str, Any]) -> None:
+        """Adds rows to the shard, as a row group of their own. Another schema begins another shard.
+
+        Args:
+            table: The rows.
+            about: What the columns are, as JSON values. ``absent`` is field -> places of null rows that lack it.
+
+        Raises:
+            SaveError: They cannot be written.
+        """
+        about = dict(about)
+        absent = about.pop("absent")
+        about = {"format": KIND, "version": VERSION, "export": self.manifest["export"], **about}
+        schema = table.schema.with_metadata({SCHEMA_KEY: json.dumps(about)})
+        if self._writer is not None and not self._schema.equals(schema, check_metadata=True):
+            self.complete()
+        try:
+            if self._writer is None:
+                self._open(schema)
+            self._writer.write_table(table.replace_schema_metadata(schema.metadata), row_group_size=len(table) or None)
+        except (OSError, pa.ArrowException) as error:
+            raise _not(f"'{self.folder}' cannot be written", error) from error
+        for name, rows in absent.items():
+            self._absent.setdefault(name, []).extend(self._rows + row for row in rows)
+        self._rows += len(table)
+        self._bytes += table.nbytes
+
+    def _open(self, schema: Any) -> None:
+        from pyarrow import parquet
+
+        number = 1 + max([-1, *(int(shard["name"][5:-8]) for shard in self.manifest["shards"])])
+        self._path = self.folder / f"part-{number:05}.parquet"
+        self._new = self._path.with_name(f".{self._path.name}.new")  # no pattern of a reader takes it
+        self._schema, self._rows, self._bytes = schema, 0, 0
+        self._absent: dict[str, list[int]] = {}
+        self._file = _Hashing(self._new)
+        # no dictionaries of numbers: they may hold one NaN for all
+        strings = [field.name for field in schema if pa.types.is_large_string(field.type)]
+        self._writer = parquet.ParquetWriter(
+            pa.PythonFile(self._file, mode="w"), schema, compression="zstd", use_dictionary=strings
+        )
+
+    def complete(self) -> None:
+        """Brings the shard to the disk under its name. If it has no rows, nothing happens."""
+        if self._writer is None:
+            return
+        writer, self._writer = self._writer, None
+        try:
+            writer.add_key_value_metadata({"dataplane_absent": json.dumps(self._absent)})
+            writer.close()
+            self._file.sync()
+            os.replace(self._new, self._path)
+            sync_folder(self.folder)
+            size_bytes, sha256 = self._file.size, self._file.digest.hexdigest()
+            shard = {"name": self._path.name, "num_rows": self._rows, "size_bytes": size_bytes, "sha256": sha256}
+            self.manifest["shards"].append(shard)
+            self._write_manifest()
+        except (OSError, pa.ArrowException) as error:
+            raise _not(f"'{self.folder}' cannot be written", error) from error
+
+    def end(self) -> None:
+        """Completes the last shard, and the export."""
+        self.complete()
+        self.manifest["closed"] = True
+        self._write_manifest()
+
+    def _write_manifest(self) -> None:
+        new = self.folder / f"{MANIFEST}.new"
+        write_file(new, [json.dumps(self.manifest, indent=1).encode(), b"\n"])
+        os.replace(new, self.folder / MANIFEST)
+        sync_folder(self.folder)
+
+
+def _new(head: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest without shards."""
+    return {"format": KIND, "version": VERSION, "export": uuid4().hex, **head, "closed": False, "shards": []}
+
+
+def _final(name: str) -> str:
+    """The name that a shard has in the end."""
+    return name.removeprefix(".").removesuffix(".new")
+
+
+class _Hashing:
+    """A file that Parquet is written to, and its digest."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb")  # noqa: SIM115 # closed below
+        self.digest, self.size = hashlib.sha256(), 0
+        self.closed = False
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self.size += len(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        """Pyarrow closes it before it is synced; it stays open for that."""
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.release()
+
+    def release(self) -> None:
+        self._file.close()
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def check_shards(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Reads all shards, and compares their sizes and digests.
+
+    Raises:
+        CorruptDataError: A shard is missing, is not as it was written, or is one of another export.
+        SaveError: One cannot be read.
+    """
+    for shard in manifest["shards"]:
+        path = folder / shard["name"]
+        try:
+            found = _described(path, shard["num_rows"])
+        except FileNotFoundError as error:
+            raise CorruptDataError(f"the export in '{folder}' lacks {shard['name']}.") from error
+        except OSError as error:
+            raise _not(f"'{path}' cannot be read", error) from error
+        if found != shard:
+            raise CorruptDataError(
+                f"'{path}' is not as it was written: {found['size_bytes']} bytes, of {shard['size_bytes']}, whose "
+                "SHA-256 differs."
+            )
+        with parquet_file(path) as file:
+            columns_of(file, manifest)
+
+
+def parquet_file(path: Path) -> Any:
+    """A shard, opened.
+
+    Raises:
+        CorruptDataError: It is not one of Parquet.
+    """
+    from pyarrow import parquet
+
+    try:
+        return parquet.ParquetFile(path)
+    except (OSError, pa.ArrowException) as error:
+        raise CorruptDataError(f"'{path}' cannot be read: {error}.") from error
+
+
+def columns_of(file: Any, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What an open shard says of its columns.
+
+    Raises:
+        CorruptDataError: It is no shard of this export.
+    """
+    metadata, more = file.schema_arrow.metadata or {}, file.metadata.metadata or {}
+    try:
+        found = json.loads(metadata[SCHEMA_KEY])
+        found["absent"] = json.loads(more.get(b"dataplane_absent", b"{}"))
+        if not fits(found, _Columns) or found["export"] != manifest["export"]:
+            raise ValueError("it is one of another export")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptDataError(f"a shard of '{manifest['partition_id']}' is none of this export: {error}.") from error
+    about: dict[str, Any] = found
+    return about
+
+
+def _described(path: Path, num_rows: int | None = None) -> dict[str, Any]:
+    """What a manifest says of a shard."""
+    digest, size = hashlib.sha256(), 0
+    with open_regular(path) as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+            size += len(piece)
+    if num_rows is None:
+        with parquet_file(path) as shard:
+            num_rows = shard.metadata.num_rows
+    return {"name": path.name, "num_rows": num_rows, "size_bytes": size, "sha256": digest.hexdigest()}
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor that keeps other processes from writing the folder until it is closed, or its process ends."""
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows
+        pass
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise InvalidRequestError(f"another process exports into '{folder}'.") from error
+    return descriptor
+
+
+def _not(what: str, error: Exception) -> SaveError:
+    return SaveError(f"{what}: {getattr(error, 'strerror', None) or error}.")

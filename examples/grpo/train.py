@@ -169,8 +169,12 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if marks is not None:
         dataplane(["flow", str(events)])
-        read = f"dataplane read {out / LAST_ROWS} --tokenizer grpo.task:decode --sort reward"
-        print(f"What the model wrote in the last step: PYTHONPATH={os.path.relpath(_EXAMPLES)} {read}")
+        read = ["read", str(out / LAST_ROWS), "--tokenizer", "grpo.task:decode"]
+        dataplane([*read, "--html", str(out / "answers.html")])
+        print(
+            f"What the model wrote in the last step: open {out / 'answers.html'} in a browser, or run\n"
+            f"PYTHONPATH={os.path.relpath(_EXAMPLES)} dataplane {' '.join(read)} --sort reward"
+        )
     print(f"{summary['seconds']:.0f} s in all; see {out / 'metrics.jsonl'} and {out / 'reward.png'}")
 
 

@@ -96,6 +96,7 @@ def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(
     ]
     assert evaluations[0] == evaluations[1]
     assert_kept(tmp_path / "out" / "last_step", records[-1]["reward"])
+    assert "<title>train: 32 samples" in (tmp_path / "out" / "answers.html").read_text()
     assert not (in_memory.folder / "last_step").exists()
 
 

@@ -20,12 +20,6 @@ def blocks(path):
     return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_the_code_on_exports_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (program,) = blocks("docs/export.md")
-    exec(compile(program, "docs/export.md", "exec"), {})
-
-
 @pytest.fixture
 def run_as_a_program(python):
     """Runs code in a process of its own, where it may start servers and processes, and returns its output."""
@@ -64,6 +58,12 @@ def test_the_readmes_program_runs_and_prints_what_it_says(capsys):
     said = re.search(r"# (tensor\(.*\))", program)
     assert said is not None
     assert said.group(1) in capsys.readouterr().out
+
+
+def test_the_code_on_exports_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (program,) = blocks("docs/export.md")
+    exec(compile(program, "docs/export.md", "exec"), {})
 
 
 MAIN = 'if __name__ == "__main__":'
@@ -313,6 +313,9 @@ def test_no_page_with_code_is_left_out():
     shown = {str(path.relative_to(ROOT)) for path in pages if "```python" in path.read_text(encoding="utf-8")}
     pages_of_tests = {"README.md", "integrations/README.md"} | {
         f"docs/{name}.md"
-        for name in ("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl", "weights", "operating")
+        for name in (
+            *("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl", "weights", "operating"),
+            "export",
+        )
     }
     assert shown == pages_of_tests | set(IN_PROCESS) | set(OVER_SERVERS)

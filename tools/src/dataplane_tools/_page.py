@@ -22,6 +22,9 @@ from dataplane_tools._images import describe_image, thumbnail
 from dataplane_tools._sample import Sample, json_value
 from dataplane_tools._tokenizer import Tokenizer
 
+#: Names of the page's own columns -> those of tags and fields with such a name.
+_OWN = {"id": "id (tag)", "text": "text (tag)"}
+
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta http-equiv="Content-Security-Policy"
@@ -63,7 +66,7 @@ def _row(sample: Sample) -> dict[str, Any]:
     return {
         "id": sample.sample_id,
         "group": sample.group,
-        "values": {**sample.values, **sample.tags},
+        "values": {_OWN.get(name, name): value for name, value in {**sample.values, **sample.tags}.items()},
         "parts": [asdict(part) for part in sample.parts],
         "objects": sample.objects,
         "shapes": {**sample.shapes, **shapes},
@@ -86,7 +89,7 @@ def _packed(sample: Sample, tokenizer: Tokenizer | None) -> str:
 
 def _short(number: Any) -> Any:
     if not isinstance(number, float):
-        return number
+        return int(number) if isinstance(number, bool) else number  # the colors of true and false
     return float(f"{number:.4g}") if math.isfinite(number) else str(number)
 
 

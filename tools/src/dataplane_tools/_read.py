@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, Final
@@ -125,8 +126,8 @@ def _lines(
     yield what
     common = 0
     if shared and len(samples) > 1:
-        columns = zip(*(sample.parts for sample in samples), strict=False)
-        alike = [len({(part.role, part.text) for part in parts}) == 1 for parts in columns]
+        columns = zip(*(map(partial(_said, sample), sample.parts) for sample in samples), strict=False)
+        alike = [len(set(parts)) == 1 for parts in columns]
         common = min(len(list(takewhile(bool, alike))), *(len(sample.parts) - 1 for sample in samples))
         yield ""
         for part in samples[0].parts[: max(common, 0)]:
@@ -160,6 +161,11 @@ def _lines(
             yield from _block(name, _image_text(sample, name, paths))
         if sample.lacks:
             yield f"  lacks: {', '.join(sample.lacks)}"
+
+
+def _said(sample: Sample, part: Part) -> tuple[Any, ...]:
+    """All that a part says, to compare it."""
+    return part.role, part.text, json.dumps(part.calls), tuple(sample.tokens[part.start : part.stop])
 
 
 def _by_role(parts: Sequence[Part]) -> Iterator[tuple[str, list[Part]]]:

@@ -3,10 +3,11 @@
 `sample_of` makes a `Sample` from the cells of one row. What it looks at, with the names that trainers use:
 
 - The tokens are ``input_ids``; or a prompt and an answer in two columns, as TRL and verl name them. Padding is cut off
-  by ``attention_mask``, else by ``input_lengths`` (a field or a tag).
+  by ``attention_mask``, else by ``input_lengths`` (a field or a tag); that of a prompt column by ``prompt_mask``.
 - The parts of the tokens are those of ``turn_lengths``, ``turn_roles`` and ``turn_contents``; else those that a mask
   (``token_mask``, ``response_mask``, ``completion_mask``) tells apart; else the two columns; else one part.
-- Without tokens, an object column that is a list of ``{"role": ..., "content": ...}`` gives the parts.
+- Without tokens, an object column that is a list of ``{"role": ..., "content": ...}`` gives the parts; or two, named
+  ``prompt`` and ``completion``.
 - A column of numbers with one per token, or one per token of the answer column, is a column ``per_token``.
 
 Nothing has to be there: a sample that is half written gives what it has, and names in ``lacks`` what it has not.
@@ -36,9 +37,11 @@ from dataplane_core.schema import (
 
 #: Columns that hold prompt and answer apart.
 _PAIRS: Final = (("prompt_ids", "completion_ids"), ("prompts", "responses"))
+_CHATS: Final = ("prompt", "completion")
+_PROMPT_MASK: Final = "prompt_mask"
 _MASKS: Final = ("token_mask", "response_mask", "completion_mask")
 #: What the parts of a sample are made of, besides masks.
-_STRUCTURE: Final = (INPUT_IDS_FIELD, ATTENTION_MASK_FIELD, INPUT_LENGTHS_FIELD, *_PAIRS[0], *_PAIRS[1])
+_STRUCTURE: Final = (INPUT_IDS_FIELD, ATTENTION_MASK_FIELD, INPUT_LENGTHS_FIELD, _PROMPT_MASK, *_PAIRS[0], *_PAIRS[1])
 #: What the turns of a message log are kept as.
 TURNS: Final = (TURN_LENGTHS_FIELD, TURN_ROLES_FIELD, TURN_CONTENTS_FIELD)
 #: The fields without which tokens cannot be read as text.
@@ -124,23 +127,25 @@ def sample_of(
     sample = Sample(sample_id=sample_id, group=group_of_id(sample_id), tags=dict(tags), lacks=lacks)
     rows = _Rows(cells, tags)
     sample.tokens.extend(rows.tokens)
-    chats: list[Part] = []
+    sample.parts.extend(_turns(cells, rows.tokens, decode) or _stretches(cells, rows, decode))
+    if not sample.parts:
+        chats = [name for name, cell in cells.items() if _is_chat(cell)]
+        chats = list(_CHATS) if set(chats).issuperset(_CHATS) else chats[:1]
+        sample.parts.extend(_turn(turn) for name in chats for turn in cells[name])
+        cells = {name: cell for name, cell in cells.items() if name not in chats}
     for name, cell in cells.items():
         if name in _STRUCTURE and name != INPUT_LENGTHS_FIELD and isinstance(cell, torch.Tensor):
             continue
         if is_value(cell) and not (name in PER_TOKEN_FIELDS and rows.aligned(cell) is not None):
-            sample.values[name] = _numbers(cell.flatten())[0] if isinstance(cell, torch.Tensor) else cell
+            sample.values[name] = value_of(cell)
         elif (numbers := None if name in _NOT_PER_TOKEN else rows.aligned(cell)) is not None:
             sample.per_token[name] = numbers
         elif _is_image(cell):
             sample.images[name] = cell
-        elif _is_chat(cell) and not chats:
-            chats = [_turn(turn) for turn in cell]
         elif isinstance(cell, torch.Tensor) and cell.numel() > _MOST_NUMBERS:
             sample.shapes[name] = shape_of(cell)
         elif name not in TURNS:
             sample.objects[name] = json_value(cell)
-    sample.parts.extend(_turns(cells, rows.tokens, decode) or _stretches(cells, rows, decode) or chats)
     return sample
 
 
@@ -151,14 +156,18 @@ class _Rows:
     """The tokens of a row, and which numbers of its other columns belong to them."""
 
     def __init__(self, cells: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
-        pair = next((each for each in _PAIRS if all(_is_row(cells.get(name)) for name in each)), None)
+        pair = next((each for each in _PAIRS if any(_is_row(cells.get(name)) for name in each)), None)
+        halves = [cells[name] if _is_row(cells.get(name)) else torch.empty(0) for name in pair or ()]
         ids = cells.get(INPUT_IDS_FIELD)
-        if not _is_row(ids):
-            ids = None if pair is None else torch.cat([cells[name].long() for name in pair])
+        whole = _is_row(ids)
+        if not whole:
+            ids = torch.cat([half.long() for half in halves]) if halves else None
         self.size = 0 if ids is None else len(ids)
-        #: Where the answer column begins in the row. Without one, at its end.
-        self.answer = self.size - len(cells[pair[1]]) if pair is not None else self.size
+        #: Where the answer column begins in the row. None: no column says it.
+        self.answer = self.size - len(halves[1]) if halves and (len(halves[1]) or not whole) else None
         mask = cells.get(ATTENTION_MASK_FIELD)
+        if mask is None and halves and _is_row(prompt := cells.get(_PROMPT_MASK)) and len(prompt) == self.answer:
+            mask = torch.cat([prompt.bool(), torch.ones(len(halves[1]), dtype=torch.bool)])
         length = cells.get(INPUT_LENGTHS_FIELD, tags.get(INPUT_LENGTHS_FIELD))
         if _is_row(mask) and len(mask) == self.size:
             self.places = mask.nonzero().flatten().tolist()
@@ -181,7 +190,7 @@ class _Rows:
 
 def _stretches(cells: Mapping[str, Any], rows: _Rows, decode: Decode | None) -> list[Part]:
     mask = next((found for name in _MASKS if (found := rows.aligned(cells.get(name))) is not None), None)
-    if mask is None and rows.answer < rows.size:
+    if mask is None and rows.answer is not None:
         mask = [place >= rows.answer for place in rows.places]
     if mask is None:
         roles = ["text"] * len(rows.tokens)
@@ -198,7 +207,7 @@ def _stretches(cells: Mapping[str, Any], rows: _Rows, decode: Decode | None) -> 
 
 def _turns(cells: Mapping[str, Any], tokens: list[int], decode: Decode | None) -> list[Part]:
     lengths, roles, contents = (_items(cells.get(name)) for name in TURNS)
-    count = len(roles) or len(lengths)
+    count = len(roles) or len(lengths) or len(contents)
     cuts = list(accumulate((each for each in lengths[:count] if type(each) is int and each >= 0), initial=0))
     whole = len(cuts) == count + 1 and cuts[-1] <= len(tokens)
     parts = []
@@ -251,8 +260,8 @@ def is_value(cell: Any) -> bool:
 
 
 def value_of(cell: Any) -> Any:
-    """The value of such a cell, as Python's own."""
-    return cell.item() if isinstance(cell, torch.Tensor) else cell
+    """The value of such a cell, as Python's own, with the digits that are shown."""
+    return _numbers(cell.flatten())[0] if isinstance(cell, torch.Tensor) else cell
 
 
 def shape_of(cell: torch.Tensor) -> str:

@@ -32,7 +32,7 @@ function element(tag, attributes, ...children) {
   return made;
 }
 
-const text = (value) => (typeof value === "number" ? String(+value.toPrecision(6)) : String(value));
+const text = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(+value.toPrecision(6)) : String(value));
 const said = (row) => row.parts.map((part) => part.text).join("\n");
 const title = (name, ...children) => [element("h3", {}, name), ...children];
 

@@ -76,7 +76,7 @@ from dataplane_core.hosting import (
 )
 from dataplane_core.ledger import Command, Ledger, LedgerService, StateReader, commands, to_state
 from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
-from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, WireFormat
+from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, Question, WireFormat, WorkInfo
 from dataplane_redis import _protocol as redis_protocol, _scripts as redis_scripts
 from dataplane_redis._backend import RedisBackend
 from dataplane_redis._payload import Payload
@@ -275,6 +275,7 @@ _THEN: Final[Sequence[Command[Any]]] = (
     commands.ClearRequest("p", None),
     commands.Collected([(400, 0)]),
     commands.AnnounceRequest(ClientInfo(client_id="c", host="h", pid=1, role="r", open_s=0.0), 9.0),
+    commands.InspectRequest("p", [Question(task_name="t", required_fields=["x"], tag_filter={"v": (">=", 7)})]),
     commands.ListClientsRequest(),
 )
 
@@ -831,10 +832,12 @@ def _redis_calls() -> list[tuple[Callable[[DataPlaneClient], object], list[Any]]
         role="r",
         open_s=1.0,
         calls=[CallInfo(operation="get", partition_id="p", running_s=0.5)],
+        work=[WorkInfo(operation="claim_meta", partition_id="p", tag_filter={"v": (">=", 7)}, waits_s=0.5)],
     )
     told = json.dumps(asdict(announced)).encode()
-    shortfall = [b"ok", 1, 1, [[b"a", b"h", b"1.5"]], 1, 1, [[b"q0", 1]], 1, [[b"b", b"x"]]]
+    shortfall = [b"ok", 1, 1, [[b"a", b"h", b"1.5"]], 1, [b"c"], 1, [[b"q0", 1]], 1, [[b"b", b"x"]]]
     inspected = [b"ok", b"e", text, [b"x", b"tensor:int64:1:"], 2, 0, 16, b"1.5", [b"t", 1]]
+    counted = [b"ok", b"e", b"", [b"x", 2]]
     given = [
         [b"ok", [b"a", b"b"], b"e", b"", [b"t", b"10"]],
         [b"0", [b"c"]],
@@ -853,9 +856,9 @@ def _redis_calls() -> list[tuple[Callable[[DataPlaneClient], object], list[Any]]
             [[b"wait", b"e", b"c", b"1.5", 3, 1], shortfall],
         ),
         (lambda client: client.claim_meta("p", "t", ["x"], 2, timeout_s=0), [[b"unknown_partition", [b"p"]]]),
-        (lambda client: client.describe("p"), [[*inspected, [b"t", [b"a", b"h", b"1", b"2"]]], shortfall]),
+        (lambda client: client.describe("p"), [[*inspected, [b"t", [b"a", b"h", b"1", b"2"]]], shortfall, counted]),
         (lambda client: client._export("export", "p"), given),
-        (lambda client: client.list_clients(), [[b"ok", told, b"1.5"]]),
+        (lambda client: client.list_clients(), [[b"ok", told, b"1.5", b"9.5"]]),
         (lambda client: client._list_fields("list", "p", ids), [[b"ok", [row, row], layouts, b"epoch"]]),
     ]
 

@@ -44,9 +44,9 @@ def test_counts_and_what_a_task_waits_for(client, config, capsys):
     assert lines[2].startswith("step-1: 6 of 8 samples written, 6 held (")
     assert lines[2].endswith(" s old), 0 cleared")
     assert [line.split() for line in lines[3:6]] == [
-        ["task", "ready", "leased", "consumed", "per", "s"],
-        ["train", "0", "2", "2"],
-        ["score", "0", "0", "0"],
+        ["task", "left", "ready", "leased", "consumed", "per", "s"],
+        ["train", "4", "0", "2", "2"],
+        ["score", "6", "0", "0", "0"],
     ]
     lease, *lines[6:] = lines[6:]
     assert lease.startswith("  train has held p1_g0 for ")
@@ -56,10 +56,10 @@ def test_counts_and_what_a_task_waits_for(client, config, capsys):
         "  The oldest sample that score has not consumed is p0_g0; it lacks later.",
     ]
     assert [" ".join(line.split()) for line in lines[8:]] == [
-        "field cells",
-        "tokens int64 cells of shape (L,)",
-        "reward float32 scalars",
-        "later not written",
+        "field samples cells",
+        "tokens 6 int64 cells of shape (L,)",
+        "reward 5 float32 scalars",
+        "later 0 not written",
     ]
 
 
@@ -87,7 +87,8 @@ def test_json_has_the_same_with_rates(client, config, capsys):
     assert other["tasks"]["train"]["consumed_per_s"] > 0
     assert (step["written_per_s"], step["tasks"]["train"]["consumed_per_s"]) == (0.0, 0.0)
     assert step["tasks"]["train"]["leased"] == 2
-    assert step["fields"]["tokens"] == {"kind": "tensor", "dtype": "int64", "cells": "int64 cells of shape (L,)"}
+    told = {"kind": "tensor", "dtype": "int64", "cells": "int64 cells of shape (L,)", "rows": 6}
+    assert step["fields"]["tokens"] == told
     assert report["held_bytes"] == other["held_bytes"] + step["held_bytes"]
 
 
@@ -183,6 +184,16 @@ def test_it_names_the_process_that_waits_until_it_is_gone(client, worker, config
     assert "pip install 'dataplane-tools[stacks]'" in capsys.readouterr().err
     worker.kill()
     worker.wait()
+
+    def is_gone():
+        main(["inspect", config, "--interval", "0"])
+        said = capsys.readouterr().out
+        assert f"process {worker.pid} on {socket.gethostname()} (rollout 3)" in said or "is starved" not in said
+        shown = f"{socket.gethostname()} {worker.pid} rollout 3 "
+        (line,) = [each for line in said.splitlines() if (each := " ".join(line.split())).startswith(shown)]
+        return " gone, heard of " in line
+
+    eventually(is_gone, within_s=STARTS_S, what="a killed client that is shown as gone")
     eventually(
         lambda: worker.pid not in {each.pid for each in client.list_clients()},
         within_s=STARTS_S,

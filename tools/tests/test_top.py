@@ -16,6 +16,8 @@ from rich.console import Console
 
 from dataplane_core import connect
 from dataplane_core.cli import main
+from dataplane_core.config import load_config
+from dataplane_testkit._timing import STARTS_S, eventually
 from dataplane_tools._top import Looks, screen
 
 
@@ -67,40 +69,90 @@ def test_the_flow_and_the_stage_that_lags(client):
     lines = [" ".join(line.replace("━", "").replace("─", "").split()) for line in shown(looks).splitlines()]
     holder = f"process {os.getpid()} on "
     assert lines[0].startswith("noop 1 partition 32 B of 10.0 kB")
-    assert lines[3:5] == ["written 8/16", "→ score 6/16 2 0"]
-    assert lines[5].startswith(f"→ train 0/16 6 2 lags {holder}")
+    assert lines[3:5] == ["written 8/16", "→ score 6/16 2 2 0"]
+    assert lines[5].startswith(f"→ train 0/16 8 6 2 lags {holder}")
 
 
 def test_one_question_at_a_time_and_rarely_if_it_costs_much(client):
     clock = Clock()
     looks = Looks(client, clock=clock)
     asked = []
-    for name in ("list_partitions", "describe", "list_clients"):
+    for name in ("list_partitions", "why", "describe", "list_clients"):
         method = getattr(client, name)
-        setattr(client, name, lambda *args, name=name, method=method: (asked.append(name), method(*args))[1])
-    for count in range(1, 8):
+
+        def noted(*args, name=name, method=method, **more):
+            asked.append(name)
+            return method(*args, **more)
+
+        setattr(client, name, noted)
+    for count in range(1, 10):
         assert looks.ask() == 1.0
         assert len(asked) == count
-    assert asked == ["list_partitions", "describe", "list_clients"] * 2 + ["list_partitions"]
-    clock.cost_s = 0.2
+    assert asked == ["list_partitions", "why", "describe", "list_clients"] * 2 + ["list_partitions"]
+    clock.cost_s = 0.4
     assert looks.ask() >= 10.0
 
 
 def test_rates_and_partitions_that_are_cleared(client):
     clock = Clock()
     looks = Looks(client, clock=clock)
-    for _ in range(3):
+    for _ in range(4):
         looks.ask()
     client.put_samples(["s8", "s9"], "step-1", {"x": torch.zeros(2)})
     clock.now += 4.0
-    for _ in range(3):
+    for _ in range(4):
         looks.ask()
     assert looks.partitions["step-1"]["written_per_s"] == 0.5
     client.clear_samples(None, "step-1")
-    for _ in range(3):
+    for _ in range(4):
         looks.ask()
     assert looks.partitions == {}
     assert "0 partitions" in shown(looks)
+
+
+def test_a_killed_stage_is_the_one_that_lags_and_is_shown_as_gone(tmp_path, python):
+    path = tmp_path / "config.yaml"
+    path.write_text("{backend: shm_store, announce_s: 0.2, options: {capacity_bytes: 50000000}}")
+    stages = {}
+    with connect({**load_config(str(path)).model_dump(), "role": "driver"}) as client:
+        client.register_partition("step-1", ["x", "reward"], 16, ["train", "reward"])
+        client.put_samples([f"s{row}" for row in range(8)], "step-1", {"x": torch.zeros(8)})
+        for task, field in (("reward", "x"), ("train", "reward")):
+            code = (
+                "import sys; from dataplane_core import connect; from dataplane_core.config import load_config\n"
+                f"config = load_config({str(path)!r}).model_copy(update={{'role': {task!r}}})\n"
+                "client = connect(config, bootstrap=False)\n"
+                f"client.claim_meta('step-1', {task!r}, [{field!r}], 16, timeout_s=600)"
+            )
+            stages[task] = python.start("-c", code)
+        try:
+            looks = Looks(client)
+
+            def screen_after(count):
+                for _ in range(count):
+                    looks.ask()
+                return " ".join(shown(looks).replace("━", "").replace("─", "").split())
+
+            def all_wait():
+                screen_after(4)
+                calling = {each["pid"] for each in looks.clients if each["calls"]}
+                return calling >= {each.pid for each in stages.values()}
+
+            eventually(all_wait, STARTS_S, "stages that wait")
+            killed = stages["reward"]
+            killed.kill()
+            said = (
+                rf"reward is starved for \d+ s: 8 samples of it are left, and nobody claims them: process {killed.pid} "
+            )
+            eventually(lambda: re.search(said, screen_after(4)), STARTS_S, "a stage that is starved")
+            seen = screen_after(4)
+            assert "→ reward 0/16 0.0 8 8 0 lags" in seen
+            assert "→ train 0/16 0.0 8 0 0 " in seen
+            assert re.search(rf" {killed.pid} reward gone, heard of \d+ s ago", seen)
+        finally:
+            for stage in stages.values():
+                stage.kill()
+                stage.wait()
 
 
 def test_in_a_pipe_it_refers_to_inspect(tmp_path, capsys):

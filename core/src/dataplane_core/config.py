@@ -66,6 +66,9 @@ class DataPlaneConfig(BaseModel):
         role: What this process does, for `DataPlaneClient.list_clients`. None: the name of its program.
         announce_s: Seconds between two announcements of a client (capability ``clients``). None: it does not announce
             itself.
+        warn_after_s: Seconds after which a claim that waits logs why, and again each time that it has waited twice as
+            long. A task that might be merely slow counts as starved after five times as long. None: it logs nothing,
+            and counts with 60 s.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
@@ -82,6 +85,7 @@ class DataPlaneConfig(BaseModel):
     allow_pickle: bool = False
     role: str | None = Field(default=None, min_length=1)
     announce_s: float | None = Field(default=5.0, gt=0, allow_inf_nan=False)
+    warn_after_s: float | None = Field(default=60.0, gt=0, allow_inf_nan=False)
 
 
 def load_config(source: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | Any) -> DataPlaneConfig:

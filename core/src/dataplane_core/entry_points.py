@@ -47,6 +47,7 @@ KNOWN_COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "inspect": ("dataplane-tools", "show what a running store holds, and how far each task is"),
     "top": ("dataplane-tools", "show a running store live: the flow from stage to stage, and who waits"),
     "read": ("dataplane-tools", "show what the model wrote: samples of a store or a save as text, or as a page"),
+    "why": ("dataplane-tools", "say why tasks of a running store get no samples"),
     "metrics": ("dataplane-tools", "serve the metrics of all processes of a running store on one page"),
     "units": ("dataplane-tools", "list, add or remove the storage units of a running store"),
     "flow": ("dataplane-tools", "draw a run, or a running store: an HTML page and an SVG"),

@@ -17,6 +17,7 @@ __all__ = [
     "BackendError",
     "BackendUnavailableError",
     "CapacityExceededError",
+    "Cause",
     "ClaimTimeoutError",
     "ClientClosedError",
     "ConfigError",
@@ -46,6 +47,7 @@ __all__ = [
     "UnknownPartitionError",
     "UnknownTaskError",
     "UnsupportedOperationError",
+    "Verdict",
     "preview",
     "printable",
     "rebuild_error",
@@ -427,6 +429,7 @@ class Shortfall:
         num_leased: Samples under a lease of this task.
         leased: The few of them whose leases end first.
         num_not_matching: Samples that do not match the tag filter.
+        not_matching: A few of them: those that were first written last, the newest first. One of each group.
         num_incomplete: Samples of groups that lack a member, or lost one.
         incomplete_groups: For the first few of these groups, the number of members that are there.
         num_lacking: Samples that lack required fields, or whose group has a member that does.
@@ -436,10 +439,68 @@ class Shortfall:
     num_leased: int = 0
     leased: tuple[LeaseHolder, ...] = ()
     num_not_matching: int = 0
+    not_matching: tuple[str, ...] = ()
     num_incomplete: int = 0
     incomplete_groups: Mapping[str, int] = field(default_factory=dict)
     num_lacking: int = 0
     missing_cells: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+#: Why a task waits. ``gone``, ``stopped``, ``silent``, ``closed``: the process that it waits for is, or its client.
+#: ``stuck``: a call of it does not end. ``works``: it is alive, and works. ``leased``: others hold the samples.
+#: ``unwritten``: nobody is known who writes a field. ``group``: groups are not whole. ``filter``: no sample passes the
+#: filter. ``full``: the store is. ``evicted``: samples were cleared before they were given. ``short``: fewer samples
+#: came than were to. ``unclaimed``: nobody has claimed for the task. ``name``: another name was probably meant.
+Cause: TypeAlias = Literal[
+    "",
+    "gone",
+    "stopped",
+    "silent",
+    "closed",
+    "stuck",
+    "works",
+    "leased",
+    "unwritten",
+    "group",
+    "filter",
+    "full",
+    "evicted",
+    "short",
+    "unclaimed",
+    "name",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How a task of a partition fares.
+
+    Attributes:
+        partition_id: The partition.
+        task_name: The task.
+        state: ``moves``; ``waits`` for something that is under way; ``starved``: it gets no samples unless somebody
+            acts; ``idle``: nobody claims for it, and nothing is wrong with that; ``done``: it has consumed all.
+        cause: Why it waits or is starved.
+        culprit: The process, if one is the cause.
+        waited_s: Seconds for which it has got nothing.
+        backlog: Samples that it has not consumed.
+        num_ready: How many of these it could be given now: those with the fields that it claims, and its filter.
+        text: All of this in a few sentences.
+    """
+
+    partition_id: str
+    task_name: str
+    state: Literal["moves", "waits", "starved", "idle", "done"]
+    cause: Cause = ""
+    culprit: str = ""
+    waited_s: float = 0.0
+    backlog: int = 0
+    num_ready: int = 0
+    text: str = ""
+
+    def __str__(self) -> str:
+        waited = f" for {self.waited_s:.0f} s" if self.waited_s else ""
+        return printable(f"{self.partition_id} / {self.task_name}: {self.state}{waited}. {self.text}")
 
 
 class ClaimTimeoutError(OperationTimeoutError):
@@ -449,6 +510,7 @@ class ClaimTimeoutError(OperationTimeoutError):
         num_ready: How many samples were ready.
         shortfall: Why the others were not ready. None if the backend does not say.
         missing_cells: For the first few samples that lack required fields, these fields.
+        verdict: The cause with its names, see `DataPlaneClient.why`. None if there was no time to find it.
     """
 
     def __init__(self, message: str, *, num_ready: int = 0, shortfall: Shortfall | None = None, **kwargs: Any) -> None:
@@ -457,6 +519,7 @@ class ClaimTimeoutError(OperationTimeoutError):
         self.shortfall = shortfall
         cells = {} if shortfall is None else shortfall.missing_cells
         self.missing_cells = {sample_id: tuple(fields) for sample_id, fields in cells.items()}
+        self.verdict: Verdict | None = None
 
 
 class CapacityExceededError(DataPlaneError, RuntimeError):

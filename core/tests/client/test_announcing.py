@@ -22,6 +22,7 @@ class Client:
 
     def __init__(self, role="r", num_clients=1):
         self._calls = set()
+        self._work = announcing.WorkLog()
         self._backend = type("Backend", (), {"stop_by": math.inf})()
         self.config = type("Config", (), {"role": role})()
         self.middleware = ()

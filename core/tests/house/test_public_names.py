@@ -53,7 +53,7 @@ FACES = {
     ],
     "dataplane_testkit.commands": ["conformance", "new_plugin"],
     "dataplane_tools": [],
-    "dataplane_tools.commands": ["flow", "inspect", "metrics", "read", "top", "units"],
+    "dataplane_tools.commands": ["browse", "flow", "inspect", "metrics", "read", "top", "units", "why"],
     "dataplane_compat": [],
     "dataplane_compat.nemo_rl": ["NemoRLAdapter", "Section", "activate", "client_class"],
     "dataplane_compat.transfer_queue": [

@@ -381,7 +381,8 @@ class BothSides:
                 for task, one in told.tasks.items()
             }
             age = None if told.oldest_s is None else round(told.oldest_s, 4)
-            return told.info, told.specs, told.num_samples, told.num_cleared, told.held_bytes, age, tasks
+            held = told.num_samples, told.num_cleared, told.held_bytes, age, dict(told.num_rows)
+            return told.info, told.specs, *held, tasks
 
         request = InspectRequest(**self.asked(partition_id=name))
         self.both(commands.InspectRequest(name), lambda: self.backend.inspect_partition(request), counts, counts)
@@ -438,7 +439,12 @@ class BothSides:
 
     def lacking(self, name: str, task: str, shortfall: Any) -> Any:
         leased = [self.checked(name, task, each) or round(each.left_s, 4) for each in shortfall.leased]
-        rest = (shortfall.num_not_matching, shortfall.num_incomplete, list(shortfall.incomplete_groups.items()))
+        rest = (
+            shortfall.num_not_matching,
+            shortfall.not_matching,
+            shortfall.num_incomplete,
+            list(shortfall.incomplete_groups.items()),
+        )
         return leased, shortfall.num_leased, *rest, shortfall.num_lacking, list(shortfall.missing_cells.items())
 
     def settle(self, op: str, ago: int, part: int, more: int, lease_s: float, wrong: bool) -> None:
@@ -506,10 +512,11 @@ class BothSides:
 
     def list_clients(self) -> None:
         def told(clients: Any) -> Any:
-            return sorted((each.client_id, each.pid, round(each.heard_s, 4)) for each in clients)
+            return sorted((each.client_id, each.pid, each.state, round(each.heard_s, 4)) for each in clients)
 
-        found = self.backend.list_clients(ListClientsRequest(**self.asked())).clients
-        self.same("clients", told(found), told(self.clients.listed(self.now)))
+        for ended in (False, True):
+            found = self.backend.list_clients(ListClientsRequest(**self.asked(ended=ended))).clients
+            self.same("clients", told(found), told(self.clients.listed(self.now, ended)))
 
     def wait(self, seconds: float) -> None:
         """Puts that wait for room ask more often than the seconds for which either side keeps their place."""

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from dataplane_core import DataPlaneClient
 from dataplane_core.backends import Backend
 from dataplane_core.codec import decode_columns, encode_columns
-from dataplane_core.spec import ClientInfo, DataPlaneSpec, new_id
+from dataplane_core.spec import ClientInfo, DataPlaneSpec, Question, new_id
 
 
 def backend_of(client: DataPlaneClient) -> Any:
@@ -139,9 +139,13 @@ class Hooks:
         """``announce``."""
         return self._ask("announce", client=client, ttl_s=ttl_s)
 
-    def clients(self) -> Any:
+    def clients(self, *, ended: bool = False) -> Any:
         """``list_clients``."""
-        return self._ask("list_clients").clients
+        return self._ask("list_clients", ended=ended).clients
+
+    def answers(self, partition_id: str, *questions: Question) -> Any:
+        """``inspect_partition`` with questions."""
+        return self._ask("inspect_partition", partition_id=partition_id, questions=list(questions)).answers
 
     def units(self) -> Any:
         """``list_units``."""

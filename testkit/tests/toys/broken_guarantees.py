@@ -131,6 +131,32 @@ class ListsTheDead(NoopBackend):
         return super().announce(replace(request, ttl_s=request.ttl_s and 9999.0))
 
 
+@breaks("test_clients_that_ended_are_listed_if_asked_for")
+class ForgetsTheDead(NoopBackend):
+    """Lists only clients that are open."""
+
+    def list_clients(self, request):
+        return super().list_clients(replace(request, ended=False))
+
+
+@breaks("test_describe_counts_the_samples_that_have_a_field")
+class CountsAllSamples(NoopBackend):
+    """Says that each sample has each field."""
+
+    def inspect_partition(self, request):
+        found = super().inspect_partition(request)
+        return replace(found, num_rows=dict.fromkeys(found.num_rows, found.num_samples))
+
+
+@breaks("test_questions_are_answered")
+class AnswersWithoutTheFilter(NoopBackend):
+    """Answers as if questions had no filter."""
+
+    def inspect_partition(self, request):
+        plain = [replace(each, tag_filter=None) for each in request.questions]
+        return super().inspect_partition(replace(request, questions=plain))
+
+
 @breaks("test_the_number_of_clients_is_replied")
 class SaysThatItIsAlone(NoopBackend):
     """Tells each client that there is no other, so that a thousand announce themselves all the time."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 from dataplane_core.client import DataPlaneClient
@@ -21,6 +22,7 @@ from dataplane_core.errors import (
     MissingDataError,
     UnknownPartitionError,
     UnsupportedOperationError,
+    Verdict,
     printable,
 )
 from dataplane_core.spec import Capability, ClientInfo, FieldSpec, PartitionDescription
@@ -59,19 +61,21 @@ def run(config_path: str, partition_id: str | None, *, interval_s: float, as_jso
         passed_s = time.monotonic() - start
         after = look(client, partition_id) if interval_s > 0 else before
         waiting = {} if partition_id is None else _waiting(client, partition_id)
-        clients = client.list_clients() if stacks or Capability.CLIENTS in client.capabilities else None
+        verdicts = verdicts_of(client, partition_id)
+        clients = client.list_clients(ended=True) if stacks or Capability.CLIENTS in client.capabilities else None
         report = {
             "backend": client.backend_name,
             "held_bytes": sum(found.held_bytes for found in after.values()),
             "capacity_bytes": capacity_of(client),
             "partitions": [
-                partition_report(name, found, before.get(name) if interval_s > 0 else None, passed_s, waiting)
+                partition_report(name, found, before.get(name) if interval_s > 0 else None, passed_s, waiting, verdicts)
                 for name, found in after.items()
             ],
-            "clients": None if clients is None else [client_report(each) for each in clients],
+            "clients": None if clients is None else [client_report(each) for each in clients if each.state != "closed"],
         }
     if stacks:
-        pids = sorted({each.pid for each in clients or () if each.host == socket.gethostname()})
+        open_here = [each for each in clients or () if each.host == socket.gethostname() and each.state == "open"]
+        pids = sorted({each.pid for each in open_here})
         report["stacks"] = {str(pid): _stacks_of(pid) for pid in pids}
     fields = partition_id is not None
     print(json.dumps(report, indent=2) if as_json else "\n".join(map(printable, _lines(report, fields=fields))))
@@ -101,6 +105,13 @@ def look(client: DataPlaneClient, partition_id: str | None = None) -> dict[str, 
                 raise
             # cleared between the two calls
     return found
+
+
+def verdicts_of(client: DataPlaneClient, partition_id: str | None = None) -> dict[tuple[str, str], Verdict]:
+    """Partition and task -> how the task fares. Empty if the backend cannot say it."""
+    if not {Capability.LISTING, Capability.CLAIMS} <= client.capabilities:
+        return {}
+    return {(each.partition_id, each.task_name): each for each in client.why(partition_id)}
 
 
 def _waiting(client: DataPlaneClient, partition_id: str) -> dict[str, dict[str, Any]]:
@@ -149,6 +160,7 @@ def partition_report(
     before: PartitionDescription | None,
     passed_s: float,
     waiting: Mapping[str, Mapping[str, Any]],
+    verdicts: Mapping[tuple[str, str], Verdict],
 ) -> dict[str, Any]:
     """What is known of a partition, as JSON values.
 
@@ -158,6 +170,8 @@ def partition_report(
         before: What it held ``passed_s`` seconds ago, for rates. None: there are none.
         passed_s: Seconds.
         waiting: Task -> the oldest sample that it has not consumed, and what the sample lacks.
+        verdicts: Partition and task -> how it fares, as far as that is known. ``ready`` then counts the samples with
+            the fields that the task claims; else those with all registered fields.
     """
     same = before if before is not None and before.info.epoch == found.info.epoch else None
     written = found.num_samples + found.num_cleared
@@ -167,12 +181,15 @@ def partition_report(
 
     tasks: dict[str, dict[str, Any]] = {}
     for task, counts in found.tasks.items():
+        verdict = verdicts.get((name, task))
         tasks[task] = {
-            "ready": counts.num_ready,
+            "left": found.num_samples - counts.num_consumed,
+            "ready": counts.num_ready if verdict is None else verdict.num_ready,
             "leased": counts.num_leased,
             "consumed": counts.num_consumed,
             "oldest_lease": None if counts.oldest_lease is None else _lease(counts.oldest_lease),
             "oldest_not_consumed": waiting.get(task),
+            "why": None if verdict is None else asdict(verdict),
         }
         # what a task consumed is not known of samples that were cleared meanwhile
         if same is not None and task in same.tasks and same.num_cleared == found.num_cleared:
@@ -189,15 +206,20 @@ def partition_report(
         "oldest_s": found.oldest_s,
         "tasks": tasks,
         "fields": {
-            field: None if field not in found.specs else _shape(found.specs[field]) for field in found.info.fields
-        }
-        | {field: _shape(spec) for field, spec in found.specs.items()},
+            field: None
+            if field not in found.specs
+            else {**_shape(found.specs[field]), "rows": found.num_rows.get(field)}
+            for field in dict.fromkeys((*found.info.fields, *found.specs))
+        },
     }
 
 
 def lag_of(report: Mapping[str, Any]) -> str | None:
-    """The task that most samples of a partition wait for, if it is one alone."""
-    left = {name: report["held"] - counts["consumed"] for name, counts in report["tasks"].items()}
+    """The task for which most samples of a partition are ready, if it is one alone: others wait for it.
+
+    One that waits for a field does not lag, however many samples it has not consumed.
+    """
+    left = {name: counts["ready"] for name, counts in report["tasks"].items()}
     most = max(left.values(), default=0)
     lagging = [name for name, count in left.items() if count == most]
     return lagging[0] if most > 0 and len(lagging) == 1 < len(left) else None
@@ -211,6 +233,7 @@ def client_report(client: ClientInfo) -> dict[str, Any]:
         "role": client.role,
         "open_s": round(client.open_s, 1),
         "heard_s": round(client.heard_s, 1),
+        "state": client.state,
         "num_calls": client.num_calls,
         "calls": [
             {
@@ -255,11 +278,12 @@ def _lines(report: Mapping[str, Any], *, fields: bool) -> list[str]:
             f"({size_text(found['held_bytes'])}{age}), {found['cleared']} cleared",
         ]
         rows = [
-            [task, *(str(counts.get(key, "")) for key in ("ready", "leased", "consumed", "consumed_per_s"))]
+            [task, *(str(counts.get(key, "")) for key in ("left", "ready", "leased", "consumed", "consumed_per_s"))]
             for task, counts in found["tasks"].items()
         ]
         if rows:
-            lines += table(["task", "ready", "leased", "consumed", "per s"], rows, right=range(1, 5))
+            lines += table(["task", "left", "ready", "leased", "consumed", "per s"], rows, right=range(1, 6))
+        lines += [f"  {line}" for task, counts in found["tasks"].items() for line in starved_lines(task, counts)]
         lines += [
             f"  {task} {_held(lease)}, {lease['left_s']} s left: {lease['holder']}."
             for task, counts in found["tasks"].items()
@@ -271,8 +295,11 @@ def _lines(report: Mapping[str, Any], *, fields: bool) -> list[str]:
                 lacks = f"lacks {', '.join(oldest['lacks'])}" if oldest["lacks"] else "has all registered fields"
                 lines.append(f"  The oldest sample that {task} has not consumed is {oldest['sample_id']}; it {lacks}.")
         if fields and found["fields"]:
-            shown = [[name, each["cells"] if each else "not written"] for name, each in found["fields"].items()]
-            lines += table(["field", "cells"], shown)
+            shown = [
+                [name, str(each["rows"] or 0) if each else "0", each["cells"] if each else "not written"]
+                for name, each in found["fields"].items()
+            ]
+            lines += table(["field", "samples", "cells"], shown, right=(1,))
     if report["clients"]:
         lines += ["", "clients, as they announced themselves:"]
         rows = [
@@ -298,13 +325,24 @@ def _held(lease: Mapping[str, Any]) -> str:
 
 
 def call_text(client: Mapping[str, Any]) -> str:
-    """The operation that a client has had under way longest, and how many others."""
+    """The operation that a client has had under way longest, and how many others. Of one that ended, how."""
+    if client["state"] != "open":
+        return f"{client['state']}, heard of {client['heard_s']:.0f} s ago"
     if not client["calls"]:
         return "-"
     first = client["calls"][0]
     where = f" {first['partition_id']}" if first["partition_id"] else ""
     others = f", and {client['num_calls'] - 1} more" if client["num_calls"] > 1 else ""
     return f"{first['operation']}{where} for {first['running_s']:.0f} s{others}"
+
+
+def starved_lines(task: str, counts: Mapping[str, Any]) -> list[str]:
+    """What is said of a task that is starved: one line, or none."""
+    why = counts["why"]
+    if why is None or why["state"] != "starved":
+        return []
+    waited = f" for {why['waited_s']:.0f} s" if why["waited_s"] else ""
+    return [f"{task} is starved{waited}: {why['text']}"]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:

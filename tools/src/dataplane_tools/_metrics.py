@@ -21,7 +21,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import DataPlaneError, InvalidRequestError, UnsupportedOperationError, printable
+from dataplane_core.errors import (
+    DataPlaneError,
+    InvalidRequestError,
+    UnsupportedOperationError,
+    Verdict,
+    printable,
+)
 from dataplane_core.spec import Capability, ClientInfo, Scope
 from dataplane_tools._inspect import attach
 
@@ -31,6 +37,8 @@ _TIMEOUT_S: Final = 3.0
 _MOST_PAGE_BYTES: Final = 16_000_000
 _PART_BYTES: Final = 1 << 16
 _AT_ONCE: Final = 16
+#: The store answers why tasks wait for at most this share of the time.
+_SHARE: Final = 0.02
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -82,6 +90,8 @@ class Federation(Collector):
     under way.
     ``dataplane_process_up`` is 0 for a process whose endpoint does not answer; its other metrics are left out. Only
     endpoints on the loopback address, or on the client's own host, are asked.
+    Of each task it says how many samples it has not consumed, how many are ready for it, and for how long it is
+    starved and why; over all partitions.
     ``dataplane_store_up`` is 0 while the store does not answer; then there is nothing else.
 
     Args:
@@ -93,6 +103,8 @@ class Federation(Collector):
         self._client = client
         self._attach = attach
         self._lock = threading.Lock()  # the server has a thread for each request
+        self._verdicts: list[Verdict] = []
+        self._asked_at, self._cost_s = float("-inf"), 0.0
 
     def close(self) -> None:
         """Closes the client."""
@@ -131,7 +143,41 @@ class Federation(Collector):
             for each, page in zip(processes.values(), pages, strict=True):
                 up.add_metric(_labels(each), float(page is not None))
                 _merge(found, page or (), dict(zip(_LABELS, _labels(each), strict=True)))
-        yield from (heard, longest, up, *found.values())
+        yield from (heard, longest, up, *found.values(), *self._of_tasks())
+
+    def _of_tasks(self) -> Iterable[Metric]:
+        left = GaugeMetricFamily("dataplane_task_backlog", "Samples that a task has not consumed.", labels=("task",))
+        ready = GaugeMetricFamily("dataplane_task_ready", "Samples that are ready for a task.", labels=("task",))
+        starved = GaugeMetricFamily(
+            "dataplane_starved_seconds", "For which a task has got nothing, and why.", labels=("task", "cause")
+        )
+        counts: dict[str, tuple[int, int]] = {}
+        longest: dict[tuple[str, str], float] = {}
+        for each in self._ask_why():
+            task = printable(each.task_name)
+            before = counts.get(task, (0, 0))
+            counts[task] = before[0] + each.backlog, before[1] + each.num_ready
+            if each.state == "starved":
+                longest[task, each.cause] = max(longest.get((task, each.cause), 0.0), each.waited_s)
+        for task, (num_left, num_ready) in counts.items():
+            left.add_metric((task,), num_left)
+            ready.add_metric((task,), num_ready)
+        for labels, waited_s in longest.items():
+            starved.add_metric(labels, waited_s)
+        return left, ready, starved
+
+    def _ask_why(self) -> list[Verdict]:
+        """The verdicts; those of the last time if the store would else be asked for too much of its time."""
+        with self._lock:
+            start = time.monotonic()
+            if {Capability.LISTING, Capability.CLAIMS} <= self._client.capabilities and (
+                start >= self._asked_at + self._cost_s / _SHARE
+            ):
+                with contextlib.suppress(DataPlaneError):
+                    self._verdicts = self._client.why()
+                self._asked_at = time.monotonic()
+                self._cost_s = self._asked_at - start
+            return self._verdicts
 
     def _read(self, client: ClientInfo) -> list[Metric] | None:
         """The metrics of a client's endpoint. None if it must not be asked, does not answer, or not with metrics."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
@@ -13,7 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import DataPlaneError, UnknownPartitionError, UnsupportedOperationError, printable
+from dataplane_core.errors import (
+    DataPlaneError,
+    UnknownPartitionError,
+    UnsupportedOperationError,
+    Verdict,
+    printable,
+)
 from dataplane_core.spec import Capability, PartitionDescription
 from dataplane_tools._inspect import (
     attach,
@@ -23,6 +31,8 @@ from dataplane_tools._inspect import (
     lag_of,
     partition_report,
     size_text,
+    starved_lines,
+    verdicts_of,
 )
 
 #: Seconds between two questions.
@@ -61,7 +71,8 @@ def run(config_path: str, partition_id: str | None) -> int:
                     if not seen:
                         raise
                     if looks is not None:
-                        looks.client.close()
+                        with suppress(DataPlaneError):  # its store has ended
+                            looks.client.close()
                         looks = None
                     shown, pause_s = Text(f"waiting for the store: {error}"), _PAUSE_S
                 live.update(shown, refresh=True)
@@ -83,7 +94,8 @@ class Looks:
 
     Attributes:
         partitions: Partition -> its report, see `partition_report`.
-        clients: The clients that announced themselves. None: not known yet, or the backend does not list them.
+        clients: The clients that announced themselves, also those that are gone. None: not known yet, or the backend
+            does not list them.
         held_bytes: Payload bytes of the partitions.
     """
 
@@ -97,6 +109,7 @@ class Looks:
         self._clock = clock
         self._questions: list[Callable[[], None]] = []
         self._before: dict[str, tuple[float, PartitionDescription]] = {}
+        self._verdicts: dict[tuple[str, str], Verdict] = {}
 
     @property
     def held_bytes(self) -> int:
@@ -119,15 +132,26 @@ class Looks:
         if self._partition_id is None:
             self._questions.append(self._list)
         else:
-            self._questions.append(lambda name=self._partition_id: self._describe(name))  # type: ignore[misc]
+            self._questions += self._questions_of(self._partition_id)
         if Capability.CLIENTS in self.client.capabilities:
             self._questions.append(self._ask_for_clients)
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """The reports of the partitions that were written last."""
+        return sorted(self.partitions.values(), key=_age)[:_MOST_PARTITIONS]
 
     def _list(self) -> None:
         names = self.client.list_partitions()
         self.partitions = {name: report for name, report in self.partitions.items() if name in names}
         self._before = {name: seen for name, seen in self._before.items() if name in names}
-        self._questions[:0] = [lambda name=name: self._describe(name) for name in names]  # type: ignore[misc]
+        self._verdicts = {each: verdict for each, verdict in self._verdicts.items() if each[0] in names}
+        self._questions[:0] = [question for name in names for question in self._questions_of(name)]
+
+    def _questions_of(self, name: str) -> list[Callable[[], None]]:
+        """What is asked of a partition. Why its tasks wait only if it is shown, since that may cost more."""
+        is_shown = name not in self.partitions or any(each["partition_id"] == name for each in self.shown)
+        return [*([partial(self._ask_why, name)] if is_shown else []), partial(self._describe, name)]
 
     def _describe(self, name: str) -> None:
         try:
@@ -139,11 +163,17 @@ class Looks:
             return
         now = self._clock()
         at, before = self._before.get(name, (now, None))
-        self.partitions[name] = partition_report(name, found, before, max(now - at, 1e-3), {})
+        self.partitions[name] = partition_report(name, found, before, max(now - at, 1e-3), {}, self._verdicts)
         self._before[name] = now, found
 
+    def _ask_why(self, name: str) -> None:
+        """How the tasks of a partition fare. The next report of it says so."""
+        with suppress(UnknownPartitionError):  # cleared meanwhile
+            self._verdicts |= verdicts_of(self.client, name)
+
     def _ask_for_clients(self) -> None:
-        self.clients = [client_report(each) for each in self.client.list_clients()]
+        found = self.client.list_clients(ended=True)
+        self.clients = [client_report(each) for each in found if each.state != "closed"]
 
 
 def screen(looks: Looks) -> RenderableType:
@@ -155,7 +185,7 @@ def screen(looks: Looks) -> RenderableType:
     if capacity:
         head.append(f" of {size_text(capacity)}  ")
         head.append_text(_bar(looks.held_bytes / capacity))
-    shown = sorted(looks.partitions.values(), key=_age)[:_MOST_PARTITIONS]
+    shown = looks.shown
     parts: list[RenderableType] = [head]
     for report in shown:
         parts += [Text(""), _flow(report)]
@@ -171,34 +201,36 @@ def _age(report: dict[str, Any]) -> float:
 
 
 def _flow(report: dict[str, Any]) -> RenderableType:
-    """A partition as a line per stage, from the one that is ahead to the one that is behind."""
+    """A partition as a line per stage, from the one that is ahead to the one that is behind, and who is starved."""
     stages = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
     stages.add_column(
         Text(printable(report["partition_id"])), no_wrap=True, header_style="bold", overflow="ellipsis", max_width=32
     )
-    for name in ("done", "per s", "ready", "leased"):
+    for name in ("done", "per s", "left", "ready", "leased"):
         stages.add_column(name, justify="right")
     for name in ("", "oldest lease"):
         stages.add_column(name, no_wrap=True, overflow="ellipsis")
     expected = report["num_samples"] or report["written"]
     rate = "" if report["written_per_s"] is None else f"{report['written_per_s']:.1f}"
     part = _bar(report["written"] / expected if expected else 0.0)
-    stages.add_row("written", _of(report["written"], report["num_samples"]), rate, "", "", part, "")
+    stages.add_row("written", _of(report["written"], report["num_samples"]), rate, "", "", "", part, "")
     lagging = lag_of(report)
     tasks = sorted(report["tasks"].items(), key=lambda item: -item[1]["consumed"])
     for name, counts in tasks:
         done = counts["consumed"] + report["cleared"]  # a sample is cleared after its last stage
         lease = counts["oldest_lease"]
         stages.add_row(
-            Text(printable(f"→ {name}"), "bold red" if name == lagging else ""),
+            Text(printable(f"→ {name}"), "bold red" if name == lagging or starved_lines(name, counts) else ""),
             _of(done, report["num_samples"]),
             f"{counts['consumed_per_s']:.1f}" if "consumed_per_s" in counts else "",
+            str(counts["left"]),
             str(counts["ready"]),
             str(counts["leased"]),
             Text.assemble(_bar(done / expected if expected else 0.0), (" lags", "bold red") if name == lagging else ""),
             Text("" if lease is None else printable(f"{lease['holder']}, {_seconds(lease['held_s'])}")),
         )
-    return stages
+    lines = [line for name, counts in tasks for line in starved_lines(name, counts)]
+    return Group(stages, *(Text(printable(line), "red") for line in lines))
 
 
 def _of(count: int, expected: int | None) -> str:
@@ -219,7 +251,12 @@ def _clients(clients: list[dict[str, Any]]) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
     for name in ("host", "process", "role", "in flight"):
         table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=40)
-    waiting = sorted(clients, key=lambda each: -each["calls"][0]["running_s"] if each["calls"] else 0.0)
+
+    def waits_s(client: dict[str, Any]) -> float:
+        running_s = client["calls"][0]["running_s"] if client["calls"] else 0.0
+        return float("inf") if client["state"] != "open" else float(running_s)  # those that ended come first
+
+    waiting = sorted(clients, key=waits_s, reverse=True)
     for each in waiting[:_MOST_CLIENTS]:
         cells = each["host"], str(each["pid"]), each["role"], call_text(each)
         table.add_row(*(Text(printable(cell)) for cell in cells))

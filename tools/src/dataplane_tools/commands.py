@@ -6,7 +6,7 @@ import argparse
 
 from dataplane_core.cli import Command
 
-__all__ = ["flow", "inspect", "metrics", "read", "top", "units"]
+__all__ = ["flow", "inspect", "metrics", "read", "top", "units", "why"]
 
 
 def _config(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +86,28 @@ def read(parser: argparse.ArgumentParser) -> Command:
             as_json=chosen.json,
             html=chosen.html,
             images=chosen.images,
+        )
+
+    return run
+
+
+def why(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane why`."""
+    _config(parser)
+    parser.add_argument("task", nargs="?", help="a task; default: all")
+    parser.add_argument("--partition", metavar="NAME", help="look at this partition only")
+    parser.add_argument("--json", action="store_true", help="print JSON, one line for each look")
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="look again and again, and print what changed; ends when a task is starved, or when all are done",
+    )
+
+    def run(chosen: argparse.Namespace) -> int:
+        from dataplane_tools import _why
+
+        return _why.run(
+            chosen.config, chosen.task, partition_id=chosen.partition, as_json=chosen.json, watch=chosen.watch
         )
 
     return run

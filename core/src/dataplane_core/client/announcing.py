@@ -11,13 +11,15 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from dataplane_core.backends import Backend
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.spec import AnnounceReply, AnnounceRequest, Bell, CallInfo, ClientInfo, new_id
+from dataplane_core.spec import AnnounceReply, AnnounceRequest, Bell, CallInfo, ClientInfo, WorkInfo, new_id
 
 #: Seconds after which a new client announces itself first. Short programs do not.
 _FIRST_S: Final = 1.0
@@ -28,8 +30,10 @@ _PER_CLIENT_S: Final = 0.01
 _PERIODS: Final = 3
 #: Seconds that an announcement, and that of the end, may take.
 _TIMEOUT_S: Final = 2.0
-#: How many operations it names.
+#: How many operations it names, how much of its work, and how many fields of each.
 _MOST_CALLS: Final = 8
+_MOST_WORK: Final = 16
+_MOST_FIELDS: Final = 64
 _MOST_LETTERS: Final = 80
 
 
@@ -45,11 +49,94 @@ class RunningCall:
         self.thread_id = threading.get_ident()
 
 
+class Work:
+    """What a client does again and again: puts of certain fields, claims for a task, or clears. See `WorkInfo`."""
+
+    __slots__ = (
+        "batch_size",
+        "began_at",
+        "ended_at",
+        "fields",
+        "gap_s",
+        "num_samples",
+        "operation",
+        "partition_id",
+        "tag_filter",
+        "task_name",
+        "waits",
+    )
+
+    def __init__(self, operation: str, partition_id: str, task_name: str, fields: tuple[str, ...]) -> None:
+        self.operation = operation
+        self.partition_id = partition_id
+        self.task_name = task_name
+        self.fields = fields
+        self.tag_filter: dict[str, tuple[str, Any]] | None = None
+        self.batch_size = 0
+        self.num_samples = 0
+        self.began_at = time.monotonic()
+        self.ended_at: float | None = None
+        self.gap_s = 0.0
+        self.waits: dict[str, float] = {}  # token of a claim under way that waits -> its begin
+
+    def end(self, num_samples: int) -> None:
+        """One of the operations has put, given or cleared samples."""
+        now = time.monotonic()
+        if self.ended_at is not None:
+            self.gap_s = max(self.gap_s, now - self.ended_at)
+        self.ended_at = now
+        self.num_samples += num_samples
+
+    def told(self, now: float) -> WorkInfo:
+        """As it is announced."""
+        return WorkInfo(
+            operation=self.operation,
+            partition_id=self.partition_id,
+            task_name=self.task_name,
+            fields=self.fields[:_MOST_FIELDS],
+            tag_filter=self.tag_filter,
+            batch_size=self.batch_size,
+            num_samples=self.num_samples,
+            began_s=now - self.began_at,
+            ended_s=None if self.ended_at is None else now - self.ended_at,
+            longest_gap_s=self.gap_s,
+            waits_s=max((now - since for since in list(self.waits.values())), default=None),
+        )
+
+
+class WorkLog:
+    """What a client did last, of each kind. Any thread may use it: it changes by single steps of C."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], Work] = {}
+
+    def of(self, operation: str, partition_id: str, task_name: str = "", fields: Iterable[str] = ()) -> Work:
+        """The work that an operation belongs to. It counts as the last one then."""
+        key = (operation, partition_id, task_name, tuple(fields))
+        work = self._found.pop(key, None) or Work(*key)
+        self._found[key] = work
+        if len(self._found) > _MOST_WORK:
+            for oldest in list(islice(self._found, len(self._found) - _MOST_WORK)):
+                self._found.pop(oldest, None)
+        return work
+
+    def begin(self, operation: str, partition_id: str, fields: Iterable[str] = ()) -> Work:
+        """An operation begins."""
+        work = self.of(operation, partition_id, "", fields)
+        work.began_at = time.monotonic()
+        return work
+
+    def told(self, now: float) -> list[WorkInfo]:
+        """As it is announced, what began last first."""
+        return [each.told(now) for each in reversed(list(self._found.values()))]
+
+
 class _Client(Protocol):
     """What is used of a client."""
 
     _backend: Backend
     _calls: set[RunningCall]
+    _work: WorkLog
 
     @property
     def config(self) -> DataPlaneConfig:
@@ -73,9 +160,10 @@ class Announcer:
         self._client = weakref.ref(client)
         self._pid = os.getpid()
         self._period_s = period_s
-        self._client_id = new_id()
-        self._opened_at = time.monotonic()
+        self.client_id = new_id()
+        self.opened_at = time.monotonic()
         self._listed = False
+        self.num_clients = 0  # of the store
         self._stop = Bell()
         self._thread = threading.Thread(target=self._run, name="dataplane-announce", daemon=True)
         with suppress(RuntimeError):  # no more threads are allowed
@@ -87,7 +175,8 @@ class Announcer:
         client = self._client()
         until = math.inf if client is None else client._backend.stop_by
         self.end(until)
-        if self._listed:
+        # a short program that did something is known afterwards, though it was never listed
+        if self._listed or (client is not None and client._work.told(0.0)):
             self._announce(ttl_s=0.0, until=until)
 
     def end(self, until: float = math.inf) -> None:
@@ -100,46 +189,49 @@ class Announcer:
         period_s = self._period_s
         pause_s = min(_FIRST_S, period_s)
         while not self._stop.wait(pause_s):
-            num_clients = self._announce(ttl_s=_PERIODS * period_s + _TIMEOUT_S)
+            num_clients = self._announce(ttl_s=_PERIODS * period_s + _TIMEOUT_S, period_s=period_s)
             self._listed = num_clients is not None
+            self.num_clients = num_clients or 0
             pause_s = period_s = max(self._period_s, (num_clients or 0) * _PER_CLIENT_S)
 
-    def _announce(self, ttl_s: float, until: float = math.inf) -> int | None:
+    def _announce(self, ttl_s: float, until: float = math.inf, period_s: float = 0.0) -> int | None:
         """Announces the client. Returns how many are listed, or None if it failed."""
         client = self._client()
         if client is None:
             self._stop.ring()
             return None
         deadline = min(time.monotonic() + _TIMEOUT_S, until)
-        request = AnnounceRequest(client=self._describe(client), ttl_s=ttl_s, deadline=deadline)
+        request = AnnounceRequest(client=describe_client(client, self, period_s), ttl_s=ttl_s, deadline=deadline)
         try:
             return client._call("announce", request, AnnounceReply).num_clients
         except Exception:  # the operations of the client say what is wrong
             return None
 
-    def _describe(self, client: _Client) -> ClientInfo:
-        now = time.monotonic()
-        running = [call for call in list(client._calls) if call.operation]
-        first = heapq.nsmallest(_MOST_CALLS, running, key=lambda call: call.began_at)
-        return ClientInfo(
-            client_id=self._client_id,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            role=client.config.role or program_name(),
-            open_s=now - self._opened_at,
-            num_calls=len(running),
-            calls=[
-                CallInfo(
-                    operation=each.operation,
-                    partition_id=str(each.partition_id)[:_MOST_LETTERS],
-                    running_s=now - each.began_at,
-                )
-                for each in first
-            ],
-            metrics_address=next(
-                filter(None, (getattr(each, "metrics_address", "") for each in client.middleware)), ""
-            ),
-        )
+
+def describe_client(client: _Client, announcer: Announcer | None, period_s: float = 0.0) -> ClientInfo:
+    """A client as it announces itself. Without an announcer, nobody knows its id."""
+    now = time.monotonic()
+    running = [call for call in list(client._calls) if call.operation]
+    first = heapq.nsmallest(_MOST_CALLS, running, key=lambda call: call.began_at)
+    return ClientInfo(
+        client_id="" if announcer is None else announcer.client_id,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        role=client.config.role or program_name(),
+        open_s=0.0 if announcer is None else now - announcer.opened_at,
+        num_calls=len(running),
+        calls=[
+            CallInfo(
+                operation=each.operation,
+                partition_id=str(each.partition_id)[:_MOST_LETTERS],
+                running_s=now - each.began_at,
+            )
+            for each in first
+        ],
+        metrics_address=next(filter(None, (getattr(each, "metrics_address", "") for each in client.middleware)), ""),
+        period_s=period_s,
+        work=client._work.told(now),
+    )
 
 
 _announcers: weakref.WeakSet[Announcer] = weakref.WeakSet()

@@ -21,7 +21,7 @@ from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.connection import LATEST_END
 from dataplane_core.client.waiting import Waiters
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.errors import DataPlaneError, OperationTimeoutError
+from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, OperationTimeoutError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
 
@@ -213,6 +213,7 @@ class AsyncDataPlaneClient:
     add_units = _in_thread(DataPlaneClient.add_units, writes=True)
     remove_unit = _in_thread(DataPlaneClient.remove_unit, writes=True)
     list_clients = _in_thread(DataPlaneClient.list_clients)
+    why = _in_thread(DataPlaneClient.why, several=True)
     list_partitions = _in_thread(DataPlaneClient.list_partitions)
     describe = _in_thread(DataPlaneClient.describe)
     list_samples = _in_thread(DataPlaneClient.list_samples)
@@ -398,6 +399,7 @@ class AsyncDataPlaneClient:
         if client._must_prepare(request):
             await self._run("claim_meta", partial(client._prepare_claim, request))
         if timeout_s is None:
+            client._work_of(request)
             claim = await self._ask(request)
             return client._claimed(request, claim), claim
         wait = client._wait_of(request, timeout_s, since)
@@ -405,7 +407,12 @@ class AsyncDataPlaneClient:
         with wait.woken_by(waiter.wake), waiters.waiting(waiter.wake):
             while True:
                 claim = await self._ask(wait.prepare())
-                pause_s = wait.pause_s(claim)
+                try:
+                    pause_s = wait.pause_s(claim)
+                except ClaimTimeoutError as error:
+                    with contextlib.suppress(OperationTimeoutError):  # all threads are busy
+                        await self._run("why", partial(client._explain, error, request, wait.waited_s))
+                    raise
                 if pause_s is None:
                     return client._claimed(request, claim), claim
                 waiters.check()
@@ -415,6 +422,9 @@ class AsyncDataPlaneClient:
                     where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
                     self._raise_cancelled(f"{where} was cancelled while it waited, and was handed nothing.", "not run")
                 waiters.check()
+                if wait.must_warn():
+                    with contextlib.suppress(OperationTimeoutError):
+                        await self._run("why", partial(client._warn, request, wait.waited_s))
 
     async def _ask(self, request: ClaimRequest) -> Claim:
         """Asks once. What a cancelled claim was handed is given back, if it can be."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any, Final
 
 from dataplane_core._compiler_marks import with_methods_not_compiled
 from dataplane_core.arguments import check_count, check_meta
+from dataplane_core.client.announcing import Work
 from dataplane_core.client.checks import (
     check_counts,
     check_name,
@@ -23,11 +25,13 @@ from dataplane_core.client.overview import Overview
 from dataplane_core.client.waiting import ClaimWait, Waiters, wait_for_claim
 from dataplane_core.errors import (
     BackendError,
+    ClaimTimeoutError,
     ClientClosedError,
     DataPlaneError,
     InvalidRequestError,
     UnknownPartitionError,
     UnknownTaskError,
+    Verdict,
     preview,
 )
 from dataplane_core.meta import KVBatchMeta
@@ -58,8 +62,15 @@ _MOST_INFOS: Final = 1024
 _ADVICE_S: Final = 1.0
 #: Of how many ranks of tasks a client counts the batches. Beyond, it forgets those that it was given longest ago.
 _MOST_COUNTED: Final = 4096
+#: A claim that times out asks why if it waited for so many seconds, and for so many per client of the store, since all
+#: may time out together.
+_EXPLAINED_AFTER_S: Final = 1.0
+_PER_CLIENT_S: Final = 0.1
 #: Seconds that an interrupted claim may take to give back what it was handed.
 _GIVE_BACK_S: Final = 1.0
+
+
+_log = logging.getLogger(__name__)
 
 
 @with_methods_not_compiled
@@ -255,9 +266,15 @@ class Claims(Overview):
             self._prepare_claim(request)
         try:
             if timeout_s is None:
+                self._begin_work(request)
                 claim = self._claim_noted(request)
             else:
-                claim = wait_for_claim(self._wait_of(request, timeout_s, since), self._claim_noted, waiters)
+                wait = self._wait_of(request, timeout_s, since)
+                try:
+                    claim = wait_for_claim(wait, self._claim_noted, waiters, lambda: self._warn(request, wait.waited_s))
+                except ClaimTimeoutError as error:
+                    self._explain(error, request, wait.waited_s)
+                    raise
             if self._closes_after is not None:
                 raise ClientClosedError("the client was closed while the store answered a claim.")
             return self._claimed(request, claim), claim
@@ -295,7 +312,62 @@ class Claims(Overview):
 
     def _wait_of(self, request: ClaimRequest, timeout_s: float, since: Callable[[], float] | None) -> ClaimWait:
         wakes = Capability.WAKES in self._capabilities
-        return ClaimWait(request, timeout_s, self._pacer, wakes=wakes, entrance=self._entrance, since=since)
+        return ClaimWait(
+            request,
+            timeout_s,
+            self._pacer,
+            wakes=wakes,
+            entrance=self._entrance,
+            since=since,
+            work=self._begin_work(request),
+            warn_after_s=self._config.warn_after_s,
+        )
+
+    def _work_of(self, request: ClaimRequest) -> Work:
+        return self._work.of("claim_meta", request.partition_id, request.task_name, request.required_fields)
+
+    def _begin_work(self, request: ClaimRequest) -> Work:
+        """A claim begins."""
+        work = self._work_of(request)
+        work.began_at = time.monotonic()
+        work.tag_filter, work.batch_size = request.tag_filter, request.batch_size
+        if request.sampler == "balanced":
+            work.batch_size *= request.dp_size or 1
+        return work
+
+    def _warn(self, request: ClaimRequest, waited_s: float) -> None:
+        """Says why a claim waits, in the log and to middleware."""
+        verdict = self._verdict_of(request, waited_s)
+        if verdict is None or verdict.state not in ("waits", "starved"):
+            return
+        _log.log(logging.WARNING if verdict.state == "starved" else logging.INFO, "%s", verdict)
+        for each in self._middleware:
+            if hasattr(each, "note_verdict"):
+                each.note_verdict(verdict)
+
+    def _explain(self, error: ClaimTimeoutError, request: ClaimRequest, waited_s: float) -> None:
+        """Says why a claim timed out. Not if that might cost the store much."""
+        num_clients = 0 if self._announcer is None else self._announcer.num_clients
+        if waited_s < max(_EXPLAINED_AFTER_S, num_clients * _PER_CLIENT_S):
+            return
+        error.verdict = self._verdict_of(request, waited_s)
+        if error.verdict is not None and error.verdict.state in ("waits", "starved"):
+            error.message = f"{error.message} {error.verdict.text}"
+
+    def _verdict_of(self, request: ClaimRequest, waited_s: float) -> Verdict | None:
+        """Why a claim of this client waits, or has waited until now, if that is soon found."""
+        if not {Capability.LISTING, Capability.CLAIMS} <= self._capabilities:
+            return None
+        waits = self._work_of(request).waits
+        is_over = request.token not in waits
+        waits.setdefault(request.token, time.monotonic() - waited_s)
+        try:
+            return self._judged(request.partition_id, request.task_name, time.monotonic() + _ADVICE_S)[0]
+        except (DataPlaneError, LookupError):  # the claim itself says what is wrong
+            return None
+        finally:
+            if is_over:
+                waits.pop(request.token, None)
 
     def _must_prepare(self, request: ClaimRequest) -> bool:
         """Whether `_prepare_claim` has anything to do, which may take calls."""
@@ -337,6 +409,8 @@ class Claims(Overview):
 
     def _claimed(self, request: ClaimRequest, claim: Claim) -> KVBatchMeta:
         """The meta of a claim. Counts the batches of a rank."""
+        if claim.sample_ids:
+            self._work_of(request).end(len(claim.sample_ids))
         if request.dp_rank is not None and (claim.sample_ids or claim.num_ranks is not None):
             given = request.batch_index if request.batch_epoch in (None, claim.epoch) else 0
             key = (request.partition_id, request.task_name, request.dp_rank)

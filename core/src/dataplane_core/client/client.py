@@ -266,6 +266,7 @@ class DataPlaneClient(Claims):
                 return KVBatchMeta(partition_id, None, [])
             if not columns and rows is None:
                 raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
+            work = self._work.begin("put_samples", partition_id, fields=columns)
             request = PutRequest(
                 partition_id=partition_id,
                 sample_ids=ids,
@@ -281,6 +282,7 @@ class DataPlaneClient(Claims):
                     raise
                 self._open_partition(partition_id, list(columns), [], request.deadline)
                 self._put_fitting(where, request, given)
+            work.end(len(ids))
             return KVBatchMeta(
                 partition_id,
                 None,
@@ -393,7 +395,9 @@ class DataPlaneClient(Claims):
                 self._infos.pop(partition_id, None)
             elif not ids:
                 return
-            self._call("clear_samples", ClearRequest(partition_id, ids), ClearReply)
+            work = self._work.begin("clear_samples", partition_id)
+            cleared = self._call("clear_samples", ClearRequest(partition_id, ids), ClearReply)
+            work.end(0 if ids is None else cleared.num_samples)
 
     def save(
         self,

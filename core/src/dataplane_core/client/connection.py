@@ -17,7 +17,7 @@ import pluggy
 
 from dataplane_core._compiler_marks import with_methods_not_compiled
 from dataplane_core.backends import Backend
-from dataplane_core.client.announcing import Announcer, RunningCall
+from dataplane_core.client.announcing import Announcer, RunningCall, WorkLog
 from dataplane_core.client.entrance import Entrance
 from dataplane_core.client.field_names import FieldNames
 from dataplane_core.client.forks import fork_hint, open_clients
@@ -100,7 +100,8 @@ class Connection:
             raise
         open_clients.add(client)
         if config.announce_s is not None and Capability.CLIENTS in client._capabilities:
-            client._to_stop.insert(0, Announcer(client, config.announce_s))
+            client._announcer = Announcer(client, config.announce_s)
+            client._to_stop.insert(0, client._announcer)
         return client
 
     def _begin(self, config: DataPlaneConfig, backend: Backend, hooks: Any, bootstrapped: bool) -> None:
@@ -124,6 +125,8 @@ class Connection:
         self._entrance = Entrance()
         self._closes_after: int | None = None  # the thread whose operation closes the client when it ends
         self._calls: set[RunningCall] = set()
+        self._work = WorkLog()
+        self._announcer: Announcer | None = None
         # token -> the thread, request and reply of a claim that was handed samples and has not returned them yet
         self._handed: dict[str, tuple[int, ClaimRequest, Claim]] = {}
         self._state = threading.RLock()

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Final
+from pathlib import Path
+from typing import Final, Literal
 
 from dataplane_core._compiler_marks import with_methods_not_compiled
 from dataplane_core.arguments import check_count
+from dataplane_core.client.announcing import describe_client
 from dataplane_core.client.checks import check_counts, check_ids, check_name, check_names
 from dataplane_core.client.connection import Connection
-from dataplane_core.errors import BackendError, MissingDataError, UnknownPartitionError, UnknownTaskError, preview
+from dataplane_core.client.verdict import Facts, judge, question_of, room_is_wanted
+from dataplane_core.config import size_bytes
+from dataplane_core.errors import (
+    BackendError,
+    MissingDataError,
+    UnknownPartitionError,
+    UnknownTaskError,
+    Verdict,
+    preview,
+)
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
+    Answer,
     Capability,
     ChangeUnitsRequest,
     ClientInfo,
@@ -28,16 +43,23 @@ from dataplane_core.spec import (
     PartitionDescription,
     PartitionList,
     PartitionState,
+    Question,
     SampleList,
     SetCursorRequest,
     SettleReply,
     TagFilter,
+    TagValue,
     UnitInfo,
     UnitList,
     check_tag_filter,
     lengths_of,
 )
 
+#: How long a task may wait before what might be slow counts as a fault, if the config does not say it.
+_PATIENCE_S: Final = 60.0
+#: A client that has not announced itself for so many periods, and so many seconds, is late.
+_LATE: Final = 1.5
+_LATE_S: Final = 0.5
 #: Fields whose names begin with it belong to middleware. Callers do not see them.
 _HIDDEN: Final = "~"
 
@@ -71,8 +93,9 @@ class Overview(Connection):
         """Counts what a partition holds, and what its tasks were given.
 
         Returns:
-            Its registration (``info``), kind, dtype and shape of each written field (``specs``), the number of samples
-            held and cleared, their bytes, the age of the oldest, and per task how many are ready, leased and consumed.
+            Its registration (``info``), kind, dtype and shape of each written field (``specs``) and how many samples
+            have it (``num_rows``), the number of samples held and cleared, their bytes, the age of the oldest, and per
+            task how many are ready, leased and consumed.
 
         Raises:
             UnknownPartitionError: Not registered.
@@ -88,11 +111,9 @@ class Overview(Connection):
             self._require(Capability.LISTING, "describe")
             check_name("partition_id", partition_id)
             found = self._call("inspect_partition", InspectRequest(partition_id), PartitionDescription)
-            hidden = [name for name in found.specs if name.startswith(_HIDDEN)]
-            if not hidden:
-                return found
-            shown = {name: spec for name, spec in found.specs.items() if name not in hidden}
-            return replace(found, specs=shown)
+            shown = {name: spec for name, spec in found.specs.items() if not name.startswith(_HIDDEN)}
+            num_rows = {name: count for name, count in found.num_rows.items() if name in shown}
+            return replace(found, specs=shown, num_rows=num_rows)
 
     def list_samples(
         self, partition_id: str, tag_filter: TagFilter | None = None, sample_ids: Sequence[str] | None = None
@@ -217,12 +238,41 @@ class Overview(Connection):
         """
         self._set_cursor("reset_consumption", partition_id, task_name, check_ids(sample_ids), create=False)
 
-    def list_clients(self) -> list[ClientInfo]:
+    def why(self, partition_id: str | None = None, task_name: str | None = None) -> list[Verdict]:
+        """Why tasks get no samples: for each task its state, and the one cause with names. Changes nothing.
+
+        It looks at all samples of the tasks whose claims wait. The times of clients are as of their last announcement.
+
+        Args:
+            partition_id: A partition. None: all.
+            task_name: A task. None: all.
+
+        Raises:
+            UnknownPartitionError, UnknownTaskError: Not registered.
+            UnsupportedOperationError: The backend does not declare ``listing`` and ``claims``.
+
+        Examples:
+            >>> [(each.task_name, each.state) for each in client.why("step-1")]
+            [('trainer', 'done')]
+        """
+        with self._operation("why", partition_id or ""):
+            self._require(Capability.LISTING, "why")
+            self._require(Capability.CLAIMS, "why")
+            verdicts = self._judged(partition_id, task_name)
+            if not verdicts and task_name is not None:
+                raise UnknownTaskError(f"why refused: no partition has a consumer task '{task_name}'.")
+            return verdicts
+
+    def list_clients(self, *, ended: bool = False) -> list[ClientInfo]:
         """The clients of the store, as they announced themselves, sorted by host and process.
 
         A client announces itself one second after it was opened, and then every ``announce_s`` seconds of its config
         (less often in a store with more than 500 clients). One that ended without `close` is listed a little longer
         than three times as many seconds.
+
+        Args:
+            ended: Whether to list also those that closed, or were not heard of for too long, in the last ten minutes.
+                Their ``state`` says which, and whether a process of this host is stopped or gone.
 
         Raises:
             UnsupportedOperationError: The backend does not declare ``clients``.
@@ -233,8 +283,7 @@ class Overview(Connection):
         """
         with self._operation("list_clients"):
             self._require(Capability.CLIENTS, "list_clients")
-            found = self._call("list_clients", ListClientsRequest(), ClientList).clients
-            return sorted(found, key=lambda client: (client.host, client.pid, client.client_id))
+            return self._list_clients(ended=ended)
 
     def list_units(self) -> list[UnitInfo]:
         """The storage units: the processes that hold the payload, in order of their first start.
@@ -301,6 +350,82 @@ class Overview(Connection):
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
+    def _list_clients(self, *, ended: bool, deadline: float = math.inf) -> list[ClientInfo]:
+        request = ListClientsRequest(ended=ended, deadline=deadline)
+        found = self._call("list_clients", request, ClientList).clients
+        if ended:
+            found = [replace(each, state=_state_of(each)) for each in found]
+        return sorted(found, key=lambda client: (client.host, client.pid, client.client_id))
+
+    def _judged(self, partition_id: str | None, task_name: str | None, deadline: float = math.inf) -> list[Verdict]:
+        """The verdicts of tasks: of one partition, or of all; of one task, or of all."""
+        facts = self._facts(partition_id, deadline)
+        names = sorted(facts.partitions) if partition_id is None else [partition_id]
+        tasks = [(name, task) for name in names for task in facts.partitions[name].tasks if task_name in (None, task)]
+        return [judge(facts, *each) for each in tasks]
+
+    def _facts(self, partition_id: str | None, deadline: float) -> Facts:
+        """What the store knows of a partition, or of all, and of its clients."""
+        own = describe_client(self, self._announcer)  # what it announced last may be seconds old
+        clients = [own]
+        if Capability.CLIENTS in self._capabilities:
+            found = self._list_clients(ended=True, deadline=deadline)
+            clients += [each for each in found if each.client_id != own.client_id]
+        capacity = self._config.options.get("capacity_bytes")
+        wants_all = partition_id is None or (capacity is not None and room_is_wanted(clients))
+        names = self._list_partitions("why") if wants_all else [partition_id or ""]
+        partitions: dict[str, PartitionDescription] = {}
+        answers: dict[tuple[str, str], Answer | None] = {}
+        for name in names:
+            asked = {task: question_of(clients, name, task) for task in _tasks_of(clients, name)}
+            waiting = [each for each in asked.values() if each is not None]
+            questions = [
+                Question(
+                    task_name=each.task_name,
+                    required_fields=list(each.fields),
+                    tag_filter=None if each.tag_filter is None else dict(each.tag_filter),
+                    explain=each.waits_s is not None,
+                )
+                for each in waiting
+            ]
+            try:
+                request = InspectRequest(name, questions, deadline=deadline)
+                partitions[name] = self._call("inspect_partition", request, PartitionDescription)
+            except UnknownPartitionError:
+                if name == partition_id:
+                    raise
+                continue  # cleared meanwhile
+            said = partitions[name].answers or [None] * len(waiting)  # a backend may answer none
+            answers |= {(name, each.task_name): answer for each, answer in zip(waiting, said, strict=True)}
+        facts = Facts(
+            partitions=partitions,
+            answers=answers,
+            clients=clients,
+            held_bytes=sum(each.held_bytes for each in partitions.values()) if wants_all else 0,
+            capacity_bytes=None if capacity is None else int(size_bytes(capacity)) * self._config.num_ledgers,
+            patience_s=self._config.warn_after_s or _PATIENCE_S,
+        )
+        return self._with_names(facts, deadline)
+
+    def _with_names(self, facts: Facts, deadline: float) -> Facts:
+        """Adds what is known of the samples and groups that shortfalls name."""
+        tags: dict[tuple[str, str], Mapping[str, TagValue]] = {}
+        members: dict[tuple[str, str], list[str]] = {}
+        for (name, _), answer in facts.answers.items():
+            shortfall = None if answer is None else answer.shortfall
+            if shortfall is None or not (shortfall.not_matching or shortfall.incomplete_groups):
+                continue
+            size = facts.partitions[name].info.grpo_group_size or 1
+            groups = {group: [f"{group}_g{place}" for place in range(size)] for group in shortfall.incomplete_groups}
+            ids = [*shortfall.not_matching, *(each for some in groups.values() for each in some)]
+            with suppress(UnknownPartitionError):  # cleared meanwhile
+                request = ListRequest(name, None, list(dict.fromkeys(ids)), deadline=deadline)
+                listed = self._call("list_samples", request, SampleList)
+                there = dict(zip(listed.sample_ids, listed.tags, strict=True))
+                tags |= {(name, each): there[each] for each in shortfall.not_matching if each in there}
+                members |= {(name, group): [each for each in some if each in there] for group, some in groups.items()}
+        return replace(facts, tags=tags, members=members)
+
     def _list_partitions(self, what: str) -> list[str]:
         with self._operation(what):
             self._require(Capability.LISTING, what)
@@ -335,6 +460,27 @@ class Overview(Connection):
             check_name("task_name", task_name)
             request = SetCursorRequest(partition_id, task_name, list(sample_ids), create)
             return self._call("set_cursor", request, SettleReply).num_samples
+
+
+def _tasks_of(clients: Iterable[ClientInfo], partition_id: str) -> list[str]:
+    """The tasks of a partition for which clients claim."""
+    work = (each for client in clients for each in client.work)
+    return list(dict.fromkeys(each.task_name for each in work if each.task_name and each.partition_id == partition_id))
+
+
+def _state_of(client: ClientInfo) -> Literal["open", "closed", "silent", "stopped", "gone"]:
+    """The state of a client, with what this host knows of its process if it should have announced itself by now."""
+    # a process that still announces itself is there, even if this host lists it under another number
+    is_late = client.heard_s > _LATE * client.period_s + _LATE_S
+    if client.host != socket.gethostname() or client.state == "closed" or not (client.period_s and is_late):
+        return client.state
+    try:
+        state = Path(f"/proc/{client.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    except (OSError, IndexError):
+        return client.state
+    return "stopped" if state in "Tt" else "gone" if state in "ZX" else client.state
 
 
 def common_fields(fields: Iterable[list[str]]) -> list[str]:

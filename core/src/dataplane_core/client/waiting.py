@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from dataplane_core.client.announcing import Work
 from dataplane_core.client.entrance import Entrance
 from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, Shortfall, preview
 from dataplane_core.ledger import LONGEST_PAUSE_S, Pacer, backoff_s
@@ -28,6 +30,9 @@ class ClaimWait:
         wakes: Whether the backend wakes claims.
         entrance: The way into the backend.
         since: The moment from which ``timeout_s`` counts; it may change. Infinity: it does not count yet. Default: now.
+        work: Where it is noted that the claim waits.
+        warn_after_s: Seconds after which its user is told why it waits, and again each time that it has waited twice as
+            long. None: never.
     """
 
     def __init__(
@@ -39,8 +44,11 @@ class ClaimWait:
         wakes: bool,
         entrance: Entrance,
         since: Callable[[], float] | None = None,
+        work: Work,
+        warn_after_s: float | None = None,
     ) -> None:
         self.request = request
+        self._work = work
         self._wakes = wakes
         self._entrance = entrance
         self._timeout_s = timeout_s
@@ -48,6 +56,19 @@ class ClaimWait:
         self._start = time.monotonic()
         self._since = since or (lambda: self._start)
         self._pause_s = 0.0
+        self._warn_at = math.inf if warn_after_s is None else self._start + warn_after_s
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which it has waited."""
+        return time.monotonic() - self._start
+
+    def must_warn(self) -> bool:
+        """Whether its user is to be told now why it waits."""
+        is_due = time.monotonic() >= self._warn_at
+        if is_due:
+            self._warn_at = self._start + 2 * self.waited_s
+        return is_due
 
     @contextmanager
     def woken_by(self, notify: Callable[[], None]) -> Iterator[None]:
@@ -55,8 +76,10 @@ class ClaimWait:
         try:
             if self._wakes:
                 self.request.wake = Wake(notify)
+            self._work.waits[self.request.token] = self._start
             yield
         finally:
+            self._work.waits.pop(self.request.token, None)
             self._pacer.leave(self.request.token)
             if self.request.wake is not None:
                 self._entrance.enter("claim_meta", self.request.wake.end)
@@ -90,10 +113,10 @@ class ClaimWait:
                 shortfall=claim.shortfall,
             )
         if request.wake is not None and claim.ask_again_s:
-            return max(0.0, min(claim.ask_again_s, give_up - now))
+            return max(0.0, min(claim.ask_again_s, give_up - now, self._warn_at - now))
         pause_s = max(backoff_s(now - self._start), claim.ask_again_s, self._pacer.pause_s(request.token))
         self._pause_s = min(pause_s, LONGEST_PAUSE_S)
-        return max(0.0, min(self._pause_s, give_up - now))
+        return max(0.0, min(self._pause_s, give_up - now, self._warn_at - now))
 
 
 class Waiters:
@@ -138,13 +161,16 @@ class Waiters:
         self.wake()
 
 
-def wait_for_claim(wait: ClaimWait, ask: Callable[[ClaimRequest], Claim], waiters: Waiters) -> Claim:
+def wait_for_claim(
+    wait: ClaimWait, ask: Callable[[ClaimRequest], Claim], waiters: Waiters, warn: Callable[[], None]
+) -> Claim:
     """Asks until the hook ``claim`` hands out samples, or the partition can give no more.
 
     Args:
         wait: The claim.
         ask: Calls the hook once, and does not change the request.
         waiters: Those of the client.
+        warn: Tells the user why it waits.
 
     Raises:
         ClaimTimeoutError: The timeout passed.
@@ -160,6 +186,8 @@ def wait_for_claim(wait: ClaimWait, ask: Callable[[ClaimRequest], Claim], waiter
             waiters.check()
             bell.wait(pause_s)
             waiters.check()
+            if wait.must_warn():
+                warn()
 
 
 def _describe(shortfall: Shortfall | None) -> str:

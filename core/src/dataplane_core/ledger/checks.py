@@ -48,6 +48,9 @@ def check_command(command: Command[Any]) -> None:
             _expect(command, len(command.fields) > 0, "fields")
         case commands.ListRequest():
             check_tag_filter(command.tag_filter)
+        case commands.InspectRequest():
+            for question in command.questions:
+                check_tag_filter(question.tag_filter)
         case commands.ClaimRequest():
             _check_claim(command)
         case commands.MayClaim():

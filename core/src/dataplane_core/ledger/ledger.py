@@ -508,7 +508,7 @@ class Ledger:
 
     @_apply.register
     def _inspect(self, command: commands.InspectRequest, now: float) -> PartitionDescription:
-        return self._partition(command.partition_id).describe(now)
+        return self._partition(command.partition_id).describe(now, command.questions)
 
     @_apply.register
     def _list_fields(self, command: commands.FieldsRequest, now: float) -> FieldList:

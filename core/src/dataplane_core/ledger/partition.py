@@ -6,6 +6,7 @@ One long module, since it is one state machine: each change stands beside what i
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -38,7 +39,16 @@ from dataplane_core.ledger.rows import (
 from dataplane_core.ledger.samplers import SAMPLERS, ranks_of
 from dataplane_core.ledger.shortfall import find_shortfall
 from dataplane_core.ledger.views import ReadySet, ReadyView
-from dataplane_core.spec import Claim, FieldSpec, PartitionDescription, PartitionInfo, TagValue, TaskDescription
+from dataplane_core.spec import (
+    Answer,
+    Claim,
+    FieldSpec,
+    PartitionDescription,
+    PartitionInfo,
+    Question,
+    TagValue,
+    TaskDescription,
+)
 
 #: What to call, with which arguments, to set back what a command has changed. The last comes first. Each sets what was
 #: there before, so that it can be called again. Only what rows and registrations say is noted; the rest is derived.
@@ -96,6 +106,7 @@ class Partition:
         version: Grows with every change of ``rows``.
         num_cleared: How many rows were cleared.
         held_bytes: Payload bytes of the rows.
+        num_rows: Field -> how many rows have it.
         batches: Task and rank -> the batches that the rank was given.
         self_expiring: Whether a lease ends by itself when its time is over, or only by `end_lease`.
         undo: That of the ledger.
@@ -114,6 +125,7 @@ class Partition:
     version: int = 0
     num_cleared: int = 0
     held_bytes: int = 0
+    num_rows: Counter[str] = field(default_factory=Counter)
     batches: dict[tuple[str, int], RankBatches] = field(default_factory=dict)
     undo: UndoLog = field(default_factory=list)
 
@@ -185,11 +197,12 @@ class Partition:
         """Counts again what follows from the rows and their holds. Views are built again when they are used."""
         rows = sorted(self.rows.values(), key=lambda row: row.seq)
         self.rows = {row.sample_id: row for row in rows}
-        self.groups, self.leases = {}, Leases()
+        self.groups, self.leases, self.num_rows = {}, Leases(), Counter()
         for task in self.tasks.values():
             task.views.clear()
             task.num_held = task.num_done = 0
         for row in rows:
+            self.num_rows.update(row.cells.fields.keys())
             if row.group is not None:
                 self.groups.setdefault(row.group, Group(row.seq)).members[row.sample_id] = row
             for task_name, hold in row.holds.items():
@@ -223,6 +236,7 @@ class Partition:
         change = self._change_of(put, None)
         tags, cells = command.tags, change.cells
         positions = put.new_positions(change.sources)
+        self.num_rows.update(dict.fromkeys(change.gained, len(command.sample_ids)))
         for index, sample_id in enumerate(command.sample_ids):
             row_tags = NO_TAGS if tags is None else tags[index] or NO_TAGS
             row = self._new_row(sample_id, seq + index, now, cells, positions[index] if put.writes else 0, row_tags)
@@ -251,6 +265,8 @@ class Partition:
                 freed = [refs[number] for number in change.dropped]
             row.positions = put.positions(row, index, change.sources)
             row.cells = change.cells
+            for name in change.gained:
+                self.num_rows[name] += 1
         if tags:
             row.tags = {**row.tags, **tags} if row.tags else tags
         if change.ready or tags is not None:
@@ -288,6 +304,7 @@ class Partition:
             cells=cells,
             sources=() if joint is None else joint.sources,
             dropped=() if joint is None else joint.dropped,
+            gained=tuple([name for name in cells.fields if name not in had.fields]),
             ready=[each for each in satisfied if before is None or not each[1].required <= had.fields.keys()],
             satisfied=[view for _, view in satisfied],
         )
@@ -302,6 +319,8 @@ class Partition:
         if row is None:
             return None
         self.num_cleared += 1
+        for name in row.cells.fields:
+            self.num_rows[name] -= 1
         claimable = self._claimable_of(row)
         for task in self.tasks.values():
             for view in task.views.values():
@@ -542,8 +561,8 @@ class Partition:
             for task_name in self.tasks
         }
 
-    def describe(self, now: float) -> PartitionDescription:
-        """What the partition holds."""
+    def describe(self, now: float, questions: Sequence[Question] = ()) -> PartitionDescription:
+        """What the partition holds, and what claims would find."""
         self._expire(now)
         declared = frozenset(self.info.fields)
         tasks = {
@@ -564,7 +583,21 @@ class Partition:
             held_bytes=self.held_bytes,
             oldest_s=None if oldest is None else max(0.0, now - oldest.written_at),
             tasks=tasks,
+            num_rows={name: self.num_rows[name] for name in self.specs},
+            answers=[self._answer(each, now) for each in questions],
         )
+
+    def _answer(self, question: Question, now: float) -> Answer | None:
+        """What a claim would find. None: there is no such task."""
+        task_name, tag_filter, required = question.task_name, question.tag_filter, frozenset(question.required_fields)
+        task = self.tasks.get(task_name)
+        if task is None:
+            return None
+        ready = self._view(task_name, task, required).of(tag_filter, now)
+        shortfall = None
+        if question.explain:
+            shortfall = find_shortfall(self._claimables(), task_name, required, tag_filter, self._is_whole, now)
+        return Answer(num_ready=len(ready) * self._group_size, shortfall=shortfall)
 
     def _oldest_lease(self, task_name: str, now: float) -> LeaseHolder | None:
         """The sample that the task has held longest under its present lease."""

@@ -16,6 +16,7 @@ class Change(NamedTuple):
     Attributes:
         cells: Their cells after it.
         sources, dropped: See `Join`.
+        gained: The fields that they did not have before.
         ready: Tasks and their views whose fields the rows have since this put.
         satisfied: All views whose fields the rows have.
     """
@@ -23,6 +24,7 @@ class Change(NamedTuple):
     cells: Cells
     sources: tuple[int, ...]
     dropped: tuple[int, ...]
+    gained: tuple[str, ...]
     ready: list[tuple[str, ReadyView]]
     satisfied: list[ReadyView]
 

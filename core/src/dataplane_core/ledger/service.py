@@ -165,7 +165,7 @@ class LedgerService:
                 num_clients = self._clients.announce(command.client, command.ttl_s, self._clock())
                 return cast("Reply", AnnounceReply(num_clients=num_clients))
             case commands.ListClientsRequest():
-                return cast("Reply", ClientList(clients=self._clients.listed(self._clock())))
+                return cast("Reply", ClientList(clients=self._clients.listed(self._clock(), command.ended)))
             # other commands may leave a known shortfall slightly outdated; these make it wrong
             case commands.RegisterRequest() | commands.SetCursorRequest() | commands.ClearRequest(sample_ids=None):
                 for question in [each for each in self._explained if each[0] == command.partition_id]:

@@ -33,6 +33,7 @@ def find_shortfall(
         now: The time in seconds.
     """
     leased: list[tuple[float, int, Row]] = []
+    passed: list[tuple[int, str]] = []  # one for each claimable: its place, and its last row
     num_not_matching = num_incomplete = num_lacking = 0
     groups: dict[str, int] = {}
     cells: dict[str, tuple[str, ...]] = {}
@@ -48,6 +49,7 @@ def find_shortfall(
             continue
         if tag_filter and not all(matches(row.tags, tag_filter) for row in claimable.rows):
             num_not_matching += len(free)
+            passed.append((claimable.seq, max(claimable.rows, key=lambda row: row.seq).sample_id))
         elif not is_whole(claimable):
             num_incomplete += len(free)
             if len(groups) < _NUM_NAMED:
@@ -64,6 +66,7 @@ def find_shortfall(
             for expires_at, _, row in heapq.nsmallest(_NUM_NAMED, leased)
         ),
         num_not_matching=num_not_matching,
+        not_matching=tuple(sample_id for _, sample_id in heapq.nlargest(_NUM_NAMED, passed)),
         num_incomplete=num_incomplete,
         incomplete_groups=groups,
         num_lacking=num_lacking,

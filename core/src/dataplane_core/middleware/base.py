@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel
 
 from dataplane_core.backends import NoOptions
+from dataplane_core.errors import Verdict
 from dataplane_core.spec import WireFormat, hookimpl
 
 __all__ = ["Middleware", "MiddlewareContext", "OperationMiddleware"]
@@ -54,6 +55,9 @@ class Middleware:
 
     def stop(self) -> None:
         """Called once when the client closes."""
+
+    def note_verdict(self, verdict: Verdict) -> None:
+        """Called when a claim of the client has waited for long, with the reason: ``warn_after_s`` of the config."""
 
 
 def _wrapped(operation: str) -> Any:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+from dataplane_core.errors import Verdict
+
 __all__ = ["EventFile", "OperationEvent", "Status", "log_event"]
 
 #: How an operation ended: ``timeout`` for a `TimeoutError`, ``error`` for all others.
@@ -30,7 +32,7 @@ class OperationEvent:
     """An operation that has ended.
 
     Attributes:
-        op: Name of the hook.
+        op: Name of the hook, or ``why``: see ``verdict``.
         partition_id: The partition.
         n_keys: Samples named by the request, or handed out, listed or dropped by the reply.
         n_bytes: Payload bytes written or read.
@@ -42,6 +44,8 @@ class OperationEvent:
         sample_ids: Those samples. Empty where a whole partition is cleared.
         drops_all: Whether it drops what the partition held: a clear of all, or a registration that replaces another.
         waits: Whether it is a question of a claim that waits and was not answered, so that it asks again.
+        verdict: Why the claim waits, in an event of its own each time that the client finds it out (``warn_after_s`` of
+            the config). ``wall_ms`` is then the time for which the task has got nothing.
     """
 
     op: str
@@ -56,6 +60,7 @@ class OperationEvent:
     sample_ids: Sequence[str] = field(default=(), repr=False)
     drops_all: bool = False
     waits: bool = False
+    verdict: Verdict | None = None
 
 
 def _is_followed(sample_id: str) -> bool:

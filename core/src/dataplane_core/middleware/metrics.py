@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from dataplane_core.codec import cell_nbytes, row_nbytes
+from dataplane_core.errors import Verdict
 from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
 from dataplane_core.middleware.events import EventFile, OperationEvent, Status
 from dataplane_core.spec import (
@@ -165,6 +166,22 @@ class Metrics(OperationMiddleware):
                 "last_put_bytes_per_key": self._last_bytes_per_key,
                 "moved_rows": dict(self._moved_rows),
             }
+
+    def note_verdict(self, verdict: Verdict) -> None:
+        """Tells the listener why a claim of this client waits. It is no operation, and is not counted."""
+        if self._on_event is not None:
+            event = OperationEvent(
+                op="why",
+                partition_id=verdict.partition_id,
+                n_keys=0,
+                n_bytes=0,
+                wall_ms=verdict.waited_s * 1e3,
+                status="ok",
+                task=verdict.task_name,
+                waits=True,
+                verdict=verdict,
+            )
+            self._on_event(event)
 
     # --- the operations -----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from dataplane_core.spec.forms import Seconds, fits
 from dataplane_core.spec.hooks import CONTRACT_VERSION, DataPlaneSpec, hookimpl
 from dataplane_core.spec.replies import (
     AnnounceReply,
+    Answer,
     CallInfo,
     Claim,
     ClearReply,
@@ -28,6 +29,7 @@ from dataplane_core.spec.replies import (
     UnitInfo,
     UnitList,
     WireBatch,
+    WorkInfo,
 )
 from dataplane_core.spec.requests import (
     AckRequest,
@@ -51,6 +53,7 @@ from dataplane_core.spec.requests import (
     NackRequest,
     PartitionRequest,
     PutRequest,
+    Question,
     RegisterRequest,
     RenewRequest,
     Request,
@@ -80,6 +83,7 @@ __all__ = [
     "AckRequest",
     "AnnounceReply",
     "AnnounceRequest",
+    "Answer",
     "Bell",
     "CallInfo",
     "Capability",
@@ -114,6 +118,7 @@ __all__ = [
     "PartitionState",
     "PutReply",
     "PutRequest",
+    "Question",
     "RegisterRequest",
     "RenewRequest",
     "Request",
@@ -134,6 +139,7 @@ __all__ = [
     "WireBatch",
     "WireColumn",
     "WireFormat",
+    "WorkInfo",
     "check_tag_filter",
     "check_tags",
     "check_text",

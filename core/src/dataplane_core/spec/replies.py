@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from dataplane_core.errors import LeaseHolder, Shortfall, printable
@@ -195,6 +195,37 @@ class CallInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkInfo:
+    """What a client does again and again: puts of certain fields, claims for a task, or clears.
+
+    Attributes:
+        operation: ``put_samples``, ``claim_meta`` or ``clear_samples``.
+        partition_id: The partition.
+        task_name: The task that it claims for, or empty.
+        fields: What it puts, or what its claims require.
+        tag_filter: That of its last claim, in full form.
+        batch_size: That of its last claim.
+        num_samples: Samples that it put, was given or cleared in all. A clear of all counts as none.
+        began_s: Seconds since it began the last of these operations, as of the announcement.
+        ended_s: Seconds since the last one that put, gave or cleared samples. None: there was none.
+        longest_gap_s: The longest time between two of these.
+        waits_s: Seconds for which a claim has waited that is under way. None: none waits.
+    """
+
+    operation: str
+    partition_id: str
+    task_name: str = ""
+    fields: Sequence[str] = ()
+    tag_filter: Mapping[str, tuple[str, Any]] | None = None
+    batch_size: int = 0
+    num_samples: int = 0
+    began_s: float = 0.0
+    ended_s: float | None = None
+    longest_gap_s: float = 0.0
+    waits_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClientInfo:
     """A client of a store, as it announced itself.
 
@@ -208,6 +239,11 @@ class ClientInfo:
         calls: Those that began first, the first one first.
         heard_s: Seconds since it was announced.
         metrics_address: ``host:port`` where its process serves metrics, or empty.
+        period_s: Seconds until it announces itself again, as of the announcement.
+        work: What it did last in the partitions that it used last.
+        state: ``open``; ``closed``; or ``silent``: it did not announce itself for longer than it should, so that its
+            process is dead, stopped or cut off. The store sets it. On the host of such a process, `list_clients` knows
+            more: it is ``stopped``, or ``gone``.
     """
 
     client_id: str
@@ -219,6 +255,9 @@ class ClientInfo:
     calls: Sequence[CallInfo] = ()
     heard_s: float = 0.0
     metrics_address: str = ""
+    period_s: float = 0.0
+    work: Sequence[WorkInfo] = ()
+    state: Literal["open", "closed", "silent", "stopped", "gone"] = "open"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +273,7 @@ class AnnounceReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientList:
-    """The clients that were announced and whose time is not over, in any order."""
+    """The clients that were announced and whose time is not over, and others if they were asked for, in any order."""
 
     clients: Sequence[ClientInfo]
 
@@ -306,6 +345,19 @@ class TaskDescription:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a claim would find.
+
+    Attributes:
+        num_ready: Samples that it could be given now.
+        shortfall: Why it could not be given the others, if that was asked for.
+    """
+
+    num_ready: int
+    shortfall: Shortfall | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionDescription:
     """What a partition holds.
 
@@ -317,6 +369,8 @@ class PartitionDescription:
         held_bytes: Payload bytes of the samples that it holds, as counted for ``capacity_bytes``.
         oldest_s: Seconds since the first write of the oldest sample that it holds, or None if it holds none.
         tasks: Task -> what it was given.
+        num_rows: Field -> how many of the samples have it, for each field that was written.
+        answers: One per question of the request. None: there is no such task.
     """
 
     info: PartitionInfo
@@ -326,6 +380,8 @@ class PartitionDescription:
     held_bytes: int
     oldest_s: float | None
     tasks: Mapping[str, TaskDescription]
+    num_rows: Mapping[str, int] = field(default_factory=dict)
+    answers: Sequence[Answer | None] = ()
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the tasks and the fields as tables."""

@@ -361,12 +361,34 @@ class ListPartitionsRequest(Request, Command[PartitionList]):
     reads = True
 
 
+@dataclass(slots=True, kw_only=True)
+class Question:
+    """What a claim would find. It is given nothing.
+
+    Attributes:
+        task_name: As of `ClaimRequest`, like the next two.
+        required_fields: Fields that must be produced.
+        tag_filter: Full-form predicate on tags, or None.
+        explain: Whether to find the shortfall too, for which all samples are looked at.
+    """
+
+    task_name: str
+    required_fields: list[str]
+    tag_filter: dict[str, tuple[str, Any]] | None = None
+    explain: bool = False
+
+
 @dataclass(slots=True)
 class InspectRequest(PartitionRequest, Command[PartitionDescription]):
-    """Count what a partition holds."""
+    """Count what a partition holds.
+
+    Attributes:
+        questions: What else to answer.
+    """
 
     op = "inspect"
     reads = True
+    questions: list[Question] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -420,10 +442,15 @@ class AnnounceRequest(Request, Command[AnnounceReply]):
 
 @dataclass(slots=True)
 class ListClientsRequest(Request, Command[ClientList]):
-    """List the clients that use the store."""
+    """List the clients that use the store.
+
+    Attributes:
+        ended: Whether to list also those that closed, or were not heard of, in the last ten minutes.
+    """
 
     op = "list_clients"
     reads = True
+    ended: bool = False
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import logging
 import struct
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -26,11 +26,13 @@ from dataplane_core.errors import (
     InvalidRequestError,
     OperationTimeoutError,
     UnknownPartitionError,
+    UnknownTaskError,
 )
 from dataplane_core.host_memory import check_capacity
 from dataplane_core.spec import (
     AnnounceReply,
     AnnounceRequest,
+    Answer,
     Capability,
     ClearReply,
     ClearRequest,
@@ -46,6 +48,7 @@ from dataplane_core.spec import (
     PartitionInfo,
     PartitionList,
     PartitionState,
+    Question,
     RegisterRequest,
     Scope,
     SetCursorRequest,
@@ -54,7 +57,7 @@ from dataplane_core.spec import (
     WireFormat,
 )
 from dataplane_redis._acknowledged import Acknowledged, Acknowledgements
-from dataplane_redis._claims import Claims, holder_of
+from dataplane_redis._claims import Claims, holder_of, question_of
 from dataplane_redis._link import Link
 from dataplane_redis._payload import NUM_BUCKETS, Payload
 from dataplane_redis._puts import Puts
@@ -288,7 +291,30 @@ class RedisBackend(Puts, Reads, Claims):
             held_bytes=int(held_bytes),
             oldest_s=float(oldest_s) if oldest_s else None,
             tasks=described,
+            num_rows=self._count_rows(what, request, [text_of(name) for name, spec in tuples_of(specs, 2) if spec]),
+            answers=[self._answer(what, request, each) for each in request.questions],
         )
+
+    def _count_rows(self, what: str, request: InspectRequest, fields: Sequence[str]) -> dict[str, int]:
+        """How many samples have each field, counted in parts."""
+        counts, epoch, seq = dict.fromkeys(fields, 0), b"", b"0"
+        while seq:
+            asked: dict[str, Any] = {"name": request.partition_id, "epoch": epoch, "seq": seq, "most": _LIST_ROWS}
+            reply = self._session.run(what, request.deadline, "fields", **asked)
+            if reply[0] == b"changed":
+                counts, epoch, seq = dict.fromkeys(fields, 0), b"", b"0"
+                continue
+            _, epoch, seq, some = reply
+            for name, count in tuples_of(some, 2):
+                counts[text_of(name)] = counts.get(text_of(name), 0) + int(count)
+        return counts
+
+    def _answer(self, what: str, request: InspectRequest, asked: Question) -> Answer | None:
+        """What a claim would find. None: there is no such task. Counts the ready samples as the shortfall does."""
+        with contextlib.suppress(UnknownTaskError):
+            num_ready, shortfall = self._explain(what, request.deadline, question_of(request.partition_id, asked))
+            return Answer(num_ready=num_ready, shortfall=shortfall if asked.explain else None)
+        return None
 
     # --- clients ------------------------------------------------------------------------------------------------------
 
@@ -306,9 +332,13 @@ class RedisBackend(Puts, Reads, Claims):
     def list_clients(self, request: ListClientsRequest) -> ClientList:
         """Lists the clients."""
         reply = self._session.run("list_clients()", request.deadline, "clients")
-        return ClientList(
-            clients=[_read_as(ClientInfo, text, heard_s=float(heard_s)) for text, heard_s in tuples_of(reply[1:], 2)]
-        )
+        clients = []
+        for text, heard, ttl in tuples_of(reply[1:], 3):
+            heard_s, ttl_s = float(heard), float(ttl)
+            state = "closed" if ttl_s <= 0 else "open" if heard_s < ttl_s else "silent"
+            if state == "open" or request.ended:
+                clients.append(_read_as(ClientInfo, text, heard_s=heard_s, state=state))
+        return ClientList(clients=clients)
 
     # --- cursors ------------------------------------------------------------------------------------------------------
 

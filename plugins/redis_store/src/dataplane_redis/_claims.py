@@ -93,13 +93,7 @@ class Claims(Backend):
             return Claim(version=request.since, ask_again_s=self._pause_of(request, request.since))
         if counts:
             self._count_at = now + _COUNT_AGAIN_S
-        question = Question(
-            name=request.partition_id,
-            task_name=request.task_name,
-            batch_size=request.batch_size,
-            required=pack_strings(sorted(set(request.required_fields))),
-            filter=pack_value(sorted(pack_filter(request.tag_filter))) if request.tag_filter else b"",
-        )
+        question = question_of(request.partition_id, request, request.batch_size)
         asks = question._asdict() | {
             "all_or_nothing": int(request.all_or_nothing),
             "lease_s": -1 if request.lease_s is None else request.lease_s,
@@ -197,19 +191,24 @@ class Claims(Backend):
         comes first, what was counted so far."""
         if not request.explain:
             return Claim(version=version, ask_again_s=ask_again_s)
-        reply = self._shortfall(what, request.deadline, question)
-        _, num_ready, num_leased, leased, num_passed, num_incomplete, groups, num_lacking, cells = reply
-        shortfall = Shortfall(
+        num_ready, shortfall = self._explain(what, request.deadline, question)
+        num_ready = min(num_ready, request.batch_size)
+        return Claim(num_ready=num_ready, shortfall=shortfall, version=version, ask_again_s=ask_again_s)
+
+    def _explain(self, what: str, deadline: float, question: Question) -> tuple[int, Shortfall]:
+        """How many samples are ready for a question, and why the others are not."""
+        reply = self._shortfall(what, deadline, question)
+        _, num_ready, num_leased, leased, num_passed, passed, num_incomplete, groups, num_lacking, cells = reply
+        return int(num_ready), Shortfall(
             num_leased=int(num_leased),
             leased=tuple(holder_of(*each) for each in leased),
             num_not_matching=int(num_passed),
+            not_matching=tuple(map(text_of, passed)),
             num_incomplete=int(num_incomplete),
             incomplete_groups={text_of(group): int(count) for group, count in groups},
             num_lacking=int(num_lacking),
             missing_cells={text_of(each[0]): tuple(map(text_of, each[1:])) for each in cells},
         )
-        num_ready = min(int(num_ready), request.batch_size)
-        return Claim(num_ready=num_ready, shortfall=shortfall, version=version, ask_again_s=ask_again_s)
 
     def _shortfall(self, what: str, deadline: float, question: Question, whose: bytes = b"") -> Any:
         """The reply of the script ``shortfall``, run until it has looked at all rows or the deadline comes."""
@@ -300,6 +299,17 @@ class Claims(Backend):
             while reply[0] == b"ok" and reply[1]:  # else the partition is gone, or has no such task now
                 reply = run("finish")
         return SettleReply(num_samples=len(request.sample_ids))
+
+
+def question_of(partition_id: str, asked: Any, batch_size: int = 0) -> Question:
+    """The question of a claim, or of an object with the same attributes."""
+    return Question(
+        name=partition_id,
+        task_name=asked.task_name,
+        batch_size=batch_size,
+        required=pack_strings(sorted(set(asked.required_fields))),
+        filter=pack_value(sorted(pack_filter(asked.tag_filter))) if asked.tag_filter else b"",
+    )
 
 
 def holder_of(sample_id: bytes, holder: bytes, left_s: bytes, held_s: bytes | None = None) -> LeaseHolder:

@@ -33,7 +33,7 @@ from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec, TagValue
 
 #: The version of keys and scripts. A client refuses an instance of another version.
-STORE_VERSION: Final = 9
+STORE_VERSION: Final = 10
 
 #: The files with definitions. A definition uses only those before it.
 _LIBRARIES: Final = ("common", "leases", "line", "filter", "waiting", "question", "wakes", "unknown", "adding", "drop")
@@ -41,7 +41,7 @@ _LIBRARIES: Final = ("common", "leases", "line", "filter", "waiting", "question"
 _FIRST: Final = "INSTANCE"
 #: Scripts that write nothing.
 _NO_WRITES: Final = frozenset(
-    {"describe", "partitions", "locate", "list", "consumed", "inspect", "consumed_ids", "clients"}
+    {"describe", "partitions", "locate", "list", "consumed", "inspect", "fields", "consumed_ids", "clients"}
 )
 
 #: Puts and reads of at most so many bytes and rows are sent inside their script, in one round trip.

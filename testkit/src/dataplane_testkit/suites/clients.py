@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.spec import CallInfo, Capability, ClientInfo, Scope
+from dataplane_core.spec import CallInfo, Capability, ClientInfo, Scope, WorkInfo
 from dataplane_testkit._base import Suite
 from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._marks import proves
@@ -61,7 +61,7 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
             (found,) = (each for each in listed if each.client_id == mine.client_id)
             assert 0.0 <= found.heard_s < 600.0
             assert list(found.calls) == calls
-            assert replace(found, heard_s=0.0, calls=calls) == mine
+            assert replace(found, heard_s=0.0, calls=calls, work=()) == mine
         _end(store, mine, other)
 
     def test_the_number_of_clients_is_replied(self, store: Store) -> None:
@@ -114,6 +114,41 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
         eventually(lambda: silent.client_id not in listed(), what="the end of a silent client")
         assert other.client_id in listed()
         _end(store, other)
+
+    def test_clients_that_ended_are_listed_if_asked_for(self, store: Store) -> None:
+        """Contract: "With ended, it also lists those that closed, or were not heard of for too long, in the last ten
+        minutes; their state says which."
+
+        Check first: ListClientsRequest.ended, and ClientInfo.state, which the store sets. A client that ended must not
+        count in AnnounceReply.num_clients, and is listed as open again if it announces itself again.
+        """
+        work = [
+            WorkInfo(operation="put_samples", partition_id="p", fields=["x", "y"], num_samples=8, ended_s=0.5),
+            WorkInfo(
+                operation="claim_meta", partition_id="p", task_name="t", tag_filter={"v": (">=", 7)}, waits_s=1.25
+            ),
+        ]
+        closed, silent, back, other = _client(), replace(_client(), work=work), _client(), _client()
+        for each, ttl_s in ((closed, 600.0), (closed, 0.0), (silent, 0.3), (back, 0.0), (other, 600.0), (back, 600.0)):
+            store.hooks.announce(each, ttl_s)
+        made = {each.client_id for each in (closed, silent, back, other)}
+
+        def states() -> dict[str, str]:
+            return {each.client_id: each.state for each in store.hooks.clients(ended=True) if each.client_id in made}
+
+        expected = {
+            closed.client_id: "closed",
+            silent.client_id: "silent",
+            back.client_id: "open",
+            other.client_id: "open",
+        }
+        eventually(lambda: states() == expected, what="a client that is silent")
+        (found,) = (each for each in store.hooks.clients(ended=True) if each.client_id == silent.client_id)
+        assert [replace(each, fields=list(each.fields)) for each in found.work] == [
+            replace(each, fields=list(each.fields)) for each in work
+        ]
+        assert made.intersection(each.client_id for each in store.hooks.clients()) == {back.client_id, other.client_id}
+        _end(store, back, other)
 
     @proves(Capability.CLIENTS, Capability.CLAIMS)
     def test_a_client_announces_itself(self, store: Store) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dataplane_core.errors import LeaseHolder
-from dataplane_core.spec import Capability, FieldSpec, this_process
+from dataplane_core.spec import Capability, FieldSpec, Question, this_process
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, ids, jagged
 from dataplane_testkit._marks import proves
@@ -138,6 +138,47 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
         assert specs["x"] == FieldSpec("tensor", "float32", 2, (2,))
         assert specs["s"].rank == 0
         assert specs["o"].kind == "object"
+
+    def test_describe_counts_the_samples_that_have_a_field(self, store: Store) -> None:
+        """Contract: "for each of these fields, how many of the samples have it"
+
+        Check first: PartitionDescription.num_rows. Cells that were overwritten count once, and those of cleared samples
+        do not count.
+        """
+        partition = store.filled(5, "x", "y")
+        store.put(partition, ids(3), y=torch.zeros(3))
+        assert store.client.describe(partition).num_rows == {"x": 5, "y": 3}
+        if store.declares(Capability.OVERWRITE):
+            store.put(partition, ids(2), y=torch.zeros(2))
+            assert store.client.describe(partition).num_rows == {"x": 5, "y": 3}
+        store.client.clear_samples(ids(4)[1:], partition)
+        assert store.client.describe(partition).num_rows == {"x": 2, "y": 1}
+        store.client.clear_samples(ids(5), partition)
+        assert store.client.describe(partition).num_rows == {"x": 0, "y": 0}
+
+    @proves(Capability.LISTING, Capability.CLAIMS, Capability.TAG_FILTERS)
+    def test_questions_are_answered(self, store: Store) -> None:
+        """Contract: "what a claim would find: how many samples are ready for it and, if asked, its shortfall"
+
+        Check first: InspectRequest.questions, which are answered in order, and None for a task that is not there.
+        Nothing may be handed out.
+        """
+        partition = store.filled(5, "x", "y", tags=[{"v": number} for number in range(5)], tasks=["train"])
+        store.put(partition, ids(3), y=torch.zeros(3))
+        newest = {"v": (">=", 3)}
+        plain, both, filtered, unknown = store.hooks.answers(
+            partition,
+            Question(task_name="train", required_fields=["x"]),
+            Question(task_name="train", required_fields=["x", "y"], explain=True),
+            Question(task_name="train", required_fields=[], tag_filter=newest, explain=True),
+            Question(task_name="nobody", required_fields=["x"]),
+        )
+        assert (plain.num_ready, plain.shortfall, unknown) == (5, None, None)
+        assert (both.num_ready, both.shortfall.num_lacking) == (3, 2)
+        assert both.shortfall.missing_cells == {ids(5)[3]: ("y",), ids(5)[4]: ("y",)}
+        assert (filtered.num_ready, filtered.shortfall.num_not_matching) == (2, 3)
+        assert list(filtered.shortfall.not_matching) == [ids(5)[2], ids(5)[1], ids(5)[0]]
+        assert store.claim(partition, 3, "x", "y", task="train").size == 3
 
     @proves(Capability.LISTING, Capability.CLAIMS)
     def test_describe_counts_per_task(self, store: Store) -> None:

@@ -11,8 +11,8 @@
 --   base:parts           hash: partition -> its epoch
 --   base:pending         zset: puts begun and not committed, by the time when they count as abandoned
 --   base:marks           hash: caller -> the number of its last call that acknowledged something, see below
---   base:clients         hash: client -> "<time>:<its announcement>"
---   base:announced       zset: these clients, by the time until when they are listed
+--   base:clients         hash: client -> "<time>:<seconds for which it is listed>:<its announcement>"
+--   base:announced       zset: these clients, by the time until when they are kept, see announce.lua
 --   base:waiters         zset: clients with claims that wait, by the time until when they count
 --   base:line, waiting, freed   puts that wait for room, see line.lua
 --   base:why:<digest>    the shortfall of a claim that timed out, kept for a short time, see shortfall.lua

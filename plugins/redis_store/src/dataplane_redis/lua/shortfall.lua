@@ -2,9 +2,10 @@
 -- whose (count it is, "": that of all who ask the same)}. Finds why a claim gets no more samples, as
 -- dataplane_core.errors.Shortfall describes it. Looks at about that many rows per call. Replies {"again", ...} with the
 -- counts so far, or {"ok", ...} at the end: ready rows, leased rows, {{id, holder, seconds left}, ...} of the first, rows
--- that do not match the filter, rows in incomplete groups, {{group, members}, ...} of the first, rows that lack fields,
--- {{id, field, ...}, ...} of the first. Claims that ask the same share one count, and a count that took several calls
--- is kept for a short time. So if many claims time out at once, the rows are looked at only once.
+-- that do not match the filter, {id, ...} of the last of these, rows in incomplete groups, {{group, members}, ...} of the
+-- first, rows that lack fields, {{id, field, ...}, ...} of the first. Claims that ask the same share one count, and a
+-- count that took several calls is kept for a short time. So if many claims time out at once, the rows are looked at only
+-- once.
 -- Milliseconds for which an unfinished count is kept, and the most for which a finished one is reused: one for each so
 -- many rows that it looked at.
 local KEEP_MS, ROWS_PER_MS = 2000, 20
@@ -14,7 +15,7 @@ if not P then return unknown_partition() end
 if not task then return unknown_task(P) end
 local fields, held_key = strings_of(required), P.at .. 'h:' .. task
 local conditions = filter ~= '' and cmsgpack.unpack(filter)
-local S = {at = '0', ready = 0, leased = 0, first = {}, passed = 0, incomplete = 0, groups = {}, lost = {},
+local S = {at = '0', ready = 0, leased = 0, first = {}, passed = 0, last = {}, incomplete = 0, groups = {}, lost = {},
   lacking = 0, cells = {}, rows = 0}
 local question = P.epoch .. '|' .. task .. '|' .. #required .. '|' .. required .. filter .. whose
 local kept_at = BASE .. ':why:' .. redis.sha1hex(question)
@@ -67,12 +68,16 @@ local function note_cells(id, lacking)
   if #S.cells < NAMED then S.cells[#S.cells + 1] = {id, unpack(lacking)} end
 end
 
+-- Keeps the last units that do not match: one id of each.
+local function note_passed(seq, id) keep_first(S.last, {-seq, id}, 1) end
+
 -- Called when all rows of a group that lost a member were seen.
 local function end_lost(found)
   local seq, group, count, free, passed = unpack(found)
   S.lost[group] = nil
   if passed == 1 then
     S.passed = S.passed + free
+    if free > 0 then note_passed(seq, found[7]) end
   elseif free > 0 then
     S.incomplete = S.incomplete + free
     keep_first(S.groups, {seq, group, count}, 1)
@@ -85,18 +90,20 @@ local function look_at_lost(id, group)
   S.lost[group.name] = found
   if not is_held(id, call('HGET', held_key, id)) then found[4] = found[4] + 1 end
   if conditions and not matches(call('HGET', P.at .. 't', id), conditions) then found[5] = 1 end
-  found[6] = found[6] + 1
+  found[6], found[7] = found[6] + 1, id
   if found[6] >= group.count then end_lost(found) end
 end
 
 -- Rows without groups.
-local function look_at_rows(ids)
+local function look_at_rows(ids, seqs)
   local free = free_of(ids)
   local rest = free
   if conditions then
     rest = {}
+    local places = {}
+    for i, id in ipairs(ids) do places[id] = tonumber(seqs[i]) end
     for i, packed in ipairs(hmget(P.at .. 't', free)) do
-      if matches(packed, conditions) then rest[#rest + 1] = free[i] end
+      if matches(packed, conditions) then rest[#rest + 1] = free[i] else note_passed(places[free[i]], free[i]) end
     end
     S.passed = S.passed + #free - #rest
   end
@@ -119,6 +126,7 @@ local function look_at_group(ids, group)
     for _, packed in ipairs(hmget(P.at .. 't', ids)) do
       if not matches(packed, conditions) then
         S.passed = S.passed + #free
+        note_passed(group.seq, ids[#ids])
         return
       end
     end
@@ -148,7 +156,7 @@ while not done and budget > 0 do
   local ids, seqs = members_after(P.at .. 'o', S.at, count)
   local names = {}
   if not P.group then
-    look_at_rows(ids)
+    look_at_rows(ids, seqs)
   else  -- a group is looked at with its first row, which has the group's seq
     local heads = load_heads(P, distinct_groups(ids))
     for i, id in ipairs(ids) do
@@ -187,4 +195,6 @@ local leased, time = {}, now()
 for _, each in ipairs(S.first) do
   leased[#leased + 1] = {each[1], each[2], string.format('%.6f', math.max(0, each[3] - time))}
 end
-return {done and 'ok' or 'again', S.ready, S.leased, leased, S.passed, S.incomplete, groups, S.lacking, S.cells}
+local passed = {}
+for _, each in ipairs(S.last) do passed[#passed + 1] = each[2] end
+return {done and 'ok' or 'again', S.ready, S.leased, leased, S.passed, passed, S.incomplete, groups, S.lacking, S.cells}

@@ -1,0 +1,494 @@
+"""Why a task gets no samples: from what the store knows to one cause, with names. Pure; `DataPlaneClient.why` asks.
+
+A *fault* is what no waiting mends: a process that is gone, a filter that nothing passes. A task that waits for a
+producer which is alive and works is not starved, however slow that is. What may be slow or may be a fault, such as a
+group that is short of a sample, counts as a fault after five times ``patience_s``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeAlias
+
+from dataplane_core.errors import Cause, LeaseHolder, Shortfall, Verdict, preview
+from dataplane_core.spec import Answer, ClientInfo, PartitionDescription, WorkInfo
+
+#: A client with something that it does.
+_Worker: TypeAlias = tuple[ClientInfo, WorkInfo]
+
+#: Seconds after which a put that has not ended counts as one that waits for room, if the store is at least half full.
+_ROOM_S: Final = 3.0
+#: A producer that was quiet for so many times its longest pause so far is silent, unless the patience is longer. What
+#: may be slow or a fault is a fault after so many times the patience.
+_PAUSES: Final = 5.0
+#: Operations that wait for other clients.
+_WAITING: Final = ("claim_meta", "put_samples")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of a store.
+
+    Attributes:
+        partitions: Partition -> what it holds.
+        answers: Partition and task -> what the claim that `question_of` finds would be given.
+        clients: Those that announced themselves, also if they ended. Empty if the backend does not list them.
+        tags: Partition and sample -> its tags, of those that a shortfall names.
+        members: Partition and group -> the members that are there, of those that a shortfall names.
+        held_bytes: Payload of all partitions. 0 if that was not asked for.
+        capacity_bytes: How many the store may hold, or None.
+        patience_s: See above.
+    """
+
+    partitions: Mapping[str, PartitionDescription]
+    answers: Mapping[tuple[str, str], Answer | None] = field(default_factory=dict)
+    clients: Sequence[ClientInfo] = ()
+    tags: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
+    members: Mapping[tuple[str, str], Sequence[str]] = field(default_factory=dict)
+    held_bytes: int = 0
+    capacity_bytes: int | None = None
+    patience_s: float = 60.0
+
+
+def question_of(clients: Iterable[ClientInfo], partition_id: str, task_name: str) -> WorkInfo | None:
+    """What the clients of a task claim now, or claimed last. None: nobody has claimed for it."""
+    asked = [work for _, work in _workers(clients, "claim_meta", partition_id) if work.task_name == task_name]
+    # claims without fields look after old samples, and are no stage's own
+    return min(asked, key=lambda each: (each.waits_s is None, not each.fields, each.began_s), default=None)
+
+
+def room_is_wanted(clients: Iterable[ClientInfo]) -> bool:
+    """Whether a put may wait for room."""
+    return any(_call_of(each, "put_samples", _ROOM_S) is not None for each in clients if each.state == "open")
+
+
+def judge(facts: Facts, partition_id: str, task_name: str) -> Verdict:
+    """How a task fares. Raises `KeyError` if the partition has no such task."""
+    return _Judge(facts).of_task(partition_id, task_name, ())
+
+
+def _workers(clients: Iterable[ClientInfo], operation: str, partition_id: str | None = None) -> list[_Worker]:
+    return [
+        (client, work)
+        for client in clients
+        for work in client.work
+        if work.operation == operation and partition_id in (None, work.partition_id)
+    ]
+
+
+def _call_of(client: ClientInfo, operation: str | None, least_s: float) -> float | None:
+    """The seconds for which a client has had an operation under way, if they are so many. None stands for all that do
+    not wait for others."""
+    for call in client.calls:
+        wanted = call.operation == operation if operation else call.operation not in _WAITING
+        if wanted and call.running_s + client.heard_s >= least_s:
+            return call.running_s + client.heard_s
+    return None
+
+
+def _ago_s(worker: _Worker) -> float | None:
+    """Seconds since a client last put samples, or was given some."""
+    client, work = worker
+    return None if work.ended_s is None else work.ended_s + client.heard_s
+
+
+def process_of(client: ClientInfo) -> str:
+    """A client's process, for messages: ``process 4711 on host-a (reward)``."""
+    return f"process {client.pid} on {client.host} ({client.role})"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f} s" if value < 600 else f"{value / 60:.0f} min"
+
+
+def _count(number: int, what: str = "sample") -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _meant(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant by an unknown one. Not one that differs in a number only."""
+    near = difflib.get_close_matches(name, set(known), n=1, cutoff=0.75)
+    is_other = bool(near) and near[0] != name and re.sub(r"\d+", "", near[0]) != re.sub(r"\d+", "", name)
+    return near[0] if is_other else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reason:
+    """What may keep a task waiting."""
+
+    cause: Cause
+    text: str
+    is_fault: bool
+    culprit: str = ""
+
+
+class _Judge:
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+
+    # --- one task -----------------------------------------------------------------------------------------------------
+
+    def of_task(self, partition_id: str, task_name: str, path: tuple[tuple[str, str], ...]) -> Verdict:
+        """Judges a task. ``path``: the tasks that wait for it, which are not judged again."""
+        found = self._facts.partitions[partition_id]
+        counts = found.tasks[task_name]
+        backlog = found.num_samples - counts.num_consumed
+        answer = self._facts.answers.get((partition_id, task_name))
+        verdict = Verdict(
+            partition_id=partition_id,
+            task_name=task_name,
+            state="moves",
+            backlog=backlog,
+            num_ready=counts.num_ready if answer is None else answer.num_ready,
+        )
+        if self._is_complete(found) and backlog == 0:
+            return replace(verdict, state="done", text="It was given all samples that were to come.")
+        claimers = [each for each in self._claimers(partition_id, task_name) if each[1].fields or each[1].waits_s]
+        if not claimers:
+            return self._unclaimed(verdict)
+        alive = [each for each in claimers if each[0].state == "open"]
+        if not alive:
+            return self._abandoned(verdict, claimers)
+        waiting = [each for each in alive if each[1].waits_s is not None]
+        if not waiting or answer is None or answer.shortfall is None:
+            return self._works(verdict, alive)
+        # heard of a while ago: the claim that waited then waits no longer if it was given samples since
+        given_s = min((ago_s for each in alive if (ago_s := _ago_s(each)) is not None), default=None)
+        waited_s = max(work.waits_s + client.heard_s for client, work in waiting if work.waits_s is not None)
+        waited_s = waited_s if given_s is None else min(waited_s, given_s)
+        wanted = max(work.batch_size for _, work in waiting)
+        if answer.num_ready >= wanted:
+            text = f"{_count(answer.num_ready)} of {wanted} are ready: its claim is answered now."
+            return replace(verdict, text=text)
+        reason = self._why(verdict, alive, answer.shortfall, wanted, waited_s, (*path, (partition_id, task_name)))
+        return replace(
+            verdict,
+            state="starved" if reason.is_fault else "waits",
+            cause=reason.cause,
+            waited_s=waited_s,
+            culprit=reason.culprit,
+            text=f"It has {answer.num_ready} of {wanted} samples. {reason.text}",
+        )
+
+    def _unclaimed(self, verdict: Verdict) -> Verdict:
+        """Nobody has claimed for the task."""
+        others = self._workers("claim_meta", verdict.partition_id)
+        near = _meant(verdict.task_name, (work.task_name for _, work in others))
+        waited_s = self._facts.partitions[verdict.partition_id].oldest_s or 0.0
+        if near is None or waited_s < self._facts.patience_s:
+            return replace(verdict, state="idle", cause="unclaimed", text="Nobody has claimed for it so far.")
+        claimer = next(client for client, work in others if work.task_name == near)
+        return replace(
+            verdict,
+            state="starved",
+            cause="name",
+            culprit=process_of(claimer),
+            waited_s=waited_s,
+            text=f"Nobody has claimed for it, but {process_of(claimer)} claims for '{near}'. Is that a typing error?",
+        )
+
+    def _abandoned(self, verdict: Verdict, claimers: Sequence[_Worker]) -> Verdict:
+        """All that claimed for the task have ended."""
+        last, fate, told = self._ended(claimers)
+        if fate == "closed" and not verdict.backlog:
+            return replace(verdict, state="idle", text=f"Nobody claims for it now: {told}")
+        return replace(
+            verdict,
+            state="starved",
+            cause=fate,
+            culprit=process_of(last),
+            waited_s=last.heard_s,
+            text=f"{_count(verdict.backlog)} of it are left, and nobody claims them: {told}",
+        )
+
+    def _works(self, verdict: Verdict, alive: Sequence[_Worker]) -> Verdict:
+        """Its clients are alive, and do not wait."""
+        for client, _ in alive:
+            stuck_s = _call_of(client, None, self._facts.patience_s)
+            if stuck_s is not None:
+                return replace(verdict, state="starved", waited_s=stuck_s, **self._stuck(client, stuck_s))
+        last = min(alive, key=lambda each: each[1].began_s + each[0].heard_s)
+        since_s = _ago_s(last)
+        given = "was given none yet" if since_s is None else f"was last given samples {_seconds(since_s)} ago"
+        return replace(verdict, text=f"{process_of(last[0])} works on it, and {given}.")
+
+    # --- why a claim waits --------------------------------------------------------------------------------------------
+
+    def _why(
+        self,
+        verdict: Verdict,
+        alive: Sequence[_Worker],
+        shortfall: Shortfall,
+        wanted: int,
+        waited_s: float,
+        path: tuple[tuple[str, str], ...],
+    ) -> _Reason:
+        """The one reason why a claim waits: the first fault, else the first that there is."""
+        partition_id = verdict.partition_id
+        is_late = self._is_late(waited_s)
+        reasons: list[_Reason] = []
+        coming = verdict.num_ready  # what the claim can count on if others do their work
+        if shortfall.num_leased:
+            reasons.append(self._leased(shortfall))
+            coming += 0 if reasons[-1].is_fault else shortfall.num_leased
+        if shortfall.num_lacking or shortfall.missing_cells:
+            reasons.append(self._lacking(partition_id, shortfall, is_late, path))
+            coming += shortfall.num_lacking
+        if coming < wanted:
+            if shortfall.num_incomplete:
+                reasons.append(self._incomplete(partition_id, shortfall, is_late, path))
+            if shortfall.num_not_matching:
+                reasons.append(self._not_matching(partition_id, alive, shortfall, is_late))
+            reasons.append(self._too_few(partition_id, wanted, waited_s, path))
+        return next((each for each in reasons if each.is_fault), reasons[0])
+
+    def _leased(self, shortfall: Shortfall) -> _Reason:
+        """Others hold samples of the task."""
+        lease: LeaseHolder = shortfall.leased[0] if shortfall.leased else LeaseHolder(sample_id="", holder="", left_s=0)
+        holders = [each for each in self._facts.clients if f"process {each.pid} on {each.host}" == lease.holder]
+        # a process may have several clients, of which some were closed
+        holder = min(holders, key=lambda each: (each.state != "open", each.heard_s), default=None)
+        who = lease.holder or "an unnamed client"
+        held = f"{_count(shortfall.num_leased)} are leased, '{lease.sample_id}' to"
+        if holder is None:
+            return _Reason("leased", f"{held} {who} for another {_seconds(lease.left_s)}.", False, who)
+        name = process_of(holder)
+        text = f"{held} {name} for another {_seconds(lease.left_s)}. {self._told(holder)}"
+        return _Reason("leased", text, holder.state != "open", name)
+
+    def _lacking(
+        self, partition_id: str, shortfall: Shortfall, is_late: bool, path: tuple[tuple[str, str], ...]
+    ) -> _Reason:
+        """Samples lack fields."""
+        sample_id, names = next(iter(shortfall.missing_cells.items()), ("", ()))
+        found = self._facts.partitions[partition_id]
+        reasons = []
+        for name in names:
+            writers = [each for each in self._workers("put_samples") if name in each[1].fields]
+            here = [each for each in writers if each[1].partition_id == partition_id] or writers
+            lacks = f"{_count(shortfall.num_lacking)} lack '{name}', the first one is '{sample_id}'."
+            if here:
+                reason = self._of_producers(here, f"writes '{name}'", partition_id, is_late, path)
+                reasons.append(replace(reason, text=f"{lacks} {reason.text}"))
+                continue
+            near = _meant(name, {*found.specs, *found.info.fields})
+            if near is not None:
+                reasons.append(_Reason("name", f"{lacks} Nobody writes it, but '{near}' is written.", True))
+                continue
+            faulty = self._faulty_task(partition_id, path)
+            told = "" if faulty is None else f" The task '{faulty.task_name}' is starved: {faulty.text}"
+            text = f"{lacks} No client that is known has written it.{told}"
+            reasons.append(
+                _Reason("unwritten", text, is_late)
+                if faulty is None
+                else _Reason(faulty.cause, text, True, faulty.culprit)
+            )
+        if not reasons:
+            return _Reason("unwritten", f"{_count(shortfall.num_lacking)} lack fields that it requires.", is_late)
+        return next((each for each in reasons if each.is_fault), reasons[0])
+
+    def _incomplete(
+        self, partition_id: str, shortfall: Shortfall, is_late: bool, path: tuple[tuple[str, str], ...]
+    ) -> _Reason:
+        """Groups are not whole."""
+        found = self._facts.partitions[partition_id]
+        group, count = next(iter(shortfall.incomplete_groups.items()), ("", 0))
+        size = found.info.grpo_group_size or 1
+        there = self._facts.members.get((partition_id, group), ())
+        absent = [each for each in (f"{group}_g{place}" for place in range(size)) if each not in there]
+        what = f"{_count(shortfall.num_incomplete)} are in groups that are not whole: '{group}' has {count} of {size}"
+        if count >= size:
+            return _Reason("group", f"{what}, and lost one that was cleared. It is never given.", is_late)
+        never = f"{what}. {preview(absent)} {'was' if len(absent) == 1 else 'were'} never put." if there else f"{what}."
+        reason = self._of_producers(self._sources(partition_id), "puts new samples", partition_id, is_late, path)
+        return _Reason("group", f"{never} {reason.text}", reason.is_fault or is_late, reason.culprit)
+
+    def _not_matching(
+        self, partition_id: str, alive: Sequence[_Worker], shortfall: Shortfall, is_late: bool
+    ) -> _Reason:
+        """Samples do not pass the filter."""
+        asked = next((work.tag_filter for _, work in alive if work.tag_filter), None) or {}
+        sample_id = next(iter(shortfall.not_matching), "")
+        tags = self._facts.tags.get((partition_id, sample_id), {})
+        wanted = ", ".join(f"{name} {symbol} {operand!r}" for name, (symbol, operand) in asked.items())
+        has = ", ".join(f"{name} {tags[name]!r}" if name in tags else f"no {name}" for name in asked)
+        newest = f" The newest of them, '{sample_id}', has {has}." if sample_id and has else ""
+        text = f"{_count(shortfall.num_not_matching)} do not pass its filter ({wanted}).{newest}"
+        sources = self._sources(partition_id)
+        is_over = bool(sources) and all(client.state != "open" for client, _ in sources)
+        return _Reason("filter", text, is_late or is_over or self._is_complete(self._facts.partitions[partition_id]))
+
+    def _too_few(
+        self,
+        partition_id: str,
+        wanted: int,
+        waited_s: float,
+        path: tuple[tuple[str, str], ...],
+    ) -> _Reason:
+        """More samples must be put."""
+        is_late = self._is_late(waited_s)
+        found = self._facts.partitions[partition_id]
+        written, expected = found.num_samples + found.num_cleared, found.info.num_samples
+        given = sum(work.num_samples for _, work in self._claimers(partition_id, path[-1][1]) if work.fields)
+        dropped = found.num_cleared - given
+        # only what was cleared while it waits: who was given the others may be forgotten
+        clearers = [
+            each
+            for each in self._workers("clear_samples", partition_id)
+            if (ago_s := _ago_s(each)) is not None and ago_s < waited_s
+        ]
+        if clearers and dropped >= wanted > found.num_samples:
+            last = process_of(min(clearers, key=lambda each: each[1].began_s + each[0].heard_s)[0])
+            text = f"{_count(dropped)} of {written} were cleared by {last} before they were given to it: too old?"
+            return _Reason("evicted", text, is_late, last)
+        sources = self._sources(partition_id)
+        came = f"{written} of {expected} samples came" if expected is not None else f"{_count(written)} came"
+        if not sources:
+            return _Reason("unwritten", f"{came}. No client that is known has put any.", is_late)
+        reason = self._of_producers(sources, "puts new samples", partition_id, is_late, path)
+        if reason.cause == "closed":
+            short = "" if expected is not None else " It did not call finish_partition."
+            return replace(reason, cause="short", text=f"{came}, and no more will. {reason.text}{short}")
+        return replace(reason, text=f"{came}. {reason.text}")
+
+    # --- those who are waited for -------------------------------------------------------------------------------------
+
+    def _of_producers(
+        self, workers: Sequence[_Worker], what: str, partition_id: str, is_late: bool, path: tuple[tuple[str, str], ...]
+    ) -> _Reason:
+        """How those who do something fare."""
+        if not workers:
+            return _Reason("unwritten", f"No client that is known {what}.", is_late)
+        alive = [each for each in workers if each[0].state == "open"]
+        if not alive:
+            last, fate, told = self._ended(workers)
+            return _Reason(fate, f"Nobody {what} now: {told}", True, process_of(last))
+        found = [self._of_producer(each, what, is_late, path) for each in alive]
+        reason = next((each for each in found if not each.is_fault), found[0])
+        dead = [each for each in workers if each[0].state not in ("open", "closed")]
+        if dead and not reason.is_fault:
+            last, fate, told = self._ended(dead)
+            quiet_s = min((ago_s for each in alive if (ago_s := _ago_s(each)) is not None), default=0.0)
+            is_fault = is_late and quiet_s >= self._facts.patience_s
+            cause = fate if is_fault else reason.cause
+            return replace(reason, cause=cause, is_fault=is_fault, text=f"{reason.text} Another one {what}: {told}")
+        return reason
+
+    def _of_producer(self, worker: _Worker, what: str, is_late: bool, path: tuple[tuple[str, str], ...]) -> _Reason:
+        """How a producer that is alive fares."""
+        client, work = worker
+        name = process_of(client)
+        room_s = _call_of(client, "put_samples", _ROOM_S)
+        capacity, held = self._facts.capacity_bytes, self._facts.held_bytes
+        if room_s is not None and capacity is not None and 2 * held >= capacity:
+            return self._full(f"{name} {what}, and waits for room for {_seconds(room_s)}.", is_late, path)
+        for claim in client.work:
+            task = (claim.partition_id, claim.task_name)
+            is_judged = task[0] in self._facts.partitions and task[1] in self._facts.partitions[task[0]].tasks
+            if claim.waits_s is not None and task not in path and is_judged:
+                verdict = self.of_task(*task, path)
+                if verdict.state in ("starved", "waits"):
+                    text = f"{name} {what}, and waits for samples of its task '{task[1]}' itself. {verdict.text}"
+                    return _Reason(verdict.cause, text, verdict.state == "starved", verdict.culprit)
+        stuck_s = _call_of(client, None, self._facts.patience_s) or _call_of(
+            client, "put_samples", self._facts.patience_s
+        )
+        if stuck_s is not None:
+            stuck = self._stuck(client, stuck_s)
+            return _Reason("stuck", f"It {what}. {stuck['text']}", True, name)
+        quiet_s = _ago_s(worker)
+        if quiet_s is None:
+            return _Reason("works", f"{name} {what}, and has not done so yet.", False, name)
+        usual_s = work.longest_gap_s
+        if usual_s and quiet_s >= max(self._facts.patience_s, _PAUSES * usual_s):
+            text = f"{name} {what}. It is alive, but did so {_seconds(quiet_s)} ago; its longest pause was "
+            return _Reason("silent", f"{text}{_seconds(usual_s)}.", True, name)
+        return _Reason("works", f"{name} {what}. It is alive, and last did so {_seconds(quiet_s)} ago.", False, name)
+
+    def _full(self, who: str, is_late: bool, path: tuple[tuple[str, str], ...]) -> _Reason:
+        """The store is full: of which samples?"""
+        full = f"The store is full ({self._facts.held_bytes} of {self._facts.capacity_bytes} bytes). {who}"
+        tasks = [
+            (partition_id, name, found.num_samples - counts.num_consumed)
+            for partition_id, found in self._facts.partitions.items()
+            for name, counts in found.tasks.items()
+        ]
+        faulty = self._faulty_task(None, path)
+        if faulty is not None:
+            text = f"It holds samples that the task '{faulty.task_name}' has not consumed. {faulty.text}"
+            return _Reason("full", f"{full} {text}", True, faulty.culprit)
+        partition_id, name, count = max(tasks, key=lambda each: each[2], default=("", "", 0))
+        if not count:
+            text = f"{full} All tasks have consumed all samples, and nobody clears them."
+            # who was given samples may clear them when its step ends
+            work = [work for each, work in self._workers("claim_meta") if each.state == "open" and work.fields]
+            return _Reason("full", text, is_late and all(each.waits_s is not None for each in work))
+        text = f"{_count(count)} of '{partition_id}' are not consumed by the task '{name}'."
+        is_fault = is_late and ((partition_id, name) in path or not self._claimers(partition_id, name))
+        return _Reason("full", f"{full} {text}", is_fault)
+
+    def _faulty_task(self, partition_id: str | None, path: tuple[tuple[str, str], ...]) -> Verdict | None:
+        """A task that is starved for a reason of its own, of those that hold most samples."""
+        found = []
+        for each, description in self._facts.partitions.items():
+            for name in description.tasks if partition_id in (None, each) else ():
+                if (each, name) not in path:
+                    found.append(self.of_task(each, name, (*path, (each, name))))
+        return max((each for each in found if each.state == "starved"), key=lambda each: each.backlog, default=None)
+
+    def _stuck(self, client: ClientInfo, stuck_s: float) -> dict[str, Any]:
+        call = max(client.calls, key=lambda each: each.running_s)
+        text = f"{process_of(client)} is alive, but has been in {call.operation} for {_seconds(stuck_s)}."
+        return {"cause": "stuck", "culprit": process_of(client), "text": text}
+
+    def _ended(self, workers: Sequence[_Worker]) -> tuple[ClientInfo, Any, str]:
+        """Of those that ended, the last one, its fate, and a sentence."""
+        client, _ = min(workers, key=lambda each: each[0].heard_s)
+        others = len({each.client_id for each, _ in workers}) - 1
+        more = f" So did {_count(others, 'other')}." if others else ""
+        return client, client.state, f"{self._told(client)}{more}"
+
+    def _told(self, client: ClientInfo) -> str:
+        """What became of a client, as a sentence."""
+        ends = {
+            "open": "is alive",
+            "closed": f"closed its client {_seconds(client.heard_s)} ago",
+            "gone": f"is gone; it was last heard of {_seconds(client.heard_s)} ago",
+            "stopped": f"is stopped; it was last heard of {_seconds(client.heard_s)} ago",
+            "silent": f"was last heard of {_seconds(client.heard_s)} ago: it is dead, stopped or cut off",
+        }
+        return f"{process_of(client)} {ends[client.state]}."
+
+    def _is_late(self, waited_s: float) -> bool:
+        """Whether what may be merely slow counts as a fault."""
+        return waited_s >= _PAUSES * self._facts.patience_s
+
+    # --- look-ups -----------------------------------------------------------------------------------------------------
+
+    def _workers(self, operation: str, partition_id: str | None = None) -> list[_Worker]:
+        return _workers(self._facts.clients, operation, partition_id)
+
+    def _claimers(self, partition_id: str, task_name: str) -> list[_Worker]:
+        return [each for each in self._workers("claim_meta", partition_id) if each[1].task_name == task_name]
+
+    def _sources(self, partition_id: str) -> list[_Worker]:
+        """Who puts new samples: those that put the fields which most samples have, and claim none of the partition."""
+        num_rows = self._facts.partitions[partition_id].num_rows
+        most = max(num_rows.values(), default=0)
+        first = {name for name, count in num_rows.items() if count == most}
+        here, others = self._workers("put_samples", partition_id), self._workers("put_samples")
+        claim = {client.client_id for client, _ in self._workers("claim_meta")}
+        tries: Sequence[tuple[Sequence[_Worker], Callable[[_Worker], bool]]] = (
+            (here, lambda each: each[0].client_id not in claim),
+            (here, lambda each: bool(first.intersection(each[1].fields))),
+            (others, lambda each: each[0].client_id not in claim),
+        )
+        return next((some for workers, good in tries if (some := list(filter(good, workers)))), [])
+
+    @staticmethod
+    def _is_complete(found: PartitionDescription) -> bool:
+        expected = found.info.num_samples
+        return expected is not None and found.num_samples + found.num_cleared >= expected

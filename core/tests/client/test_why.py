@@ -1,0 +1,125 @@
+"""Where a client is told why its claim waits: the error, the log, middleware; and `why` over a store of one process."""
+
+import asyncio
+import logging
+import re
+
+import pytest
+
+from dataplane_core import connect, connect_async
+from dataplane_core.errors import ClaimTimeoutError, UnknownPartitionError, UnknownTaskError
+from dataplane_core.middleware import Metrics
+from dataplane_testkit._timing import STARTS_S, Background, eventually
+
+CLAIM = ("p", "train", ["x", "y"], 2)
+
+
+def config(events=None, **more):
+    middleware = [] if events is None else [Metrics(on_event=events.append)]
+    return {"backend": "noop", "warn_after_s": 0.1, "middleware": middleware, "role": "driver", **more}
+
+
+def filled(client):
+    client.register_partition("p", ["x", "y"], None, ["train", "score"])
+    client.put_samples(["a", "b"], "p", {"x": [1.0, 2.0]})
+    return client
+
+
+def told(events):
+    return [each.verdict for each in events if each.verdict is not None]
+
+
+def test_a_claim_that_waits_tells_why_and_again_later(caplog):
+    caplog.set_level(logging.INFO)
+    events = []
+    with connect(config(events)) as client:
+        filled(client)
+        waiting = Background(lambda: client.claim_meta(*CLAIM, timeout_s=600.0))
+        eventually(
+            lambda: [each.state for each in told(events)][-1:] == ["starved"], STARTS_S, "a claim that is starved"
+        )
+        client.put_samples(["a", "b"], "p", {"y": [1.0, 2.0]})
+        assert waiting.result().size == 2
+    first, second, *_, last = told(events)
+    assert (first.state, last.state, last.task_name, last.backlog, last.num_ready) == (
+        "waits",
+        "starved",
+        "train",
+        2,
+        0,
+    )
+    assert "2 samples lack 'y', the first one is 'a'" in last.text
+    assert second.waited_s >= 1.9 * first.waited_s
+    said = [(each.levelno, each.getMessage()) for each in caplog.records]
+    assert said[0][0] == logging.INFO
+    assert said[-1][0] == logging.WARNING
+    assert re.match(r"p / train: starved for \d+ s\. It has 0 of 2 samples\. 2 samples lack 'y'", said[-1][1])
+    assert {each.op for each in events if each.verdict is not None} == {"why"}
+
+
+def test_no_claim_tells_it_if_nobody_wants_to_know(caplog):
+    events = []
+    with connect(config(events, warn_after_s=None)) as client, pytest.raises(ClaimTimeoutError):
+        filled(client).claim_meta(*CLAIM, timeout_s=0.5)
+    assert not told(events)
+    assert not caplog.records
+
+
+def test_an_error_has_the_verdict_if_the_claim_had_waited():
+    with connect(config()) as client:
+        filled(client)
+        with pytest.raises(ClaimTimeoutError, match=r"2 samples lack 'y', the first one is 'a'\. No client") as caught:
+            client.claim_meta(*CLAIM, timeout_s=1.1)
+        assert (caught.value.verdict.cause, caught.value.verdict.waited_s >= 1.0) == ("unwritten", True)
+        with pytest.raises(ClaimTimeoutError) as caught:
+            client.claim_meta(*CLAIM, timeout_s=0.1)
+        assert caught.value.verdict is None
+        (verdict,) = client.why("p", "train")  # nothing waits any longer
+        assert (verdict.state, verdict.backlog, verdict.num_ready) == ("moves", 2, 0)
+
+
+def test_the_asyncio_client_tells_the_same(caplog):
+    caplog.set_level(logging.INFO)
+    events = []
+
+    async def main():
+        async with await connect_async(config(events)) as client:
+            await client.register_partition("p", ["x", "y"], None, ["train"])
+            await client.put_samples(["a", "b"], "p", {"x": [1.0, 2.0]})
+            with pytest.raises(ClaimTimeoutError, match="2 samples lack 'y'") as caught:
+                await client.claim_meta(*CLAIM, timeout_s=1.1)
+            return caught.value.verdict, await client.why("p")
+
+    verdict, (now,) = asyncio.run(main())
+    assert (verdict.cause, now.state) == ("unwritten", "moves")
+    assert told(events)
+    assert caplog.records
+
+
+def test_ready_counts_what_the_task_claims():
+    with connect(config()) as client:
+        filled(client)
+        assert [each.num_ready for each in client.why("p")] == [0, 0]  # all registered fields
+        assert client.claim_meta("p", "score", ["x"], 1).size == 1
+        score = client.why("p", "score")[0]
+        assert (score.state, score.backlog, score.num_ready) == ("moves", 1, 1)
+
+
+def test_names_that_are_not_there():
+    with connect(config()) as client:
+        assert client.why() == []
+        filled(client)
+        with pytest.raises(UnknownTaskError, match="'trainr'"):
+            client.why(task_name="trainr")
+        with pytest.raises(UnknownPartitionError, match="'q'"):
+            client.why("q")
+        assert [each.task_name for each in client.why()] == ["train", "score"]
+
+
+def test_a_verdict_in_an_error_can_be_pickled():
+    import pickle
+
+    with connect(config()) as client, pytest.raises(ClaimTimeoutError) as caught:
+        filled(client).claim_meta(*CLAIM, timeout_s=1.1)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.verdict == caught.value.verdict

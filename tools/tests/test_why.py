@@ -1,0 +1,273 @@
+"""`dataplane why`: incidents of a run, each with real processes. Each must name its culprit, however slow that is."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+
+from dataplane_core import connect
+from dataplane_core.cli import main
+from dataplane_core.config import load_config
+from dataplane_testkit._timing import eventually
+
+#: However busy the machine is.
+SOON_S = 120.0
+
+TRAINER = """
+while True:
+    meta = client.claim_meta("step", "trainer", ["x", "reward"], 4, timeout_s=600.0, lease_s=600.0)
+    client.ack(meta)
+"""
+
+REWARD = """
+while True:
+    meta = client.claim_meta("step", "reward", ["x"], 1, timeout_s=600.0, lease_s=600.0)
+    client.put_samples(meta.sample_ids, "step", {"reward": [1.0] * meta.size})
+    client.ack(meta)
+"""
+
+
+def rollout(count, then="time.sleep(1000)"):
+    """Puts so many samples, each with its reward."""
+    return f"""
+for place in range({count}):
+    client.put_samples([f"s{{place}}"], "step", {{"x": [1.0], "reward": [1.0]}}, tags=[{{"weight_version": place}}])
+{then}
+"""
+
+
+class Run:
+    """A store, and the processes that use it."""
+
+    def __init__(self, python, path, client):
+        self.python, self.path, self.client, self.processes = python, path, client, []
+
+    def start(self, role, code):
+        words = (
+            "import time; from dataplane_core import connect; from dataplane_core.config import load_config\n"
+            f"config = load_config({self.path!r}).model_copy(update={{'role': {role!r}}})\n"
+            f"client = connect(config, bootstrap=False)\nprint('ready', flush=True)\n{code}"
+        )
+        process = self.python.start("-c", words, stdout=subprocess.PIPE, text=True)
+        self.processes.append(process)
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    def is_announced(self, process, operation, num_samples=0, waits=False):
+        """Waits until the store knows what a process has done."""
+
+        def done():
+            work = [each for client in self.client.list_clients() if client.pid == process.pid for each in client.work]
+            return any(
+                each.operation == operation
+                and each.num_samples >= num_samples
+                and (each.waits_s is not None or not waits)
+                for each in work
+            )
+
+        eventually(done, SOON_S, f"{operation} of process {process.pid}")
+
+    def names(self, cause, *texts, task="trainer"):
+        """Waits until the task is starved, for this cause, and says these texts. Returns the verdict."""
+        seen = []
+
+        def named():
+            (verdict,) = self.client.why("step", task)
+            seen[:] = [str(verdict)]
+            return verdict.state == "starved" and verdict.cause == cause and all(each in verdict.text for each in texts)
+
+        try:
+            eventually(named, SOON_S, "a verdict")
+        except BaseException as error:
+            raise AssertionError(f"the verdict is: {seen}") from error
+        return self.client.why("step", task)[0]
+
+
+OPTIONS = {"shm_store": "{capacity_bytes: 50MB}", "redis_store": "{}"}
+
+
+@pytest.fixture
+def run(tmp_path, python, request):
+    backend, options = getattr(request, "param", ("shm_store", OPTIONS["shm_store"]))
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{{backend: {backend}, announce_s: 0.2, warn_after_s: 2.0, options: {options}}}")
+    with connect(load_config(str(path)).model_copy(update={"role": "driver"})) as client:
+        found = Run(python, str(path), client)
+        yield found
+        for process in found.processes:
+            process.kill()
+            process.send_signal(signal.SIGCONT)
+            process.wait()
+            process.stdout.close()
+
+
+both = pytest.mark.parametrize("run", OPTIONS.items(), ids=OPTIONS, indirect=True)
+little = pytest.mark.parametrize("run", [("shm_store", "{capacity_bytes: 100kB}")], indirect=True)
+
+
+@both
+def test_a_producer_that_was_killed(run, capsys):
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
+    trainer = run.start("trainer", TRAINER)
+    producer = run.start("rollout", rollout(6))
+    run.is_announced(producer, "put_samples", 6)
+    run.is_announced(trainer, "claim_meta", 4, waits=True)
+    assert run.client.why("step")[0].state == "waits"
+    producer.kill()
+    verdict = run.names("gone", f"process {producer.pid} on ", "(rollout) is gone; it was last heard of ")
+    assert verdict.culprit.startswith(f"process {producer.pid} ")
+    assert main(["why", run.path]) == 1
+    said = capsys.readouterr().out
+    assert "step / trainer: starved for " in said
+    assert f"process {producer.pid} on " in said
+
+
+def test_a_producer_that_is_stopped(run):
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
+    run.start("trainer", TRAINER)
+    producer = run.start("rollout", rollout(2))
+    run.is_announced(producer, "put_samples", 2)
+    producer.send_signal(signal.SIGSTOP)
+    run.names("stopped", f"process {producer.pid} on ", "(rollout) is stopped")
+
+
+def test_a_filter_that_nothing_passes(run):
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
+    run.start("trainer", TRAINER.replace("4, ", "4, tag_filter={'weight_version': ('>=', 7)}, "))
+    run.start("rollout", rollout(7))
+    run.names("filter", "7 samples do not pass its filter (weight_version >= 7).", "'s6', has weight_version 6.")
+
+
+def test_a_group_that_is_short_of_a_sample(run):
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer"], 4)
+    run.start("trainer", TRAINER)
+    code = "client.put_samples([f'q17_g{place}' for place in range(3)], 'step', {'x': [1.0] * 3, 'reward': [1.0] * 3})"
+    producer = run.start("rollout", f"{code}\ntime.sleep(1000)")
+    run.names("group", "'q17' has 3 of 4. 'q17_g3' was never put.", f"process {producer.pid} on ")
+
+
+@little
+def test_a_store_that_is_full_of_what_a_task_has_not_consumed(run):
+    for name, task in (("step", "trainer"), ("eval", "judge")):
+        run.client.register_partition(name, ["x", "reward"], None, [task])
+    judge = run.start("judge", TRAINER.replace('"step", "trainer"', '"eval", "judge"'))
+    trainer = run.start("trainer", TRAINER)
+    for process in (judge, trainer):
+        run.is_announced(process, "claim_meta", waits=True)
+    judge.kill()
+    run.client.put_samples(["e0", "e1"], "eval", {"x": torch.zeros(2, 10_000)})
+    producer = run.start("rollout", "client.put_samples(['s0'], 'step', {'x': [[1.0] * 10_000]})")
+    run.names(
+        *("full", "The store is full (80000 of 100000 bytes).", f"process {producer.pid} on ", "waits for room"),
+        *("samples that the task 'judge' has not consumed", f"process {judge.pid} on ", "is gone"),
+    )
+
+
+def test_samples_that_are_cleared_as_too_old(run):
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
+    trainer = run.start("trainer", TRAINER)
+    code = """
+for place in range(1000):
+    client.put_samples([f"s{place}"], "step", {"x": [1.0], "reward": [1.0]})
+    client.clear_samples([f"s{place}"], "step")
+    time.sleep(0.05)
+"""
+    evicting = run.start("buffer", code)
+    run.is_announced(trainer, "claim_meta", waits=True)
+    run.names("evicted", f"were cleared by process {evicting.pid} on ", "before they were given to it")
+
+
+def test_all_that_is_ready_is_leased_to_a_process_that_is_stopped(run):
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
+    run.start("rollout", rollout(4))
+    holder = run.start("trainer-0", TRAINER.replace("client.ack(meta)", "time.sleep(1000)"))
+    run.is_announced(holder, "claim_meta", 4)
+    run.start("trainer-1", TRAINER)
+    holder.send_signal(signal.SIGSTOP)
+    run.names("leased", "4 samples are leased, 's0' to ", f"process {holder.pid} on ", "(trainer-0) is stopped")
+
+
+def test_a_task_whose_name_is_misspelt(run):
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer", "trainr"])
+    claimer = run.start("trainer", TRAINER)
+    run.start("rollout", rollout(4))
+    run.names("name", "claims for 'trainer'. Is that a typing error?", f"process {claimer.pid} on ", task="trainr")
+
+
+@both
+def test_a_reward_process_that_died(run):
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer", "reward"])
+    reward = run.start("reward", REWARD)
+    run.start("trainer", TRAINER)
+    for place in range(6):
+        run.client.put_samples([f"s{place}"], "step", {"x": [1.0]})
+    run.is_announced(reward, "put_samples", 6)
+    reward.kill()
+    for place in range(6, 20):
+        run.client.put_samples([f"s{place}"], "step", {"x": [1.0]})
+    verdict = run.names("gone", "14 samples lack 'reward', the first one is 's6'.", f"process {reward.pid} on ")
+    assert verdict.culprit.startswith(f"process {reward.pid} ")
+    found = run.names("gone", "14 samples of it are left, and nobody claims them", task="reward")
+    assert (found.backlog, found.num_ready) == (14, 14)
+
+
+def test_a_collector_that_ended_before_all_had_come(run):
+    run.client.register_partition("step", ["x", "reward"], 12, ["trainer"])
+    run.start("trainer", TRAINER)
+    producer = run.start("collector", rollout(10, then="client.close()\ntime.sleep(1000)"))
+    run.names("short", "10 of 12 samples came, and no more will.", f"process {producer.pid} on ", "closed its client")
+
+
+def test_a_producer_that_hangs(run):
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
+    run.start("trainer", TRAINER)
+    producer = run.start("rollout", rollout(3))
+    run.names("silent", f"process {producer.pid} on ", "It is alive, but did so ")
+
+
+def test_a_run_that_is_merely_slow_is_never_called_starved(run):
+    run.client.register_partition("step", ["x", "reward"], 16, ["trainer", "reward"])
+    code = 'for place in range(16):\n    client.put_samples([f"s{place}"], "step", {"x": [1.0]})\n    time.sleep(0.4)'
+    producer = run.start("rollout", f"{code}\ntime.sleep(1000)")
+    reward = run.start("reward", REWARD.replace("client.put", "time.sleep(0.3)\n    client.put"))
+    run.start("trainer", TRAINER.replace("while True:", "for _ in range(4):") + "\ntime.sleep(1000)")
+    states = set()
+    give_up = time.monotonic() + SOON_S
+    while states != {"done"} and time.monotonic() < give_up:
+        verdicts = run.client.why("step")
+        states = {each.state for each in verdicts}
+        assert "starved" not in states, [str(each) for each in verdicts]
+        time.sleep(0.1)
+    assert states == {"done"}
+    assert None in {producer.poll(), reward.poll()}
+
+
+def test_a_timeout_and_the_log_say_the_same(run, caplog):
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
+    producer = run.start("rollout", rollout(3, then="client.close()\ntime.sleep(1000)"))
+    eventually(lambda: run.client.describe("step").num_samples == 3, SOON_S, "all samples")
+    caplog.set_level("INFO")
+    with pytest.raises(TimeoutError, match=f"process {producer.pid} on .* closed its client") as caught:
+        run.client.claim_meta("step", "trainer", ["x"], 4, timeout_s=4.0)
+    assert caught.value.verdict.cause == "short"
+    assert any(f"process {producer.pid} on " in each.getMessage() for each in caplog.records)
+
+
+def test_the_command(run, capsys):
+    assert main(["why", run.path]) == 0
+    assert capsys.readouterr().out == "No task is registered.\n"
+    run.client.register_partition("step", ["x"], 2, ["trainer", "reward"])
+    run.client.put_samples(["a", "b"], "step", {"x": torch.zeros(2)})
+    run.client.claim_meta("step", "trainer", ["x"], 2)
+    assert main(["why", run.path, "--json"]) == 0
+    found = {each["task_name"]: each for each in json.loads(capsys.readouterr().out)}
+    assert (found["trainer"]["state"], found["reward"]["state"], found["reward"]["backlog"]) == ("done", "idle", 2)
+    assert main(["why", run.path, "trainer", "--watch"]) == 0
+    assert capsys.readouterr().out.startswith("step / trainer: done (0 left")
+    assert main(["why", run.path, "trainr"]) == 2
+    assert "has a consumer task 'trainr'" in capsys.readouterr().err
+    assert main(["why", os.path.join(os.path.dirname(run.path), "missing.yaml")]) == 2

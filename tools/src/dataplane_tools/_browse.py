@@ -112,12 +112,18 @@ class Wish:
     ids: tuple[str, ...] = ()
     chosen: str | None = None
 
+    @property
+    def rows(self) -> tuple[object, ...]:
+        """What says which rows, and in which order."""
+        return self.samples, self.partition_id, self.where, self.sort, self.descending, self.group
+
 
 @dataclass(eq=False)
 class Seen(Message):
     """What a watcher saw last.
 
     Attributes:
+        wish: What it was asked for.
         stages: The stages, drawn.
         partition_ids: The partitions.
         partition_id: That of the samples. None: there is none.
@@ -128,6 +134,7 @@ class Seen(Message):
         error: What is refused, or why nothing is seen.
     """
 
+    wish: Wish = field(default_factory=Wish)
     stages: RenderableType = ""
     partition_ids: Sequence[str] = ()
     partition_id: str | None = None
@@ -211,7 +218,7 @@ class Watcher(Thread):
                     seen = self._look(self._looks, wish, None if is_due else before)
             except DataPlaneError as error:
                 self._close()
-                seen = Seen(error=f"waiting for the store: {error}")
+                seen = Seen(wish, error=f"waiting for the store: {error}")
             if is_due:
                 due = time.monotonic() + max(pause_s, (time.monotonic() - start) / SHARE)
             before = wish
@@ -228,7 +235,7 @@ class Watcher(Thread):
 
     def _look(self, looks: Looks, wish: Wish, before: Wish | None) -> Seen:
         """``before``: the wish of the last look. None: look at all again."""
-        seen = Seen(screen(looks, narrow=wish.samples))
+        seen = Seen(wish, screen(looks, narrow=wish.samples))
         if not wish.samples:
             return seen
         seen.partition_ids = list(looks.partitions) or looks.client.list_partitions()
@@ -242,9 +249,8 @@ class Watcher(Thread):
         if self._rows is None:
             return seen
         rows, seen.partition_id = self._rows, name
-        asked = replace(wish, ids=(), chosen=None, partition_id=None)
         try:
-            if before is None or asked != replace(before, ids=(), chosen=None, partition_id=None):
+            if before is None or wish.rows != before.rows:
                 self._found = rows.find(where=wish.where, sort=wish.sort, descending=wish.descending, group=wish.group)
                 self._refused = ""
         except InvalidRequestError as error:
@@ -328,6 +334,10 @@ class Samples(ScrollView, can_focus=True):
         self.virtual_size = Size(sum(self._widths), len(ids) + 1)
         self.refresh()
         self._reveal()
+
+    def restart(self) -> None:
+        """Goes to the first row."""
+        self.ids, self.cursor, self._follows = [], 0, False
 
     def _text(self, sample_id: str, column: str) -> str:
         value = self._cells(sample_id, column)
@@ -458,9 +468,8 @@ class Browser(App[None]):
 
     def on_seen(self, seen: Seen) -> None:
         """Shows what was seen."""
-        self._seen = seen
-        if seen.stages or not seen.error:
-            self.query_one("#drawn", Static).update(seen.stages)
+        before, self._seen = self._seen, seen
+        self.query_one("#drawn", Static).update(seen.stages or Text(printable(seen.error)))
         self._values = {**seen.values}
         tags = seen.found.tags
         names = dict.fromkeys(name for each in tags.values() for name in each)
@@ -473,7 +482,9 @@ class Browser(App[None]):
             return own[column] if column in own else self._values.get(sample_id, {}).get(column)
 
         table = self.query_one(Samples)
-        table.sort = self._wish.sort, self._wish.descending
+        table.sort = seen.wish.sort, seen.wish.descending
+        if seen.wish.rows != before.wish.rows:
+            table.restart()
         table.show(list(tags), columns, cell)
         if seen.sample is None or seen.sample.sample_id == table.chosen:
             self._show_sample(seen.sample)
@@ -493,7 +504,7 @@ class Browser(App[None]):
         parts += [f"where {wish.where.text}"] if wish.where else []
         parts += [f"group {wish.group}"] if wish.group else []
         text = Text(printable("   ".join(parts)))
-        if error := self._refused or seen.error:
+        if error := self._refused or (seen.error if seen.stages else ""):
             text.append(f"\n{printable(error)}", "red")
         self.query_one("#state", Static).update(text)
 

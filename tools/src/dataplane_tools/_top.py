@@ -38,7 +38,7 @@ _MOST_PARTITIONS: Final = 4
 _MOST_CLIENTS: Final = 10
 _BAR: Final = 24
 #: The columns of a stage that are shown where the screen has no room for all.
-_NARROW: Final = 5
+_NARROW: Final = (0, 1, 3, 4, 5)
 
 
 class Looks:
@@ -161,11 +161,11 @@ def _age(report: dict[str, Any]) -> float:
 def _flow(report: dict[str, Any], narrow: bool) -> RenderableType:
     """A partition as a line per stage, from the one that is ahead to the one that is behind, and who is starved."""
     name = Text(printable(report["partition_id"]), "bold")
-    rows: list[tuple[str | Text, ...]] = [(name, "done", "left", "ready", "leased", "per s", "", "oldest lease")]
+    rows: list[tuple[str | Text, ...]] = [(name, "done", "per s", "left", "ready", "leased", "", "oldest lease")]
     expected = report["num_samples"] or report["written"]
     rate = "" if report["written_per_s"] is None else f"{report['written_per_s']:.1f}"
     part = _bar(report["written"] / expected if expected else 0.0)
-    rows.append(("written", _of(report["written"], report["num_samples"]), "", "", "", rate, part, ""))
+    rows.append(("written", _of(report["written"], report["num_samples"]), rate, "", "", "", part, ""))
     lagging = lag_of(report)
     tasks = sorted(report["tasks"].items(), key=lambda item: -item[1]["consumed"])
     for task, counts in tasks:
@@ -178,18 +178,19 @@ def _flow(report: dict[str, Any], narrow: bool) -> RenderableType:
             (
                 Text(printable(f"→ {task}"), "bold red" if lags or starved_lines(task, counts) else ""),
                 _of(done, report["num_samples"]),
-                *(str(counts[each]) for each in ("left", "ready", "leased")),
                 rate,
+                *(str(counts[each]) for each in ("left", "ready", "leased")),
                 Text.assemble(part, lags),
                 Text("" if lease is None else printable(f"{lease['holder']}, {_seconds(lease['held_s'])}")),
             )
         )
     stages = Table(box=None, pad_edge=False, padding=(0, 1 if narrow else 2), header_style="dim")
-    for place, head in enumerate(rows[0][: _NARROW if narrow else None]):
+    places = _NARROW if narrow else range(len(rows[0]))
+    for place, head in ((place, rows[0][place]) for place in places):
         most = {"max_width": 32} if place == 0 else {}
         stages.add_column(head, justify="right" if 0 < place < 6 else "left", no_wrap=True, overflow="ellipsis", **most)
     for row in rows[1:]:
-        stages.add_row(*row[: _NARROW if narrow else None])
+        stages.add_row(*(row[place] for place in places))
     lines = [line for name, counts in tasks for line in starved_lines(name, counts)]
     return Group(stages, *(Text(printable(line), "red") for line in lines))
 

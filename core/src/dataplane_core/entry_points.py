@@ -46,6 +46,7 @@ KNOWN_COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "doctor": ("dataplane-core", "check this machine for a backend, or for all that are installed"),
     "inspect": ("dataplane-tools", "show what a running store holds, and how far each task is"),
     "top": ("dataplane-tools", "show a running store live: the flow from stage to stage, and who waits"),
+    "browse": ("dataplane-tools", "show a running store live: its stages, its samples, and what the model wrote"),
     "read": ("dataplane-tools", "show what the model wrote: samples of a store or a save as text, or as a page"),
     "why": ("dataplane-tools", "say why tasks of a running store get no samples"),
     "export": ("dataplane-tools", "write rows of a running store as Parquet, at once or as they are finished"),

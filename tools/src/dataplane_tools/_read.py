@@ -134,33 +134,38 @@ def _lines(
             yield from _part_lines(part)
     for sample in samples:
         yield ""
-        yield sample.sample_id
-        single = {**sample.values, **sample.tags}
-        inline = {name: text for name, value in single.items() if len(text := _value_text(value)) <= _MOST_INLINE}
-        counts = [f"{role} {sum(p.stop - p.start for p in run)}" for role, run in _by_role(sample.parts)]
-        facts = [f"{name} {text}" for name, text in inline.items()]
-        if sample.tokens:
-            plural = "" if len(sample.tokens) == 1 else "s"
-            facts.append(f"{len(sample.tokens)} token{plural}" + (f" ({', '.join(counts)})" if len(counts) > 1 else ""))
-        if facts:
-            yield "  " + "  ".join(facts)
-        for part in sample.parts[max(common, 0) :]:
-            yield from _part_lines(part)
-        for name in single.keys() - inline.keys():
-            yield from _block(name, str(single[name]))
-        written = [part for part in sample.parts if part.role != "prompt" and part.stop > part.start] or sample.parts
-        places = [place for part in written for place in range(part.start, part.stop)]
-        for name, numbers in sample.per_token.items():
-            if name not in TEXT_FIELDS:  # the parts say what a mask says
-                yield from _block(name, _numbers_text([numbers[place] for place in places]))
-        for name, value in sample.objects.items():
-            yield from _block(name, json.dumps(value, ensure_ascii=False))
-        for name, text in sample.shapes.items():
-            yield from _block(name, text)
-        for name in sample.images:
-            yield from _block(name, _image_text(sample, name, paths))
-        if sample.lacks:
-            yield f"  lacks: {', '.join(sample.lacks)}"
+        yield from lines_of(sample, paths, max(common, 0))
+
+
+def lines_of(sample: Sample, paths: Mapping[tuple[str, str], str], skipped: int = 0) -> Iterator[str]:
+    """The lines of a sample, without its first ``skipped`` parts. ``paths``: the pictures of it that were written."""
+    yield sample.sample_id
+    single = {**sample.values, **sample.tags}
+    inline = {name: text for name, value in single.items() if len(text := _value_text(value)) <= _MOST_INLINE}
+    counts = [f"{role} {sum(p.stop - p.start for p in run)}" for role, run in _by_role(sample.parts)]
+    facts = [f"{name} {text}" for name, text in inline.items()]
+    if sample.tokens:
+        plural = "" if len(sample.tokens) == 1 else "s"
+        facts.append(f"{len(sample.tokens)} token{plural}" + (f" ({', '.join(counts)})" if len(counts) > 1 else ""))
+    if facts:
+        yield "  " + "  ".join(facts)
+    for part in sample.parts[skipped:]:
+        yield from _part_lines(part)
+    for name in single.keys() - inline.keys():
+        yield from _block(name, str(single[name]))
+    written = [part for part in sample.parts if part.role != "prompt" and part.stop > part.start] or sample.parts
+    places = [place for part in written for place in range(part.start, part.stop)]
+    for name, numbers in sample.per_token.items():
+        if name not in TEXT_FIELDS:  # the parts say what a mask says
+            yield from _block(name, _numbers_text([numbers[place] for place in places]))
+    for name, value in sample.objects.items():
+        yield from _block(name, json.dumps(value, ensure_ascii=False))
+    for name, text in sample.shapes.items():
+        yield from _block(name, text)
+    for name in sample.images:
+        yield from _block(name, _image_text(sample, name, paths))
+    if sample.lacks:
+        yield f"  lacks: {', '.join(sample.lacks)}"
 
 
 def _said(sample: Sample, part: Part) -> tuple[Any, ...]:

@@ -90,6 +90,11 @@ class Rows:
         self._specs: Mapping[str, FieldSpec] = {}
         self._expected: Sequence[str] = ()
 
+    @property
+    def values(self) -> list[str]:
+        """The fields of one number for each sample, as the last `find` saw them."""
+        return [name for name, spec in self._specs.items() if spec.kind == "tensor" and spec.rank == 0]
+
     def find(
         self,
         *,

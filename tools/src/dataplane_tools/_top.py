@@ -1,30 +1,25 @@
-"""`dataplane top`: a running store, live in the terminal. It changes nothing, and asks at most once per second."""
+"""The stages of a running store, as `dataplane top` and `browse` show them: what is asked, and how it is drawn."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
-    DataPlaneError,
     UnknownPartitionError,
-    UnsupportedOperationError,
     Verdict,
     printable,
 )
 from dataplane_core.spec import Capability, PartitionDescription
 from dataplane_tools._inspect import (
-    attach,
     call_text,
     capacity_of,
     client_report,
@@ -36,52 +31,14 @@ from dataplane_tools._inspect import (
 )
 
 #: Seconds between two questions.
-_PAUSE_S: Final = 1.0
-#: The store answers questions of `top` for at most this share of the time.
-_SHARE: Final = 0.02
+PAUSE_S: Final = 1.0
+#: The store answers questions for at most this share of the time.
+SHARE: Final = 0.02
 _MOST_PARTITIONS: Final = 4
 _MOST_CLIENTS: Final = 10
 _BAR: Final = 24
-
-
-def run(config_path: str, partition_id: str | None) -> int:
-    """Shows the store of a config until it is interrupted.
-
-    Args:
-        config_path: The config file that its processes use.
-        partition_id: The partition to show. None: the few that were written last.
-
-    Raises:
-        BackendUnavailableError: No store runs at the start. Once one ends, it is waited for the next.
-        UnsupportedOperationError: The output is no terminal.
-    """
-    if not sys.stdout.isatty():
-        raise UnsupportedOperationError("dataplane top needs a terminal.", hint="In a pipe, use dataplane inspect.")
-    looks: Looks | None = Looks(attach(config_path), partition_id)
-    seen = False
-    try:
-        with Live(Text("connected"), console=Console(), screen=True, auto_refresh=False) as live:
-            while True:
-                shown: RenderableType
-                try:
-                    looks = looks or Looks(attach(config_path), partition_id)
-                    pause_s, seen = looks.ask(), True
-                    shown = screen(looks)
-                except DataPlaneError as error:
-                    if not seen:
-                        raise
-                    if looks is not None:
-                        with suppress(DataPlaneError):  # its store has ended
-                            looks.client.close()
-                        looks = None
-                    shown, pause_s = Text(f"waiting for the store: {error}"), _PAUSE_S
-                live.update(shown, refresh=True)
-                time.sleep(pause_s)
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        if looks is not None:
-            looks.client.close()
+#: The columns of a stage that are shown where the screen has no room for all.
+_NARROW: Final = (0, 1, 3, 4, 5)
 
 
 class Looks:
@@ -126,7 +83,7 @@ class Looks:
             self._begin_round()
         start = self._clock()
         self._questions.pop(0)()
-        return max(_PAUSE_S, (self._clock() - start) / _SHARE)
+        return max(PAUSE_S, (self._clock() - start) / SHARE)
 
     def _begin_round(self) -> None:
         if self._partition_id is None:
@@ -176,23 +133,24 @@ class Looks:
         self.clients = [client_report(each) for each in found if each.state != "closed"]
 
 
-def screen(looks: Looks) -> RenderableType:
-    """What is shown."""
+def screen(looks: Looks, *, narrow: bool = False) -> RenderableType:
+    """What is shown. ``narrow``: without bars, rates, leases, hosts and processes."""
     capacity = capacity_of(looks.client)
     held = size_text(looks.held_bytes)
     plural = "partition" if len(looks.partitions) == 1 else "partitions"
     head = Text.assemble((looks.client.backend_name, "bold"), f"  {len(looks.partitions)} {plural}  {held}")
     if capacity:
         head.append(f" of {size_text(capacity)}  ")
-        head.append_text(_bar(looks.held_bytes / capacity))
+        if not narrow:
+            head.append_text(_bar(looks.held_bytes / capacity))
     shown = looks.shown
     parts: list[RenderableType] = [head]
     for report in shown:
-        parts += [Text(""), _flow(report)]
+        parts += [Text(""), _flow(report, narrow)]
     if len(looks.partitions) > len(shown):
         parts.append(Text(f"\nand {len(looks.partitions) - len(shown)} partitions that were written earlier", "dim"))
     if looks.clients:
-        parts += [Text(""), _clients(looks.clients)]
+        parts += [Text(""), _clients(looks.clients, narrow)]
     return Group(*parts)
 
 
@@ -200,35 +158,39 @@ def _age(report: dict[str, Any]) -> float:
     return float("inf") if report["oldest_s"] is None else float(report["oldest_s"])
 
 
-def _flow(report: dict[str, Any]) -> RenderableType:
+def _flow(report: dict[str, Any], narrow: bool) -> RenderableType:
     """A partition as a line per stage, from the one that is ahead to the one that is behind, and who is starved."""
-    stages = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
-    stages.add_column(
-        Text(printable(report["partition_id"])), no_wrap=True, header_style="bold", overflow="ellipsis", max_width=32
-    )
-    for name in ("done", "per s", "left", "ready", "leased"):
-        stages.add_column(name, justify="right")
-    for name in ("", "oldest lease"):
-        stages.add_column(name, no_wrap=True, overflow="ellipsis")
+    name = Text(printable(report["partition_id"]), "bold")
+    rows: list[tuple[str | Text, ...]] = [(name, "done", "per s", "left", "ready", "leased", "", "oldest lease")]
     expected = report["num_samples"] or report["written"]
     rate = "" if report["written_per_s"] is None else f"{report['written_per_s']:.1f}"
     part = _bar(report["written"] / expected if expected else 0.0)
-    stages.add_row("written", _of(report["written"], report["num_samples"]), rate, "", "", "", part, "")
+    rows.append(("written", _of(report["written"], report["num_samples"]), rate, "", "", "", part, ""))
     lagging = lag_of(report)
     tasks = sorted(report["tasks"].items(), key=lambda item: -item[1]["consumed"])
-    for name, counts in tasks:
+    for task, counts in tasks:
         done = counts["consumed"] + report["cleared"]  # a sample is cleared after its last stage
         lease = counts["oldest_lease"]
-        stages.add_row(
-            Text(printable(f"→ {name}"), "bold red" if name == lagging or starved_lines(name, counts) else ""),
-            _of(done, report["num_samples"]),
-            f"{counts['consumed_per_s']:.1f}" if "consumed_per_s" in counts else "",
-            str(counts["left"]),
-            str(counts["ready"]),
-            str(counts["leased"]),
-            Text.assemble(_bar(done / expected if expected else 0.0), (" lags", "bold red") if name == lagging else ""),
-            Text("" if lease is None else printable(f"{lease['holder']}, {_seconds(lease['held_s'])}")),
+        rate = f"{counts['consumed_per_s']:.1f}" if "consumed_per_s" in counts else ""
+        part = _bar(done / expected if expected else 0.0)
+        lags = (" lags", "bold red") if task == lagging else ""
+        rows.append(
+            (
+                Text(printable(f"→ {task}"), "bold red" if lags or starved_lines(task, counts) else ""),
+                _of(done, report["num_samples"]),
+                rate,
+                *(str(counts[each]) for each in ("left", "ready", "leased")),
+                Text.assemble(part, lags),
+                Text("" if lease is None else printable(f"{lease['holder']}, {_seconds(lease['held_s'])}")),
+            )
         )
+    stages = Table(box=None, pad_edge=False, padding=(0, 1 if narrow else 2), header_style="dim")
+    places = _NARROW if narrow else range(len(rows[0]))
+    for place, head in ((place, rows[0][place]) for place in places):
+        most = {"max_width": 32} if place == 0 else {}
+        stages.add_column(head, justify="right" if 0 < place < 6 else "left", no_wrap=True, overflow="ellipsis", **most)
+    for row in rows[1:]:
+        stages.add_row(*(row[place] for place in places))
     lines = [line for name, counts in tasks for line in starved_lines(name, counts)]
     return Group(stages, *(Text(printable(line), "red") for line in lines))
 
@@ -246,10 +208,11 @@ def _bar(part: float) -> Text:
     return Text.assemble(("━" * full, "green"), ("─" * (_BAR - full), "dim"))
 
 
-def _clients(clients: list[dict[str, Any]]) -> RenderableType:
+def _clients(clients: list[dict[str, Any]], narrow: bool) -> RenderableType:
     """Those first whose operation has been under way longest."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
-    for name in ("host", "process", "role", "in flight"):
+    table = Table(box=None, pad_edge=False, padding=(0, 1 if narrow else 2), header_style="dim")
+    first = 2 if narrow else 0
+    for name in ("host", "process", "role", "in flight")[first:]:
         table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=40)
 
     def waits_s(client: dict[str, Any]) -> float:
@@ -259,6 +222,6 @@ def _clients(clients: list[dict[str, Any]]) -> RenderableType:
     waiting = sorted(clients, key=waits_s, reverse=True)
     for each in waiting[:_MOST_CLIENTS]:
         cells = each["host"], str(each["pid"]), each["role"], call_text(each)
-        table.add_row(*(Text(printable(cell)) for cell in cells))
+        table.add_row(*(Text(printable(cell)) for cell in cells[first:]))
     rest = len(waiting) - _MOST_CLIENTS
     return Group(table, Text(f"and {rest} clients", "dim")) if rest > 0 else table

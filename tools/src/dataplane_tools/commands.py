@@ -6,7 +6,7 @@ import argparse
 
 from dataplane_core.cli import Command
 
-__all__ = ["export", "flow", "import_", "inspect", "metrics", "read", "top", "units", "why"]
+__all__ = ["browse", "export", "flow", "import_", "inspect", "metrics", "read", "top", "units", "why"]
 
 
 def _config(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +43,34 @@ def top(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument("partition", nargs="?", help="show this partition; default: those that were written last")
 
     def run(chosen: argparse.Namespace) -> int:
-        from dataplane_tools import _top
+        from dataplane_tools import _browse
 
-        return _top.run(chosen.config, chosen.partition)
+        return _browse.run("top", chosen.config, chosen.partition)
+
+    return run
+
+
+def browse(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane browse`."""
+    _config(parser)
+    parser.add_argument("partition", nargs="?", metavar="PARTITION", help="default: the one that was written last")
+    parser.add_argument("--tokenizer", metavar="T", help="as for dataplane read; default: show ids")
+    parser.add_argument("--where", metavar="C", help="only these, such as 'reward<0.5'")
+    parser.add_argument("--sort", metavar="NAME", help="order by this tag or field; default: the order of writing")
+    parser.add_argument("--descending", action="store_true", help="the greatest first; without --sort the newest")
+
+    def run(chosen: argparse.Namespace) -> int:
+        from dataplane_tools import _browse
+
+        return _browse.run(
+            "browse",
+            chosen.config,
+            chosen.partition,
+            tokenizer=chosen.tokenizer,
+            where=chosen.where,
+            sort=chosen.sort,
+            descending=chosen.descending,
+        )
 
     return run
 

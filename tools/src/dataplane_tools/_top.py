@@ -187,8 +187,13 @@ def _flow(report: dict[str, Any], narrow: bool) -> RenderableType:
     stages = Table(box=None, pad_edge=False, padding=(0, 1 if narrow else 2), header_style="dim")
     places = _NARROW if narrow else range(len(rows[0]))
     for place, head in ((place, rows[0][place]) for place in places):
-        most = {"max_width": 32} if place == 0 else {}
-        stages.add_column(head, justify="right" if 0 < place < 6 else "left", no_wrap=True, overflow="ellipsis", **most)
+        stages.add_column(
+            head,
+            justify="right" if 0 < place < 6 else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            max_width=32 if place == 0 else None,
+        )
     for row in rows[1:]:
         stages.add_row(*(row[place] for place in places))
     lines = [line for name, counts in tasks for line in starved_lines(name, counts)]

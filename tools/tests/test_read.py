@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import math
+import re
 import sys
 import threading
 from pathlib import Path
@@ -130,6 +131,26 @@ def test_a_group_shows_its_prompt_once(client, config, characters, capsys):
     )
 
 
+def test_a_group_shows_once_only_what_is_the_same(client, config, capsys):
+    turns = [
+        [{"role": "user", "content": "Where?"}, {"role": "assistant", "tool_calls": [{"city": city}]}]
+        for city in ("Paris", "Rome")
+    ]
+    client.register_partition("chats", [], None, [])
+    client.put_samples(["q0_g0", "q0_g1"], "chats", {"messages": turns})
+    read(config, "chats", "--group", "q0")
+    before, first, second = re.split("q0_g[01]\n", capsys.readouterr().out)
+    assert "Where?" in before
+    assert ("Paris" in before, "Paris" in first, "Rome" in second) == (False, True, True)
+
+
+def test_a_conversation_beside_tokens_is_shown_too():
+    chat = [{"role": "user", "content": "ask"}]
+    sample = sample_of("a", {}, {"prompts": row("ask"), "responses": row("yes"), "raw_prompt": chat})
+    assert [part.role for part in sample.parts] == ["prompt", "answer"]
+    assert sample.objects == {"raw_prompt": chat}
+
+
 def test_samples_as_json(client, config, capsys):
     read(config, "step-1", "--json", "--sort", "weight_version", "--descending", "--limit", "2")
     found = json.loads(capsys.readouterr().out)
@@ -155,6 +176,7 @@ def test_samples_as_json(client, config, capsys):
         ({"where": parse_where("weight_version > 7")}, ["q1_g0", "q1_g1"]),
         ({"where": parse_where("weight_version > 7 and reward == nan")}, ["q1_g0"]),
         ({"where": parse_where("reward < 2 or weight_version == 9"), "limit": 2}, ["q0_g0", "q0_g1"]),
+        ({"where": parse_where("reward == 0.1")}, ["q0_g1"]),  # as it is shown; float32 has no such number
         ({"where": parse_where("weight_version > 70")}, []),
         ({"where": parse_where("later < 1")}, []),  # registered, and not written
     ],
@@ -360,6 +382,22 @@ def row(text):
             {"messages": [{"role": "user", "content": "ask"}, {"role": "tool", "content": [1]}]},
             [("user", "ask"), ("tool", "[1]")],
         ),
+        # a column of the two
+        ({"prompt_ids": row("ask")}, [("prompt", "ask")]),
+        ({"completion_ids": row("yes")}, [("answer", "yes")]),
+        ({"input_ids": row("askyes"), "prompts": row("ask")}, [("text", "askyes")]),
+        (
+            {"prompt_ids": row("..ask"), "completion_ids": row("yes.."), "prompt_mask": torch.tensor([0, 0, 1, 1, 1])},
+            [("prompt", "ask"), ("answer", "yes..")],
+        ),
+        (
+            {
+                "completion": [{"role": "assistant", "content": "yes"}],
+                "prompt": [{"role": "user", "content": "ask"}],
+            },
+            [("user", "ask"), ("assistant", "yes")],
+        ),
+        ({"turn_contents": ["ask", "yes"]}, [("turn 1", "ask"), ("turn 2", "yes")]),
         ({"turn_roles": ["user"], "turn_contents": ["ask"], "turn_lengths": [5]}, [("user", "ask")]),
         ({"turn_roles": ["user"], "turn_contents": ["ask"], "turn_lengths": ["?"]}, [("user", "ask")]),
         ({"messages": [{"role": "user", "token_ids": torch.zeros(3)}]}, [("user", "")]),

@@ -31,6 +31,10 @@ def browser():
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def tags(number):
+    return {"seed": 2**62 + number, "time": 1_732_665_123 + number, "text": f"tag {number}"}
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """A page of 2,000 samples, 500 groups of 4. The first sample's prompt is evil, and the last lacks its reward."""
@@ -41,9 +45,13 @@ def page(tmp_path_factory):
     ids = [f"q{number // 4}_g{number % 4}" for number in range(2000)]
     with connect({"backend": "noop"}) as client, pytest.MonkeyPatch.context() as patch:
         client.register_partition("train", ["input_ids", "token_mask", "advantages", "reward", "info"], None, [])
-        columns = {"input_ids": rows, "token_mask": [[0, 0, 1, 1]] * 2000, "info": [{"evil": EVIL[:-1]}] * 2000}
+        columns = {
+            "input_ids": rows,
+            "token_mask": [[False, False, True, True]] * 2000,
+            "info": [{"evil": EVIL[:-1]}] * 2000,
+        }
         columns["advantages"] = [[0.0, 0.0, float(number % 3 - 1), 0.5] for number in range(2000)]
-        client.put_samples(ids, "train", columns, tags=[{"seed": 2**62 + number} for number in range(2000)])
+        client.put_samples(ids, "train", columns, tags=[tags(number) for number in range(2000)])
         client.put_samples(ids[:-1], "train", {"reward": torch.arange(1999) % 7 / 4})
         client.save(folder / "save")
         (folder / "words_of_ids.py").write_text(
@@ -83,6 +91,9 @@ def first_ids(browser, count=3):
 def test_it_shows_the_rows_in_view_and_a_sample(opened):
     assert texts(opened, "#count") == ["2000 of 2000"]
     assert first_ids(opened) == ["q0_g0", "q0_g1", "q0_g2"]
+    names, values = texts(opened, "#head span"), texts(opened, "#space .row:first-child span")
+    assert dict(zip(names, values, strict=True))["time"] == "1732665123"  # not rounded
+    assert dict(zip(names, values, strict=True))["text (tag)"] == "tag 0"
     assert len(first_ids(opened, None)) < 100
     opened.run("document.getElementById('table').scrollTop = 1e9")
     opened.wait("document.getElementById('space').lastChild.firstChild.textContent === 'q499_g3'")

@@ -24,6 +24,7 @@ from dataplane_core.errors import (
     MissingDataError,
     SaveError,
     SchemaMismatchError,
+    StalePartitionError,
     UnknownPartitionError,
     UnsupportedOperationError,
 )
@@ -563,6 +564,46 @@ def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypa
     assert export_partition(client, "p", tmp_path / "out", follow=True).num_rows == 6
     assert ended
     assert client.is_finished("p", ["export"])
+
+
+@pytest.mark.parametrize("where", [None, "version > 1"])
+def test_follow_does_not_mix_two_registrations(client, tmp_path, monkeypatch, where):
+    claim, claims = client.claim_meta, []
+
+    def put(*ids):
+        client.register_partition("p", ["x"], None, ["trainer", "export"])
+        client.put_samples(ids, "p", {"x": torch.ones(len(ids))}, tags=[{"version": 1}] * len(ids))
+
+    def registers_anew(*arguments, **options):
+        claims.append(arguments)
+        if len(claims) == 2:
+            client.clear_samples(None, "p")
+            put("a0", "a1", "b0")
+        return claim(*arguments, **options)
+
+    put("a0", "a1")
+    monkeypatch.setattr(client, "claim_meta", registers_anew)
+    done = export_partition(client, "p", tmp_path / "out", follow=True, task="export", where=where, idle_s=0.0)
+    assert done.num_rows == (0 if where else 2)
+    assert [row["sample_id"] for row in rows(tmp_path / "out")] == ([] if where else ["a0", "a1"])
+    task = client.describe("p").tasks["export"]
+    assert (task.num_ready, task.num_leased, task.num_consumed) == (3, 0, 0)
+
+
+def test_rows_of_a_partition_that_is_registered_anew_while_they_are_read(written, tmp_path, monkeypatch):
+    read = written.get_samples
+
+    def registers_anew(*arguments):
+        found = read(*arguments)
+        written.clear_samples(None, "p")
+        written.register_partition("p", ["tokens"], None, [])
+        written.put_samples(["a"], "p", {"tokens": [[9]]})
+        return found
+
+    monkeypatch.setattr(written, "get_samples", registers_anew)
+    with pytest.raises(StalePartitionError, match="registered anew"):
+        export_partition(written, "p", tmp_path / "out", fields=["tokens"])
+    assert rows(tmp_path / "out") == []
 
 
 FOLLOWER = """

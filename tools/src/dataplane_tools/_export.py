@@ -113,6 +113,7 @@ def export_partition(
     Raises:
         InvalidRequestError: An argument is refused, or the folder has something else.
         UnknownPartitionError: Not registered.
+        StalePartitionError: It was registered anew meanwhile. One that follows ends instead.
         UnsupportedOperationError: The store has no ``listing``; or, to follow, no ``leases`` or ``cursors``.
         InvalidTypeError: A field holds items that only pickle can keep.
         SaveError: The folder cannot be written.
@@ -258,7 +259,11 @@ class _Export:
                         sample_id: row for sample_id, row in tags.items() if sample_id not in written
                     }
                     rows = rows if self.where is None else self._rows.matching(self.where, rows)
-                    written.update(self._write(rows))
+                    try:
+                        written.update(self._write(rows))
+                    except StalePartitionError:  # these rows are of the new registration
+                        client.nack(meta)
+                        raise
                     pending.append(meta)
                     if self._shards.is_full or not self._shards.num_open_rows:
                         flush()
@@ -336,6 +341,7 @@ class _Export:
         while ids:
             try:
                 found = client.describe(partition_id)
+                self._check_registration(found.info.epoch)
                 names = self._fields or dict.fromkeys((*found.info.fields, *found.specs))
                 specs = {name: found.specs[name] for name in names if name in found.specs}
                 if self.messages:
@@ -350,7 +356,7 @@ class _Export:
                     rows = [ids[place] for place in places]
                     columns = client.get_samples(rows, partition_id, some) if rows else {}
                     cells |= {name: (places, columns.get(name)) for name in some}
-                return ids, cells, specs
+                break
             except LostSamplesError as error:
                 left = [each for each in ids if each not in error.missing_samples]
                 if left == ids:
@@ -361,7 +367,14 @@ class _Export:
                 if left == ids:
                     raise
                 ids = left
-        return [], {}, {}
+        else:
+            cells, specs = {}, {}
+        self._check_registration(client.describe(partition_id).info.epoch)  # it may have changed while they were read
+        return ids, cells, specs
+
+    def _check_registration(self, epoch: str) -> None:
+        if epoch != self._shards.manifest["epoch"]:
+            raise StalePartitionError(f"partition '{self._partition_id}' was registered anew while it was exported.")
 
     def _column_of_items(self, name: str, items: Sequence[Any]) -> Any:
         if self._binary.get(name) is None:

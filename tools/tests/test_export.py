@@ -1,6 +1,7 @@
 """`dataplane export` and `import`: rows come back bit for bit, none is lost or doubled, and damage is noticed."""
 
 import argparse
+import gc
 import json
 import os
 import runpy
@@ -18,6 +19,7 @@ from tensordict import NonTensorStack
 from dataplane_core import connect
 from dataplane_core.batch import split_message_logs, stack_or_nest
 from dataplane_core.errors import (
+    BackendUnavailableError,
     CorruptDataError,
     InvalidRequestError,
     InvalidTypeError,
@@ -29,7 +31,14 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
 )
 from dataplane_testkit._timing import STARTS_S, eventually
-from dataplane_tools import _columns, _export as export_module, commands, export_partition, import_folder
+from dataplane_tools import (
+    _columns,
+    _export as export_module,
+    _shards as shards_module,
+    commands,
+    export_partition,
+    import_folder,
+)
 
 
 def command(of, *arguments):
@@ -604,6 +613,51 @@ def test_rows_of_a_partition_that_is_registered_anew_while_they_are_read(written
     with pytest.raises(StalePartitionError, match="registered anew"):
         export_partition(written, "p", tmp_path / "out", fields=["tokens"])
     assert rows(tmp_path / "out") == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_was_read_before_the_store_ended_is_kept(client, other, tmp_path, monkeypatch):
+    out, claim, claims = tmp_path / "out", client.claim_meta, []
+
+    def ends(*arguments, **options):
+        claims.append(arguments)
+        if len(claims) == 2:
+            raise BackendUnavailableError("the store is gone.")
+        return claim(*arguments, **options)
+
+    client.register_partition("p", ["x"], None, ["trainer"])
+    client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "claim_meta", ends)
+        with pytest.raises(BackendUnavailableError):
+            export_partition(client, "p", out, follow=True)
+    assert [row["sample_id"] for row in rows(out)] == ["a", "b"]
+    with pytest.raises(CorruptDataError, match="--unfinished"):
+        import_folder(out, other)
+    assert import_folder(out, other, unfinished=True).num_rows == 2
+    client.put_samples(["c"], "p", {"x": torch.ones(1)})
+    assert export_partition(client, "p", out, follow=True, idle_s=0.0).num_rows == 3
+    assert [row["sample_id"] for row in rows(out)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("room", [0, 4, 300])
+def test_a_shard_that_cannot_be_written_ends_quietly(written, tmp_path, monkeypatch, room):
+    write = shards_module._Hashing.write
+
+    def full(self, data):
+        if self.size + len(data) > room:
+            raise OSError("no space left")
+        return write(self, data)
+
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    monkeypatch.setattr(shards_module._Hashing, "write", full)
+    with pytest.raises(SaveError, match="no space left"):
+        export_partition(written, "p", tmp_path / "out", follow=True)
+    gc.collect()
+    assert not unraisable
+    monkeypatch.undo()
+    assert export_partition(written, "p", tmp_path / "out", follow=True, idle_s=0.0).num_rows == 4
 
 
 FOLLOWER = """

@@ -17,10 +17,12 @@ from dataplane_core.config import load_config, size_bytes
 from dataplane_core.connecting import connect
 from dataplane_core.errors import (
     ClaimTimeoutError,
+    DataPlaneError,
     InvalidRequestError,
     LeaseExpiredError,
     LostSamplesError,
     MissingDataError,
+    SaveError,
     StalePartitionError,
     UnknownPartitionError,
     UnknownTaskError,
@@ -274,6 +276,11 @@ class _Export:
             flush()
         except (UnknownPartitionError, UnknownTaskError, StalePartitionError):  # cleared, or registered anew
             self._shards.complete()
+        except SaveError:
+            raise
+        except DataPlaneError:  # the store ended, for one: what was read is kept, and is not read again
+            self._shards.complete()
+            raise
 
     def _register(self, task: str, group_size: int | None) -> None:
         """Adds the task. If it was killed before, it has consumed what is on the disk, and nothing else is its own."""

@@ -207,7 +207,7 @@ class Shards:
 
     def __exit__(self, *_: object) -> None:
         if self._writer is not None:  # of a shard that an error ended
-            self._file.release()
+            self._abandon(self._writer)
         os.close(self._lock)
 
     @property
@@ -271,9 +271,14 @@ class Shards:
         self._file = _Hashing(self._new)
         # no dictionaries of numbers: they may hold one NaN for all
         strings = [field.name for field in schema if pa.types.is_large_string(field.type)]
-        self._writer = parquet.ParquetWriter(
-            pa.PythonFile(self._file, mode="w"), schema, compression="zstd", use_dictionary=strings
-        )
+        try:
+            self._writer = parquet.ParquetWriter(
+                pa.PythonFile(self._file, mode="w"), schema, compression="zstd", use_dictionary=strings
+            )
+        except BaseException:
+            with suppress(OSError):
+                self._file.release()
+            raise
 
     def complete(self) -> None:
         """Brings the shard to the disk under its name. If it has no rows, nothing happens."""
@@ -291,7 +296,16 @@ class Shards:
             self.manifest["shards"].append(shard)
             self._write_manifest()
         except (OSError, pa.ArrowException) as error:
+            self._abandon(writer)
             raise _not(f"'{self.folder}' cannot be written", error) from error
+
+    def _abandon(self, writer: Any) -> None:
+        """Closes the file of a shard that is not completed. The next export into the folder removes it."""
+        with suppress(Exception):
+            writer.close()
+        writer.is_open = False  # or pyarrow tries again later, and prints that it fails
+        with suppress(OSError):
+            self._file.release()
 
     def end(self) -> None:
         """Completes the last shard, and the export."""

@@ -163,11 +163,14 @@ def import_(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument("folder", metavar="FOLDER", help="what dataplane export wrote")
     _config(parser)
     parser.add_argument("partition", nargs="?", metavar="PARTITION", help="default: the name of the exported one")
+    parser.add_argument(
+        "--unfinished", action="store_true", help="also the complete shards of an export that has not ended"
+    )
 
     def run(chosen: argparse.Namespace) -> int:
         from dataplane_tools import _import
 
-        return _import.run(chosen.folder, chosen.config, chosen.partition)
+        return _import.run(chosen.folder, chosen.config, chosen.partition, unfinished=chosen.unfinished)
 
     return run
 

@@ -374,6 +374,41 @@ def test_messages_of_kept_turns_of_lists_and_of_tokens(client, tmp_path, monkeyp
         export_partition(client, "text", tmp_path / "text", messages=True, tokenizer="test_export:tokenizer_of")
 
 
+USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+TOKENS = {"input_ids": [list(b"2+2?4")], "token_mask": [[0, 0, 0, 0, 1]]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "chat"),
+    [
+        ({"prompt": [[USER]], "completion": [[ASSISTANT]]}, [USER, ASSISTANT]),
+        ({"completion": [[ASSISTANT]], "prompt": [[USER, ASSISTANT, USER]]}, [USER, ASSISTANT, USER, ASSISTANT]),
+        ({"raw_prompt": [[USER]], "chat": [[USER, ASSISTANT]]}, [USER, ASSISTANT]),
+        ({"raw_prompt": [[USER]], **TOKENS}, [USER, ASSISTANT]),
+        ({"prompt": [[USER, ASSISTANT, USER]], **TOKENS}, [USER, ASSISTANT]),
+        ({"turn_roles": [["user"]], "turn_contents": [["2+2?"]], **TOKENS}, [USER, ASSISTANT]),
+        ({"turn_roles": [["user"]], "turn_lengths": [[4]], **TOKENS}, [USER, ASSISTANT]),
+        ({"raw_prompt": [[USER]]}, None),
+        ({"prompt": [[USER, ASSISTANT, USER]]}, None),
+        ({"raw_prompt": [[USER]], "input_ids": [[50]]}, None),
+    ],
+)
+def test_no_chat_lacks_its_answer(client, tmp_path, monkeypatch, columns, chat):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    columns = {
+        name: cells if isinstance(cells[0][0], int) else NonTensorStack(*cells) for name, cells in columns.items()
+    }
+    client.register_partition("p", list(columns), None, [])
+    client.put_samples(["a"], "p", columns)
+    options = {"messages": True, "tokenizer": "test_export:tokenizer_of"}
+    if chat:
+        export_partition(client, "p", tmp_path / "out", **options)
+        assert [row["messages"] for row in rows(tmp_path / "out")] == [chat]
+    else:
+        with pytest.raises(InvalidRequestError, match="'a' has neither turns nor a mask"):
+            export_partition(client, "p", tmp_path / "out", **options)
+
+
 # --- import -----------------------------------------------------------------------------------------------------------
 
 

@@ -543,7 +543,7 @@ def test_an_export_that_was_killed_starts_over(written, tmp_path, monkeypatch):
 
 
 def test_follow_ends_with_the_partition_and_goes_on_after_a_stop(written, tmp_path):
-    out, options = tmp_path / "out", {"follow": True, "every_s": 3600.0}
+    out, options = tmp_path / "out", {"follow": True, "task": "export", "every_s": 3600.0}
     assert export_partition(written, "p", out, idle_s=0.0, **options).num_rows == 4
     with pytest.raises(InvalidRequestError, match="another what"):
         export_partition(written, "p", out)
@@ -557,7 +557,7 @@ def test_follow_ends_with_the_partition_and_goes_on_after_a_stop(written, tmp_pa
     assert [row["sample_id"] for row in rows(out)] == ["a", "b", "c", "d", "e"]
     assert written.is_finished("p", ["export"])
     assert (
-        export_partition(written, "p", tmp_path / "own", task="export2", where="weight_version>8", **options).num_rows
+        export_partition(written, "p", tmp_path / "own", where="weight_version>8", **options | {"task": None}).num_rows
         == 3
     )
     written.register_partition("p", ["tokens"], 5, [])
@@ -605,7 +605,7 @@ def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypa
 
     monkeypatch.setattr(client, "claim_meta", noted)
     monkeypatch.setattr(client, call, expires_first)
-    assert export_partition(client, "p", tmp_path / "out", follow=True).num_rows == 6
+    assert export_partition(client, "p", tmp_path / "out", follow=True, task="export").num_rows == 6
     assert ended
     assert client.is_finished("p", ["export"])
 
@@ -695,6 +695,73 @@ def test_a_shard_that_cannot_be_written_ends_quietly(written, tmp_path, monkeypa
     assert export_partition(written, "p", tmp_path / "out", follow=True, idle_s=0.0).num_rows == 4
 
 
+def follow(client, folder, **options):
+    return export_partition(client, "p", folder, **{"follow": True, "idle_s": 0.0} | options).num_rows
+
+
+def test_follow_waits_for_the_fields_of_its_condition(client, tmp_path):
+    client.register_partition("p", ["x", "reward"], None, [])
+    client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
+    assert follow(client, tmp_path / "out", fields=["x"], where="reward > 0") == 0
+    client.put_samples(["a", "b"], "p", {"reward": torch.tensor([1.0, 0.0])})
+    assert follow(client, tmp_path / "out", fields=["x"], where="reward > 0") == 1
+    assert rows(tmp_path / "out") == [{"sample_id": "a", "tags": "{}", "x": 1.0}]
+
+
+def test_an_id_that_is_put_again_is_followed_again(client, tmp_path):
+    client.register_partition("p", ["x"], None, [])
+    for number in range(3):
+        client.put_samples(["a", f"b{number}"], "p", {"x": torch.full((2,), number)})
+        assert follow(client, tmp_path / "out") == 2 * (number + 1)
+        client.clear_samples(["a"], "p")
+    assert [(row["sample_id"], row["x"]) for row in rows(tmp_path / "out")] == [
+        (sample_id, number) for number in range(3) for sample_id in ("a", f"b{number}")
+    ]
+
+
+def test_rows_that_a_kill_left_without_an_ack_are_not_written_twice(client, tmp_path, monkeypatch):
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    client.register_partition("p", ["x"], None, [])
+    client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "ack", killed)
+        with pytest.raises(KeyboardInterrupt):
+            follow(client, tmp_path / "out")
+    client.put_samples(["c"], "p", {"x": torch.ones(1)})
+    assert follow(client, tmp_path / "out") == 3
+    assert [row["sample_id"] for row in rows(tmp_path / "out")] == ["a", "b", "c"]
+
+
+def test_each_folder_gets_all_rows(client, tmp_path):
+    client.register_partition("p", ["x"], None, [])
+    for folder in ("one", "two"):
+        assert follow(client, tmp_path / folder) == 0
+    client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
+    assert [follow(client, tmp_path / folder) for folder in ("one", "two", "one")] == [2, 2, 2]
+    assert len(client.describe("p").tasks) == 2
+    assert follow(client, tmp_path / "named", task="mine") == 2
+    assert follow(client, tmp_path / "named") == 2  # with the task that it had
+    with pytest.raises(InvalidRequestError, match="another what"):
+        follow(client, tmp_path / "named", task="other")
+    with pytest.raises(InvalidRequestError, match="'mine' of 'p' was given samples that are not in"):
+        follow(client, tmp_path / "three", task="mine")
+
+
+def test_an_unfinished_export_of_other_rows_is_kept(written, tmp_path):
+    export_partition(written, "p", tmp_path / "out")
+    changed(tmp_path / "out" / ".export.json", closed=False)
+    for options, other in [({"where": "weight_version > 8"}, "what"), ({"follow": True}, "what")]:
+        with pytest.raises(InvalidRequestError, match=f"another {other}"):
+            export_partition(written, "p", tmp_path / "out", **options)
+    written.register_partition("q", ["x"], None, [])
+    with pytest.raises(InvalidRequestError, match="another partition_id"):
+        export_partition(written, "q", tmp_path / "out")
+    assert len(rows(tmp_path / "out")) == 4
+    assert export_partition(written, "p", tmp_path / "out").num_rows == 4
+
+
 FOLLOWER = """
 import argparse, sys
 from dataplane_tools import _export, commands
@@ -710,7 +777,20 @@ def test_a_follower_that_is_killed_at_any_moment_has_every_row_once(python, tmp_
     config = tmp_path / "config.yaml"
     config.write_text("{backend: shm_store, options: {capacity_bytes: 50MB}}")
     out, total, kills = tmp_path / "out", 300, 4
-    arguments = [config, "p", out, "--follow", "--shard-bytes", "1", "--every", "0.05", "--where", "keep"]
+    arguments = [
+        config,
+        "p",
+        out,
+        "--follow",
+        "--shard-bytes",
+        "1",
+        "--every",
+        "0.05",
+        "--where",
+        "keep",
+        "--task",
+        "export",
+    ]
     with connect(str(config)) as client:
         client.register_partition("p", ["x"], total, ["train"], group_size)
 
@@ -750,7 +830,9 @@ def test_a_follower_that_is_told_to_end_keeps_what_it_read(python, tmp_path, sen
     with connect(str(config)) as client:
         client.register_partition("p", ["x"], None, [])
         client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
-        with python.start("-c", FOLLOWER, config, "p", out, "--follow", "--every", "3600") as follower:
+        with python.start(
+            "-c", FOLLOWER, config, "p", out, "--follow", "--every", "3600", "--task", "export"
+        ) as follower:
             eventually(lambda: list(out.glob(".part-*")), within_s=STARTS_S, what="an open shard")
             follower.send_signal(sent)
             assert follower.wait(STARTS_S) == 0

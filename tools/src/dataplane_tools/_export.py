@@ -37,7 +37,7 @@ from dataplane_tools._inspect import size_text
 from dataplane_tools._messages import is_for_messages, messages_of
 from dataplane_tools._rows import Rows
 from dataplane_tools._sample import Decode
-from dataplane_tools._shards import Shards
+from dataplane_tools._shards import OWN_TASK, Shards
 from dataplane_tools._tokenizer import Tokenizer
 from dataplane_tools._where import Where, parse_where
 
@@ -82,7 +82,7 @@ def export_partition(
     tokenizer: str | None = None,
     shard_bytes: int | str = "256MiB",
     follow: bool = False,
-    task: str = "export",
+    task: str | None = None,
     every_s: float = 60.0,
     idle_s: float | None = None,
     stop: threading.Event | None = None,
@@ -104,10 +104,12 @@ def export_partition(
             beside it ids, tags and fields of one value. `import_folder` does not take it.
         tokenizer: With ``messages``: what turns tokens into text where no turns are kept. As for `dataplane read`.
         shard_bytes: Size of a shard before compression, such as ``"256MiB"``.
-        follow: Go on with what is finished later, as the task ``task`` of the partition, which is registered if it is
-            not. Rows are acked once their shard is on the disk. After a kill at any moment the same call goes on, and
-            every row is in the folder once. It ends when the partition is finished or cleared.
-        task: The task that follows. Each folder needs its own. Its samples must not be cleared before it has them.
+        follow: Go on with what is finished later, as a task of the partition, which is registered if it is not. A row
+            is finished once it also has the fields that ``where`` names, and its group is whole, if the partition has
+            groups. Rows are acked once their shard is on the disk. After a kill at any moment the same call goes on,
+            and every row is in the folder once. It ends when the partition is finished or cleared.
+        task: The task that follows. None: one of this folder's own, ``export-`` and 8 digits, or the one that it had.
+            Two folders with one task would each get some of the rows. Samples must not be cleared before it has them.
         every_s: A shard is complete at the latest after this many seconds. Needs ``follow``.
         idle_s: End if no row came for this many seconds. Needs ``follow``.
         stop: End soon after this is set. What was read is in the folder. Needs ``follow``.
@@ -143,17 +145,19 @@ def export_partition(
     registration = found.info.registration()
     registration["consumer_tasks"] = [name for name in registration["consumer_tasks"] if not follow or name != task]
     what = {"fields": fields and list(fields), "where": where, "messages": messages, "partial": partial}
-    what |= {"task": task if follow else None}
+    what |= {"task": (task or OWN_TASK) if follow else None}
     head = {"partition_id": partition_id, "epoch": found.info.epoch, "registration": registration, "what": what}
     decode = None if tokenizer is None else Tokenizer(tokenizer, skip_special=True).decode
     rows, condition = Rows(client, partition_id), None if where is None else parse_where(where)
+    waits_for = [*required, *(name for name in (condition.names if condition else ()) if name in known)]
     # a follower looks only whether the names of the condition are known
     found_rows = rows.find(where=condition).tags if condition is not None or not follow else {}
     with Shards(folder, head, shard_size, goes_on=follow) as shards:
         export = _Export(client, partition_id, shards, fields, rows)
         export.where, export.decode, export.messages = condition, decode, messages
         if follow:
-            export.follow(task, required, every_s, idle_s, stop or threading.Event())
+            # a row that lacks a field of the condition may meet it later
+            export.follow(list(dict.fromkeys(waits_for)), every_s, idle_s, stop or threading.Event())
         else:
             export.once(found_rows, [] if partial else required)
         shards.end()
@@ -216,11 +220,9 @@ class _Export:
             if self._shards.is_full:
                 self._shards.complete()
 
-    def follow(
-        self, task: str, required: Sequence[str], every_s: float, idle_s: float | None, stop: threading.Event
-    ) -> None:
+    def follow(self, required: Sequence[str], every_s: float, idle_s: float | None, stop: threading.Event) -> None:
         """Claims finished rows, writes them, and acks them once their shard is complete."""
-        client, partition_id = self._client, self._partition_id
+        client, partition_id, task = self._client, self._partition_id, self._shards.manifest["what"]["task"]
         group_size = client.describe(partition_id).info.grpo_group_size
         self._register(task, group_size)
         unit, lease_s = group_size or 1, 2 * every_s + _LEASE_MARGIN_S
@@ -236,6 +238,8 @@ class _Export:
                     written.difference_update(meta.sample_ids)
                 except LeaseExpiredError:  # it was stopped for long
                     pass
+            if pending and not written:
+                self._shards.note_acked()
             pending.clear()
 
         try:
@@ -294,7 +298,9 @@ class _Export:
                 hint="Name the folder that has them, or another task: --task NAME.",
             )
         consumed = client.list_consumed(partition_id, task)
-        client.reset_consumption(partition_id, task, list(dict.fromkeys([*consumed, *self._shards.ids()])))
+        # not the rows that were acked: since then, one may have been cleared, and put again as another row
+        client.reset_consumption(partition_id, task, list(dict.fromkeys([*consumed, *self._shards.unacked_ids()])))
+        self._shards.note_acked()
 
     # --- a portion --------------------------------------------------------------------------------------------------
 

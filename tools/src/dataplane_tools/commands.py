@@ -130,7 +130,7 @@ def export(parser: argparse.ArgumentParser) -> Command:
     )
     following = parser.add_argument_group("to go on with what is finished later")
     following.add_argument("--follow", action="store_true", help="until the partition is finished, or Ctrl-C")
-    following.add_argument("--task", default="export", metavar="NAME", help="the task that follows; default: export")
+    following.add_argument("--task", metavar="NAME", help="the task that follows; default: one of this folder's own")
     following.add_argument(
         "--every", type=float, default=60.0, metavar="S", help="a shard at least every S seconds; default: 60"
     )

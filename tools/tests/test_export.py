@@ -18,6 +18,7 @@ from tensordict import NonTensorStack
 
 from dataplane_core import connect
 from dataplane_core.batch import split_message_logs, stack_or_nest
+from dataplane_core.codec import object_column
 from dataplane_core.errors import (
     BackendUnavailableError,
     CorruptDataError,
@@ -188,10 +189,11 @@ def test_an_empty_partition_and_one_of_tags_alone(client, other, tmp_path):
     assert after == before
 
 
-def test_items_that_only_pickle_can_keep_are_refused(tmp_path):
+@pytest.mark.parametrize("item", [{1, 2}, {1: "a"}, (1, 2), {"a": [(1,)]}, [{"a": {None: 1}}]], ids=repr)
+def test_items_that_only_pickle_can_keep_are_refused(tmp_path, item):
     with connect({"backend": "noop", "allow_pickle": True}) as client:
         client.register_partition("p", ["x"], None, [])
-        client.put_samples(["a"], "p", {"x": NonTensorStack({1, 2})})
+        client.put_samples(["a"], "p", {"x": object_column([item])})
         with pytest.raises(InvalidTypeError, match="field 'x' holds an item that only pickle can keep"):
             export_partition(client, "p", tmp_path / "out")
 
@@ -732,6 +734,14 @@ def test_rows_that_a_kill_left_without_an_ack_are_not_written_twice(client, tmp_
     client.put_samples(["c"], "p", {"x": torch.ones(1)})
     assert follow(client, tmp_path / "out") == 3
     assert [row["sample_id"] for row in rows(tmp_path / "out")] == ["a", "b", "c"]
+
+
+def test_follow_says_how_many_were_left(client, tmp_path):
+    client.register_partition("p", ["x"], None, [], 2)
+    client.put_samples(["q0_g0", "q0_g1", "q1_g0"], "p", {"x": torch.ones(3)})
+    done = export_partition(client, "p", tmp_path / "out", follow=True, idle_s=0.0)
+    assert (done.num_rows, done.num_left) == (2, 1)
+    assert export_partition(client, "p", tmp_path / "all").num_rows == 3
 
 
 def test_each_folder_gets_all_rows(client, tmp_path):

@@ -61,6 +61,8 @@ class Exported:
         size_bytes: Their size.
         lacking: Field -> samples that were left out since they lack it. Empty for one that follows.
         num_gone: Samples that were cleared, or lost by the store, while they were read.
+        num_left: Of one that follows: samples of the partition that it was not given until it ended. They are not
+            finished, or lack members of their group.
     """
 
     num_rows: int
@@ -68,6 +70,7 @@ class Exported:
     size_bytes: int
     lacking: Mapping[str, int]
     num_gone: int
+    num_left: int = 0
 
 
 def export_partition(
@@ -168,6 +171,7 @@ def export_partition(
             size_bytes=sum(shard["size_bytes"] for shard in listed),
             lacking=export.lacking,
             num_gone=export.num_gone,
+            num_left=export.num_left,
         )
 
 
@@ -188,7 +192,7 @@ class _Export:
         self.decode: Decode | None = None
         self.messages = False
         self.lacking: Counter[str] = Counter()
-        self.num_gone = 0
+        self.num_gone = self.num_left = 0
         self._num_rows = _FIRST_ROWS
         former = shards.columns()
         #: Of a field of objects: how its items are stored; whether its column is one of binary.
@@ -278,6 +282,9 @@ class _Export:
                 if pending and now - first >= every_s:
                     flush()
             flush()
+            self.num_left = len(
+                set(client.list_sample_ids(partition_id)).difference(client.list_consumed(partition_id, task))
+            )
         except (UnknownPartitionError, UnknownTaskError, StalePartitionError):  # cleared, or registered anew
             self._shards.complete()
         except SaveError:
@@ -449,6 +456,8 @@ def run(config_path: str, partition_id: str, folder: str, **options: Any) -> int
         print(printable(f"{count} were left out, which lack '{name}' (--partial takes them)"))
     if done.num_gone:
         print(f"{done.num_gone} were cleared meanwhile, or their payload is lost")
+    if done.num_left:
+        print(f"{done.num_left} were left, which are not finished, or lack members of their group")
     return 0
 
 

@@ -334,6 +334,28 @@ def test_datasets_loads_a_folder(client, tmp_path, monkeypatch):
         assert json.loads(row["info"]) == {"b": "x"}
 
 
+def test_datasets_loads_a_folder_whose_columns_came_later(client, other, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread stays
+    client.register_partition("p", ["x"], None, [])
+    first, second = {"x": [[1, 2]]}, {"x": [[1.5]], "late": torch.ones(1)}
+    for sample_id, columns in (("a", first), ("b", second)):
+        client.put_samples([sample_id], "p", columns)
+        export_partition(client, "p", tmp_path / "out", follow=True, idle_s=0.0)
+    schema = parquet.read_schema(tmp_path / "out" / "part-00001.parquet").remove_metadata()
+    loaded = datasets.load_dataset(
+        "parquet",
+        cache_dir=str(tmp_path / "cache"),
+        split="train",
+        data_dir=str(tmp_path / "out"),
+        features=datasets.Features.from_arrow_schema(schema),
+    )
+    assert [(row["x"], row["late"]) for row in loaded] == [([1.0, 2.0], None), ([1.5], 1.0)]
+    import_folder(tmp_path / "out", other)
+    assert content(other, "p") == content(client, "p")
+
+
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 

@@ -634,8 +634,9 @@ def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypa
     assert client.is_finished("p", ["export"])
 
 
+@pytest.mark.parametrize("when", ["before a claim", "after it"])
 @pytest.mark.parametrize("where", [None, "version > 1"])
-def test_follow_does_not_mix_two_registrations(client, tmp_path, monkeypatch, where):
+def test_follow_does_not_mix_two_registrations(client, tmp_path, monkeypatch, where, when):
     claim, claims = client.claim_meta, []
 
     def put(*ids):
@@ -644,10 +645,13 @@ def test_follow_does_not_mix_two_registrations(client, tmp_path, monkeypatch, wh
 
     def registers_anew(*arguments, **options):
         claims.append(arguments)
-        if len(claims) == 2:
-            client.clear_samples(None, "p")
-            put("a0", "a1", "b0")
-        return claim(*arguments, **options)
+        if len(claims) != 2:
+            return claim(*arguments, **options)
+        client.put_samples(["a2"], "p", {"x": torch.ones(1)}, tags=[{"version": 1}])
+        meta = claim(*arguments, **options) if when == "after it" else None
+        client.clear_samples(None, "p")
+        put("a0", "a1", "a2")
+        return meta or claim(*arguments, **options)
 
     put("a0", "a1")
     monkeypatch.setattr(client, "claim_meta", registers_anew)
@@ -890,6 +894,9 @@ def test_the_commands(tmp_path, capsys):
         assert command(commands.import_, tmp_path / "out", config, "q") == 0
         assert capsys.readouterr().out == f"q: 1 new rows, of 1 in {tmp_path}/out\n"
         assert client.list_sample_ids("q") == ["a"]
+        changed(tmp_path / "out" / ".export.json", closed=False)
+        assert command(commands.import_, tmp_path / "out", config, "r", "--unfinished") == 0
+        capsys.readouterr()
         before = signal.getsignal(signal.SIGINT)
         assert command(commands.export, config, "p", tmp_path / "more", "--follow", "--idle", "0") == 0
         assert signal.getsignal(signal.SIGINT) is before

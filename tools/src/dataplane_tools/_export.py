@@ -271,8 +271,9 @@ class _Export:
                     rows = rows if self.where is None else self._rows.matching(self.where, rows)
                     try:
                         written.update(self._write(rows))
-                    except StalePartitionError:  # these rows are of the new registration
-                        client.nack(meta)
+                    except StalePartitionError:
+                        with suppress(DataPlaneError):  # they may be of the former registration
+                            client.nack(meta)
                         raise
                     pending.append(meta)
                     if self._shards.is_full or not self._shards.num_open_rows:

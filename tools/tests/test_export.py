@@ -1,6 +1,7 @@
 """`dataplane export` and `import`: rows come back bit for bit, none is lost or doubled, and damage is noticed."""
 
 import argparse
+import gc
 import json
 import os
 import runpy
@@ -17,18 +18,28 @@ from tensordict import NonTensorStack
 
 from dataplane_core import connect
 from dataplane_core.batch import split_message_logs, stack_or_nest
+from dataplane_core.codec import object_column
 from dataplane_core.errors import (
+    BackendUnavailableError,
     CorruptDataError,
     InvalidRequestError,
     InvalidTypeError,
     MissingDataError,
     SaveError,
     SchemaMismatchError,
+    StalePartitionError,
     UnknownPartitionError,
     UnsupportedOperationError,
 )
 from dataplane_testkit._timing import STARTS_S, eventually
-from dataplane_tools import _columns, _export as export_module, commands, export_partition, import_folder
+from dataplane_tools import (
+    _columns,
+    _export as export_module,
+    _shards as shards_module,
+    commands,
+    export_partition,
+    import_folder,
+)
 
 
 def command(of, *arguments):
@@ -178,10 +189,11 @@ def test_an_empty_partition_and_one_of_tags_alone(client, other, tmp_path):
     assert after == before
 
 
-def test_items_that_only_pickle_can_keep_are_refused(tmp_path):
+@pytest.mark.parametrize("item", [{1, 2}, {1: "a"}, (1, 2), {"a": [(1,)]}, [{"a": {None: 1}}]], ids=repr)
+def test_items_that_only_pickle_can_keep_are_refused(tmp_path, item):
     with connect({"backend": "noop", "allow_pickle": True}) as client:
         client.register_partition("p", ["x"], None, [])
-        client.put_samples(["a"], "p", {"x": NonTensorStack({1, 2})})
+        client.put_samples(["a"], "p", {"x": object_column([item])})
         with pytest.raises(InvalidTypeError, match="field 'x' holds an item that only pickle can keep"):
             export_partition(client, "p", tmp_path / "out")
 
@@ -322,6 +334,28 @@ def test_datasets_loads_a_folder(client, tmp_path, monkeypatch):
         assert json.loads(row["info"]) == {"b": "x"}
 
 
+def test_datasets_loads_a_folder_whose_columns_came_later(client, other, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread stays
+    client.register_partition("p", ["x"], None, [])
+    first, second = {"x": [[1, 2]]}, {"x": [[1.5]], "late": torch.ones(1)}
+    for sample_id, columns in (("a", first), ("b", second)):
+        client.put_samples([sample_id], "p", columns)
+        export_partition(client, "p", tmp_path / "out", follow=True, idle_s=0.0)
+    schema = parquet.read_schema(tmp_path / "out" / "part-00001.parquet").remove_metadata()
+    loaded = datasets.load_dataset(
+        "parquet",
+        cache_dir=str(tmp_path / "cache"),
+        split="train",
+        data_dir=str(tmp_path / "out"),
+        features=datasets.Features.from_arrow_schema(schema),
+    )
+    assert [(row["x"], row["late"]) for row in loaded] == [([1.0, 2.0], None), ([1.5], 1.0)]
+    import_folder(tmp_path / "out", other)
+    assert content(other, "p") == content(client, "p")
+
+
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
@@ -362,6 +396,41 @@ def test_messages_of_kept_turns_of_lists_and_of_tokens(client, tmp_path, monkeyp
     client.put_samples(["a"], "text", {"input_ids": [[50]]})
     with pytest.raises(InvalidRequestError, match="neither turns nor a mask"):
         export_partition(client, "text", tmp_path / "text", messages=True, tokenizer="test_export:tokenizer_of")
+
+
+USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+TOKENS = {"input_ids": [list(b"2+2?4")], "token_mask": [[0, 0, 0, 0, 1]]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "chat"),
+    [
+        ({"prompt": [[USER]], "completion": [[ASSISTANT]]}, [USER, ASSISTANT]),
+        ({"completion": [[ASSISTANT]], "prompt": [[USER, ASSISTANT, USER]]}, [USER, ASSISTANT, USER, ASSISTANT]),
+        ({"raw_prompt": [[USER]], "chat": [[USER, ASSISTANT]]}, [USER, ASSISTANT]),
+        ({"raw_prompt": [[USER]], **TOKENS}, [USER, ASSISTANT]),
+        ({"prompt": [[USER, ASSISTANT, USER]], **TOKENS}, [USER, ASSISTANT]),
+        ({"turn_roles": [["user"]], "turn_contents": [["2+2?"]], **TOKENS}, [USER, ASSISTANT]),
+        ({"turn_roles": [["user"]], "turn_lengths": [[4]], **TOKENS}, [USER, ASSISTANT]),
+        ({"raw_prompt": [[USER]]}, None),
+        ({"prompt": [[USER, ASSISTANT, USER]]}, None),
+        ({"raw_prompt": [[USER]], "input_ids": [[50]]}, None),
+    ],
+)
+def test_no_chat_lacks_its_answer(client, tmp_path, monkeypatch, columns, chat):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    columns = {
+        name: cells if isinstance(cells[0][0], int) else NonTensorStack(*cells) for name, cells in columns.items()
+    }
+    client.register_partition("p", list(columns), None, [])
+    client.put_samples(["a"], "p", columns)
+    options = {"messages": True, "tokenizer": "test_export:tokenizer_of"}
+    if chat:
+        export_partition(client, "p", tmp_path / "out", **options)
+        assert [row["messages"] for row in rows(tmp_path / "out")] == [chat]
+    else:
+        with pytest.raises(InvalidRequestError, match="'a' has neither turns nor a mask"):
+            export_partition(client, "p", tmp_path / "out", **options)
 
 
 # --- import -----------------------------------------------------------------------------------------------------------
@@ -498,7 +567,7 @@ def test_an_export_that_was_killed_starts_over(written, tmp_path, monkeypatch):
 
 
 def test_follow_ends_with_the_partition_and_goes_on_after_a_stop(written, tmp_path):
-    out, options = tmp_path / "out", {"follow": True, "every_s": 3600.0}
+    out, options = tmp_path / "out", {"follow": True, "task": "export", "every_s": 3600.0}
     assert export_partition(written, "p", out, idle_s=0.0, **options).num_rows == 4
     with pytest.raises(InvalidRequestError, match="another what"):
         export_partition(written, "p", out)
@@ -512,7 +581,7 @@ def test_follow_ends_with_the_partition_and_goes_on_after_a_stop(written, tmp_pa
     assert [row["sample_id"] for row in rows(out)] == ["a", "b", "c", "d", "e"]
     assert written.is_finished("p", ["export"])
     assert (
-        export_partition(written, "p", tmp_path / "own", task="export2", where="weight_version>8", **options).num_rows
+        export_partition(written, "p", tmp_path / "own", where="weight_version>8", **options | {"task": None}).num_rows
         == 3
     )
     written.register_partition("p", ["tokens"], 5, [])
@@ -560,9 +629,173 @@ def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypa
 
     monkeypatch.setattr(client, "claim_meta", noted)
     monkeypatch.setattr(client, call, expires_first)
-    assert export_partition(client, "p", tmp_path / "out", follow=True).num_rows == 6
+    assert export_partition(client, "p", tmp_path / "out", follow=True, task="export").num_rows == 6
     assert ended
     assert client.is_finished("p", ["export"])
+
+
+@pytest.mark.parametrize("when", ["before a claim", "after it"])
+@pytest.mark.parametrize("where", [None, "version > 1"])
+def test_follow_does_not_mix_two_registrations(client, tmp_path, monkeypatch, where, when):
+    claim, claims = client.claim_meta, []
+
+    def put(*ids):
+        client.register_partition("p", ["x"], None, ["trainer", "export"])
+        client.put_samples(ids, "p", {"x": torch.ones(len(ids))}, tags=[{"version": 1}] * len(ids))
+
+    def registers_anew(*arguments, **options):
+        claims.append(arguments)
+        if len(claims) != 2:
+            return claim(*arguments, **options)
+        client.put_samples(["a2"], "p", {"x": torch.ones(1)}, tags=[{"version": 1}])
+        meta = claim(*arguments, **options) if when == "after it" else None
+        client.clear_samples(None, "p")
+        put("a0", "a1", "a2")
+        return meta or claim(*arguments, **options)
+
+    put("a0", "a1")
+    monkeypatch.setattr(client, "claim_meta", registers_anew)
+    done = export_partition(client, "p", tmp_path / "out", follow=True, task="export", where=where, idle_s=0.0)
+    assert done.num_rows == (0 if where else 2)
+    assert [row["sample_id"] for row in rows(tmp_path / "out")] == ([] if where else ["a0", "a1"])
+    task = client.describe("p").tasks["export"]
+    assert (task.num_ready, task.num_leased, task.num_consumed) == (3, 0, 0)
+
+
+def test_rows_of_a_partition_that_is_registered_anew_while_they_are_read(written, tmp_path, monkeypatch):
+    read = written.get_samples
+
+    def registers_anew(*arguments):
+        found = read(*arguments)
+        written.clear_samples(None, "p")
+        written.register_partition("p", ["tokens"], None, [])
+        written.put_samples(["a"], "p", {"tokens": [[9]]})
+        return found
+
+    monkeypatch.setattr(written, "get_samples", registers_anew)
+    with pytest.raises(StalePartitionError, match="registered anew"):
+        export_partition(written, "p", tmp_path / "out", fields=["tokens"])
+    assert rows(tmp_path / "out") == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_was_read_before_the_store_ended_is_kept(client, other, tmp_path, monkeypatch):
+    out, claim, claims = tmp_path / "out", client.claim_meta, []
+
+    def ends(*arguments, **options):
+        claims.append(arguments)
+        if len(claims) == 2:
+            raise BackendUnavailableError("the store is gone.")
+        return claim(*arguments, **options)
+
+    client.register_partition("p", ["x"], None, ["trainer"])
+    client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "claim_meta", ends)
+        with pytest.raises(BackendUnavailableError):
+            export_partition(client, "p", out, follow=True)
+    assert [row["sample_id"] for row in rows(out)] == ["a", "b"]
+    with pytest.raises(CorruptDataError, match="--unfinished"):
+        import_folder(out, other)
+    assert import_folder(out, other, unfinished=True).num_rows == 2
+    client.put_samples(["c"], "p", {"x": torch.ones(1)})
+    assert export_partition(client, "p", out, follow=True, idle_s=0.0).num_rows == 3
+    assert [row["sample_id"] for row in rows(out)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("room", [0, 4, 300])
+def test_a_shard_that_cannot_be_written_ends_quietly(written, tmp_path, monkeypatch, room):
+    write = shards_module._Hashing.write
+
+    def full(self, data):
+        if self.size + len(data) > room:
+            raise OSError("no space left")
+        return write(self, data)
+
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    monkeypatch.setattr(shards_module._Hashing, "write", full)
+    with pytest.raises(SaveError, match="no space left"):
+        export_partition(written, "p", tmp_path / "out", follow=True)
+    gc.collect()
+    assert not unraisable
+    monkeypatch.undo()
+    assert export_partition(written, "p", tmp_path / "out", follow=True, idle_s=0.0).num_rows == 4
+
+
+def follow(client, folder, **options):
+    return export_partition(client, "p", folder, **{"follow": True, "idle_s": 0.0} | options).num_rows
+
+
+def test_follow_waits_for_the_fields_of_its_condition(client, tmp_path):
+    client.register_partition("p", ["x", "reward"], None, [])
+    client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
+    assert follow(client, tmp_path / "out", fields=["x"], where="reward > 0") == 0
+    client.put_samples(["a", "b"], "p", {"reward": torch.tensor([1.0, 0.0])})
+    assert follow(client, tmp_path / "out", fields=["x"], where="reward > 0") == 1
+    assert rows(tmp_path / "out") == [{"sample_id": "a", "tags": "{}", "x": 1.0}]
+
+
+def test_an_id_that_is_put_again_is_followed_again(client, tmp_path):
+    client.register_partition("p", ["x"], None, [])
+    for number in range(3):
+        client.put_samples(["a", f"b{number}"], "p", {"x": torch.full((2,), number)})
+        assert follow(client, tmp_path / "out") == 2 * (number + 1)
+        client.clear_samples(["a"], "p")
+    assert [(row["sample_id"], row["x"]) for row in rows(tmp_path / "out")] == [
+        (sample_id, number) for number in range(3) for sample_id in ("a", f"b{number}")
+    ]
+
+
+def test_rows_that_a_kill_left_without_an_ack_are_not_written_twice(client, tmp_path, monkeypatch):
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    client.register_partition("p", ["x"], None, [])
+    client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "ack", killed)
+        with pytest.raises(KeyboardInterrupt):
+            follow(client, tmp_path / "out")
+    client.put_samples(["c"], "p", {"x": torch.ones(1)})
+    assert follow(client, tmp_path / "out") == 3
+    assert [row["sample_id"] for row in rows(tmp_path / "out")] == ["a", "b", "c"]
+
+
+def test_follow_says_how_many_were_left(client, tmp_path):
+    client.register_partition("p", ["x"], None, [], 2)
+    client.put_samples(["q0_g0", "q0_g1", "q1_g0"], "p", {"x": torch.ones(3)})
+    done = export_partition(client, "p", tmp_path / "out", follow=True, idle_s=0.0)
+    assert (done.num_rows, done.num_left) == (2, 1)
+    assert export_partition(client, "p", tmp_path / "all").num_rows == 3
+
+
+def test_each_folder_gets_all_rows(client, tmp_path):
+    client.register_partition("p", ["x"], None, [])
+    for folder in ("one", "two"):
+        assert follow(client, tmp_path / folder) == 0
+    client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
+    assert [follow(client, tmp_path / folder) for folder in ("one", "two", "one")] == [2, 2, 2]
+    assert len(client.describe("p").tasks) == 2
+    assert follow(client, tmp_path / "named", task="mine") == 2
+    assert follow(client, tmp_path / "named") == 2  # with the task that it had
+    with pytest.raises(InvalidRequestError, match="another what"):
+        follow(client, tmp_path / "named", task="other")
+    with pytest.raises(InvalidRequestError, match="'mine' of 'p' was given samples that are not in"):
+        follow(client, tmp_path / "three", task="mine")
+
+
+def test_an_unfinished_export_of_other_rows_is_kept(written, tmp_path):
+    export_partition(written, "p", tmp_path / "out")
+    changed(tmp_path / "out" / ".export.json", closed=False)
+    for options, other in [({"where": "weight_version > 8"}, "what"), ({"follow": True}, "what")]:
+        with pytest.raises(InvalidRequestError, match=f"another {other}"):
+            export_partition(written, "p", tmp_path / "out", **options)
+    written.register_partition("q", ["x"], None, [])
+    with pytest.raises(InvalidRequestError, match="another partition_id"):
+        export_partition(written, "q", tmp_path / "out")
+    assert len(rows(tmp_path / "out")) == 4
+    assert export_partition(written, "p", tmp_path / "out").num_rows == 4
 
 
 FOLLOWER = """
@@ -580,7 +813,20 @@ def test_a_follower_that_is_killed_at_any_moment_has_every_row_once(python, tmp_
     config = tmp_path / "config.yaml"
     config.write_text("{backend: shm_store, options: {capacity_bytes: 50MB}}")
     out, total, kills = tmp_path / "out", 300, 4
-    arguments = [config, "p", out, "--follow", "--shard-bytes", "1", "--every", "0.05", "--where", "keep"]
+    arguments = [
+        config,
+        "p",
+        out,
+        "--follow",
+        "--shard-bytes",
+        "1",
+        "--every",
+        "0.05",
+        "--where",
+        "keep",
+        "--task",
+        "export",
+    ]
     with connect(str(config)) as client:
         client.register_partition("p", ["x"], total, ["train"], group_size)
 
@@ -620,7 +866,9 @@ def test_a_follower_that_is_told_to_end_keeps_what_it_read(python, tmp_path, sen
     with connect(str(config)) as client:
         client.register_partition("p", ["x"], None, [])
         client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
-        with python.start("-c", FOLLOWER, config, "p", out, "--follow", "--every", "3600") as follower:
+        with python.start(
+            "-c", FOLLOWER, config, "p", out, "--follow", "--every", "3600", "--task", "export"
+        ) as follower:
             eventually(lambda: list(out.glob(".part-*")), within_s=STARTS_S, what="an open shard")
             follower.send_signal(sent)
             assert follower.wait(STARTS_S) == 0
@@ -646,6 +894,9 @@ def test_the_commands(tmp_path, capsys):
         assert command(commands.import_, tmp_path / "out", config, "q") == 0
         assert capsys.readouterr().out == f"q: 1 new rows, of 1 in {tmp_path}/out\n"
         assert client.list_sample_ids("q") == ["a"]
+        changed(tmp_path / "out" / ".export.json", closed=False)
+        assert command(commands.import_, tmp_path / "out", config, "r", "--unfinished") == 0
+        capsys.readouterr()
         before = signal.getsignal(signal.SIGINT)
         assert command(commands.export, config, "p", tmp_path / "more", "--follow", "--idle", "0") == 0
         assert signal.getsignal(signal.SIGINT) is before

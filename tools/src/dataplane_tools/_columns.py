@@ -153,8 +153,12 @@ def _to_json(name: str, item: Any) -> str:
 def _escaped(item: Any) -> Any:
     """JSON lacks bytes and tensors: they are a dict with the key ``~bytes`` or ``~tensor``. Other ``~`` are doubled."""
     if isinstance(item, dict):
+        if other := [key for key in item if not isinstance(key, str)]:
+            raise TypeError(f"a key is {type(other[0]).__name__}")
         return {f"~{key}" if key.startswith("~") else key: _escaped(value) for key, value in item.items()}
-    if isinstance(item, (list, tuple)):
+    if isinstance(item, tuple):  # it would come back as a list
+        raise TypeError("it has a tuple")
+    if isinstance(item, list):
         return [_escaped(each) for each in item]
     if isinstance(item, bytes):
         return {"~bytes": base64.b64encode(item).decode()}

@@ -17,10 +17,12 @@ from dataplane_core.config import load_config, size_bytes
 from dataplane_core.connecting import connect
 from dataplane_core.errors import (
     ClaimTimeoutError,
+    DataPlaneError,
     InvalidRequestError,
     LeaseExpiredError,
     LostSamplesError,
     MissingDataError,
+    SaveError,
     StalePartitionError,
     UnknownPartitionError,
     UnknownTaskError,
@@ -35,7 +37,7 @@ from dataplane_tools._inspect import size_text
 from dataplane_tools._messages import is_for_messages, messages_of
 from dataplane_tools._rows import Rows
 from dataplane_tools._sample import Decode
-from dataplane_tools._shards import Shards
+from dataplane_tools._shards import OWN_TASK, Shards
 from dataplane_tools._tokenizer import Tokenizer
 from dataplane_tools._where import Where, parse_where
 
@@ -59,6 +61,8 @@ class Exported:
         size_bytes: Their size.
         lacking: Field -> samples that were left out since they lack it. Empty for one that follows.
         num_gone: Samples that were cleared, or lost by the store, while they were read.
+        num_left: Of one that follows: samples of the partition that it was not given until it ended. They are not
+            finished, or lack members of their group.
     """
 
     num_rows: int
@@ -66,6 +70,7 @@ class Exported:
     size_bytes: int
     lacking: Mapping[str, int]
     num_gone: int
+    num_left: int = 0
 
 
 def export_partition(
@@ -80,7 +85,7 @@ def export_partition(
     tokenizer: str | None = None,
     shard_bytes: int | str = "256MiB",
     follow: bool = False,
-    task: str = "export",
+    task: str | None = None,
     every_s: float = 60.0,
     idle_s: float | None = None,
     stop: threading.Event | None = None,
@@ -102,10 +107,12 @@ def export_partition(
             beside it ids, tags and fields of one value. `import_folder` does not take it.
         tokenizer: With ``messages``: what turns tokens into text where no turns are kept. As for `dataplane read`.
         shard_bytes: Size of a shard before compression, such as ``"256MiB"``.
-        follow: Go on with what is finished later, as the task ``task`` of the partition, which is registered if it is
-            not. Rows are acked once their shard is on the disk. After a kill at any moment the same call goes on, and
-            every row is in the folder once. It ends when the partition is finished or cleared.
-        task: The task that follows. Each folder needs its own. Its samples must not be cleared before it has them.
+        follow: Go on with what is finished later, as a task of the partition, which is registered if it is not. A row
+            is finished once it also has the fields that ``where`` names, and its group is whole, if the partition has
+            groups. Rows are acked once their shard is on the disk. After a kill at any moment the same call goes on,
+            and every row is in the folder once. It ends when the partition is finished or cleared.
+        task: The task that follows. None: one of this folder's own, ``export-`` and 8 digits, or the one that it had.
+            Two folders with one task would each get some of the rows. Samples must not be cleared before it has them.
         every_s: A shard is complete at the latest after this many seconds. Needs ``follow``.
         idle_s: End if no row came for this many seconds. Needs ``follow``.
         stop: End soon after this is set. What was read is in the folder. Needs ``follow``.
@@ -113,6 +120,7 @@ def export_partition(
     Raises:
         InvalidRequestError: An argument is refused, or the folder has something else.
         UnknownPartitionError: Not registered.
+        StalePartitionError: It was registered anew meanwhile. One that follows ends instead.
         UnsupportedOperationError: The store has no ``listing``; or, to follow, no ``leases`` or ``cursors``.
         InvalidTypeError: A field holds items that only pickle can keep.
         SaveError: The folder cannot be written.
@@ -140,17 +148,19 @@ def export_partition(
     registration = found.info.registration()
     registration["consumer_tasks"] = [name for name in registration["consumer_tasks"] if not follow or name != task]
     what = {"fields": fields and list(fields), "where": where, "messages": messages, "partial": partial}
-    what |= {"task": task if follow else None}
+    what |= {"task": (task or OWN_TASK) if follow else None}
     head = {"partition_id": partition_id, "epoch": found.info.epoch, "registration": registration, "what": what}
     decode = None if tokenizer is None else Tokenizer(tokenizer, skip_special=True).decode
     rows, condition = Rows(client, partition_id), None if where is None else parse_where(where)
+    waits_for = [*required, *(name for name in (condition.names if condition else ()) if name in known)]
     # a follower looks only whether the names of the condition are known
     found_rows = rows.find(where=condition).tags if condition is not None or not follow else {}
     with Shards(folder, head, shard_size, goes_on=follow) as shards:
         export = _Export(client, partition_id, shards, fields, rows)
         export.where, export.decode, export.messages = condition, decode, messages
         if follow:
-            export.follow(task, required, every_s, idle_s, stop or threading.Event())
+            # a row that lacks a field of the condition may meet it later
+            export.follow(list(dict.fromkeys(waits_for)), every_s, idle_s, stop or threading.Event())
         else:
             export.once(found_rows, [] if partial else required)
         shards.end()
@@ -161,6 +171,7 @@ def export_partition(
             size_bytes=sum(shard["size_bytes"] for shard in listed),
             lacking=export.lacking,
             num_gone=export.num_gone,
+            num_left=export.num_left,
         )
 
 
@@ -181,7 +192,7 @@ class _Export:
         self.decode: Decode | None = None
         self.messages = False
         self.lacking: Counter[str] = Counter()
-        self.num_gone = 0
+        self.num_gone = self.num_left = 0
         self._num_rows = _FIRST_ROWS
         former = shards.columns()
         #: Of a field of objects: how its items are stored; whether its column is one of binary.
@@ -213,11 +224,9 @@ class _Export:
             if self._shards.is_full:
                 self._shards.complete()
 
-    def follow(
-        self, task: str, required: Sequence[str], every_s: float, idle_s: float | None, stop: threading.Event
-    ) -> None:
+    def follow(self, required: Sequence[str], every_s: float, idle_s: float | None, stop: threading.Event) -> None:
         """Claims finished rows, writes them, and acks them once their shard is complete."""
-        client, partition_id = self._client, self._partition_id
+        client, partition_id, task = self._client, self._partition_id, self._shards.manifest["what"]["task"]
         group_size = client.describe(partition_id).info.grpo_group_size
         self._register(task, group_size)
         unit, lease_s = group_size or 1, 2 * every_s + _LEASE_MARGIN_S
@@ -233,6 +242,8 @@ class _Export:
                     written.difference_update(meta.sample_ids)
                 except LeaseExpiredError:  # it was stopped for long
                     pass
+            if pending and not written:
+                self._shards.note_acked()
             pending.clear()
 
         try:
@@ -258,7 +269,12 @@ class _Export:
                         sample_id: row for sample_id, row in tags.items() if sample_id not in written
                     }
                     rows = rows if self.where is None else self._rows.matching(self.where, rows)
-                    written.update(self._write(rows))
+                    try:
+                        written.update(self._write(rows))
+                    except StalePartitionError:
+                        with suppress(DataPlaneError):  # they may be of the former registration
+                            client.nack(meta)
+                        raise
                     pending.append(meta)
                     if self._shards.is_full or not self._shards.num_open_rows:
                         flush()
@@ -267,8 +283,16 @@ class _Export:
                 if pending and now - first >= every_s:
                     flush()
             flush()
+            self.num_left = len(
+                set(client.list_sample_ids(partition_id)).difference(client.list_consumed(partition_id, task))
+            )
         except (UnknownPartitionError, UnknownTaskError, StalePartitionError):  # cleared, or registered anew
             self._shards.complete()
+        except SaveError:
+            raise
+        except DataPlaneError:  # the store ended, for one: what was read is kept, and is not read again
+            self._shards.complete()
+            raise
 
     def _register(self, task: str, group_size: int | None) -> None:
         """Adds the task. If it was killed before, it has consumed what is on the disk, and nothing else is its own."""
@@ -282,7 +306,9 @@ class _Export:
                 hint="Name the folder that has them, or another task: --task NAME.",
             )
         consumed = client.list_consumed(partition_id, task)
-        client.reset_consumption(partition_id, task, list(dict.fromkeys([*consumed, *self._shards.ids()])))
+        # not the rows that were acked: since then, one may have been cleared, and put again as another row
+        client.reset_consumption(partition_id, task, list(dict.fromkeys([*consumed, *self._shards.unacked_ids()])))
+        self._shards.note_acked()
 
     # --- a portion --------------------------------------------------------------------------------------------------
 
@@ -336,6 +362,7 @@ class _Export:
         while ids:
             try:
                 found = client.describe(partition_id)
+                self._check_registration(found.info.epoch)
                 names = self._fields or dict.fromkeys((*found.info.fields, *found.specs))
                 specs = {name: found.specs[name] for name in names if name in found.specs}
                 if self.messages:
@@ -350,7 +377,7 @@ class _Export:
                     rows = [ids[place] for place in places]
                     columns = client.get_samples(rows, partition_id, some) if rows else {}
                     cells |= {name: (places, columns.get(name)) for name in some}
-                return ids, cells, specs
+                break
             except LostSamplesError as error:
                 left = [each for each in ids if each not in error.missing_samples]
                 if left == ids:
@@ -361,7 +388,14 @@ class _Export:
                 if left == ids:
                     raise
                 ids = left
-        return [], {}, {}
+        else:
+            cells, specs = {}, {}
+        self._check_registration(client.describe(partition_id).info.epoch)  # it may have changed while they were read
+        return ids, cells, specs
+
+    def _check_registration(self, epoch: str) -> None:
+        if epoch != self._shards.manifest["epoch"]:
+            raise StalePartitionError(f"partition '{self._partition_id}' was registered anew while it was exported.")
 
     def _column_of_items(self, name: str, items: Sequence[Any]) -> Any:
         if self._binary.get(name) is None:
@@ -423,6 +457,8 @@ def run(config_path: str, partition_id: str, folder: str, **options: Any) -> int
         print(printable(f"{count} were left out, which lack '{name}' (--partial takes them)"))
     if done.num_gone:
         print(f"{done.num_gone} were cleared meanwhile, or their payload is lost")
+    if done.num_left:
+        print(f"{done.num_left} were left, which are not finished, or lack members of their group")
     return 0
 
 

@@ -54,7 +54,13 @@ class _Registration(TypedDict):
     enums: Mapping[str, Sequence[str]]
 
 
-def import_folder(folder: str | os.PathLike[str], client: DataPlaneClient, partition_id: str | None = None) -> Imported:
+def import_folder(
+    folder: str | os.PathLike[str],
+    client: DataPlaneClient,
+    partition_id: str | None = None,
+    *,
+    unfinished: bool = False,
+) -> Imported:
     """Puts the rows of an export into a partition: ids, tags, order, dtypes, shapes and values as they were.
 
     A partition that is not registered is registered as the exported one was, for the fields and the number of rows that
@@ -65,6 +71,7 @@ def import_folder(folder: str | os.PathLike[str], client: DataPlaneClient, parti
         folder: What `export_partition` wrote, without ``messages``.
         client: Of the store.
         partition_id: The partition. None: the name of the exported one.
+        unfinished: Also take the complete shards of an export that has not ended, such as one whose store is gone.
 
     Raises:
         MissingDataError: The folder has no export.
@@ -76,10 +83,10 @@ def import_folder(folder: str | os.PathLike[str], client: DataPlaneClient, parti
     """
     path = Path(folder)
     manifest = read_manifest(path)
-    if not manifest["closed"]:
+    if not (manifest["closed"] or unfinished):
         raise CorruptDataError(
             f"the export in '{folder}' was not completed: it is being written, or was killed.",
-            hint="Run the same command again, which completes it.",
+            hint="Run the same command again, which completes it, or take its complete shards: --unfinished.",
         )
     if manifest["what"]["messages"]:
         raise UnsupportedOperationError(
@@ -256,13 +263,13 @@ def _cells(columns: Mapping[str, Any], num_rows: int) -> list[tuple[bytes, ...]]
     return [tuple(map(bytes, cells)) for cells in zip(*rows, strict=True)]
 
 
-def run(folder: str, config_path: str, partition_id: str | None) -> int:
+def run(folder: str, config_path: str, partition_id: str | None, *, unfinished: bool) -> int:
     """Puts the rows of a folder into a running store.
 
     Raises:
         DataPlaneError: As `import_folder`, and `connect`.
     """
     with connected(config_path) as client:
-        done = import_folder(folder, client, partition_id)
+        done = import_folder(folder, client, partition_id, unfinished=unfinished)
     print(printable(f"{done.partition_id}: {done.num_new} new rows, of {done.num_rows} in {folder}"))
     return 0

@@ -29,8 +29,8 @@ def messages_of(
 ) -> Any:
     """The Arrow column of the chats of rows.
 
-    The turns are those that are kept: as ``turn_roles`` and ``turn_contents``, or as a list of messages. Else they are
-    the text of the parts of the tokens, by ``decode``.
+    The turns are those that are kept: as ``turn_roles`` and ``turn_contents``, or as a list of messages, if one of them
+    is of the assistant. Else they are the text of the parts of the tokens, by ``decode``.
 
     Args:
         ids: N ids.
@@ -53,14 +53,39 @@ def messages_of(
 def _chat(
     sample_id: str, tags: Mapping[str, Any], cells: Mapping[str, Any], decode: Decode | None
 ) -> list[dict[str, str]]:
-    kept = {name: cell for name, cell in cells.items() if name not in TEXT_FIELDS or name in TURNS}
-    parts: Sequence[Part] = sample_of(sample_id, tags, kept).parts
-    if not any(part.text for part in parts):
-        parts = sample_of(sample_id, tags, cells, decode=decode).parts if decode is not None else ()
-        if not parts or any(part.role == "text" for part in parts):
-            what = "no kept turns" if decode is None else "neither turns nor a mask that tells prompt from answer"
-            raise InvalidRequestError(
-                f"sample '{sample_id}' has {what}, so it is no chat.",
-                hint="Name a tokenizer: --tokenizer T." if decode is None else None,
-            )
+    parts = _kept(sample_id, tags, cells)
+    tokens = {name: cell for name, cell in cells.items() if name in TEXT_FIELDS}
+    without_turns = {name: cell for name, cell in tokens.items() if name not in TURNS}
+    if parts is None and decode is not None:
+        parts = sample_of(sample_id, tags, tokens, decode=decode).parts
+        if not _has_answer(parts):  # the turns are those of the prompt alone
+            parts = sample_of(sample_id, tags, without_turns, decode=decode).parts
+    if not parts or any(part.role == "text" for part in parts):
+        what = "no kept turns" if decode is None else "neither turns nor a mask that tells prompt from answer"
+        raise InvalidRequestError(
+            f"sample '{sample_id}' has {what}, so it is no chat. Kept turns need one of the role 'assistant'.",
+            hint="Name a tokenizer: --tokenizer T." if decode is None and tokens else None,
+        )
     return [{"role": _ROLES.get(part.role, part.role), "content": part.text} for part in parts]
+
+
+def _kept(sample_id: str, tags: Mapping[str, Any], cells: Mapping[str, Any]) -> Sequence[Part] | None:
+    """The turns that are kept, if there is an answer among them. A prompt alone is no chat, whatever it holds."""
+    turns = {name: cells[name] for name in TURNS if name in cells}
+    lists = {name: cell for name, cell in cells.items() if name not in TEXT_FIELDS and _is_chat(cell)}
+    prompt, answer = lists.pop("prompt", None), lists.get("completion")
+    if prompt and answer:  # as TRL has them
+        lists = {"completion": [*prompt, *answer], **{name: lists[name] for name in lists if name != "completion"}}
+    for each in (turns, *({name: cell} for name, cell in lists.items())):
+        parts = sample_of(sample_id, tags, each).parts
+        if _has_answer(parts):
+            return parts
+    return None
+
+
+def _has_answer(parts: Sequence[Part]) -> bool:
+    return any(part.role == "assistant" and part.text for part in parts)
+
+
+def _is_chat(cell: Any) -> bool:
+    return isinstance(cell, list) and all(isinstance(each, Mapping) and "role" in each for each in cell)

@@ -33,6 +33,8 @@ from dataplane_tools._columns import pa  # before pyarrow.parquet: it says what 
 KIND: Final = "dataplane-export"
 VERSION: Final = 1
 MANIFEST: Final = ".export.json"
+#: Stands for the task that belongs to a folder alone.
+OWN_TASK: Final = ""
 #: Under this key, the schema of a shard says what its columns are.
 SCHEMA_KEY: Final = b"dataplane"
 _SHARD: Final = re.compile(r"part-\d{5,}\.parquet")
@@ -61,7 +63,8 @@ class _What(TypedDict):
 class _Manifest(TypedDict):
     """The manifest, besides its format and version.
 
-    ``export`` is an id that its shards repeat, ``registration`` the arguments of ``register_partition``.
+    ``export`` is an id that its shards repeat, ``registration`` the arguments of ``register_partition``. Of an export
+    that follows, the rows of the first ``num_acked`` shards are acked.
     """
 
     export: str
@@ -70,6 +73,7 @@ class _Manifest(TypedDict):
     registration: Mapping[str, Any]
     what: _What
     closed: bool
+    num_acked: int
     shards: Sequence[_Shard]
 
 
@@ -178,8 +182,9 @@ class Shards:
             self.manifest = _new(head)
         else:
             self.manifest = read_manifest(self.folder)
-            if not (goes_on or self.manifest["closed"] or self.manifest["what"]["task"]):
-                self.manifest = _new(head)  # of one that was killed nothing is worth keeping
+            former = self.manifest["what"]["task"]
+            if former is not None and head["what"]["task"] == OWN_TASK:
+                head = {**head, "what": {**head["what"], "task": former}}
             other = [name for name in ("partition_id", "epoch", "what") if self.manifest[name] != head[name]]
             if other or (self.manifest["closed"] and not goes_on):
                 why = f"it has another {other[0]}: {self.manifest[other[0]]}" if other else "it is complete"
@@ -187,6 +192,8 @@ class Shards:
                     f"'{self.folder}' has an export of '{self.manifest['partition_id']}' already, and {why}.",
                     hint="Export into another folder, or remove this one.",
                 )
+            if not (goes_on or self.manifest["closed"]):
+                self.manifest = _new(head)  # of one that was killed nothing is worth keeping
             self.manifest["closed"] = False
             kept = {shard["name"]: shard for shard in self.manifest["shards"]}
             names = {each.name for each in there}
@@ -207,7 +214,7 @@ class Shards:
 
     def __exit__(self, *_: object) -> None:
         if self._writer is not None:  # of a shard that an error ended
-            self._file.release()
+            self._abandon(self._writer)
         os.close(self._lock)
 
     @property
@@ -220,9 +227,15 @@ class Shards:
         """Whether the shard has its size: call `complete`."""
         return self._writer is not None and self._bytes >= self._shard_bytes
 
-    def ids(self) -> Iterator[str]:
-        """The ids of the rows of all complete shards, which are on the disk."""
-        for shard in self.manifest["shards"]:
+    def note_acked(self) -> None:
+        """Says that the rows of all complete shards are acked."""
+        if self.manifest["num_acked"] != len(self.manifest["shards"]):
+            self.manifest["num_acked"] = len(self.manifest["shards"])
+            self._write_manifest()
+
+    def unacked_ids(self) -> Iterator[str]:
+        """The ids of the rows of complete shards that may not be acked."""
+        for shard in self.manifest["shards"][max(0, self.manifest["num_acked"]) :]:
             with parquet_file(self.folder / shard["name"]) as file:
                 yield from file.read(["sample_id"])["sample_id"].to_pylist()
 
@@ -271,9 +284,14 @@ class Shards:
         self._file = _Hashing(self._new)
         # no dictionaries of numbers: they may hold one NaN for all
         strings = [field.name for field in schema if pa.types.is_large_string(field.type)]
-        self._writer = parquet.ParquetWriter(
-            pa.PythonFile(self._file, mode="w"), schema, compression="zstd", use_dictionary=strings
-        )
+        try:
+            self._writer = parquet.ParquetWriter(
+                pa.PythonFile(self._file, mode="w"), schema, compression="zstd", use_dictionary=strings
+            )
+        except BaseException:
+            with suppress(OSError):
+                self._file.release()
+            raise
 
     def complete(self) -> None:
         """Brings the shard to the disk under its name. If it has no rows, nothing happens."""
@@ -291,7 +309,16 @@ class Shards:
             self.manifest["shards"].append(shard)
             self._write_manifest()
         except (OSError, pa.ArrowException) as error:
+            self._abandon(writer)
             raise _not(f"'{self.folder}' cannot be written", error) from error
+
+    def _abandon(self, writer: Any) -> None:
+        """Closes the file of a shard that is not completed. The next export into the folder removes it."""
+        with suppress(Exception):
+            writer.close()
+        writer.is_open = False  # or pyarrow tries again later, and prints that it fails
+        with suppress(OSError):
+            self._file.release()
 
     def end(self) -> None:
         """Completes the last shard, and the export."""
@@ -308,7 +335,11 @@ class Shards:
 
 def _new(head: Mapping[str, Any]) -> dict[str, Any]:
     """A manifest without shards."""
-    return {"format": KIND, "version": VERSION, "export": uuid4().hex, **head, "closed": False, "shards": []}
+    export, what = uuid4().hex, dict(head["what"])
+    if what["task"] == OWN_TASK:
+        what["task"] = f"export-{export[:8]}"
+    head = {**head, "what": what}
+    return {"format": KIND, "version": VERSION, "export": export, **head, "closed": False, "num_acked": 0, "shards": []}
 
 
 def _final(name: str) -> str:

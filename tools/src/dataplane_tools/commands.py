@@ -155,7 +155,7 @@ def export(parser: argparse.ArgumentParser) -> Command:
     )
     following = parser.add_argument_group("to go on with what is finished later")
     following.add_argument("--follow", action="store_true", help="until the partition is finished, or Ctrl-C")
-    following.add_argument("--task", default="export", metavar="NAME", help="the task that follows; default: export")
+    following.add_argument("--task", metavar="NAME", help="the task that follows; default: one of this folder's own")
     following.add_argument(
         "--every", type=float, default=60.0, metavar="S", help="a shard at least every S seconds; default: 60"
     )
@@ -188,11 +188,14 @@ def import_(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument("folder", metavar="FOLDER", help="what dataplane export wrote")
     _config(parser)
     parser.add_argument("partition", nargs="?", metavar="PARTITION", help="default: the name of the exported one")
+    parser.add_argument(
+        "--unfinished", action="store_true", help="also the complete shards of an export that has not ended"
+    )
 
     def run(chosen: argparse.Namespace) -> int:
         from dataplane_tools import _import
 
-        return _import.run(chosen.folder, chosen.config, chosen.partition)
+        return _import.run(chosen.folder, chosen.config, chosen.partition, unfinished=chosen.unfinished)
 
     return run
 

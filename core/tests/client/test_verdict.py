@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from dataplane_core.client import verdict as verdicts
 from dataplane_core.client.verdict import Facts, judge, question_of
 from dataplane_core.errors import LeaseHolder, Shortfall
 from dataplane_core.spec import (
@@ -248,3 +249,33 @@ def test_a_full_store_may_be_cleared_when_a_step_ends(waits_s, state):
     assert verdict(found, waiting, blocked, **FULL).state == state
     clears = client("other", claims("eval", waits_s=None, ended_s=80.0))  # it works on what it was given
     assert verdict(found, waiting, blocked, clears, **FULL).state == "waits"
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["unwritten", "full"])
+def test_each_task_is_judged_a_few_times_however_many_wait_for_the_same(monkeypatch, is_full):
+    judged = []
+    real = verdicts._Judge._judged
+    monkeypatch.setattr(verdicts._Judge, "_judged", lambda self, *task: judged.append(task) or real(self, *task))
+    names = [f"task-{place}" for place in range(12)]
+    waiting = [client(name, claims(name, waits_s=400.0), pid=place) for place, name in enumerate(names)]
+    blocked = client("rollout", puts("x"), calls=[call("put_samples", 9.0)])
+    short = Shortfall() if is_full else LACKING["short"]
+    facts = Facts(
+        partitions={"p": partition(tasks=names)},
+        clients=[*waiting, blocked if is_full else ROLLOUT],
+        answers={("p", name): Answer(num_ready=0, shortfall=short) for name in names},
+        **(FULL if is_full else {}),
+    )
+    for name in names:
+        assert judge(facts, "p", name).state == "starved"
+    assert len(judged) <= 3 * len(names)
+
+
+def test_two_tasks_that_wait_for_each_other():
+    first = client("first", claims("one"), puts("y"), pid=1)
+    second = client("second", claims("two"), puts("z"), pid=2)
+    found = partition(tasks=("one", "two"))
+    lacks = Shortfall(num_lacking=4, missing_cells={"a": ("z",)})
+    told = verdict(found, first, second, task="two", others={"one": lacks}, **LACKING)
+    assert told.state == "waits"
+    assert "writes 'y', and waits for samples of its task 'one' itself." in told.text

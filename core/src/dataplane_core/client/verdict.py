@@ -18,12 +18,16 @@ from dataplane_core.spec import Answer, ClientInfo, PartitionDescription, WorkIn
 
 #: A client with something that it does.
 _Worker: TypeAlias = tuple[ClientInfo, WorkInfo]
+#: A partition and a task of it.
+_Task: TypeAlias = tuple[str, str]
 
 #: Seconds after which a put that has not ended counts as one that waits for room, if the store is at least half full.
 _ROOM_S: Final = 3.0
 #: A producer that was quiet for so many times its longest pause so far is silent, unless the patience is longer. What
 #: may be slow or a fault is a fault after so many times the patience.
 _PAUSES: Final = 5.0
+#: How far a task is looked at; see `_Judge.of_task`.
+_REACH: Final = 2
 #: Operations that wait for other clients.
 _WAITING: Final = ("claim_meta", "put_samples")
 
@@ -51,6 +55,7 @@ class Facts:
     held_bytes: int = 0
     capacity_bytes: int | None = None
     patience_s: float = 60.0
+    _judge: list[_Judge] = field(default_factory=list, init=False, repr=False, compare=False)  # what it found so far
 
 
 def question_of(clients: Iterable[ClientInfo], partition_id: str, task_name: str) -> WorkInfo | None:
@@ -67,7 +72,11 @@ def room_is_wanted(clients: Iterable[ClientInfo]) -> bool:
 
 def judge(facts: Facts, partition_id: str, task_name: str) -> Verdict:
     """How a task fares. Raises `KeyError` if the partition has no such task."""
-    return _Judge(facts).of_task(partition_id, task_name, ())
+    if not facts._judge:
+        facts._judge.append(_Judge(facts))
+    verdict = facts._judge[0].of_task((partition_id, task_name), _REACH)
+    assert verdict is not None  # no other task is being judged
+    return verdict
 
 
 def _workers(clients: Iterable[ClientInfo], operation: str, partition_id: str | None = None) -> list[_Worker]:
@@ -126,13 +135,39 @@ class _Reason:
 
 
 class _Judge:
+    """Judges each task at most once for each reach, so that its cost grows with the tasks and not with their paths."""
+
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
+        self._verdicts: dict[tuple[_Task, int], Verdict | None] = {}  # None: it is being judged
+        self._path: list[_Task] = []  # those that are being judged
+        self._starved: dict[tuple[str | None, int], list[Verdict]] = {}
+        self._sourced: dict[str, list[_Worker]] = {}
+        self._by_kind: dict[tuple[str, ...], list[_Worker]] = {}
+        for client in facts.clients:
+            for work in client.work:
+                kind = (work.operation, work.partition_id, work.task_name)
+                for some in {kind[:count] for count in (1, 2, 3)}:
+                    self._by_kind.setdefault(some, []).append((client, work))
+        self._claiming = {client.client_id for client, _ in self._workers("claim_meta")}
 
     # --- one task -----------------------------------------------------------------------------------------------------
 
-    def of_task(self, partition_id: str, task_name: str, path: tuple[tuple[str, str], ...]) -> Verdict:
-        """Judges a task. ``path``: the tasks that wait for it, which are not judged again."""
+    def of_task(self, task: _Task, reach: int) -> Verdict | None:
+        """Judges a task. None: it is being judged, so that it waits for itself.
+
+        ``reach``: 0: what it waits for itself; 1: also whether the store is full because of another task; 2: also
+        whether another task is the reason why nobody has written a field. Others are judged with a smaller reach, so
+        that no two are each other's reason.
+        """
+        if (task, reach) not in self._verdicts:
+            self._verdicts[task, reach] = None
+            self._path.append(task)
+            self._verdicts[task, reach] = self._judged(*task, reach)
+            self._path.pop()
+        return self._verdicts[task, reach]
+
+    def _judged(self, partition_id: str, task_name: str, reach: int) -> Verdict:
         found = self._facts.partitions[partition_id]
         counts = found.tasks[task_name]
         backlog = found.num_samples - counts.num_consumed
@@ -163,7 +198,7 @@ class _Judge:
         if answer.num_ready >= wanted:
             text = f"{_count(answer.num_ready)} of {wanted} are ready: its claim is answered now."
             return replace(verdict, text=text)
-        reason = self._why(verdict, alive, answer.shortfall, wanted, waited_s, (*path, (partition_id, task_name)))
+        reason = self._why(verdict, alive, answer.shortfall, wanted, waited_s, reach)
         return replace(
             verdict,
             state="starved" if reason.is_fault else "waits",
@@ -224,7 +259,7 @@ class _Judge:
         shortfall: Shortfall,
         wanted: int,
         waited_s: float,
-        path: tuple[tuple[str, str], ...],
+        reach: int,
     ) -> _Reason:
         """The one reason why a claim waits: the first fault, else the first that there is."""
         partition_id = verdict.partition_id
@@ -235,14 +270,14 @@ class _Judge:
             reasons.append(self._leased(shortfall))
             coming += 0 if reasons[-1].is_fault else shortfall.num_leased
         if shortfall.num_lacking or shortfall.missing_cells:
-            reasons.append(self._lacking(partition_id, shortfall, is_late, path))
+            reasons.append(self._lacking(partition_id, shortfall, is_late, reach))
             coming += shortfall.num_lacking
         if coming < wanted:
             if shortfall.num_incomplete:
-                reasons.append(self._incomplete(partition_id, shortfall, is_late, path))
+                reasons.append(self._incomplete(partition_id, shortfall, is_late, reach))
             if shortfall.num_not_matching:
                 reasons.append(self._not_matching(partition_id, alive, shortfall, is_late))
-            reasons.append(self._too_few(partition_id, wanted, waited_s, path))
+            reasons.append(self._too_few(partition_id, wanted, waited_s, reach))
         return next((each for each in reasons if each.is_fault), reasons[0])
 
     def _leased(self, shortfall: Shortfall) -> _Reason:
@@ -259,9 +294,7 @@ class _Judge:
         text = f"{held} {name} for another {_seconds(lease.left_s)}. {self._told(holder)}"
         return _Reason("leased", text, holder.state != "open", name)
 
-    def _lacking(
-        self, partition_id: str, shortfall: Shortfall, is_late: bool, path: tuple[tuple[str, str], ...]
-    ) -> _Reason:
+    def _lacking(self, partition_id: str, shortfall: Shortfall, is_late: bool, reach: int) -> _Reason:
         """Samples lack fields."""
         sample_id, names = next(iter(shortfall.missing_cells.items()), ("", ()))
         found = self._facts.partitions[partition_id]
@@ -271,14 +304,14 @@ class _Judge:
             here = [each for each in writers if each[1].partition_id == partition_id] or writers
             lacks = f"{_count(shortfall.num_lacking)} lack '{name}', the first one is '{sample_id}'."
             if here:
-                reason = self._of_producers(here, f"writes '{name}'", partition_id, is_late, path)
+                reason = self._of_producers(here, f"writes '{name}'", partition_id, is_late, reach)
                 reasons.append(replace(reason, text=f"{lacks} {reason.text}"))
                 continue
             near = _meant(name, {*found.specs, *found.info.fields})
             if near is not None:
                 reasons.append(_Reason("name", f"{lacks} Nobody writes it, but '{near}' is written.", True))
                 continue
-            faulty = self._faulty_task(partition_id, path)
+            faulty = self._faulty_task(partition_id, 1) if reach > 1 else None
             told = "" if faulty is None else f" The task '{faulty.task_name}' is starved: {faulty.text}"
             text = f"{lacks} No client that is known has written it.{told}"
             reasons.append(
@@ -290,9 +323,7 @@ class _Judge:
             return _Reason("unwritten", f"{_count(shortfall.num_lacking)} lack fields that it requires.", is_late)
         return next((each for each in reasons if each.is_fault), reasons[0])
 
-    def _incomplete(
-        self, partition_id: str, shortfall: Shortfall, is_late: bool, path: tuple[tuple[str, str], ...]
-    ) -> _Reason:
+    def _incomplete(self, partition_id: str, shortfall: Shortfall, is_late: bool, reach: int) -> _Reason:
         """Groups are not whole."""
         found = self._facts.partitions[partition_id]
         group, count = next(iter(shortfall.incomplete_groups.items()), ("", 0))
@@ -303,7 +334,7 @@ class _Judge:
         if count >= size:
             return _Reason("group", f"{what}, and lost one that was cleared. It is never given.", is_late)
         never = f"{what}. {preview(absent)} {'was' if len(absent) == 1 else 'were'} never put." if there else f"{what}."
-        reason = self._of_producers(self._sources(partition_id), "puts new samples", partition_id, is_late, path)
+        reason = self._of_producers(self._sources(partition_id), "puts new samples", partition_id, is_late, reach)
         return _Reason("group", f"{never} {reason.text}", reason.is_fault or is_late, reason.culprit)
 
     def _not_matching(
@@ -326,13 +357,13 @@ class _Judge:
         partition_id: str,
         wanted: int,
         waited_s: float,
-        path: tuple[tuple[str, str], ...],
+        reach: int,
     ) -> _Reason:
         """More samples must be put."""
         is_late = self._is_late(waited_s)
         found = self._facts.partitions[partition_id]
         written, expected = found.num_samples + found.num_cleared, found.info.num_samples
-        given = sum(work.num_samples for _, work in self._claimers(partition_id, path[-1][1]) if work.fields)
+        given = sum(work.num_samples for _, work in self._claimers(*self._path[-1]) if work.fields)
         dropped = found.num_cleared - given
         # only what was cleared while it waits: who was given the others may be forgotten
         clearers = [
@@ -348,7 +379,7 @@ class _Judge:
         came = f"{written} of {expected} samples came" if expected is not None else f"{_count(written)} came"
         if not sources:
             return _Reason("unwritten", f"{came}. No client that is known has put any.", is_late)
-        reason = self._of_producers(sources, "puts new samples", partition_id, is_late, path)
+        reason = self._of_producers(sources, "puts new samples", partition_id, is_late, reach)
         if reason.cause == "closed":
             short = "" if expected is not None else " It did not call finish_partition."
             return replace(reason, cause="short", text=f"{came}, and no more will. {reason.text}{short}")
@@ -357,7 +388,7 @@ class _Judge:
     # --- those who are waited for -------------------------------------------------------------------------------------
 
     def _of_producers(
-        self, workers: Sequence[_Worker], what: str, partition_id: str, is_late: bool, path: tuple[tuple[str, str], ...]
+        self, workers: Sequence[_Worker], what: str, partition_id: str, is_late: bool, reach: int
     ) -> _Reason:
         """How those who do something fare."""
         if not workers:
@@ -366,8 +397,9 @@ class _Judge:
         if not alive:
             last, fate, told = self._ended(workers)
             return _Reason(fate, f"Nobody {what} now: {told}", True, process_of(last))
-        found = [self._of_producer(each, what, is_late, path) for each in alive]
-        reason = next((each for each in found if not each.is_fault), found[0])
+        first = self._of_producer(alive[0], what, is_late, reach)
+        others = (self._of_producer(each, what, is_late, reach) for each in alive[1:] if first.is_fault)
+        reason = next((each for each in others if not each.is_fault), first)
         dead = [each for each in workers if each[0].state not in ("open", "closed")]
         if dead and not reason.is_fault:
             last, fate, told = self._ended(dead)
@@ -377,20 +409,20 @@ class _Judge:
             return replace(reason, cause=cause, is_fault=is_fault, text=f"{reason.text} Another one {what}: {told}")
         return reason
 
-    def _of_producer(self, worker: _Worker, what: str, is_late: bool, path: tuple[tuple[str, str], ...]) -> _Reason:
+    def _of_producer(self, worker: _Worker, what: str, is_late: bool, reach: int) -> _Reason:
         """How a producer that is alive fares."""
         client, work = worker
         name = process_of(client)
         room_s = _call_of(client, "put_samples", _ROOM_S)
         capacity, held = self._facts.capacity_bytes, self._facts.held_bytes
         if room_s is not None and capacity is not None and 2 * held >= capacity:
-            return self._full(f"{name} {what}, and waits for room for {_seconds(room_s)}.", is_late, path)
+            return self._full(f"{name} {what}, and waits for room for {_seconds(room_s)}.", is_late, reach)
         for claim in client.work:
             task = (claim.partition_id, claim.task_name)
-            is_judged = task[0] in self._facts.partitions and task[1] in self._facts.partitions[task[0]].tasks
-            if claim.waits_s is not None and task not in path and is_judged:
-                verdict = self.of_task(*task, path)
-                if verdict.state in ("starved", "waits"):
+            is_known = task[0] in self._facts.partitions and task[1] in self._facts.partitions[task[0]].tasks
+            if claim.waits_s is not None and is_known:
+                verdict = self.of_task(task, reach)
+                if verdict is not None and verdict.state in ("starved", "waits"):
                     text = f"{name} {what}, and waits for samples of its task '{task[1]}' itself. {verdict.text}"
                     return _Reason(verdict.cause, text, verdict.state == "starved", verdict.culprit)
         stuck_s = _call_of(client, None, self._facts.patience_s) or _call_of(
@@ -408,7 +440,7 @@ class _Judge:
             return _Reason("silent", f"{text}{_seconds(usual_s)}.", True, name)
         return _Reason("works", f"{name} {what}. It is alive, and last did so {_seconds(quiet_s)} ago.", False, name)
 
-    def _full(self, who: str, is_late: bool, path: tuple[tuple[str, str], ...]) -> _Reason:
+    def _full(self, who: str, is_late: bool, reach: int) -> _Reason:
         """The store is full: of which samples?"""
         full = f"The store is full ({self._facts.held_bytes} of {self._facts.capacity_bytes} bytes). {who}"
         tasks = [
@@ -416,7 +448,7 @@ class _Judge:
             for partition_id, found in self._facts.partitions.items()
             for name, counts in found.tasks.items()
         ]
-        faulty = self._faulty_task(None, path)
+        faulty = self._faulty_task(None, 0) if reach > 0 else None
         if faulty is not None:
             text = f"It holds samples that the task '{faulty.task_name}' has not consumed. {faulty.text}"
             return _Reason("full", f"{full} {text}", True, faulty.culprit)
@@ -427,17 +459,23 @@ class _Judge:
             work = [work for each, work in self._workers("claim_meta") if each.state == "open" and work.fields]
             return _Reason("full", text, is_late and all(each.waits_s is not None for each in work))
         text = f"{_count(count)} of '{partition_id}' are not consumed by the task '{name}'."
-        is_fault = is_late and ((partition_id, name) in path or not self._claimers(partition_id, name))
+        claims = [work for each, work in self._claimers(partition_id, name) if each.state == "open"]
+        is_fault = is_late and all(each.waits_s is not None for each in claims)
         return _Reason("full", f"{full} {text}", is_fault)
 
-    def _faulty_task(self, partition_id: str | None, path: tuple[tuple[str, str], ...]) -> Verdict | None:
+    def _faulty_task(self, partition_id: str | None, reach: int) -> Verdict | None:
         """A task that is starved for a reason of its own, of those that hold most samples."""
-        found = []
-        for each, description in self._facts.partitions.items():
-            for name in description.tasks if partition_id in (None, each) else ():
-                if (each, name) not in path:
-                    found.append(self.of_task(each, name, (*path, (each, name))))
-        return max((each for each in found if each.state == "starved"), key=lambda each: each.backlog, default=None)
+        if (partition_id, reach) not in self._starved:
+            tasks = [
+                (each, name)
+                for each, description in self._facts.partitions.items()
+                if partition_id in (None, each)
+                for name in description.tasks
+            ]
+            found = [verdict for each in tasks if (verdict := self.of_task(each, reach)) and verdict.state == "starved"]
+            self._starved[partition_id, reach] = sorted(found, key=lambda each: -each.backlog)
+        found = self._starved[partition_id, reach]
+        return next((each for each in found if (each.partition_id, each.task_name) not in self._path), None)
 
     def _stuck(self, client: ClientInfo, stuck_s: float) -> dict[str, Any]:
         call = max(client.calls, key=lambda each: each.running_s)
@@ -468,25 +506,27 @@ class _Judge:
 
     # --- look-ups -----------------------------------------------------------------------------------------------------
 
-    def _workers(self, operation: str, partition_id: str | None = None) -> list[_Worker]:
-        return _workers(self._facts.clients, operation, partition_id)
+    def _workers(self, operation: str, partition_id: str | None = None) -> Sequence[_Worker]:
+        return self._by_kind.get((operation,) if partition_id is None else (operation, partition_id), ())
 
-    def _claimers(self, partition_id: str, task_name: str) -> list[_Worker]:
-        return [each for each in self._workers("claim_meta", partition_id) if each[1].task_name == task_name]
+    def _claimers(self, partition_id: str, task_name: str) -> Sequence[_Worker]:
+        return self._by_kind.get(("claim_meta", partition_id, task_name), ())
 
     def _sources(self, partition_id: str) -> list[_Worker]:
         """Who puts new samples: those that put the fields which most samples have, and claim none of the partition."""
-        num_rows = self._facts.partitions[partition_id].num_rows
-        most = max(num_rows.values(), default=0)
-        first = {name for name, count in num_rows.items() if count == most}
-        here, others = self._workers("put_samples", partition_id), self._workers("put_samples")
-        claim = {client.client_id for client, _ in self._workers("claim_meta")}
-        tries: Sequence[tuple[Sequence[_Worker], Callable[[_Worker], bool]]] = (
-            (here, lambda each: each[0].client_id not in claim),
-            (here, lambda each: bool(first.intersection(each[1].fields))),
-            (others, lambda each: each[0].client_id not in claim),
-        )
-        return next((some for workers, good in tries if (some := list(filter(good, workers)))), [])
+        if partition_id not in self._sourced:
+            num_rows = self._facts.partitions[partition_id].num_rows
+            most = max(num_rows.values(), default=0)
+            first = {name for name, count in num_rows.items() if count == most}
+            here, others = self._workers("put_samples", partition_id), self._workers("put_samples")
+            tries: Sequence[tuple[Sequence[_Worker], Callable[[_Worker], bool]]] = (
+                (here, lambda each: each[0].client_id not in self._claiming),
+                (here, lambda each: bool(first.intersection(each[1].fields))),
+                (others, lambda each: each[0].client_id not in self._claiming),
+            )
+            found = (some for workers, good in tries if (some := list(filter(good, workers))))
+            self._sourced[partition_id] = next(found, [])
+        return self._sourced[partition_id]
 
     @staticmethod
     def _is_complete(found: PartitionDescription) -> bool:

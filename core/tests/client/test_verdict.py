@@ -62,7 +62,7 @@ def verdict(found, *clients, task="train", ready=0, short=None, others=None, **f
 
 TRAINER = client("trainer", claims())
 ROLLOUT = client("rollout", puts("x"), pid=7)
-ENDED = replace(ROLLOUT, state="closed")
+ENDED = replace(ROLLOUT, state="closed", heard_s=90.0)
 LACKING = {"short": Shortfall(num_lacking=4, missing_cells={"a": ("y",)})}
 LEASED = {"short": Shortfall(num_leased=4, leased=(LeaseHolder(sample_id="a", holder="process 8 on h", left_s=9.0),))}
 PASSED = {"short": Shortfall(num_not_matching=4, not_matching=("d",)), "tags": {("p", "d"): {"v": 6}}}
@@ -84,7 +84,7 @@ def writer(**more):
         ("silent", "(reward) was last heard of 20 s ago: it is dead", [writer(state="silent", heard_s=20.0)], LACKING),
         ("gone", "process 9 on h (reward) is gone", [writer(state="gone")], LACKING),
         ("stopped", "(reward) is stopped", [writer(state="stopped")], LACKING),
-        ("closed", "Nobody writes 'y' now: process 9", [writer(state="closed")], LACKING),
+        ("closed", "Nobody writes 'y' now: process 9", [writer(state="closed", heard_s=90.0)], LACKING),
         ("silent", "alive, but did so 400 s ago", [client("r", puts("y", ended_s=400.0), heard_s=0.0)], LACKING),
         ("stuck", "has been in get_samples for 90 s", [writer(calls=[call("get_samples", 89.5)])], LACKING),
         ("gone", "of 'step-1'", [], LACKING),
@@ -279,3 +279,19 @@ def test_two_tasks_that_wait_for_each_other():
     told = verdict(found, first, second, task="two", others={"one": lacks}, **LACKING)
     assert told.state == "waits"
     assert "writes 'y', and waits for samples of its task 'one' itself." in told.text
+
+
+def test_who_closed_a_moment_ago_may_be_followed_by_another():
+    just = replace(ENDED, heard_s=0.2)
+    for facts in ({}, LACKING, PASSED, LEASED):
+        holder = client("old", pid=8, state="closed", heard_s=0.2)
+        told = verdict(partition(), TRAINER, just, holder, writer(state="closed", heard_s=0.2), **facts)
+        assert told.state == "waits", told
+    again = client("rollout", pid=70)
+    assert verdict(partition(), TRAINER, ENDED, again).state == "waits"
+    told = verdict(partition(), replace(TRAINER, role="rollout"), ENDED)  # the trainer itself is not another one
+    assert (told.state, told.cause) == ("starved", "short")
+    closed = client("trainer", claims(waits_s=None), state="closed", heard_s=0.2)
+    assert verdict(partition(), closed).state == "idle"
+    assert verdict(partition(), replace(closed, heard_s=90.0)).state == "starved"
+    assert verdict(partition(), replace(closed, heard_s=90.0), client("trainer", pid=70)).state == "idle"

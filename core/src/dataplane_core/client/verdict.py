@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
@@ -149,6 +150,7 @@ class _Judge:
                 kind = (work.operation, work.partition_id, work.task_name)
                 for some in {kind[:count] for count in (1, 2, 3)}:
                     self._by_kind.setdefault(some, []).append((client, work))
+        self._roles = Counter(client.role for client in facts.clients if client.state == "open")
         self._claiming = {client.client_id for client, _ in self._workers("claim_meta")}
 
     # --- one task -----------------------------------------------------------------------------------------------------
@@ -228,7 +230,7 @@ class _Judge:
     def _abandoned(self, verdict: Verdict, claimers: Sequence[_Worker]) -> Verdict:
         """All that claimed for the task have ended."""
         last, fate, told = self._ended(claimers)
-        if fate == "closed" and not verdict.backlog:
+        if not self._is_final(last) or (fate == "closed" and not verdict.backlog):
             return replace(verdict, state="idle", text=f"Nobody claims for it now: {told}")
         return replace(
             verdict,
@@ -292,7 +294,7 @@ class _Judge:
             return _Reason("leased", f"{held} {who} for another {_seconds(lease.left_s)}.", False, who)
         name = process_of(holder)
         text = f"{held} {name} for another {_seconds(lease.left_s)}. {self._told(holder)}"
-        return _Reason("leased", text, holder.state != "open", name)
+        return _Reason("leased", text, self._is_final(holder), name)
 
     def _lacking(self, partition_id: str, shortfall: Shortfall, is_late: bool, reach: int) -> _Reason:
         """Samples lack fields."""
@@ -350,6 +352,7 @@ class _Judge:
         text = f"{_count(shortfall.num_not_matching)} do not pass its filter ({wanted}).{newest}"
         sources = self._sources(partition_id)
         is_over = bool(sources) and all(client.state != "open" for client, _ in sources)
+        is_over = is_over and self._is_final(self._ended(sources)[0])
         return _Reason("filter", text, is_late or is_over or self._is_complete(self._facts.partitions[partition_id]))
 
     def _too_few(
@@ -380,7 +383,7 @@ class _Judge:
         if not sources:
             return _Reason("unwritten", f"{came}. No client that is known has put any.", is_late)
         reason = self._of_producers(sources, "puts new samples", partition_id, is_late, reach)
-        if reason.cause == "closed":
+        if reason.cause == "closed" and reason.is_fault:
             short = "" if expected is not None else " It did not call finish_partition."
             return replace(reason, cause="short", text=f"{came}, and no more will. {reason.text}{short}")
         return replace(reason, text=f"{came}. {reason.text}")
@@ -396,7 +399,7 @@ class _Judge:
         alive = [each for each in workers if each[0].state == "open"]
         if not alive:
             last, fate, told = self._ended(workers)
-            return _Reason(fate, f"Nobody {what} now: {told}", True, process_of(last))
+            return _Reason(fate, f"Nobody {what} now: {told}", self._is_final(last), process_of(last))
         first = self._of_producer(alive[0], what, is_late, reach)
         others = (self._of_producer(each, what, is_late, reach) for each in alive[1:] if first.is_fault)
         reason = next((each for each in others if not each.is_fault), first)
@@ -488,6 +491,14 @@ class _Judge:
         others = len({each.client_id for each, _ in workers}) - 1
         more = f" So did {_count(others, 'other')}." if others else ""
         return client, client.state, f"{self._told(client)}{more}"
+
+    def _is_final(self, client: ClientInfo) -> bool:
+        """Whether a client ended, and nobody is about to take its place: a step may open clients of its own."""
+        if client.state != "closed":
+            return client.state != "open"
+        claim = {each.client_id: each for each, _ in self._claimers(*self._path[-1]) if each.state == "open"}
+        alike = self._roles[client.role] - sum(each.role == client.role for each in claim.values())
+        return client.heard_s >= self._facts.patience_s and not alike
 
     def _told(self, client: ClientInfo) -> str:
         """What became of a client, as a sentence."""

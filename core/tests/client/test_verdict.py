@@ -85,7 +85,6 @@ def writer(**more):
         ("gone", "process 9 on h (reward) is gone", [writer(state="gone")], LACKING),
         ("stopped", "(reward) is stopped", [writer(state="stopped")], LACKING),
         ("closed", "Nobody writes 'y' now: process 9", [writer(state="closed", heard_s=90.0)], LACKING),
-        ("silent", "alive, but did so 400 s ago", [client("r", puts("y", ended_s=400.0), heard_s=0.0)], LACKING),
         ("stuck", "has been in get_samples for 90 s", [writer(calls=[call("get_samples", 89.5)])], LACKING),
         ("gone", "of 'step-1'", [], LACKING),
         ("leased", "'a' to process 8 on h (old)", [client("old", pid=8, state="silent")], LEASED),
@@ -257,7 +256,7 @@ def test_each_task_is_judged_a_few_times_however_many_wait_for_the_same(monkeypa
     real = verdicts._Judge._judged
     monkeypatch.setattr(verdicts._Judge, "_judged", lambda self, *task: judged.append(task) or real(self, *task))
     names = [f"task-{place}" for place in range(12)]
-    waiting = [client(name, claims(name, waits_s=400.0), pid=place) for place, name in enumerate(names)]
+    waiting = [client(name, claims(name, waits_s=400.0), puts("x"), pid=place) for place, name in enumerate(names)]
     blocked = client("rollout", puts("x"), calls=[call("put_samples", 9.0)])
     short = Shortfall() if is_full else LACKING["short"]
     facts = Facts(
@@ -295,3 +294,32 @@ def test_who_closed_a_moment_ago_may_be_followed_by_another():
     assert verdict(partition(), closed).state == "idle"
     assert verdict(partition(), replace(closed, heard_s=90.0)).state == "starved"
     assert verdict(partition(), replace(closed, heard_s=90.0), client("trainer", pid=70)).state == "idle"
+
+
+def test_a_producer_that_is_quiet():
+    """It is silent if it is so for much longer than ever, whatever it put, and the task is late."""
+    late = client("trainer", claims(waits_s=400.0))
+    told = verdict(partition(), late, client("r", puts("y", ended_s=400.0), heard_s=0.0), **LACKING)
+    assert (told.state, told.cause, told.culprit) == ("starved", "silent", "process 6 on h (r)")
+    assert "It is alive, but last put samples 400 s ago; its longest pause was 2 s." in told.text
+    straggler = client("r", puts("y", ended_s=90.0))
+    assert verdict(partition(), client("trainer", claims(waits_s=90.0)), straggler, **LACKING).state == "waits"
+    step_before = puts("y", ended_s=500.0, gap_s=90.0, partition="step-1")
+    assert verdict(partition(), late, client("r", puts("y", ended_s=400.0), step_before), **LACKING).state == "waits"
+    elsewhere = puts("y", ended_s=1.0, partition="step-1")
+    assert verdict(partition(), late, client("r", puts("y", ended_s=400.0), elsewhere), **LACKING).state == "waits"
+
+
+def test_a_start_may_take_any_time():
+    """Who has put nothing yet may still do so, and so may who is not listed."""
+    late = client("trainer", claims(waits_s=4000.0))
+    none, some = partition(held=0), partition(held=31)
+    loading = client("new", pid=8)
+    for facts in ({}, LACKING):
+        assert verdict(none, late, loading, **facts).state == "waits"
+        assert verdict(some, late, loading, ROLLOUT, **facts).state == "waits"
+        told = verdict(some, late, replace(loading, state="silent"), **facts)
+        assert (told.state, told.cause) == ("starved", "unwritten")
+        told = verdict(some, late, replace(late, client_id="rank 1"), **facts)  # all wait for the same
+        assert (told.state, told.cause) == ("starved", "unwritten")
+        assert verdict(some, replace(late, client_id=""), **facts).state == "waits"  # nobody announces itself

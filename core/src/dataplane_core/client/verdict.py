@@ -150,6 +150,9 @@ class _Judge:
                 kind = (work.operation, work.partition_id, work.task_name)
                 for some in {kind[:count] for count in (1, 2, 3)}:
                     self._by_kind.setdefault(some, []).append((client, work))
+        self._are_listed = any(client.client_id for client in facts.clients)
+        put = {client.client_id for client, _ in self._workers("put_samples")}
+        self._fresh = {client.client_id for client in facts.clients if client.state == "open"} - put - {""}
         self._roles = Counter(client.role for client in facts.clients if client.state == "open")
         self._claiming = {client.client_id for client, _ in self._workers("claim_meta")}
 
@@ -317,12 +320,12 @@ class _Judge:
             told = "" if faulty is None else f" The task '{faulty.task_name}' is starved: {faulty.text}"
             text = f"{lacks} No client that is known has written it.{told}"
             reasons.append(
-                _Reason("unwritten", text, is_late)
+                _Reason("unwritten", text, is_late and not self._may_begin())
                 if faulty is None
                 else _Reason(faulty.cause, text, True, faulty.culprit)
             )
         if not reasons:
-            return _Reason("unwritten", f"{_count(shortfall.num_lacking)} lack fields that it requires.", is_late)
+            return _Reason("unwritten", f"{_count(shortfall.num_lacking)} lack fields that it requires.", False)
         return next((each for each in reasons if each.is_fault), reasons[0])
 
     def _incomplete(self, partition_id: str, shortfall: Shortfall, is_late: bool, reach: int) -> _Reason:
@@ -381,7 +384,8 @@ class _Judge:
         sources = self._sources(partition_id)
         came = f"{written} of {expected} samples came" if expected is not None else f"{_count(written)} came"
         if not sources:
-            return _Reason("unwritten", f"{came}. No client that is known has put any.", is_late)
+            text = f"{came}. No client that is known has put any."
+            return _Reason("unwritten", text, is_late and not self._may_begin())
         reason = self._of_producers(sources, "puts new samples", partition_id, is_late, reach)
         if reason.cause == "closed" and reason.is_fault:
             short = "" if expected is not None else " It did not call finish_partition."
@@ -395,7 +399,7 @@ class _Judge:
     ) -> _Reason:
         """How those who do something fare."""
         if not workers:
-            return _Reason("unwritten", f"No client that is known {what}.", is_late)
+            return _Reason("unwritten", f"No client that is known {what}.", False)
         alive = [each for each in workers if each[0].state == "open"]
         if not alive:
             last, fate, told = self._ended(workers)
@@ -437,9 +441,11 @@ class _Judge:
         quiet_s = _ago_s(worker)
         if quiet_s is None:
             return _Reason("works", f"{name} {what}, and has not done so yet.", False, name)
-        usual_s = work.longest_gap_s
-        if usual_s and quiet_s >= max(self._facts.patience_s, _PAUSES * usual_s):
-            text = f"{name} {what}. It is alive, but did so {_seconds(quiet_s)} ago; its longest pause was "
+        puts = [each for each in client.work if each.operation == "put_samples"]
+        usual_s = max((each.longest_gap_s for each in puts), default=0.0)
+        last_s = min((each.ended_s + client.heard_s for each in puts if each.ended_s is not None), default=quiet_s)
+        if is_late and usual_s and last_s >= max(self._facts.patience_s, _PAUSES * usual_s):
+            text = f"{name} {what}. It is alive, but last put samples {_seconds(last_s)} ago; its longest pause was "
             return _Reason("silent", f"{text}{_seconds(usual_s)}.", True, name)
         return _Reason("works", f"{name} {what}. It is alive, and last did so {_seconds(quiet_s)} ago.", False, name)
 
@@ -499,6 +505,12 @@ class _Judge:
         claim = {each.client_id: each for each, _ in self._claimers(*self._path[-1]) if each.state == "open"}
         alike = self._roles[client.role] - sum(each.role == client.role for each in claim.values())
         return client.heard_s >= self._facts.patience_s and not alike
+
+    def _may_begin(self) -> bool:
+        """Whether somebody may still do what nobody has done so far: a client that has put nothing yet, and is not one
+        of those that wait; or one that is not listed."""
+        claim = {client.client_id for client, _ in self._claimers(*self._path[-1])}
+        return not self._are_listed or bool(self._fresh - claim)
 
     def _told(self, client: ClientInfo) -> str:
         """What became of a client, as a sentence."""

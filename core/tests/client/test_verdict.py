@@ -93,7 +93,6 @@ def writer(**more):
         ("short", "510 of 512 samples came, and no more will.", [ENDED], {"num_samples": 512, "held": 510}),
         ("short", "It did not call finish_partition.", [ENDED], {}),
         ("full", "All tasks have consumed all samples", [], {}),
-        ("name", "Nobody writes it, but 'rewards' is written", [], {}),
     ],
 )
 def test_a_fault_names_its_culprit(cause, said, who, facts):
@@ -111,9 +110,6 @@ def test_a_fault_names_its_culprit(cause, said, who, facts):
         facts = {**FULL, "patience_s": 5.0}
         counts = replace(found.tasks["train"], num_consumed=4)
         found = replace(found, tasks={"train": counts})
-    elif cause == "name":
-        found = replace(found, specs={"rewards": found.specs["x"]})
-        facts = {"short": Shortfall(num_lacking=4, missing_cells={"a": ("reward",)})}
     told = verdict(found, trainer, *who, **facts)
     assert (told.state, told.cause) == ("starved", cause), told
     assert said in told.text
@@ -215,8 +211,11 @@ def test_tasks_for_which_nobody_claims():
     assert verdict(found, TRAINER, task="train-1").state == "starved"
     numbered = client("trainer", claims("train-2"))
     assert verdict(found, numbered, task="train-1").state == "idle"
-    young = partition(tasks=("train", "trian"), oldest_s=5.0)
+    young = partition(tasks=("train", "trian"), oldest_s=90.0)
     assert verdict(young, TRAINER, task="trian").state == "idle"
+    assert verdict(found, TRAINER, client("new"), task="trian").state == "idle"  # it may be the one
+    lettered = partition(tasks=("train_a", "train_b"))
+    assert verdict(lettered, client("trainer", claims("train_a")), task="train_b").state == "idle"
     gone = verdict(found, replace(TRAINER, state="silent"))
     assert (gone.state, gone.cause) == ("starved", "silent")
     assert gone.text.startswith("4 samples of it are left, and nobody claims them: process 6 on h (trainer) was last")
@@ -323,3 +322,16 @@ def test_a_start_may_take_any_time():
         told = verdict(some, late, replace(late, client_id="rank 1"), **facts)  # all wait for the same
         assert (told.state, told.cause) == ("starved", "unwritten")
         assert verdict(some, replace(late, client_id=""), **facts).state == "waits"  # nobody announces itself
+
+
+def test_a_field_whose_name_is_almost_the_same():
+    found = partition()
+    found = replace(found, specs={"log_probs": found.specs["x"]}, info=replace(found.info, fields=("ref_log_probs",)))
+    short = Shortfall(num_lacking=4, missing_cells={"a": ("ref_log_prob",)})
+    late = client("trainer", claims(waits_s=400.0))
+    told = verdict(found, late, ROLLOUT, short=short)
+    assert (told.state, told.cause) == ("starved", "name")
+    assert "Nobody writes it, but 'log_probs' is written" in told.text  # not one that is only registered
+    for clients in ((TRAINER, ROLLOUT), (late, ROLLOUT, client("ref"))):
+        told = verdict(found, *clients, short=short)
+        assert (told.state, told.cause) == ("waits", "unwritten")

@@ -29,6 +29,8 @@ _ROOM_S: Final = 3.0
 _PAUSES: Final = 5.0
 #: How far a task is looked at; see `_Judge.of_task`.
 _REACH: Final = 2
+#: What numbers a name: ``step-3``, ``train_b``.
+_PLACE: Final = r"\d+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])"
 #: Operations that wait for other clients.
 _WAITING: Final = ("claim_meta", "put_samples")
 
@@ -119,10 +121,11 @@ def _count(number: int, what: str = "sample") -> str:
 
 
 def _meant(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant by an unknown one. Not one that differs in a number only."""
+    """The known name that was probably meant by an unknown one. Not one that differs in a number or a lone
+    letter only."""
     near = difflib.get_close_matches(name, set(known), n=1, cutoff=0.75)
-    is_other = bool(near) and near[0] != name and re.sub(r"\d+", "", near[0]) != re.sub(r"\d+", "", name)
-    return near[0] if is_other else None
+    bare = [re.sub(_PLACE, "", each) for each in (name, *near)]
+    return near[0] if len(set(bare)) > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,7 @@ class _Judge:
         self._are_listed = any(client.client_id for client in facts.clients)
         put = {client.client_id for client, _ in self._workers("put_samples")}
         self._fresh = {client.client_id for client in facts.clients if client.state == "open"} - put - {""}
+        self._idle = any(each.client_id and not each.work for each in facts.clients if each.state == "open")
         self._roles = Counter(client.role for client in facts.clients if client.state == "open")
         self._claiming = {client.client_id for client, _ in self._workers("claim_meta")}
 
@@ -218,7 +222,7 @@ class _Judge:
         others = self._workers("claim_meta", verdict.partition_id)
         near = _meant(verdict.task_name, (work.task_name for _, work in others))
         waited_s = self._facts.partitions[verdict.partition_id].oldest_s or 0.0
-        if near is None or waited_s < self._facts.patience_s:
+        if near is None or not self._is_late(waited_s) or self._idle or not self._are_listed:
             return replace(verdict, state="idle", cause="unclaimed", text="Nobody has claimed for it so far.")
         claimer = next(client for client, work in others if work.task_name == near)
         return replace(
@@ -312,7 +316,8 @@ class _Judge:
                 reason = self._of_producers(here, f"writes '{name}'", partition_id, is_late, reach)
                 reasons.append(replace(reason, text=f"{lacks} {reason.text}"))
                 continue
-            near = _meant(name, {*found.specs, *found.info.fields})
+            is_over = is_late and not self._may_begin()
+            near = _meant(name, found.specs) if is_over else None
             if near is not None:
                 reasons.append(_Reason("name", f"{lacks} Nobody writes it, but '{near}' is written.", True))
                 continue
@@ -320,7 +325,7 @@ class _Judge:
             told = "" if faulty is None else f" The task '{faulty.task_name}' is starved: {faulty.text}"
             text = f"{lacks} No client that is known has written it.{told}"
             reasons.append(
-                _Reason("unwritten", text, is_late and not self._may_begin())
+                _Reason("unwritten", text, is_over)
                 if faulty is None
                 else _Reason(faulty.cause, text, True, faulty.culprit)
             )
@@ -413,7 +418,7 @@ class _Judge:
             quiet_s = min((ago_s for each in alive if (ago_s := _ago_s(each)) is not None), default=0.0)
             is_fault = is_late and quiet_s >= self._facts.patience_s
             cause = fate if is_fault else reason.cause
-            return replace(reason, cause=cause, is_fault=is_fault, text=f"{reason.text} Another one {what}: {told}")
+        client = worker[0]
         return reason
 
     def _of_producer(self, worker: _Worker, what: str, is_late: bool, reach: int) -> _Reason:

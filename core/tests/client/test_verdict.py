@@ -70,7 +70,7 @@ GROUPS = {
     "short": Shortfall(num_incomplete=3, incomplete_groups={"q17": 3}),
     "members": {("p", "q17"): ["q17_g0", "q17_g1", "q17_g2"]},
 }
-FULL = {"capacity_bytes": 100, "held_bytes": 80}
+FULL = {"capacity_bytes": 100, "held_bytes": 90}
 
 
 def writer(**more):
@@ -140,7 +140,7 @@ def test_a_full_store_names_the_task_that_does_not_consume():
     blocked = client("rollout", puts("x"), calls=[call("put_samples", 9.0)])
     told = verdict(found, TRAINER, judged, blocked, **FULL)
     assert (told.state, told.cause, told.culprit) == ("starved", "full", "process 9 on h (judge)")
-    assert "The store is full (80 of 100 bytes). process 6 on h (rollout) puts new samples, and waits" in told.text
+    assert "The store is full (90 of 100 bytes). process 6 on h (rollout) puts new samples, and waits" in told.text
 
 
 def test_samples_that_are_evicted():
@@ -335,3 +335,20 @@ def test_a_field_whose_name_is_almost_the_same():
     for clients in ((TRAINER, ROLLOUT), (late, ROLLOUT, client("ref"))):
         told = verdict(found, *clients, short=short)
         assert (told.state, told.cause) == ("waits", "unwritten")
+
+
+@pytest.mark.parametrize(
+    ("held_bytes", "blocked", "is_full"),
+    [
+        (90, call("put_samples", 9.0), True),
+        (60, call("put_samples", 9.0), False),
+        (60, call("put_samples", 90.0), True),  # of a large sample
+        (40, call("put_samples", 90.0), False),
+        (90, call("put_samples", 0.1), False),  # under way when it announced itself 9 s ago
+    ],
+)
+def test_a_put_that_waits_for_room(held_bytes, blocked, is_full):
+    rollout = client("rollout", puts("x"), calls=[blocked], heard_s=9.0)
+    told = verdict(partition(), TRAINER, rollout, capacity_bytes=100, held_bytes=held_bytes)
+    assert (told.cause == "full") is is_full, told
+    assert verdicts.room_is_wanted([rollout]) is (blocked.running_s > 1)

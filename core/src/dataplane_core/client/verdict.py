@@ -22,8 +22,11 @@ _Worker: TypeAlias = tuple[ClientInfo, WorkInfo]
 #: A partition and a task of it.
 _Task: TypeAlias = tuple[str, str]
 
-#: Seconds after which a put that has not ended counts as one that waits for room, if the store is at least half full.
+#: Seconds after which a put that has not ended counts as one that waits for room, if so much of the store is taken. If
+#: it has not ended for the patience, less is enough.
 _ROOM_S: Final = 3.0
+_FULL: Final = 0.9
+_FULL_FOR_LONG: Final = 0.5
 #: A producer that was quiet for so many times its longest pause so far is silent, unless the patience is longer. What
 #: may be slow or a fault is a fault after so many times the patience.
 _PAUSES: Final = 5.0
@@ -96,7 +99,8 @@ def _call_of(client: ClientInfo, operation: str | None, least_s: float) -> float
     not wait for others."""
     for call in client.calls:
         wanted = call.operation == operation if operation else call.operation not in _WAITING
-        if wanted and call.running_s + client.heard_s >= least_s:
+        # not since: most that were under way when it announced itself have ended
+        if wanted and call.running_s >= least_s:
             return call.running_s + client.heard_s
     return None
 
@@ -418,16 +422,18 @@ class _Judge:
             quiet_s = min((ago_s for each in alive if (ago_s := _ago_s(each)) is not None), default=0.0)
             is_fault = is_late and quiet_s >= self._facts.patience_s
             cause = fate if is_fault else reason.cause
-        client = worker[0]
+            return replace(reason, cause=cause, is_fault=is_fault, text=f"{reason.text} Another one {what}: {told}")
         return reason
 
     def _of_producer(self, worker: _Worker, what: str, is_late: bool, reach: int) -> _Reason:
         """How a producer that is alive fares."""
-        client, work = worker
+        client, _ = worker
         name = process_of(client)
         room_s = _call_of(client, "put_samples", _ROOM_S)
         capacity, held = self._facts.capacity_bytes, self._facts.held_bytes
-        if room_s is not None and capacity is not None and 2 * held >= capacity:
+        # one sample may be large: who waits for long waits for room if not much is left for it
+        share = _FULL if room_s is not None and room_s < self._facts.patience_s else _FULL_FOR_LONG
+        if room_s is not None and capacity is not None and held >= share * capacity:
             return self._full(f"{name} {what}, and waits for room for {_seconds(room_s)}.", is_late, reach)
         for claim in client.work:
             task = (claim.partition_id, claim.task_name)

@@ -352,3 +352,18 @@ def test_a_put_that_waits_for_room(held_bytes, blocked, is_full):
     told = verdict(partition(), TRAINER, rollout, capacity_bytes=100, held_bytes=held_bytes)
     assert (told.cause == "full") is is_full, told
     assert verdicts.room_is_wanted([rollout]) is (blocked.running_s > 1)
+
+
+@pytest.mark.parametrize("waits_s", [1.0, None], ids=["in a loop", "polled"])
+def test_a_task_that_is_claimed_again_and_again(waits_s):
+    """It has waited since the first of the claims that got nothing."""
+    dead = writer(state="gone")
+    told = verdict(partition(), client("trainer", claims(waits_s=waits_s, unserved_s=200.0)), dead, **LACKING)
+    assert (told.state, told.cause, told.waited_s) == ("starved", "gone", 200.5)
+    late = claims(waits_s=waits_s, unserved_s=400.0, tag_filter={"v": (">", 6)})
+    told = verdict(partition(), client("trainer", late), ROLLOUT, **PASSED)
+    assert (told.state, told.cause) == ("starved", "filter")
+    served = claims(waits_s=None, unserved_s=None)
+    assert verdict(partition(), client("trainer", served), dead, **LACKING).state == "moves"
+    asked_before = claims(waits_s=None, unserved_s=400.0, began_s=90.0)
+    assert verdict(partition(), client("trainer", asked_before), dead, **LACKING).state == "moves"

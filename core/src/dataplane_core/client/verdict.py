@@ -200,12 +200,12 @@ class _Judge:
         alive = [each for each in claimers if each[0].state == "open"]
         if not alive:
             return self._abandoned(verdict, claimers)
-        waiting = [each for each in alive if each[1].waits_s is not None]
+        waiting = [each for each in alive if self._wait_s(each) is not None]
         if not waiting or answer is None or answer.shortfall is None:
             return self._works(verdict, alive)
         # heard of a while ago: the claim that waited then waits no longer if it was given samples since
         given_s = min((ago_s for each in alive if (ago_s := _ago_s(each)) is not None), default=None)
-        waited_s = max(work.waits_s + client.heard_s for client, work in waiting if work.waits_s is not None)
+        waited_s = max(self._wait_s(each) or 0.0 for each in waiting)
         waited_s = waited_s if given_s is None else min(waited_s, given_s)
         wanted = max(work.batch_size for _, work in waiting)
         if answer.num_ready >= wanted:
@@ -476,11 +476,11 @@ class _Judge:
         if not count:
             text = f"{full} All tasks have consumed all samples, and nobody clears them."
             # who was given samples may clear them when its step ends
-            work = [work for each, work in self._workers("claim_meta") if each.state == "open" and work.fields]
-            return _Reason("full", text, is_late and all(each.waits_s is not None for each in work))
+            claims = [each for each in self._workers("claim_meta") if each[0].state == "open" and each[1].fields]
+            return _Reason("full", text, is_late and all(self._wait_s(each) is not None for each in claims))
         text = f"{_count(count)} of '{partition_id}' are not consumed by the task '{name}'."
-        claims = [work for each, work in self._claimers(partition_id, name) if each.state == "open"]
-        is_fault = is_late and all(each.waits_s is not None for each in claims)
+        claims = [each for each in self._claimers(partition_id, name) if each[0].state == "open"]
+        is_fault = is_late and all(self._wait_s(each) is not None for each in claims)
         return _Reason("full", f"{full} {text}", is_fault)
 
     def _faulty_task(self, partition_id: str | None, reach: int) -> Verdict | None:
@@ -533,6 +533,15 @@ class _Judge:
             "silent": f"was last heard of {_seconds(client.heard_s)} ago: it is dead, stopped or cut off",
         }
         return f"{process_of(client)} {ends[client.state]}."
+
+    def _wait_s(self, worker: _Worker) -> float | None:
+        """For how long a client has got nothing for a task, over all claims that found nothing. None: it waits for
+        nothing: it was served, or asks no longer."""
+        client, work = worker
+        asks_s = 0.0 if work.waits_s is not None else work.began_s + client.heard_s  # ago: it may ask again and again
+        if (work.waits_s is None and work.unserved_s is None) or asks_s >= self._facts.patience_s:
+            return None
+        return max(work.waits_s or 0.0, work.unserved_s or 0.0) + client.heard_s
 
     def _is_late(self, waited_s: float) -> bool:
         """Whether what may be merely slow counts as a fault."""

@@ -159,10 +159,10 @@ def test_a_store_that_is_full_of_what_a_task_has_not_consumed(run):
     for process in (judge, trainer):
         run.is_announced(process, "claim_meta", waits=True)
     judge.kill()
-    run.client.put_samples(["e0", "e1"], "eval", {"x": torch.zeros(2, 10_000)})
+    run.client.put_samples(["e0", "e1"], "eval", {"x": torch.zeros(2, 11_800)})
     producer = run.start("rollout", "client.put_samples(['s0'], 'step', {'x': [[1.0] * 10_000]})")
     run.names(
-        *("full", "The store is full (80000 of 100000 bytes).", f"process {producer.pid} on ", "waits for room"),
+        *("full", "The store is full (94400 of 100000 bytes).", f"process {producer.pid} on ", "waits for room"),
         *("samples that the task 'judge' has not consumed", f"process {judge.pid} on ", "is gone"),
     )
 
@@ -194,7 +194,7 @@ def test_all_that_is_ready_is_leased_to_a_process_that_is_stopped(run):
 def test_a_task_whose_name_is_misspelt(run):
     run.client.register_partition("step", ["x", "reward"], None, ["trainer", "trainr"])
     claimer = run.start("trainer", TRAINER)
-    run.start("rollout", rollout(4))
+    run.client.put_samples([f"s{place}" for place in range(4)], "step", {"x": [1.0] * 4, "reward": [1.0] * 4})
     run.names("name", "claims for 'trainer'. Is that a typing error?", f"process {claimer.pid} on ", task="trainr")
 
 
@@ -226,7 +226,7 @@ def test_a_producer_that_hangs(run):
     run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
     run.start("trainer", TRAINER)
     producer = run.start("rollout", rollout(3))
-    run.names("silent", f"process {producer.pid} on ", "It is alive, but did so ")
+    run.names("silent", f"process {producer.pid} on ", "It is alive, but last put samples ")
 
 
 def test_a_run_that_is_merely_slow_is_never_called_starved(run):
@@ -249,7 +249,12 @@ def test_a_run_that_is_merely_slow_is_never_called_starved(run):
 def test_a_timeout_and_the_log_say_the_same(run, caplog):
     run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
     producer = run.start("rollout", rollout(3, then="client.close()\ntime.sleep(1000)"))
-    eventually(lambda: run.client.describe("step").num_samples == 3, SOON_S, "all samples")
+
+    def is_closed():
+        clients = run.client.list_clients(ended=True)
+        return any(each.pid == producer.pid and each.state == "closed" for each in clients)
+
+    eventually(is_closed, SOON_S, "its end")
     caplog.set_level("INFO")
     with pytest.raises(TimeoutError, match=f"process {producer.pid} on .* closed its client") as caught:
         run.client.claim_meta("step", "trainer", ["x"], 4, timeout_s=4.0)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from dataplane_core.client import verdict as verdicts
 from dataplane_core.client.verdict import Facts, judge, question_of
 from dataplane_core.errors import LeaseHolder, Shortfall
 from dataplane_core.spec import (
@@ -61,7 +62,7 @@ def verdict(found, *clients, task="train", ready=0, short=None, others=None, **f
 
 TRAINER = client("trainer", claims())
 ROLLOUT = client("rollout", puts("x"), pid=7)
-ENDED = replace(ROLLOUT, state="closed")
+ENDED = replace(ROLLOUT, state="closed", heard_s=90.0)
 LACKING = {"short": Shortfall(num_lacking=4, missing_cells={"a": ("y",)})}
 LEASED = {"short": Shortfall(num_leased=4, leased=(LeaseHolder(sample_id="a", holder="process 8 on h", left_s=9.0),))}
 PASSED = {"short": Shortfall(num_not_matching=4, not_matching=("d",)), "tags": {("p", "d"): {"v": 6}}}
@@ -69,7 +70,7 @@ GROUPS = {
     "short": Shortfall(num_incomplete=3, incomplete_groups={"q17": 3}),
     "members": {("p", "q17"): ["q17_g0", "q17_g1", "q17_g2"]},
 }
-FULL = {"capacity_bytes": 100, "held_bytes": 80}
+FULL = {"capacity_bytes": 100, "held_bytes": 90}
 
 
 def writer(**more):
@@ -83,8 +84,7 @@ def writer(**more):
         ("silent", "(reward) was last heard of 20 s ago: it is dead", [writer(state="silent", heard_s=20.0)], LACKING),
         ("gone", "process 9 on h (reward) is gone", [writer(state="gone")], LACKING),
         ("stopped", "(reward) is stopped", [writer(state="stopped")], LACKING),
-        ("closed", "Nobody writes 'y' now: process 9", [writer(state="closed")], LACKING),
-        ("silent", "alive, but did so 400 s ago", [client("r", puts("y", ended_s=400.0), heard_s=0.0)], LACKING),
+        ("closed", "Nobody writes 'y' now: process 9", [writer(state="closed", heard_s=90.0)], LACKING),
         ("stuck", "has been in get_samples for 90 s", [writer(calls=[call("get_samples", 89.5)])], LACKING),
         ("gone", "of 'step-1'", [], LACKING),
         ("leased", "'a' to process 8 on h (old)", [client("old", pid=8, state="silent")], LEASED),
@@ -93,7 +93,6 @@ def writer(**more):
         ("short", "510 of 512 samples came, and no more will.", [ENDED], {"num_samples": 512, "held": 510}),
         ("short", "It did not call finish_partition.", [ENDED], {}),
         ("full", "All tasks have consumed all samples", [], {}),
-        ("name", "Nobody writes it, but 'rewards' is written", [], {}),
     ],
 )
 def test_a_fault_names_its_culprit(cause, said, who, facts):
@@ -111,9 +110,6 @@ def test_a_fault_names_its_culprit(cause, said, who, facts):
         facts = {**FULL, "patience_s": 5.0}
         counts = replace(found.tasks["train"], num_consumed=4)
         found = replace(found, tasks={"train": counts})
-    elif cause == "name":
-        found = replace(found, specs={"rewards": found.specs["x"]})
-        facts = {"short": Shortfall(num_lacking=4, missing_cells={"a": ("reward",)})}
     told = verdict(found, trainer, *who, **facts)
     assert (told.state, told.cause) == ("starved", cause), told
     assert said in told.text
@@ -144,7 +140,7 @@ def test_a_full_store_names_the_task_that_does_not_consume():
     blocked = client("rollout", puts("x"), calls=[call("put_samples", 9.0)])
     told = verdict(found, TRAINER, judged, blocked, **FULL)
     assert (told.state, told.cause, told.culprit) == ("starved", "full", "process 9 on h (judge)")
-    assert "The store is full (80 of 100 bytes). process 6 on h (rollout) puts new samples, and waits" in told.text
+    assert "The store is full (90 of 100 bytes). process 6 on h (rollout) puts new samples, and waits" in told.text
 
 
 def test_samples_that_are_evicted():
@@ -215,8 +211,11 @@ def test_tasks_for_which_nobody_claims():
     assert verdict(found, TRAINER, task="train-1").state == "starved"
     numbered = client("trainer", claims("train-2"))
     assert verdict(found, numbered, task="train-1").state == "idle"
-    young = partition(tasks=("train", "trian"), oldest_s=5.0)
+    young = partition(tasks=("train", "trian"), oldest_s=90.0)
     assert verdict(young, TRAINER, task="trian").state == "idle"
+    assert verdict(found, TRAINER, client("new"), task="trian").state == "idle"  # it may be the one
+    lettered = partition(tasks=("train_a", "train_b"))
+    assert verdict(lettered, client("trainer", claims("train_a")), task="train_b").state == "idle"
     gone = verdict(found, replace(TRAINER, state="silent"))
     assert (gone.state, gone.cause) == ("starved", "silent")
     assert gone.text.startswith("4 samples of it are left, and nobody claims them: process 6 on h (trainer) was last")
@@ -248,3 +247,123 @@ def test_a_full_store_may_be_cleared_when_a_step_ends(waits_s, state):
     assert verdict(found, waiting, blocked, **FULL).state == state
     clears = client("other", claims("eval", waits_s=None, ended_s=80.0))  # it works on what it was given
     assert verdict(found, waiting, blocked, clears, **FULL).state == "waits"
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["unwritten", "full"])
+def test_each_task_is_judged_a_few_times_however_many_wait_for_the_same(monkeypatch, is_full):
+    judged = []
+    real = verdicts._Judge._judged
+    monkeypatch.setattr(verdicts._Judge, "_judged", lambda self, *task: judged.append(task) or real(self, *task))
+    names = [f"task-{place}" for place in range(12)]
+    waiting = [client(name, claims(name, waits_s=400.0), puts("x"), pid=place) for place, name in enumerate(names)]
+    blocked = client("rollout", puts("x"), calls=[call("put_samples", 9.0)])
+    short = Shortfall() if is_full else LACKING["short"]
+    facts = Facts(
+        partitions={"p": partition(tasks=names)},
+        clients=[*waiting, blocked if is_full else ROLLOUT],
+        answers={("p", name): Answer(num_ready=0, shortfall=short) for name in names},
+        **(FULL if is_full else {}),
+    )
+    for name in names:
+        assert judge(facts, "p", name).state == "starved"
+    assert len(judged) <= 3 * len(names)
+
+
+def test_two_tasks_that_wait_for_each_other():
+    first = client("first", claims("one"), puts("y"), pid=1)
+    second = client("second", claims("two"), puts("z"), pid=2)
+    found = partition(tasks=("one", "two"))
+    lacks = Shortfall(num_lacking=4, missing_cells={"a": ("z",)})
+    told = verdict(found, first, second, task="two", others={"one": lacks}, **LACKING)
+    assert told.state == "waits"
+    assert "writes 'y', and waits for samples of its task 'one' itself." in told.text
+
+
+def test_who_closed_a_moment_ago_may_be_followed_by_another():
+    just = replace(ENDED, heard_s=0.2)
+    for facts in ({}, LACKING, PASSED, LEASED):
+        holder = client("old", pid=8, state="closed", heard_s=0.2)
+        told = verdict(partition(), TRAINER, just, holder, writer(state="closed", heard_s=0.2), **facts)
+        assert told.state == "waits", told
+    again = client("rollout", pid=70)
+    assert verdict(partition(), TRAINER, ENDED, again).state == "waits"
+    told = verdict(partition(), replace(TRAINER, role="rollout"), ENDED)  # the trainer itself is not another one
+    assert (told.state, told.cause) == ("starved", "short")
+    closed = client("trainer", claims(waits_s=None), state="closed", heard_s=0.2)
+    assert verdict(partition(), closed).state == "idle"
+    assert verdict(partition(), replace(closed, heard_s=90.0)).state == "starved"
+    assert verdict(partition(), replace(closed, heard_s=90.0), client("trainer", pid=70)).state == "idle"
+
+
+def test_a_producer_that_is_quiet():
+    """It is silent if it is so for much longer than ever, whatever it put, and the task is late."""
+    late = client("trainer", claims(waits_s=400.0))
+    told = verdict(partition(), late, client("r", puts("y", ended_s=400.0), heard_s=0.0), **LACKING)
+    assert (told.state, told.cause, told.culprit) == ("starved", "silent", "process 6 on h (r)")
+    assert "It is alive, but last put samples 400 s ago; its longest pause was 2 s." in told.text
+    straggler = client("r", puts("y", ended_s=90.0))
+    assert verdict(partition(), client("trainer", claims(waits_s=90.0)), straggler, **LACKING).state == "waits"
+    step_before = puts("y", ended_s=500.0, gap_s=90.0, partition="step-1")
+    assert verdict(partition(), late, client("r", puts("y", ended_s=400.0), step_before), **LACKING).state == "waits"
+    elsewhere = puts("y", ended_s=1.0, partition="step-1")
+    assert verdict(partition(), late, client("r", puts("y", ended_s=400.0), elsewhere), **LACKING).state == "waits"
+
+
+def test_a_start_may_take_any_time():
+    """Who has put nothing yet may still do so, and so may who is not listed."""
+    late = client("trainer", claims(waits_s=4000.0))
+    none, some = partition(held=0), partition(held=31)
+    loading = client("new", pid=8)
+    for facts in ({}, LACKING):
+        assert verdict(none, late, loading, **facts).state == "waits"
+        assert verdict(some, late, loading, ROLLOUT, **facts).state == "waits"
+        told = verdict(some, late, replace(loading, state="silent"), **facts)
+        assert (told.state, told.cause) == ("starved", "unwritten")
+        told = verdict(some, late, replace(late, client_id="rank 1"), **facts)  # all wait for the same
+        assert (told.state, told.cause) == ("starved", "unwritten")
+        assert verdict(some, replace(late, client_id=""), **facts).state == "waits"  # nobody announces itself
+
+
+def test_a_field_whose_name_is_almost_the_same():
+    found = partition()
+    found = replace(found, specs={"log_probs": found.specs["x"]}, info=replace(found.info, fields=("ref_log_probs",)))
+    short = Shortfall(num_lacking=4, missing_cells={"a": ("ref_log_prob",)})
+    late = client("trainer", claims(waits_s=400.0))
+    told = verdict(found, late, ROLLOUT, short=short)
+    assert (told.state, told.cause) == ("starved", "name")
+    assert "Nobody writes it, but 'log_probs' is written" in told.text  # not one that is only registered
+    for clients in ((TRAINER, ROLLOUT), (late, ROLLOUT, client("ref"))):
+        told = verdict(found, *clients, short=short)
+        assert (told.state, told.cause) == ("waits", "unwritten")
+
+
+@pytest.mark.parametrize(
+    ("held_bytes", "blocked", "is_full"),
+    [
+        (90, call("put_samples", 9.0), True),
+        (60, call("put_samples", 9.0), False),
+        (60, call("put_samples", 90.0), True),  # of a large sample
+        (40, call("put_samples", 90.0), False),
+        (90, call("put_samples", 0.1), False),  # under way when it announced itself 9 s ago
+    ],
+)
+def test_a_put_that_waits_for_room(held_bytes, blocked, is_full):
+    rollout = client("rollout", puts("x"), calls=[blocked], heard_s=9.0)
+    told = verdict(partition(), TRAINER, rollout, capacity_bytes=100, held_bytes=held_bytes)
+    assert (told.cause == "full") is is_full, told
+    assert verdicts.room_is_wanted([rollout]) is (blocked.running_s > 1)
+
+
+@pytest.mark.parametrize("waits_s", [1.0, None], ids=["in a loop", "polled"])
+def test_a_task_that_is_claimed_again_and_again(waits_s):
+    """It has waited since the first of the claims that got nothing."""
+    dead = writer(state="gone")
+    told = verdict(partition(), client("trainer", claims(waits_s=waits_s, unserved_s=200.0)), dead, **LACKING)
+    assert (told.state, told.cause, told.waited_s) == ("starved", "gone", 200.5)
+    late = claims(waits_s=waits_s, unserved_s=400.0, tag_filter={"v": (">", 6)})
+    told = verdict(partition(), client("trainer", late), ROLLOUT, **PASSED)
+    assert (told.state, told.cause) == ("starved", "filter")
+    served = claims(waits_s=None, unserved_s=None)
+    assert verdict(partition(), client("trainer", served), dead, **LACKING).state == "moves"
+    asked_before = claims(waits_s=None, unserved_s=400.0, began_s=90.0)
+    assert verdict(partition(), client("trainer", asked_before), dead, **LACKING).state == "moves"

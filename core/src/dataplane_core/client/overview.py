@@ -384,7 +384,7 @@ class Overview(Connection):
                     task_name=each.task_name,
                     required_fields=list(each.fields),
                     tag_filter=None if each.tag_filter is None else dict(each.tag_filter),
-                    explain=each.waits_s is not None,
+                    explain=each.waits_s is not None or each.unserved_s is not None,
                 )
                 for each in waiting
             ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
@@ -18,12 +19,21 @@ from dataplane_core.spec import Answer, ClientInfo, PartitionDescription, WorkIn
 
 #: A client with something that it does.
 _Worker: TypeAlias = tuple[ClientInfo, WorkInfo]
+#: A partition and a task of it.
+_Task: TypeAlias = tuple[str, str]
 
-#: Seconds after which a put that has not ended counts as one that waits for room, if the store is at least half full.
+#: Seconds after which a put that has not ended counts as one that waits for room, if so much of the store is taken. If
+#: it has not ended for the patience, less is enough.
 _ROOM_S: Final = 3.0
+_FULL: Final = 0.9
+_FULL_FOR_LONG: Final = 0.5
 #: A producer that was quiet for so many times its longest pause so far is silent, unless the patience is longer. What
 #: may be slow or a fault is a fault after so many times the patience.
 _PAUSES: Final = 5.0
+#: How far a task is looked at; see `_Judge.of_task`.
+_REACH: Final = 2
+#: What numbers a name: ``step-3``, ``train_b``.
+_PLACE: Final = r"\d+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])"
 #: Operations that wait for other clients.
 _WAITING: Final = ("claim_meta", "put_samples")
 
@@ -51,6 +61,7 @@ class Facts:
     held_bytes: int = 0
     capacity_bytes: int | None = None
     patience_s: float = 60.0
+    _judge: list[_Judge] = field(default_factory=list, init=False, repr=False, compare=False)  # what it found so far
 
 
 def question_of(clients: Iterable[ClientInfo], partition_id: str, task_name: str) -> WorkInfo | None:
@@ -67,7 +78,11 @@ def room_is_wanted(clients: Iterable[ClientInfo]) -> bool:
 
 def judge(facts: Facts, partition_id: str, task_name: str) -> Verdict:
     """How a task fares. Raises `KeyError` if the partition has no such task."""
-    return _Judge(facts).of_task(partition_id, task_name, ())
+    if not facts._judge:
+        facts._judge.append(_Judge(facts))
+    verdict = facts._judge[0].of_task((partition_id, task_name), _REACH)
+    assert verdict is not None  # no other task is being judged
+    return verdict
 
 
 def _workers(clients: Iterable[ClientInfo], operation: str, partition_id: str | None = None) -> list[_Worker]:
@@ -84,7 +99,8 @@ def _call_of(client: ClientInfo, operation: str | None, least_s: float) -> float
     not wait for others."""
     for call in client.calls:
         wanted = call.operation == operation if operation else call.operation not in _WAITING
-        if wanted and call.running_s + client.heard_s >= least_s:
+        # not since: most that were under way when it announced itself have ended
+        if wanted and call.running_s >= least_s:
             return call.running_s + client.heard_s
     return None
 
@@ -109,10 +125,11 @@ def _count(number: int, what: str = "sample") -> str:
 
 
 def _meant(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant by an unknown one. Not one that differs in a number only."""
+    """The known name that was probably meant by an unknown one. Not one that differs in a number or a lone
+    letter only."""
     near = difflib.get_close_matches(name, set(known), n=1, cutoff=0.75)
-    is_other = bool(near) and near[0] != name and re.sub(r"\d+", "", near[0]) != re.sub(r"\d+", "", name)
-    return near[0] if is_other else None
+    bare = [re.sub(_PLACE, "", each) for each in (name, *near)]
+    return near[0] if len(set(bare)) > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +143,44 @@ class _Reason:
 
 
 class _Judge:
+    """Judges each task at most once for each reach, so that its cost grows with the tasks and not with their paths."""
+
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
+        self._verdicts: dict[tuple[_Task, int], Verdict | None] = {}  # None: it is being judged
+        self._path: list[_Task] = []  # those that are being judged
+        self._starved: dict[tuple[str | None, int], list[Verdict]] = {}
+        self._sourced: dict[str, list[_Worker]] = {}
+        self._by_kind: dict[tuple[str, ...], list[_Worker]] = {}
+        for client in facts.clients:
+            for work in client.work:
+                kind = (work.operation, work.partition_id, work.task_name)
+                for some in {kind[:count] for count in (1, 2, 3)}:
+                    self._by_kind.setdefault(some, []).append((client, work))
+        self._are_listed = any(client.client_id for client in facts.clients)
+        put = {client.client_id for client, _ in self._workers("put_samples")}
+        self._fresh = {client.client_id for client in facts.clients if client.state == "open"} - put - {""}
+        self._idle = any(each.client_id and not each.work for each in facts.clients if each.state == "open")
+        self._roles = Counter(client.role for client in facts.clients if client.state == "open")
+        self._claiming = {client.client_id for client, _ in self._workers("claim_meta")}
 
     # --- one task -----------------------------------------------------------------------------------------------------
 
-    def of_task(self, partition_id: str, task_name: str, path: tuple[tuple[str, str], ...]) -> Verdict:
-        """Judges a task. ``path``: the tasks that wait for it, which are not judged again."""
+    def of_task(self, task: _Task, reach: int) -> Verdict | None:
+        """Judges a task. None: it is being judged, so that it waits for itself.
+
+        ``reach``: 0: what it waits for itself; 1: also whether the store is full because of another task; 2: also
+        whether another task is the reason why nobody has written a field. Others are judged with a smaller reach, so
+        that no two are each other's reason.
+        """
+        if (task, reach) not in self._verdicts:
+            self._verdicts[task, reach] = None
+            self._path.append(task)
+            self._verdicts[task, reach] = self._judged(*task, reach)
+            self._path.pop()
+        return self._verdicts[task, reach]
+
+    def _judged(self, partition_id: str, task_name: str, reach: int) -> Verdict:
         found = self._facts.partitions[partition_id]
         counts = found.tasks[task_name]
         backlog = found.num_samples - counts.num_consumed
@@ -152,18 +200,18 @@ class _Judge:
         alive = [each for each in claimers if each[0].state == "open"]
         if not alive:
             return self._abandoned(verdict, claimers)
-        waiting = [each for each in alive if each[1].waits_s is not None]
+        waiting = [each for each in alive if self._wait_s(each) is not None]
         if not waiting or answer is None or answer.shortfall is None:
             return self._works(verdict, alive)
         # heard of a while ago: the claim that waited then waits no longer if it was given samples since
         given_s = min((ago_s for each in alive if (ago_s := _ago_s(each)) is not None), default=None)
-        waited_s = max(work.waits_s + client.heard_s for client, work in waiting if work.waits_s is not None)
+        waited_s = max(self._wait_s(each) or 0.0 for each in waiting)
         waited_s = waited_s if given_s is None else min(waited_s, given_s)
         wanted = max(work.batch_size for _, work in waiting)
         if answer.num_ready >= wanted:
             text = f"{_count(answer.num_ready)} of {wanted} are ready: its claim is answered now."
             return replace(verdict, text=text)
-        reason = self._why(verdict, alive, answer.shortfall, wanted, waited_s, (*path, (partition_id, task_name)))
+        reason = self._why(verdict, alive, answer.shortfall, wanted, waited_s, reach)
         return replace(
             verdict,
             state="starved" if reason.is_fault else "waits",
@@ -178,7 +226,7 @@ class _Judge:
         others = self._workers("claim_meta", verdict.partition_id)
         near = _meant(verdict.task_name, (work.task_name for _, work in others))
         waited_s = self._facts.partitions[verdict.partition_id].oldest_s or 0.0
-        if near is None or waited_s < self._facts.patience_s:
+        if near is None or not self._is_late(waited_s) or self._idle or not self._are_listed:
             return replace(verdict, state="idle", cause="unclaimed", text="Nobody has claimed for it so far.")
         claimer = next(client for client, work in others if work.task_name == near)
         return replace(
@@ -193,7 +241,7 @@ class _Judge:
     def _abandoned(self, verdict: Verdict, claimers: Sequence[_Worker]) -> Verdict:
         """All that claimed for the task have ended."""
         last, fate, told = self._ended(claimers)
-        if fate == "closed" and not verdict.backlog:
+        if not self._is_final(last) or (fate == "closed" and not verdict.backlog):
             return replace(verdict, state="idle", text=f"Nobody claims for it now: {told}")
         return replace(
             verdict,
@@ -224,7 +272,7 @@ class _Judge:
         shortfall: Shortfall,
         wanted: int,
         waited_s: float,
-        path: tuple[tuple[str, str], ...],
+        reach: int,
     ) -> _Reason:
         """The one reason why a claim waits: the first fault, else the first that there is."""
         partition_id = verdict.partition_id
@@ -235,14 +283,14 @@ class _Judge:
             reasons.append(self._leased(shortfall))
             coming += 0 if reasons[-1].is_fault else shortfall.num_leased
         if shortfall.num_lacking or shortfall.missing_cells:
-            reasons.append(self._lacking(partition_id, shortfall, is_late, path))
+            reasons.append(self._lacking(partition_id, shortfall, is_late, reach))
             coming += shortfall.num_lacking
         if coming < wanted:
             if shortfall.num_incomplete:
-                reasons.append(self._incomplete(partition_id, shortfall, is_late, path))
+                reasons.append(self._incomplete(partition_id, shortfall, is_late, reach))
             if shortfall.num_not_matching:
                 reasons.append(self._not_matching(partition_id, alive, shortfall, is_late))
-            reasons.append(self._too_few(partition_id, wanted, waited_s, path))
+            reasons.append(self._too_few(partition_id, wanted, waited_s, reach))
         return next((each for each in reasons if each.is_fault), reasons[0])
 
     def _leased(self, shortfall: Shortfall) -> _Reason:
@@ -257,11 +305,9 @@ class _Judge:
             return _Reason("leased", f"{held} {who} for another {_seconds(lease.left_s)}.", False, who)
         name = process_of(holder)
         text = f"{held} {name} for another {_seconds(lease.left_s)}. {self._told(holder)}"
-        return _Reason("leased", text, holder.state != "open", name)
+        return _Reason("leased", text, self._is_final(holder), name)
 
-    def _lacking(
-        self, partition_id: str, shortfall: Shortfall, is_late: bool, path: tuple[tuple[str, str], ...]
-    ) -> _Reason:
+    def _lacking(self, partition_id: str, shortfall: Shortfall, is_late: bool, reach: int) -> _Reason:
         """Samples lack fields."""
         sample_id, names = next(iter(shortfall.missing_cells.items()), ("", ()))
         found = self._facts.partitions[partition_id]
@@ -271,28 +317,27 @@ class _Judge:
             here = [each for each in writers if each[1].partition_id == partition_id] or writers
             lacks = f"{_count(shortfall.num_lacking)} lack '{name}', the first one is '{sample_id}'."
             if here:
-                reason = self._of_producers(here, f"writes '{name}'", partition_id, is_late, path)
+                reason = self._of_producers(here, f"writes '{name}'", partition_id, is_late, reach)
                 reasons.append(replace(reason, text=f"{lacks} {reason.text}"))
                 continue
-            near = _meant(name, {*found.specs, *found.info.fields})
+            is_over = is_late and not self._may_begin()
+            near = _meant(name, found.specs) if is_over else None
             if near is not None:
                 reasons.append(_Reason("name", f"{lacks} Nobody writes it, but '{near}' is written.", True))
                 continue
-            faulty = self._faulty_task(partition_id, path)
+            faulty = self._faulty_task(partition_id, 1) if reach > 1 else None
             told = "" if faulty is None else f" The task '{faulty.task_name}' is starved: {faulty.text}"
             text = f"{lacks} No client that is known has written it.{told}"
             reasons.append(
-                _Reason("unwritten", text, is_late)
+                _Reason("unwritten", text, is_over)
                 if faulty is None
                 else _Reason(faulty.cause, text, True, faulty.culprit)
             )
         if not reasons:
-            return _Reason("unwritten", f"{_count(shortfall.num_lacking)} lack fields that it requires.", is_late)
+            return _Reason("unwritten", f"{_count(shortfall.num_lacking)} lack fields that it requires.", False)
         return next((each for each in reasons if each.is_fault), reasons[0])
 
-    def _incomplete(
-        self, partition_id: str, shortfall: Shortfall, is_late: bool, path: tuple[tuple[str, str], ...]
-    ) -> _Reason:
+    def _incomplete(self, partition_id: str, shortfall: Shortfall, is_late: bool, reach: int) -> _Reason:
         """Groups are not whole."""
         found = self._facts.partitions[partition_id]
         group, count = next(iter(shortfall.incomplete_groups.items()), ("", 0))
@@ -303,7 +348,7 @@ class _Judge:
         if count >= size:
             return _Reason("group", f"{what}, and lost one that was cleared. It is never given.", is_late)
         never = f"{what}. {preview(absent)} {'was' if len(absent) == 1 else 'were'} never put." if there else f"{what}."
-        reason = self._of_producers(self._sources(partition_id), "puts new samples", partition_id, is_late, path)
+        reason = self._of_producers(self._sources(partition_id), "puts new samples", partition_id, is_late, reach)
         return _Reason("group", f"{never} {reason.text}", reason.is_fault or is_late, reason.culprit)
 
     def _not_matching(
@@ -319,6 +364,7 @@ class _Judge:
         text = f"{_count(shortfall.num_not_matching)} do not pass its filter ({wanted}).{newest}"
         sources = self._sources(partition_id)
         is_over = bool(sources) and all(client.state != "open" for client, _ in sources)
+        is_over = is_over and self._is_final(self._ended(sources)[0])
         return _Reason("filter", text, is_late or is_over or self._is_complete(self._facts.partitions[partition_id]))
 
     def _too_few(
@@ -326,13 +372,13 @@ class _Judge:
         partition_id: str,
         wanted: int,
         waited_s: float,
-        path: tuple[tuple[str, str], ...],
+        reach: int,
     ) -> _Reason:
         """More samples must be put."""
         is_late = self._is_late(waited_s)
         found = self._facts.partitions[partition_id]
         written, expected = found.num_samples + found.num_cleared, found.info.num_samples
-        given = sum(work.num_samples for _, work in self._claimers(partition_id, path[-1][1]) if work.fields)
+        given = sum(work.num_samples for _, work in self._claimers(*self._path[-1]) if work.fields)
         dropped = found.num_cleared - given
         # only what was cleared while it waits: who was given the others may be forgotten
         clearers = [
@@ -347,9 +393,10 @@ class _Judge:
         sources = self._sources(partition_id)
         came = f"{written} of {expected} samples came" if expected is not None else f"{_count(written)} came"
         if not sources:
-            return _Reason("unwritten", f"{came}. No client that is known has put any.", is_late)
-        reason = self._of_producers(sources, "puts new samples", partition_id, is_late, path)
-        if reason.cause == "closed":
+            text = f"{came}. No client that is known has put any."
+            return _Reason("unwritten", text, is_late and not self._may_begin())
+        reason = self._of_producers(sources, "puts new samples", partition_id, is_late, reach)
+        if reason.cause == "closed" and reason.is_fault:
             short = "" if expected is not None else " It did not call finish_partition."
             return replace(reason, cause="short", text=f"{came}, and no more will. {reason.text}{short}")
         return replace(reason, text=f"{came}. {reason.text}")
@@ -357,17 +404,18 @@ class _Judge:
     # --- those who are waited for -------------------------------------------------------------------------------------
 
     def _of_producers(
-        self, workers: Sequence[_Worker], what: str, partition_id: str, is_late: bool, path: tuple[tuple[str, str], ...]
+        self, workers: Sequence[_Worker], what: str, partition_id: str, is_late: bool, reach: int
     ) -> _Reason:
         """How those who do something fare."""
         if not workers:
-            return _Reason("unwritten", f"No client that is known {what}.", is_late)
+            return _Reason("unwritten", f"No client that is known {what}.", False)
         alive = [each for each in workers if each[0].state == "open"]
         if not alive:
             last, fate, told = self._ended(workers)
-            return _Reason(fate, f"Nobody {what} now: {told}", True, process_of(last))
-        found = [self._of_producer(each, what, is_late, path) for each in alive]
-        reason = next((each for each in found if not each.is_fault), found[0])
+            return _Reason(fate, f"Nobody {what} now: {told}", self._is_final(last), process_of(last))
+        first = self._of_producer(alive[0], what, is_late, reach)
+        others = (self._of_producer(each, what, is_late, reach) for each in alive[1:] if first.is_fault)
+        reason = next((each for each in others if not each.is_fault), first)
         dead = [each for each in workers if each[0].state not in ("open", "closed")]
         if dead and not reason.is_fault:
             last, fate, told = self._ended(dead)
@@ -377,20 +425,22 @@ class _Judge:
             return replace(reason, cause=cause, is_fault=is_fault, text=f"{reason.text} Another one {what}: {told}")
         return reason
 
-    def _of_producer(self, worker: _Worker, what: str, is_late: bool, path: tuple[tuple[str, str], ...]) -> _Reason:
+    def _of_producer(self, worker: _Worker, what: str, is_late: bool, reach: int) -> _Reason:
         """How a producer that is alive fares."""
-        client, work = worker
+        client, _ = worker
         name = process_of(client)
         room_s = _call_of(client, "put_samples", _ROOM_S)
         capacity, held = self._facts.capacity_bytes, self._facts.held_bytes
-        if room_s is not None and capacity is not None and 2 * held >= capacity:
-            return self._full(f"{name} {what}, and waits for room for {_seconds(room_s)}.", is_late, path)
+        # one sample may be large: who waits for long waits for room if not much is left for it
+        share = _FULL if room_s is not None and room_s < self._facts.patience_s else _FULL_FOR_LONG
+        if room_s is not None and capacity is not None and held >= share * capacity:
+            return self._full(f"{name} {what}, and waits for room for {_seconds(room_s)}.", is_late, reach)
         for claim in client.work:
             task = (claim.partition_id, claim.task_name)
-            is_judged = task[0] in self._facts.partitions and task[1] in self._facts.partitions[task[0]].tasks
-            if claim.waits_s is not None and task not in path and is_judged:
-                verdict = self.of_task(*task, path)
-                if verdict.state in ("starved", "waits"):
+            is_known = task[0] in self._facts.partitions and task[1] in self._facts.partitions[task[0]].tasks
+            if claim.waits_s is not None and is_known:
+                verdict = self.of_task(task, reach)
+                if verdict is not None and verdict.state in ("starved", "waits"):
                     text = f"{name} {what}, and waits for samples of its task '{task[1]}' itself. {verdict.text}"
                     return _Reason(verdict.cause, text, verdict.state == "starved", verdict.culprit)
         stuck_s = _call_of(client, None, self._facts.patience_s) or _call_of(
@@ -402,13 +452,15 @@ class _Judge:
         quiet_s = _ago_s(worker)
         if quiet_s is None:
             return _Reason("works", f"{name} {what}, and has not done so yet.", False, name)
-        usual_s = work.longest_gap_s
-        if usual_s and quiet_s >= max(self._facts.patience_s, _PAUSES * usual_s):
-            text = f"{name} {what}. It is alive, but did so {_seconds(quiet_s)} ago; its longest pause was "
+        puts = [each for each in client.work if each.operation == "put_samples"]
+        usual_s = max((each.longest_gap_s for each in puts), default=0.0)
+        last_s = min((each.ended_s + client.heard_s for each in puts if each.ended_s is not None), default=quiet_s)
+        if is_late and usual_s and last_s >= max(self._facts.patience_s, _PAUSES * usual_s):
+            text = f"{name} {what}. It is alive, but last put samples {_seconds(last_s)} ago; its longest pause was "
             return _Reason("silent", f"{text}{_seconds(usual_s)}.", True, name)
         return _Reason("works", f"{name} {what}. It is alive, and last did so {_seconds(quiet_s)} ago.", False, name)
 
-    def _full(self, who: str, is_late: bool, path: tuple[tuple[str, str], ...]) -> _Reason:
+    def _full(self, who: str, is_late: bool, reach: int) -> _Reason:
         """The store is full: of which samples?"""
         full = f"The store is full ({self._facts.held_bytes} of {self._facts.capacity_bytes} bytes). {who}"
         tasks = [
@@ -416,7 +468,7 @@ class _Judge:
             for partition_id, found in self._facts.partitions.items()
             for name, counts in found.tasks.items()
         ]
-        faulty = self._faulty_task(None, path)
+        faulty = self._faulty_task(None, 0) if reach > 0 else None
         if faulty is not None:
             text = f"It holds samples that the task '{faulty.task_name}' has not consumed. {faulty.text}"
             return _Reason("full", f"{full} {text}", True, faulty.culprit)
@@ -424,20 +476,26 @@ class _Judge:
         if not count:
             text = f"{full} All tasks have consumed all samples, and nobody clears them."
             # who was given samples may clear them when its step ends
-            work = [work for each, work in self._workers("claim_meta") if each.state == "open" and work.fields]
-            return _Reason("full", text, is_late and all(each.waits_s is not None for each in work))
+            claims = [each for each in self._workers("claim_meta") if each[0].state == "open" and each[1].fields]
+            return _Reason("full", text, is_late and all(self._wait_s(each) is not None for each in claims))
         text = f"{_count(count)} of '{partition_id}' are not consumed by the task '{name}'."
-        is_fault = is_late and ((partition_id, name) in path or not self._claimers(partition_id, name))
+        claims = [each for each in self._claimers(partition_id, name) if each[0].state == "open"]
+        is_fault = is_late and all(self._wait_s(each) is not None for each in claims)
         return _Reason("full", f"{full} {text}", is_fault)
 
-    def _faulty_task(self, partition_id: str | None, path: tuple[tuple[str, str], ...]) -> Verdict | None:
+    def _faulty_task(self, partition_id: str | None, reach: int) -> Verdict | None:
         """A task that is starved for a reason of its own, of those that hold most samples."""
-        found = []
-        for each, description in self._facts.partitions.items():
-            for name in description.tasks if partition_id in (None, each) else ():
-                if (each, name) not in path:
-                    found.append(self.of_task(each, name, (*path, (each, name))))
-        return max((each for each in found if each.state == "starved"), key=lambda each: each.backlog, default=None)
+        if (partition_id, reach) not in self._starved:
+            tasks = [
+                (each, name)
+                for each, description in self._facts.partitions.items()
+                if partition_id in (None, each)
+                for name in description.tasks
+            ]
+            found = [verdict for each in tasks if (verdict := self.of_task(each, reach)) and verdict.state == "starved"]
+            self._starved[partition_id, reach] = sorted(found, key=lambda each: -each.backlog)
+        found = self._starved[partition_id, reach]
+        return next((each for each in found if (each.partition_id, each.task_name) not in self._path), None)
 
     def _stuck(self, client: ClientInfo, stuck_s: float) -> dict[str, Any]:
         call = max(client.calls, key=lambda each: each.running_s)
@@ -451,6 +509,20 @@ class _Judge:
         more = f" So did {_count(others, 'other')}." if others else ""
         return client, client.state, f"{self._told(client)}{more}"
 
+    def _is_final(self, client: ClientInfo) -> bool:
+        """Whether a client ended, and nobody is about to take its place: a step may open clients of its own."""
+        if client.state != "closed":
+            return client.state != "open"
+        claim = {each.client_id: each for each, _ in self._claimers(*self._path[-1]) if each.state == "open"}
+        alike = self._roles[client.role] - sum(each.role == client.role for each in claim.values())
+        return client.heard_s >= self._facts.patience_s and not alike
+
+    def _may_begin(self) -> bool:
+        """Whether somebody may still do what nobody has done so far: a client that has put nothing yet, and is not one
+        of those that wait; or one that is not listed."""
+        claim = {client.client_id for client, _ in self._claimers(*self._path[-1])}
+        return not self._are_listed or bool(self._fresh - claim)
+
     def _told(self, client: ClientInfo) -> str:
         """What became of a client, as a sentence."""
         ends = {
@@ -462,31 +534,42 @@ class _Judge:
         }
         return f"{process_of(client)} {ends[client.state]}."
 
+    def _wait_s(self, worker: _Worker) -> float | None:
+        """For how long a client has got nothing for a task, over all claims that found nothing. None: it waits for
+        nothing: it was served, or asks no longer."""
+        client, work = worker
+        asks_s = 0.0 if work.waits_s is not None else work.began_s + client.heard_s  # ago: it may ask again and again
+        if (work.waits_s is None and work.unserved_s is None) or asks_s >= self._facts.patience_s:
+            return None
+        return max(work.waits_s or 0.0, work.unserved_s or 0.0) + client.heard_s
+
     def _is_late(self, waited_s: float) -> bool:
         """Whether what may be merely slow counts as a fault."""
         return waited_s >= _PAUSES * self._facts.patience_s
 
     # --- look-ups -----------------------------------------------------------------------------------------------------
 
-    def _workers(self, operation: str, partition_id: str | None = None) -> list[_Worker]:
-        return _workers(self._facts.clients, operation, partition_id)
+    def _workers(self, operation: str, partition_id: str | None = None) -> Sequence[_Worker]:
+        return self._by_kind.get((operation,) if partition_id is None else (operation, partition_id), ())
 
-    def _claimers(self, partition_id: str, task_name: str) -> list[_Worker]:
-        return [each for each in self._workers("claim_meta", partition_id) if each[1].task_name == task_name]
+    def _claimers(self, partition_id: str, task_name: str) -> Sequence[_Worker]:
+        return self._by_kind.get(("claim_meta", partition_id, task_name), ())
 
     def _sources(self, partition_id: str) -> list[_Worker]:
         """Who puts new samples: those that put the fields which most samples have, and claim none of the partition."""
-        num_rows = self._facts.partitions[partition_id].num_rows
-        most = max(num_rows.values(), default=0)
-        first = {name for name, count in num_rows.items() if count == most}
-        here, others = self._workers("put_samples", partition_id), self._workers("put_samples")
-        claim = {client.client_id for client, _ in self._workers("claim_meta")}
-        tries: Sequence[tuple[Sequence[_Worker], Callable[[_Worker], bool]]] = (
-            (here, lambda each: each[0].client_id not in claim),
-            (here, lambda each: bool(first.intersection(each[1].fields))),
-            (others, lambda each: each[0].client_id not in claim),
-        )
-        return next((some for workers, good in tries if (some := list(filter(good, workers)))), [])
+        if partition_id not in self._sourced:
+            num_rows = self._facts.partitions[partition_id].num_rows
+            most = max(num_rows.values(), default=0)
+            first = {name for name, count in num_rows.items() if count == most}
+            here, others = self._workers("put_samples", partition_id), self._workers("put_samples")
+            tries: Sequence[tuple[Sequence[_Worker], Callable[[_Worker], bool]]] = (
+                (here, lambda each: each[0].client_id not in self._claiming),
+                (here, lambda each: bool(first.intersection(each[1].fields))),
+                (others, lambda each: each[0].client_id not in self._claiming),
+            )
+            found = (some for workers, good in tries if (some := list(filter(good, workers))))
+            self._sourced[partition_id] = next(found, [])
+        return self._sourced[partition_id]
 
     @staticmethod
     def _is_complete(found: PartitionDescription) -> bool:

@@ -373,7 +373,7 @@ class Overview(Connection):
             clients += [each for each in found if each.client_id != own.client_id]
         capacity = self._config.options.get("capacity_bytes")
         wants_all = partition_id is None or (capacity is not None and room_is_wanted(clients))
-        names = self._list_partitions("why") if wants_all else [partition_id or ""]
+        names = self._list_partitions("why", deadline) if wants_all else [partition_id or ""]
         partitions: dict[str, PartitionDescription] = {}
         answers: dict[tuple[str, str], Answer | None] = {}
         for name in names:
@@ -426,10 +426,11 @@ class Overview(Connection):
                 members |= {(name, group): [each for each in some if each in there] for group, some in groups.items()}
         return replace(facts, tags=tags, members=members)
 
-    def _list_partitions(self, what: str) -> list[str]:
+    def _list_partitions(self, what: str, deadline: float = math.inf) -> list[str]:
         with self._operation(what):
             self._require(Capability.LISTING, what)
-            return sorted(self._call("list_partitions", ListPartitionsRequest(), PartitionList).partition_ids)
+            request = ListPartitionsRequest(deadline=deadline)
+            return sorted(self._call("list_partitions", request, PartitionList).partition_ids)
 
     def _list_fields(self, what: str, partition_id: str, sample_ids: list[str]) -> list[list[str]]:
         """For each sample the fields that it has, without those of middleware. Equal lists are the same object."""

@@ -63,6 +63,11 @@ class ClaimWait:
         """Seconds for which it has waited."""
         return time.monotonic() - self._start
 
+    @property
+    def gives_up_at(self) -> float:
+        """When its timeout will have passed, on `time.monotonic`'s clock."""
+        return self._since() + self._timeout_s
+
     def must_warn(self) -> bool:
         """Whether its user is to be told now why it waits."""
         is_due = time.monotonic() >= self._warn_at
@@ -87,7 +92,7 @@ class ClaimWait:
     def prepare(self) -> ClaimRequest:
         """The request of the next question."""
         now = time.monotonic()
-        give_up = self._since() + self._timeout_s
+        give_up = self.gives_up_at
         self.request.deadline = max(give_up, now + _LAST_ASK_S)
         self.request.explain = give_up - now <= self._pause_s
         return self.request
@@ -103,7 +108,7 @@ class ClaimWait:
         request = self.request
         request.since = claim.version
         now = time.monotonic()
-        give_up = self._since() + self._timeout_s
+        give_up = self.gives_up_at
         if request.explain and now >= give_up:
             where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
             raise ClaimTimeoutError(

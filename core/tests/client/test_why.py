@@ -141,11 +141,12 @@ def test_a_listener_that_raises_does_not_change_what_the_claim_raises(caplog, mo
             await client.register_partition("p", ["x", "y"], None, ["train"])
             await client.claim_meta(*CLAIM, timeout_s=0.5)
 
-    with pytest.raises(ClaimTimeoutError):
-        if mode == "async":
-            asyncio.run(claim())
+    def claim_here():
         with connect(settings) as client:
             filled(client).claim_meta(*CLAIM, timeout_s=0.5)
+
+    with pytest.raises(ClaimTimeoutError):
+        claim_here() if mode == "sync" else asyncio.run(claim())
     assert "the listener is broken" in caplog.text
 
 

@@ -334,6 +334,8 @@ class Claims(Overview):
         """A claim begins."""
         work = self._work_of(request)
         work.began_at = time.monotonic()
+        if work.unserved_since is None:
+            work.unserved_since = work.began_at
         work.tag_filter, work.batch_size = request.tag_filter, request.batch_size
         if request.sampler == "balanced":
             work.batch_size *= request.dp_size or 1

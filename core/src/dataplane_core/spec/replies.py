@@ -210,6 +210,8 @@ class WorkInfo:
         ended_s: Seconds since the last one that put, gave or cleared samples. None: there was none.
         longest_gap_s: The longest time between two of these.
         waits_s: Seconds for which a claim has waited that is under way. None: none waits.
+        unserved_s: Seconds since the first claim that got nothing, for a task that has got nothing since. None: it was
+            served.
     """
 
     operation: str
@@ -223,6 +225,7 @@ class WorkInfo:
     ended_s: float | None = None
     longest_gap_s: float = 0.0
     waits_s: float | None = None
+    unserved_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import re
 import threading
 import time
@@ -9,9 +10,12 @@ import time
 import pytest
 
 from dataplane_core import connect, connect_async
+from dataplane_core.client import waiting
+from dataplane_core.client.announcing import Work
 from dataplane_core.errors import ClaimTimeoutError, UnknownPartitionError, UnknownTaskError
+from dataplane_core.ledger import Pacer
 from dataplane_core.middleware import Metrics
-from dataplane_core.spec import hookimpl
+from dataplane_core.spec import ClaimRequest, hookimpl
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 
 CLAIM = ("p", "train", ["x", "y"], 2)
@@ -216,3 +220,60 @@ def test_a_claim_of_the_asyncio_client_is_not_held_up_by_the_look_for_its_cause(
         return did
 
     assert asyncio.run(main()) == []
+
+
+def test_a_claim_that_waits_costs_a_store_with_many_clients_nothing(caplog):
+    caplog.set_level(logging.INFO)
+    asked = []
+
+    class Listens:
+        @hookimpl(wrapper=True)
+        def inspect_partition(self, request):
+            asked.append(request)
+            return (yield)
+
+    with connect({**config(), "middleware": [Listens()]}) as client:
+        filled(client)
+        request = ClaimRequest("p", "train", ["x", "y"], 2, all_or_nothing=True, lease_s=None, tag_filter=None)
+        client._begin_work(request)
+        client._announcer.end()
+        client._announcer.num_clients = 1000
+        client._warn(request, 20.0, math.inf)
+        assert not asked
+        client._warn(request, 101.0, math.inf)
+    assert len(asked) == 1
+    assert asked[0].count_rows  # a claim that waits has all samples looked at
+    assert "p / train: " in caplog.text
+
+
+def test_claims_that_began_together_do_not_tell_at_once(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    request = ClaimRequest("p", "train", ["x"], 2, all_or_nothing=True, lease_s=None, tag_filter=None)
+    work = Work("claim_meta", "p", "train", ("x",))
+    waits = [
+        waiting.ClaimWait(request, 900.0, Pacer(), wakes=False, entrance=None, work=work, warn_after_s=100.0)
+        for _ in range(200)
+    ]
+    told = []
+    for now[0] in (99.0, 105.0, 110.0, 115.0, 120.0, 125.0, 199.0, 312.5):
+        told.append(sum(each.must_warn() for each in waits))
+    assert (told[0], sum(told[1:6]), told[6:]) == (0, 200, [0, 200])
+    assert max(told[1:6]) < 100
+
+
+def test_the_rows_of_each_field_are_counted_only_if_they_are_needed():
+    asked = []
+
+    class Listens:
+        @hookimpl(wrapper=True)
+        def inspect_partition(self, request):
+            asked.append(request.count_rows)
+            return (yield)
+
+    with connect({**config(), "middleware": [Listens()]}) as client:
+        filled(client)
+        assert client.describe("p").num_rows == {"x": 2}
+        assert client.describe("p", count_rows=False).num_samples == 2
+        client.why("p")
+    assert asked == [True, False, False]

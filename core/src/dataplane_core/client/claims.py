@@ -62,8 +62,8 @@ _MOST_INFOS: Final = 1024
 ADVICE_S: Final = 1.0
 #: Of how many ranks of tasks a client counts the batches. Beyond, it forgets those that it was given longest ago.
 _MOST_COUNTED: Final = 4096
-#: A claim that times out asks why if it waited for so many seconds, and for so many per client of the store, since all
-#: may time out together.
+#: A claim that waits, or times out, asks why if it waited for so many seconds per client of the store, since all may do
+#: so together. One that times out must have waited for so many seconds at least.
 _EXPLAINED_AFTER_S: Final = 1.0
 _PER_CLIENT_S: Final = 0.1
 #: Seconds that an interrupted claim may take to give back what it was handed.
@@ -343,6 +343,8 @@ class Claims(Overview):
 
     def _warn(self, request: ClaimRequest, waited_s: float, until: float) -> None:
         """Says why a claim waits, in the log and to middleware. Never raises what goes wrong with that."""
+        if waited_s < self._worth_s():
+            return
         verdict = self._verdict_of(request, waited_s, until)
         if verdict is None or verdict.state not in ("waits", "starved"):
             return
@@ -356,12 +358,15 @@ class Claims(Overview):
 
     def _explain(self, error: ClaimTimeoutError, request: ClaimRequest, waited_s: float) -> None:
         """Says why a claim timed out. Not if that might cost the store much."""
-        num_clients = 0 if self._announcer is None else self._announcer.num_clients
-        if waited_s < max(_EXPLAINED_AFTER_S, num_clients * _PER_CLIENT_S):
+        if waited_s < max(_EXPLAINED_AFTER_S, self._worth_s()):
             return
         error.verdict = self._verdict_of(request, waited_s)
         if error.verdict is not None and error.verdict.state in ("waits", "starved"):
             error.message = f"{error.message} {error.verdict.text}"
+
+    def _worth_s(self) -> float:
+        """Seconds that a claim must have waited to be worth a look at the store."""
+        return 0.0 if self._announcer is None else self._announcer.num_clients * _PER_CLIENT_S
 
     def _verdict_of(self, request: ClaimRequest, waited_s: float, until: float = math.inf) -> Verdict | None:
         """Why a claim of this client waits, or has waited until now, if that is soon found."""
@@ -406,7 +411,7 @@ class Claims(Overview):
             written: Iterable[str] = ()
             if unknown and use == "claim":
                 self._require(Capability.LISTING, "claim_meta with strict_fields")
-                request = InspectRequest(partition_id, deadline=until)
+                request = InspectRequest(partition_id, count_rows=False, deadline=until)
                 written = self._call("inspect_partition", request, PartitionDescription).specs
         except DataPlaneError:
             if found.strict:

@@ -2,13 +2,20 @@
 
 import asyncio
 import logging
+import math
 import re
+import threading
+import time
 
 import pytest
 
 from dataplane_core import connect, connect_async
+from dataplane_core.client import waiting
+from dataplane_core.client.announcing import Work
 from dataplane_core.errors import ClaimTimeoutError, UnknownPartitionError, UnknownTaskError
+from dataplane_core.ledger import Pacer
 from dataplane_core.middleware import Metrics
+from dataplane_core.spec import ClaimRequest, hookimpl
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 
 CLAIM = ("p", "train", ["x", "y"], 2)
@@ -123,3 +130,150 @@ def test_a_verdict_in_an_error_can_be_pickled():
         filled(client).claim_meta(*CLAIM, timeout_s=1.1)
     again = pickle.loads(pickle.dumps(caught.value))
     assert again.verdict == caught.value.verdict
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_listener_that_raises_does_not_change_what_the_claim_raises(caplog, mode):
+    def fails(event):
+        if event.verdict is not None:
+            raise ValueError("the listener is broken")
+
+    settings = {**config(), "middleware": [Metrics(on_event=fails)]}
+
+    async def claim():
+        async with await connect_async(settings) as client:
+            await client.register_partition("p", ["x", "y"], None, ["train"])
+            await client.claim_meta(*CLAIM, timeout_s=0.5)
+
+    def claim_here():
+        with connect(settings) as client:
+            filled(client).claim_meta(*CLAIM, timeout_s=0.5)
+
+    with pytest.raises(ClaimTimeoutError):
+        claim_here() if mode == "sync" else asyncio.run(claim())
+    assert "the listener is broken" in caplog.text
+
+
+def test_a_fault_of_the_look_for_the_cause_does_not_change_the_error_of_a_claim(caplog, monkeypatch):
+    def fails(*args):
+        raise ValueError("no verdict")
+
+    monkeypatch.setattr("dataplane_core.client.overview.judge", fails)
+    with connect(config(warn_after_s=None)) as client, pytest.raises(ClaimTimeoutError) as caught:
+        filled(client).claim_meta(*CLAIM, timeout_s=1.1)
+    assert caught.value.verdict is None
+    assert "no verdict" in caplog.text
+
+
+def test_an_interrupt_while_a_claim_is_explained_is_not_held_back():
+    class Interrupted:
+        @hookimpl(wrapper=True)
+        def inspect_partition(self, request):
+            yield
+            raise KeyboardInterrupt
+
+    with connect({**config(), "middleware": [Interrupted()]}) as client, pytest.raises(KeyboardInterrupt):
+        filled(client).claim_meta(*CLAIM, timeout_s=1.1)
+
+
+def test_a_look_for_the_cause_asks_nothing_beyond_its_deadline():
+    asked = {}
+
+    class Listens:
+        @hookimpl(wrapper=True)
+        def list_partitions(self, request):
+            asked["list_partitions"] = request.deadline
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def list_clients(self, request):
+            asked["list_clients"] = request.deadline
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def inspect_partition(self, request):
+            asked["inspect_partition"] = request.deadline
+            return (yield)
+
+    with connect({**config(), "middleware": [Listens()], "op_timeout_s": 1e6}) as client:
+        filled(client)
+        deadline = time.monotonic() + 1000.0
+        assert client._judged(None, None, deadline)
+    assert {name: each <= deadline for name, each in asked.items()} == dict.fromkeys(
+        ("list_partitions", "list_clients", "inspect_partition"), True
+    )
+
+
+def test_a_claim_of_the_asyncio_client_is_not_held_up_by_the_look_for_its_cause():
+    async def main():
+        free, did = threading.Event(), []
+        client = await connect_async({**config(), "op_timeout_s": 1e6}, threads=1)
+        busy = asyncio.ensure_future(client._run("busy", free.wait))
+        await asyncio.sleep(0)
+        try:  # all threads are busy
+            await asyncio.wait_for(client._advise(lambda: did.append("busy")), STARTS_S)
+        finally:
+            free.set()
+            await busy
+        await client.close()
+        await client._advise(lambda: did.append("closed"))
+        return did
+
+    assert asyncio.run(main()) == []
+
+
+def test_a_claim_that_waits_costs_a_store_with_many_clients_nothing(caplog):
+    caplog.set_level(logging.INFO)
+    asked = []
+
+    class Listens:
+        @hookimpl(wrapper=True)
+        def inspect_partition(self, request):
+            asked.append(request)
+            return (yield)
+
+    with connect({**config(), "middleware": [Listens()]}) as client:
+        filled(client)
+        request = ClaimRequest("p", "train", ["x", "y"], 2, all_or_nothing=True, lease_s=None, tag_filter=None)
+        client._begin_work(request)
+        client._announcer.end()
+        client._announcer.num_clients = 1000
+        client._warn(request, 20.0, math.inf)
+        assert not asked
+        client._warn(request, 101.0, math.inf)
+    assert len(asked) == 1
+    assert asked[0].count_rows  # a claim that waits has all samples looked at
+    assert "p / train: " in caplog.text
+
+
+def test_claims_that_began_together_do_not_tell_at_once(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    request = ClaimRequest("p", "train", ["x"], 2, all_or_nothing=True, lease_s=None, tag_filter=None)
+    work = Work("claim_meta", "p", "train", ("x",))
+    waits = [
+        waiting.ClaimWait(request, 900.0, Pacer(), wakes=False, entrance=None, work=work, warn_after_s=100.0)
+        for _ in range(200)
+    ]
+    told = []
+    for now[0] in (99.0, 105.0, 110.0, 115.0, 120.0, 125.0, 199.0, 312.5):
+        told.append(sum(each.must_warn() for each in waits))
+    assert (told[0], sum(told[1:6]), told[6:]) == (0, 200, [0, 200])
+    assert max(told[1:6]) < 100
+
+
+def test_the_rows_of_each_field_are_counted_only_if_they_are_needed():
+    asked = []
+
+    class Listens:
+        @hookimpl(wrapper=True)
+        def inspect_partition(self, request):
+            asked.append(request.count_rows)
+            return (yield)
+
+    with connect({**config(), "middleware": [Listens()]}) as client:
+        filled(client)
+        assert client.describe("p").num_rows == {"x": 2}
+        assert client.describe("p", count_rows=False).num_samples == 2
+        client.why("p")
+    assert asked == [True, False, False]

@@ -6,9 +6,19 @@ from functools import partial
 import pytest
 
 from dataplane_core.errors import CapacityExceededError
-from dataplane_core.ledger import LONGEST_PAUSE_S, Ledger, LedgerService, Pacer, commands, leases, shortfall, views
+from dataplane_core.ledger import (
+    LONGEST_PAUSE_S,
+    Ledger,
+    LedgerService,
+    Pacer,
+    commands,
+    leases,
+    service,
+    shortfall,
+    views,
+)
 from dataplane_core.ledger.pacing import ASKS_PER_S
-from dataplane_core.spec import FieldSpec, matches, new_id
+from dataplane_core.spec import FieldSpec, Question, matches, new_id
 
 INT = FieldSpec("tensor", "int64", 1)
 FRESH = {"version": (">=", 7)}
@@ -269,3 +279,28 @@ def test_a_claim_that_gets_something_is_not_told_to_wait():
     )
     service.call(commands.CommitPut(write_id))
     assert service.call(commands.ClaimRequest("p", "t", ["x"], 1, **options, token=new_id())).ask_again_s == 0
+
+
+def test_questions_and_claims_that_ask_the_same_share_a_look_at_all_rows(looks, monkeypatch):
+    monkeypatch.setattr(service, "_EXPLAINING_SHARE", 1e-12)
+    monkeypatch.setattr(service, "_STALE_AFTER_S", 1e9)
+    made = LedgerService(ledger=filled(500))
+
+    def ask(explain=True):
+        question = Question(task_name="t", required_fields=["x"], tag_filter=dict(FRESH), explain=explain)
+        return made.call(commands.InspectRequest("p", [question])).answers[0]
+
+    assert ask(explain=False).shortfall is None
+    first = ask()
+    assert first.shortfall.num_not_matching == 500
+    looks[0] = 0
+    assert [ask() for _ in range(20)] == [first] * 20
+    claim = commands.ClaimRequest(
+        "p", "t", ["x"], 1, all_or_nothing=True, lease_s=None, tag_filter=FRESH, explain=True, token="k"
+    )
+    assert made.call(claim).shortfall == first.shortfall
+    assert ask(explain=False).shortfall is None
+    assert looks[0] == 0
+    made.call(commands.ClearRequest("p", None))
+    made.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, new_id()))
+    assert ask().shortfall.num_not_matching == 0

@@ -76,3 +76,21 @@ def test_a_timeout_tells_what_was_counted_until_the_deadline(plain, connect, mon
         client.claim_meta("p", "train", ["x"], 1, timeout_s=0.0)
     assert len(asked) >= 2
     assert caught.value.shortfall.num_lacking in (1000, 5000)
+
+
+def test_the_rows_of_each_field_are_not_counted_if_nobody_needs_them(plain, connect, monkeypatch):
+    client = connect(url=plain.url)
+    fill(client, 5000)
+    session, ran = backend_of(client)._session, []
+    run = session.run
+
+    def noted(what, deadline, script, **asked):
+        ran.append(script)
+        return run(what, deadline, script, **asked)
+
+    monkeypatch.setattr(session, "run", noted)
+    few = client.describe("p", count_rows=False)
+    assert (few.num_samples, dict(few.num_rows), list(few.specs)) == (5000, {}, ["y"])
+    assert "fields" not in ran
+    assert client.describe("p").num_rows == {"y": 5000}
+    assert "fields" in ran

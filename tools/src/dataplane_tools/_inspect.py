@@ -94,12 +94,14 @@ def capacity_of(client: DataPlaneClient) -> int | None:
     return None if capacity_bytes is None else int(size_bytes(capacity_bytes)) * client.config.num_ledgers
 
 
-def look(client: DataPlaneClient, partition_id: str | None = None) -> dict[str, PartitionDescription]:
+def look(
+    client: DataPlaneClient, partition_id: str | None = None, *, count_rows: bool = True
+) -> dict[str, PartitionDescription]:
     """What a partition holds, or all of them."""
     found: dict[str, PartitionDescription] = {}
     for name in client.list_partitions() if partition_id is None else [partition_id]:
         try:
-            found[name] = client.describe(name)
+            found[name] = client.describe(name, count_rows=count_rows)
         except UnknownPartitionError:
             if partition_id is not None:
                 raise
@@ -118,7 +120,7 @@ def _waiting(client: DataPlaneClient, partition_id: str) -> dict[str, dict[str, 
     """Task -> the oldest sample that it has not consumed, and the registered fields that the sample lacks."""
     if Capability.CURSORS not in client.capabilities:
         return {}
-    info = client.describe(partition_id).info
+    info = client.describe(partition_id, count_rows=False).info
     ids = client.list_sample_ids(partition_id)
     waiting: dict[str, dict[str, Any]] = {}
     for task in info.consumer_tasks:

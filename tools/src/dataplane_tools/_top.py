@@ -112,7 +112,7 @@ class Looks:
 
     def _describe(self, name: str) -> None:
         try:
-            found = self.client.describe(name)
+            found = self.client.describe(name, count_rows=False)
         except UnknownPartitionError:
             if self._partition_id is not None:
                 raise

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
-from itertools import islice
+from itertools import count
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -32,9 +32,11 @@ _PERIODS: Final = 3
 _TIMEOUT_S: Final = 2.0
 #: How many operations it names, how much of its work, and how many fields of each.
 _MOST_CALLS: Final = 8
-_MOST_WORK: Final = 16
-_MOST_FIELDS: Final = 64
+_MOST_WORK: Final = 64
+_MOST_FIELDS: Final = 1024
 _MOST_LETTERS: Final = 80
+#: How much work a client remembers in which no claim waits.
+_MOST_ENDED: Final = 16
 
 
 class RunningCall:
@@ -63,6 +65,8 @@ class Work:
         "partition_id",
         "tag_filter",
         "task_name",
+        "turn",
+        "unserved_since",
         "waits",
     )
 
@@ -77,6 +81,8 @@ class Work:
         self.began_at = time.monotonic()
         self.ended_at: float | None = None
         self.gap_s = 0.0
+        self.unserved_since: float | None = None  # the begin of the first claim after the last one that was served
+        self.turn = 0  # the higher, the later it was done last
         self.waits: dict[str, float] = {}  # token of a claim under way that waits -> its begin
 
     def end(self, num_samples: int) -> None:
@@ -85,10 +91,12 @@ class Work:
         if self.ended_at is not None:
             self.gap_s = max(self.gap_s, now - self.ended_at)
         self.ended_at = now
+        self.unserved_since = None
         self.num_samples += num_samples
 
     def told(self, now: float) -> WorkInfo:
         """As it is announced."""
+        unserved_since = self.unserved_since
         return WorkInfo(
             operation=self.operation,
             partition_id=self.partition_id,
@@ -101,6 +109,7 @@ class Work:
             ended_s=None if self.ended_at is None else now - self.ended_at,
             longest_gap_s=self.gap_s,
             waits_s=max((now - since for since in list(self.waits.values())), default=None),
+            unserved_s=None if unserved_since is None else now - unserved_since,
         )
 
 
@@ -109,14 +118,16 @@ class WorkLog:
 
     def __init__(self) -> None:
         self._found: dict[tuple[Any, ...], Work] = {}
+        self._turns = count(1)
 
     def of(self, operation: str, partition_id: str, task_name: str = "", fields: Iterable[str] = ()) -> Work:
         """The work that an operation belongs to. It counts as the last one then."""
         key = (operation, partition_id, task_name, tuple(fields))
-        work = self._found.pop(key, None) or Work(*key)
-        self._found[key] = work
-        if len(self._found) > _MOST_WORK:
-            for oldest in list(islice(self._found, len(self._found) - _MOST_WORK)):
+        work = self._found.get(key) or self._found.setdefault(key, Work(*key))  # another thread may do the same
+        work.turn = next(self._turns)
+        if len(self._found) > _MOST_ENDED:
+            ended = [(each.turn, key) for key, each in list(self._found.items()) if not each.waits]
+            for _, oldest in heapq.nsmallest(len(ended) - _MOST_ENDED, ended):
                 self._found.pop(oldest, None)
         return work
 
@@ -128,7 +139,8 @@ class WorkLog:
 
     def told(self, now: float) -> list[WorkInfo]:
         """As it is announced, what began last first."""
-        return [each.told(now) for each in reversed(list(self._found.values()))]
+        last = heapq.nlargest(_MOST_WORK, list(self._found.values()), key=lambda each: each.turn)
+        return [each.told(now) for each in last]
 
 
 class _Client(Protocol):
@@ -192,7 +204,8 @@ class Announcer:
             num_clients = self._announce(ttl_s=_PERIODS * period_s + _TIMEOUT_S, period_s=period_s)
             self._listed = num_clients is not None
             self.num_clients = num_clients or 0
-            pause_s = period_s = max(self._period_s, (num_clients or 0) * _PER_CLIENT_S)
+            next_s = max(self._period_s, (num_clients or 0) * _PER_CLIENT_S)
+            pause_s, period_s = min(period_s, next_s), next_s  # it is heard of again as soon as it has said
 
     def _announce(self, ttl_s: float, until: float = math.inf, period_s: float = 0.0) -> int | None:
         """Announces the client. Returns how many are listed, or None if it failed."""

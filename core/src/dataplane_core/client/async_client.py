@@ -17,6 +17,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, Final, Literal, NoReturn, ParamSpec, Self, TypeAlias, TypeVar
 
 from dataplane_core.client.call_threads import Call, CallThreads
+from dataplane_core.client.claims import ADVICE_S
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.connection import LATEST_END
 from dataplane_core.client.waiting import Waiters
@@ -399,7 +400,7 @@ class AsyncDataPlaneClient:
         if client._must_prepare(request):
             await self._run("claim_meta", partial(client._prepare_claim, request))
         if timeout_s is None:
-            client._work_of(request)
+            client._begin_work(request)
             claim = await self._ask(request)
             return client._claimed(request, claim), claim
         wait = client._wait_of(request, timeout_s, since)
@@ -410,8 +411,7 @@ class AsyncDataPlaneClient:
                 try:
                     pause_s = wait.pause_s(claim)
                 except ClaimTimeoutError as error:
-                    with contextlib.suppress(OperationTimeoutError):  # all threads are busy
-                        await self._run("why", partial(client._explain, error, request, wait.waited_s))
+                    await self._advise(partial(client._explain, error, request, wait.waited_s))
                     raise
                 if pause_s is None:
                     return client._claimed(request, claim), claim
@@ -423,8 +423,13 @@ class AsyncDataPlaneClient:
                     self._raise_cancelled(f"{where} was cancelled while it waited, and was handed nothing.", "not run")
                 waiters.check()
                 if wait.must_warn():
-                    with contextlib.suppress(OperationTimeoutError):
-                        await self._run("why", partial(client._warn, request, wait.waited_s))
+                    await self._advise(partial(client._warn, request, wait.waited_s, wait.gives_up_at))
+
+    async def _advise(self, function: Callable[[], None]) -> None:
+        """Says why a claim waits, if that is soon found. If not, the claim goes on or fails as it would have."""
+        until = time.monotonic() + ADVICE_S
+        with contextlib.suppress(DataPlaneError):  # all threads are busy, or the client was closed
+            await self._run("claim_meta", function, until=until, if_cancelled=lambda _: ("not run", None))
 
     async def _ask(self, request: ClaimRequest) -> Claim:
         """Asks once. What a cancelled claim was handed is given back, if it can be."""

@@ -59,11 +59,11 @@ from dataplane_core.spec import (
 #: How many registrations a client remembers.
 _MOST_INFOS: Final = 1024
 #: Seconds that a look at the registered fields may take. It is advice, which must not hold up a put or a claim.
-_ADVICE_S: Final = 1.0
+ADVICE_S: Final = 1.0
 #: Of how many ranks of tasks a client counts the batches. Beyond, it forgets those that it was given longest ago.
 _MOST_COUNTED: Final = 4096
-#: A claim that times out asks why if it waited for so many seconds, and for so many per client of the store, since all
-#: may time out together.
+#: A claim that waits, or times out, asks why if it waited for so many seconds per client of the store, since all may do
+#: so together. One that times out must have waited for so many seconds at least.
 _EXPLAINED_AFTER_S: Final = 1.0
 _PER_CLIENT_S: Final = 0.1
 #: Seconds that an interrupted claim may take to give back what it was handed.
@@ -270,8 +270,12 @@ class Claims(Overview):
                 claim = self._claim_noted(request)
             else:
                 wait = self._wait_of(request, timeout_s, since)
+
+                def warn() -> None:
+                    self._warn(request, wait.waited_s, wait.gives_up_at)
+
                 try:
-                    claim = wait_for_claim(wait, self._claim_noted, waiters, lambda: self._warn(request, wait.waited_s))
+                    claim = wait_for_claim(wait, self._claim_noted, waiters, warn)
                 except ClaimTimeoutError as error:
                     self._explain(error, request, wait.waited_s)
                     raise
@@ -330,40 +334,54 @@ class Claims(Overview):
         """A claim begins."""
         work = self._work_of(request)
         work.began_at = time.monotonic()
+        if work.unserved_since is None:
+            work.unserved_since = work.began_at
         work.tag_filter, work.batch_size = request.tag_filter, request.batch_size
         if request.sampler == "balanced":
             work.batch_size *= request.dp_size or 1
         return work
 
-    def _warn(self, request: ClaimRequest, waited_s: float) -> None:
-        """Says why a claim waits, in the log and to middleware."""
-        verdict = self._verdict_of(request, waited_s)
+    def _warn(self, request: ClaimRequest, waited_s: float, until: float) -> None:
+        """Says why a claim waits, in the log and to middleware. Never raises what goes wrong with that."""
+        if waited_s < self._worth_s():
+            return
+        verdict = self._verdict_of(request, waited_s, until)
         if verdict is None or verdict.state not in ("waits", "starved"):
             return
         _log.log(logging.WARNING if verdict.state == "starved" else logging.INFO, "%s", verdict)
         for each in self._middleware:
             if hasattr(each, "note_verdict"):
-                each.note_verdict(verdict)
+                try:
+                    each.note_verdict(verdict)
+                except Exception:  # of a listener, say; the claim goes on
+                    _log.exception("%s was not told why a claim waits.", type(each).__name__)
 
     def _explain(self, error: ClaimTimeoutError, request: ClaimRequest, waited_s: float) -> None:
         """Says why a claim timed out. Not if that might cost the store much."""
-        num_clients = 0 if self._announcer is None else self._announcer.num_clients
-        if waited_s < max(_EXPLAINED_AFTER_S, num_clients * _PER_CLIENT_S):
+        if waited_s < max(_EXPLAINED_AFTER_S, self._worth_s()):
             return
         error.verdict = self._verdict_of(request, waited_s)
         if error.verdict is not None and error.verdict.state in ("waits", "starved"):
             error.message = f"{error.message} {error.verdict.text}"
 
-    def _verdict_of(self, request: ClaimRequest, waited_s: float) -> Verdict | None:
+    def _worth_s(self) -> float:
+        """Seconds that a claim must have waited to be worth a look at the store."""
+        return 0.0 if self._announcer is None else self._announcer.num_clients * _PER_CLIENT_S
+
+    def _verdict_of(self, request: ClaimRequest, waited_s: float, until: float = math.inf) -> Verdict | None:
         """Why a claim of this client waits, or has waited until now, if that is soon found."""
         if not {Capability.LISTING, Capability.CLAIMS} <= self._capabilities:
             return None
+        key = request.partition_id, request.task_name
         waits = self._work_of(request).waits
         is_over = request.token not in waits
         waits.setdefault(request.token, time.monotonic() - waited_s)
         try:
-            return self._judged(request.partition_id, request.task_name, time.monotonic() + _ADVICE_S)[0]
-        except (DataPlaneError, LookupError):  # the claim itself says what is wrong
+            return next(iter(self._judged(*key, min(until, time.monotonic() + ADVICE_S))), None)
+        except DataPlaneError:  # the claim itself says what is wrong
+            return None
+        except Exception:  # of middleware, say; it must not take the place of the claim's own error
+            _log.exception("It was not found out why claim_meta('%s', '%s') waits.", *key)
             return None
         finally:
             if is_over:
@@ -386,14 +404,14 @@ class Claims(Overview):
         found = self._field_names
         if not found.unknown(use, names, self._infos.get(partition_id)):
             return
-        until = deadline if found.strict else min(deadline, time.monotonic() + _ADVICE_S)
+        until = deadline if found.strict else min(deadline, time.monotonic() + ADVICE_S)
         try:
             info = self._remember(partition_id, self._describe(partition_id, until))
             unknown = found.unknown(use, names, info)
             written: Iterable[str] = ()
             if unknown and use == "claim":
                 self._require(Capability.LISTING, "claim_meta with strict_fields")
-                request = InspectRequest(partition_id, deadline=until)
+                request = InspectRequest(partition_id, count_rows=False, deadline=until)
                 written = self._call("inspect_partition", request, PartitionDescription).specs
         except DataPlaneError:
             if found.strict:

@@ -89,8 +89,13 @@ class Overview(Connection):
         """
         return self._list_partitions("list_partitions")
 
-    def describe(self, partition_id: str) -> PartitionDescription:
+    def describe(self, partition_id: str, *, count_rows: bool = True) -> PartitionDescription:
         """Counts what a partition holds, and what its tasks were given.
+
+        Args:
+            partition_id: A registered partition.
+            count_rows: Whether ``num_rows`` is needed. If not, a backend that would look at all samples for it leaves
+                it out.
 
         Returns:
             Its registration (``info``), kind, dtype and shape of each written field (``specs``) and how many samples
@@ -110,7 +115,8 @@ class Overview(Connection):
         with self._operation("describe", partition_id):
             self._require(Capability.LISTING, "describe")
             check_name("partition_id", partition_id)
-            found = self._call("inspect_partition", InspectRequest(partition_id), PartitionDescription)
+            request = InspectRequest(partition_id, count_rows=count_rows)
+            found = self._call("inspect_partition", request, PartitionDescription)
             shown = {name: spec for name, spec in found.specs.items() if not name.startswith(_HIDDEN)}
             num_rows = {name: count for name, count in found.num_rows.items() if name in shown}
             return replace(found, specs=shown, num_rows=num_rows)
@@ -373,7 +379,7 @@ class Overview(Connection):
             clients += [each for each in found if each.client_id != own.client_id]
         capacity = self._config.options.get("capacity_bytes")
         wants_all = partition_id is None or (capacity is not None and room_is_wanted(clients))
-        names = self._list_partitions("why") if wants_all else [partition_id or ""]
+        names = self._list_partitions("why", deadline) if wants_all else [partition_id or ""]
         partitions: dict[str, PartitionDescription] = {}
         answers: dict[tuple[str, str], Answer | None] = {}
         for name in names:
@@ -389,7 +395,8 @@ class Overview(Connection):
                 for each in waiting
             ]
             try:
-                request = InspectRequest(name, questions, deadline=deadline)
+                count_rows = any(each.explain for each in questions)  # all samples are looked at then, anyway
+                request = InspectRequest(name, questions, count_rows=count_rows, deadline=deadline)
                 partitions[name] = self._call("inspect_partition", request, PartitionDescription)
             except UnknownPartitionError:
                 if name == partition_id:
@@ -426,10 +433,11 @@ class Overview(Connection):
                 members |= {(name, group): [each for each in some if each in there] for group, some in groups.items()}
         return replace(facts, tags=tags, members=members)
 
-    def _list_partitions(self, what: str) -> list[str]:
+    def _list_partitions(self, what: str, deadline: float = math.inf) -> list[str]:
         with self._operation(what):
             self._require(Capability.LISTING, what)
-            return sorted(self._call("list_partitions", ListPartitionsRequest(), PartitionList).partition_ids)
+            request = ListPartitionsRequest(deadline=deadline)
+            return sorted(self._call("list_partitions", request, PartitionList).partition_ids)
 
     def _list_fields(self, what: str, partition_id: str, sample_ids: list[str]) -> list[list[str]]:
         """For each sample the fields that it has, without those of middleware. Equal lists are the same object."""

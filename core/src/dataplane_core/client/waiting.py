@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, Shortfal
 from dataplane_core.ledger import LONGEST_PAUSE_S, Pacer, backoff_s
 from dataplane_core.spec import Bell, Claim, ClaimRequest, Wake
 
+#: Claims that began together tell why they wait within so much more of the time, not all at once.
+_SPREAD: Final = 0.25
 #: Seconds that the last question of a waiting claim may take after its timeout.
 _LAST_ASK_S: Final = 1.0
 
@@ -32,7 +35,7 @@ class ClaimWait:
         since: The moment from which ``timeout_s`` counts; it may change. Infinity: it does not count yet. Default: now.
         work: Where it is noted that the claim waits.
         warn_after_s: Seconds after which its user is told why it waits, and again each time that it has waited twice as
-            long. None: never.
+            long, or somewhat later. None: never.
     """
 
     def __init__(
@@ -56,18 +59,23 @@ class ClaimWait:
         self._start = time.monotonic()
         self._since = since or (lambda: self._start)
         self._pause_s = 0.0
-        self._warn_at = math.inf if warn_after_s is None else self._start + warn_after_s
+        self._warn_at = math.inf if warn_after_s is None else self._start + _spread(warn_after_s)
 
     @property
     def waited_s(self) -> float:
         """Seconds for which it has waited."""
         return time.monotonic() - self._start
 
+    @property
+    def gives_up_at(self) -> float:
+        """When its timeout will have passed, on `time.monotonic`'s clock."""
+        return self._since() + self._timeout_s
+
     def must_warn(self) -> bool:
         """Whether its user is to be told now why it waits."""
         is_due = time.monotonic() >= self._warn_at
         if is_due:
-            self._warn_at = self._start + 2 * self.waited_s
+            self._warn_at = self._start + _spread(2 * self.waited_s)
         return is_due
 
     @contextmanager
@@ -87,7 +95,7 @@ class ClaimWait:
     def prepare(self) -> ClaimRequest:
         """The request of the next question."""
         now = time.monotonic()
-        give_up = self._since() + self._timeout_s
+        give_up = self.gives_up_at
         self.request.deadline = max(give_up, now + _LAST_ASK_S)
         self.request.explain = give_up - now <= self._pause_s
         return self.request
@@ -103,7 +111,7 @@ class ClaimWait:
         request = self.request
         request.since = claim.version
         now = time.monotonic()
-        give_up = self._since() + self._timeout_s
+        give_up = self.gives_up_at
         if request.explain and now >= give_up:
             where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
             raise ClaimTimeoutError(
@@ -188,6 +196,10 @@ def wait_for_claim(
             waiters.check()
             if wait.must_warn():
                 warn()
+
+
+def _spread(seconds: float) -> float:
+    return seconds * random.uniform(1.0, 1.0 + _SPREAD)
 
 
 def _describe(shortfall: Shortfall | None) -> str:

@@ -21,7 +21,7 @@ from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, Pacer
 from dataplane_core.ledger.rows import Ref
 from dataplane_core.ledger.waiting import WaitingClaims
-from dataplane_core.spec import AnnounceReply, Claim, ClientList, Command
+from dataplane_core.spec import AnnounceReply, Answer, Claim, ClientList, Command, PartitionDescription, Question
 
 _R = TypeVar("_R")
 
@@ -164,6 +164,8 @@ class LedgerService:
             case commands.AnnounceRequest():
                 num_clients = self._clients.announce(command.client, command.ttl_s, self._clock())
                 return cast("Reply", AnnounceReply(num_clients=num_clients))
+            case commands.InspectRequest():
+                return cast("Reply", self._inspect(command))
             case commands.ListClientsRequest():
                 return cast("Reply", ClientList(clients=self._clients.listed(self._clock(), command.ended)))
             # other commands may leave a known shortfall slightly outdated; these make it wrong
@@ -260,7 +262,7 @@ class LedgerService:
             self._waiting.tell(partition_id, lease_ends_at, now)
 
     def _answer(self, command: commands.ClaimRequest) -> Claim:
-        question = (command.partition_id, command.task_name, tuple(command.required_fields), repr(command.tag_filter))
+        question = _key_of(command.partition_id, command)
         told = self._explained.get(question) if command.explain else None
         start = time.thread_time()
         self._pacer.leave(command.token)
@@ -270,13 +272,39 @@ class LedgerService:
         if claim.answered:
             return claim
         if claim.shortfall is not None:
-            if len(self._explained) >= _MOST_EXPLAINED:
-                self._explained.clear()
-            cost_s = time.thread_time() - start
-            stale_at = time.monotonic() + min(cost_s / _EXPLAINING_SHARE, _STALE_AFTER_S)
-            self._explained[question] = _Explained(claim.shortfall, stale_at)
+            self._note_shortfall(question, claim.shortfall, time.thread_time() - start)
         elif told is not None:
             claim = replace(claim, shortfall=told.shortfall)
         if not command.all_or_nothing or command.explain:
             return claim  # the client does not wait, or not much longer, so it gets no slot for another question
         return replace(claim, ask_again_s=self._pacer.pause_s(command.token))
+
+    def _inspect(self, command: commands.InspectRequest) -> PartitionDescription:
+        """Finds the shortfalls that are not known from another claim or question."""
+        start = time.thread_time()
+        keys = [_key_of(command.partition_id, each) if each.explain else None for each in command.questions]
+        told = [None if key is None else self._explained.get(key) for key in keys]
+        known = [each if each is not None and each.stale_at > time.monotonic() else None for each in told]
+        pairs = zip(command.questions, known, strict=True)
+        asked = [replace(each, explain=each.explain and old is None) for each, old in pairs]
+        found = self._ledger.apply(replace(command, questions=asked), self._clock())
+        cost_s = (time.thread_time() - start) / max(1, sum(each.explain for each in asked))
+        answers: list[Answer | None] = []
+        for key, old, answer in zip(keys, known, found.answers, strict=True):
+            if answer is not None and old is not None:
+                answer = replace(answer, shortfall=old.shortfall)
+            elif answer is not None and key is not None and answer.shortfall is not None:
+                self._note_shortfall(key, answer.shortfall, cost_s)
+            answers.append(answer)
+        return replace(found, answers=answers)
+
+    def _note_shortfall(self, key: tuple[Any, ...], shortfall: Shortfall, cost_s: float) -> None:
+        if len(self._explained) >= _MOST_EXPLAINED:
+            self._explained.clear()
+        stale_at = time.monotonic() + min(cost_s / _EXPLAINING_SHARE, _STALE_AFTER_S)
+        self._explained[key] = _Explained(shortfall, stale_at)
+
+
+def _key_of(partition_id: str, asked: commands.ClaimRequest | Question) -> tuple[Any, ...]:
+    """Claims and questions with equal keys have the same shortfall."""
+    return partition_id, asked.task_name, tuple(asked.required_fields), repr(asked.tag_filter)

@@ -372,7 +372,8 @@ class PartitionDescription:
         held_bytes: Payload bytes of the samples that it holds, as counted for ``capacity_bytes``.
         oldest_s: Seconds since the first write of the oldest sample that it holds, or None if it holds none.
         tasks: Task -> what it was given.
-        num_rows: Field -> how many of the samples have it, for each field that was written.
+        num_rows: Field -> how many of the samples have it, for each field that was written. May be empty if this was
+            not asked for.
         answers: One per question of the request. None: there is no such task.
     """
 

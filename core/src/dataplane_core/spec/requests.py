@@ -384,11 +384,13 @@ class InspectRequest(PartitionRequest, Command[PartitionDescription]):
 
     Attributes:
         questions: What else to answer.
+        count_rows: Whether ``num_rows`` is needed. If not, it may be left out, if it costs a look at all samples.
     """
 
     op = "inspect"
     reads = True
     questions: list[Question] = field(default_factory=list)
+    count_rows: bool = True
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import logging
 import struct
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -283,19 +283,20 @@ class RedisBackend(Puts, Reads, Claims):
                 num_consumed=int(consumed.get(name, 0)),
                 oldest_lease=oldest.get(name) if leased else None,
             )
+        written = {text_of(name): FieldSpec.from_text(spec.decode()) for name, spec in tuples_of(specs, 2) if spec}
         return PartitionDescription(
             info=info,
-            specs={text_of(name): FieldSpec.from_text(spec.decode()) for name, spec in tuples_of(specs, 2) if spec},
+            specs=written,
             num_samples=int(num_samples),
             num_cleared=int(num_cleared),
             held_bytes=int(held_bytes),
             oldest_s=float(oldest_s) if oldest_s else None,
             tasks=described,
-            num_rows=self._count_rows(what, request, [text_of(name) for name, spec in tuples_of(specs, 2) if spec]),
+            num_rows=self._count_rows(what, request, written) if request.count_rows else {},
             answers=[self._answer(what, request, each) for each in request.questions],
         )
 
-    def _count_rows(self, what: str, request: InspectRequest, fields: Sequence[str]) -> dict[str, int]:
+    def _count_rows(self, what: str, request: InspectRequest, fields: Iterable[str]) -> dict[str, int]:
         """How many samples have each field, counted in parts."""
         counts, epoch, seq = dict.fromkeys(fields, 0), b"", b"0"
         while seq:

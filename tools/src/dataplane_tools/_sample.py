@@ -157,7 +157,7 @@ class _Rows:
 
     def __init__(self, cells: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
         pair = next((each for each in _PAIRS if any(_is_row(cells.get(name)) for name in each)), None)
-        halves = [cells[name] if _is_row(cells.get(name)) else torch.empty(0) for name in pair or ()]
+        halves = [cells[name] if _is_row(cells.get(name)) else torch.empty(0, device="cpu") for name in pair or ()]
         ids = cells.get(INPUT_IDS_FIELD)
         whole = _is_row(ids)
         if not whole:
@@ -167,7 +167,7 @@ class _Rows:
         self.answer = self.size - len(halves[1]) if halves and (len(halves[1]) or not whole) else None
         mask = cells.get(ATTENTION_MASK_FIELD)
         if mask is None and halves and _is_row(prompt := cells.get(_PROMPT_MASK)) and len(prompt) == self.answer:
-            mask = torch.cat([prompt.bool(), torch.ones(len(halves[1]), dtype=torch.bool)])
+            mask = torch.cat([prompt.bool(), torch.ones(len(halves[1]), dtype=torch.bool, device="cpu")])
         length = cells.get(INPUT_LENGTHS_FIELD, tags.get(INPUT_LENGTHS_FIELD))
         if _is_row(mask) and len(mask) == self.size:
             self.places = mask.nonzero().flatten().tolist()

@@ -157,7 +157,10 @@ class _Rows:
 
     def __init__(self, cells: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
         pair = next((each for each in _PAIRS if any(_is_row(cells.get(name)) for name in each)), None)
-        halves = [cells[name] if _is_row(cells.get(name)) else torch.empty(0, device="cpu") for name in pair or ()]
+        halves = [
+            cells[name] if _is_row(cells.get(name)) else torch.empty(0, dtype=torch.int64, device="cpu")
+            for name in pair or ()
+        ]
         ids = cells.get(INPUT_IDS_FIELD)
         whole = _is_row(ids)
         if not whole:

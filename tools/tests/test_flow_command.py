@@ -247,8 +247,8 @@ def test_what_was_seen_of_a_store_that_ends_is_drawn(tmp_path, capsys, monkeypat
     client.register_partition("train", ["x"], None, ["policy"])
     look = _inspect.look
 
-    def look_and_end(attached):
-        seen = look(attached)
+    def look_and_end(attached, **more):
+        seen = look(attached, **more)
         client.close()
         return seen
 

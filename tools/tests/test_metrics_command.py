@@ -130,7 +130,7 @@ def test_clients_of_one_process_are_one_line_each_metric():
 
 
 def test_the_backlog_of_tasks_and_who_is_starved():
-    with connect({**QUIET, "warn_after_s": 0.5}) as client:
+    with connect({**QUIET, "warn_after_s": 0.5, "announce_s": 0.2}) as client:
         federation = Federation(client, lambda: client)
         for name in ("step-1", "step-2"):
             client.register_partition(name, ["x", "y"], None, ["score", "train"])

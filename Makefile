@@ -67,7 +67,7 @@ lock:  ## Pin the newest versions that the requirements accept, in requirements-
 demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a picture under out/
 	$(BIN)/python examples/grpo/train.py --config examples/grpo/config.yaml
 
-test: setup  ## Run the tests (about 16 minutes on 2 cores)
+test: setup  ## Run the tests (about 19 minutes on 2 cores)
 	@bash scripts/system_packages.sh tests
 	DATAPLANE_HYPOTHESIS_PROFILE=brief $(PYTEST) -m "not long"
 

@@ -1,7 +1,7 @@
 """Private memory for large results, used again once nobody holds it any more.
 
 New memory can cost more than the copy into it, because each of its pages faults. Memory that was used before has no
-faults, and with huge pages the first use has few.
+faults, and with huge pages the first use has few. What is too large to be kept gets no huge pages.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class _Block:
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
         self.mapping = mmap.mmap(-1, -(-size_bytes // _HUGE_PAGE) * _HUGE_PAGE, **private)
         whole = size_bytes // _HUGE_PAGE * _HUGE_PAGE  # the rest would take a huge page for a part of one
+        if size_bytes > _KEPT_BYTES:  # used once: where free memory is in pieces, finding huge pages takes far longer
+            whole = 0
         if whole and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):
                 self.mapping.madvise(mmap.MADV_HUGEPAGE, 0, whole)

@@ -1,4 +1,7 @@
-"""`dataplane export` and `import`: rows come back bit for bit, none is lost or doubled, and damage is noticed."""
+"""`dataplane export` and `import`: rows come back bit for bit, none is lost or doubled, and damage is noticed.
+
+One long file, since what follows a store and what puts a folder back are tested on the same stores and folders.
+"""
 
 import argparse
 import gc
@@ -309,7 +312,8 @@ def test_rows_that_are_cleared_meanwhile_are_left_out(written, tmp_path, monkeyp
 
 
 def test_datasets_loads_a_folder(client, tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
+    import datasets  # here: the other tests need not wait for it
+
     monkeypatch.setattr(export_module, "_FIRST_ROWS", 4)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread stays
@@ -335,7 +339,8 @@ def test_datasets_loads_a_folder(client, tmp_path, monkeypatch):
 
 
 def test_datasets_loads_a_folder_whose_columns_came_later(client, other, tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
+    import datasets  # here: the other tests need not wait for it
+
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread stays
     client.register_partition("p", ["x"], None, [])

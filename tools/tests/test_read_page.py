@@ -12,6 +12,7 @@ from chromium import PROGRAM, Browser
 from dataplane_core import connect
 from dataplane_tools import commands
 
+# `make test` installs Chromium where it may
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium: apt-get install chromium")
 
 #: It would run if it were markup; would turn the direction of writing; and is no whole character.

@@ -1,10 +1,11 @@
-"""What looks at a running store or at what a run recorded: the commands `dataplane inspect`, `top`, `read`, `export`,
-`import`, `metrics`, `flow` and `units`.
+"""What looks at a running store or at what a run recorded: the commands `dataplane inspect`, `top`, `browse`, `read`,
+`why`, `export`, `import`, `metrics`, `flow` and `units`.
 
 Operators and researchers run the commands. `export_partition` and `import_folder` are two of them for Python. No
 package imports this one.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,8 +19,5 @@ def __getattr__(name: str) -> Any:
     """Imports a public name at its first use (PEP 562): commands that do not need pyarrow and torch start without."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in ("Imported", "import_folder"):
-        from dataplane_tools import _import as module
-    else:
-        from dataplane_tools import _export as module  # type: ignore[no-redef]
-    return getattr(module, name)
+    module = "_import" if name in ("Imported", "import_folder") else "_export"
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -351,7 +351,7 @@ class _Hashing:
     """A file that Parquet is written to, and its digest."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb")  # noqa: SIM115 # closed below
+        self._file = open(path, "wb")  # noqa: SIM115 # `release` closes it
         self.digest, self.size = hashlib.sha256(), 0
         self.closed = False
 

@@ -301,7 +301,9 @@ def _things() -> set[Thing]:
     found: set[Thing] = {
         ("thread", thread)
         for thread in threading.enumerate()
-        if type(thread).__name__ not in _THREADS and thread.name not in _THREADS
+        if type(thread).__name__ not in _THREADS
+        and thread.name not in _THREADS
+        and thread.ident is not None  # CPython lists one whose start was interrupted forever. It never runs
     }
     for children in glob.glob("/proc/self/task/*/children"):
         with suppress(OSError):  # the thread has ended

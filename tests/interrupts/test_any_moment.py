@@ -91,11 +91,12 @@ class Interrupts:
     def __init__(self):
         self.moments = random.Random(0)
         self.count = 0
+        self.never_began = set()  # threads whose start an interrupt cut off. CPython keeps them in `_limbo`
 
     def __call__(self, *_):
         self.count += 1
         # while a thread starts, CPython takes it for the one that started it, and its start would never end
-        if self.count % 2 or threading._limbo:
+        if self.count % 2 or threading._limbo.keys() - self.never_began:
             raise KeyboardInterrupt
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(threading.main_thread().ident), ctypes.py_object(KeyboardInterrupt)
@@ -103,7 +104,7 @@ class Interrupts:
 
     def cut(self, work):
         """Repeats some work until it is cut off."""
-        number = self.count
+        number, self.never_began = self.count, set(threading._limbo)
         try:
             signal.setitimer(signal.ITIMER_REAL, 10 ** self.moments.uniform(-5.5, -2.2))
             while self.count == number:

@@ -5,6 +5,7 @@ Trainers use it through `dataplane_core.connect`; the registry makes it.
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
 from dataplane_core.arguments import check_count
+from dataplane_core.client.announcing import program_name
 from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.feeds import RENEWED_AFTER, Collate, Feed, Terms, Uneven
@@ -27,6 +28,7 @@ __all__ = [
     "Uneven",
     "check_count",
     "common_fields",
+    "program_name",
     "read_to_save",
     "refuse_in_fork",
     "stream",

@@ -302,6 +302,10 @@ class AsyncDataPlaneClient:
         """The middleware objects around the backend, outermost first."""
         return self._client.middleware
 
+    def mark_step(self, step: int, **values: float) -> None:
+        """As `DataPlaneClient.mark_step`."""
+        self._client.mark_step(step, **values)
+
     # --- how it is done -----------------------------------------------------------------------------------------------
 
     async def _run(

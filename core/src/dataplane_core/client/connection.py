@@ -166,6 +166,24 @@ class Connection:
         """The middleware objects around the backend, outermost first."""
         return tuple(self._middleware)
 
+    def mark_step(self, step: int, **values: float) -> None:
+        """Says that a training step has ended, to the middleware that keeps a record of the run. It asks no store.
+
+        One process of the run calls it, after the step's last operation. ``dataplane flow`` and ``dataplane audit``
+        count by these marks.
+
+        Args:
+            step: Its number.
+            values: What is known of it, such as ``loss``. Numbers of numpy and torch go too. ``staleness``: how many
+                weight versions old the rows were that it trained on.
+
+        Example:
+            >>> client.mark_step(7, loss=0.25, staleness=1)
+        """
+        for each in self._middleware:
+            if hasattr(each, "note_step"):
+                each.note_step(step, values)
+
     # --- its end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from dataplane_core._compiler_marks import load_compiler
 from dataplane_core.backends import Backend, spread_over
-from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient, check_count, refuse_in_fork
+from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient, check_count, program_name, refuse_in_fork
 from dataplane_core.config import DataPlaneConfig, load_config, validate_model
 from dataplane_core.connecting.manager import build_manager, check_backend_class
 from dataplane_core.entry_points import BACKEND_GROUP, MIDDLEWARE_GROUP, load_plugin
@@ -160,7 +160,12 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
             backend=backend,
             manager=manager,
             middleware=middleware,
-            context=MiddlewareContext(backend=config.backend, wire=cls.wire, moved_rows=backend.moved_rows),
+            context=MiddlewareContext(
+                backend=config.backend,
+                wire=cls.wire,
+                role=config.role or program_name(),
+                moved_rows=backend.moved_rows,
+            ),
             bootstrap=bootstrap,
             deadline=deadline,
         )

@@ -1,4 +1,4 @@
-"""Wrappers around a backend's hooks: metrics and checksums. Other packages may add more.
+"""Wrappers around a backend's hooks: metrics, checksums, a recorder. Other packages may add more.
 
 A config lists them by entry-point name, outermost first. The client starts and stops them. The listeners get the events
 of the metrics.
@@ -7,6 +7,8 @@ of the metrics.
 from dataplane_core.middleware.base import Middleware, MiddlewareContext, OperationMiddleware
 from dataplane_core.middleware.events import EventFile, OperationEvent, log_event
 from dataplane_core.middleware.metrics import Metrics
+from dataplane_core.middleware.recorder import Recorder
+from dataplane_core.middleware.recording import Record, Recording, Writer, is_recording
 from dataplane_core.middleware.trackers import TensorBoardListener, WandbListener
 from dataplane_core.middleware.wire_guard import WireGuard
 
@@ -17,8 +19,13 @@ __all__ = [
     "MiddlewareContext",
     "OperationEvent",
     "OperationMiddleware",
+    "Record",
+    "Recorder",
+    "Recording",
     "TensorBoardListener",
     "WandbListener",
     "WireGuard",
+    "Writer",
+    "is_recording",
     "log_event",
 ]

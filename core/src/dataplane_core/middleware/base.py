@@ -22,11 +22,13 @@ class MiddlewareContext:
     Attributes:
         backend: Entry-point name of the backend.
         wire: The backend's wire format: the form of the columns in requests and replies.
+        role: The config's ``role``, or the name of its program.
         moved_rows: How many rows the client has moved by each path; see `Backend.moved_rows`. It grows.
     """
 
     backend: str
     wire: WireFormat
+    role: str = ""
     moved_rows: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -55,6 +57,9 @@ class Middleware:
 
     def stop(self) -> None:
         """Called once when the client closes."""
+
+    def note_step(self, step: int, values: Mapping[str, float]) -> None:
+        """Called when a training step has ended: see `DataPlaneClient.mark_step`."""
 
     def note_verdict(self, verdict: Verdict) -> None:
         """Called when a claim of the client has waited for long, with the reason: ``warn_after_s`` of the config."""

@@ -1,4 +1,4 @@
-"""The events of operations, and the file of them that `dataplane flow` draws."""
+"""The events of operations, and the lines of files that keep them: that of `dataplane flow`, and recordings."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from dataplane_core.errors import Verdict
+from xxhash import xxh3_64_hexdigest
 
-__all__ = ["EventFile", "OperationEvent", "Status", "log_event"]
+from dataplane_core.codec import row_nbytes
+from dataplane_core.errors import Verdict
+from dataplane_core.spec import Claim, ClaimRequest, ClearReply, SampleList, WireBatch
+
+__all__ = ["EventFile", "LineFile", "OperationEvent", "Status", "line_of", "log_event", "observe", "step_line"]
 
 #: How an operation ended: ``timeout`` for a `TimeoutError`, ``error`` for all others.
 Status: TypeAlias = Literal["ok", "error", "timeout"]
@@ -25,6 +29,7 @@ Status: TypeAlias = Literal["ok", "error", "timeout"]
 _log = logging.getLogger(__name__)
 #: One of so many samples is named in the file wherever it appears. All processes choose the same ones.
 _FOLLOW_ONE_OF: Final = 16
+_SUM: Final = b',"sum":"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,145 @@ def log_event(event: OperationEvent) -> None:
     _log.info("%s", event)
 
 
+def observe(
+    operation: str, request: Any, note: Callable[[OperationEvent, Any], None], n_bytes: int = 0
+) -> Generator[None, Any, Any]:
+    """The body of a wrapper of pluggy that notes the operation when it has ended.
+
+    Args:
+        operation: The name of the hook.
+        request: Its request.
+        note: Called with the event, and with the reply; or with None, if the operation failed.
+        n_bytes: The payload of a put. That of a read is counted.
+    """
+    start = time.perf_counter()
+    status: Status = "ok"
+    name_of_error = ""
+    waits, drops_all = False, getattr(request, "if_exists", "") == "replace"
+    sample_ids: Sequence[str] = getattr(request, "sample_ids", None) or ()
+    n_keys = len(sample_ids)
+    fields: Iterable[str] = getattr(request, "columns", getattr(request, "fields", ()))
+    reply = None
+    try:
+        reply = yield
+        if isinstance(reply, (Claim, SampleList)):
+            sample_ids = reply.sample_ids
+            n_keys = len(sample_ids)
+            waits = isinstance(reply, Claim) and asks_again(request, reply)
+        elif isinstance(reply, ClearReply) and request.sample_ids is None:
+            drops_all, n_keys = True, reply.num_samples
+        elif isinstance(reply, WireBatch):
+            n_bytes = sum(row_nbytes(reply.columns, n_keys))
+        return reply
+    except BaseException as error:
+        status = "timeout" if isinstance(error, TimeoutError) else "error"
+        name_of_error = type(error).__name__
+        raise
+    finally:
+        event = OperationEvent(
+            op=operation,
+            partition_id=getattr(request, "partition_id", ""),  # a listing of partitions names none
+            n_keys=n_keys,
+            n_bytes=n_bytes,
+            wall_ms=(time.perf_counter() - start) * 1e3,
+            status=status,
+            error=name_of_error,
+            task=getattr(request, "task_name", ""),
+            fields=tuple(fields),
+            sample_ids=sample_ids,
+            drops_all=drops_all,
+            waits=waits,
+        )
+        note(event, reply if status == "ok" else None)
+
+
+def asks_again(request: ClaimRequest, claim: Claim) -> bool:
+    """Whether this is a question of a claim that waits, and not its last one."""
+    return request.all_or_nothing and not (claim.answered or request.explain)
+
+
+def line_of(event: OperationEvent, sample_ids: Sequence[str]) -> dict[str, Any]:
+    """What a line says of an event: see `EventFile`. Its ``ids`` are those given."""
+    failed = event.status != "ok"
+    more = {
+        "task": event.task,
+        "fields": [name for name in event.fields if not name.startswith("~")],
+        "status": event.status if failed else "",
+        "error": event.error,
+        "drops_all": event.drops_all,
+        "ids": list(sample_ids),
+    }
+    return {
+        "op": event.op,
+        "partition": event.partition_id,
+        "rows": event.n_keys,
+        "bytes": event.n_bytes,
+        "seconds": round(event.wall_ms / 1e3, 6),
+        **{name: value for name, value in more.items() if value},
+    }
+
+
+def step_line(step: int, values: Mapping[str, float]) -> dict[str, Any]:
+    """A line that says that a training step has ended. Values that are not finite are left out: JSON has none."""
+    plain = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+    return {"op": "step", "step": int(step), **plain}
+
+
+class LineFile:
+    """Appends JSON lines to a file, each with its time ``at``, in seconds since 1970, by one write.
+
+    Args:
+        path: The file. Its folder is made.
+        shared: Whether other processes append to it too.
+        sealed: Whether a line ends with ``sum``, the XXH3-64 of what is before it, so that damage is found.
+
+    Attributes:
+        size_bytes: Of what was written here.
+    """
+
+    def __init__(self, path: Path, *, shared: bool = True, sealed: bool = False) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b", buffering=0)
+        self._shared = shared
+        self._sealed = sealed
+        self.size_bytes = 0
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Writes a line.
+
+        Raises:
+            OSError: It is not written. A part of it may be, in a file that is shared.
+            ValueError: The file is closed.
+        """
+        text = json.dumps({"at": round(time.time(), 6), **line}, separators=(",", ":") if self._sealed else None)
+        data = (sealed(text.encode()) if self._sealed else text.encode()) + b"\n"
+        descriptor = self._file.fileno()
+        end = os.fstat(descriptor).st_size  # 0 for a pipe
+        if end and os.pread(descriptor, 1, end - 1) != b"\n":  # half a line, or one that another process is writing
+            data = b"\n" + data
+        if self._file.write(data) != len(data):
+            if not self._shared:
+                os.ftruncate(descriptor, end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.size_bytes += len(data)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def sealed(text: bytes) -> bytes:
+    """A JSON object with a last member ``sum``."""
+    return b"".join((text[:-1], _SUM, xxh3_64_hexdigest(text).encode(), b'"}'))
+
+
+def unsealed(line: bytes) -> bytes | None:
+    """What `sealed` was given. None: the line is damaged."""
+    text, found, rest = line.rpartition(_SUM)
+    text += b"}"
+    return text if found and rest == xxh3_64_hexdigest(text).encode() + b'"}' else None
+
+
 class EventFile:
     """Appends a JSON line per operation, and per step, to a file.
 
@@ -91,36 +235,16 @@ class EventFile:
     """
 
     def __init__(self, path: Path | str) -> None:
-        place = Path(str(path).replace("{host}", socket.gethostname()))
-        place.parent.mkdir(parents=True, exist_ok=True)
-        self._file = place.open("a+b", buffering=0)
+        self._lines = LineFile(Path(str(path).replace("{host}", socket.gethostname())))
         self._failed = False
 
     def __call__(self, event: OperationEvent) -> None:
         """Writes an event. A target for ``on_event``."""
-        failed = event.status != "ok"
-        if not (event.n_keys or failed or event.drops_all):
-            return
-        ids = [name for name in event.sample_ids if _is_followed(name)]
-        more = {
-            "task": event.task,
-            "fields": [name for name in event.fields if not name.startswith("~")],
-            "status": event.status if failed else "",
-            "error": event.error,
-            "drops_all": event.drops_all,
-            "ids": ids,
-        }
-        self._write(
-            op=event.op,
-            partition=event.partition_id,
-            rows=event.n_keys,
-            bytes=event.n_bytes,
-            seconds=round(event.wall_ms / 1e3, 6),
-            **{name: value for name, value in more.items() if value},
-        )
+        if event.n_keys or event.status != "ok" or event.drops_all:
+            self._write(line_of(event, [name for name in event.sample_ids if _is_followed(name)]))
 
     def step(self, step: int, **values: float) -> None:
-        """Writes that a training step has ended. One process of the run calls it.
+        """Writes that a training step has ended. One process of the run calls it, or `DataPlaneClient.mark_step`.
 
         Args:
             step: Its number.
@@ -128,22 +252,15 @@ class EventFile:
                 were that it trained on. Numbers of numpy and torch go too. One that is not finite is left out, since
                 JSON has none.
         """
-        plain = {name: value for name, value in values.items() if math.isfinite(value)}
-        self._write(op="step", step=int(step), **{name: float(value) for name, value in plain.items()})
+        self._write(step_line(step, values))
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        self._lines.close()
 
-    def _write(self, **line: Any) -> None:
+    def _write(self, line: Mapping[str, Any]) -> None:
         try:
-            data = (json.dumps({"at": round(time.time(), 6), **line}) + "\n").encode()
-            descriptor = self._file.fileno()
-            end = os.fstat(descriptor).st_size  # 0 for a pipe
-            if end and os.pread(descriptor, 1, end - 1) != b"\n":  # half a line, or one that another process is writing
-                data = b"\n" + data
-            if self._file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._lines.write(line)
         except (OSError, ValueError) as error:  # a full disk, or a closed file, must not end the run
             if not self._failed:
                 _log.warning("the events of the data plane cannot be written: %s", error)

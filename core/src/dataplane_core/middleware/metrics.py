@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import pkgutil
 import threading
-import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -20,20 +19,15 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from dataplane_core.codec import cell_nbytes, row_nbytes
+from dataplane_core.codec import cell_nbytes
 from dataplane_core.errors import Verdict
 from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
-from dataplane_core.middleware.events import EventFile, OperationEvent, Status
+from dataplane_core.middleware.events import EventFile, OperationEvent, observe
 from dataplane_core.spec import (
-    Claim,
-    ClaimRequest,
-    ClearReply,
     ClearRequest,
     PutRequest,
     RegisterRequest,
-    SampleList,
     SharedRows,
-    WireBatch,
     WireColumn,
     hookimpl,
 )
@@ -167,6 +161,11 @@ class Metrics(OperationMiddleware):
                 "moved_rows": dict(self._moved_rows),
             }
 
+    def note_step(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes it to the file of events."""
+        if self._event_file is not None:
+            self._event_file.step(step, **values)
+
     def note_verdict(self, verdict: Verdict) -> None:
         """Tells the listener why a claim of this client waits. It is no operation, and is not counted."""
         if self._on_event is not None:
@@ -187,44 +186,7 @@ class Metrics(OperationMiddleware):
 
     def around(self, operation: str, request: Any, n_bytes: int = 0) -> Generator[None, Any, Any]:
         """Counts an operation. A waiting claim makes one event each time it asks."""
-        start = time.perf_counter()
-        status: Status = "ok"
-        name_of_error = ""
-        waits, drops_all = False, getattr(request, "if_exists", "") == "replace"
-        sample_ids: Sequence[str] = getattr(request, "sample_ids", None) or ()
-        n_keys = len(sample_ids)
-        fields: Iterable[str] = getattr(request, "columns", getattr(request, "fields", ()))
-        try:
-            reply = yield
-            if isinstance(reply, (Claim, SampleList)):
-                sample_ids = reply.sample_ids
-                n_keys = len(sample_ids)
-                waits = isinstance(reply, Claim) and asks_again(request, reply)
-            elif isinstance(reply, ClearReply) and request.sample_ids is None:
-                drops_all, n_keys = True, reply.num_samples
-            elif isinstance(reply, WireBatch):
-                n_bytes = sum(row_nbytes(reply.columns, n_keys))
-            return reply
-        except BaseException as error:
-            status = "timeout" if isinstance(error, TimeoutError) else "error"
-            name_of_error = type(error).__name__
-            raise
-        finally:
-            event = OperationEvent(
-                op=operation,
-                partition_id=getattr(request, "partition_id", ""),  # a listing of partitions names none
-                n_keys=n_keys,
-                n_bytes=n_bytes,
-                wall_ms=(time.perf_counter() - start) * 1e3,
-                status=status,
-                error=name_of_error,
-                task=getattr(request, "task_name", ""),
-                fields=tuple(fields),
-                sample_ids=sample_ids,
-                drops_all=drops_all,
-                waits=waits,
-            )
-            self._count(event)
+        return (yield from observe(operation, request, self._count, n_bytes))
 
     @hookimpl(wrapper=True)
     def register_partition(self, request: RegisterRequest) -> Generator[None, Any, Any]:
@@ -276,7 +238,7 @@ class Metrics(OperationMiddleware):
             self._drop(request.partition_id, request.sample_ids)
         return reply
 
-    def _count(self, event: OperationEvent) -> None:
+    def _count(self, event: OperationEvent, _: Any) -> None:
         with self._lock:
             total = self._totals.setdefault(event.op, _Total())
             total.calls += 1
@@ -298,11 +260,6 @@ class Metrics(OperationMiddleware):
             freed += sum(map(_freed, held.cells.pop(sample_id, {}).values()))
         held.live_bytes -= freed
         self._live_bytes -= freed
-
-
-def asks_again(request: ClaimRequest, claim: Claim) -> bool:
-    """Whether this is a question of a claim that waits, and not its last one."""
-    return request.all_or_nothing and not (claim.answered or request.explain)
 
 
 def _cells_of(column: WireColumn | SharedRows, sizes: list[int]) -> Sequence[int | _SharedCell]:

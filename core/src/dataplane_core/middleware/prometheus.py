@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Final
 from pydantic import BaseModel, Field
 
 from dataplane_core.middleware.base import MiddlewareContext
-from dataplane_core.middleware.events import OperationEvent
-from dataplane_core.middleware.metrics import Metrics, MetricsConfig, asks_again
+from dataplane_core.middleware.events import OperationEvent, asks_again
+from dataplane_core.middleware.metrics import Metrics, MetricsConfig
 from dataplane_core.spec import Claim, ClaimRequest, hookimpl
 
 try:

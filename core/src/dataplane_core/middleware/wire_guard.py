@@ -22,26 +22,15 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from typing import Any, Final, TypeAlias, cast
+from collections.abc import Generator, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
-from dataplane_core.codec import (
-    BytesLike,
-    Ragged,
-    byte_view,
-    decode_columns,
-    encode_columns,
-    encode_item,
-    host_tensor,
-    num_rows,
-    ragged_of_nested,
-    widened,
-)
-from dataplane_core.errors import ConfigError, CorruptDataError, InvalidTypeError, MissingDataError, preview
+from dataplane_core.codec import cell_digests, decode_columns, encode_columns, num_rows
+from dataplane_core.errors import ConfigError, CorruptDataError, MissingDataError, preview
 from dataplane_core.middleware.base import Middleware, MiddlewareContext
 from dataplane_core.spec import (
     FieldSpec,
@@ -181,39 +170,9 @@ def _xxh3(
     For one sample and field, cells with different digests have different checksums, since `_mixed` is a bijection.
     """
     spec = spec.stored
-    if wire.narrow and spec.kind == "tensor":
-        column = _as_put(column, spec.torch_dtype)  # how narrow its cells are differs from put to put
     place = "\0".join((request.partition_id, name, spec.to_text())).encode(errors="surrogatepass")
-    sums = _mixed(_digests(column, spec, wire) ^ _mixed(ids + np.uint64(xxh3_64_intdigest(place))))
+    sums = _mixed(cell_digests(column, spec, wire) ^ _mixed(ids + np.uint64(xxh3_64_intdigest(place))))
     return torch.from_numpy(sums.view(np.int64))
-
-
-def _as_put(column: WireColumn | SharedRows, dtype: torch.dtype) -> WireColumn | SharedRows:
-    """A column of tensors in the dtype that was put."""
-    if isinstance(column, SharedRows):
-        return SharedRows(cast("WireColumn", _as_put(column.rows, dtype)), column.index)
-    if isinstance(column, list):
-        return [widened(row, dtype) for row in column]
-    return widened(column, dtype)
-
-
-def _digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> _Sums:
-    """64 bits of each cell: a scalar of up to 8 bytes is its own digest, any other cell is hashed."""
-    if isinstance(column, SharedRows):
-        digests: _Sums = _digests(column.rows, spec, wire)[np.asarray(column.index)]
-        return digests
-    if spec.kind != "object" and spec.rank == 0 and spec.torch_dtype.itemsize <= 8 and not wire.bytes:
-        size = spec.torch_dtype.itemsize
-        data = (
-            byte_view(host_tensor(column, "a column"))
-            if isinstance(column, torch.Tensor) and not column.is_nested
-            else b"".join(_row_bytes(column, spec, wire))
-        )
-        if len(data) == size * num_rows(column):
-            words = np.zeros((num_rows(column), 8), dtype=np.uint8)
-            words[:, :size] = np.frombuffer(data, dtype=np.uint8).reshape(-1, size)
-            return words.view("<u8").reshape(-1).astype(np.uint64, copy=False)
-    return np.array(list(map(xxh3_64_intdigest, _row_bytes(column, spec, wire))), dtype=np.uint64)
 
 
 def _mixed(words: _Sums) -> _Sums:
@@ -221,32 +180,3 @@ def _mixed(words: _Sums) -> _Sums:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
-
-
-def _row_bytes(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> Iterable[BytesLike]:
-    """The bytes of each cell of an encoded column in any container. No copy if they are contiguous."""
-    if isinstance(column, SharedRows):
-        cells = list(_row_bytes(column.rows, spec, wire))
-        return [cells[row] for row in column.index]
-    if isinstance(column, torch.Tensor):
-        rows = ragged_of_nested(column, "a column") if column.is_nested else host_tensor(column, "a column")
-        plain, cuts = (
-            (rows.values, (rows.offsets * rows.itemsize).tolist())
-            if isinstance(rows, Ragged)
-            else (rows, range(0, rows.nbytes + 1, max(1, rows.nbytes // len(rows))))
-        )
-        if plain.nbytes == 0:
-            return [b""] * num_rows(column)
-        return map(byte_view(plain).__getitem__, map(slice, cuts[:-1], cuts[1:]))
-    if wire.bytes:
-        return column
-    if spec.kind == "object" and wire.objects == "native":
-        return map(_item_bytes, column if isinstance(column, list) else column.tolist())
-    return (byte_view(host_tensor(row, "a row")) for row in column)
-
-
-def _item_bytes(item: Any) -> bytes:
-    try:
-        return encode_item(item)
-    except InvalidTypeError:  # allow_pickle is on, but a native object is not pickled
-        return b""

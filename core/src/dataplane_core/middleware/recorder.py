@@ -1,0 +1,355 @@
+"""The recorder: what the clients of a run did, in a folder, for `dataplane audit` and the backend ``recording``.
+
+All processes of a run may use one folder. Each client writes segments of its own, one after the other:
+
+    recording.json                  the version of this format, and an id of the run that began the folder
+    <client>-000000.jsonl           a line per operation, each sealed by a digest; the first one says who the client is
+    <client>-000000.rows            the rows that its lines refer to: blocks of `dataplane_core.saves`
+    dropped.jsonl                   which segments were deleted to keep ``max_bytes``
+
+A line is that of `EventFile`, with all ids, and with what its operation needs to be understood, or done again: see
+`dataplane_core.middleware.recording.Record`. A killed process leaves at most its last line cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import zlib
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, field_validator
+
+from dataplane_core.codec import cell_digests, decode_columns, encode_columns, row_nbytes, take_rows
+from dataplane_core.config import SizeBytes
+from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidTypeError, MissingDataError
+from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
+from dataplane_core.middleware.events import LineFile, OperationEvent, line_of, observe, step_line
+from dataplane_core.middleware.recording import (
+    DROPPED,
+    FORMAT,
+    LINES_SUFFIX,
+    MARK,
+    PLAIN,
+    ROWS_SUFFIX,
+    VERSION,
+    pack_digests,
+    read_mark,
+)
+from dataplane_core.saves import pack_rows, tensor_rows
+from dataplane_core.spec import PutRequest, WireFormat, hookimpl, new_id
+
+__all__ = ["Recorder", "RecorderConfig"]
+
+_log = logging.getLogger(__name__)
+#: A segment has at most this share of ``max_bytes``, within these bounds.
+_SEGMENTS: Final = 32
+_LEAST_SEGMENT_BYTES: Final = 1 << 16
+_MOST_SEGMENT_BYTES: Final = 1 << 28
+#: What a line says of a request, beside what an event has.
+_OF_REQUEST: Final[Mapping[str, Sequence[str]]] = {
+    "register_partition": ("fields", "num_samples", "consumer_tasks", "grpo_group_size", "enums", "if_exists"),
+    "claim": (
+        *("required_fields", "batch_size", "tag_filter", "sampler", "holder"),
+        *("dp_rank", "dp_size", "batch_index", "lease_s"),
+    ),
+}
+#: Operations that are recorded. Others look, or are about leases that go on.
+_RECORDED: Final = frozenset(
+    (
+        *("register_partition", "put_samples", "get_samples", "claim", "ack", "nack"),
+        *("clear_samples", "set_cursor"),
+    )
+)
+
+
+class RecorderConfig(BaseModel):
+    """The options of `Recorder`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    folder: Path
+    """Where to record. It is made. All processes of the run may use the same one; a relative one is relative to each
+    process's working directory."""
+    payload: Literal["none", "digests", "all"] | float = "digests"
+    """What of a put is recorded. ``none``: ids, tags and fields. ``digests``: also a digest of each cell. ``all``: also
+    the rows. A number above 0 and below 1: digests, and the rows of this share of the samples, the same ones in every
+    process."""
+    max_bytes: SizeBytes = 10_000_000_000
+    """The most that the folder holds. Beyond it the oldest segments are deleted. The newest one of each client stays,
+    so the folder may hold a segment per client more."""
+
+    @field_validator("payload")
+    @classmethod
+    def _is_a_share(cls, value: Any) -> Any:
+        if isinstance(value, float) and not 0 < value < 1:
+            raise ValueError(
+                f"payload is {value!r}. Expected 'none', 'digests', 'all', or a number above 0 and below 1"
+            )
+        return value
+
+    @field_validator("max_bytes")
+    @classmethod
+    def _is_room(cls, value: int) -> int:
+        if value < _LEAST_SEGMENT_BYTES:
+            raise ValueError(f"max_bytes is {value}. Expected {_LEAST_SEGMENT_BYTES} or more")
+        return value
+
+
+class Recorder(OperationMiddleware):
+    """Records what one client does. List it before `wire_guard`, whose checksums are not recorded.
+
+    Every put, read, claim, ack, nack, clear and registration is recorded when it has ended, also one that failed; a
+    claim that waits once, when it ends. A full disk ends no operation: what could not be recorded is counted, and the
+    next line says so.
+
+    Args:
+        options: As `RecorderConfig`.
+
+    Example:
+        >>> connect({"backend": "shm_store", "middleware": [{"recorder": {"folder": "runs/7/recording"}}]})
+    """
+
+    Config: ClassVar[type[BaseModel]] = RecorderConfig
+    config: RecorderConfig
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._lock = threading.RLock()  # a signal handler may use the client in the middle of a line
+        self._segment: _Segment | None = None
+        self._wire = WireFormat()
+        self._num_lost = 0
+
+    def start(self, context: MiddlewareContext) -> None:
+        """Begins a segment.
+
+        Raises:
+            UnsupportedOperationError: The folder has a recording of another version.
+            BackendUnavailableError: It cannot be written.
+        """
+        self._wire = context.wire
+        folder = self.config.folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            run = _begun(folder)
+            about = {
+                "run": run,
+                "client": new_id()[:16],
+                "role": context.role,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "backend": context.backend,
+                "payload": self.config.payload,
+            }
+            self._segment = _Segment(folder, about, 0)
+        except OSError as error:
+            raise BackendUnavailableError(
+                f"the recorder cannot write to '{folder}': {error.strerror or error}.",
+                hint="Name a folder in which every process of the run may write.",
+            ) from error
+
+    def stop(self) -> None:
+        """Closes the segment."""
+        with self._lock:
+            segment, self._segment = self._segment, None
+            if segment is not None:
+                segment.close()
+
+    def note_step(self, step: int, values: Mapping[str, float]) -> None:
+        """Records it."""
+        self._append(step_line(step, values), b"")
+
+    def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
+        """Records an operation that is no put."""
+        if operation not in _RECORDED:
+            return (yield)
+        return (yield from observe(operation, request, partial(self._note, request, {}, b"")))
+
+    @hookimpl(wrapper=True)
+    def put_samples(self, request: PutRequest) -> Generator[None, Any, Any]:
+        """Records a put, with digests and rows of its cells."""
+        n_bytes = sum(row_nbytes(request.columns, len(request.sample_ids))) if request.columns else 0
+        more, block = self._content(request)
+        return (yield from observe("put_samples", request, partial(self._note, request, more, block), n_bytes))
+
+    # --- what a line says ---------------------------------------------------------------------------------------------
+
+    def _content(self, request: PutRequest) -> tuple[dict[str, Any], bytes]:
+        """What a line says of the cells of a put, and the block of its rows."""
+        names = [name for name in request.columns if not name.startswith("~")]
+        more: dict[str, Any] = {} if request.tags is None else {"tags": list(request.tags)}
+        if not names:
+            return more, b""
+        more["specs"] = {name: request.specs[name].to_text() for name in names}
+        payload = self.config.payload
+        if payload == "none":
+            return more, b""
+        columns = {name: request.columns[name] for name in names}
+        specs, wire, count = {name: request.specs[name] for name in names}, self._wire, len(request.sample_ids)
+        decoded: dict[str, Any] | None = None
+        if wire.bytes or payload != "digests":
+            decoded = tensor_rows(decode_columns(columns, specs, count, wire, share_rows=True), specs)
+        if wire.bytes:  # digests of tensors do not depend on how a backend frames them
+            assert decoded is not None
+            columns, specs = encode_columns(decoded, count, PLAIN)
+            wire = PLAIN
+        more["digests"] = {name: pack_digests(cell_digests(columns[name], specs[name], wire)) for name in names}
+        if payload == "digests":
+            return more, b""
+        assert decoded is not None
+        kept = [row for row, name in enumerate(request.sample_ids) if payload == "all" or _is_kept(name, payload)]
+        if not kept:
+            return more, b""
+        if len(kept) < count:
+            decoded = {name: take_rows(column, kept) for name, column in decoded.items()}
+        block, left_out = _block(decoded, [request.sample_ids[row] for row in kept])
+        if left_out:
+            more["left_out"] = left_out
+        return more, block
+
+    def _note(self, request: Any, more: Mapping[str, Any], block: bytes, event: OperationEvent, reply: Any) -> None:
+        if not event.n_keys and event.status == "ok" and event.op == "claim" and not reply.exhausted:
+            return  # one that waits asks often
+        line = line_of(event, event.sample_ids)
+        line |= {name: getattr(request, name) for name in _OF_REQUEST.get(event.op, ())}
+        if event.op == "claim" and reply is not None:
+            line |= {"tags": [dict(each) for each in reply.tags], "exhausted": reply.exhausted}
+            line["num_ranks"] = reply.num_ranks
+        elif event.op == "register_partition" and reply is not None:
+            line["epoch"] = reply.epoch
+        if event.status == "ok":
+            line |= more
+        self._append(line, block if event.status == "ok" else b"")
+
+    def _append(self, line: Mapping[str, Any], block: bytes) -> None:
+        with self._lock:
+            segment = self._segment
+            if segment is None:
+                return
+            try:
+                if segment.size_bytes >= _segment_bytes(self.config.max_bytes):
+                    segment = self._segment = segment.next()
+                    _drop_oldest(self.config.folder, self.config.max_bytes)
+                if self._num_lost:
+                    segment.append({"op": "lost", "lines": self._num_lost}, b"")
+                    self._num_lost = 0
+                segment.append(line, block)
+            except (OSError, ValueError) as error:  # a full disk must not end the run
+                if not self._num_lost:
+                    _log.warning("the recorder cannot write to '%s': %s", self.config.folder, error)
+                self._num_lost += 1
+
+
+class _Segment:
+    """The two files of a segment that is written."""
+
+    def __init__(self, folder: Path, about: Mapping[str, Any], number: int) -> None:
+        name = f"{about['client']}-{number:06}"
+        self._folder, self._about, self._number = folder, about, number
+        self._rows_path = folder / (name + ROWS_SUFFIX)
+        self._rows: int | None = None
+        self._rows_end = 0
+        self._lines = LineFile(folder / (name + LINES_SUFFIX), shared=False, sealed=True)
+        self._lines.write({"op": "begin", "format": FORMAT, "version": VERSION, **about, "segment": number})
+
+    @property
+    def size_bytes(self) -> int:
+        return self._lines.size_bytes + self._rows_end
+
+    def append(self, line: Mapping[str, Any], block: bytes) -> None:
+        """Writes the block, then the line, which refers to it."""
+        if block:
+            if self._rows is None:
+                self._rows = os.open(self._rows_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            start = self._rows_end
+            left = memoryview(block)
+            while left:
+                left = left[os.pwrite(self._rows, left, start + len(block) - len(left)) :]
+            self._rows_end = start + len(block)
+            line = {**line, "block": [start, len(block), xxhash.xxh3_64_hexdigest(block)]}
+        self._lines.write(line)
+
+    def next(self) -> _Segment:
+        """The segment after this one, which is closed."""
+        following = _Segment(self._folder, self._about, self._number + 1)
+        self.close()
+        return following
+
+    def close(self) -> None:
+        self._lines.close()
+        if self._rows is not None:
+            os.close(self._rows)
+            self._rows = None
+
+
+def _begun(folder: Path) -> str:
+    """The id of the run that began the folder: this one, if there was none."""
+    with suppress(MissingDataError):
+        return read_mark(folder)
+    run = new_id()[:16]
+    new = folder / f"{MARK}.{run}"
+    try:
+        new.write_text(json.dumps({"format": FORMAT, "version": VERSION, "run": run}) + "\n")
+        with suppress(FileExistsError):
+            os.link(new, folder / MARK)  # unlike a rename, it never replaces that of another process
+    finally:
+        new.unlink(missing_ok=True)
+    return read_mark(folder)
+
+
+def _block(columns: Mapping[str, Any], sample_ids: Sequence[str]) -> tuple[bytes, list[str]]:
+    """A block of rows, and the fields that are left out, since only pickle could encode them."""
+    try:
+        return pack_rows(columns, len(sample_ids), {"ids": list(sample_ids)}), []
+    except InvalidTypeError:
+        left_out = [name for name, column in columns.items() if not _can_be_packed({name: column}, len(sample_ids))]
+        kept = {name: column for name, column in columns.items() if name not in left_out}
+        return (pack_rows(kept, len(sample_ids), {"ids": list(sample_ids)}) if kept else b""), left_out
+
+
+def _can_be_packed(columns: Mapping[str, Any], num_rows: int) -> bool:
+    try:
+        pack_rows(columns, num_rows, {})
+    except DataPlaneError:
+        return False
+    return True
+
+
+def _is_kept(sample_id: str, share: float) -> bool:
+    return zlib.crc32(sample_id.encode(errors="surrogatepass")) * 0x9E3779B1 & 0xFFFFFFFF < share * (1 << 32)
+
+
+def _segment_bytes(max_bytes: int) -> int:
+    return max(_LEAST_SEGMENT_BYTES, min(_MOST_SEGMENT_BYTES, max_bytes // _SEGMENTS))
+
+
+def _drop_oldest(folder: Path, max_bytes: int) -> None:
+    """Deletes the segments that were written first, until the folder holds ``max_bytes``. Notes which."""
+    files = {path.name: path.stat() for path in folder.iterdir() if path.suffix in (LINES_SUFFIX, ROWS_SUFFIX)}
+    total = sum(found.st_size for found in files.values())
+    names = sorted(name.removesuffix(LINES_SUFFIX) for name in files if name.endswith(LINES_SUFFIX))
+    newest = {name.rpartition("-")[0]: name for name in names}
+    closed = [name for name in names if newest[name.rpartition("-")[0]] != name and name != Path(DROPPED).stem]
+    closed.sort(key=lambda name: files[name + LINES_SUFFIX].st_mtime)
+    note = LineFile(folder / DROPPED, sealed=True)
+    try:
+        for name in closed:
+            if total <= max_bytes:
+                break
+            size = sum(files[name + suffix].st_size for suffix in (LINES_SUFFIX, ROWS_SUFFIX) if name + suffix in files)
+            until = round(files[name + LINES_SUFFIX].st_mtime, 6)
+            note.write({"op": "dropped", "segment": name, "bytes": size, "until": until})
+            for suffix in (LINES_SUFFIX, ROWS_SUFFIX):
+                (folder / (name + suffix)).unlink(missing_ok=True)
+            total -= size
+            _log.warning("the recording in '%s' is longer than its max_bytes: segment %s was deleted", folder, name)
+    finally:
+        note.close()

@@ -1,0 +1,387 @@
+"""Reads what `Recorder` wrote: the operations of all clients of a run in the order of their ends, and their rows."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import numpy as np
+import xxhash
+
+from dataplane_core.errors import (
+    CorruptDataError,
+    MissingDataError,
+    SaveError,
+    UnsupportedOperationError,
+)
+from dataplane_core.middleware.events import unsealed
+from dataplane_core.regular_files import open_regular, read_regular
+from dataplane_core.saves import unpack_rows
+from dataplane_core.spec import WireFormat
+
+__all__ = ["Record", "Recording", "Writer"]
+
+FORMAT: Final = "dataplane-recording"
+VERSION: Final = 1
+MARK: Final = "recording.json"
+DROPPED: Final = "dropped.jsonl"
+LINES_SUFFIX: Final = ".jsonl"
+ROWS_SUFFIX: Final = ".rows"
+#: The form of the columns whose cells' digests are recorded, on a backend whose own form is bytes.
+PLAIN: Final = WireFormat(ragged="jagged", objects="native", shared_rows=True)
+
+
+class Writer(msgspec.Struct, frozen=True, kw_only=True):
+    """A client of the run.
+
+    Attributes:
+        client: Its id in the recording.
+        role: The config's ``role``, or the name of its program.
+        host: The name of its host.
+        pid: Its process.
+        backend: Entry-point name of its backend.
+        payload: What it recorded of puts, see `RecorderConfig.payload`.
+        run: The id of the run that began the folder.
+    """
+
+    client: str
+    role: str
+    host: str
+    pid: int
+    backend: str
+    payload: Literal["none", "digests", "all"] | float
+    run: str
+
+    def __str__(self) -> str:
+        return f"{self.role} (process {self.pid} on {self.host})"
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """An operation that has ended, a step that has ended, or lines that were lost.
+
+    Attributes:
+        at: Its end, in seconds since 1970, on the clock of its host.
+        op: Name of the hook; ``step``; or ``lost``.
+        partition: The partition.
+        rows: Samples named by the request, or handed out or dropped by the reply.
+        bytes: Payload bytes put or read.
+        seconds: How long it took, inner middleware included.
+        status: ``ok``, or how it failed: ``error``, ``timeout``.
+        error: The name of the error's class, or empty.
+        task: The consumer task of a claim, an ack and the like.
+        fields: Of a put, a read or a registration.
+        ids: The samples. Empty where a whole partition is cleared.
+        drops_all: Whether it dropped what the partition held: a clear of all, or a registration that replaces another.
+        tags: A dict per sample: those that a put merged in; or those that a claim replied. None: a put of no tags.
+        specs: Field -> the text of its `FieldSpec`. Of a put.
+        digests: Field -> a digest of each cell as 16 hex digits, end to end; see `digests_of`. Of a put.
+        block: Where the rows are that the recording has of a put; see `Recording.rows`.
+        left_out: Fields whose cells are not recorded, since only pickle could encode them.
+        required_fields: Of a claim, as the next ones: see `ClaimRequest` and `Claim`.
+        epoch: Of a registration: the id of the registration that is now current.
+        num_samples: Of a registration, as the next ones: see `RegisterRequest`.
+        step: The number of a step that has ended.
+        values: What is known of that step.
+        lines: Of ``lost``: how many lines could not be written before this one.
+        client: Who did it.
+        segment: The name of its segment.
+        line: Its line there, from 1.
+    """
+
+    at: float
+    op: str
+    partition: str = ""
+    rows: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    status: Literal["ok", "error", "timeout"] = "ok"
+    error: str = ""
+    task: str = ""
+    fields: list[str] = []  # msgspec copies it
+    ids: list[str] = []
+    drops_all: bool = False
+    tags: list[dict[str, Any]] | None = None
+    specs: dict[str, str] = {}
+    digests: dict[str, str] = {}
+    block: tuple[int, int, str] | None = None
+    left_out: list[str] = []
+    required_fields: list[str] = []
+    batch_size: int = 0
+    tag_filter: dict[str, tuple[str, Any]] | None = None
+    sampler: str = ""
+    holder: str = ""
+    dp_rank: int | None = None
+    dp_size: int | None = None
+    batch_index: int = 0
+    lease_s: float | None = None
+    exhausted: bool = False
+    num_ranks: int | None = None
+    epoch: str = ""
+    num_samples: int | None = None
+    consumer_tasks: list[str] = []
+    grpo_group_size: int | None = None
+    enums: dict[str, list[str]] = {}
+    if_exists: Literal["", "replace", "keep"] = ""
+    step: int | None = None
+    values: dict[str, float] = {}
+    lines: int = 0
+    client: Writer
+    segment: str
+    line: int
+
+    def digests_of(self, field: str) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
+        """The digest of each cell of a field, (N,) uint64, as `cell_digests` gives them. None: none is recorded."""
+        text = self.digests.get(field)
+        return None if text is None else np.frombuffer(bytes.fromhex(text), dtype=">u8").astype(np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedSegment:
+    """A segment that was deleted to keep ``max_bytes``.
+
+    Attributes:
+        name: Its name: the client's id and its number.
+        until: When it was written last, in seconds since 1970.
+        size_bytes: Its size.
+    """
+
+    name: str
+    until: float
+    size_bytes: int
+
+
+class Recording:
+    """A recording in a folder. It may be read while a run still writes it.
+
+    Args:
+        folder: The folder.
+
+    Attributes:
+        run: The id of the run that began it.
+        writers: Its clients, in the order of their first segment.
+        dropped: The segments that were deleted to keep ``max_bytes``.
+        remarks: What a reader should know: lines that are cut off, lines that were lost. It grows while `records` goes
+            on.
+
+    Raises:
+        MissingDataError: The folder has no recording.
+        UnsupportedOperationError: It is of another version.
+        CorruptDataError: A segment is missing, or of another run, or its first line is damaged.
+        SaveError: It cannot be read.
+
+    Example:
+        >>> for record in Recording("runs/7/recording").records():
+        ...     print(record.at, record.op, record.partition, len(record.ids))
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.remarks: list[str] = []
+        try:
+            self.run = read_mark(self.folder)
+            self.dropped = self._read_dropped()
+            names = sorted(path.stem for path in self.folder.glob("*" + LINES_SUFFIX) if path.name != DROPPED)
+            self._segments: dict[str, list[str]] = {}
+            for name in names:
+                self._segments.setdefault(name.rpartition("-")[0], []).append(name)
+            gone = {each.name for each in self.dropped}
+            for client, found in self._segments.items():
+                last = int(found[-1].rpartition("-")[2])
+                expected = {f"{client}-{number:06}" for number in range(last + 1)}
+                missing = sorted(expected - set(found) - gone)
+                if missing:
+                    raise CorruptDataError(
+                        f"the recording in '{self.folder}' lacks its segment {missing[0]}, which was not deleted for "
+                        "max_bytes."
+                    )
+            begun = {client: self._begun(found) for client, found in self._segments.items()}
+            self._writers = {client: found[0] for client, found in begun.items() if found is not None}
+            order = sorted(self._writers, key=lambda client: begun[client][1])  # type: ignore[index]
+            self.writers = [self._writers[client] for client in order]
+        except OSError as error:
+            raise SaveError(f"the recording in '{self.folder}' cannot be read: {error.strerror or error}.") from error
+
+    def records(self) -> Iterator[Record]:
+        """The records of all clients in the order of their ends. Those of one client are in the order it wrote them.
+
+        Clocks of hosts differ: so may the order of records of different hosts.
+
+        Raises:
+            CorruptDataError: A line is damaged. The message names its segment and line, and the last step before it.
+            SaveError: A segment cannot be read.
+        """
+        step: int | None = None
+        try:
+            for _, record in heapq.merge(*map(self._records_of, self._writers), key=lambda each: each[0]):
+                step = step if record.step is None else record.step
+                yield record
+        except OSError as error:
+            raise SaveError(f"the recording in '{self.folder}' cannot be read: {error.strerror or error}.") from error
+        except CorruptDataError as error:
+            error.message += " It is before the end of any step." if step is None else f" It is after step {step}."
+            raise
+
+    def rows(self, record: Record) -> tuple[list[str], dict[str, Any]]:
+        """The rows that the recording has of a put: their ids, and their columns, in new memory.
+
+        Raises:
+            MissingDataError: It has none of this put.
+            CorruptDataError: They are not as they were written.
+            SaveError: They cannot be read.
+        """
+        what = f"the rows of line {record.line} of segment {record.segment} in '{self.folder}'"
+        if record.block is None:
+            raise MissingDataError(
+                f"{what} were not recorded: its client recorded payload {record.client.payload!r}.",
+                hint="Record with payload: all.",
+            )
+        start, size, digest = record.block
+        try:
+            with open_regular(self.folder / (record.segment + ROWS_SUFFIX)) as file:
+                file.seek(start)
+                block = file.read(size)
+        except FileNotFoundError as error:
+            raise CorruptDataError(f"{what} are missing.") from error
+        except (OSError, ValueError, OverflowError) as error:
+            raise SaveError(f"{what} cannot be read: {error}.") from error
+        if len(block) != size or xxhash.xxh3_64_hexdigest(block) != digest:
+            raise CorruptDataError(f"{what} are not as they were written.")
+        columns, head = unpack_rows(block)
+        return list(head["ids"]), columns
+
+    # --- how it is done -----------------------------------------------------------------------------------------------
+
+    def _begun(self, names: Sequence[str]) -> tuple[Writer, float] | None:
+        """The client of segments, and when the first of them began. None if it was killed before it had written."""
+        for name in names:
+            first, _, rest = read_regular(self.folder / (name + LINES_SUFFIX)).partition(b"\n")
+            text = unsealed(first)
+            if text is None and not rest and name == names[-1]:
+                self.remarks.append(f"Segment {name} has no whole line: its client was killed when it began it.")
+                return None
+            try:
+                held = json.loads(text or b"")
+                if held["format"] != FORMAT:
+                    raise ValueError("of another format")
+                version = held["version"]
+                writer = msgspec.convert(held, Writer)
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise CorruptDataError(
+                    f"the first line of segment {name} in '{self.folder}' is damaged: {error}."
+                ) from error
+            _check_version(self.folder, version)
+            if writer.run != self.run or writer.client != name.rpartition("-")[0]:
+                raise CorruptDataError(
+                    f"segment {name} in '{self.folder}' is of run {writer.run}. Expected run {self.run}: it was put "
+                    "there from another recording."
+                )
+            return writer, float(held["at"])
+        return None
+
+    def _records_of(self, client: str) -> Iterator[tuple[float, Record]]:
+        """The records of a client, each with its time, or that of one before it if the clock was set back."""
+        latest, names = 0.0, self._segments[client]
+        for name in names:
+            data = read_regular(self.folder / (name + LINES_SUFFIX))
+            *lines, tail = data.split(b"\n")
+            if tail:
+                lines.append(tail)
+            for number, line in enumerate(lines, 1):
+                text = unsealed(line)
+                if text is None:
+                    if number == len(lines) and tail and name == names[-1]:
+                        self.remarks.append(
+                            f"The last line of segment {name} is cut off, as a killed process leaves it. It was left "
+                            "out."
+                        )
+                        return
+                    raise CorruptDataError(f"line {number} of segment {name} in '{self.folder}' is damaged.")
+                if number == 1:
+                    continue
+                record = self._record(text, client, name, number)
+                if record.op == "lost":
+                    self.remarks.append(f"{self._writers[client]} could not write {record.lines} lines: a full disk.")
+                latest = max(latest, record.at)
+                yield latest, record
+
+    def _record(self, text: bytes, client: str, name: str, number: int) -> Record:
+        try:
+            held = json.loads(text)
+            if held["op"] == "step":
+                names = ("at", "op", "step")
+                held = {**{each: held[each] for each in names}, "values": {k: held[k] for k in held if k not in names}}
+            about = {"client": self._writers[client], "segment": name, "line": number}
+            record = msgspec.convert({**held, **about}, Record)
+            sizes = {len(digests) for digests in record.digests.values()}
+            if sizes - {16 * len(record.ids)} or len(record.tags or record.ids) != len(record.ids):
+                raise ValueError("it has not one digest and tag per sample")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptDataError(
+                f"line {number} of segment {name} in '{self.folder}' is no record: {error}."
+            ) from error
+        return record
+
+    def _read_dropped(self) -> list[DroppedSegment]:
+        path = self.folder / DROPPED
+        found: dict[str, DroppedSegment] = {}
+        try:
+            lines = read_regular(path).split(b"\n")
+        except FileNotFoundError:
+            return []
+        for number, line in enumerate(lines, 1):
+            text = unsealed(line) if line else None
+            if text is None:
+                if line and number < len(lines):
+                    raise CorruptDataError(f"line {number} of '{path}' is damaged.")
+                continue
+            held: Mapping[str, Any] = json.loads(text)
+            found[held["segment"]] = DroppedSegment(held["segment"], held["until"], held["bytes"])
+        return list(found.values())
+
+
+def pack_digests(digests: np.ndarray[Any, np.dtype[np.uint64]]) -> str:
+    """Digests as `Record.digests` has them."""
+    return digests.astype(">u8").tobytes().hex()
+
+
+def read_mark(folder: Path) -> str:
+    """The id of the run that began a recording.
+
+    Raises:
+        MissingDataError: The folder has no recording.
+        UnsupportedOperationError: It is of another version.
+        CorruptDataError: Its mark is damaged.
+        OSError: It cannot be read.
+    """
+    try:
+        held = json.loads(read_regular(folder / MARK))
+        if held["format"] != FORMAT:
+            raise ValueError(f"format {held['format']!r}")
+        version, run = held["version"], str(held["run"])
+    except FileNotFoundError as error:
+        raise MissingDataError(
+            f"no recording in '{folder}': there is no {MARK}.",
+            hint="Name the folder of the middleware recorder.",
+        ) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptDataError(f"'{folder / MARK}' is not the mark of a recording: {error}.") from error
+    _check_version(folder, version)
+    return run
+
+
+def _check_version(folder: Path, version: Any) -> None:
+    if version != VERSION:
+        raise UnsupportedOperationError(
+            f"the recording in '{folder}' is of format version {version}. Expected {VERSION}.",
+            hint="Install the version that wrote it.",
+        )
+
+
+def is_recording(folder: Path | str) -> bool:
+    """Whether a folder has a recording, of any version."""
+    return (Path(folder) / MARK).is_file()

@@ -7,8 +7,8 @@ TORCH  ?= torch==2.13.0
 
 BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
-PACKAGES := core testkit tools plugins/noop plugins/redis_store plugins/shm_store plugins/tq_simple plugins/tq_mooncake \
-            plugins/tq_mooncake_non_cuda integrations compat
+PACKAGES := core testkit tools plugins/noop plugins/recording plugins/redis_store plugins/shm_store plugins/tq_simple \
+            plugins/tq_mooncake plugins/tq_mooncake_non_cuda integrations compat
 SOURCES  := $(wildcard $(addsuffix /src,$(PACKAGES)))
 REQUIRED := requirements-dev.txt requirements-docs.txt
 # The exact versions of all that the environment holds, so that a new release of another project changes nothing here.

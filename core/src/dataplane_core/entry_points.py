@@ -30,6 +30,7 @@ COMMAND_GROUP: Final = "dataplane.commands"
 #: Backends of this project -> the distribution that contains it.
 KNOWN_BACKENDS: Final[dict[str, str]] = {
     "noop": "dataplane-noop",
+    "recording": "dataplane-recording",
     "shm_store": "dataplane-shm",
     "redis_store": "dataplane-redis",
     "tq_simple": "dataplane-tq-simple",

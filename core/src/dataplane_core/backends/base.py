@@ -37,6 +37,8 @@ class Backend:
             kit expects these tests to fail, and shows the reasons.
         opens_in_forks: Whether a process may open a client if it was forked from one with an open client. False if the
             engine's library does not survive a fork: core then refuses, with the advice to spawn.
+        opens_anywhere: Whether a client of any process may open it although its scope is ``process``: its options name
+            all that it needs, such as a folder that it reads. ``bootstrap=False`` then opens it as ``True`` does.
         contract_version: The contract version that this class was written for.
         Config: A pydantic model of the backend's own options.
         name: The entry-point name in the config. Core sets it before `start`.
@@ -60,6 +62,7 @@ class Backend:
     why_not_declared: ClassVar[Mapping[str, str]] = MappingProxyType({})
     deviations: ClassVar[Mapping[str, str]] = MappingProxyType({})
     opens_in_forks: ClassVar[bool] = True
+    opens_anywhere: ClassVar[bool] = False
     contract_version: ClassVar[int] = CONTRACT_VERSION
     Config: ClassVar[type[BaseModel]] = NoOptions
 

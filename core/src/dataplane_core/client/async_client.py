@@ -288,6 +288,11 @@ class AsyncDataPlaneClient:
         return self._client.scope
 
     @property
+    def opens_anywhere(self) -> bool:
+        """Whether other processes may open a client too, although the scope is ``process``: see `Backend`."""
+        return self._client.opens_anywhere
+
+    @property
     def bootstrapped(self) -> bool:
         """True: this client started what the backend needs, and ends it on close. False: it attached."""
         return self._client.bootstrapped

@@ -152,6 +152,11 @@ class Connection:
         return type(self._backend).scope
 
     @property
+    def opens_anywhere(self) -> bool:
+        """Whether other processes may open a client too, although the scope is ``process``: see `Backend`."""
+        return type(self._backend).opens_anywhere
+
+    @property
     def bootstrapped(self) -> bool:
         """True: this client started what the backend needs, and ends it on close. False: it attached."""
         return self._bootstrapped

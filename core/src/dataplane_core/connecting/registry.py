@@ -135,7 +135,7 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
     options = _validated(cls.Config, config.options, f"options of backend '{config.backend}'")
     if config.num_ledgers > 1:
         cls = spread_over(cls, config.num_ledgers)
-    if cls.scope is Scope.PROCESS and not bootstrap:
+    if cls.scope is Scope.PROCESS and not bootstrap and not cls.opens_anywhere:
         raise BackendUnavailableError(
             f"connect(bootstrap=False) refused: backend '{config.backend}' lives in one process, so there is nothing "
             "to attach to.",
@@ -171,7 +171,7 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
         )
 
     give_up = min(deadline, time.monotonic() + config.attach_wait_s)
-    if bootstrap is False:
+    if bootstrap is False and cls.scope is not Scope.PROCESS:
         return _retry(give_up, deadline, lambda: open_client(False, attach_wait_s=max(0.0, give_up - time.monotonic())))
     if bootstrap is True or cls.scope is Scope.PROCESS:
         return open_client(True)

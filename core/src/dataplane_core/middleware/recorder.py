@@ -223,6 +223,8 @@ class Recorder(OperationMiddleware):
         if event.op == "claim" and reply is not None:
             line |= {"tags": [dict(each) for each in reply.tags], "exhausted": reply.exhausted}
             line["num_ranks"] = reply.num_ranks
+            if request.batch_epoch not in (None, reply.epoch):
+                line["batch_index"] = 0  # the first batch of another registration than the client knew
         elif event.op == "register_partition" and reply is not None:
             line["epoch"] = reply.epoch
         if event.status == "ok":

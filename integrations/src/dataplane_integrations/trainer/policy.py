@@ -140,7 +140,7 @@ class DataPlanePolicy:
         # a middleware object serves one client; one that the config names, every worker makes for itself
         named = [item for item in config.middleware if isinstance(item, (str, Mapping))]
         source: DataPlaneSource = config.model_copy(update={"middleware": named})
-        if self._client.scope is Scope.PROCESS:
+        if self._client.scope is Scope.PROCESS and not self._client.opens_anywhere:
             if not self._workers.in_process:
                 raise ConfigError(
                     f"backend '{self._client.backend_name}' lives in one process, the policy workers are others. "

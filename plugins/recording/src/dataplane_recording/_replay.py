@@ -1,0 +1,130 @@
+"""A registration that happens again: what each operation of this process stands for in the run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from dataplane_core.spec import ClaimRequest, GetRequest, PartitionInfo, PutRequest, SettleRequest
+from dataplane_recording._timeline import Event, Registration
+
+#: Sample and field.
+Cell: TypeAlias = tuple[str, str]
+
+
+@dataclass
+class Replay:
+    """A registration, and how far this process is in it.
+
+    Attributes:
+        run: What the run did.
+        info: As this process registered it.
+        is_ours: Whether this process registered it. If not, it works on samples of a registration of another process.
+        is_used: Whether this process did anything with its samples.
+        own: The cells that this process put.
+        stands_for: Cell -> the place of the recorded put that its cell stands for.
+        reads: Cell -> how often this process read it.
+        tags: Sample -> the tags that this process put.
+        cleared: Sample -> the place of the recorded clear up to which nothing of it is there.
+        claimed: Sample -> the place of the recorded claim that gave it last.
+        given: Task -> the keys of the recorded claims that happened again.
+        leases: Task -> sample -> its lease token, and whether it was acked.
+    """
+
+    run: Registration
+    info: PartitionInfo
+    is_ours: bool = False
+    is_used: bool = False
+    own: set[Cell] = field(default_factory=set)
+    stands_for: dict[Cell, int] = field(default_factory=dict)
+    reads: Counter[Cell] = field(default_factory=Counter)
+    tags: dict[str, dict[str, Any]] = field(default_factory=dict)
+    cleared: dict[str, float] = field(default_factory=dict)
+    claimed: dict[str, int] = field(default_factory=dict)
+    given: dict[str, set[tuple[int | None, int]]] = field(default_factory=dict)
+    leases: dict[str, dict[str, tuple[str, bool]]] = field(default_factory=dict)
+
+    def next_put(self, cell: Cell) -> Event | None:
+        """The recorded put that the next put of a cell stands for. One beyond the last is compared with the last."""
+        puts = self.run.puts_of(*cell)
+        later = [each for each in puts if each.at > self.stands_for.get(cell, -1)]
+        return later[0] if later else puts[-1] if puts else None
+
+    def version(self, cell: Cell) -> Event | None:
+        """The recorded put whose cell a read gets: the last one before the recorded read, or else claim, of it."""
+        sample_id = cell[0]
+        puts = self.run.puts_of(*cell, self.cleared.get(sample_id, -1))
+        if len(puts) < 2:
+            return puts[0] if puts else None
+        reads, at = self.run.reads_of(*cell), self.claimed.get(sample_id, math.inf)
+        if reads:
+            at = reads[min(self.reads[cell], len(reads) - 1)].at
+        return ([each for each in puts if each.at < at] or puts[:1])[-1]
+
+    def next_claim(self, request: ClaimRequest) -> tuple[tuple[int | None, int], Event] | None:
+        """The recorded claim that a claim stands for, and its key."""
+        claims, given = self.run.claims.get(request.task_name, {}), self.given.get(request.task_name, ())
+        if request.dp_rank is None:
+            return next(((key, each) for key, each in claims.items() if key[0] is None and key not in given), None)
+        index = request.batch_index if request.batch_epoch in (None, self.info.epoch) else 0
+        event = claims.get((request.dp_rank, index))
+        return None if event is None else ((request.dp_rank, index), event)
+
+    def has_more(self, request: Any) -> bool:
+        """Whether the run did more of what a request asks for, in this registration, than this process has done."""
+        if isinstance(request, ClaimRequest):
+            return self.next_claim(request) is not None
+        if isinstance(request, GetRequest):
+            cells = [(request.sample_ids[0], name) for name in request.fields]
+            return any(self.reads[cell] < max(1, len(self.run.reads_of(*cell))) for cell in cells)
+        if isinstance(request, PutRequest):
+            cells = [(request.sample_ids[0], name) for name in request.columns]
+            return any(each not in self.own or self.run.puts_of(*each, self.stands_for.get(each, -1)) for each in cells)
+        return True
+
+    def is_consumed(self, task_name: str) -> bool:
+        """Whether this process was given, and acked, all that the run claimed for its ranks."""
+        given, claims = self.given.get(task_name, set()), self.run.claims.get(task_name, {})
+        ranks = {rank for rank, _ in given}
+        is_left = any(key[0] in ranks and key not in given for key in claims)
+        return bool(given) and not is_left and all(done for _, done in self.leases.get(task_name, {}).values())
+
+    def settle(self, request: SettleRequest) -> list[str]:
+        """Acks leases, gives them back or renews them. Returns the samples whose lease is not held: then none are."""
+        held = self.leases.get(request.task_name, {})
+        pairs = list(zip(request.sample_ids, request.lease_tokens, strict=True))
+        fit = (False, True) if request.op == "ack" else (False,)
+        lost = [each for each, token in pairs if held.get(each) not in [(token, done) for done in fit]]
+        if not lost and request.op == "nack":
+            for sample_id in request.sample_ids:
+                held.pop(sample_id, None)
+        elif not lost and request.op == "ack":
+            held.update((each, (token, True)) for each, token in pairs)
+        return lost
+
+    def clear(self, sample_id: str) -> None:
+        """Forgets a sample. It is there again if the run put it again after it cleared it."""
+        before = self.cleared.get(sample_id, -1)
+        self.cleared[sample_id] = next((at for at in self.run.clears.get(sample_id, ()) if at > before), math.inf)
+        self.own = {cell for cell in self.own if cell[0] != sample_id}
+        self.tags.pop(sample_id, None)
+
+    def sample_ids(self) -> dict[str, None]:
+        """The samples that were put and not cleared, those of the run first."""
+        cleared = self.cleared
+        recorded = (each for each, puts in self.run.puts.items() if puts[-1].at > cleared.get(each, -1))
+        return dict.fromkeys(recorded) | dict.fromkeys(sample_id for sample_id, _ in self.own)
+
+    def fields_of(self, sample_id: str) -> tuple[str, ...]:
+        """The fields that a sample has."""
+        own = (name for each, name in self.own if each == sample_id)
+        return tuple(sorted({*self.recorded_fields(sample_id), *own}))
+
+    def recorded_fields(self, sample_id: str) -> Iterator[str]:
+        """The fields that the run put of a sample, each once."""
+        after = self.cleared.get(sample_id, -1)
+        puts = (each for each in self.run.puts.get(sample_id, ()) if each.at > after)
+        return iter(dict.fromkeys(name for each in puts for name in each.record.specs))

@@ -1,0 +1,165 @@
+"""What a run did to each partition, in its order, read from a recording."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from dataplane_core.codec import Columns
+from dataplane_core.errors import MissingDataError
+from dataplane_core.middleware import Record, Recording
+
+#: Blocks of rows that stay decoded.
+_BLOCKS: Final = 4
+
+
+class Event(NamedTuple):
+    """A record, and its place among all records."""
+
+    at: int
+    record: Record
+
+
+@dataclass
+class Registration:
+    """What the run did between two registrations of a partition's name.
+
+    Attributes:
+        number: Which of its registrations, from 0.
+        first: What opened it.
+        fields: Those that were registered, also later, by ``if_exists="keep"``. So with the next two.
+        consumer_tasks: The tasks.
+        enums: Field -> the strings that it may hold.
+        is_finished: Whether the run said later how many samples there are.
+        puts: Sample -> the puts of it.
+        tags: Sample -> the tags that were put.
+        reads: Sample -> the reads of it.
+        clears: Sample -> the places of the clears that name it.
+        claims: Task -> rank and index of a batch, or None and the claim's place -> the first claim that was given it.
+    """
+
+    number: int
+    first: Event
+    fields: dict[str, None] = field(default_factory=dict)
+    consumer_tasks: dict[str, None] = field(default_factory=dict)
+    enums: dict[str, dict[str, None]] = field(default_factory=dict)
+    is_finished: bool = False
+    puts: dict[str, list[Event]] = field(default_factory=dict)
+    tags: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reads: dict[str, list[Event]] = field(default_factory=dict)
+    clears: dict[str, list[int]] = field(default_factory=dict)
+    claims: dict[str, dict[tuple[int | None, int], Event]] = field(default_factory=dict)
+
+    def puts_of(self, sample_id: str, name: str, after: float = -1) -> list[Event]:
+        """The puts of a cell, after a place."""
+        return [each for each in self.puts.get(sample_id, ()) if name in each.record.specs and each.at > after]
+
+    def reads_of(self, sample_id: str, name: str) -> list[Event]:
+        """The reads of a cell by the client that read it first: several clients may each have read it as often."""
+        found = [each for each in self.reads.get(sample_id, ()) if name in each.record.fields]
+        return [each for each in found if each.record.client is found[0].record.client]
+
+    def add(self, event: Event) -> None:
+        """Notes what the run did next."""
+        at, record = event
+        match record.op:
+            case "register_partition":
+                self.is_finished |= self.first.record.num_samples is None and record.num_samples is not None
+                self.fields |= dict.fromkeys(record.fields)
+                self.consumer_tasks |= dict.fromkeys(record.consumer_tasks)
+                for name, words in record.enums.items():
+                    self.enums.setdefault(name, {}).update(dict.fromkeys(words))
+            case "claim":
+                key = record.dp_rank, at if record.dp_rank is None else record.batch_index
+                self.claims.setdefault(record.task, {}).setdefault(key, event)
+            case "put_samples":
+                for sample_id, tags in zip(record.ids, record.tags or [{}] * len(record.ids), strict=True):
+                    self.puts.setdefault(sample_id, []).append(event)
+                    self.tags.setdefault(sample_id, {}).update(tags)
+            case "get_samples":
+                for sample_id in record.ids:
+                    self.reads.setdefault(sample_id, []).append(event)
+            case "clear_samples":
+                for sample_id in record.ids:
+                    self.clears.setdefault(sample_id, []).append(at)
+
+
+class Timeline:
+    """A recording, read once.
+
+    Raises:
+        DataPlaneError: As `Recording`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._recording = Recording(folder)
+        self._registrations: dict[str, list[Registration]] = {}
+        self._early: dict[str, list[Event]] = {}  # before any registration
+        self._steps: list[tuple[int, int]] = []
+        self._blocks: dict[int, tuple[dict[str, int], Columns]] = {}
+        epochs: dict[tuple[str, str], Registration] = {}
+        for event in map(Event._make, enumerate(self._recording.records())):
+            record, name = event.record, event.record.partition
+            if record.step is not None:
+                self._steps.append((event.at, record.step))
+            if record.status != "ok" or not name:
+                continue
+            known = self._registrations.setdefault(name, [])
+            if record.op != "register_partition":
+                (known[-1].add(event) if known else self._early.setdefault(name, []).append(event))
+                continue
+            key = name, record.epoch
+            if key not in epochs:
+                epochs[key] = Registration(len(known), event)
+                known.append(epochs[key])
+            epochs[key].add(event)
+            for each in self._early.pop(name, ()):  # another client was quicker than the one that registered
+                known[0].add(each)
+        self._numbers: dict[tuple[str, str], list[int]] = {}
+        for name, known in self._registrations.items():
+            for each_one in known:
+                for sample_id in each_one.puts:
+                    self._numbers.setdefault((name, sample_id), []).append(each_one.number)
+
+    def registrations(self, partition_id: str) -> list[Registration]:
+        """The registrations of a partition. Empty: the run did not have it.
+
+        Raises:
+            MissingDataError: The run used it, but no registration is recorded.
+        """
+        if partition_id in self._early:
+            raise MissingDataError(
+                f"the recording has operations on partition '{partition_id}', but no registration of it.",
+                hint="Record all clients of the run, and give max_bytes enough room for all segments.",
+            )
+        return self._registrations.get(partition_id, [])
+
+    def numbers_of(self, partition_id: str, sample_id: str) -> list[int]:
+        """The numbers of the registrations in which a sample was put."""
+        return self._numbers.get((partition_id, sample_id), [])
+
+    def step_before(self, event: Event) -> int | None:
+        """The step whose end was the last before an event."""
+        number = bisect_right(self._steps, (event.at, 0))
+        return self._steps[number - 1][1] if number else None
+
+    def when(self, event: Event) -> str:
+        """When an event was, in words."""
+        step = self.step_before(event)
+        return "before the end of any step" if step is None else f"after step {step}"
+
+    def block(self, event: Event) -> tuple[dict[str, int], Columns]:
+        """The recorded rows of a put: where each sample is, and the columns.
+
+        Raises:
+            DataPlaneError: As `Recording.rows`.
+        """
+        if event.at not in self._blocks:
+            ids, columns = self._recording.rows(event.record)
+            assert isinstance(columns, Columns)
+            if len(self._blocks) >= _BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
+            self._blocks[event.at] = {sample_id: row for row, sample_id in enumerate(ids)}, columns
+        return self._blocks[event.at]

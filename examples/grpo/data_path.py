@@ -149,6 +149,9 @@ class DataPath(ABC):
             keep: A folder, in which a data plane saves them first. None: they are not kept.
         """
 
+    def mark_step(self, step: int, loss: float, staleness: int) -> None:  # noqa: B027 - not abstract: nobody may care
+        """Says that a step has ended: here, to nobody."""
+
     def save(self, folder: Path) -> None:  # noqa: B027 - not abstract: most have nothing to save
         """Writes what the path holds between two steps into ``folder``: here, nothing."""
 

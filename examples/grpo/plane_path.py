@@ -108,17 +108,19 @@ class DataPlanePath(DataPath):
         "megatron": MegatronPlanePolicyWorker,
     }
 
-    def __init__(self, config: RunConfig, events_file: Path | None = None) -> None:
+    def __init__(self, config: RunConfig, events_file: Path | None = None, recording: Path | None = None) -> None:
         """Makes the path.
 
         Args:
             config: The run.
             events_file: Where all processes write what they do, for ``dataplane flow``.
+            recording: An absolute folder where all processes record what they do, and the rows, to replay the run.
         """
         plane = config.data_plane
         metrics = {"metrics": {"events_file": None if events_file is None else str(events_file)}}
         others = [each for each in plane.middleware if each != "metrics"]
-        plane = plane.model_copy(update={"middleware": [metrics, *others]})
+        recorder = [] if recording is None else [{"recorder": {"folder": str(recording), "payload": "all"}}]
+        plane = plane.model_copy(update={"middleware": [metrics, *recorder, *others]})
         self.name = plane.backend
         self._config = config
         self._plane = plane
@@ -186,6 +188,9 @@ class DataPlanePath(DataPath):
         unit = self._config.data_parallel
         bounds = [self._meta.size // unit * number // portions * unit for number in range(portions + 1)]
         return [self._meta.slice(start, end) for start, end in pairwise(bounds) if start < end]
+
+    def mark_step(self, step: int, loss: float, staleness: int) -> None:
+        self._require().client.mark_step(step, loss=loss, staleness=staleness)
 
     def finish_step(self, keep: Path | None) -> Traffic:
         with reporting():

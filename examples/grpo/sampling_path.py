@@ -24,8 +24,8 @@ __all__ = ["SamplingPath"]
 class SamplingPath(DataPlanePath):
     """A data path whose steps are made of groups whose rewards differ."""
 
-    def __init__(self, config: RunConfig, events_file: Path | None = None) -> None:
-        super().__init__(config, events_file)
+    def __init__(self, config: RunConfig, events_file: Path | None = None, recording: Path | None = None) -> None:
+        super().__init__(config, events_file, recording)
         self._settings = config.dynamic_sampling
         self._facts: dict[str, float] = {}
 

@@ -27,7 +27,7 @@ import torch
 
 from dataplane_core.cli import main as dataplane
 from dataplane_core.errors import ConfigError, DataPlaneError, PluginError
-from dataplane_core.middleware import EventFile
+from dataplane_core.middleware import is_recording
 from grpo.async_path import AsyncPath
 from grpo.checkpoint import Checkpoints
 from grpo.cluster import connect_actors, ray_session, required_cpus, start_actors
@@ -38,6 +38,7 @@ from grpo.model import ModelConfig, build_model
 from grpo.plane_path import DataPlanePath
 from grpo.plot import plot_run
 from grpo.progress import StepLines
+from grpo.replay_path import ReplayPath
 from grpo.rollout import draw_problems
 from grpo.sampling_path import SamplingPath
 from grpo.task import Problem, read_problems, split_problems
@@ -61,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
                 "grpo.steps": args.steps,
                 "data.file": None if args.data is None else str(args.data.resolve()),
                 "data_plane.backend": args.backend,
+                "data_plane": None if args.replay is None else _replayed(args.replay, args.on_difference),
                 "workers": args.workers,
                 "tensor_parallel": args.tp,
                 "sequence_packing.enabled": args.packing or None,
@@ -72,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         if args.staleness is not None and config.rollouts.mode == "sync":
             raise UserError("--staleness: rollouts run ahead with --mode async only. Add it, or leave out --staleness.")
-        run(config, _data_path(config, args.in_memory, args.out), args.out, resume=args.resume)
+        run(config, _data_path(config, args), args.out, resume=args.resume)
     except (UserError, ConfigError, PluginError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -117,7 +119,6 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
 
     events = out / _EVENTS
     events.unlink(missing_ok=True)  # of an earlier run
-    marks = None if isinstance(path, InMemoryPath) else EventFile(events)
 
     with ray_session(config.ray, required_cpus(config, path.extra_cpus)):
         torch.set_num_threads(1)  # as in the actors: more threads would change the last bits
@@ -143,8 +144,7 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
 
             def on_step(record: dict[str, Any]) -> None:
                 lines.show(record)
-                if marks is not None:
-                    marks.step(record["step"], staleness=record.get("staleness", 0))
+                path.mark_step(record["step"], record["loss"], record.get("staleness", 0))
                 if config.saving.every and record["step"] % config.saving.every == 0:
                     print(f"saved to {write(trainer.records, write_state=trainer.save_state)}", flush=True)
 
@@ -152,8 +152,6 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
             evaluation["after"] = trainer.evaluate(eval_problems)
         finally:
             path.close()
-            if marks is not None:
-                marks.close()
 
     for moment in ("before", "after"):
         _print_evaluation(f"{moment} GRPO", evaluation[moment], eval_problems)
@@ -167,7 +165,7 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
         "seconds": round(time.monotonic() - start, 1),
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    if marks is not None:
+    if not isinstance(path, InMemoryPath):
         dataplane(["flow", str(events)])
         read = ["read", str(out / LAST_ROWS), "--tokenizer", "grpo.task:decode"]
         dataplane([*read, "--html", str(out / "answers.html")])
@@ -186,8 +184,20 @@ def _print_evaluation(when: str, shares: dict[str, float], problems: list[Proble
     )
 
 
-def _data_path(config: RunConfig, in_memory: bool, out: Path) -> DataPath:
-    ahead = config.rollouts.mode == "async"
+def _replayed(folder: Path, on_difference: str) -> dict[str, Any]:
+    """The section ``data_plane`` of a run that replays another one."""
+    return {"backend": "recording", "options": {"folder": str(folder.resolve()), "on_difference": on_difference}}
+
+
+def _data_path(config: RunConfig, args: argparse.Namespace) -> DataPath:
+    ahead, in_memory = config.rollouts.mode == "async", args.in_memory
+    recording = None if args.record is None else Path(args.record or args.out / "recording").resolve()
+    if in_memory and (recording is not None or args.replay is not None):
+        raise UserError("a recording is made, and replayed, by the data plane. Leave out --in-memory.")
+    if args.replay is not None and (ahead or config.dynamic_sampling.enabled or args.resume):
+        raise UserError("--replay is for synchronous runs from their start: leave out the other modes and --resume.")
+    if recording is not None and is_recording(recording) and not args.resume:
+        raise UserError(f"--record: {recording} has a recording already. Name another folder, or remove it.")
     if in_memory and ahead:
         raise UserError("rollouts run ahead through the data plane. Leave out --in-memory or --mode async.")
     if in_memory and config.portions.per_step > 1:
@@ -197,7 +207,7 @@ def _data_path(config: RunConfig, in_memory: bool, out: Path) -> DataPath:
     if in_memory:
         return InMemoryPath(config)
     kind = AsyncPath if ahead else SamplingPath if config.dynamic_sampling.enabled else DataPlanePath
-    return kind(config, out.resolve() / _EVENTS)
+    return (kind if args.replay is None else ReplayPath)(config, args.out.resolve() / _EVENTS, recording)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -216,6 +226,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dynamic-sampling", action="store_true", help="train only on groups whose rewards differ")
     parser.add_argument("--mode", choices=("sync", "async"), help="async: rollouts run ahead of training")
     parser.add_argument("--staleness", type=int, metavar="N", help="steps that they run ahead; with --mode async")
+    parser.add_argument(
+        "--record", nargs="?", const="", metavar="FOLDER", help="record the run, in --out by default"
+    )
+    parser.add_argument("--replay", type=Path, metavar="FOLDER", help="train on a recorded run's rows; generates none")
+    parser.add_argument(
+        "--on-difference",
+        choices=("error", "warn"),
+        default="error",
+        help="with --replay, when a process writes something else than in the run (default: %(default)s)",
+    )
     parser.add_argument("--save-every", type=int, metavar="N", help="save the run after every N steps")
     parser.add_argument("--resume", action="store_true", help="go on from the newest save in --out")
     return parser.parse_args(argv)

@@ -1,11 +1,27 @@
-"""A recorded run happens again: same claims, same rows, and what differs is named."""
+"""A recorded run happens again: the same batches and rows, and what differs is named."""
 
 from __future__ import annotations
+
+import json
+import logging
 
 import pytest
 import torch
 
-from dataplane_core import connect
+from dataplane_core import DataPlaneConfig, connect
+from dataplane_core.backends import BlobStore, CapacityOptions
+from dataplane_core.connecting import connect_backend
+from dataplane_core.errors import (
+    CorruptDataError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    MissingDataError,
+    UnknownPartitionError,
+    UnsupportedOperationError,
+)
+from dataplane_recording import DifferenceError
+
+FIELDS = ["tokens", "text", "loss"]
 
 
 @pytest.fixture
@@ -13,49 +29,330 @@ def folder(tmp_path):
     return tmp_path / "recording"
 
 
-def recorded(folder, payload="all", backend="noop"):
-    return connect({"backend": backend, "middleware": [{"recorder": {"folder": str(folder), "payload": payload}}]})
+class Guarded(BlobStore):
+    """A store whose config has a secret."""
+
+    class Config(CapacityOptions):
+        password: str
+
+    def start(self, *, bootstrap, deadline):
+        self.blobs = {}
+
+    def put(self, key, data):
+        self.blobs[key] = data
+
+    def get(self, key):
+        return self.blobs.get(key)
+
+    def delete(self, key):
+        self.blobs.pop(key, None)
 
 
-def replayed(folder, **options):
-    return connect({"backend": "recording", "options": {"folder": str(folder), **options}})
+def recorded(folder, payload="all", **config):
+    recorder = {"recorder": {"folder": str(folder), "payload": payload}}
+    return connect({"backend": "noop", "middleware": [recorder], **config})
 
 
-def roll_out(client, step):
-    ids = [f"s{step}_{row}" for row in range(4)]
-    tokens = torch.arange(12, dtype=torch.int64).reshape(4, 3) + step
-    tags = [{"step": step, "row": row} for row in range(4)]
-    client.put_samples(ids, "train", {"tokens": tokens, "text": ["a", {"k": 1}, None, "d"]}, tags=tags)
+def replayed(folder, bootstrap=True, **options):
+    return connect({"backend": "recording", "options": {"folder": str(folder), **options}}, bootstrap=bootstrap)
 
 
-def train(client, steps=2, loss=0.5, batch_size=2):
-    """The trainer's side of the run. Returns what it saw."""
+def register(client, **options):
+    client.register_partition("train", FIELDS, **{"num_samples": None, "consumer_tasks": ["trainer"], **options})
+
+
+def roll_out(client, step, count=4):
+    """The rows of a step, as rollout processes write them."""
+    ids = [f"s{step}_{row}" for row in range(count)]
+    tokens = [torch.arange(row + 1, dtype=torch.int64) + step for row in range(count)]
+    texts = ["a", {"k": 1}, None, "d"][:count]
+    tags = [{"step": step, "row": row} for row in range(count)]
+    client.put_samples(ids, "train", {"tokens": torch.nested.nested_tensor(tokens, layout=torch.jagged)}, tags=tags)
+    client.put_samples(ids, "train", {"text": texts})
+
+
+def train(client, steps=2, weight=0.5):
+    """The trainer's side. Returns the batches that it saw."""
     seen = []
-    for step in range(steps):
+    for step in range(1, steps + 1):
         for _ in range(2):
-            meta = client.claim_meta("train", "trainer", ["tokens"], batch_size, lease_s=60, timeout_s=30)
+            meta = client.claim_meta("train", "trainer", ["tokens"], 2, lease_s=60, timeout_s=30)
             rows = client.get_samples(meta.sample_ids, "train", ["tokens", "text"])
-            seen.append((meta.sample_ids, meta.tags, rows["tokens"].tolist(), rows["text"].tolist()))
-            client.put_samples(meta.sample_ids, "train", {"loss": rows["tokens"].sum(1) * loss})
+            tokens = [row.tolist() for row in rows["tokens"].unbind()]
+            seen.append((meta.sample_ids, meta.tags, tokens, rows["text"].tolist()))
+            losses = torch.tensor([weight * sum(row) for row in tokens])
+            client.put_samples(meta.sample_ids, "train", {"loss": losses})
             client.ack(meta)
-        client.mark_step(step, loss=loss)
+        client.mark_step(step, loss=weight)
     return seen
-
-
-def run(client, **options):
-    client.register_partition("train", ["tokens", "text", "loss"], None, ["trainer"])
-    roll_out(client, 0)
-    roll_out(client, 1)
-    return train(client, **options)
 
 
 @pytest.fixture
 def of_run(folder):
+    """What the trainer of a recorded run saw. Its rollouts came in another order than their steps."""
     with recorded(folder) as client:
-        return run(client)
+        register(client)
+        roll_out(client, 2)
+        roll_out(client, 1)
+        return train(client)
 
 
-def test_a_replay_without_rollouts_gets_the_same_batches(folder, of_run):
+def test_a_replay_without_rollouts_gets_the_same_batches_in_the_same_order(folder, of_run):
     with replayed(folder) as client:
-        client.register_partition("train", ["tokens", "text", "loss"], None, ["trainer"])
+        register(client)
         assert train(client) == of_run
+        assert client.check_consumption_status("train", ["trainer"])
+
+
+def test_a_process_that_did_not_register_the_partition_finds_its_samples(folder, of_run):
+    ids, tags, tokens, _ = of_run[2]
+    with replayed(folder, bootstrap=False) as worker:  # which attaches, as the workers of a trainer do
+        rows = worker.get_samples(ids, "train", ["tokens"])
+        assert [row.tolist() for row in rows["tokens"].unbind()] == tokens
+        assert worker.list_samples("train", {"step": 1}).tags[:2] == tags
+        with pytest.raises(UnknownPartitionError):
+            worker.list_samples("other")
+
+
+def test_registrations_of_a_name_stand_for_those_of_the_run_in_their_order(folder):
+    def steps(client, put):
+        seen = []
+        for step in range(3):
+            register(client, num_samples=2)
+            if put:
+                roll_out(client, 7 * step, count=2)
+            meta = client.claim_meta("train", "trainer", ["tokens"], 2, timeout_s=30)
+            rows = client.get_samples(meta.sample_ids, "train", ["tokens"])
+            seen.append((meta.sample_ids, [row.tolist() for row in rows["tokens"].unbind()]))
+            client.clear_samples(None, "train")
+        return seen
+
+    with recorded(folder) as client:
+        seen = steps(client, put=True)
+    with replayed(folder) as client:
+        assert steps(client, put=False) == seen
+        with pytest.raises(InvalidRequestError, match="registered it 3 times"):
+            register(client, num_samples=2)
+    with replayed(folder) as worker:
+        for ids, _ in seen:  # of each registration in turn
+            assert worker.get_samples(ids, "train", ["text"])["text"].tolist() == ["a", {"k": 1}]
+
+
+def test_ids_that_are_used_again_are_those_of_the_next_registration_once_all_was_read(folder):
+    def step(client, value):
+        register(client)
+        client.put_samples(["a"], "train", {"loss": torch.tensor([value])})
+
+    with recorded(folder) as driver:
+        for value in (1.0, 2.0):
+            step(driver, value)
+            driver.get_samples(["a"], "train", ["loss"])
+    with replayed(folder) as worker:
+        assert [worker.get_samples(["a"], "train", ["loss"])["loss"].item() for _ in range(2)] == [1.0, 2.0]
+
+
+def test_a_cell_that_was_overwritten_is_read_as_the_run_read_it(folder):
+    with recorded(folder) as client:
+        register(client)
+        for value in (1.0, 2.0):
+            client.put_samples(["a"], "train", {"loss": torch.tensor([value])})
+            client.claim_meta("train", "trainer", ["loss"], 1, timeout_s=30)
+            client.get_samples(["a"], "train", ["loss"])
+            client.clear_samples(["a"], "train")
+    with replayed(folder) as client:
+        register(client)
+        for value in (1.0, 2.0):
+            meta = client.claim_meta("train", "trainer", ["loss"], 1, timeout_s=30)
+            assert client.get_samples(meta.sample_ids, "train", ["loss"])["loss"].item() == value
+            client.clear_samples(["a"], "train")
+        assert client.list_sample_ids("train") == []
+
+
+def test_ranks_get_the_batches_of_the_run_whoever_asks_first(folder):
+    def claim(client, rank):
+        return client.claim_meta("train", "trainer", ["tokens"], 1, timeout_s=30, dp_rank=rank, dp_size=2)
+
+    with recorded(folder) as client:
+        for step in (0, 1):  # the client's first claims of a registration follow those of another one
+            register(client, num_samples=4)
+            roll_out(client, step)
+            given = [[claim(client, rank).sample_ids for _ in range(2)] for rank in range(2)]
+    with replayed(folder) as client:
+        for _ in range(2):
+            register(client, num_samples=4)
+            again = {rank: [claim(client, rank).sample_ids for _ in range(2)] for rank in (1, 0)}
+        assert [again[0], again[1]] == given
+        with pytest.raises(InvalidRequestError, match=r"rank 2\. The run claimed for ranks 0, 1"):
+            client.claim_meta("train", "trainer", ["tokens"], 1, timeout_s=30, dp_rank=2, dp_size=3)
+        with pytest.raises(InvalidRequestError, match=r"dp_size is 4. The run's claim had 2"):
+            client.claim_meta("train", "trainer", ["tokens"], 1, timeout_s=30, dp_rank=1, dp_size=4, batch_index=0)
+
+
+@pytest.mark.parametrize("payload", ["all", "digests"])
+def test_the_first_difference_is_named_with_step_sample_column_and_values(folder, payload):
+    with recorded(folder, payload) as client:
+        register(client)
+        for step in (1, 2):
+            client.put_samples([f"s{step}"], "train", {"loss": torch.tensor([0.25 * step])})
+            client.mark_step(step)
+    with replayed(folder) as client:
+        register(client)
+        client.put_samples(["s1"], "train", {"loss": torch.tensor([0.25])})
+        with pytest.raises(
+            DifferenceError, match=r"'loss' of sample 's2' .* after step 1. It is 0.75, and was 0.5"
+        ) as e:
+            client.put_samples(["s2"], "train", {"loss": torch.tensor([0.75])})
+        assert (e.value.step, e.value.sample_id, e.value.field) == (1, "s2", "loss")
+        with pytest.raises(DifferenceError, match="float64"):
+            client.put_samples(["s2"], "train", {"loss": torch.tensor([0.5], dtype=torch.float64)})
+
+
+def test_a_difference_may_be_a_warning_and_is_taken(folder, of_run, caplog):
+    with replayed(folder, on_difference="warn") as client, caplog.at_level(logging.WARNING, "dataplane_recording"):
+        register(client)
+        assert train(client, weight=2.0) == of_run  # another loss on the data of the run
+        assert client.get_samples(["s1_3"], "train", ["loss"])["loss"].item() == 2.0 * (1 + 2 + 3 + 4)
+    (message,) = [record.message for record in caplog.records]  # of the column, once
+    assert "column 'loss' of sample 's2_0' is not what the run put before the end of any step" in message
+
+
+def test_what_the_run_did_not_put_is_taken_uncompared(folder, of_run):
+    with replayed(folder) as client:
+        register(client)
+        client.put_samples(["s1_0", "new"], "train", {"entropy": torch.tensor([0.5, 0.25])}, tags=[{"k": 1}, {}])
+        assert client.get_samples(["new", "s1_0"], "train", ["entropy"])["entropy"].tolist() == [0.25, 0.5]
+        assert client.list_samples("train", {"k": 1}).tags == [{"step": 1, "row": 0, "k": 1}]
+
+
+def test_shared_and_long_cells_are_compared_too(folder):
+    shared = torch.ones(1, 40_000).expand(3, -1)
+    with recorded(folder) as client:
+        register(client)
+        client.put_samples(["a", "b", "c"], "train", {"tokens": shared, "text": [[1, 2], [], [3]]})
+    with replayed(folder) as client:
+        register(client)
+        client.put_samples(["c", "a"], "train", {"tokens": shared[:2], "text": [[3], [1, 2]]})
+        changed = torch.ones(40_000)
+        changed[7] = 3.0
+        with pytest.raises(DifferenceError, match=r"Its element 7 is 3.0, and was 1.0\."):
+            client.put_samples(["b"], "train", {"tokens": changed[None]})
+        assert torch.equal(client.get_samples(["b"], "train", ["tokens"])["tokens"], torch.ones(1, 40_000))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"grpo_group_size": 2},
+            r"grpo_group_size is 2\. The run had None, in registration 1 of it, before the end of",
+        ),
+        ({"num_samples": 8}, r"num_samples is 8\. The run had None"),
+        ({"consumer_tasks": ["trainer", "judge"]}, r"consumer_tasks has 'judge'\. The run had 'trainer'"),
+    ],
+)
+def test_another_registration_is_refused_and_says_what_was_recorded(folder, of_run, options, message):
+    with replayed(folder) as client, pytest.raises(InvalidRequestError, match=message):
+        register(client, **options)
+
+
+def test_what_the_run_did_not_do_is_refused_and_says_what_it_did(folder, of_run):
+    with replayed(folder) as client:
+        with pytest.raises(InvalidRequestError, match="the run had no such partition"):
+            client.register_partition("other", FIELDS, None, [])
+        register(client)
+        with pytest.raises(InvalidRequestError, match=r"batch_size is 3. The run's claim had 2, before the end of any"):
+            client.claim_meta("train", "trainer", ["tokens"], 3, timeout_s=30)
+        with pytest.raises(
+            MissingDataError, match=r"did not put field 'values' of sample 's2_0'. It put 'tokens', 'text'"
+        ):
+            client.claim_meta("train", "trainer", ["values"], 2, timeout_s=30)
+        with pytest.raises(MissingDataError, match=r"did not put field 'values' of sample 's1_0'.* after step 1\."):
+            client.get_samples(["s1_0"], "train", ["values"])
+        with pytest.raises(MissingDataError, match="'gone' is not in the partition"):
+            client.get_samples(["gone"], "train", ["tokens"])
+        train(client)
+        with pytest.raises(MissingDataError, match=r"claimed 4 batches for this task .* the last one after step 1"):
+            client.claim_meta("train", "trainer", ["tokens"], 2, timeout_s=30)
+
+
+def test_leases_are_those_of_the_replay(folder, of_run):
+    with replayed(folder) as client:
+        register(client)
+        meta = client.claim_meta("train", "trainer", ["tokens"], 2, lease_s=60, timeout_s=30)
+        client.renew(meta, 60)
+        client.ack(meta)
+        client.ack(meta)
+        with pytest.raises(LeaseExpiredError):
+            client.nack(meta)
+
+
+@pytest.mark.parametrize("payload", ["digests", 0.01])
+def test_rows_that_were_not_recorded_are_missed_when_they_are_read(folder, payload):
+    with recorded(folder, payload) as client:
+        register(client)
+        client.mark_step(4)
+        roll_out(client, 1)
+    with replayed(folder) as client:
+        register(client)
+        with pytest.raises(MissingDataError, match=rf"payload '?{payload}'?.* The run put them after step 4\."):
+            client.get_samples(["s1_0"], "train", ["tokens"])
+
+
+def test_a_flipped_byte_is_found_where_it_is_read(folder, of_run):
+    (rows,) = folder.glob("*.rows")
+    data = bytearray(rows.read_bytes())
+    data[len(data) - 3] ^= 1
+    rows.write_bytes(data)
+    with replayed(folder) as client:
+        register(client)
+        meta = client.claim_meta("train", "trainer", ["tokens"], 2, timeout_s=30)
+        client.get_samples(meta.sample_ids, "train", ["tokens"])  # of another block
+        with pytest.raises(CorruptDataError, match=r"not as they were written\. The run put them after step 1"):
+            client.get_samples(["s1_2"], "train", ["loss"])  # the last block
+
+
+def test_a_folder_of_another_version_or_of_none_is_refused(folder, of_run, tmp_path):
+    with pytest.raises(MissingDataError, match="no recording in"):
+        replayed(tmp_path / "none")
+    mark = folder / "recording.json"
+    mark.write_text(json.dumps({**json.loads(mark.read_text()), "version": 99}))
+    with pytest.raises(UnsupportedOperationError, match="version 99"):
+        replayed(folder)
+
+
+def test_a_partition_whose_registration_was_not_recorded_is_refused(folder):
+    with connect({"backend": "shm_store"}) as driver:
+        register(driver)
+        recorder = {"recorder": {"folder": str(folder), "payload": "all"}}
+        config = {**driver.config.model_dump(), "middleware": [recorder]}
+        with connect(config, bootstrap=False) as client:
+            roll_out(client, 1)
+    with replayed(folder) as client, pytest.raises(MissingDataError, match="no registration of it"):
+        register(client)
+
+
+def test_a_finished_partition_ends(folder):
+    with recorded(folder) as client:
+        register(client)
+        roll_out(client, 1)
+        client.finish_partition("train")
+        batches = [client.claim_meta("train", "trainer", ["tokens"], 3, lease_s=60, timeout_s=30) for _ in range(2)]
+    with replayed(folder) as client:
+        register(client)
+        client.finish_partition("train")
+        again = [client.claim_meta("train", "trainer", ["tokens"], 3, lease_s=60, timeout_s=30) for _ in range(3)]
+        assert [meta.sample_ids for meta in again] == [*(meta.sample_ids for meta in batches), []]
+        assert not client.is_finished("train", ["trainer"])
+        for meta in again[:2]:
+            client.ack(meta)
+        assert client.is_finished("train", ["trainer"])
+
+
+def test_nothing_of_the_config_is_in_a_recording(folder):
+    secret = "hunter2-4711"
+    recorder = {"recorder": {"folder": str(folder), "payload": "all"}}
+    config = DataPlaneConfig(backend="guarded", options={"password": secret}, middleware=[recorder])
+    with connect_backend(Guarded, config) as client:
+        register(client)
+        roll_out(client, 1)
+    assert all(secret.encode() not in path.read_bytes() for path in folder.iterdir())

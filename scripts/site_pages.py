@@ -29,6 +29,7 @@ OUTSIDE = {
     "packages/tools.md": "tools/README.md",
     "packages/compat.md": "compat/README.md",
     "packages/noop.md": "plugins/noop/README.md",
+    "packages/recording.md": "plugins/recording/README.md",
     "packages/shm_store.md": "plugins/shm_store/README.md",
     "packages/redis_store.md": "plugins/redis_store/README.md",
     "packages/tq_simple.md": "plugins/tq_simple/README.md",

@@ -164,6 +164,7 @@ class DataPlaneRollouts:
             return
         span = {"began": self._training_began, "ended": time.monotonic()}
         self.timeline.append({"what": "train", "batch": self._batch, **span})
+        self._client.mark_step(self._batch + 1)
         self._held.close()
         self.trained += self._in_training
         self._client.clear_samples(None, _answers(self._batch))

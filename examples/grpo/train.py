@@ -226,9 +226,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dynamic-sampling", action="store_true", help="train only on groups whose rewards differ")
     parser.add_argument("--mode", choices=("sync", "async"), help="async: rollouts run ahead of training")
     parser.add_argument("--staleness", type=int, metavar="N", help="steps that they run ahead; with --mode async")
-    parser.add_argument(
-        "--record", nargs="?", const="", metavar="FOLDER", help="record the run, in --out by default"
-    )
+    parser.add_argument("--record", nargs="?", const="", metavar="FOLDER", help="record the run, in --out by default")
     parser.add_argument("--replay", type=Path, metavar="FOLDER", help="train on a recorded run's rows; generates none")
     parser.add_argument(
         "--on-difference",

@@ -285,7 +285,7 @@ class RecordingBackend(BlobStore):
                 if (sample_id, name) not in now.own and not now.run.puts_of(sample_id, name):
                     raise self._not_put(what, now, sample_id, name)
 
-    @_replayed  # type: ignore[assignment]  # its argument has another name
+    @_replayed
     def _settle(self, now: Replay, request: spec.SettleRequest) -> spec.SettleReply:
         """Settles leases, which do not run out in a replay."""
         lost = now.settle(request)
@@ -297,7 +297,7 @@ class RecordingBackend(BlobStore):
             )
         return spec.SettleReply(num_samples=len(request.sample_ids))
 
-    ack = nack = renew = _settle
+    ack = nack = renew = _settle  # type: ignore[assignment]  # a hook with its own signature
 
     @_replayed
     def check_consumption(self, now: Replay, request: spec.ConsumptionRequest) -> spec.ConsumptionReply:

@@ -160,7 +160,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         Check first: the class attribute scope. With the scope process, core must refuse to attach. With a wider scope,
         attaching must work.
         """
-        if store.scope is not Scope.PROCESS or store.backend_class.opens_anywhere:
+        if store.scope is not Scope.PROCESS or store.deployment.backend_class.opens_anywhere:
             store.attached_client().close()
             return
         with pytest.raises(BackendUnavailableError) as caught:

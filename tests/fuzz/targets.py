@@ -77,6 +77,8 @@ from dataplane_core.hosting import (
     decode_welcome,
 )
 from dataplane_core.ledger import Command, Ledger, LedgerService, StateReader, commands, to_state
+from dataplane_core.middleware import Recording
+from dataplane_core.middleware.events import sealed, unsealed
 from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
 from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, Question, WireFormat, WorkInfo
 from dataplane_redis import _protocol as redis_protocol, _scripts as redis_scripts
@@ -525,6 +527,44 @@ def _exported() -> Path:
 
 def _exports() -> list[bytes]:
     return [(_exported() / ".export.json").read_bytes()]
+
+
+@functools.cache
+def _recorded() -> Path:
+    """The folder of a recording of one client."""
+    folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="dpfuzz"))) / "recording"
+    recorder = {"recorder": {"folder": str(folder), "payload": "all"}}
+    with connect({"backend": "noop", "middleware": [recorder]}) as client:
+        client.register_partition("p", ["x", "y"], 2, ["t"], enums={"z": ["a"]})
+        client.put_samples(["a", "b"], "p", {"x": torch.ones(2, 3), "y": ["u", {"v": 1}]}, tags=[{"k": 1}, {}])
+        client.ack(client.claim_meta("p", "t", ["x"], 2, lease_s=60))
+        client.mark_step(1, loss=0.5)
+        client.clear_samples(None, "p")
+    return folder
+
+
+def _recorded_lines() -> list[bytes]:
+    (path,) = _recorded().glob("*.jsonl")
+    lines = path.read_bytes().splitlines()
+    return [text for text in map(unsealed, lines) if text is not None]
+
+
+def _read_recording(data: bytes) -> None:
+    """Reads a recording with another first line, or another second one."""
+    (path,) = _recorded().glob("*.jsonl")
+    kept = path.read_bytes()
+    begin = data if b'"format"' in data else _recorded_lines()[0]
+    try:
+        path.write_bytes(b"\n".join((sealed(begin), sealed(data), b"")))
+        recording = Recording(_recorded())
+        for record in recording.records():
+            for name, text in record.specs.items():
+                FieldSpec.from_text(text)
+                record.digests_of(name)
+            if record.block is not None:
+                recording.rows(record)
+    finally:
+        path.write_bytes(kept)
 
 
 def _shard_heads() -> list[bytes]:
@@ -1044,6 +1084,7 @@ TARGETS: Final[dict[str, Target]] = {
         Target("save", _manifests, _read_save, JSON),
         Target("export", _exports, _read_export, JSON),
         Target("shard of an export", _shard_heads, _read_shard_head, JSON),
+        Target("recording", _recorded_lines, _read_recording, JSON),
         Target("shm request", _shm_requests, _read_shm_request, SHM_REQUEST),
         Target("tq request", _tq_requests, _read_tq_request, SHM_REQUEST),
         Target("extent request", _extent_requests, _read_extent_request, SHM_REQUEST),

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_digest
 
 from dataplane_core.codec.narrow import widened
 from dataplane_core.codec.objects import encode_item
@@ -65,7 +65,8 @@ def _digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat)
             words = np.zeros((num_rows(column), 8), dtype=np.uint8)
             words[:, :size] = np.frombuffer(data, dtype=np.uint8).reshape(-1, size)
             return words.view("<u8").reshape(-1).astype(np.uint64, copy=False)
-    return np.array(list(map(xxh3_64_intdigest, _row_bytes(column, spec, wire))), dtype=np.uint64)
+    hashed = b"".join(map(xxh3_64_digest, _row_bytes(column, spec, wire)))
+    return np.frombuffer(hashed, dtype=">u8").astype(np.uint64)
 
 
 def _row_bytes(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> Iterable[BytesLike]:

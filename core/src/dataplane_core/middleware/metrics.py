@@ -186,7 +186,7 @@ class Metrics(OperationMiddleware):
 
     def around(self, operation: str, request: Any, n_bytes: int = 0) -> Generator[None, Any, Any]:
         """Counts an operation. A waiting claim makes one event each time it asks."""
-        return (yield from observe(operation, request, self._count, n_bytes))
+        return (yield from observe(operation, request, lambda event, _: self._count(event), n_bytes))
 
     @hookimpl(wrapper=True)
     def register_partition(self, request: RegisterRequest) -> Generator[None, Any, Any]:
@@ -238,7 +238,7 @@ class Metrics(OperationMiddleware):
             self._drop(request.partition_id, request.sample_ids)
         return reply
 
-    def _count(self, event: OperationEvent, _: Any) -> None:
+    def _count(self, event: OperationEvent) -> None:
         with self._lock:
             total = self._totals.setdefault(event.op, _Total())
             total.calls += 1

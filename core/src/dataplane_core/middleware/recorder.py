@@ -127,6 +127,7 @@ class Recorder(OperationMiddleware):
         self._segment: _Segment | None = None
         self._wire = WireFormat()
         self._num_lost = 0
+        self._failed = False
 
     def start(self, context: MiddlewareContext) -> None:
         """Begins a segment.
@@ -245,8 +246,9 @@ class Recorder(OperationMiddleware):
                     self._num_lost = 0
                 segment.append(line, block)
             except (OSError, ValueError) as error:  # a full disk must not end the run
-                if not self._num_lost:
+                if not self._failed:
                     _log.warning("the recorder cannot write to '%s': %s", self.config.folder, error)
+                self._failed = True
                 self._num_lost += 1
 
 

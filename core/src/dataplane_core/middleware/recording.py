@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypedDict
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from dataplane_core.errors import (
 from dataplane_core.middleware.events import unsealed
 from dataplane_core.regular_files import open_regular, read_regular
 from dataplane_core.saves import unpack_rows
-from dataplane_core.spec import WireFormat
+from dataplane_core.spec import WireFormat, fits
 
 __all__ = ["Record", "Recording", "Writer"]
 
@@ -47,6 +48,7 @@ class Writer(msgspec.Struct, frozen=True, kw_only=True):
         backend: Entry-point name of its backend.
         payload: What it recorded of puts, see `RecorderConfig.payload`.
         run: The id of the run that began the folder.
+        at: When it began, in seconds since 1970.
     """
 
     client: str
@@ -56,6 +58,7 @@ class Writer(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     payload: Literal["none", "digests", "all"] | float
     run: str
+    at: float
 
     def __str__(self) -> str:
         return f"{self.role} (process {self.pid} on {self.host})"
@@ -140,6 +143,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return None if text is None else np.frombuffer(bytes.fromhex(text), dtype=">u8").astype(np.uint64)
 
 
+class _Head(TypedDict):
+    """What a block of rows says beside its columns."""
+
+    ids: Sequence[str]
+
+
 @dataclass(frozen=True, slots=True)
 class DroppedSegment:
     """A segment that was deleted to keep ``max_bytes``.
@@ -200,9 +209,8 @@ class Recording:
                         "max_bytes."
                     )
             begun = {client: self._begun(found) for client, found in self._segments.items()}
-            self._writers = {client: found[0] for client, found in begun.items() if found is not None}
-            order = sorted(self._writers, key=lambda client: begun[client][1])  # type: ignore[index]
-            self.writers = [self._writers[client] for client in order]
+            self._writers = {client: found for client, found in begun.items() if found is not None}
+            self.writers = sorted(self._writers.values(), key=lambda each: each.at)
         except OSError as error:
             raise SaveError(f"the recording in '{self.folder}' cannot be read: {error.strerror or error}.") from error
 
@@ -243,8 +251,9 @@ class Recording:
         start, size, digest = record.block
         try:
             with open_regular(self.folder / (record.segment + ROWS_SUFFIX)) as file:
-                file.seek(start)
-                block = file.read(size)
+                end = os.fstat(file.fileno()).st_size
+                file.seek(min(start, end))
+                block = file.read(min(size, end))  # a forged size reserves no memory
         except FileNotFoundError as error:
             raise CorruptDataError(f"{what} are missing.") from error
         except (OSError, ValueError, OverflowError) as error:
@@ -252,12 +261,14 @@ class Recording:
         if len(block) != size or xxhash.xxh3_64_hexdigest(block) != digest:
             raise CorruptDataError(f"{what} are not as they were written.")
         columns, head = unpack_rows(block)
+        if not fits(head, _Head):
+            raise CorruptDataError(f"{what} have no ids.")
         return list(head["ids"]), columns
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
-    def _begun(self, names: Sequence[str]) -> tuple[Writer, float] | None:
-        """The client of segments, and when the first of them began. None if it was killed before it had written."""
+    def _begun(self, names: Sequence[str]) -> Writer | None:
+        """The client of segments. None if it was killed before it had written."""
         for name in names:
             first, _, rest = read_regular(self.folder / (name + LINES_SUFFIX)).partition(b"\n")
             text = unsealed(first)
@@ -270,7 +281,7 @@ class Recording:
                     raise ValueError("of another format")
                 version = held["version"]
                 writer = msgspec.convert(held, Writer)
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
                 raise CorruptDataError(
                     f"the first line of segment {name} in '{self.folder}' is damaged: {error}."
                 ) from error
@@ -280,7 +291,7 @@ class Recording:
                     f"segment {name} in '{self.folder}' is of run {writer.run}. Expected run {self.run}: it was put "
                     "there from another recording."
                 )
-            return writer, float(held["at"])
+            return writer
         return None
 
     def _records_of(self, client: str) -> Iterator[tuple[float, Record]]:
@@ -317,10 +328,12 @@ class Recording:
                 held = {**{each: held[each] for each in names}, "values": {k: held[k] for k in held if k not in names}}
             about = {"client": self._writers[client], "segment": name, "line": number}
             record = msgspec.convert({**held, **about}, Record)
-            sizes = {len(digests) for digests in record.digests.values()}
-            if sizes - {16 * len(record.ids)} or len(record.tags or record.ids) != len(record.ids):
+            sizes = {len(bytes.fromhex(digests)) for digests in record.digests.values()}
+            if sizes - {8 * len(record.ids)} or len(record.tags or record.ids) != len(record.ids):
                 raise ValueError("it has not one digest and tag per sample")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if record.block is not None and min(record.block[:2]) < 0:
+                raise ValueError("its block is at a negative place")
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise CorruptDataError(
                 f"line {number} of segment {name} in '{self.folder}' is no record: {error}."
             ) from error
@@ -339,8 +352,12 @@ class Recording:
                 if line and number < len(lines):
                     raise CorruptDataError(f"line {number} of '{path}' is damaged.")
                 continue
-            held: Mapping[str, Any] = json.loads(text)
-            found[held["segment"]] = DroppedSegment(held["segment"], held["until"], held["bytes"])
+            try:
+                held: Mapping[str, Any] = json.loads(text)
+                each = DroppedSegment(str(held["segment"]), float(held["until"]), int(held["bytes"]))
+            except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+                raise CorruptDataError(f"line {number} of '{path}' is no note of a segment: {error}.") from error
+            found[each.name] = each
         return list(found.values())
 
 
@@ -368,7 +385,7 @@ def read_mark(folder: Path) -> str:
             f"no recording in '{folder}': there is no {MARK}.",
             hint="Name the folder of the middleware recorder.",
         ) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise CorruptDataError(f"'{folder / MARK}' is not the mark of a recording: {error}.") from error
     _check_version(folder, version)
     return run

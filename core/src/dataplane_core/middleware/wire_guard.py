@@ -17,7 +17,7 @@ Rules:
 - With ``allow_pickle`` and a wire of native objects, an item outside the closed set has no bytes. Only its partition,
   sample, field and type are checked.
 
-`benchmarks/wire_guard.py` prints its cost.
+`benchmarks/middleware.py` prints its cost.
 """
 
 from __future__ import annotations

@@ -1,0 +1,389 @@
+"""The recorder and its reader: what a recording says, that it survives kills and full disks, and what it refuses."""
+
+import json
+import shutil
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from dataplane_sqlite_example import SQLiteStore
+
+from dataplane_core import connect
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.connecting import connect_backend
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    ClaimTimeoutError,
+    ConfigError,
+    CorruptDataError,
+    MissingDataError,
+    SchemaMismatchError,
+    UnsupportedOperationError,
+)
+from dataplane_core.middleware import Recording, is_recording
+
+
+def recorded(folder, payload="digests", backend="noop", **options):
+    """A client whose operations are recorded."""
+    recorder = {"recorder": {"folder": str(folder), "payload": payload, **options}}
+    if backend == "sqlite":  # a wire of bytes
+        path = str(folder.parent / "store")
+        config = DataPlaneConfig(backend="sqlite", options={"path": path}, middleware=[recorder])
+        return connect_backend(SQLiteStore, config)
+    return connect({"backend": backend, "middleware": [recorder]})
+
+
+def records(folder, op=None):
+    return [each for each in Recording(folder).records() if op in (None, each.op)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "recording"
+
+
+COLUMNS = {
+    "ids": [torch.tensor([1, 2, 3]), torch.tensor([70_000])],
+    "bf16": torch.tensor([[1.5], [float("nan")]], dtype=torch.bfloat16),
+    "reward": torch.tensor([0.5, -0.0]),
+    "none": torch.zeros(2, 0),
+    "said": ["hello", {"role": "tool", "content": [1, None]}],
+}
+
+
+def a_run(client):
+    client.register_partition("p", list(COLUMNS), 2, ["t"])
+    client.put_samples(["a_g0", "a_g1"], "p", COLUMNS, tags=[{"weight_version": 3}, {"weight_version": 4}])
+    claim = client.claim_meta("p", "t", ["reward"], 2, lease_s=60, tag_filter={"weight_version": (">=", 3)})
+    client.get_samples(claim.sample_ids, "p", ["reward"])
+    client.nack(claim)
+    client.ack(client.claim_meta("p", "t", ["ids"], 2, lease_s=60))
+    client.mark_step(1, loss=np.float32(0.25), staleness=torch.tensor(1), kl=float("nan"))
+    client.clear_samples(["a_g0"], "p")
+    client.clear_samples(None, "p")
+
+
+def test_a_recording_says_what_was_done_with_what_and_by_whom(folder):
+    with recorded(folder) as client:
+        a_run(client)
+        client.list_partitions()
+    found = records(folder)
+    assert [each.op for each in found] == [
+        "register_partition", "put_samples", "claim", "get_samples", "nack", "claim", "ack", "step",
+        "clear_samples", "clear_samples",
+    ]  # fmt: skip
+    register, put, claim, get, nack, again, ack, step, clear, all_clear = found
+    assert [each.at for each in found] == sorted(each.at for each in found)
+    assert (register.fields, register.num_samples, register.consumer_tasks) == (list(COLUMNS), 2, ["t"])
+    assert (register.if_exists, register.drops_all, bool(register.epoch)) == ("replace", True, True)
+    assert put.ids == ["a_g0", "a_g1"]
+    assert put.tags == [{"weight_version": 3}, {"weight_version": 4}]
+    assert put.specs["bf16"] == "tensor:bfloat16:1:"
+    assert set(put.digests) == set(COLUMNS)
+    assert (claim.ids, claim.task, claim.required_fields, claim.batch_size) == (put.ids, "t", ["reward"], 2)
+    assert (claim.tags, claim.lease_s, claim.tag_filter) == (put.tags, 60, {"weight_version": (">=", 3)})
+    assert (get.ids, get.fields, nack.ids, again.ids, ack.ids) == (put.ids, ["reward"], put.ids, put.ids, put.ids)
+    assert (step.step, step.values) == (1, {"loss": 0.25, "staleness": 1.0})
+    assert (clear.ids, clear.drops_all, all_clear.ids, all_clear.drops_all) == (["a_g0"], False, [], True)
+    (writer,) = Recording(folder).writers
+    assert (writer.backend, writer.payload) == ("noop", "digests")
+    assert all(each.client == writer for each in found)
+
+
+def test_digests_do_not_depend_on_the_backend_and_tell_a_changed_cell(tmp_path):
+    def digests(name, columns, backend="noop"):
+        with recorded(tmp_path / name / "recording", backend=backend) as client:
+            client.register_partition("p", list(COLUMNS), 2, ["t"])
+            client.put_samples(["a", "b"], "p", columns)
+        (put,) = records(tmp_path / name / "recording", "put_samples")
+        return {field: put.digests_of(field).tolist() for field in COLUMNS}
+
+    first = digests("first", COLUMNS)
+    assert digests("again", COLUMNS) == first
+    (tmp_path / "bytes").mkdir()
+    assert digests("bytes", COLUMNS, "sqlite") == first
+    for field, changed in [
+        ("ids", [torch.tensor([1, 2, 3]), torch.tensor([70_001])]),
+        ("bf16", torch.tensor([[1.5], [1.0]], dtype=torch.bfloat16)),
+        ("reward", torch.tensor([0.5, 0.0])),
+        ("said", ["hello", {"role": "tool", "content": [1]}]),
+    ]:
+        other = digests(f"changed {field}", {**COLUMNS, field: changed})
+        assert other[field][0] == first[field][0]
+        assert other[field][1] != first[field][1]
+    assert np.array([first["reward"][0]], dtype=np.uint64).astype("<u4").view(np.float32)[0] == 0.5
+
+
+@pytest.mark.parametrize("backend", ["noop", "sqlite"])
+def test_with_all_the_rows_come_back_bit_for_bit(folder, backend):
+    with recorded(folder, "all", backend) as client:
+        client.register_partition("p", list(COLUMNS), 2, ["t"])
+        client.put_samples(["a", "b"], "p", COLUMNS)
+        client.put_samples(["a", "b"], "p", tags=[{"k": 1}, {"k": 2}])
+    recording = Recording(folder)
+    put, tags = [each for each in recording.records() if each.op == "put_samples"]
+    ids, columns = recording.rows(put)
+    assert ids == ["a", "b"]
+    assert [row.tolist() for row in columns["ids"].unbind()] == [[1, 2, 3], [70_000]]
+    assert columns["ids"].dtype == torch.int64
+    assert torch.equal(columns["bf16"].view(torch.int16), COLUMNS["bf16"].view(torch.int16))
+    assert torch.equal(columns["reward"].view(torch.int32), COLUMNS["reward"].view(torch.int32))
+    assert columns["none"].shape == (2, 0)
+    assert columns["said"].tolist() == COLUMNS["said"]
+    assert (tags.tags, tags.fields, tags.block) == ([{"k": 1}, {"k": 2}], [], None)
+    with pytest.raises(MissingDataError, match="were not recorded"):
+        recording.rows(tags)
+
+
+def test_a_share_of_the_samples_is_the_same_in_every_process_and_digests_are_of_all(tmp_path):
+    ids, kept = [f"q{number}" for number in range(400)], []
+    for name in ("one", "two"):
+        with recorded(tmp_path / name, 0.1) as client:
+            client.register_partition("p", ["x"], None, ["t"])
+            client.put_samples(ids, "p", {"x": torch.arange(400.0)})
+        (put,) = records(tmp_path / name, "put_samples")
+        found, columns = Recording(tmp_path / name).rows(put)
+        assert columns["x"].tolist() == [float(each[1:]) for each in found]
+        assert len(put.digests_of("x")) == 400
+        kept.append(found)
+    assert kept[0] == kept[1]
+    assert 10 < len(kept[0]) < 100
+
+
+def test_none_records_neither_digests_nor_rows(folder):
+    with recorded(folder, "none") as client:
+        a_run(client)
+    (put,) = records(folder, "put_samples")
+    assert (put.digests, put.block) == ({}, None)
+    assert set(put.specs) == set(COLUMNS)
+
+
+def test_an_object_that_only_pickle_could_encode_is_left_out_by_name(folder):
+    recorder = {"recorder": {"folder": str(folder), "payload": "all"}}
+    with connect({"backend": "noop", "allow_pickle": True, "middleware": [recorder]}) as client:
+        client.register_partition("p", ["x", "odd"], None, ["t"])
+        client.put_samples(["a"], "p", {"x": torch.ones(1), "odd": [3 + 4j]})
+    (put,) = records(folder, "put_samples")
+    assert put.left_out == ["odd"]
+    ids, columns = Recording(folder).rows(put)
+    assert (ids, list(columns)) == (["a"], ["x"])
+
+
+def test_checksums_of_the_guard_and_secrets_of_the_config_are_not_recorded(folder):
+    middleware = [{"recorder": {"folder": str(folder), "payload": "all"}}, "wire_guard"]
+    with connect({"backend": "noop", "middleware": middleware, "options": {"capacity_bytes": 98_765_432}}) as client:
+        a_run(client)
+        assert client.list_partitions() == []
+    everything = b"".join(path.read_bytes() for path in folder.iterdir())
+    assert b"~xxh3" not in everything
+    assert b"98765432" not in everything
+
+
+def test_failed_operations_are_recorded_without_content(folder):
+    with recorded(folder, "all") as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a"], "p", {"x": torch.ones(1)})
+        with pytest.raises(SchemaMismatchError):
+            client.put_samples(["b"], "p", {"x": torch.ones(1, dtype=torch.float64)})
+        with pytest.raises(ClaimTimeoutError):
+            client.claim_meta("p", "t", ["x"], 5, timeout_s=0.01)
+        assert client.claim_meta("p", "t", ["x"], 5, blocking=False).sample_ids == ["a"]
+        assert client.claim_meta("p", "t", ["x"], 5, blocking=False).size == 0
+    found = [(each.op, each.status, each.error, each.ids) for each in records(folder)]
+    assert ("put_samples", "error", "SchemaMismatchError", ["b"]) in found
+    assert [each for each in found if each[0] == "claim"] == [("claim", "ok", "", ["a"])]
+    _, failed = records(folder, "put_samples")
+    assert (failed.digests, failed.block, failed.fields) == ({}, None, ["x"])
+
+
+def test_a_claim_that_ends_a_partition_is_recorded_as_exhausted(folder):
+    with recorded(folder) as client:
+        client.register_partition("p", ["x"], 1, ["t"])
+        client.put_samples(["a"], "p", {"x": torch.ones(1)})
+        client.claim_meta("p", "t", ["x"], 4)
+        client.claim_meta("p", "t", ["x"], 4)
+    assert [(each.ids, each.exhausted) for each in records(folder, "claim")] == [(["a"], True), ([], True)]
+
+
+def test_tags_of_any_text_and_number_come_back(folder):
+    tags = {"text": 'é "\\\n\x00', "nan": float("nan"), "big": 2**60, "yes": True, "inf": float("-inf")}
+    with recorded(folder) as client:
+        client.register_partition("päß \n", ["x"], None, ["t"])
+        client.put_samples(["ü\u2028"], "päß \n", {"x": torch.ones(1)}, tags=[tags])
+    (put,) = records(folder, "put_samples")
+    assert (put.partition, put.ids) == ("päß \n", ["ü\u2028"])
+    assert {name: repr(value) for name, value in put.tags[0].items()} == {k: repr(v) for k, v in tags.items()}
+
+
+# --- kills, full disks, bounds ----------------------------------------------------------------------------------------
+
+
+def test_cut_at_any_byte_it_has_the_records_that_are_whole(folder, tmp_path):
+    with recorded(folder, "all") as client:
+        a_run(client)
+    whole = [(each.op, each.ids) for each in records(folder)]
+    (lines,) = folder.glob("*.jsonl")
+    data = lines.read_bytes()
+    ends = [at for at, byte in enumerate(data) if byte == ord("\n")]
+    for size in range(len(data)):
+        lines.write_bytes(data[:size])
+        recording = Recording(folder)
+        found = [(each.op, each.ids) for each in recording.records()]
+        num_whole = sum(end <= size for end in ends)  # also without its line feed
+        assert found == whole[: max(0, num_whole - 1)], size
+        assert bool(recording.remarks) == (size not in (*ends, *(end + 1 for end in ends))), size
+
+
+def test_a_damaged_byte_is_an_error_that_names_segment_line_and_step(folder):
+    with recorded(folder, "all") as client:
+        a_run(client)
+    (lines,), (rows,) = folder.glob("*.jsonl"), folder.glob("*.rows")
+    data = lines.read_bytes()
+    for at in range(0, len(data), 7):
+        if data[at : at + 1] == b"\n":
+            continue
+        lines.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises((CorruptDataError, UnsupportedOperationError), match=r"damaged|no record|of run|Expected"):
+            records(folder)
+    at = data.index(b'"op":"clear_samples"') + 8
+    lines.write_bytes(data[:at] + b"X" + data[at + 1 :])
+    with pytest.raises(CorruptDataError, match=f"line 10 of segment {lines.stem} .* is damaged. It is after step 1"):
+        records(folder)
+    lines.write_bytes(data)
+    block = rows.read_bytes()
+    for changed in (block[:-1], block[:50] + bytes([block[50] ^ 1]) + block[51:], b""):
+        rows.write_bytes(changed)
+        with pytest.raises(CorruptDataError, match="are not as they were written"):
+            Recording(folder).rows(records(folder, "put_samples")[0])
+    rows.unlink()
+    with pytest.raises(CorruptDataError, match="are missing"):
+        Recording(folder).rows(records(folder, "put_samples")[0])
+
+
+WRITES = """
+import sys, torch
+from dataplane_core import connect
+recorder = {"folder": sys.argv[1], "payload": "all", "max_bytes": int(sys.argv[3])}
+with connect({"backend": "noop", "role": sys.argv[2], "middleware": [{"recorder": recorder}]}) as client:
+    client.register_partition("p", ["x"], None, ["t"])
+    print("ready", flush=True)
+    for number in range(int(sys.argv[4])):
+        ids = [f"{sys.argv[2]}{number}_{row}" for row in range(20)]
+        client.put_samples(ids, "p", {"x": torch.full((20, 8), float(number))})
+        client.clear_samples(ids, "p")
+"""
+
+
+def test_processes_that_share_a_folder_and_one_that_is_killed(folder, python):
+    a, b = (python.start("-c", WRITES, folder, name, 10**9, 100) for name in "ab")
+    killed = python.start("-c", WRITES, folder, "killed", 10**9, 10**9, stdout=subprocess.PIPE)
+    assert killed.stdout.readline()
+    assert [a.wait(timeout=120), b.wait(timeout=120)] == [0, 0]
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(timeout=60)
+    killed.stdout.close()
+    recording = Recording(folder)
+    puts = [each for each in recording.records() if each.op == "put_samples"]
+    by_role = {name: [each for each in puts if each.client.role == name] for name in ("a", "b", "killed")}
+    assert [each.ids[0] for each in by_role["a"]] == [f"a{number}_0" for number in range(100)]
+    assert [each.ids[0] for each in by_role["b"]] == [f"b{number}_0" for number in range(100)]
+    for each in by_role["killed"]:
+        ids, columns = recording.rows(each)
+        assert columns["x"][0, 0] == float(ids[0].split("_")[0].removeprefix("killed"))
+    assert len({each.run for each in recording.writers}) == 1
+
+
+def test_beyond_max_bytes_the_oldest_segments_go_and_the_recording_says_so(folder, python):
+    assert python.run("-c", WRITES, folder, "a", 1 << 18, 400).returncode == 0
+    assert sum(path.stat().st_size for path in folder.iterdir()) < (1 << 18) + 2 * (1 << 16)
+    recording = Recording(folder)
+    puts = [each for each in recording.records() if each.op == "put_samples"]
+    numbers = [int(each.ids[0][1:].split("_")[0]) for each in puts]
+    assert numbers == list(range(numbers[0], 400))
+    assert numbers[0] > 0
+    names = [each.name for each in recording.dropped]
+    assert names == [f"{recording.writers[0].client}-{number:06}" for number in range(len(names))]
+    assert all(each.until <= puts[0].at and each.size_bytes > 0 for each in recording.dropped)
+    recording.rows(puts[0])
+    (folder / "dropped.jsonl").unlink()
+    with pytest.raises(CorruptDataError, match=f"lacks its segment {names[0]}, which was not deleted"):
+        Recording(folder)
+
+
+def test_a_full_disk_ends_no_operation_and_what_was_lost_is_counted(folder, python):
+    code = """
+import resource, signal, sys, torch
+from dataplane_core import connect
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with connect({"backend": "noop", "middleware": [{"recorder": {"folder": sys.argv[1]}}]}) as client:
+    client.register_partition("p", ["x"], None, ["t"])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))
+    for number in range(10):
+        client.put_samples([str(number)], "p", {"x": torch.ones(1)})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    client.put_samples(["last"], "p", {"x": torch.ones(1)})
+"""
+    done = python.run("-c", code, folder)
+    assert done.returncode == 0
+    assert done.stderr.count("the recorder cannot write") == 1
+    recording = Recording(folder)
+    found = list(recording.records())
+    puts = [each.ids[0] for each in found if each.op == "put_samples"]
+    num_lost = sum(each.lines for each in found if each.op == "lost")
+    assert [*puts[:-1], *map(str, range(10 - num_lost, 10))] == list(map(str, range(10)))
+    assert puts[-1] == "last"
+    assert all("could not write" in remark for remark in recording.remarks)
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_a_folder_goes_on_in_it(folder):
+    for name in ("a", "b"):
+        with recorded(folder) as client:
+            client.register_partition(name, ["x"], None, ["t"])
+    assert [each.partition for each in records(folder)] == ["a", "b"]
+    assert len(Recording(folder).writers) == 2
+    assert is_recording(folder)
+    assert not is_recording(folder.parent)
+
+
+def test_a_recording_of_another_version_is_neither_read_nor_continued(folder):
+    with recorded(folder):
+        pass
+    mark = folder / "recording.json"
+    mark.write_text(json.dumps({**json.loads(mark.read_text()), "version": 9}))
+    with pytest.raises(UnsupportedOperationError, match=r"format version 9\. Expected 1"):
+        Recording(folder)
+    with pytest.raises(UnsupportedOperationError, match="format version 9"):
+        recorded(folder)
+
+
+def test_what_is_no_recording_or_of_another_run_is_refused(folder, tmp_path):
+    with pytest.raises(MissingDataError, match="no recording in"):
+        Recording(folder)
+    for place in (folder, tmp_path / "other"):
+        with recorded(place) as client:
+            client.register_partition("p", ["x"], None, ["t"])
+    (foreign,) = (tmp_path / "other").glob("*.jsonl")
+    shutil.copy(foreign, folder)
+    with pytest.raises(CorruptDataError, match=f"segment {foreign.stem} .* is of run .* from another recording"):
+        Recording(folder)
+    (folder / "recording.json").write_text("[]")
+    with pytest.raises(CorruptDataError, match="is not the mark of a recording"):
+        Recording(folder)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_connect(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BackendUnavailableError, match="the recorder cannot write to"):
+        recorded(tmp_path / "file" / "recording")
+
+
+@pytest.mark.parametrize("options", [{"payload": "some"}, {"payload": 0.0}, {"payload": 1.5}, {"max_bytes": 10}])
+def test_bad_options_are_refused(folder, options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        recorded(folder, **options)
+    assert not folder.exists()

@@ -117,3 +117,23 @@ def test_a_rollout_process_that_is_killed_loses_no_sample(tmp_path: Path, point:
     made = check_counts(out)
     by_worker = Counter(span["worker"] for span in made)
     assert by_worker == {"killed": 24, "other": STEPS * PROMPTS - 24}
+
+
+def test_a_recorded_run_gives_the_same_losses_again_without_rollout_processes(tmp_path: Path) -> None:
+    recording = str(tmp_path / "recording")
+    recorder = {"recorder": {"folder": recording, "payload": "all"}}
+    planes: dict[str, dict[str, Any]] = {
+        "run": {"options": {"namespace": f"recorded-{os.getpid()}"}, "middleware": [recorder]},
+        "replay": {"backend": "recording", "options": {"folder": recording}},
+    }
+    logs = []
+    for name, plane in planes.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        config = write_config(folder, processes=2 if name == "run" else 0, **plane)
+        finish(start(EXAMPLE / "train.py", "--config", config, "--out", folder))
+        check_counts(folder)
+        lines = read_lines(folder / "metrics.jsonl")
+        logs.append([{key: value for key, value in line.items() if "time" not in key} for line in lines])
+    assert len(logs[0]) == STEPS
+    assert logs[0] == logs[1]

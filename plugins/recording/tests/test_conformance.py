@@ -16,7 +16,7 @@ from dataplane_testkit import BackendConformance
 def recording(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recording")
     with connect({"backend": "noop", "middleware": [{"recorder": {"folder": str(folder)}}]}) as client:
-        client.register_partition("of-the-run", ["x"])
+        client.register_partition("of-the-run", ["x"], None, [])
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import logging
 
 import pytest
@@ -221,7 +222,7 @@ def test_what_the_run_did_not_put_is_taken_uncompared(folder, of_run):
         register(client)
         client.put_samples(["s1_0", "new"], "train", {"entropy": torch.tensor([0.5, 0.25])}, tags=[{"k": 1}, {}])
         assert client.get_samples(["new", "s1_0"], "train", ["entropy"])["entropy"].tolist() == [0.25, 0.5]
-        assert client.list_samples("train", {"k": 1}).tags == [{"step": 1, "row": 0, "k": 1}]
+        assert client.list_samples("train", {"k": 1}).tags == [{"k": 1}]
 
 
 def test_shared_and_long_cells_are_compared_too(folder):
@@ -318,6 +319,21 @@ def test_a_folder_of_another_version_or_of_none_is_refused(folder, of_run, tmp_p
     mark.write_text(json.dumps({**json.loads(mark.read_text()), "version": 99}))
     with pytest.raises(UnsupportedOperationError, match="version 99"):
         replayed(folder)
+
+
+def test_a_list_has_what_other_processes_of_the_run_put_and_what_this_one_has_put_so_far(folder):
+    recorder = {"recorder": {"folder": str(folder), "payload": "all"}}
+    config = {"backend": "shm_store", "options": {"namespace": f"listed-{os.getpid()}"}, "middleware": [recorder]}
+    with connect(config) as driver, connect(config, bootstrap=False) as rollout:
+        register(driver)
+        roll_out(rollout, 1, count=2)
+        driver.put_samples(["s1_1", "own"], "train", {"loss": torch.tensor([0.5, 0.25])}, tags=[{"seen": 1}, {}])
+    with replayed(folder) as client:
+        register(client)
+        assert client.list_samples("train").tags == [{"step": 1, "row": 0}, {"step": 1, "row": 1}]
+        client.put_samples(["s1_1", "own"], "train", {"loss": torch.tensor([0.5, 0.25])}, tags=[{"seen": 1}, {}])
+        assert client.list_samples("train").sample_ids == ["s1_0", "s1_1", "own"]
+        assert client.list_samples("train", {"seen": 1}).tags == [{"step": 1, "row": 1, "seen": 1}]
 
 
 def test_a_partition_whose_registration_was_not_recorded_is_refused(folder):

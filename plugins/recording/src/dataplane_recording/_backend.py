@@ -451,10 +451,9 @@ class RecordingBackend(BlobStore):
 
     @_replayed
     def list_samples(self, now: Replay, request: spec.ListRequest) -> spec.SampleList:
-        """Lists what the run put in this registration, and what this process put, without what it cleared."""
-        there = now.sample_ids()
-        ids = [each for each in (there if request.sample_ids is None else request.sample_ids) if each in there]
-        tags = {each: now.run.tags.get(each, {}) | now.tags.get(each, {}) for each in ids}
+        """Lists what other processes of the run put in this registration, and this process, without what it cleared."""
+        tags = now.listed()
+        ids = [each for each in (tags if request.sample_ids is None else request.sample_ids) if each in tags]
         ids = [each for each in ids if spec.matches(tags[each], request.tag_filter)]
         return spec.SampleList(sample_ids=ids, tags=[tags[each] for each in ids])
 

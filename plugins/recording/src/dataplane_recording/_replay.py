@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from dataplane_core.middleware import Writer
 from dataplane_core.spec import ClaimRequest, GetRequest, PartitionInfo, PutRequest, SettleRequest
 from dataplane_recording._timeline import Event, Registration
 
@@ -117,6 +118,26 @@ class Replay:
         cleared = self.cleared
         recorded = (each for each, puts in self.run.puts.items() if puts[-1].at > cleared.get(each, -1))
         return dict.fromkeys(recorded) | dict.fromkeys(sample_id for sample_id, _ in self.own)
+
+    def listed(self) -> dict[str, dict[str, Any]]:
+        """Sample -> its tags, as far as other processes of the run put them, or this one now.
+
+        The client that registered the partition in the run is this process, if it registers it here: what it put later
+        in the run is not there yet.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for sample_id in self.sample_ids():
+            puts = self.run.tags.get(sample_id, ())
+            theirs = [tags for event, tags in puts if not self.is_ours or event.record.client is not self._client]
+            if theirs or sample_id in self.tags:
+                found[sample_id] = {}
+                for tags in (*theirs, self.tags.get(sample_id, {})):
+                    found[sample_id] |= tags
+        return found
+
+    @property
+    def _client(self) -> Writer:
+        return self.run.first.record.client
 
     def fields_of(self, sample_id: str) -> tuple[str, ...]:
         """The fields that a sample has."""

@@ -34,7 +34,7 @@ class Registration:
         enums: Field -> the strings that it may hold.
         is_finished: Whether the run said later how many samples there are.
         puts: Sample -> the puts of it.
-        tags: Sample -> the tags that were put.
+        tags: Sample -> the tags that were put, in their order, each with the put.
         reads: Sample -> the reads of it.
         clears: Sample -> the places of the clears that name it.
         claims: Task -> rank and index of a batch, or None and the claim's place -> the first claim that was given it.
@@ -47,7 +47,7 @@ class Registration:
     enums: dict[str, dict[str, None]] = field(default_factory=dict)
     is_finished: bool = False
     puts: dict[str, list[Event]] = field(default_factory=dict)
-    tags: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tags: dict[str, list[tuple[Event, dict[str, Any]]]] = field(default_factory=dict)
     reads: dict[str, list[Event]] = field(default_factory=dict)
     clears: dict[str, list[int]] = field(default_factory=dict)
     claims: dict[str, dict[tuple[int | None, int], Event]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Registration:
             case "put_samples":
                 for sample_id, tags in zip(record.ids, record.tags or [{}] * len(record.ids), strict=True):
                     self.puts.setdefault(sample_id, []).append(event)
-                    self.tags.setdefault(sample_id, {}).update(tags)
+                    self.tags.setdefault(sample_id, []).append((event, tags))
             case "get_samples":
                 for sample_id in record.ids:
                     self.reads.setdefault(sample_id, []).append(event)

@@ -71,7 +71,9 @@ def _replayed(method: Callable[[Any, Replay, Any], _R]) -> Callable[[Any, Any], 
     def hook(self: RecordingBackend, request: Any) -> _R:
         with self._lock:
             now = self._at(request)
-            return plain(self, request) if now is None else method(self, now, request)
+            if now is not None and not isinstance(request, spec.PutRequest):
+                return method(self, now, request)
+        return plain(self, request) if now is None else method(self, now, request)  # a put may wait for room
 
     hook.__name__, hook.__doc__ = method.__name__, method.__doc__
     return hook
@@ -282,7 +284,7 @@ class RecordingBackend(BlobStore):
                 )
         for sample_id in record.ids:
             for name in request.required_fields:
-                if (sample_id, name) not in now.own and not now.run.puts_of(sample_id, name):
+                if not now.is_own(sample_id, name) and not now.run.puts_of(sample_id, name):
                     raise self._not_put(what, now, sample_id, name)
 
     @_replayed
@@ -322,14 +324,15 @@ class RecordingBackend(BlobStore):
     def _load(self, now: Replay, request: spec.GetRequest) -> None:
         """Puts the recorded cells that a read needs in the store."""
         what = f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples) refused: "
-        there = now.sample_ids()
         missing: dict[tuple[int, str], tuple[Event, list[str]]] = {}
         for sample_id in request.sample_ids:
-            for name in request.fields if sample_id in there else ():  # the ledger says which samples are not there
-                event = None if (sample_id, name) in now.own else now.version((sample_id, name))
-                if event is None and (sample_id, name) not in now.own:
+            for name in request.fields if now.has(sample_id) else ():  # the ledger says which samples are not there
+                if now.is_own(sample_id, name):
+                    continue
+                event = now.version((sample_id, name))
+                if event is None:
                     raise self._not_put(what, now, sample_id, name)
-                if event is not None and now.stands_for.get((sample_id, name)) != event.at:
+                if now.stands_for.get((sample_id, name)) != event.at:
                     missing.setdefault((event.at, name), (event, []))[1].append(sample_id)
         for (at, name), (event, ids) in missing.items():
             columns = self._recorded(event, name, ids, what)
@@ -370,16 +373,16 @@ class RecordingBackend(BlobStore):
         """Takes what this process puts, and compares it with what the run put."""
         ids = request.sample_ids
         names = [name for name in request.columns if not name.startswith("~")]
-        events = {(row, name): now.next_put((each, name)) for row, each in enumerate(ids) for name in names}
-        self._compare(request, {place: event for place, event in events.items() if event is not None})
+        with self._lock:
+            events = {(row, name): now.next_put((each, name)) for row, each in enumerate(ids) for name in names}
+            self._compare(request, {place: event for place, event in events.items() if event is not None})
         if request.columns:
             super().put_samples(replace(request, tags=None))
-        for sample_id, tags in zip(ids, request.tags or [{}] * len(ids), strict=True):
-            now.tags.setdefault(sample_id, {}).update(tags)
-        for (row, name), event in events.items():
-            now.own.add((ids[row], name))
-            if event is not None:
-                now.stands_for[ids[row], name] = event.at
+        with self._lock:
+            for sample_id, tags in zip(ids, request.tags or [{}] * len(ids), strict=True):
+                now.tags.setdefault(sample_id, {}).update(tags)
+                now.own.setdefault(sample_id, set()).update(names)
+            now.stands_for.update(((ids[row], name), each.at) for (row, name), each in events.items() if each)
         return spec.PutReply(num_samples=len(ids))
 
     def _compare(self, request: spec.PutRequest, events: Mapping[tuple[int, str], Event]) -> None:
@@ -460,8 +463,7 @@ class RecordingBackend(BlobStore):
     @_replayed
     def list_fields(self, now: Replay, request: spec.FieldsRequest) -> spec.FieldList:
         """Lists the fields that the run put in this registration, and those that this process put."""
-        there = now.sample_ids()
-        absent = [each for each in request.sample_ids if each not in there]
+        absent = [each for each in request.sample_ids if not now.has(each)]
         if absent:
             what = f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples)"
             raise MissingDataError.for_samples(what, request.partition_id, absent)

@@ -25,7 +25,7 @@ class Replay:
         info: As this process registered it.
         is_ours: Whether this process registered it. If not, it works on samples of a registration of another process.
         is_used: Whether this process did anything with its samples.
-        own: The cells that this process put.
+        own: Sample -> the fields that this process put.
         stands_for: Cell -> the place of the recorded put that its cell stands for.
         reads: Cell -> how often this process read it.
         tags: Sample -> the tags that this process put.
@@ -39,7 +39,7 @@ class Replay:
     info: PartitionInfo
     is_ours: bool = False
     is_used: bool = False
-    own: set[Cell] = field(default_factory=set)
+    own: dict[str, set[str]] = field(default_factory=dict)
     stands_for: dict[Cell, int] = field(default_factory=dict)
     reads: Counter[Cell] = field(default_factory=Counter)
     tags: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -83,7 +83,9 @@ class Replay:
             return any(self.reads[cell] < max(1, len(self.run.reads_of(*cell))) for cell in cells)
         if isinstance(request, PutRequest):
             cells = [(request.sample_ids[0], name) for name in request.columns]
-            return any(each not in self.own or self.run.puts_of(*each, self.stands_for.get(each, -1)) for each in cells)
+            return any(
+                not self.is_own(*each) or self.run.puts_of(*each, self.stands_for.get(each, -1)) for each in cells
+            )
         return True
 
     def is_consumed(self, task_name: str) -> bool:
@@ -110,14 +112,21 @@ class Replay:
         """Forgets a sample. It is there again if the run put it again after it cleared it."""
         before = self.cleared.get(sample_id, -1)
         self.cleared[sample_id] = next((at for at in self.run.clears.get(sample_id, ()) if at > before), math.inf)
-        self.own = {cell for cell in self.own if cell[0] != sample_id}
+        self.own.pop(sample_id, None)
         self.tags.pop(sample_id, None)
 
+    def is_own(self, sample_id: str, name: str) -> bool:
+        """Whether this process put a cell."""
+        return name in self.own.get(sample_id, ())
+
+    def has(self, sample_id: str) -> bool:
+        """Whether a sample was put, by the run or by this process, and not cleared."""
+        puts = self.run.puts.get(sample_id)
+        return sample_id in self.own or (puts is not None and puts[-1].at > self.cleared.get(sample_id, -1))
+
     def sample_ids(self) -> dict[str, None]:
-        """The samples that were put and not cleared, those of the run first."""
-        cleared = self.cleared
-        recorded = (each for each, puts in self.run.puts.items() if puts[-1].at > cleared.get(each, -1))
-        return dict.fromkeys(recorded) | dict.fromkeys(sample_id for sample_id, _ in self.own)
+        """The samples that are there, those of the run first."""
+        return dict.fromkeys(filter(self.has, (*self.run.puts, *self.own)))
 
     def listed(self) -> dict[str, dict[str, Any]]:
         """Sample -> its tags, as far as other processes of the run put them, or this one now.
@@ -141,8 +150,7 @@ class Replay:
 
     def fields_of(self, sample_id: str) -> tuple[str, ...]:
         """The fields that a sample has."""
-        own = (name for each, name in self.own if each == sample_id)
-        return tuple(sorted({*self.recorded_fields(sample_id), *own}))
+        return tuple(sorted({*self.recorded_fields(sample_id), *self.own.get(sample_id, ())}))
 
     def recorded_fields(self, sample_id: str) -> Iterator[str]:
         """The fields that the run put of a sample, each once."""

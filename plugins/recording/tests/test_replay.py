@@ -321,6 +321,36 @@ def test_a_folder_of_another_version_or_of_none_is_refused(folder, of_run, tmp_p
         replayed(folder)
 
 
+def test_a_replay_may_begin_after_a_step(folder, of_run):
+    with replayed(folder, after_step=1) as client:
+        register(client)
+        assert train(client, steps=1) == of_run[2:]
+    with pytest.raises(InvalidRequestError, match=r"after_step 7 is refused: the run marked 1, 2\."):
+        replayed(folder, after_step=7)
+
+
+def test_of_the_steps_before_a_replay_only_what_was_left_is_there(folder):
+    def step(client, number):
+        register(client, if_exists="replace")
+        client.put_samples([f"s{number}"], "train", {"loss": torch.tensor([0.5])})
+        client.clear_samples(None, "train")
+        client.register_partition("kept", ["loss"], None, [], if_exists="keep")
+        client.put_samples([f"k{number}"], "kept", {"loss": torch.tensor([float(number)])})
+        client.put_samples(["all"], "kept", {"loss": torch.tensor([float(number)])})
+        if number > 1:
+            client.clear_samples([f"k{number - 1}"], "kept")
+        client.mark_step(number)
+
+    with recorded(folder) as client:
+        for number in (1, 2, 3):
+            step(client, number)
+    with replayed(folder, after_step=2) as client:
+        client.register_partition("kept", ["loss"], None, [], if_exists="keep")
+        assert client.list_sample_ids("kept") == ["all", "k2"]
+        step(client, 3)
+        assert client.list_sample_ids("kept") == ["all", "k3"]
+
+
 def test_a_list_has_what_other_processes_of_the_run_put_and_what_this_one_has_put_so_far(folder):
     recorder = {"recorder": {"folder": str(folder), "payload": "all"}}
     config = {"backend": "shm_store", "options": {"namespace": f"listed-{os.getpid()}"}, "middleware": [recorder]}

@@ -54,12 +54,15 @@ class RecordingOptions(CapacityOptions):
 
     Attributes:
         folder: The folder of the middleware ``recorder``.
+        after_step: The replay begins after the end of this step of the run, as a trainer does that goes on from a save.
+            None: it begins where the run began.
         on_difference: What a put does that is not what the run put: raise (``error``), or log (``warn``).
         other_partitions: Whether a partition that the run did not have is refused (``refuse``), or an ordinary one in
             this process (``serve``).
     """
 
     folder: Path
+    after_step: int | None = None
     on_difference: Literal["error", "warn"] = "error"
     other_partitions: Literal["refuse", "serve"] = "refuse"
 
@@ -108,7 +111,7 @@ class RecordingBackend(BlobStore):
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Reads the recording."""
-        self._timeline = Timeline(self.config.folder)
+        self._timeline = Timeline(self.config.folder, self.config.after_step)
 
     def put(self, key: str, data: bytes) -> None:
         self._rows[key] = data

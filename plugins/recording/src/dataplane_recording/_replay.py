@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from dataplane_core.middleware import Writer
 from dataplane_core.spec import ClaimRequest, GetRequest, PartitionInfo, PutRequest, SettleRequest
 from dataplane_recording._timeline import Event, Registration
 
@@ -51,7 +50,7 @@ class Replay:
     def next_put(self, cell: Cell) -> Event | None:
         """The recorded put that the next put of a cell stands for. One beyond the last is compared with the last."""
         puts = self.run.puts_of(*cell)
-        later = [each for each in puts if each.at > self.stands_for.get(cell, -1)]
+        later = [each for each in puts if each.at > self.stands_for.get(cell, self.run.begin)]
         return later[0] if later else puts[-1] if puts else None
 
     def version(self, cell: Cell) -> Event | None:
@@ -135,18 +134,15 @@ class Replay:
         in the run is not there yet.
         """
         found: dict[str, dict[str, Any]] = {}
+        mine = self.run.first.record.client if self.is_ours else None
         for sample_id in self.sample_ids():
             puts = self.run.tags.get(sample_id, ())
-            theirs = [tags for event, tags in puts if not self.is_ours or event.record.client is not self._client]
+            theirs = [tags for (at, record), tags in puts if at < self.run.begin or record.client is not mine]
             if theirs or sample_id in self.tags:
                 found[sample_id] = {}
                 for tags in (*theirs, self.tags.get(sample_id, {})):
                     found[sample_id] |= tags
         return found
-
-    @property
-    def _client(self) -> Writer:
-        return self.run.first.record.client
 
     def fields_of(self, sample_id: str) -> tuple[str, ...]:
         """The fields that a sample has."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from dataplane_core.codec import Columns
-from dataplane_core.errors import MissingDataError
+from dataplane_core.errors import InvalidRequestError, MissingDataError, preview
 from dataplane_core.middleware import Record, Recording
 
 #: Blocks of rows that stay decoded.
@@ -29,6 +29,7 @@ class Registration:
     Attributes:
         number: Which of its registrations, from 0.
         first: What opened it.
+        begin: The place at which the replay begins: of what was before, only the rows that were there are known.
         fields: Those that were registered, also later, by ``if_exists="keep"``. So with the next two.
         consumer_tasks: The tasks.
         enums: Field -> the strings that it may hold.
@@ -42,6 +43,7 @@ class Registration:
 
     number: int
     first: Event
+    begin: int = -1
     fields: dict[str, None] = field(default_factory=dict)
     consumer_tasks: dict[str, None] = field(default_factory=dict)
     enums: dict[str, dict[str, None]] = field(default_factory=dict)
@@ -65,6 +67,12 @@ class Registration:
         """Notes what the run did next."""
         at, record = event
         match record.op:
+            case "clear_samples" if at < self.begin:
+                for sample_id in record.ids:
+                    self.puts.pop(sample_id, None)
+                    self.tags.pop(sample_id, None)
+            case "claim" | "get_samples" if at < self.begin:
+                pass
             case "register_partition":
                 self.is_finished |= self.first.record.num_samples is None and record.num_samples is not None
                 self.fields |= dict.fromkeys(record.fields)
@@ -89,30 +97,46 @@ class Registration:
 class Timeline:
     """A recording, read once.
 
+    Args:
+        folder: Its folder.
+        after_step: The replay begins after the end of this step. None: where the run began.
+
     Raises:
+        InvalidRequestError: The run marked no end of this step.
         DataPlaneError: As `Recording`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, after_step: int | None) -> None:
         self._recording = Recording(folder)
         self._registrations: dict[str, list[Registration]] = {}
         self._early: dict[str, list[Event]] = {}  # before any registration
-        self._steps: list[tuple[int, int]] = []
         self._blocks: dict[int, tuple[dict[str, int], Columns]] = {}
         epochs: dict[tuple[str, str], Registration] = {}
-        for event in map(Event._make, enumerate(self._recording.records())):
+        events = [*map(Event._make, enumerate(self._recording.records()))]
+        self._steps = [(event.at, event.record.step) for event in events if event.record.step is not None]
+        begin = -1 if after_step is None else max((at for at, step in self._steps if step == after_step), default=-1)
+        if after_step is not None and begin < 0:
+            raise InvalidRequestError(
+                f"after_step {after_step} is refused: the run marked "
+                f"{preview(step for _, step in self._steps) or 'no step'}.",
+                hint="The trainer marks the end of each step by client.mark_step.",
+            )
+        for event in events:
             record, name = event.record, event.record.partition
-            if record.step is not None:
-                self._steps.append((event.at, record.step))
             if record.status != "ok" or not name:
                 continue
             known = self._registrations.setdefault(name, [])
+            if event.at < begin and record.op == "clear_samples" and record.drops_all:
+                known.clear()
+                continue
             if record.op != "register_partition":
                 (known[-1].add(event) if known else self._early.setdefault(name, []).append(event))
                 continue
             key = name, record.epoch
             if key not in epochs:
-                epochs[key] = Registration(len(known), event)
+                if event.at < begin:
+                    known.clear()
+                epochs[key] = Registration(len(known), event, begin)
                 known.append(epochs[key])
             epochs[key].add(event)
             for each in self._early.pop(name, ()):  # another client was quicker than the one that registered

@@ -10,20 +10,14 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
-from dataplane_core import spec
+from dataplane_core import errors, spec
 from dataplane_core.backends import BlobStore, CapacityOptions
 from dataplane_core.codec import Columns, cell_digests, decode_columns, encode_columns
-from dataplane_core.errors import (
-    DataPlaneError,
-    InvalidRequestError,
-    LeaseExpiredError,
-    MissingDataError,
-    UnknownTaskError,
-    preview,
-)
+from dataplane_core.errors import preview
 from dataplane_core.saves import tensor_rows
 from dataplane_recording._differences import cell, in_words, scalar_of, take
 from dataplane_recording._replay import Replay
@@ -35,7 +29,7 @@ _log = logging.getLogger(__name__)
 _TENSORS: Final = spec.WireFormat(ragged="jagged", objects="native", shared_rows=True)
 
 
-class DifferenceError(DataPlaneError, ValueError):
+class DifferenceError(errors.DataPlaneError, ValueError):
     """A put is not what the run put. Nothing was written.
 
     Attributes:
@@ -103,7 +97,6 @@ class RecordingBackend(BlobStore):
         super().__init__(config)
         self._rows: dict[str, bytes] = {}
         self._lock = threading.RLock()
-        self._timeline: Timeline
         self._open: dict[str, Replay] = {}
         self._next: dict[str, int] = {}  # partition -> the number of its next registration
         self._registered: set[str] = set()  # by this process
@@ -130,7 +123,7 @@ class RecordingBackend(BlobStore):
         with self._lock:
             known, now = self._timeline.registrations(name), self._open.get(name)
             if not known and self.config.other_partitions == "refuse":
-                raise InvalidRequestError(
+                raise errors.InvalidRequestError(
                     f"register_partition('{name}') refused: the run had no such partition.",
                     hint="With other_partitions: serve it is an ordinary one in this process.",
                 )
@@ -140,7 +133,7 @@ class RecordingBackend(BlobStore):
             if now is not None:
                 number = now.run.number + (not keeps and (now.is_ours or now.is_used))
             if number >= len(known):
-                raise InvalidRequestError(
+                raise errors.InvalidRequestError(
                     f"register_partition('{name}') refused: the run registered it {len(known)} times, the last one "
                     f"{self._timeline.when(known[-1].first)}. This would be one more."
                 )
@@ -166,7 +159,7 @@ class RecordingBackend(BlobStore):
             found, recorded = f"consumer_tasks has {preview(others)}", preview(run.consumer_tasks) or "none"
         else:
             return
-        raise InvalidRequestError(
+        raise errors.InvalidRequestError(
             f"register_partition('{request.partition_id}') refused: {found}. The run had {recorded}, in registration "
             f"{run.number + 1} of it, {self._timeline.when(run.first)}."
         )
@@ -195,20 +188,18 @@ class RecordingBackend(BlobStore):
             return None
         if now is None or not now.is_ours:
             start = self._next.get(name, 0) if now is None else now.run.number
-            if isinstance(request, spec.ClaimRequest):
-                numbers = [each.number for each in known[start:] if request.task_name in each.claims]
-            else:
-                ids = getattr(request, "sample_ids", None) or [""]
-                numbers = [each for each in self._timeline.numbers_of(name, ids[0]) if each >= start]
+            task, ids = getattr(request, "task_name", ""), getattr(request, "sample_ids", None) or [""]
+            is_claim = isinstance(request, spec.ClaimRequest)
+            fit = (each for each in known[start:] if (task in each.claims if is_claim else ids[0] in each.puts))
+            numbers = [each.number for each in islice(fit, 2)]
             if now is not None and numbers[:1] == [start] and len(numbers) > 1 and not now.has_more(request):
                 numbers = numbers[1:]
             number = numbers[0] if numbers else start
             if number >= len(known):
                 return None
             if now is None or number != start:
-                run = known[number]
-                num_samples = len(run.puts) if run.is_finished else run.first.record.num_samples
-                now = self._begin(name, run, run.first.record.epoch, num_samples)
+                run, first = known[number], known[number].first.record
+                now = self._begin(name, run, first.epoch, len(run.puts) if run.is_finished else first.num_samples)
         now.is_used |= isinstance(request, (spec.ClaimRequest, spec.GetRequest, spec.PutRequest, spec.ClearRequest))
         return now
 
@@ -254,34 +245,26 @@ class RecordingBackend(BlobStore):
         """The record of the last claim before one that the run did not make, if it found the end of the partition."""
         claims, rank = now.run.claims.get(request.task_name, {}), request.dp_rank
         what = f"claim_meta('{request.partition_id}', '{request.task_name}') refused: "
-        if request.task_name not in now.info.consumer_tasks:
-            raise UnknownTaskError(
-                f"partition '{request.partition_id}' has no consumer task '{request.task_name}'.",
-                hint=f"Registered: {preview(now.info.consumer_tasks) or 'none'}.",
-            )
         mine = [each for (its_rank, _), each in claims.items() if its_rank == rank]
         if not mine and claims:
             ranks = sorted({-1 if its_rank is None else its_rank for its_rank, _ in claims})
-            raise InvalidRequestError(
+            raise errors.InvalidRequestError(
                 f"{what}{'it names no rank' if rank is None else f'it is of rank {rank}'}. The run claimed "
                 f"{'without ranks' if ranks == [-1] else f'for ranks {preview(ranks)}'}, "
                 f"{self._timeline.when(next(iter(claims.values())))}.",
-                hint="Replay with the ranks of the run.",
             )
         if mine and mine[-1].record.exhausted:
             return mine[-1].record
-        raise MissingDataError(
-            f"{what}the recording ends here. The run claimed {len(mine)} batches for this task in registration "
-            f"{now.run.number + 1} of the partition"
+        raise errors.MissingDataError(
+            f"{what}the recording ends here. The run claimed {len(mine)} batches for this task in this registration"
             + (f", the last one {self._timeline.when(mine[-1])}." if mine else ".")
         )
 
     def _check_claim(self, now: Replay, request: spec.ClaimRequest, event: Event) -> None:
         what, record = f"claim_meta('{request.partition_id}', '{request.task_name}') refused: ", event.record
         for name in ("batch_size", "dp_size"):
-            asked, was = getattr(request, name), getattr(record, name)
-            if asked != was:
-                raise InvalidRequestError(
+            if (asked := getattr(request, name)) != (was := getattr(record, name)):
+                raise errors.InvalidRequestError(
                     f"{what}{name} is {asked}. The run's claim had {was}, {self._timeline.when(event)}.",
                     hint="Replay with the batch sizes and ranks of the run.",
                 )
@@ -295,7 +278,7 @@ class RecordingBackend(BlobStore):
         """Settles leases, which do not run out in a replay."""
         lost = now.settle(request)
         if lost:
-            raise LeaseExpiredError(
+            raise errors.LeaseExpiredError(
                 f"{request.op}('{request.partition_id}', '{request.task_name}', {len(request.sample_ids)} samples) "
                 f"refused: the lease on {preview(lost)} is not held. No row was changed.",
                 sample_ids=lost,
@@ -349,22 +332,20 @@ class RecordingBackend(BlobStore):
         when, record = f"The run put them {self._timeline.when(event)}.", event.record
         try:
             row_of, columns = self._timeline.block(event)
-        except DataPlaneError as error:
+        except errors.DataPlaneError as error:
             error.message = f"{what}{error.message} {when}"
             raise
-        absent = [each for each in ids if each not in row_of]
-        if absent or name not in columns:
-            is_of = f"of {preview(absent)}" if absent else "of this field, which only pickle could encode"
-            raise MissingDataError(
-                f"{what}the recording has no rows {is_of}: its client recorded payload {record.client.payload!r}. "
-                f"{when}",
-                hint="Record with payload: all.",
+        absent = [each for each in ids if each not in row_of or name not in columns]
+        if absent:
+            raise errors.MissingDataError(
+                f"{what}field '{name}' of {preview(absent)} is not among the recorded rows: payload was "
+                f"{record.client.payload!r}, and {preview(record.left_out) or 'no field'} could only be pickled. {when}"
             )
         return Columns({name: take(columns[name], [row_of[each] for each in ids])}, ints=columns.ints)
 
-    def _not_put(self, what: str, now: Replay, sample_id: str, name: str) -> MissingDataError:
+    def _not_put(self, what: str, now: Replay, sample_id: str, name: str) -> errors.MissingDataError:
         puts = now.run.puts.get(sample_id)
-        return MissingDataError(
+        return errors.MissingDataError(
             f"{what}the run did not put field '{name}' of sample '{sample_id}'. It put "
             f"{preview(now.recorded_fields(sample_id)) or 'no field'}"
             + (f", the last of them {self._timeline.when(puts[-1])}." if puts else "."),
@@ -469,7 +450,7 @@ class RecordingBackend(BlobStore):
         absent = [each for each in request.sample_ids if not now.has(each)]
         if absent:
             what = f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples)"
-            raise MissingDataError.for_samples(what, request.partition_id, absent)
+            raise errors.MissingDataError.for_samples(what, request.partition_id, absent)
         patterns: dict[tuple[str, ...], int] = {}
         index = [patterns.setdefault(now.fields_of(each), len(patterns)) for each in request.sample_ids]
         return spec.FieldList(patterns=list(patterns), index=index)

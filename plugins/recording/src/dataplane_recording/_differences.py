@@ -42,5 +42,4 @@ def in_words(now: Any, was: Any) -> str:
         return f"It is {now.dtype} of shape {tuple(now.shape)}, and was {was.dtype} of shape {tuple(was.shape)}."
     bits_now, bits_was = (each.reshape(-1, 1).view(torch.uint8) for each in (now, was))
     place = int((bits_now != bits_was).any(1).nonzero()[0, 0])
-    what = "It" if now.dim() == 0 else f"Its element {place}"
-    return f"{what} is {now.reshape(-1)[place].item()!r}, and was {was.reshape(-1)[place].item()!r}."
+    return f"{f'Its element {place}' if now.dim() else 'It'} is {now.reshape(-1)[place].item()!r}, and was {was.reshape(-1)[place].item()!r}."

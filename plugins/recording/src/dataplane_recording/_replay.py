@@ -139,9 +139,8 @@ class Replay:
             puts = self.run.tags.get(sample_id, ())
             theirs = [tags for (at, record), tags in puts if at < self.run.begin or record.client is not mine]
             if theirs or sample_id in self.tags:
-                found[sample_id] = {}
-                for tags in (*theirs, self.tags.get(sample_id, {})):
-                    found[sample_id] |= tags
+                both = (*theirs, self.tags.get(sample_id, {}))
+                found[sample_id] = {name: value for tags in both for name, value in tags.items()}
         return found
 
     def fields_of(self, sample_id: str) -> tuple[str, ...]:

@@ -130,7 +130,10 @@ class Timeline:
                 known.clear()
                 continue
             if record.op != "register_partition":
-                (known[-1].add(event) if known else self._early.setdefault(name, []).append(event))
+                if known:
+                    known[-1].add(event)
+                elif record.op != "clear_samples":  # which may name a partition that is not there
+                    self._early.setdefault(name, []).append(event)
                 continue
             key = name, record.epoch
             if key not in epochs:
@@ -141,11 +144,6 @@ class Timeline:
             epochs[key].add(event)
             for each in self._early.pop(name, ()):  # another client was quicker than the one that registered
                 known[0].add(each)
-        self._numbers: dict[tuple[str, str], list[int]] = {}
-        for name, known in self._registrations.items():
-            for each_one in known:
-                for sample_id in each_one.puts:
-                    self._numbers.setdefault((name, sample_id), []).append(each_one.number)
 
     def registrations(self, partition_id: str) -> list[Registration]:
         """The registrations of a partition. Empty: the run did not have it.
@@ -159,10 +157,6 @@ class Timeline:
                 hint="Record all clients of the run, and give max_bytes enough room for all segments.",
             )
         return self._registrations.get(partition_id, [])
-
-    def numbers_of(self, partition_id: str, sample_id: str) -> list[int]:
-        """The numbers of the registrations in which a sample was put."""
-        return self._numbers.get((partition_id, sample_id), [])
 
     def step_before(self, event: Event) -> int | None:
         """The step whose end was the last before an event."""

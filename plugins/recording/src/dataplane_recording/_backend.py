@@ -173,8 +173,8 @@ class RecordingBackend(BlobStore):
             grpo_group_size=run.first.record.grpo_group_size,
             enums={field: tuple(words) for field, words in run.enums.items()},
         )
-        self._open[name] = Replay(run, info)
-        return self._open[name]
+        now = self._open[name] = Replay(run, info)
+        return now
 
     def _at(self, request: Any) -> Replay | None:
         """The registration in which an operation happens again. None: the base class answers it.

@@ -42,4 +42,5 @@ def in_words(now: Any, was: Any) -> str:
         return f"It is {now.dtype} of shape {tuple(now.shape)}, and was {was.dtype} of shape {tuple(was.shape)}."
     bits_now, bits_was = (each.reshape(-1, 1).view(torch.uint8) for each in (now, was))
     place = int((bits_now != bits_was).any(1).nonzero()[0, 0])
-    return f"{f'Its element {place}' if now.dim() else 'It'} is {now.reshape(-1)[place].item()!r}, and was {was.reshape(-1)[place].item()!r}."
+    is_now, it_was = (each.reshape(-1)[place].item() for each in (now, was))
+    return f"{f'Its element {place}' if now.dim() else 'It'} is {is_now!r}, and was {it_was!r}."

@@ -122,12 +122,13 @@ def test_the_guides_table_of_errors_says_what_the_classes_do():
 
 IN_PROCESS = [
     *("docs/batches.md", "docs/verl.md", "core/README.md", "testkit/README.md", "compat/README.md"),
-    "plugins/noop/README.md",
+    *("plugins/noop/README.md", "plugins/recording/README.md"),
 ]
 
 
 @pytest.mark.parametrize("page", IN_PROCESS)
-def test_the_snippets_of_a_page_run_one_after_the_other(page):
+def test_the_snippets_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = {}
     for number, block in enumerate(blocks(page)):
         exec(compile(block, f"{page}, block {number}", "exec"), names)

@@ -236,7 +236,6 @@ class RecordingBackend(BlobStore):
             tags=[dict(tags) for tags in record.tags or [{}] * len(ids)],
             lease_tokens=no_tokens if no_tokens is None else [request.token] * len(ids),
             exhausted=record.exhausted,
-            num_ready=len(ids),
             epoch=now.info.epoch,
             num_ranks=record.num_ranks,
         )

@@ -130,22 +130,23 @@ class _Load:
         if self._unrecorded:
             count = self._unrecorded.total()
             remarks.append(
-                f"Of {count + self._num_rows:,} rows of puts, {count:,} were not recorded (payload {payloads}): these "
-                "samples, or their fields, are not shown."
+                f"Rows that were put: {count + self._num_rows:,}. Not recorded, so not shown: {count:,} of them, by "
+                f"clients that recorded payload {payloads}."
             )
         if self._left_out:
             remarks.append(f"Not recorded, since only pickle can keep them: {', '.join(sorted(self._left_out))}.")
         if self._num_replaced:
             remarks.append(
-                f"{self._num_replaced:,} samples were put again after they were cleared: the newest of each is shown."
+                f"Samples that were put again after they were cleared: {self._num_replaced:,}. The newest row of each "
+                "is shown."
             )
         if first:
             remarks.append("Rows of earlier registrations, whose fields had other dtypes, are not shown.")
         return remarks
 
     def _load(self, first: int) -> None:
-        self._held: set[str] = set()
-        self._cleared: set[str] = set()
+        self._alive: set[str] = set()
+        self._cleared: set[str] = set()  # but still shown
         self._unmarked: dict[str, None] = {}  # put since the last step
         self._unrecorded, self._left_out = Counter[float | str](), set[str]()  # payload -> rows; fields
         self._num_rows = self._num_replaced = self._num_drops = 0
@@ -158,40 +159,41 @@ class _Load:
                 continue
             elif record.drops_all:
                 self._num_drops += 1
-                self._cleared |= self._held
+                self._cleared |= self._alive
+                self._alive.clear()
             elif record.op == "clear_samples":
-                self._cleared |= self._held.intersection(record.ids)
+                self._cleared.update(self._alive.intersection(record.ids))
+                self._alive.difference_update(record.ids)
             elif record.op == "put_samples" and self._num_drops >= first:
                 self._put(record)
 
     def _put(self, record: Record) -> None:
-        payload = record.client.payload
-        fields = [name for name in record.fields if name not in record.left_out]
         self._left_out.update(record.left_out)
-        ids, columns = (record.ids, {}) if record.block is None else self._blocks.read(record)
-        if record.block is None and payload != "all":  # tags alone; of others, the cells are not recorded
-            ids = [] if fields else [each for each in ids if each in self._held]
-        if fields:
-            self._unrecorded += Counter({payload: len(record.ids) - len(ids)})
+        ids: list[str] = []
+        columns: dict[str, Any] = {}
+        if record.block is not None:
+            ids, columns = self._blocks.read(record)
+        elif record.client.payload == "all":  # tags alone, or fields that are all left out
+            ids = record.ids
+        if set(record.fields).difference(record.left_out):
+            self._unrecorded += Counter({record.client.payload: len(record.ids) - len(ids)})
             self._num_rows += len(ids)
-        if not ids:
-            return
         if again := [each for each in ids if each in self._cleared]:
             self._client.clear_samples(again, self._name)
             self._cleared.difference_update(again)
-            self._held.difference_update(again)
             self._num_replaced += len(again)
-        tags: Sequence[Mapping[str, Any]] | None = record.tags
-        if tags is not None:
-            of = dict(zip(record.ids, tags, strict=True))
-            tags = [of[each] for each in ids]
-        self._client.put_samples(ids, self._name, columns, tags=tags)
         if not self._has_step:
-            self._unmarked |= dict.fromkeys(each for each in ids if each not in self._held)
-            for each, some in zip(ids, tags or (), strict=False):
-                if _STEP in some:
-                    self._unmarked.pop(each, None)
-        self._held.update(ids)
+            self._unmarked |= dict.fromkeys(each for each in ids if each not in self._alive)
+        self._alive.update(ids)
+        written, tags = set(ids), dict(zip(record.ids, record.tags or (), strict=False))
+        if ids:
+            self._client.put_samples(ids, self._name, columns, tags=[tags[each] for each in ids] if tags else None)
+        # the tags of a put are there, also if its cells are not
+        if others := [each for each in tags if each in self._alive and each not in written]:
+            self._client.put_samples(others, self._name, {}, tags=[tags[each] for each in others])
+        for each, some in tags.items():
+            if _STEP in some:
+                self._unmarked.pop(each, None)
 
 
 # --- the store --------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ def columns(step):
         "tokens": [torch.randint(0, 99, (length,), generator=generator) for length in (3, 0, 5, 2)],
         "info": [{"step": step, "parts": [1, b"\x00"]}, None, "text", torch.ones(2, dtype=torch.bfloat16)],
         "image": [images[0], images[0], images[1], images[1]],
+        "source": ["math", "code", "math", "code"],
         "logprobs": torch.rand(4, 3, dtype=torch.float64, generator=generator),
     }
 
@@ -68,7 +69,7 @@ def test_an_export_has_all_rows_bit_for_bit_that_the_run_put_and_cleared(folder,
     expected = []
     with run_of(folder, backend, **options) as client:
         for step in (1, 2, 3):
-            client.register_partition("train", ["tokens", "reward"], 4, ["trainer"], 2)
+            client.register_partition("train", ["tokens", "reward"], 4, ["trainer"], 2, {"source": ["math", "code"]})
             ids = [f"s{step}_{each}" for each in IDS]
             client.put_samples(ids, "train", columns(step), tags=[{"weights": step, "step": step}] * 4)
             client.put_samples(ids, "train", {"reward": torch.rand(4)}, tags=[{"length": row} for row in range(4)])

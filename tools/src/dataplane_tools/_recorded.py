@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import torch
@@ -52,12 +52,16 @@ def opened_recording(folder: str, partition_id: str | None) -> Iterator[DataPlan
     recording = Recording(folder)
     found = _registered(recording)
     blocks = _Blocks(recording)
-    config = DataPlaneConfig(backend="recording", options={"blocks": blocks}, announce_s=None)
+    options = {"blocks": blocks}
+    config = DataPlaneConfig(backend="recording", options=options, announce_s=None, op_timeout_s=3600.0)
     with connect_backend(_RecordedStore, config) as client:
         for name, each in found.items():
             each.register(client, name)
         chosen = next(iter(found)) if partition_id is None and len(found) == 1 else partition_id
         remarks = [] if chosen not in found else _Load(client, blocks, chosen, found[chosen]).run()
+        for name, each in found.items():
+            if each.fields:
+                each.register(client, name, list(each.fields))
         if recording.dropped:
             until = datetime.fromtimestamp(max(each.until for each in recording.dropped))
             remarks.append(f"Segments were deleted to keep max_bytes: rows put before {until:%F %T} may be missing.")
@@ -79,8 +83,12 @@ class _Registered:
     group_size: int | None = None
     put_fields: set[str] = field(default_factory=set)
 
-    def register(self, client: DataPlaneClient, name: str) -> None:
-        client.register_partition(name, list(self.fields), None, list(self.tasks), self.group_size, self.enums)
+    def register(self, client: DataPlaneClient, name: str, fields: Sequence[str] = ()) -> None:
+        """Registers it, at first without fields: it then takes all without a word."""
+        if_exists: Literal["keep", "replace"] = "keep" if fields else "replace"
+        client.register_partition(
+            name, fields, None, list(self.tasks), self.group_size, self.enums, if_exists=if_exists
+        )
 
 
 def _registered(recording: Recording) -> dict[str, _Registered]:

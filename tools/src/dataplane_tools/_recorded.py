@@ -195,7 +195,9 @@ class _Load:
         self._alive.update(ids)
         written, tags = set(ids), dict(zip(record.ids, record.tags or (), strict=False))
         if ids:
-            self._client.put_samples(ids, self._name, columns, tags=[tags[each] for each in ids] if tags else None)
+            self._client.put_samples(
+                ids, self._name, columns, tags=[tags.get(each, {}) for each in ids] if tags else None
+            )
         # the tags of a put are there, also if its cells are not
         if others := [each for each in tags if each in self._alive and each not in written]:
             self._client.put_samples(others, self._name, {}, tags=[tags[each] for each in others])

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from dataplane_core.client import DataPlaneClient
@@ -35,7 +36,7 @@ from dataplane_tools import _columns as arrow
 from dataplane_tools._columns import pa
 from dataplane_tools._inspect import size_text
 from dataplane_tools._messages import is_for_messages, messages_of
-from dataplane_tools._rows import Rows
+from dataplane_tools._rows import Rows, opened
 from dataplane_tools._sample import Decode
 from dataplane_tools._shards import OWN_TASK, Shards
 from dataplane_tools._tokenizer import Tokenizer
@@ -436,17 +437,20 @@ def _tag_types(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def run(config_path: str, partition_id: str, folder: str, **options: Any) -> int:
-    """Exports rows of a running store. The options are those of `export_partition`.
+    """Exports rows of a running store, of a save or of a recording. The options are those of `export_partition`.
 
     Raises:
-        DataPlaneError: As `export_partition`, and `connect`.
+        DataPlaneError: As `export_partition`, `connect` and `opened`.
     """
+    is_folder = Path(config_path).is_dir()
+    if is_folder and options["follow"]:
+        raise InvalidRequestError(f"export refused: '{config_path}' is a folder, and only a running store goes on.")
     stop = threading.Event()
     former = {}
     if options["follow"]:
         former = {each: signal.signal(each, lambda *_: stop.set()) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with connected(config_path) as client:
+        with opened(config_path, partition_id) if is_folder else connected(config_path) as client:
             done = export_partition(client, partition_id, folder, **options, stop=stop)
     finally:
         for each, handler in former.items():

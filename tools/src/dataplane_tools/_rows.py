@@ -1,8 +1,8 @@
 """Which samples of a partition to show, and what they hold. It claims nothing and changes nothing.
 
-`opened` gives a client of a running store, or of a save; `Rows` finds samples in it by their tags and values, and reads
-those that are to be shown as a `_sample.Sample` each. Ids and tags are read first, then the fields of a condition or an
-order, and the other cells of the samples that are shown only.
+`opened` gives a client of a running store, of a save or of a recording; `Rows` finds samples in it by their tags and
+values, and reads those that are to be shown as a `_sample.Sample` each. Ids and tags are read first, then the fields of
+a condition or an order, and the other cells of the samples that are shown only.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from dataplane_core.errors import (
     UnknownPartitionError,
     preview,
 )
+from dataplane_core.middleware import is_recording
 from dataplane_core.spec import Capability, FieldSpec, TagFilter
 from dataplane_tools._inspect import attach
+from dataplane_tools._recorded import opened_recording
 from dataplane_tools._sample import Decode, Sample, group_of_id, is_value, sample_of, value_of
 from dataplane_tools._where import Where
 
@@ -34,15 +36,24 @@ _VALUE_ROWS: Final = 4096
 
 
 @contextmanager
-def opened(path: str) -> Iterator[DataPlaneClient]:
-    """A client of the running store of a config file; or, for the folder of a save, of a copy of the save in memory.
+def opened(path: str, partition_id: str | None) -> Iterator[DataPlaneClient]:
+    """A client of the running store of a config file; or, for a folder, of a copy of its save, or of its recording.
+
+    Args:
+        path: The config file, or the folder.
+        partition_id: The partition that will be read. None: the only one.
 
     Raises:
         BackendUnavailableError: No store runs.
         UnknownBackendError: A save, and ``dataplane-noop`` is not installed, which holds its copy.
+        DataPlaneError: As `opened_recording`.
     """
     if not Path(path).is_dir():
         with attach(path) as client:
+            yield client
+        return
+    if is_recording(path):
+        with opened_recording(path, partition_id) as client:
             yield client
         return
     with connect({"backend": "noop"}) as client:

@@ -9,8 +9,11 @@ from dataplane_core.cli import Command
 __all__ = ["browse", "export", "flow", "import_", "inspect", "metrics", "read", "top", "units", "why"]
 
 
-def _config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="the config file that its processes use")
+_OR_FOLDER = ", or the folder of a save or of a recording"
+
+
+def _config(parser: argparse.ArgumentParser, more: str = "") -> None:
+    parser.add_argument("config", metavar="CONFIG", help="the config file that its processes use" + more)
 
 
 def inspect(parser: argparse.ArgumentParser) -> Command:
@@ -77,7 +80,7 @@ def browse(parser: argparse.ArgumentParser) -> Command:
 
 def read(parser: argparse.ArgumentParser) -> Command:
     """`dataplane read`."""
-    parser.add_argument("config", metavar="CONFIG", help="the config file that its processes use, or a save's folder")
+    _config(parser, _OR_FOLDER)
     parser.add_argument("partition", nargs="?", metavar="PARTITION", help="default: the only one")
     parser.add_argument(
         "--tokenizer",
@@ -140,7 +143,7 @@ def why(parser: argparse.ArgumentParser) -> Command:
 
 def export(parser: argparse.ArgumentParser) -> Command:
     """`dataplane export`."""
-    _config(parser)
+    _config(parser, _OR_FOLDER)
     parser.add_argument("partition", metavar="PARTITION")
     parser.add_argument("folder", metavar="OUT", help="a new folder, which gets the shards")
     parser.add_argument("--fields", metavar="A,B", type=lambda text: text.split(","), help="these fields only")
@@ -249,7 +252,8 @@ def flow(parser: argparse.ArgumentParser) -> Command:
         "sources",
         nargs="+",
         metavar="FILE",
-        help="files of events (option events_file of the middleware metrics); or, for a running store, its config file",
+        help="files of events (option events_file of the middleware metrics), or folders of the recorder; or, for a "
+        "running store, its config file",
     )
     parser.add_argument(
         "--seconds", type=float, metavar="N", help="FILE is the config of a running store: look at it for N seconds"

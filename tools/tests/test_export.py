@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -68,6 +69,11 @@ def rows(folder):
     """The rows of all shards, in order."""
     paths = sorted(Path(folder).glob("*.parquet"))
     return [row for path in paths for row in parquet.read_table(path).to_pylist()]
+
+
+def chats(folder):
+    """The messages of all rows."""
+    return [[json.loads(message) for message in row["messages"]] for row in rows(folder)]
 
 
 def plain(cell):
@@ -311,12 +317,18 @@ def test_rows_that_are_cleared_meanwhile_are_left_out(written, tmp_path, monkeyp
     assert [row["sample_id"] for row in rows(tmp_path / "out")] == ["a", "c", "d", "e"]
 
 
-def test_datasets_loads_a_folder(client, tmp_path, monkeypatch):
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """`datasets.load_dataset` of Parquet, without a network."""
     import datasets  # here: the other tests need not wait for it
 
-    monkeypatch.setattr(export_module, "_FIRST_ROWS", 4)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread stays
+    return partial(datasets.load_dataset, "parquet", cache_dir=str(tmp_path / "cache"), split="train")
+
+
+def test_datasets_loads_a_folder(client, tmp_path, monkeypatch, load):
+    monkeypatch.setattr(export_module, "_FIRST_ROWS", 4)
     client.register_partition("p", ["tokens"], None, [])
     for number in range(4):
         ids = [f"{number}_{row}" for row in range(4)]
@@ -331,7 +343,7 @@ def test_datasets_loads_a_folder(client, tmp_path, monkeypatch):
     done = export_partition(client, "p", tmp_path / "out", shard_bytes=100)
     assert done.num_shards > 1
     for source in ({"data_files": f"{tmp_path}/out/*.parquet"}, {"data_dir": f"{tmp_path}/out"}):
-        loaded = datasets.load_dataset("parquet", cache_dir=str(tmp_path / "cache"), split="train", **source)
+        loaded = load(**source)
         assert loaded.num_rows == 16
         row = loaded.filter(lambda row: row["weight_version"] == 2)[2]
         assert (row["sample_id"], row["tokens"], row["name"]) == ("2_2", [0, 1], "c")
@@ -380,12 +392,17 @@ def test_messages_of_kept_turns_of_lists_and_of_tokens(client, tmp_path, monkeyp
     export_partition(client, "turns", tmp_path / "turns", messages=True)
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     (row,) = rows(tmp_path / "turns")
-    assert (row["sample_id"], row["messages"], row["weight_version"]) == ("a", chat, 1)
+    assert (row["sample_id"], row["weight_version"], chats(tmp_path / "turns")) == ("a", 1, [chat])
 
     client.register_partition("lists", ["chat", "reward"], None, [])
     client.put_samples(["a"], "lists", {"chat": NonTensorStack(chat), "reward": torch.ones(1)})
     export_partition(client, "lists", tmp_path / "lists", messages=True)
-    assert rows(tmp_path / "lists") == [{"sample_id": "a", "tags": "{}", "messages": chat, "reward": 1.0}]
+    (row,) = rows(tmp_path / "lists")
+    assert (row["reward"], list(row), chats(tmp_path / "lists")) == (
+        1.0,
+        ["sample_id", "tags", "messages", "reward"],
+        [chat],
+    )
 
     client.register_partition("tokens", ["input_ids", "token_mask"], None, [])
     client.put_samples(["a"], "tokens", {"input_ids": [list(b"2+2?4")], "token_mask": [[0, 0, 0, 0, 1]]})
@@ -393,7 +410,7 @@ def test_messages_of_kept_turns_of_lists_and_of_tokens(client, tmp_path, monkeyp
         export_partition(client, "tokens", tmp_path / "tokens", messages=True)
     monkeypatch.syspath_prepend(Path(__file__).parent)
     export_partition(client, "tokens", tmp_path / "tokens", messages=True, tokenizer="test_export:tokenizer_of")
-    assert rows(tmp_path / "tokens")[0]["messages"] == chat
+    assert chats(tmp_path / "tokens") == [chat]
     with pytest.raises(UnsupportedOperationError, match="has messages instead of fields"):
         import_folder(tmp_path / "tokens", client)
     client.put_samples(["b"], "tokens", {"input_ids": [[50]], "token_mask": [[0]]})
@@ -432,10 +449,63 @@ def test_no_chat_lacks_its_answer(client, tmp_path, monkeypatch, columns, chat):
     options = {"messages": True, "tokenizer": "test_export:tokenizer_of"}
     if chat:
         export_partition(client, "p", tmp_path / "out", **options)
-        assert [row["messages"] for row in rows(tmp_path / "out")] == [chat]
+        assert chats(tmp_path / "out") == [chat]
     else:
         with pytest.raises(InvalidRequestError, match="'a' has neither turns nor a mask"):
             export_partition(client, "p", tmp_path / "out", **options)
+
+
+def called(name, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ASKS = {"role": "assistant", "content": "", "tool_calls": [called("add", a=2, b=2), called("now", zone={"utc": True})]}
+TOLD = {"role": "tool", "content": "4", "name": "add", "tool_call_id": "c1"}
+CALLS = [USER, ASKS, TOLD, ASSISTANT]
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        ASKS["tool_calls"],
+        [each["function"] for each in ASKS["tool_calls"]],
+        [
+            {
+                "type": "function",
+                "function": {**each["function"], "arguments": json.dumps(each["function"]["arguments"])},
+            }
+            for each in ASKS["tool_calls"]
+        ],
+    ],
+    ids=["as templates take them", "flat", "arguments as text"],
+)
+@pytest.mark.parametrize("kept", ["turns", "list"])
+def test_chats_keep_their_tool_calls_and_load(client, tmp_path, monkeypatch, load, kept, calls):
+    monkeypatch.setattr(export_module, "_FIRST_ROWS", 1)
+    asks = {"role": "assistant", "content": None, "tool_calls": calls, "token_ids": torch.tensor([1])}
+    logs = [[USER, ASSISTANT], [USER, asks, TOLD, ASSISTANT], [USER, {**asks, "tool_calls": None, "content": "4"}]]
+    tools = [None, [{"type": "function", "function": {"name": "add", "parameters": {}}}], [{"name": "now"}]]
+    if kept == "turns":
+        whole = [[{"role": turn["role"], "content": turn} for turn in log] for log in logs]
+        columns = split_message_logs(whole)
+    else:
+        columns = {"chat": object_column(logs)}
+    client.register_partition("p", list(columns), None, [])
+    client.put_samples(["a", "b", "c"], "p", {**columns, "tools": NonTensorStack(*tools)})
+    export_partition(client, "p", tmp_path / "out", messages=True, shard_bytes=1)
+    loaded = load(data_dir=str(tmp_path / "out"))
+    assert list(loaded["messages"]) == [[USER, ASSISTANT], CALLS, [USER, ASSISTANT]]
+    assert [json.loads(each or "null") for each in loaded["tools"]] == tools
+
+
+def test_a_chat_may_end_with_a_tool_call_that_has_a_name(client, tmp_path):
+    client.register_partition("p", ["chat"], None, [])
+    client.put_samples(["a"], "p", {"chat": object_column([[USER, {**ASKS, "tool_calls": called("add")}]])})
+    export_partition(client, "p", tmp_path / "out", messages=True)
+    assert chats(tmp_path / "out") == [[USER, {**ASKS, "tool_calls": [called("add")]}]]
+    client.put_samples(["b"], "p", {"chat": object_column([[USER, {**ASKS, "tool_calls": [{"arguments": {}}]}]])})
+    with pytest.raises(InvalidRequestError, match=r"sample 'b' has a tool call without a name: .\"arguments\":"):
+        export_partition(client, "p", tmp_path / "other", messages=True)
 
 
 # --- import -----------------------------------------------------------------------------------------------------------

@@ -139,10 +139,15 @@ def _is_unicode(text: str | None) -> bool:
     return text is None or text.isascii() or text.encode(errors="ignore").decode() == text
 
 
+def json_text(value: Any) -> str:
+    """A value as JSON that Arrow can hold."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text if _is_unicode(text) else json.dumps(value, separators=(",", ":"))
+
+
 def _to_json(name: str, item: Any) -> str:
     try:
-        text = json.dumps(_escaped(item), ensure_ascii=False, separators=(",", ":"))
-        return text if _is_unicode(text) else json.dumps(_escaped(item), separators=(",", ":"))
+        return json_text(_escaped(item))
     except TypeError as error:
         raise InvalidTypeError(
             f"export refused: field '{name}' holds an item that only pickle can keep: {error}.",

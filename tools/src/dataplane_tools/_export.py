@@ -34,7 +34,7 @@ from dataplane_core.spec import FieldSpec
 from dataplane_tools import _columns as arrow
 from dataplane_tools._columns import pa
 from dataplane_tools._inspect import size_text
-from dataplane_tools._messages import is_for_messages, messages_of
+from dataplane_tools._messages import is_beside_messages, is_for_messages, messages_of
 from dataplane_tools._rows import Rows
 from dataplane_tools._sample import Decode
 from dataplane_tools._shards import OWN_TASK, Shards
@@ -103,8 +103,8 @@ def export_partition(
         fields: Only these. None: all that are registered or written.
         where: Only rows that meet this condition, such as ``"reward > 0.5 and weight_version >= 7"``.
         partial: Also rows that lack fields.
-        messages: One column ``messages`` of ``{"role": ..., "content": ...}`` instead of the fields, for fine-tuning;
-            beside it ids, tags and fields of one value. `import_folder` does not take it.
+        messages: One column ``messages`` of ``{"role": ..., "content": ...}``, with tool calls, instead of the fields,
+            for fine-tuning; beside it ids, tags, fields of one number and ``tools``. `import_folder` does not take it.
         tokenizer: With ``messages``: what turns tokens into text where no turns are kept. As for `dataplane read`.
         shard_bytes: Size of a shard before compression, such as ``"256MiB"``.
         follow: Go on with what is finished later, as a task of the partition, which is registered if it is not. A row
@@ -328,7 +328,7 @@ class _Export:
         about: dict[str, Any] = {"fields": {}, "tags": {}, "absent": {}}
         if self.messages:
             columns["messages"] = messages_of(ids, rows, cells, self.decode)
-            specs = {name: spec for name, spec in specs.items() if spec.kind == "tensor" and spec.rank == 0}
+            specs = {name: spec for name, spec in specs.items() if is_beside_messages(name, spec)}
         for name, spec in specs.items():
             places, column = cells[name]
             title = _free(name, columns)

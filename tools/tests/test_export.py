@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
-from pyarrow import parquet
+from pyarrow import dataset, parquet
 from tensordict import NonTensorStack
 
 from dataplane_core import connect
@@ -38,10 +38,11 @@ from dataplane_core.errors import (
 from dataplane_testkit._timing import STARTS_S, eventually
 from dataplane_tools import (
     _columns,
-    _export as export_module,
+    _portions as portions_module,
     _shards as shards_module,
     commands,
     export_partition,
+    follow_partition,
     import_folder,
 )
 
@@ -171,8 +172,8 @@ def test_a_column_comes_back_bit_for_bit(client, other, tmp_path, name):
 
 
 def test_all_columns_at_once_over_many_shards_and_with_missing_fields(client, other, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_module, "_FIRST_ROWS", 4)
-    monkeypatch.setattr(export_module, "_MOST_ROWS", 4)
+    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 4)
+    monkeypatch.setattr(portions_module, "_MOST_ROWS", 4)
     client.register_partition("p", ["float32"], None, ["trainer"], 2, {"strings": ["a", "b"]})
     names = [name for name in COLUMNS if name != "strings"]
     for number in range(6):
@@ -262,7 +263,6 @@ def test_where_fields_and_partial(written, tmp_path):
         ({"where": "reward >"}, "refused"),
         ({"shard_bytes": "many"}, "size of a shard is 'many'"),
         ({"shard_bytes": 0}, "must be above 0"),
-        ({"follow": True, "partial": True}, "partial rows cannot"),
     ]:
         with pytest.raises(InvalidRequestError, match=said):
             export_partition(written, "p", tmp_path / "c", **options)
@@ -293,7 +293,7 @@ def test_names_of_columns_that_are_taken(client, other, tmp_path):
 
 
 def test_bytes_stay_bytes_where_the_first_rows_have_none(client, other, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_module, "_FIRST_ROWS", 1)
+    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 1)
     client.register_partition("p", ["x"], None, [])
     client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
     client.put_samples(["c", "d"], "p", {"x": torch.ones(2), "image": NonTensorStack(b"\x89PNG", b"")})
@@ -328,7 +328,7 @@ def load(tmp_path, monkeypatch):
 
 
 def test_datasets_loads_a_folder(client, tmp_path, monkeypatch, load):
-    monkeypatch.setattr(export_module, "_FIRST_ROWS", 4)
+    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 4)
     client.register_partition("p", ["tokens"], None, [])
     for number in range(4):
         ids = [f"{number}_{row}" for row in range(4)]
@@ -350,27 +350,38 @@ def test_datasets_loads_a_folder(client, tmp_path, monkeypatch, load):
         assert json.loads(row["info"]) == {"b": "x"}
 
 
-def test_datasets_loads_a_folder_whose_columns_came_later(client, other, tmp_path, monkeypatch):
-    import datasets  # here: the other tests need not wait for it
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread stays
+def test_a_folder_whose_columns_came_later_loads(client, other, tmp_path, load):
     client.register_partition("p", ["x"], None, [])
-    first, second = {"x": [[1, 2]]}, {"x": [[1.5]], "late": torch.ones(1)}
-    for sample_id, columns in (("a", first), ("b", second)):
-        client.put_samples([sample_id], "p", columns)
-        export_partition(client, "p", tmp_path / "out", follow=True, idle_s=0.0)
-    schema = parquet.read_schema(tmp_path / "out" / "part-00001.parquet").remove_metadata()
-    loaded = datasets.load_dataset(
-        "parquet",
-        cache_dir=str(tmp_path / "cache"),
-        split="train",
-        data_dir=str(tmp_path / "out"),
-        features=datasets.Features.from_arrow_schema(schema),
-    )
-    assert [(row["x"], row["late"]) for row in loaded] == [([1.0, 2.0], None), ([1.5], 1.0)]
+    numbers, empty = torch.ones(1), [[]]
+    shards = [
+        ({"x": [[1, 2]], "later": empty}, {"late": "tag"}),
+        ({"x": [[3]], "later": [[4]]}, {"late": "tag"}),
+        ({"x": [[1.5]], "late": numbers, "later": [[1, 2]], "name": ["a"]}, {}),
+    ]
+    for number, (columns, tags) in enumerate(shards):
+        client.put_samples([f"s{number}"], "p", columns, tags=[tags])
+        follow_partition(client, "p", tmp_path / "out", idle_s=0.0)
+        assert (tmp_path / "out" / "columns.parquet").exists() == (number == 2)  # an empty list has a type of its own
+    expected = [
+        {"x": [1.0, 2.0], "late": "tag", "late_": None, "later": [], "name": None},
+        {"x": [3.0], "late": "tag", "late_": None, "later": [4], "name": None},
+        {"x": [1.5], "late": None, "late_": 1.0, "later": [1, 2], "name": "a"},
+    ]
+    for number, source in enumerate(({"data_dir": f"{tmp_path}/out"}, {"data_files": f"{tmp_path}/out/*.parquet"})):
+        loaded = load(**source, streaming=bool(number)).remove_columns(["sample_id", "tags"])
+        assert list(loaded) == expected
+    table = dataset.dataset(tmp_path / "out").to_table()  # pyarrow's
+    assert [{name: row[name] for name in expected[0]} for row in table.to_pylist()] == expected
     import_folder(tmp_path / "out", other)
     assert content(other, "p") == content(client, "p")
+
+
+def test_an_export_that_starts_over_has_no_former_columns(written, tmp_path):
+    export_partition(written, "p", tmp_path / "out")
+    changed(tmp_path / "out" / ".export.json", closed=False)
+    (tmp_path / "out" / "columns.parquet").write_bytes(b"former")
+    assert export_partition(written, "p", tmp_path / "out").num_rows == 4
+    assert len(rows(tmp_path / "out")) == 4
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -481,7 +492,7 @@ CALLS = [USER, ASKS, TOLD, ASSISTANT]
 )
 @pytest.mark.parametrize("kept", ["turns", "list"])
 def test_chats_keep_their_tool_calls_and_load(client, tmp_path, monkeypatch, load, kept, calls):
-    monkeypatch.setattr(export_module, "_FIRST_ROWS", 1)
+    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 1)
     asks = {"role": "assistant", "content": None, "tool_calls": calls, "token_ids": torch.tensor([1])}
     logs = [[USER, ASSISTANT], [USER, asks, TOLD, ASSISTANT], [USER, {**asks, "tool_calls": None, "content": "4"}]]
     tools = [None, [{"type": "function", "function": {"name": "add", "parameters": {}}}], [{"name": "now"}]]
@@ -591,7 +602,7 @@ def flip(path):
     ],
 )
 def test_a_damaged_folder_changes_nothing(written, other, tmp_path, monkeypatch, damage, error, said):
-    monkeypatch.setattr(export_module, "_FIRST_ROWS", 2)
+    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 2)
     export_partition(written, "p", tmp_path / "out", shard_bytes=1)
     damage(tmp_path / "out")
     with pytest.raises(error, match=said):
@@ -618,8 +629,8 @@ def test_folders_that_have_something_else(written, tmp_path):
 
 
 def test_an_export_that_was_killed_starts_over(written, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_module, "_FIRST_ROWS", 2)
-    real, calls = export_module._Export._write, []
+    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 2)
+    real, calls = portions_module.Portions.write, []
 
     def fails_later(self, tags):
         calls.append(len(tags))
@@ -627,7 +638,7 @@ def test_an_export_that_was_killed_starts_over(written, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(self, tags)
 
-    monkeypatch.setattr(export_module._Export, "_write", fails_later)
+    monkeypatch.setattr(portions_module.Portions, "write", fails_later)
     with pytest.raises(KeyboardInterrupt):
         export_partition(written, "p", tmp_path / "out", shard_bytes=1)
     with pytest.raises(CorruptDataError, match="was not completed"):
@@ -642,41 +653,39 @@ def test_an_export_that_was_killed_starts_over(written, tmp_path, monkeypatch):
 
 
 def test_follow_ends_with_the_partition_and_goes_on_after_a_stop(written, tmp_path):
-    out, options = tmp_path / "out", {"follow": True, "task": "export", "every_s": 3600.0}
-    assert export_partition(written, "p", out, idle_s=0.0, **options).num_rows == 4
+    out, options = tmp_path / "out", {"task": "export", "every_s": 3600.0}
+    assert follow_partition(written, "p", out, idle_s=0.0, **options).num_rows == 4
     with pytest.raises(InvalidRequestError, match="another what"):
         export_partition(written, "p", out)
     with pytest.raises(InvalidRequestError, match="was given samples that are not in"):
-        export_partition(written, "p", tmp_path / "new", **options)
+        follow_partition(written, "p", tmp_path / "new", **options)
     stop = threading.Event()
     stop.set()
-    assert export_partition(written, "p", out, stop=stop, **options).num_rows == 4
+    assert follow_partition(written, "p", out, stop=stop, **options).num_rows == 4
     written.put_samples(["e"], "p", {"reward": torch.ones(1).bfloat16()})
-    assert export_partition(written, "p", out, **options).num_rows == 5  # now the partition is finished
+    assert follow_partition(written, "p", out, **options).num_rows == 5  # now the partition is finished
     assert [row["sample_id"] for row in rows(out)] == ["a", "b", "c", "d", "e"]
     assert written.is_finished("p", ["export"])
     assert (
-        export_partition(written, "p", tmp_path / "own", where="weight_version>8", **options | {"task": None}).num_rows
+        follow_partition(written, "p", tmp_path / "own", where="weight_version>8", **options | {"task": None}).num_rows
         == 3
     )
     written.register_partition("p", ["tokens"], 5, [])
     with pytest.raises(InvalidRequestError, match="it has another epoch"):
-        export_partition(written, "p", out, **options)
+        follow_partition(written, "p", out, **options)
 
 
 def test_follow_completes_a_shard_in_time_and_a_folder_has_one_writer(client, tmp_path):
     client.register_partition("p", ["x"], None, [])
     stop, out = threading.Event(), tmp_path / "out"
-    follower = threading.Thread(
-        target=export_partition, args=(client, "p", out), kwargs={"follow": True, "every_s": 0.1, "stop": stop}
-    )
+    follower = threading.Thread(target=follow_partition, args=(client, "p", out), kwargs={"every_s": 0.1, "stop": stop})
     follower.start()
     try:
         for number in range(3):
             client.put_samples([f"s{number}"], "p", {"x": torch.ones(1)})
             eventually(lambda number=number: len(rows(out)) == number + 1, within_s=STARTS_S, what="a shard")
         with pytest.raises(InvalidRequestError, match="another process exports into"):
-            export_partition(client, "p", out, follow=True)
+            follow_partition(client, "p", out)
         client.clear_samples(None, "p")
         follower.join(STARTS_S)
         assert not follower.is_alive()
@@ -704,7 +713,7 @@ def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypa
 
     monkeypatch.setattr(client, "claim_meta", noted)
     monkeypatch.setattr(client, call, expires_first)
-    assert export_partition(client, "p", tmp_path / "out", follow=True, task="export").num_rows == 6
+    assert follow_partition(client, "p", tmp_path / "out", task="export").num_rows == 6
     assert ended
     assert client.is_finished("p", ["export"])
 
@@ -730,7 +739,7 @@ def test_follow_does_not_mix_two_registrations(client, tmp_path, monkeypatch, wh
 
     put("a0", "a1")
     monkeypatch.setattr(client, "claim_meta", registers_anew)
-    done = export_partition(client, "p", tmp_path / "out", follow=True, task="export", where=where, idle_s=0.0)
+    done = follow_partition(client, "p", tmp_path / "out", task="export", where=where, idle_s=0.0)
     assert done.num_rows == (0 if where else 2)
     assert [row["sample_id"] for row in rows(tmp_path / "out")] == ([] if where else ["a0", "a1"])
     task = client.describe("p").tasks["export"]
@@ -768,13 +777,13 @@ def test_what_was_read_before_the_store_ended_is_kept(client, other, tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(client, "claim_meta", ends)
         with pytest.raises(BackendUnavailableError):
-            export_partition(client, "p", out, follow=True)
+            follow_partition(client, "p", out)
     assert [row["sample_id"] for row in rows(out)] == ["a", "b"]
     with pytest.raises(CorruptDataError, match="--unfinished"):
         import_folder(out, other)
     assert import_folder(out, other, unfinished=True).num_rows == 2
     client.put_samples(["c"], "p", {"x": torch.ones(1)})
-    assert export_partition(client, "p", out, follow=True, idle_s=0.0).num_rows == 3
+    assert follow_partition(client, "p", out, idle_s=0.0).num_rows == 3
     assert [row["sample_id"] for row in rows(out)] == ["a", "b", "c"]
 
 
@@ -791,15 +800,15 @@ def test_a_shard_that_cannot_be_written_ends_quietly(written, tmp_path, monkeypa
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     monkeypatch.setattr(shards_module._Hashing, "write", full)
     with pytest.raises(SaveError, match="no space left"):
-        export_partition(written, "p", tmp_path / "out", follow=True)
+        follow_partition(written, "p", tmp_path / "out")
     gc.collect()
     assert not unraisable
     monkeypatch.undo()
-    assert export_partition(written, "p", tmp_path / "out", follow=True, idle_s=0.0).num_rows == 4
+    assert follow_partition(written, "p", tmp_path / "out", idle_s=0.0).num_rows == 4
 
 
 def follow(client, folder, **options):
-    return export_partition(client, "p", folder, **{"follow": True, "idle_s": 0.0} | options).num_rows
+    return follow_partition(client, "p", folder, **{"idle_s": 0.0} | options).num_rows
 
 
 def test_follow_waits_for_the_fields_of_its_condition(client, tmp_path):
@@ -840,7 +849,7 @@ def test_rows_that_a_kill_left_without_an_ack_are_not_written_twice(client, tmp_
 def test_follow_says_how_many_were_left(client, tmp_path):
     client.register_partition("p", ["x"], None, [], 2)
     client.put_samples(["q0_g0", "q0_g1", "q1_g0"], "p", {"x": torch.ones(3)})
-    done = export_partition(client, "p", tmp_path / "out", follow=True, idle_s=0.0)
+    done = follow_partition(client, "p", tmp_path / "out", idle_s=0.0)
     assert (done.num_rows, done.num_left) == (2, 1)
     assert export_partition(client, "p", tmp_path / "all").num_rows == 3
 
@@ -860,12 +869,29 @@ def test_each_folder_gets_all_rows(client, tmp_path):
         follow(client, tmp_path / "three", task="mine")
 
 
+def test_a_task_that_another_follower_has_is_refused(python, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("{backend: shm_store, announce_s: 0.1, options: {capacity_bytes: 50MB}}")
+    with connect(str(config)) as client:
+        client.register_partition("p", ["x"], None, ["mine"])
+        with python.start("-c", FOLLOWER, config, "p", tmp_path / "one", "--follow", "--task", "mine") as follower:
+            try:
+                eventually(lambda: any(each.work for each in client.list_clients()), within_s=STARTS_S, what="a claim")
+                with pytest.raises(InvalidRequestError, match=rf"'mine' of 'p' is that of 'process {follower.pid} on "):
+                    follow(client, tmp_path / "two", task="mine")
+            finally:
+                follower.kill()
+        assert follow(client, tmp_path / "two", task="mine") == 0
+        client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
+        assert follow(client, tmp_path / "two") == 2
+
+
 def test_an_unfinished_export_of_other_rows_is_kept(written, tmp_path):
     export_partition(written, "p", tmp_path / "out")
     changed(tmp_path / "out" / ".export.json", closed=False)
-    for options, other in [({"where": "weight_version > 8"}, "what"), ({"follow": True}, "what")]:
-        with pytest.raises(InvalidRequestError, match=f"another {other}"):
-            export_partition(written, "p", tmp_path / "out", **options)
+    for keeps in (partial(export_partition, where="weight_version > 8"), follow_partition):
+        with pytest.raises(InvalidRequestError, match="another what"):
+            keeps(written, "p", tmp_path / "out")
     written.register_partition("q", ["x"], None, [])
     with pytest.raises(InvalidRequestError, match="another partition_id"):
         export_partition(written, "q", tmp_path / "out")
@@ -875,8 +901,8 @@ def test_an_unfinished_export_of_other_rows_is_kept(written, tmp_path):
 
 FOLLOWER = """
 import argparse, sys
-from dataplane_tools import _export, commands
-_export._FIRST_ROWS, _export._MOST_ROWS = 3, 4
+from dataplane_tools import _portions, commands
+_portions._FIRST_ROWS, _portions._MOST_ROWS = 3, 4
 parser = argparse.ArgumentParser()
 run = commands.export(parser)
 sys.exit(run(parser.parse_args(sys.argv[1:])))

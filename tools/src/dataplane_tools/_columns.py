@@ -48,6 +48,11 @@ def tensors_of_arrow(name: str, column: Any, spec: FieldSpec) -> Any:
     return _mapped(found, lambda values: _restored(values, spec)) if spec.rank else _restored(found, spec)
 
 
+def arrow_of_empty_lists(items: Sequence[Any]) -> Any:
+    """The Arrow column of items that are None or empty lists. They may become lists of any numbers."""
+    return pa.array(items, type_of_tensors(FieldSpec("tensor", "int64", 1)))
+
+
 def type_of_tensors(spec: FieldSpec) -> Any:
     """The type of the Arrow column of a field."""
     shape = (0, 0, *spec.trailing) if spec.rank else (0,)

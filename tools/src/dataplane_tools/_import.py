@@ -25,7 +25,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.spec import FieldSpec, WireFormat, fits
 from dataplane_tools import _columns as arrow
-from dataplane_tools._export import connected
+from dataplane_tools._portions import connected
 from dataplane_tools._shards import check_shards, columns_of, parquet_file, read_manifest
 
 
@@ -172,8 +172,6 @@ def _columns(about: Mapping[str, Any], table: Any, names: Sequence[str]) -> dict
         spec, column = FieldSpec.from_text(told["spec"]), table[told["column"]]
         if spec.kind == "object":
             columns[name] = object_column(arrow.items_of_arrow(name, column, told["form"]))
-        elif name in about["absent"]:
-            columns[name] = arrow.items_of_arrow(name, column, told["form"])  # empty lists, which leave a field open
         else:
             columns[name] = arrow.tensors_of_arrow(name, column, spec)
     return columns

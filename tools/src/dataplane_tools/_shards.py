@@ -2,7 +2,10 @@
 
 A shard is written under another name, synced to the disk, and renamed to ``part-00000.parquet``; then the manifest that
 names it, with its size and digest, replaces the former one. ``.export.json`` is one JSON object. It says ``closed``
-once the export has ended in order. The names of all files but shards are hidden, so that readers pass them over.
+once the export has ended in order. Its name is hidden, so that readers pass it over.
+
+Later shards may have more columns. Readers take those of the first file by name, fill in nulls and cast. So once shards
+differ, there is a ``columns.parquet`` before them, without rows, which has the columns of the newest shard.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Self, TypedDict
+from typing import Any, Final, TypedDict
 from uuid import uuid4
 
 from dataplane_core.errors import (
@@ -33,6 +36,7 @@ from dataplane_tools._columns import pa  # before pyarrow.parquet: it says what 
 KIND: Final = "dataplane-export"
 VERSION: Final = 1
 MANIFEST: Final = ".export.json"
+COLUMNS: Final = "columns.parquet"
 #: Stands for the task that belongs to a folder alone.
 OWN_TASK: Final = ""
 #: Under this key, the schema of a shard says what its columns are.
@@ -50,7 +54,7 @@ class _Shard(TypedDict):
     sha256: str
 
 
-class _What(TypedDict):
+class What(TypedDict):
     """The options that decide which rows and columns a folder has."""
 
     fields: Sequence[str] | None
@@ -71,7 +75,7 @@ class _Manifest(TypedDict):
     partition_id: str
     epoch: str
     registration: Mapping[str, Any]
-    what: _What
+    what: What
     closed: bool
     num_acked: int
     shards: Sequence[_Shard]
@@ -136,7 +140,7 @@ def manifest_of(text: bytes) -> dict[str, Any]:
 
 
 class Shards:
-    """Writes shards into a folder. Use it in a ``with`` statement; no other process writes there meanwhile.
+    """Writes shards into a folder, where no other process writes until it is closed.
 
     Args:
         folder: The folder. Created if needed.
@@ -147,6 +151,7 @@ class Shards:
 
     Attributes:
         is_new: Whether the folder had no export.
+        former: What the newest shard of the folder said of its columns at first, with its ``schema``. Empty: none.
 
     Raises:
         InvalidRequestError: The folder has another export, or another process writes it.
@@ -174,9 +179,9 @@ class Shards:
         there = sorted(each for each in self.folder.iterdir() if _SHARD.fullmatch(_final(each.name)))
         self.is_new = not (self.folder / MANIFEST).exists()
         if self.is_new:
-            if there:
+            if others := sorted(each.name for each in self.folder.glob("*.parquet")):
                 raise InvalidRequestError(
-                    f"'{self.folder}' has {preview([each.name for each in there])}, and no {MANIFEST}.",
+                    f"'{self.folder}' has {preview(others)}, and no {MANIFEST}.",
                     hint="Export into a folder of its own.",
                 )
             self.manifest = _new(head)
@@ -194,6 +199,7 @@ class Shards:
                 )
             if not (goes_on or self.manifest["closed"]):
                 self.manifest = _new(head)  # of one that was killed nothing is worth keeping
+                (self.folder / COLUMNS).unlink(missing_ok=True)
             self.manifest["closed"] = False
             kept = {shard["name"]: shard for shard in self.manifest["shards"]}
             names = {each.name for each in there}
@@ -207,12 +213,11 @@ class Shards:
                         columns_of(file, self.manifest)
                     kept[path.name] = _described(path)
             self.manifest["shards"] = [kept[name] for name in sorted(kept)]
+        self.former = self._newest()
         self._write_manifest()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Lets others write the folder. What is in a shard that is not complete is lost."""
         if self._writer is not None:  # of a shard that an error ended
             self._abandon(self._writer)
         os.close(self._lock)
@@ -239,7 +244,7 @@ class Shards:
             with parquet_file(self.folder / shard["name"]) as file:
                 yield from file.read(["sample_id"])["sample_id"].to_pylist()
 
-    def columns(self) -> Mapping[str, Any]:
+    def _newest(self) -> Mapping[str, Any]:
         """What the newest shard says of its columns. Empty: there is no shard."""
         for shard in self.manifest["shards"][-1:]:
             with parquet_file(self.folder / shard["name"]) as file:
@@ -302,6 +307,7 @@ class Shards:
             writer.add_key_value_metadata({"dataplane_absent": json.dumps(self._absent)})
             writer.close()
             self._file.sync()
+            self._tell_columns()
             os.replace(self._new, self._path)
             sync_folder(self.folder)
             size_bytes, sha256 = self._file.size, self._file.digest.hexdigest()
@@ -311,6 +317,17 @@ class Shards:
         except (OSError, pa.ArrowException) as error:
             self._abandon(writer)
             raise _not(f"'{self.folder}' cannot be written", error) from error
+
+    def _tell_columns(self) -> None:
+        """Says what columns the shard brings, before readers see it."""
+        former = self._newest()
+        if former and not former["schema"].equals(self._schema):
+            from pyarrow import parquet
+
+            sink = pa.BufferOutputStream()
+            parquet.ParquetWriter(sink, self._schema.remove_metadata()).close()
+            write_file(self.folder / f".{COLUMNS}.new", [sink.getvalue().to_pybytes()])
+            os.replace(self.folder / f".{COLUMNS}.new", self.folder / COLUMNS)
 
     def _abandon(self, writer: Any) -> None:
         """Closes the file of a shard that is not completed. The next export into the folder removes it."""

@@ -155,7 +155,9 @@ def export(parser: argparse.ArgumentParser) -> Command:
     )
     following = parser.add_argument_group("to go on with what is finished later")
     following.add_argument("--follow", action="store_true", help="until the partition is finished, or Ctrl-C")
-    following.add_argument("--task", metavar="NAME", help="the task that follows; default: one of this folder's own")
+    following.add_argument(
+        "--task", metavar="NAME", help="the task that follows, for this folder alone; default: one of its own"
+    )
     following.add_argument(
         "--every", type=float, default=60.0, metavar="S", help="a shard at least every S seconds; default: 60"
     )
@@ -164,20 +166,20 @@ def export(parser: argparse.ArgumentParser) -> Command:
     def run(chosen: argparse.Namespace) -> int:
         from dataplane_tools import _export
 
+        if chosen.follow and chosen.partial:
+            parser.error("export --follow takes finished rows: it takes no --partial")
+        options = {"task": chosen.task, "every_s": chosen.every, "idle_s": chosen.idle}
         return _export.run(
             chosen.config,
             chosen.partition,
             chosen.folder,
+            follow=chosen.follow,
             fields=chosen.fields,
             where=chosen.where,
-            partial=chosen.partial,
             messages=chosen.form == "messages",
             tokenizer=chosen.tokenizer,
             shard_bytes=chosen.shard_bytes,
-            follow=chosen.follow,
-            task=chosen.task,
-            every_s=chosen.every,
-            idle_s=chosen.idle,
+            **(options if chosen.follow else {"partial": chosen.partial}),
         )
 
     return run

@@ -593,7 +593,7 @@ def flip(path):
         ),
         (lambda out: changed(out / ".export.json", version=2), UnsupportedOperationError, "version 2. Expected 1"),
         (lambda out: changed(out / ".export.json", shards=[{"name": 1}]), CorruptDataError, "holds what no manifest"),
-        (lambda out: changed(out / ".export.json", registration={}), CorruptDataError, "holds no registration"),
+        (lambda out: changed(out / ".export.json", registration={}), CorruptDataError, "holds what no manifest"),
         (lambda out: changed(out / ".export.json", export="other"), CorruptDataError, "none of this export"),
         (lambda out: changed(out / ".export.json", closed=False), CorruptDataError, "was not completed"),
         (lambda out: (out / "part-00001.parquet").unlink(), CorruptDataError, "lacks part-00001.parquet"),

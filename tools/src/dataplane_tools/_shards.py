@@ -25,12 +25,11 @@ from dataplane_core.errors import (
     InvalidRequestError,
     MissingDataError,
     SaveError,
-    UnsupportedOperationError,
     preview,
 )
 from dataplane_core.regular_files import open_regular, read_regular
-from dataplane_core.saves import sync_folder, write_file
-from dataplane_core.spec import fits
+from dataplane_core.saves import read_head, sync_folder, write_file
+from dataplane_core.spec import Registration, fits
 from dataplane_tools._columns import pa  # before pyarrow.parquet: it says what to install
 
 KIND: Final = "dataplane-export"
@@ -67,14 +66,13 @@ class What(TypedDict):
 class _Manifest(TypedDict):
     """The manifest, besides its format and version.
 
-    ``export`` is an id that its shards repeat, ``registration`` the arguments of ``register_partition``. Of an export
-    that follows, the rows of the first ``num_acked`` shards are acked.
+    ``export`` is an id that its shards repeat. The rows of the first ``num_acked`` shards of a follower are acked.
     """
 
     export: str
     partition_id: str
     epoch: str
-    registration: Mapping[str, Any]
+    registration: Registration
     what: What
     closed: bool
     num_acked: int
@@ -110,33 +108,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise _not(f"the export in '{folder}' cannot be read", error) from error
-    try:
-        return manifest_of(text)
-    except ValueError as error:
-        if isinstance(error, CorruptDataError):
-            error.message = f"'{folder / MANIFEST}' {error.message}"
-        raise
-
-
-def manifest_of(text: bytes) -> dict[str, Any]:
-    """The manifest that bytes hold. Raises as `read_manifest`."""
-    try:
-        found = json.loads(text)
-        known, version = found["format"] == KIND, found["version"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptDataError("is not the manifest of an export: it is damaged.") from error
-    if not known:
-        raise CorruptDataError(f"says format {found['format']!r}. Expected {KIND!r}.")
-    if version != VERSION:
-        raise UnsupportedOperationError(
-            f"the export is of format version {version!r}. Expected {VERSION}.",
-            hint="Install the version that wrote it.",
-        )
+    found = read_head(folder / MANIFEST, text, KIND, VERSION)
     with suppress(UnicodeEncodeError):  # a name that is no Unicode
         if fits(found, _Manifest) and all(_SHARD.fullmatch(shard["name"]) for shard in found["shards"]):
-            manifest: dict[str, Any] = found
-            return manifest
-    raise CorruptDataError("holds what no manifest of an export has.")
+            return found
+    raise CorruptDataError(f"'{folder / MANIFEST}' holds what no manifest of an export has.")
 
 
 class Shards:

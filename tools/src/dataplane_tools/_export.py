@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import MissingDataError, printable
+from dataplane_core.errors import InvalidRequestError, MissingDataError, printable
 from dataplane_tools._follow import follow_partition
 from dataplane_tools._inspect import size_text
 from dataplane_tools._portions import Exported, Portions, Tags, connected
@@ -60,13 +60,7 @@ def export_partition(
         >>> export_partition(client, "step-1", folder, where="reward > 0.5").num_rows  # doctest: +SKIP
         2
     """
-    what: What = {
-        "fields": fields and list(fields),
-        "where": where,
-        "messages": messages,
-        "partial": partial,
-        "task": None,
-    }
+    what = What(fields=fields, where=where, messages=messages, partial=partial, task=None)
     with Portions(client, partition_id, folder, what, tokenizer, shard_bytes) as portions:
         rows = portions.found if where is not None else portions.rows.find().tags
         ids, lacking = _finished(client, partition_id, rows, [] if partial else portions.required)
@@ -97,17 +91,31 @@ def _finished(
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def run(config_path: str, partition_id: str, folder: str, *, follow: bool, **options: Any) -> int:
-    """Exports rows of a running store. The options are those of `export_partition`, or of `follow_partition`.
+def run(config_path: str, partition_id: str, folder: str, *, follow: bool, form: str, **options: Any) -> int:
+    """Exports rows of a running store. The options are those of `export_partition` and of `follow_partition`.
 
     Raises:
-        DataPlaneError: As these, and `connect`.
+        DataPlaneError: As these, and `connect`. It cannot follow partial rows.
     """
-    with connected(config_path) as client:
-        if follow:
-            done = _followed(client, partition_id, folder, **options)
-        else:
-            done = export_partition(client, partition_id, folder, **options)
+    options["messages"] = form == "messages"
+    following = {name: options.pop(name) for name in ("task", "every_s", "idle_s")}
+    if not follow:
+        with connected(config_path) as client:
+            return _told(folder, partition_id, export_partition(client, partition_id, folder, **options))
+    if options.pop("partial"):
+        raise InvalidRequestError("export refused: it follows finished rows, so partial rows cannot come along.")
+    stop = threading.Event()
+    former = {each: signal.signal(each, lambda *_: stop.set()) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with connected(config_path) as client:
+            done = follow_partition(client, partition_id, folder, stop=stop, **following, **options)
+    finally:
+        for each, handler in former.items():
+            signal.signal(each, handler)
+    return _told(folder, partition_id, done)
+
+
+def _told(folder: str, partition_id: str, done: Exported) -> int:
     shards = "1 shard" if done.num_shards == 1 else f"{done.num_shards} shards"
     print(printable(f"{folder}: {done.num_rows} rows of {partition_id} in {shards}, {size_text(done.size_bytes)}"))
     for name, count in done.lacking.items():
@@ -117,14 +125,3 @@ def run(config_path: str, partition_id: str, folder: str, *, follow: bool, **opt
     if done.num_left:
         print(f"{done.num_left} were left, which are not finished, or lack members of their group")
     return 0
-
-
-def _followed(client: DataPlaneClient, partition_id: str, folder: str, **options: Any) -> Exported:
-    """Follows until a signal asks to end."""
-    stop = threading.Event()
-    former = {each: signal.signal(each, lambda *_: stop.set()) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        return follow_partition(client, partition_id, folder, **options, stop=stop)
-    finally:
-        for each, handler in former.items():
-            signal.signal(each, handler)

@@ -59,11 +59,7 @@ def follow_partition(
         client: Of the store.
         partition_id: The partition.
         folder: A new folder, or one that the same call left.
-        fields: As for `export_partition`, and so are ``where``, ``messages``, ``tokenizer`` and ``shard_bytes``.
-        where: See ``fields``.
-        messages: See ``fields``.
-        tokenizer: See ``fields``.
-        shard_bytes: See ``fields``.
+        fields, where, messages, tokenizer, shard_bytes: As for `export_partition`.
         task: The task that follows, for this folder alone. None: one of the folder's own, ``export-`` and 8 digits, or
             the one that it had. Samples must not be cleared before it has them.
         every_s: A shard is complete at the latest after this many seconds.
@@ -83,13 +79,7 @@ def follow_partition(
     """
     if every_s <= 0 or (idle_s is not None and idle_s < 0):
         raise InvalidRequestError("export refused: its seconds must be above 0.")
-    what: What = {
-        "fields": fields and list(fields),
-        "where": where,
-        "messages": messages,
-        "partial": False,
-        "task": task or OWN_TASK,
-    }
+    what = What(fields=fields, where=where, messages=messages, partial=False, task=task or OWN_TASK)
     with Portions(client, partition_id, folder, what, tokenizer, shard_bytes) as portions:
         follower = _Follower(portions, every_s)
         follower.run(idle_s, stop or threading.Event())

@@ -13,7 +13,6 @@ from dataplane_core.config import load_config, size_bytes
 from dataplane_core.connecting import connect
 from dataplane_core.errors import (
     InvalidRequestError,
-    LostSamplesError,
     MissingDataError,
     StalePartitionError,
     preview,
@@ -22,7 +21,7 @@ from dataplane_core.spec import FieldSpec
 from dataplane_tools import _columns as arrow
 from dataplane_tools._columns import pa
 from dataplane_tools._messages import is_beside_messages, is_for_messages, messages_of
-from dataplane_tools._rows import Rows
+from dataplane_tools._rows import Rows, read_there
 from dataplane_tools._shards import Shards, What
 from dataplane_tools._tokenizer import Tokenizer
 from dataplane_tools._where import parse_where
@@ -32,6 +31,8 @@ _FIRST_ROWS, _MOST_ROWS, _PORTION_BYTES = 64, 4096, 16 << 20
 #: Of a field of objects, rows that are looked at to learn whether they are bytes.
 _LOOKED_AT: Final = 16
 
+#: The ids of rows; for each field the places of those that have it, and their column; and its spec.
+_Read = tuple[list[str], dict[str, tuple[Sequence[int], Any]], dict[str, FieldSpec]]
 #: Id -> tags.
 Tags = Mapping[str, Mapping[str, Any]]
 
@@ -103,6 +104,7 @@ class Portions:
         if unknown := [name for name in what["fields"] or () if name not in known]:
             has = preview(known, limit=20) or "none"
             raise InvalidRequestError(f"partition '{partition_id}' has no field {preview(unknown)}. It has: {has}.")
+        what["fields"] = what["fields"] and list(what["fields"])  # as JSON has it
         self.client, self.partition_id, self._what = client, partition_id, what
         self.required = list(found.info.fields if what["fields"] is None else what["fields"])
         self.where = None if what["where"] is None else parse_where(what["where"])
@@ -167,7 +169,9 @@ class Portions:
             InvalidTypeError, InvalidRequestError: As `arrow_of_items` and `messages_of`.
             SaveError: They cannot be written.
         """
-        ids, cells, specs = self._read(list(tags))
+        found = read_there(self.client, self.partition_id, list(tags), self._read)
+        self._check_registration(self.client.describe(self.partition_id).info.epoch)  # it may have changed meanwhile
+        ids, cells, specs = found or ([], {}, {})
         self.num_gone += len(tags) - len(ids)
         if not ids:
             return []
@@ -228,41 +232,23 @@ class Portions:
         self._forms[name] = arrow.form_of_items(items, self._forms.get(name))
         return arrow.arrow_of_items(name, items, self._forms[name], self._binary[name])
 
-    def _read(self, ids: list[str]) -> tuple[list[str], dict[str, tuple[Sequence[int], Any]], dict[str, FieldSpec]]:
-        """The rows that are there; for each field the places of those that have it, and their column; and its spec."""
-        client, partition_id = self.client, self.partition_id
-        while ids:
-            try:
-                found = client.describe(partition_id)
-                self._check_registration(found.info.epoch)
-                names = self._what["fields"] or dict.fromkeys((*found.info.fields, *found.specs))
-                specs = {name: found.specs[name] for name in names if name in found.specs}
-                if self._what["messages"]:
-                    specs = {name: spec for name, spec in specs.items() if is_for_messages(name, spec)}
-                has = [set(each) for each in client.list_fields(ids, partition_id)]
-                alike: dict[tuple[int, ...], list[str]] = {}
-                for name in specs:
-                    places = tuple(place for place, each in enumerate(has) if name in each)
-                    alike.setdefault(places, []).append(name)
-                cells: dict[str, tuple[Sequence[int], Any]] = {}
-                for places, some in alike.items():
-                    rows = [ids[place] for place in places]
-                    columns = client.get_samples(rows, partition_id, some) if rows else {}
-                    cells |= {name: (places, columns.get(name)) for name in some}
-                break
-            except LostSamplesError as error:
-                left = [each for each in ids if each not in error.missing_samples]
-                if left == ids:
-                    raise
-                ids = left
-            except MissingDataError:  # samples were cleared meanwhile
-                left = client.list_samples(partition_id, sample_ids=ids).sample_ids
-                if left == ids:
-                    raise
-                ids = left
-        else:
-            cells, specs = {}, {}
-        self._check_registration(client.describe(partition_id).info.epoch)  # it may have changed while they were read
+    def _read(self, ids: list[str]) -> _Read:
+        """Reads the columns of those that are there."""
+        found = self.client.describe(self.partition_id)
+        self._check_registration(found.info.epoch)
+        names = self._what["fields"] or dict.fromkeys((*found.info.fields, *found.specs))
+        specs = {name: found.specs[name] for name in names if name in found.specs}
+        if self._what["messages"]:
+            specs = {name: spec for name, spec in specs.items() if is_for_messages(name, spec)}
+        has = [set(each) for each in self.client.list_fields(ids, self.partition_id)]
+        alike: dict[tuple[int, ...], list[str]] = {}
+        for name in specs:
+            alike.setdefault(tuple(place for place, each in enumerate(has) if name in each), []).append(name)
+        cells: dict[str, tuple[Sequence[int], Any]] = {}
+        for places, some in alike.items():
+            rows = [ids[place] for place in places]
+            columns = self.client.get_samples(rows, self.partition_id, some) if rows else {}
+            cells |= {name: (places, columns.get(name)) for name in some}
         return ids, cells, specs
 
     def _check_registration(self, epoch: str) -> None:

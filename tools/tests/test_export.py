@@ -5,6 +5,7 @@ One long file, since what follows a store and what puts a folder back are tested
 
 import argparse
 import gc
+import io
 import json
 import os
 import runpy
@@ -789,16 +790,16 @@ def test_what_was_read_before_the_store_ended_is_kept(client, other, tmp_path, m
 
 @pytest.mark.parametrize("room", [0, 4, 300])
 def test_a_shard_that_cannot_be_written_ends_quietly(written, tmp_path, monkeypatch, room):
-    write = shards_module._Hashing.write
-
-    def full(self, data):
-        if self.size + len(data) > room:
-            raise OSError("no space left")
-        return write(self, data)
+    class Full(io.FileIO):
+        def write(self, data):
+            if self.tell() + len(data) > room:
+                raise OSError("no space left")
+            return super().write(data)
 
     unraisable = []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
-    monkeypatch.setattr(shards_module._Hashing, "write", full)
+    full = lambda path, mode: io.BufferedWriter(Full(path, mode))  # noqa: E731
+    monkeypatch.setattr(shards_module, "open", full, raising=False)
     with pytest.raises(SaveError, match="no space left"):
         follow_partition(written, "p", tmp_path / "out")
     gc.collect()

@@ -139,7 +139,6 @@ class Shards:
         self.folder = Path(folder)
         self._shard_bytes = shard_bytes
         self._writer: Any = None
-        self._file: _Hashing
         try:
             os.makedirs(self.folder, exist_ok=True)
             self._lock = _locked(self.folder)
@@ -262,7 +261,7 @@ class Shards:
         self._new = self._path.with_name(f".{self._path.name}.new")  # no pattern of a reader takes it
         self._schema, self._rows, self._bytes = schema, 0, 0
         self._absent: dict[str, list[int]] = {}
-        self._file = _Hashing(self._new)
+        self._file = open(self._new, "wb")  # noqa: SIM115 # `complete` closes it, or `_abandon`
         # no dictionaries of numbers: they may hold one NaN for all
         strings = [field.name for field in schema if pa.types.is_large_string(field.type)]
         try:
@@ -271,7 +270,7 @@ class Shards:
             )
         except BaseException:
             with suppress(OSError):
-                self._file.release()
+                self._file.close()
             raise
 
     def complete(self) -> None:
@@ -282,12 +281,13 @@ class Shards:
         try:
             writer.add_key_value_metadata({"dataplane_absent": json.dumps(self._absent)})
             writer.close()
-            self._file.sync()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            shard = {**_described(self._new, self._rows), "name": self._path.name}
             self._tell_columns()
             os.replace(self._new, self._path)
             sync_folder(self.folder)
-            size_bytes, sha256 = self._file.size, self._file.digest.hexdigest()
-            shard = {"name": self._path.name, "num_rows": self._rows, "size_bytes": size_bytes, "sha256": sha256}
             self.manifest["shards"].append(shard)
             self._write_manifest()
         except (OSError, pa.ArrowException) as error:
@@ -311,7 +311,7 @@ class Shards:
             writer.close()
         writer.is_open = False  # or pyarrow tries again later, and prints that it fails
         with suppress(OSError):
-            self._file.release()
+            self._file.close()
 
     def end(self) -> None:
         """Completes the last shard, and the export."""
@@ -338,37 +338,6 @@ def _new(head: Mapping[str, Any]) -> dict[str, Any]:
 def _final(name: str) -> str:
     """The name that a shard has in the end."""
     return name.removeprefix(".").removesuffix(".new")
-
-
-class _Hashing:
-    """A file that Parquet is written to, and its digest."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb")  # noqa: SIM115 # `release` closes it
-        self.digest, self.size = hashlib.sha256(), 0
-        self.closed = False
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        self.size += len(data)
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        """Pyarrow closes it before it is synced; it stays open for that."""
-
-    def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.release()
-
-    def release(self) -> None:
-        self._file.close()
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

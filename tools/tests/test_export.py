@@ -658,7 +658,7 @@ def test_follow_ends_with_the_partition_and_goes_on_after_a_stop(written, tmp_pa
     assert follow_partition(written, "p", out, idle_s=0.0, **options).num_rows == 4
     with pytest.raises(InvalidRequestError, match="another what"):
         export_partition(written, "p", out)
-    with pytest.raises(InvalidRequestError, match="was given samples that are not in"):
+    with pytest.raises(InvalidRequestError, match="was given samples already"):
         follow_partition(written, "p", tmp_path / "new", **options)
     stop = threading.Event()
     stop.set()
@@ -808,6 +808,14 @@ def test_a_shard_that_cannot_be_written_ends_quietly(written, tmp_path, monkeypa
     assert follow_partition(written, "p", tmp_path / "out", idle_s=0.0).num_rows == 4
 
 
+def test_a_follower_that_is_refused_leaves_no_export(client, tmp_path):
+    client.register_partition("p", [], None, [])
+    client.put_samples(["a"], "p", {"x": torch.ones(1)})
+    with pytest.raises(InvalidRequestError, match="registered without fields"):
+        follow(client, tmp_path / "out")
+    assert follow(client, tmp_path / "out", fields=["x"]) == 1
+
+
 def follow(client, folder, **options):
     return follow_partition(client, "p", folder, **{"idle_s": 0.0} | options).num_rows
 
@@ -866,8 +874,9 @@ def test_each_folder_gets_all_rows(client, tmp_path):
     assert follow(client, tmp_path / "named") == 2  # with the task that it had
     with pytest.raises(InvalidRequestError, match="another what"):
         follow(client, tmp_path / "named", task="other")
-    with pytest.raises(InvalidRequestError, match="'mine' of 'p' was given samples that are not in"):
-        follow(client, tmp_path / "three", task="mine")
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="'mine' of 'p' was given samples already"):
+            follow(client, tmp_path / "three", task="mine")
 
 
 def test_a_task_that_another_follower_has_is_refused(python, tmp_path):
@@ -880,6 +889,7 @@ def test_a_task_that_another_follower_has_is_refused(python, tmp_path):
                 eventually(lambda: any(each.work for each in client.list_clients()), within_s=STARTS_S, what="a claim")
                 with pytest.raises(InvalidRequestError, match=rf"'mine' of 'p' is that of 'process {follower.pid} on "):
                     follow(client, tmp_path / "two", task="mine")
+                assert not (tmp_path / "two" / ".export.json").exists()
             finally:
                 follower.kill()
         assert follow(client, tmp_path / "two", task="mine") == 0

@@ -24,7 +24,7 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import Capability
+from dataplane_core.spec import Capability, TaskDescription
 from dataplane_tools._portions import Exported, Portions, Tags
 from dataplane_tools._shards import OWN_TASK, What
 
@@ -98,12 +98,6 @@ class _Follower:
         # a row that lacks a field of the condition may meet it later
         also = [name for name in (where.names if where else ()) if name in (*found.info.fields, *found.specs)]
         self._required = list(dict.fromkeys([*portions.required, *also]))
-        if not self._required:
-            raise InvalidRequestError(
-                f"partition '{self._partition_id}' is registered without fields, so nothing says when a row is "
-                "finished.",
-                hint="Name the fields that it waits for.",
-            )
         self._group_size = found.info.grpo_group_size
         self._pending: list[KVBatchMeta] = []  # looked at, and not acked
         self._written: set[str] = (
@@ -154,36 +148,31 @@ class _Follower:
         found = client.describe(partition_id)
         if task not in found.tasks:
             client.register_partition(partition_id, [], None, [task], self._group_size, if_exists="keep")
-        elif shards.is_new:
-            hint = "Name the folder that has them, or another task: --task NAME."
-            if found.tasks[task].num_leased or found.tasks[task].num_consumed:
-                raise InvalidRequestError(
-                    f"the task '{task}' of '{partition_id}' was given samples that are not in '{shards.folder}'.",
-                    hint=hint,
-                )
-            if others := self._others():
-                raise InvalidRequestError(
-                    f"the task '{task}' of '{partition_id}' is that of {preview(others)}, so '{shards.folder}' would "
-                    "get some of its samples only.",
-                    hint="Name another task; without --task, a folder has one of its own.",
-                )
+        elif shards.is_new and (why := self._why_not(found.tasks[task])):
+            shards.take_back()
+            raise InvalidRequestError(
+                f"the task '{task}' of '{partition_id}' {why}, so '{shards.folder}' would not get all samples.",
+                hint="Name another task, or the folder that has them. Without --task, each folder has its own.",
+            )
         consumed = client.list_consumed(partition_id, task)
         # not the rows that were acked: since then, one may have been cleared, and put again as another row
         client.reset_consumption(partition_id, task, list(dict.fromkeys([*consumed, *shards.unacked_ids()])))
         shards.note_acked()
 
-    def _others(self) -> list[str]:
-        """The other processes that claim for the task, as far as they have announced it."""
+    def _why_not(self, found: TaskDescription) -> str:
+        """What says that the task is that of something else, as far as it was announced. Empty: nothing."""
+        if found.num_leased or found.num_consumed:
+            return "was given samples already"
         if Capability.CLIENTS not in self._client.capabilities:
-            return []
-        own = socket.gethostname(), os.getpid()
-        task = "claim_meta", self._partition_id, self._task
-        return [
+            return ""
+        own, task = (socket.gethostname(), os.getpid()), ("claim_meta", self._partition_id, self._task)
+        others = [
             f"process {each.pid} on {each.host}"
             for each in self._client.list_clients(ended=True)
             if each.state in ("open", "stopped") and (each.host, each.pid) != own
             if task in [(work.operation, work.partition_id, work.task_name) for work in each.work]
         ]
+        return f"is that of {preview(others)}" if others else ""
 
     def _claimed(self) -> KVBatchMeta | None:
         """Samples that are finished. Empty: there will be none. None: there was none for a while."""

@@ -107,6 +107,11 @@ class Portions:
         what["fields"] = what["fields"] and list(what["fields"])  # as JSON has it
         self.client, self.partition_id, self._what = client, partition_id, what
         self.required = list(found.info.fields if what["fields"] is None else what["fields"])
+        if what["task"] is not None and not self.required:
+            raise InvalidRequestError(
+                f"partition '{partition_id}' is registered without fields, so nothing says when a row is finished.",
+                hint="Name the fields that it waits for.",
+            )
         self.where = None if what["where"] is None else parse_where(what["where"])
         self._decode = None if tokenizer is None else Tokenizer(tokenizer, skip_special=True).decode
         self.rows = Rows(client, partition_id)

@@ -191,6 +191,10 @@ class Shards:
         self.former = self._newest()
         self._write_manifest()
 
+    def take_back(self) -> None:
+        """Leaves a new folder as it was."""
+        (self.folder / MANIFEST).unlink()
+
     def close(self) -> None:
         """Lets others write the folder. What is in a shard that is not complete is lost."""
         if self._writer is not None:  # of a shard that an error ended

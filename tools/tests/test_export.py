@@ -892,6 +892,11 @@ def test_a_task_that_another_follower_has_is_refused(python, tmp_path):
                 assert not (tmp_path / "two" / ".export.json").exists()
             finally:
                 follower.kill()
+        eventually(
+            lambda: "gone" in [each.state for each in client.list_clients(ended=True)],
+            within_s=STARTS_S,
+            what="its end, which is known a little later",
+        )
         assert follow(client, tmp_path / "two", task="mine") == 0
         client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
         assert follow(client, tmp_path / "two") == 2

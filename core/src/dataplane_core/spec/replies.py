@@ -5,15 +5,22 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Literal, TypedDict
 
 from dataplane_core.errors import LeaseHolder, Shortfall, printable
 from dataplane_core.spec.columns import SharedRows, WireColumn
 from dataplane_core.spec.field_spec import FieldSpec
 from dataplane_core.spec.tags import TagValue
 
-#: What `PartitionInfo` has besides its epoch.
-_REGISTRATION: Final = ("fields", "num_samples", "consumer_tasks", "grpo_group_size", "enums")
+
+class Registration(TypedDict):
+    """What `PartitionInfo` has besides its epoch, as values of JSON: the arguments of ``register_partition``."""
+
+    fields: Sequence[str]
+    num_samples: int | None
+    consumer_tasks: Sequence[str]
+    grpo_group_size: int | None
+    enums: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +58,9 @@ class PartitionInfo:
     @classmethod
     def requested(cls, request: Any) -> PartitionInfo:
         """The registration that a `RegisterRequest`, or an object with the same attributes, asks for."""
-        return cls.of(request.epoch, {name: getattr(request, name) for name in _REGISTRATION})
+        return cls.of(request.epoch, {name: getattr(request, name) for name in Registration.__annotations__})
 
-    def registration(self) -> dict[str, Any]:
+    def registration(self) -> Registration:
         """The arguments of ``register_partition`` besides the id, as values that JSON and msgpack can keep."""
         return {
             "fields": list(self.fields),

@@ -252,7 +252,9 @@ def test_a_producer_that_hangs_in_a_phase(run):
     run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
     run.start("trainer", TRAINER)
     producer = run.start("rollout", rollout(3, then='with client.phase("generate"):\n    time.sleep(1000)'))
-    run.names("silent", f"process {producer.pid} on ", "It is alive, but silent in generate for ", "it last put samples ")
+    run.names(
+        "silent", f"process {producer.pid} on ", "It is alive, but silent in generate for ", "it last put samples "
+    )
 
 
 def test_a_run_that_is_merely_slow_is_never_called_starved(run):

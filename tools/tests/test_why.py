@@ -165,7 +165,7 @@ with client.phase("generate", partition_id="step", groups=["q17"]):
     verdict = run.names("group", "'q17_g3' was never put. It is made by ", name, "(collector-2) in generate for ")
     assert verdict.culprit.startswith(name)
     maker.kill()
-    verdict = run.names("group", "It was made by one that ended: ", name, "(collector-2) is gone; ", ", in generate.")
+    verdict = run.names("group", "Its maker ended: ", name, "(collector-2) is gone; ", ", in generate.")
     assert verdict.culprit.startswith(name)
 
 

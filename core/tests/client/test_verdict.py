@@ -401,8 +401,11 @@ def test_a_short_group_names_who_makes_it():
     gone = replace(maker, state="gone", heard_s=20.0)
     told = verdict(found, late, ROLLOUT, gone, **GROUPS)
     assert (told.cause, told.culprit) == ("group", "process 9 on h (collector-2)")
-    assert "It was made by one that ended: process 9 on h (collector-2) is gone; it was last heard of" in told.text
+    assert "Its maker ended: process 9 on h (collector-2) is gone; it was last heard of 20 s ago, in gen" in told.text
     assert "process 7 on h (rollout) puts new samples. It is alive" in told.text
+    told = verdict(found, TRAINER, gone, **GROUPS)
+    assert told.state == "starved"
+    assert "It was made by process 9 on h (collector-2). Nobody puts new samples now: process 9 on h" in told.text
     again = generates(client("collector-3", puts("x"), pid=10), "q17")
     assert verdict(found, late, ROLLOUT, gone, again, **GROUPS).culprit == "process 10 on h (collector-3)"
     for stranger in (other, generates(maker, "q17", partition="step-1")):

@@ -355,17 +355,19 @@ class _Judge:
             return _Reason("group", f"{what}, and lost one that was cleared. It is never given.", is_late)
         never = f"{what}. {preview(absent)} {'was' if len(absent) == 1 else 'were'} never put." if there else f"{what}."
         maker = self._maker(partition_id, group)
-        is_alive = maker is not None and maker.state == "open"
-        if maker is None:
-            told = ""
-        elif is_alive:
-            told = f" It is made by {process_of(maker)}{_phase_of(maker, group)}."
-        else:
-            told = f" It was made by one that ended: {self._told(maker)}"
         sources = sorted(self._sources(partition_id), key=lambda each: each[0] is not maker)
         reason = self._of_producers(sources, "puts new samples", partition_id, is_late, reach)
-        culprit = reason.culprit if maker is None or (is_alive and reason.is_fault) else process_of(maker)
-        return _Reason("group", f"{never}{told} {reason.text}", reason.is_fault or is_late, culprit)
+        is_fault = reason.is_fault or is_late
+        if maker is None:
+            return _Reason("group", f"{never} {reason.text}", is_fault, reason.culprit)
+        name = process_of(maker)
+        if maker.state == "open":
+            told = f"It is made by {name}{_phase_of(maker, group)}."
+            culprit = reason.culprit if reason.is_fault else name
+        else:
+            told = f"It was made by {name}." if reason.culprit == name else f"Its maker ended: {self._told(maker)}"
+            culprit = name
+        return _Reason("group", f"{never} {told} {reason.text}", is_fault, culprit)
 
     def _maker(self, partition_id: str, group: str) -> ClientInfo | None:
         """Who says that it makes a group: one that is alive, else who was heard of last."""

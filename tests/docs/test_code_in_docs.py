@@ -144,6 +144,7 @@ def test_the_snippets_on_operating_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     client = connect({"backend": "noop", "middleware": [{"metrics": {"events_file": "events.jsonl"}}]})
     names = {"writer": Writer(), "client": client, "workers": InProcessWorkerGroup([DataPlaneWorkerMixin()])}
+    names |= {"generate": list, "prompts": ["2 + 3 ="]}
     for number, block in enumerate(blocks("docs/operating.md")):
         exec(compile(block, f"docs/operating.md, block {number}", "exec"), names)
     client.close()

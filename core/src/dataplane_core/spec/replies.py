@@ -236,6 +236,23 @@ class WorkInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseInfo:
+    """What the process of a client does outside of the store, as `DataPlaneClient.phase` was told.
+
+    Attributes:
+        name: The name of the phase, such as ``generate``.
+        running_s: Seconds since it began, as of the announcement.
+        partition_id: The partition of ``groups``, or empty.
+        groups: The groups whose samples it makes.
+    """
+
+    name: str
+    running_s: float
+    partition_id: str = ""
+    groups: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClientInfo:
     """A client of a store, as it announced itself.
 
@@ -251,6 +268,7 @@ class ClientInfo:
         metrics_address: ``host:port`` where its process serves metrics, or empty.
         period_s: Seconds until it announces itself again, as of the announcement.
         work: What it did last in the partitions that it used last.
+        phases: The innermost phase of each thread or task that is in one; those that began first, the first one first.
         state: ``open``; ``closed``; or ``silent``: it did not announce itself for longer than it should, so that its
             process is dead, stopped or cut off. The store sets it. On the host of such a process, `list_clients` knows
             more: it is ``stopped``, or ``gone``.
@@ -267,6 +285,7 @@ class ClientInfo:
     metrics_address: str = ""
     period_s: float = 0.0
     work: Sequence[WorkInfo] = ()
+    phases: Sequence[PhaseInfo] = ()
     state: Literal["open", "closed", "silent", "stopped", "gone"] = "open"
 
 

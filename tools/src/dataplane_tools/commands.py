@@ -6,7 +6,7 @@ import argparse
 
 from dataplane_core.cli import Command
 
-__all__ = ["browse", "export", "flow", "import_", "inspect", "metrics", "read", "top", "units", "why"]
+__all__ = ["audit", "browse", "export", "flow", "import_", "inspect", "metrics", "read", "top", "units", "why"]
 
 
 _OR_FOLDER = ", or the folder of a save or of a recording"
@@ -136,6 +136,33 @@ def why(parser: argparse.ArgumentParser) -> Command:
 
         return _why.run(
             chosen.config, chosen.task, partition_id=chosen.partition, as_json=chosen.json, watch=chosen.watch
+        )
+
+    return run
+
+
+def audit(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane audit`."""
+    parser.add_argument("folder", metavar="FOLDER", help="the folder of the middleware recorder")
+    parser.add_argument("other", nargs="?", metavar="OTHER", help="another one: show where the runs differ")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--step", type=int, metavar="N", help="show the samples of step N")
+    shown.add_argument("--steps", metavar="A:B", help="show these steps; default: the first and the last ones")
+    parser.add_argument(
+        "--task", metavar="NAME", help="the task that trains; default: that of the role that marks steps"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+    def run(chosen: argparse.Namespace) -> int:
+        from dataplane_tools import _audit
+
+        return _audit.run(
+            chosen.folder,
+            chosen.other,
+            step=chosen.step,
+            steps=chosen.steps,
+            task=chosen.task,
+            as_json=chosen.json,
         )
 
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +12,10 @@ from typing import Any, Final
 
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, preview, printable
 from dataplane_core.middleware import Recording
-from dataplane_tools._history import History, Step, Survey, survey
+from dataplane_tools._history import History
 from dataplane_tools._inspect import table
+from dataplane_tools._samples import Step
+from dataplane_tools._survey import Survey, survey
 
 #: Exit statuses: something is wrong, or the runs differ; and that was not found out.
 WRONG: Final = 1
@@ -177,7 +180,7 @@ def _row_reports(step: Step) -> list[dict[str, Any]]:
             "task": task or None,
             "writer": None if row.put is None else str(row.put.writer),
             "put_at": None if row.put is None else row.put.at,
-            "tags": row.tags,
+            "tags": {name: _plain(value) for name, value in row.tags.items()},
             "cells": {
                 name: {"value": value_of(name, cell), "writer": str(cell.put.writer)}
                 for name, cell in row.cells.items()
@@ -185,6 +188,11 @@ def _row_reports(step: Step) -> list[dict[str, Any]]:
         }
         for row, task in step.rows.items()
     ]
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
 def _client_reports(found: Survey) -> list[dict[str, Any]]:

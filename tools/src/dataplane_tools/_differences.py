@@ -10,7 +10,8 @@ import torch
 
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.spec import FieldSpec
-from dataplane_tools._history import Cell, History, Row, Step
+from dataplane_tools._history import History
+from dataplane_tools._samples import Cell, Row, Step
 
 #: Steps that one run may be ahead in the order of tasks before they are said to be missing in the other.
 _MOST_AHEAD: Final = 256

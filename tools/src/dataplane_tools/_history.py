@@ -1,272 +1,30 @@
 """What a recording says of a run: which samples each step was made of, and what became of the others.
 
-The recording is read twice. `survey` finds who marks steps, who claims, and where the run was resumed. `History` then
-follows each sample from its first put until it is cleared, and holds no more than the samples that are held then.
+The recording is read twice: `survey` comes first. `History` follows each sample from its first put until it is cleared.
+Beside the samples that are held then, it keeps a digest of each sample that was trained on, and each prompt.
 """
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from xxhash import xxh3_64_intdigest
 
 from dataplane_core.middleware import Record, Recording, Writer
 from dataplane_core.spec import matches
-from dataplane_tools._prompts import Prompt, Prompts, Resume
+from dataplane_tools._prompts import Prompts
+from dataplane_tools._samples import Batch, Cell, Given, Put, Row, Step
+from dataplane_tools._survey import Survey
 
-#: The tag of a row that says which weights generated it, and the name of the values of a step that say how old they are.
-WEIGHT_VERSION: Final = "weight_version"
-STALENESS: Final = "staleness"
 #: Claims of ranks for so many batches of a task before the newest one are still told to be of one batch.
 _BATCHES_KEPT: Final = 64
 #: Findings of one kind that are kept. The others are counted.
-MOST_FINDINGS: Final = 1000
-
-
-class Put(NamedTuple):
-    """A put.
-
-    Attributes:
-        order: Its number among all puts.
-        at: When it ended.
-        writer: Who did it.
-        specs: Field -> the text of its spec.
-    """
-
-    order: int
-    at: float
-    writer: Writer
-    specs: Mapping[str, str]
-
-
-class Cell(NamedTuple):
-    """The value of a field of a sample.
-
-    Attributes:
-        put: The newest put of it.
-        digest: Its digest, if it is recorded.
-        since: When it was first put.
-    """
-
-    put: Put
-    digest: int | None
-    since: float
-
-
-@dataclass(slots=True, eq=False)
-class Batch:
-    """What a claim handed out, or the claims of all ranks for one batch. ``step`` is that in which it was consumed."""
-
-    task: str
-    rows: dict[Row, int] = field(default_factory=dict)  # -> place: by rank, and by place in its claim
-    step: Step | None = None
-    is_shared: bool = False
-    is_filtered: bool = False
-
-
-@dataclass(slots=True)
-class Given:
-    """How far a task is with a row. ``batch`` is None if it was given back; ``before`` is a batch that consumed it."""
-
-    batch: Batch | None
-    consumed: bool = False
-    before: Batch | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """A sample from its first put until it is cleared.
-
-    Attributes:
-        sample_id: Its id.
-        partition: Its partition.
-        registration: The number of the registration.
-        put: Its first put. None: the recording does not have it.
-        tags: Its tags.
-        cells: Field -> its value, in the order of puts.
-        given: Task -> how far it is.
-        is_read: Whether it was read since it was put, or since a claim handed it out.
-        is_lost: Whether its newest read failed, since the store had lost rows.
-        last: Its newest operation.
-        content: A digest of what its first put wrote. 0: none was recorded.
-        prompt: Its prompt.
-        life: Which of the lives of its prompt it belongs to.
-        is_early: Whether it was handed out before the record of the put of a field that the claim required.
-    """
-
-    sample_id: str
-    partition: str
-    registration: int
-    put: Put | None = None
-    tags: dict[str, Any] = field(default_factory=dict)
-    cells: dict[str, Cell] = field(default_factory=dict)
-    given: dict[str, Given] = field(default_factory=dict)
-    is_read: bool = False
-    is_lost: bool = False
-    last: str = ""
-    content: int = 0
-    prompt: Prompt | None = None
-    life: int = 0
-    is_early: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Step:
-    """A step of training; without marks, a batch of a task.
-
-    Attributes:
-        number: Its number, by its mark. None: no mark says that it ended.
-        batch: Without marks: which batch of ``task`` it is, from 1.
-        task: Without marks: the task.
-        after: The newest step before one that did not end.
-        at: When it ended.
-        values: What its mark says.
-        is_undone: Whether the run went on from an earlier step later, or before it ended.
-        rows: Its samples -> the task that consumed them, or "" for samples that were read.
-    """
-
-    number: int | None = None
-    batch: int = 0
-    task: str = ""
-    after: int | None = None
-    at: float = 0.0
-    values: Mapping[str, float] = field(default_factory=dict)
-    is_undone: bool = False
-    rows: dict[Row, str] = field(default_factory=dict)
-
-    @property
-    def key(self) -> tuple[str, int | None]:
-        """What names it in two runs."""
-        return self.task, self.batch or self.number
-
-    def __str__(self) -> str:
-        if self.batch:
-            return f"batch {self.batch} of '{self.task}'"
-        if self.number is None:
-            return "the first step, which did not end" if self.after is None else f"after step {self.after}"
-        return f"step {self.number}"
-
-    def staleness(self) -> tuple[float, float] | None:
-        """The least and the most number of weight versions that its rows are behind its newest, or as its mark says."""
-        if STALENESS in self.values:
-            return self.values[STALENESS], self.values[STALENESS]
-        versions = self.versions()
-        newest = max((*versions, self.values.get(WEIGHT_VERSION, -math.inf)))
-        return (newest - max(versions), newest - min(versions)) if versions else None
-
-    def versions(self) -> list[float]:
-        """The weight versions of its rows."""
-        found = {row.tags.get(WEIGHT_VERSION) for row in self.rows}
-        return sorted(each for each in found if isinstance(each, int | float) and not isinstance(each, bool))
-
-
-@dataclass(slots=True)
-class Survey:
-    """What is to be known of a run before its samples are followed.
-
-    Attributes:
-        writers: The clients in the order of their first record.
-        first: Client -> when its first operation ended, and ``last``: its last one.
-        counts: Client -> operation -> how many samples.
-        marks: (time, step, client) of each mark that counts.
-        undone: For each of them, whether the run went on from an earlier step later.
-        others: Marks that do not count, since two clients marked steps at the same time.
-        claimed: Partitions of which a task was given samples.
-        tasks: The tasks that train: those of the role that marks steps, if it claims; else all.
-        consumers: Clients that were given samples of these tasks.
-        failures: (operation, error) -> how often.
-        resumes: Where a role began again.
-        blind_until: Up to then records are lost or were deleted.
-        end: When the last operation ended.
-        num_records: How many there are.
-    """
-
-    writers: dict[str, Writer] = field(default_factory=dict)
-    first: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
-    marks: list[tuple[float, int, str]] = field(default_factory=list)
-    undone: list[bool] = field(default_factory=list)
-    others: int = 0
-    claimed: set[str] = field(default_factory=set)
-    tasks: set[str] = field(default_factory=set)
-    consumers: set[str] = field(default_factory=set)
-    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
-    resumes: list[Resume] = field(default_factory=list)
-    blind_until: float = -math.inf
-    end: float = 0.0
-    num_records: int = 0
-
-
-def survey(recording: Recording, task: str | None = None) -> Survey:
-    """Reads a recording for the first time.
-
-    Args:
-        recording: The recording.
-        task: The task that trains. None: find it out.
-    """
-    found = Survey(blind_until=max((each.until for each in recording.dropped), default=-math.inf))
-    claimed: set[tuple[str, str, str]] = set()  # partition, task, client
-    for record in recording.records():
-        client = record.client.client
-        found.num_records += 1
-        found.writers.setdefault(client, record.client)
-        found.first.setdefault(client, record.at)
-        found.last[client] = record.at
-        found.end = max(found.end, record.at)
-        counts = found.counts.setdefault(client, Counter())
-        counts[record.op] += record.rows if record.status == "ok" else 0
-        if record.op == "step" and record.step is not None:
-            found.marks.append((record.at, record.step, client))
-        elif record.op == "lost":
-            found.blind_until = max(found.blind_until, record.at)
-        elif record.status != "ok":
-            found.failures[record.op, record.error] += 1
-        elif record.op == "claim" and record.ids:
-            claimed.add((record.partition, record.task, client))
-    _choose_marks(found)
-    roles = {found.writers[client].role for _, _, client in found.marks}
-    tasks = {name for _, name, client in claimed if found.writers[client].role in roles}
-    found.tasks = {task} if task is not None else tasks or {name for _, name, _ in claimed}
-    found.claimed = {partition for partition, _, _ in claimed}
-    found.consumers = {client for _, name, client in claimed if name in found.tasks}
-    found.resumes = sorted(_resumes(found))
-    return found
-
-
-def _choose_marks(found: Survey) -> None:
-    """Leaves the marks of one client at a time, and finds those from before which the run went on later."""
-    markers = {client for _, _, client in found.marks}
-    chosen: list[str] = []
-    for client in sorted(markers, key=found.first.__getitem__):
-        if not chosen or found.first[client] > found.last[chosen[-1]]:
-            chosen.append(client)
-    marks = [each for each in found.marks if each[2] in chosen]
-    found.others = len(found.marks) - len(marks)
-    found.marks = marks
-    least = math.inf
-    for _, step, _ in reversed(marks):
-        found.undone.append(step >= least)
-        least = min(least, step)
-    found.undone.reverse()
-
-
-def _resumes(found: Survey) -> Iterator[Resume]:
-    ends: dict[str, float] = {}
-    for client, at in found.first.items():  # in the order of their first records
-        role = found.writers[client].role
-        if at > ends.get(role, math.inf):
-            after = max((step for when, step, _ in found.marks if when < at), default=None)
-            yield Resume(at, role, found.writers[client].pid, after)
-        ends[role] = max(ends.get(role, -math.inf), found.last[client])
-
-
-# --- samples ----------------------------------------------------------------------------------------------------------
+_MOST_FINDINGS: Final = 1000
+_MOST_EXAMPLES: Final = 3
 
 
 @dataclass(slots=True)
@@ -410,14 +168,20 @@ class History:
     def _batches_over(self, kept: int) -> Iterator[Step]:
         while len(self._batches) > kept or (self._batches and self._is_over(self._batches[0])):
             batch = self._batches.pop(0)
-            if batch.rows:
+            rows = [row for row in sorted(batch.rows, key=batch.rows.__getitem__) if not self._is_under_way(batch, row)]
+            if rows:
                 self._counts[batch.task] += 1
                 step = batch.step = Step(batch=self._counts[batch.task], task=batch.task, at=self._now)
-                step.rows = {row: batch.task for row in sorted(batch.rows, key=batch.rows.__getitem__)}
+                step.rows = dict.fromkeys(rows, batch.task)
                 yield self._ended(step)
 
     def _is_over(self, batch: Batch) -> bool:
-        return not batch.is_shared and all(row.given[batch.task].consumed for row in batch.rows)
+        return not batch.is_shared and not any(self._is_under_way(batch, row) for row in batch.rows)
+
+    @staticmethod
+    def _is_under_way(batch: Batch, row: Row) -> bool:
+        given = row.given[batch.task]
+        return given.batch is batch and not given.consumed
 
     def _ended(self, step: Step) -> Step:
         for row in step.rows:
@@ -439,7 +203,7 @@ class History:
 
     def _note_twice(self, sample_id: str, first: str, second: str) -> None:
         self.num_twice += 1
-        if len(self.twice) < MOST_FINDINGS:
+        if len(self.twice) < _MOST_FINDINGS:
             self.twice.append((sample_id, first, second))
 
     # --- operations ---------------------------------------------------------------------------------------------------
@@ -455,7 +219,7 @@ class History:
 
     def _register(self, record: Record) -> None:
         before = self._partition(record)
-        if before.epoch and before.epoch != record.epoch:
+        if before.epoch != record.epoch:
             start = record.at - record.seconds  # what others put since may be of the new registration
             kept = {name: row for name, row in before.rows.items() if row.put is not None and row.put.at >= start}
             for row in before.rows.values():
@@ -492,8 +256,8 @@ class History:
             row.last = "put_samples"
             content = b""
             for name in record.fields:
-                column = digests[name]
-                digest = None if column is None else int(column[place])
+                of_cells = digests[name]
+                digest = None if of_cells is None else int(of_cells[place])
                 old = row.cells.get(name)
                 if old is not None and old.digest != digest and None not in (old.digest, digest):
                     self.overwritten[name] += 1
@@ -509,8 +273,13 @@ class History:
 
     def _note_damage(self, row: Row, column: str, record: Record) -> None:
         self.num_damaged += 1
-        if len(self.damage) < MOST_FINDINGS:
-            found = {"sample": row.sample_id, "column": column, "step": None, "writer": str(record.client)}
+        if len(self.damage) < _MOST_FINDINGS:
+            found: dict[str, Any] = {
+                "sample": row.sample_id,
+                "column": column,
+                "step": None,
+                "writer": str(record.client),
+            }
             found |= {"segment": record.segment, "line": record.line}
             self.damage.append(found)
             self._damaged.setdefault(row, []).append(found)
@@ -559,10 +328,10 @@ class History:
             elif given.batch is batch:
                 continue  # another process of a rank that was given it
             elif given.consumed and given.batch is not None:
-                given.before, given.consumed = given.batch, False
+                given.before = given.batch
             elif given.batch is not None:
                 given.batch.rows.pop(row, None)  # its lease ended
-            given.batch = batch
+            given.batch, given.consumed = batch, False
             row.is_read &= record.tag_filter is None
             batch.rows[row] = (record.dp_rank or 0) * (1 << 32) + place
             if record.lease_s is None:
@@ -613,8 +382,14 @@ class History:
 
     def _set_cursor(self, record: Record) -> None:
         held = self._partition(record)
-        for sample_id in record.ids if record.status == "ok" else ():
-            self._row(held, record, sample_id).given[record.task] = Given(None, consumed=True)
+        if record.status != "ok":
+            return
+        ids = set(record.ids)
+        for row in held.rows.values():
+            given = row.given.setdefault(record.task, Given(None))
+            if given.consumed and given.batch is not None:
+                given.before = given.batch
+            given.batch, given.consumed = None, row.sample_id in ids
 
     def _clear_samples(self, record: Record) -> None:
         if record.status != "ok":
@@ -626,11 +401,11 @@ class History:
             del self._partitions[record.partition]
             return
         for sample_id in record.ids:
-            row = held.rows.pop(sample_id, None)
-            if row is not None:
-                self._clear(row, held, record, whole=False)
-                if row.is_early:
-                    held.early[sample_id] = (row, record.at)
+            cleared = held.rows.pop(sample_id, None)
+            if cleared is not None:
+                self._clear(cleared, held, record, whole=False)
+                if cleared.is_early:
+                    held.early[sample_id] = (cleared, record.at)
 
     # --- ends of samples ----------------------------------------------------------------------------------------------
 
@@ -705,6 +480,6 @@ class History:
         if fate is None:
             fate = self.untrained[key] = Fate(0, reason, task, by, row.last)
         fate.count += 1
-        if len(fate.examples) < 3:
+        if len(fate.examples) < _MOST_EXAMPLES:
             when = "" if self._newest is None or by is None else f" after step {self._newest}"
             fate.examples.append(f"'{row.sample_id}' of '{row.partition}'{when}")

@@ -6,6 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 #: Tags that number or name the prompt of a sample, the first one that a sample has counts.
@@ -129,10 +130,10 @@ class Prompts:
         times = [each.at for each in resumes]
         for stream, prompts in self.streams.items():
             numbers = sorted(prompts)
-            steps = [right - left for left, right in zip(numbers, numbers[1:], strict=False)]
+            steps = [right - left for left, right in pairwise(numbers)]
             if not resumes or sum(each == 1 for each in steps) * 2 < len(steps):
                 continue  # the numbers are not consecutive anyway
-            for left, right in zip(numbers, numbers[1:], strict=False):
+            for left, right in pairwise(numbers):
                 before, after = prompts[left].first, prompts[right].first
                 place = bisect_right(times, before)
                 if right - left > 1 and before > blind_until and place < len(times) and times[place] <= after:
@@ -166,7 +167,7 @@ class Prompts:
             found: list[tuple[int, float, Repeated]] = []
             again = False
             for number, prompt in prompts.items():
-                for (_, before, first), (_, after, second) in zip(prompt.trained, prompt.trained[1:], strict=False):
+                for (_, before, first), (_, after, second) in pairwise(prompt.trained):
                     place = bisect_right(times, before)
                     if place == len(times) or times[place] > after:
                         again = True

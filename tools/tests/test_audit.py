@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from dataplane_core import connect
+from dataplane_core.errors import LostSamplesError
+from dataplane_core.middleware import OperationMiddleware
 from dataplane_tools.commands import audit
 
 
-def recorded(folder, *, role="trainer", backend="noop", payload="all", **recorder):
+def recorded(folder, *, role="trainer", payload="all", bootstrap=True, max_bytes="1GB", inner=(), **config):
     """A client that records."""
-    middleware = [{"recorder": {"folder": str(folder), "payload": payload, **recorder}}]
-    return connect({"backend": backend, "role": role, "middleware": middleware})
+    recorder = {"folder": str(folder), "payload": payload, "max_bytes": max_bytes}
+    config = {"backend": "noop", "role": role, "middleware": [{"recorder": recorder}, *inner], **config}
+    return connect(config, bootstrap=bootstrap)
 
 
 def put(client, names, version=0, shift=0.0):
@@ -52,7 +55,7 @@ def q(*numbers):
 
 @pytest.fixture
 def look(capsys):
-    """Runs the command. Returns its exit status and what it printed: the object, or the text if there is no ``--json``."""
+    """Runs the command. Returns its status and what it printed: an object for ``--json``, the error for status 2."""
 
     def run(*words):
         parser = argparse.ArgumentParser()
@@ -62,7 +65,7 @@ def look(capsys):
             return status, said.err
         return status, json.loads(said.out) if "--json" in words else said.out
 
-    run.__dict__["wrong"] = lambda folder: {each["kind"]: each["text"] for each in run(folder, "--json")[1]["wrong"]}
+    run.wrong = lambda folder: {each["kind"]: each["text"] for each in run(folder, "--json")[1]["wrong"]}
     return run
 
 
@@ -191,3 +194,356 @@ def test_prompts_that_a_tag_numbers(tmp_path, look):
                 client.claim_meta("train", "trainer", ["x"], 1)
                 client.mark_step(step)
     assert "prompt 2 to prompt 3" in look.wrong(tmp_path)["skipped"]
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def untrained(found):
+    return {(each["reason"], each["count"], each["by"] and each["by"].split()[0]): each for each in found["untrained"]}
+
+
+def test_samples_that_were_not_trained_on(tmp_path, look):
+    """Each with what became of it, and by whom."""
+    store = {"backend": "shm_store", "options": {"capacity_bytes": "10MB", "namespace": "audit"}}
+    with (
+        recorded(tmp_path, **store) as trainer,
+        recorded(tmp_path, role="buffer", bootstrap=False, **store) as buffer,
+    ):
+        trainer.register_partition("train", ["x", "reward", "text"], None, ["trainer"])
+        old, trained = put(buffer, q(0, 1), version=0), put(buffer, q(2), version=7)
+        fresh = {"tag_filter": {"weight_version": (">=", 7)}}
+        meta = trainer.claim_meta("train", "trainer", ["x", "reward"], 2, lease_s=600.0, **fresh)
+        assert meta.sample_ids == trained
+        trainer.get_data(meta)
+        trainer.ack(meta)
+        trainer.mark_step(1)
+        put(buffer, q(3), version=7)
+        buffer.clear_samples(old[:3] + ["q3_g0"], "train")
+        trainer.clear_samples(["q3_g1"], "train")
+        put(buffer, q(4), version=7)
+        leased = trainer.claim_meta("train", "trainer", ["x", "reward"], 1, lease_s=600.0, **fresh)
+        buffer.clear_samples(leased.sample_ids, "train")
+        buffer.put_samples(["half"], "train", {"x": torch.zeros(1, 3)})
+        buffer.clear_samples(["half"], "train")
+        dropped = trainer.claim_meta("train", "trainer", ["x"], 1, lease_s=600.0, tag_filter={"weight_version": 0})
+        trainer.ack(dropped)
+        trainer.clear_samples(dropped.sample_ids, "train")
+        trainer.clear_samples(None, "train")
+    status, found = look(tmp_path, "--json")
+    assert (status, found["wrong"]) == (0, [])
+    fates = untrained(found)
+    assert fates.keys() == {
+        ("filter", 3, "buffer"),
+        ("evicted", 1, "buffer"),
+        ("cleared by a consumer", 1, "trainer"),
+        ("leased and not acked", 1, "buffer"),
+        ("not ready: lacks reward", 1, "buffer"),
+        ("dropped by its consumer", 1, "trainer"),
+        ("end of the partition", 1, "trainer"),
+    }
+    evicted = fates["evicted", 1, "buffer"]
+    assert (evicted["task"], evicted["last"], evicted["examples"]) == (
+        "trainer",
+        "put_samples",
+        ["'q3_g0' of 'train' after step 1"],
+    )
+    assert "1 by 'trainer': evicted; cleared by buffer (process " in look(tmp_path)[1]
+    assert [each["samples"] for each in found["steps"]] == [2]
+
+
+class Loses(OperationMiddleware):
+    """Reads fail as those of rows that the store has lost."""
+
+    def around(self, operation, request):
+        if operation == "get_samples":
+            lost = [(name, ["x"]) for name in request.sample_ids]
+            raise LostSamplesError.for_payload("get_samples('train')", request.partition_id, lost)
+        return (yield)
+
+
+def test_samples_that_the_store_lost(tmp_path, look):
+    with recorded(tmp_path, inner=[Loses()]) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+        put(client, q(0))
+        meta = client.claim_meta("train", "trainer", ["x"], 2, lease_s=600.0)
+        with pytest.raises(LostSamplesError):
+            client.get_data(meta)
+        client.clear_samples(meta.sample_ids, "train")
+        client.mark_step(1)
+    status, found = look(tmp_path, "--json")
+    assert status == 1
+    assert [each["kind"] for each in found["wrong"]] == ["lost"]
+    assert "2 samples were lost by the store" in found["wrong"][0]["text"]
+    assert found["failures"] == [{"operation": "get_samples", "error": "LostSamplesError", "count": 1}]
+
+
+def test_a_sample_that_was_given_again_to_a_task(tmp_path, look):
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+        put(client, q(0))
+        for number in (1, 2):
+            meta = client.claim_meta("train", "trainer", ["x"], 2)
+            client.mark_step(number)
+            client.reset_consumption("train", "trainer", [])
+    status, found = look(tmp_path, "--json")
+    assert status == 1
+    assert [each["text"] for each in found["wrong"]] == [
+        f"'{name}' was trained on twice: in step 1 and in step 2." for name in meta.sample_ids
+    ]
+
+
+def test_a_sample_that_was_put_again_and_trained_on_twice(tmp_path, look):
+    with recorded(tmp_path) as client:
+        for number, version in ((1, 0), (2, 0), (3, 5)):
+            client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+            put(client, q(0), version=version)
+            step_on(client, number, 2)
+    wrong = look(tmp_path, "--json")[1]["wrong"]
+    assert [(each["sample"], each["steps"]) for each in wrong] == [
+        ("q0_g0", ["step 1", "step 2"]),
+        ("q0_g1", ["step 1", "step 2"]),
+    ]
+
+
+def test_samples_given_back_and_given_again_are_trained_on_once(tmp_path, look):
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+        put(client, q(0))
+        client.nack(client.claim_meta("train", "trainer", ["x"], 2, lease_s=600.0))
+        meta = client.claim_meta("train", "trainer", ["x"], 2, lease_s=600.0)
+        client.ack(meta)
+        client.ack(meta)
+        client.mark_step(1)
+    status, found = look(tmp_path, "--json")
+    assert (status, [each["samples"] for each in found["steps"]]) == (0, [2])
+
+
+# --- batches without marks, and reads without tasks ---------------------------------------------------------------------
+
+
+def test_without_marks_the_batches_of_a_task_are_counted(tmp_path, look):
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], 8, ["trainer"])
+        put(client, q(0, 1, 2, 3))
+        for index in (0, 1):
+            for rank in (1, 0):
+                for _ in range(2):  # two processes of a rank
+                    asked = {"dp_rank": rank, "dp_size": 2, "batch_index": index, "sampler": "balanced"}
+                    client.claim_meta("train", "trainer", ["x"], 2, **asked)
+    status, found = look(tmp_path, "--json")
+    assert status == 0
+    assert [(each["name"], each["samples"]) for each in found["steps"]] == [
+        ("batch 1 of 'trainer'", 4),
+        ("batch 2 of 'trainer'", 4),
+    ]
+    assert "No step is marked" in found["lacks"][0]
+
+
+def test_without_tasks_a_step_is_of_what_was_read(tmp_path, look):
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, [])
+        ids = put(client, q(0, 1, 2))
+        for number, place in enumerate((0, 2), 1):
+            client.get_samples(ids[place : place + 2], "train", ["x"])
+            client.mark_step(number)
+        client.clear_samples(None, "train")
+    status, found = look(tmp_path, "--json")
+    assert (status, [each["samples"] for each in found["steps"]]) == (0, [2, 2])
+    assert [(each["reason"], each["count"]) for each in found["untrained"]] == [("end of the partition", 2)]
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_byte_of_the_rows(tmp_path, look):
+    train(tmp_path, [q(0, 1), q(2, 3)])
+    (path,) = tmp_path.glob("*.rows")
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"an answer to q3") + 3] ^= 1
+    path.write_bytes(data)
+    status, found = look(tmp_path, "--json")
+    assert status == 1
+    (wrong,) = found["wrong"]
+    assert (wrong["kind"], wrong["sample"], wrong["column"], wrong["step"]) == ("damaged", "q3_g1", "text", "step 2")
+    assert "the rows of 'q3_g1' are damaged: column 'text', put by trainer (process" in look(tmp_path)[1]
+
+
+def test_rows_that_are_damaged_beyond_reading(tmp_path, look):
+    train(tmp_path, [q(0), q(1)])
+    (path,) = tmp_path.glob("*.rows")
+    data = bytearray(path.read_bytes())
+    data[8:20] = bytes(12)
+    path.write_bytes(data)
+    found = look(tmp_path, "--json")[1]
+    assert [(each["sample"], each["column"], each["step"]) for each in found["wrong"]] == [
+        ("q0_g0", "", "step 1"),
+        ("q0_g1", "", "step 1"),
+    ]
+
+
+def test_a_flipped_byte_of_the_lines(tmp_path, look):
+    train(tmp_path, [q(0), q(1)])
+    (path,) = tmp_path.glob("*-000000.jsonl")
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"q1_g0"', b'"q1_g3"', 1))
+    status, said = look(tmp_path)
+    assert status == 2
+    assert f"line 9 of segment {path.stem}" in said
+    assert "after step 1" in said
+
+
+def test_a_writer_that_was_killed(tmp_path, look):
+    train(tmp_path, [q(0), q(1)])
+    (path,) = tmp_path.glob("*-000000.jsonl")
+    path.write_bytes(path.read_bytes()[:-40])
+    status, found = look(tmp_path, "--json")
+    assert (status, found["num_steps"]) == (0, 2)
+    assert "is cut off, as a killed process leaves it" in found["lacks"][-1]
+
+
+def test_recordings_that_cannot_be_read(tmp_path, look):
+    assert look(tmp_path / "none")[0] == 2
+    train(tmp_path, [q(0)])
+    copy = shutil.copytree(tmp_path, tmp_path / "copy")
+    mark = copy / "recording.json"
+    mark.write_text(mark.read_text().replace('"version": 1', '"version": 9'))
+    status, said = look(copy)
+    assert status == 2
+    assert "is of format version 9" in said
+    (segment,) = tmp_path.glob("*-000000.jsonl")
+    segment.rename(tmp_path / segment.name.replace("-000000", "-000001"))
+    status, said = look(tmp_path)
+    assert status == 2
+    assert f"lacks its segment {segment.stem}" in said
+
+
+def test_a_recording_of_nothing(tmp_path, look):
+    recorded(tmp_path).close()
+    status, found = look(tmp_path, "--json")
+    assert (status, found["num_steps"], found["lacks"]) == (0, 0, ["It has no operation."])
+    assert look(tmp_path)[0] == 0
+    assert look(tmp_path, tmp_path)[0] == 0
+
+
+def test_what_was_deleted_is_not_judged(tmp_path, look):
+    train(tmp_path, [q(number) for number in range(60)], max_bytes="65536")
+    train(tmp_path, [q(number) for number in range(70, 72)], first_step=61)
+    assert look.wrong(tmp_path).keys() == {"skipped"}
+    train(tmp_path, [q(number) for number in range(90, 300)], first_step=63, max_bytes="65536")
+    status, found = look(tmp_path, "--json")
+    assert (status, found["wrong"]) == (0, [])
+    assert any("were deleted to keep max_bytes" in each for each in found["lacks"])
+
+
+# --- two recordings ---------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_that_are_equal(tmp_path, look):
+    train(tmp_path / "a", [q(0, 1), q(2, 3)])
+    train(tmp_path / "b", [q(0, 1), q(2, 3), q(4)])
+    train(tmp_path / "b", [q(4, 5)], first_step=3)
+    train(tmp_path / "a", [q(4, 5)], first_step=3)
+    status, text = look(tmp_path / "a", tmp_path / "b")
+    assert status == 0
+    assert "the first 3 steps are equal\nThey do not differ." in text
+
+
+def test_the_first_step_and_column_in_which_two_runs_differ(tmp_path, look):
+    for name, change in (("a", 0.0), ("b", 0.5)):
+        with recorded(tmp_path / name, payload="digests") as client:
+            client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+            for number in (1, 2, 3):
+                ids = put(client, q(number), shift=change if number == 3 else 0.0)
+                if number == 3:
+                    client.put_samples(ids, "train", {"advantage": torch.ones(2, 4) + change})
+                step_on(client, number, 2, loss=1.0 + (change if number > 1 else 0.0))
+    status, found = look(tmp_path / "a", tmp_path / "b", "--json")
+    assert (status, found["equal_steps"]) == (1, 1)
+    value, column = found["found"]
+    assert (value["kind"], value["step"], value["values"]) == ("value", "step 2", [1.0, 1.5])
+    assert (column["step"], column["column"], column["sample"]) == ("step 3", "reward", "q3_g0")
+    assert column["values"] == ["0.0", "0.5"]
+    assert column["counts"] == {"reward": 2, "advantage": 2}
+    assert "step 3, column 'reward' of sample 'q3_g0': 0.0 and 0.5" in look(tmp_path / "a", tmp_path / "b")[1]
+
+
+def test_two_runs_whose_steps_are_of_different_samples(tmp_path, look):
+    train(tmp_path / "a", [q(0), q(1, 2), q(3)])
+    train(tmp_path / "b", [q(0), q(1, 9), q(3)])
+    status, found = look(tmp_path / "a", tmp_path / "b", "--json")
+    assert status == 1
+    assert [(each["step"], each["kind"], each["samples"]) for each in found["found"]] == [
+        ("step 2", "samples", ["q2_g0", "q9_g0"])
+    ]
+
+
+def test_two_runs_with_ids_of_their_own_are_compared_by_place(tmp_path, look):
+    train(tmp_path / "a", [["a1", "a2"], ["a3"]])
+    train(tmp_path / "b", [["b1", "b2"], ["b3"]])
+    (found,) = look(tmp_path / "a", tmp_path / "b", "--json")[1]["found"]
+    assert (found["step"], found["column"], found["counts"]) == ("step 1", "text", {"text": 4})
+
+
+def test_a_run_that_ended_earlier(tmp_path, look):
+    train(tmp_path / "a", [q(0)])
+    train(tmp_path / "b", [q(0), q(1)])
+    status, text = look(tmp_path / "a", tmp_path / "b")
+    assert status == 1
+    assert "step 2 is in the second recording only" in text
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+ROLLOUT = """
+for place in range({first}, {last}):
+    ids = [f"q{{place}}_g{{member}}" for member in range(2)]
+    client.put_samples(ids, "train", {{"x": [[1.0, 2.0], [3.0]]}}, tags=[{{"weight_version": place // 4}}] * 2)
+"""
+
+REWARD = """
+while True:
+    meta = client.claim_meta("train", "reward", ["x"], 2, timeout_s=600.0, lease_s=600.0)
+    if not meta.size:
+        break
+    rows = client.get_data(meta)
+    client.put_samples(meta.sample_ids, "train", {"reward": [1.0] * meta.size})
+    client.ack(meta)
+"""
+
+
+def test_a_run_of_several_processes(tmp_path, look, python):
+    """Two rollouts and a reward process, all on one store; the trainer marks the steps."""
+    recording = tmp_path / "recording"
+    config = {
+        "backend": "shm_store",
+        "options": {"capacity_bytes": "50MB", "namespace": "audit"},
+        "middleware": [{"recorder": {"folder": str(recording)}}],
+    }
+    begin = "from dataplane_core import connect\nclient = connect({!r} | {{'role': {!r}}}, bootstrap=False)\n"
+    with connect(config | {"role": "trainer"}) as client:
+        client.register_partition("train", ["x", "reward"], 32, ["reward", "trainer"], 2)
+        others = [
+            python.start("-c", begin.format(config, role) + code + "\nclient.close()")
+            for role, code in (
+                ("rollout", ROLLOUT.format(first=0, last=8)),
+                ("rollout", ROLLOUT.format(first=8, last=16)),
+                ("reward", REWARD),
+            )
+        ]
+        for number in range(1, 5):
+            meta = client.claim_meta("train", "trainer", ["x", "reward"], 8, timeout_s=300.0, lease_s=600.0)
+            client.get_data(meta)
+            client.ack(meta)
+            client.mark_step(number)
+        assert [process.wait(timeout=300) for process in others] == [0, 0, 0]
+        client.clear_samples(None, "train")
+    status, found = look(recording, "--json")
+    assert (status, found["wrong"], found["untrained"], found["tasks"]) == (0, [], [], ["trainer"])
+    assert [each["samples"] for each in found["steps"]] == [8] * 4
+    assert sorted(each["role"] for each in found["clients"]) == ["reward", "rollout", "rollout", "trainer"]
+    assert {name.split()[0] for each in found["steps"] for name in each["writers"]} == {"rollout"}
+    assert {name: each["samples"] for name, each in found["latency"].items()} == {"reward": 32, "trainer": 32}
+    cells = look(recording, "--step", 1, "--json")[1]["steps"][0]["rows"][0]["cells"]
+    assert (cells["x"]["writer"].split()[0], cells["reward"]["writer"].split()[0]) == ("rollout", "reward")
+    assert cells["reward"]["value"] == "1.0"

@@ -140,6 +140,20 @@ def test_prompts_that_a_resume_skipped(tmp_path, look):
     assert look(tmp_path)[0] == 1
 
 
+def test_prompts_that_were_under_way_at_a_resume(tmp_path, look):
+    """Rollouts end in any order: q5 was under way when the run ended, and was begun no more."""
+    train(tmp_path, [q(1, 0), q(3, 2), q(4, 6)])
+    train(tmp_path, [q(8, 7), q(9, 10)], first_step=4)
+    assert "1 prompt was skipped over the resume of trainer" in look.wrong(tmp_path)["skipped"]
+    assert "after step 3: q5." in look.wrong(tmp_path)["skipped"]
+
+
+def test_numbers_that_are_missing_anyway_are_no_fault(tmp_path, look):
+    train(tmp_path, [q(0, 1), q(2, 5), q(6, 7)])
+    train(tmp_path, [q(10, 11), q(12, 13)], first_step=4)
+    assert look.wrong(tmp_path) == {}
+
+
 def test_prompts_that_were_generated_before_a_resume_and_never_again(tmp_path, look):
     with recorded(tmp_path) as client:
         client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
@@ -219,7 +233,7 @@ def test_samples_that_were_not_trained_on(tmp_path, look):
         trainer.ack(meta)
         trainer.mark_step(1)
         put(buffer, q(3), version=7)
-        buffer.clear_samples(old[:3] + ["q3_g0"], "train")
+        buffer.clear_samples([*old[:3], "q3_g0"], "train")
         trainer.clear_samples(["q3_g1"], "train")
         put(buffer, q(4), version=7)
         leased = trainer.claim_meta("train", "trainer", ["x", "reward"], 1, lease_s=600.0, **fresh)
@@ -319,7 +333,7 @@ def test_samples_given_back_and_given_again_are_trained_on_once(tmp_path, look):
     assert (status, [each["samples"] for each in found["steps"]]) == (0, [2])
 
 
-# --- batches without marks, and reads without tasks ---------------------------------------------------------------------
+# --- batches without marks, reads without tasks ------------------------------------------------------------------------
 
 
 def test_without_marks_the_batches_of_a_task_are_counted(tmp_path, look):

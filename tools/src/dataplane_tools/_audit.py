@@ -223,11 +223,10 @@ def _latency(values: Sequence[float]) -> dict[str, float]:
 def _wrong(history: History, found: Survey) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """What is wrong: kind, text, and what the text names."""
     for gap in history.prompts.skipped(found.resumes, found.blind_until):
-        numbers = gap.numbers
-        text = f"{_several(len(numbers), 'prompt')} skipped over {gap.resume}: {_ranges(gap.stream, numbers)}"
-        if gap.generated:
+        text = f"{_several(gap.count, 'prompt')} skipped over {gap.resume}: {gap.names}"
+        if gap.is_generated:
             text += ". They were put before it, no step that counts trained on them, and later ones were trained on"
-        yield "skipped", f"{text}.", {"count": len(numbers), "first": gap.stream.replace("*", str(numbers[0]))}
+        yield "skipped", f"{text}.", {"count": gap.count, "first": gap.first}
     repeats = list(history.prompts.repeated(found.resumes))
     for resume in dict.fromkeys(each.resume for each in repeats):
         here = [each for each in repeats if each.resume == resume]
@@ -255,18 +254,6 @@ def _wrong(history: History, found: Survey) -> Iterator[tuple[str, str, dict[str
 
 def _several(count: int, what: str) -> str:
     return f"{count} {what} was" if count == 1 else f"{count} {what}s were"
-
-
-def _ranges(stream: str, numbers: Sequence[int]) -> str:
-    """Numbers as ``q7 to q9, q12``, the first few."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    texts = [" to ".join(stream.replace("*", str(each)) for each in dict.fromkeys(pair)) for pair in ranges[:5]]
-    return ", ".join(texts) + (", ..." if len(ranges) > 5 else "")
 
 
 def _lacks(recording: Recording, found: Survey) -> list[str]:
@@ -389,7 +376,7 @@ def _fate(fate: Mapping[str, Any]) -> str:
     task = f" by '{fate['task']}'" if fate["task"] else ""
     by = "still held" if fate["by"] is None else f"cleared by {fate['by']}"
     last = f", last operation {fate['last']}" if fate["last"] else ""
-    return f"{fate['count']}{task}: {fate['reason'] or 'never read'}; {by}{last}: {', '.join(fate['examples'])}"
+    return f"{fate['count']}{task}: {fate['reason']}; {by}{last}: {', '.join(fate['examples'])}"
 
 
 def _range(bounds: Sequence[float] | None) -> str:

@@ -267,7 +267,7 @@ class History:
             if row.put is None:
                 row.put = put
                 row.content = xxh3_64_intdigest(content) if content else 0
-                row.prompt, row.life = self.prompts.put(sample_id, row.tags, put.at)
+                row.prompt, row.life = self.prompts.put(sample_id, record.partition, row.tags, put.at)
             for name in damaged.get(sample_id, ()):
                 self._note_damage(row, name, record)
 
@@ -412,11 +412,7 @@ class History:
     def _clear(self, row: Row, held: _Registration, record: Record, *, whole: bool) -> None:
         """Notes what became of a sample that is cleared, if it was not trained on."""
         for task, reason in self._not_trained(row, held):
-            if not whole or reason:
-                why = reason or ("evicted" if self._is_other(record) else "cleared by a consumer")
-            else:
-                why = "end of the partition"
-            self._note_untrained(row, task, why, record.client)
+            self._note_untrained(row, task, reason or self._why_cleared(task, record, whole), record.client)
             if row.prompt is not None and row.put is not None:
                 later = whole and self._survey.first[record.client.client] > row.put.at
                 row.prompt.is_dropped_later |= later
@@ -428,7 +424,7 @@ class History:
             self.num_held += len(held.rows)
             for row in held.rows.values():
                 for task, reason in self._not_trained(row, held):
-                    self._note_untrained(row, task, reason or "ready", None)
+                    self._note_untrained(row, task, reason or ("ready" if task else "never read"), None)
                     if row.prompt is not None:  # if it was never used after a resume, it is gone with its store
                         row.prompt.is_decided |= reason == "filter"
                         row.prompt.is_dropped_later = True
@@ -441,8 +437,12 @@ class History:
             ):
                 self._note_twice(row.sample_id, str(first.step), str(second.step))
 
-    def _is_other(self, record: Record) -> bool:
-        return record.client.client not in self._survey.consumers
+    def _why_cleared(self, task: str, record: Record, whole: bool) -> str:
+        if whole:
+            return "end of the partition"
+        if not task:
+            return "cleared without a read"
+        return "cleared by a consumer" if record.client.client in self._survey.consumers else "evicted"
 
     def _not_trained(self, row: Row, held: _Registration) -> Iterator[tuple[str, str]]:
         """Each task that was not trained on a sample, and why, as far as that is known before it is cleared."""

@@ -15,6 +15,8 @@ _TAGS: Final = ("prompt", "prompt_index", "prompt_id")
 _VERSIONED: Final = re.compile(r"v\d+_p(\d+)(?:r\d+)?")
 _NUMBERED: Final = re.compile(r"(.*?)(\d{1,18})", re.DOTALL)
 _RANDOM: Final = re.compile(r"[0-9a-fA-F-]{32,}")
+_DIGITS: Final = re.compile(r"\d+")
+_MOST_RANGES: Final = 5
 _MEMBER: Final = re.compile(r"(.+)_g(\d{1,4})", re.DOTALL)
 
 
@@ -68,19 +70,25 @@ class Prompt:
 
 
 class Skipped(NamedTuple):
-    """Prompts that no step that counts was trained on, though others after them were.
+    """Prompts that no step that counts trained on, though later ones were.
 
-    ``generated``: they were put before the resume.
+    Attributes:
+        names: The first few, as text.
+        first: The first one.
+        count: How many.
+        resume: The resume that skipped them.
+        is_generated: Whether they were put before it.
     """
 
-    stream: str
-    numbers: list[int]
+    names: str
+    first: str
+    count: int
     resume: Resume
-    generated: bool
+    is_generated: bool
 
 
 class Repeated(NamedTuple):
-    """A prompt that two steps that count were trained on, and the resume between. None: there was none."""
+    """A prompt that two steps that count were trained on, and the resume between."""
 
     name: str
     first: str
@@ -88,30 +96,39 @@ class Repeated(NamedTuple):
     resume: Resume
 
 
-class Prompts:
-    """The prompts of a run, in streams: those whose names differ in their last number only.
+@dataclass(slots=True)
+class _Stream:
+    """Prompts whose names differ in their number only, in partitions whose names do not differ more.
 
-    Attributes:
-        streams: Name of the stream, as ``q*`` -> number -> prompt. Prompts without a number are in none.
+    ``newest``: the greatest number. ``disorder``: by how much a number that was first put was below it, at most.
     """
 
-    def __init__(self) -> None:
-        self.streams: dict[str, dict[int, Prompt]] = {}
-        self._falls: dict[str, int] = {}  # how often a smaller number was first put after a greater one
-        self._newest: dict[str, int] = {}
+    name: str
+    prompts: dict[int, Prompt] = field(default_factory=dict)
+    newest: int = -1
+    disorder: int = 0
 
-    def put(self, sample_id: str, tags: Mapping[str, Any], at: float) -> tuple[Prompt | None, int]:
+    def name_of(self, number: int) -> str:
+        return self.name.replace("*", str(number))
+
+
+class Prompts:
+    """The prompts of a run. Those without a number are not among them."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[str, str], _Stream] = {}
+
+    def put(self, row_id: str, partition: str, tags: Mapping[str, Any], at: float) -> tuple[Prompt | None, int]:
         """Notes that a sample was first put. Returns its prompt and the number of its life."""
-        stream, number, member = _named(sample_id, tags)
+        name, number, member = _named(row_id, tags)
         if number is None:
             return None, 0
-        prompts = self.streams.setdefault(stream, {})
-        prompt = prompts.get(number)
+        stream = self._streams.setdefault((_DIGITS.sub("#", partition), name), _Stream(name))
+        prompt = stream.prompts.get(number)
         if prompt is None:
-            prompt = prompts[number] = Prompt(at, at)
-            newest = self._newest.get(stream, -1)
-            self._falls[stream] = self._falls.get(stream, 0) + (number < newest)
-            self._newest[stream] = max(number, newest)
+            prompt = stream.prompts[number] = Prompt(at, at)
+            stream.disorder = max(stream.disorder, stream.newest - number)
+            stream.newest = max(number, stream.newest)
         bit = 1 << member
         if prompt.members & bit or not prompt.lives:
             prompt.lives, prompt.members = prompt.lives + 1, 0
@@ -120,41 +137,26 @@ class Prompts:
         return prompt, prompt.lives
 
     def skipped(self, resumes: Sequence[Resume], blind_until: float) -> Iterator[Skipped]:
-        """The prompts that a resume skipped: numbers that were never put between two that were put before and after
-        it; and prompts that were put before it, and neither trained on nor put again, while later ones were.
+        """The prompts that a resume skipped.
+
+        Numbers that were never put: between one that was put before a resume and one that was put after it; or so
+        little below the greatest one before it that they were under way. Nothing is said of them where numbers are
+        missing elsewhere too. And prompts that were put before it, and then neither trained on nor put again, while
+        later ones were.
 
         Args:
             resumes: In the order of time.
             blind_until: Up to then the recording lacks records: nothing is said of that time.
         """
         times = [each.at for each in resumes]
-        for stream, prompts in self.streams.items():
-            numbers = sorted(prompts)
-            steps = [right - left for left, right in pairwise(numbers)]
-            if not resumes or sum(each == 1 for each in steps) * 2 < len(steps):
-                continue  # the numbers are not consecutive anyway
-            for left, right in pairwise(numbers):
-                before, after = prompts[left].first, prompts[right].first
-                place = bisect_right(times, before)
-                if right - left > 1 and before > blind_until and place < len(times) and times[place] <= after:
-                    yield Skipped(stream, list(range(left + 1, right)), resumes[place], generated=False)
-            yield from self._lost(stream, numbers, resumes, times, blind_until)
-
-    def _lost(
-        self, stream: str, numbers: Sequence[int], resumes: Sequence[Resume], times: Sequence[float], blind_until: float
-    ) -> Iterator[Skipped]:
-        found: dict[Resume, list[int]] = {}
-        trained_later = float("-inf")  # when the newest prompt with a greater number that was trained on was put
-        for number in reversed(numbers):
-            prompt = self.streams[stream][number]
-            if prompt.trained:
-                trained_later = max(trained_later, prompt.trained[-1][1])
-            elif (prompt.is_undone or prompt.is_dropped_later) and not prompt.is_decided and prompt.first > blind_until:
-                place = bisect_right(times, prompt.latest)
-                if place < len(times) and times[place] <= trained_later:
-                    found.setdefault(resumes[place], []).append(number)
-        for resume, each in found.items():
-            yield Skipped(stream, each[::-1], resume, generated=True)
+        for stream in self._streams.values() if resumes else ():
+            for generated, found in (
+                (False, _missing(stream, times, blind_until)),
+                (True, _lost(stream, times, blind_until)),
+            ):
+                for place, numbers in sorted(found.items()):
+                    names = _ranges(stream, sorted(numbers))
+                    yield Skipped(names, stream.name_of(min(numbers)), len(numbers), resumes[place], generated)
 
     def repeated(self, resumes: Sequence[Resume]) -> Iterator[Repeated]:
         """The prompts that two steps that count were trained on, with a resume between.
@@ -163,24 +165,79 @@ class Prompts:
         And not those of streams whose numbers come again without a resume: they do not name prompts.
         """
         times = [each.at for each in resumes]
-        for stream, prompts in self.streams.items():
-            found: list[tuple[int, float, Repeated]] = []
+        for stream in self._streams.values():
+            found: list[tuple[float, int, Repeated]] = []
             again = False
-            for number, prompt in prompts.items():
+            for number, prompt in stream.prompts.items():
                 for (_, before, first), (_, after, second) in pairwise(prompt.trained):
                     place = bisect_right(times, before)
                     if place == len(times) or times[place] > after:
                         again = True
-                        break
-                    name = stream.replace("*", str(number))
-                    found.append((number, after, Repeated(name, first, second, resumes[place])))
+                    else:
+                        found.append((after, number, Repeated(stream.name_of(number), first, second, resumes[place])))
             if again or not found:
                 continue
-            newest = max(prompt.first for prompt in prompts.values())
-            begins_anew = min(prompts) in {number for number, _, _ in found} or self._falls[stream] > 0
-            for _, at, each in sorted(found, key=lambda each: each[:2]):
-                if newest > at or not begins_anew:
-                    yield each
+            newest = max(prompt.first for prompt in stream.prompts.values())
+            may_begin_anew = min(stream.prompts) in {number for _, number, _ in found} or stream.disorder > 0
+            yield from (each for at, _, each in sorted(found) if newest > at or not may_begin_anew)
+
+
+def _missing(stream: _Stream, times: Sequence[float], blind_until: float) -> dict[int, list[int]]:
+    """Place of a resume -> the numbers that were never put."""
+    found: dict[int, list[int]] = {}
+    numbers = sorted(stream.prompts)
+    pairs = list(pairwise(numbers))
+    if sum(right - left == 1 for left, right in pairs) * 2 < len(pairs):
+        return {}  # they are not consecutive anyway
+    widest = 1  # the distance of two numbers between which numbers are missing for another reason
+    gaps: list[tuple[int, int, int]] = []
+    for left, right in pairs:
+        if right - left == 1:
+            continue
+        before, after = stream.prompts[left].first, stream.prompts[right].first
+        place = bisect_right(times, before)
+        crosses = place < len(times) and times[place] <= after
+        if not crosses:
+            place = bisect_right(times, max(before, after))
+            newest = (
+                max(each for each in numbers if stream.prompts[each].first < times[place]) if place < len(times) else 0
+            )
+            crosses = newest > right and newest - left - 1 <= stream.disorder
+        if crosses and before > blind_until:
+            gaps.append((left, right, place))
+        else:
+            widest = max(widest, right - left)
+    for left, right, place in gaps:
+        if right - left > widest:
+            found.setdefault(place, []).extend(range(left + 1, right))
+    return found
+
+
+def _lost(stream: _Stream, times: Sequence[float], blind_until: float) -> dict[int, list[int]]:
+    """Place of a resume -> the numbers of the prompts that were put before it and are gone."""
+    found: dict[int, list[int]] = {}
+    trained_later = float("-inf")  # when a prompt with a greater number that was trained on was put, at the latest
+    for number in sorted(stream.prompts, reverse=True):
+        prompt = stream.prompts[number]
+        if prompt.trained:
+            trained_later = max(trained_later, prompt.trained[-1][1])
+        elif (prompt.is_undone or prompt.is_dropped_later) and not prompt.is_decided and prompt.first > blind_until:
+            place = bisect_right(times, prompt.latest)
+            if place < len(times) and times[place] <= trained_later:
+                found.setdefault(place, []).append(number)
+    return found
+
+
+def _ranges(stream: _Stream, numbers: Sequence[int]) -> str:
+    """Numbers as ``q7 to q9, q12``, the first few."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    texts = [" to ".join(map(stream.name_of, dict.fromkeys(pair))) for pair in ranges[:_MOST_RANGES]]
+    return ", ".join(texts) + (", ..." if len(ranges) > _MOST_RANGES else "")
 
 
 def _named(sample_id: str, tags: Mapping[str, Any]) -> tuple[str, int | None, int]:

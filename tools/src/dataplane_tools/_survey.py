@@ -23,7 +23,7 @@ class Survey:
         undone: For each of them, whether the run went on from an earlier step later.
         others: Marks that do not count, since two clients marked steps at the same time.
         claimed: Partitions of which a task was given samples.
-        tasks: The tasks that train: those of the role that marks steps, if it claims; else all.
+        tasks: The tasks that train: those that the client that marks steps claims for; else its role; else all.
         consumers: Clients that were given samples of these tasks.
         failures: (operation, error) -> how often.
         resumes: Where a role began again.
@@ -76,9 +76,11 @@ def survey(recording: Recording, task: str | None = None) -> Survey:
         elif record.op == "claim" and record.ids:
             claimed.add((record.partition, record.task, client))
     _choose_marks(found)
-    roles = {found.writers[client].role for _, _, client in found.marks}
-    tasks = {name for _, name, client in claimed if found.writers[client].role in roles}
-    found.tasks = {task} if task is not None else tasks or {name for _, name, _ in claimed}
+    markers = {client for _, _, client in found.marks}
+    roles = {found.writers[client].role for client in markers}
+    by_marker = {name for _, name, client in claimed if client in markers}
+    by_role = {name for _, name, client in claimed if found.writers[client].role in roles}
+    found.tasks = {task} if task is not None else by_marker or by_role or {name for _, name, _ in claimed}
     found.claimed = {partition for partition, _, _ in claimed}
     found.consumers = {client for _, name, client in claimed if name in found.tasks}
     found.resumes = sorted(_resumes(found))

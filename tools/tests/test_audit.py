@@ -333,7 +333,7 @@ def test_samples_given_back_and_given_again_are_trained_on_once(tmp_path, look):
     assert (status, [each["samples"] for each in found["steps"]]) == (0, [2])
 
 
-# --- batches without marks, reads without tasks ------------------------------------------------------------------------
+# --- batches without marks, reads without tasks -----------------------------------------------------------------------
 
 
 def test_without_marks_the_batches_of_a_task_are_counted(tmp_path, look):

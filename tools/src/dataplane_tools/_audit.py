@@ -223,10 +223,10 @@ def _latency(values: Sequence[float]) -> dict[str, float]:
 def _wrong(history: History, found: Survey) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """What is wrong: kind, text, and what the text names."""
     for gap in history.prompts.skipped(found.resumes, found.blind_until):
-        text = f"{_several(gap.count, 'prompt')} skipped over {gap.resume}: {gap.names}"
+        text = f"{_several(gap.num_prompts, 'prompt')} skipped over {gap.resume}: {gap.names}"
         if gap.is_generated:
             text += ". They were put before it, no step that counts trained on them, and later ones were trained on"
-        yield "skipped", f"{text}.", {"count": gap.count, "first": gap.first}
+        yield "skipped", f"{text}.", {"count": gap.num_prompts, "first": gap.first}
     repeats = list(history.prompts.repeated(found.resumes))
     for resume in dict.fromkeys(each.resume for each in repeats):
         here = [each for each in repeats if each.resume == resume]

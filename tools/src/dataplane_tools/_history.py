@@ -240,7 +240,10 @@ class History:
         held = self._partition(record)
         put = Put(self._num_puts, record.at, record.client, record.specs)
         self._num_puts += 1
-        digests = {name: record.digests_of(name) for name in record.fields}
+        columns: list[tuple[str, bytes, list[int] | None]] = []
+        for name in record.fields:
+            digests = record.digests_of(name)
+            columns.append((name, name.encode(errors="surrogatepass"), None if digests is None else digests.tolist()))
         damaged: dict[str, list[str]] = {}
         if record.block is not None and self._check_rows:
             for name, column in self._recording.damage(record):
@@ -255,15 +258,14 @@ class History:
                 row.tags.update(record.tags[place])
             row.last = "put_samples"
             content = b""
-            for name in record.fields:
-                of_cells = digests[name]
-                digest = None if of_cells is None else int(of_cells[place])
+            for name, text, of_cells in columns:
+                digest = None if of_cells is None else of_cells[place]
                 old = row.cells.get(name)
                 if old is not None and old.digest != digest and None not in (old.digest, digest):
                     self.overwritten[name] += 1
                 row.cells[name] = Cell(put, digest, put.at if old is None else old.since)
-                if digest is not None:
-                    content += name.encode(errors="surrogatepass") + digest.to_bytes(8, "little")
+                if row.put is None and digest is not None:
+                    content += text + digest.to_bytes(8, "little")
             if row.put is None:
                 row.put = put
                 row.content = xxh3_64_intdigest(content) if content else 0

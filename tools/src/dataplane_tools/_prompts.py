@@ -6,7 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 #: Tags that number or name the prompt of a sample, the first one that a sample has counts.
@@ -75,14 +75,14 @@ class Skipped(NamedTuple):
     Attributes:
         names: The first few, as text.
         first: The first one.
-        count: How many.
+        num_prompts: How many.
         resume: The resume that skipped them.
         is_generated: Whether they were put before it.
     """
 
     names: str
     first: str
-    count: int
+    num_prompts: int
     resume: Resume
     is_generated: bool
 
@@ -118,9 +118,9 @@ class Prompts:
     def __init__(self) -> None:
         self._streams: dict[tuple[str, str], _Stream] = {}
 
-    def put(self, row_id: str, partition: str, tags: Mapping[str, Any], at: float) -> tuple[Prompt | None, int]:
+    def put(self, sample_id: str, partition: str, tags: Mapping[str, Any], at: float) -> tuple[Prompt | None, int]:
         """Notes that a sample was first put. Returns its prompt and the number of its life."""
-        name, number, member = _named(row_id, tags)
+        name, number, member = _named(sample_id, tags)
         if number is None:
             return None, 0
         stream = self._streams.setdefault((_DIGITS.sub("#", partition), name), _Stream(name))
@@ -189,6 +189,11 @@ def _missing(stream: _Stream, times: Sequence[float], blind_until: float) -> dic
     pairs = list(pairwise(numbers))
     if sum(right - left == 1 for left, right in pairs) * 2 < len(pairs):
         return {}  # they are not consecutive anyway
+    newest = [-1] * (len(times) + 1)  # the greatest number before each resume
+    for number in numbers:
+        place = bisect_right(times, stream.prompts[number].first)
+        newest[place] = max(number, newest[place])
+    newest = list(accumulate(newest, max))
     widest = 1  # the distance of two numbers between which numbers are missing for another reason
     gaps: list[tuple[int, int, int]] = []
     for left, right in pairs:
@@ -199,10 +204,7 @@ def _missing(stream: _Stream, times: Sequence[float], blind_until: float) -> dic
         crosses = place < len(times) and times[place] <= after
         if not crosses:
             place = bisect_right(times, max(before, after))
-            newest = (
-                max(each for each in numbers if stream.prompts[each].first < times[place]) if place < len(times) else 0
-            )
-            crosses = newest > right and newest - left - 1 <= stream.disorder
+            crosses = place < len(times) and newest[place] >= right and newest[place] - left - 1 <= stream.disorder
         if crosses and before > blind_until:
             gaps.append((left, right, place))
         else:

@@ -252,8 +252,12 @@ def _wrong(history: History, found: Survey) -> Iterator[tuple[str, str, dict[str
             yield "lost", text, {"count": fate.count}
 
 
+def _count(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"
+
+
 def _several(count: int, what: str) -> str:
-    return f"{count} {what} was" if count == 1 else f"{count} {what}s were"
+    return f"{_count(count, what, f'{what}s')} {'was' if count == 1 else 'were'}"
 
 
 def _lacks(recording: Recording, found: Survey) -> list[str]:
@@ -281,9 +285,10 @@ def _lacks(recording: Recording, found: Survey) -> list[str]:
 
 
 def _lines(report: Mapping[str, Any]) -> list[str]:
-    what = "steps" if report["marked"] else "batches"
+    one, several = ("step", "steps") if report["marked"] else ("batch", "batches")
+    size = f"{_count(report['num_steps'], one, several)}, {_count(len(report['clients']), 'client', 'clients')}"
     span = "" if report["begin"] is None else f", {_time(report['begin'])} to {_time(report['end'])}"
-    lines = [f"{report['folder']}: {report['num_steps']} {what}, {len(report['clients'])} clients{span}"]
+    lines = [f"{report['folder']}: {size}{span}"]
     if report["only_step"] is not None:
         for step in report["steps"]:
             lines += ["", *_lines_of_rows(step)]
@@ -352,7 +357,7 @@ def _lines_of_steps(report: Mapping[str, Any]) -> list[str]:
 def _lines_of_rows(step: Mapping[str, Any]) -> list[str]:
     undone = ", undone: the run went on from before it" if step["undone"] else ""
     values = "".join(f", {name} {value:.6g}" for name, value in step["values"].items())
-    lines = [f"{step['name']}: {step['samples']} samples{values}{undone}"]
+    lines = [f"{step['name']}: {_count(step['samples'], 'sample', 'samples')}{values}{undone}"]
     for row in step["rows"]:
         by = row["writer"] or "a client that is not in the recording"
         lines.append(f"  {row['sample']} of '{row['partition']}', put by {by}")
@@ -365,7 +370,7 @@ def _lines_of_rows(step: Mapping[str, Any]) -> list[str]:
 
 
 def _lines_of_difference(report: Mapping[str, Any]) -> list[str]:
-    lines = [f"{' and '.join(report['folders'])}: the first {report['equal_steps']} steps are equal"]
+    lines = [f"{' and '.join(report['folders'])}: {_count(report['equal_steps'], 'step is', 'steps are')} equal"]
     lines += [f"  {each['text']}" for each in report["found"]]
     if report["not_compared"]:
         lines.append(f"  Not compared, since a recording lacks their digests: {', '.join(report['not_compared'])}.")

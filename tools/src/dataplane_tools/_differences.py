@@ -136,6 +136,8 @@ def _column(step: Step, pairs: Sequence[tuple[Row, Row]], not_compared: set[str]
     if first is not None:
         _, name, row, one, other = first
         values = [value_of(name, each) for each in (one, other)]
+        if one is not None and other is not None and values[0] == values[1]:  # two NaN
+            values = [f"{value} ({each.digest:016x})" for value, each in zip(values, (one, other), strict=True)]
         text = f"{step}, column '{name}' of sample '{row.sample_id}': {values[0]} and {values[1]}"
         text += f"; of {len(pairs)} samples, it differs in {counts[name]}"
         rest = [f"'{each}' in {count}" for each, count in counts.items() if each != name]
@@ -171,6 +173,7 @@ def scalar_of(specs: Mapping[str, str], name: str, digest: int) -> str | None:
         if spec.kind == "object" or spec.rank or spec.torch_dtype.itemsize > 8:
             return None
         words = torch.tensor([digest - (1 << 64 if digest >> 63 else 0)], dtype=torch.int64, device="cpu")
-        return str(words.view(torch.uint8)[: spec.torch_dtype.itemsize].view(spec.torch_dtype).item())
+        value = words.view(torch.uint8)[: spec.torch_dtype.itemsize].view(spec.torch_dtype).item()
+        return f"{value:.9g}" if spec.torch_dtype.is_floating_point and spec.torch_dtype.itemsize < 8 else str(value)
     except (DataPlaneError, KeyError, RuntimeError, ValueError):
         return None

@@ -34,7 +34,7 @@ def record(folder: Path, num_samples: int) -> None:
     """A run on noop: each step puts 512 rows of four columns, claims and reads them, puts two more and clears them."""
     recorder = {"recorder": {"folder": str(folder)}}
     with connect({"backend": "noop", "role": "trainer", "middleware": [recorder]}) as client:
-        client.register_partition("train", ["input_ids", "reward", "mask", "logprobs"], None, ["trainer"], _GROUP)
+        client.register_partition("train", [], None, ["trainer"], _GROUP)
         for step in range(num_samples // _ROWS):
             groups = range(step * _ROWS // _GROUP, (step + 1) * _ROWS // _GROUP)
             ids = [f"q{group}_g{member}" for group in groups for member in range(_GROUP)]

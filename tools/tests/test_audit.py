@@ -175,6 +175,37 @@ def test_prompts_of_a_step_that_was_undone_and_not_given_again(tmp_path, look):
     assert "after step 3: q4 to q5. They were put before it" in wrong["skipped"]
 
 
+def test_a_step_that_a_resume_cut_off_does_not_count(tmp_path, look):
+    """Its samples were acked, but no mark says that it ended. They are given again, rightly."""
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+        put(client, q(0, 1, 2, 3))
+        step_on(client, 1, 4)
+        client.claim_meta("train", "trainer", ["x"], 4)
+    train(tmp_path, [q(2, 3), q(4, 5)], first_step=2)
+    status, found = look(tmp_path, "--json")
+    assert (status, found["wrong"]) == (0, [])
+    assert [(each["name"], each["undone"]) for each in found["steps"]] == [
+        ("step 1", False),
+        ("after step 1", True),
+        ("step 2", False),
+        ("step 3", False),
+    ]
+
+
+def test_how_stale_a_step_was(tmp_path, look):
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+        for number, more in ((1, {}), (2, {"staleness": 5})):
+            for version in (number, number + 2):
+                put(client, q(10 * number + version), version=version)
+            client.claim_meta("train", "trainer", ["x"], 4)
+            client.mark_step(number, **more)
+    steps = look(tmp_path, "--json")[1]["steps"]
+    assert [each["weight_versions"] for each in steps] == [[1, 3], [2, 4]]
+    assert [each["staleness"] for each in steps] == [[0, 2], [5, 5]]
+
+
 def test_prompts_that_a_resume_gave_twice(tmp_path, look):
     train(tmp_path, [q(0, 1), q(2, 3)])
     train(tmp_path, [q(3, 4), q(5, 6)], first_step=3, shift=7.0)

@@ -54,6 +54,7 @@ FACES = {
     "dataplane_testkit.commands": ["conformance", "new_plugin"],
     "dataplane_tools": ["Exported", "Imported", "export_partition", "follow_partition", "import_folder"],
     "dataplane_tools.commands": [
+        "audit",
         "browse",
         "export",
         "flow",

@@ -1,5 +1,5 @@
 """What looks at a running store or at what a run recorded: the commands `dataplane inspect`, `top`, `browse`, `read`,
-`why`, `export`, `import`, `metrics`, `flow` and `units`.
+`why`, `audit`, `export`, `import`, `metrics`, `flow` and `units`.
 
 Operators and researchers run the commands. `export_partition`, `follow_partition` and `import_folder` do the same for
 Python as `export` and `import`. No package imports this one.

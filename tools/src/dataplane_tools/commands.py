@@ -8,7 +8,7 @@ from typing import Any
 
 from dataplane_core.cli import Command
 
-__all__ = ["browse", "export", "flow", "import_", "inspect", "metrics", "read", "top", "units", "why"]
+__all__ = ["audit", "browse", "export", "flow", "import_", "inspect", "metrics", "read", "top", "units", "why"]
 
 
 _CONFIG = "the config file that its processes use"
@@ -112,6 +112,33 @@ def why(parser: argparse.ArgumentParser) -> Command:
         help="look again and again, and print what changed; ends when a task is starved, or when all are done",
     )
     return _runs("_why")
+
+
+def audit(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane audit`."""
+    parser.add_argument("folder", metavar="FOLDER", help="the folder of the middleware recorder")
+    parser.add_argument("other", nargs="?", metavar="OTHER", help="another one: show where the runs differ")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--step", type=int, metavar="N", help="show the samples of step N")
+    shown.add_argument("--steps", metavar="A:B", help="show these steps; default: the first and the last ones")
+    parser.add_argument(
+        "--task", metavar="NAME", help="the task that trains; default: that of the role that marks steps"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+    def run(chosen: argparse.Namespace) -> int:
+        from dataplane_tools import _audit
+
+        return _audit.run(
+            chosen.folder,
+            chosen.other,
+            step=chosen.step,
+            steps=chosen.steps,
+            task=chosen.task,
+            as_json=chosen.json,
+        )
+
+    return run
 
 
 def export(parser: argparse.ArgumentParser) -> Command:

@@ -124,21 +124,8 @@ def audit(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument(
         "--task", metavar="NAME", help="the task that trains; default: that of the role that marks steps"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-    def run(chosen: argparse.Namespace) -> int:
-        from dataplane_tools import _audit
-
-        return _audit.run(
-            chosen.folder,
-            chosen.other,
-            step=chosen.step,
-            steps=chosen.steps,
-            task=chosen.task,
-            as_json=chosen.json,
-        )
-
-    return run
+    _json(parser)
+    return _runs("_audit")
 
 
 def export(parser: argparse.ArgumentParser) -> Command:

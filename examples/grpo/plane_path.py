@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from ray.actor import ActorHandle
 from torch import Tensor
 
+from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.middleware import Metrics
@@ -61,6 +62,13 @@ class _CountsTraffic(DataPlaneClientMixin):
 
 class PlaneRolloutWorker(_CountsTraffic, DataPlaneRolloutMixin, RolloutWorker):
     """The rollout worker, writing what it generates to the store."""
+
+    def generate(
+        self, step: int, prompts: Sequence[str], answers_per_prompt: int
+    ) -> tuple[BatchedDataDict, RolloutCarry]:
+        """As `RolloutWorker.generate`. Meanwhile ``dataplane why`` says that this process generates."""
+        with self._require_dp_client().phase("generate"):
+            return super().generate(step, prompts, answers_per_prompt)
 
     def generate_to_plane(
         self, step: int, prompts: Sequence[str], answers_per_prompt: int, generation: int = 0

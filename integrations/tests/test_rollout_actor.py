@@ -14,6 +14,7 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import ClientClosedError, InvalidRequestError
 from dataplane_core.ledger import group_of
 from dataplane_integrations.rollout import SyncRolloutActor, flatten_message_logs
+from dataplane_testkit._timing import STARTS_S, eventually
 
 
 def turn(role: str, *tokens: int, **more: Any) -> dict[str, Any]:
@@ -145,6 +146,20 @@ def test_one_call_writes_the_rows_and_returns_meta_carry_and_metrics(
         [turn["token_ids"].tolist() for turn in log] for log in LOGS
     ]
     assert client.get_data(meta, ["sample_mask"])["sample_mask"].tolist() == [1.0, 1.0]
+
+
+def test_while_it_generates_the_client_says_so(rollouts: Rollouts, client: DataPlaneClient) -> None:
+    generate = rollouts.run_rollout
+
+    def told() -> list[str]:
+        return [phase.name for each in client.list_clients() for phase in each.phases]
+
+    def run_rollout(*arguments: Any) -> Any:
+        eventually(lambda: told() == ["generate"], STARTS_S, "a phase that is announced")
+        return generate(*arguments)
+
+    rollouts.run_rollout = run_rollout
+    rollouts.rollout_to_tq(PROMPTS, partition_id="train", group_size=2)
 
 
 def test_a_later_round_has_new_ids_and_only_the_carry_that_was_asked_for(rollouts: Rollouts) -> None:

@@ -143,11 +143,11 @@ def test_the_snippets_on_operating_run(tmp_path, monkeypatch):
 
     logged = []
     monkeypatch.chdir(tmp_path)
-    client = connect({"backend": "noop"})
+    client = connect({"backend": "noop", "middleware": [{"metrics": {"events_file": "events.jsonl"}}]})
     names = {"writer": Writer(), "client": client, "workers": InProcessWorkerGroup([DataPlaneWorkerMixin()])}
+    names |= {"generate": list, "prompts": ["2 + 3 ="]}
     for number, block in enumerate(blocks("docs/operating.md")):
         exec(compile(block, f"docs/operating.md, block {number}", "exec"), names)
-    names["events"].close()
     client.close()
     assert logged == [("dataplane/staleness", 0, 1)]
     assert '"staleness": 0' in (tmp_path / "events.jsonl").read_text()

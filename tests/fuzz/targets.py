@@ -80,7 +80,7 @@ from dataplane_core.ledger import Command, Ledger, LedgerService, StateReader, c
 from dataplane_core.middleware import Recording
 from dataplane_core.middleware.events import sealed, unsealed
 from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
-from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, Question, WireFormat, WorkInfo
+from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, PhaseInfo, Question, WireFormat, WorkInfo
 from dataplane_redis import _protocol as redis_protocol, _scripts as redis_scripts
 from dataplane_redis._backend import RedisBackend
 from dataplane_redis._payload import Payload
@@ -926,6 +926,7 @@ def _redis_calls() -> list[tuple[Callable[[DataPlaneClient], object], list[Any]]
         open_s=1.0,
         calls=[CallInfo(operation="get", partition_id="p", running_s=0.5)],
         work=[WorkInfo(operation="claim_meta", partition_id="p", tag_filter={"v": (">=", 7)}, waits_s=0.5)],
+        phases=[PhaseInfo(name="generate", running_s=0.5, partition_id="p", groups=["q0"])],
     )
     told = json.dumps(asdict(announced)).encode()
     shortfall = [b"ok", 1, 1, [[b"a", b"h", b"1.5"]], 1, [b"c"], 1, [[b"q0", 1]], 1, [[b"b", b"x"]]]

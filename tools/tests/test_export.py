@@ -5,18 +5,20 @@ One long file, since what follows a store and what puts a folder back are tested
 
 import argparse
 import gc
+import io
 import json
 import os
 import runpy
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 import torch
-from pyarrow import parquet
+from pyarrow import dataset, parquet
 from tensordict import NonTensorStack
 
 from dataplane_core import connect
@@ -37,10 +39,11 @@ from dataplane_core.errors import (
 from dataplane_testkit._timing import STARTS_S, eventually
 from dataplane_tools import (
     _columns,
-    _export as export_module,
+    _portions as portions_module,
     _shards as shards_module,
     commands,
     export_partition,
+    follow_partition,
     import_folder,
 )
 
@@ -68,6 +71,11 @@ def rows(folder):
     """The rows of all shards, in order."""
     paths = sorted(Path(folder).glob("*.parquet"))
     return [row for path in paths for row in parquet.read_table(path).to_pylist()]
+
+
+def chats(folder):
+    """The messages of all rows."""
+    return [[json.loads(message) for message in row["messages"]] for row in rows(folder)]
 
 
 def plain(cell):
@@ -165,8 +173,8 @@ def test_a_column_comes_back_bit_for_bit(client, other, tmp_path, name):
 
 
 def test_all_columns_at_once_over_many_shards_and_with_missing_fields(client, other, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_module, "_FIRST_ROWS", 4)
-    monkeypatch.setattr(export_module, "_MOST_ROWS", 4)
+    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 4)
+    monkeypatch.setattr(portions_module, "_MOST_ROWS", 4)
     client.register_partition("p", ["float32"], None, ["trainer"], 2, {"strings": ["a", "b"]})
     names = [name for name in COLUMNS if name != "strings"]
     for number in range(6):
@@ -256,7 +264,6 @@ def test_where_fields_and_partial(written, tmp_path):
         ({"where": "reward >"}, "refused"),
         ({"shard_bytes": "many"}, "size of a shard is 'many'"),
         ({"shard_bytes": 0}, "must be above 0"),
-        ({"follow": True, "partial": True}, "partial rows cannot"),
     ]:
         with pytest.raises(InvalidRequestError, match=said):
             export_partition(written, "p", tmp_path / "c", **options)
@@ -287,7 +294,7 @@ def test_names_of_columns_that_are_taken(client, other, tmp_path):
 
 
 def test_bytes_stay_bytes_where_the_first_rows_have_none(client, other, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_module, "_FIRST_ROWS", 1)
+    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 1)
     client.register_partition("p", ["x"], None, [])
     client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
     client.put_samples(["c", "d"], "p", {"x": torch.ones(2), "image": NonTensorStack(b"\x89PNG", b"")})
@@ -311,12 +318,18 @@ def test_rows_that_are_cleared_meanwhile_are_left_out(written, tmp_path, monkeyp
     assert [row["sample_id"] for row in rows(tmp_path / "out")] == ["a", "c", "d", "e"]
 
 
-def test_datasets_loads_a_folder(client, tmp_path, monkeypatch):
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """`datasets.load_dataset` of Parquet, without a network."""
     import datasets  # here: the other tests need not wait for it
 
-    monkeypatch.setattr(export_module, "_FIRST_ROWS", 4)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread stays
+    return partial(datasets.load_dataset, "parquet", cache_dir=str(tmp_path / "cache"), split="train")
+
+
+def test_datasets_loads_a_folder(client, tmp_path, monkeypatch, load):
+    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 4)
     client.register_partition("p", ["tokens"], None, [])
     for number in range(4):
         ids = [f"{number}_{row}" for row in range(4)]
@@ -331,34 +344,45 @@ def test_datasets_loads_a_folder(client, tmp_path, monkeypatch):
     done = export_partition(client, "p", tmp_path / "out", shard_bytes=100)
     assert done.num_shards > 1
     for source in ({"data_files": f"{tmp_path}/out/*.parquet"}, {"data_dir": f"{tmp_path}/out"}):
-        loaded = datasets.load_dataset("parquet", cache_dir=str(tmp_path / "cache"), split="train", **source)
+        loaded = load(**source)
         assert loaded.num_rows == 16
         row = loaded.filter(lambda row: row["weight_version"] == 2)[2]
         assert (row["sample_id"], row["tokens"], row["name"]) == ("2_2", [0, 1], "c")
         assert json.loads(row["info"]) == {"b": "x"}
 
 
-def test_datasets_loads_a_folder_whose_columns_came_later(client, other, tmp_path, monkeypatch):
-    import datasets  # here: the other tests need not wait for it
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread stays
+def test_a_folder_whose_columns_came_later_loads(client, other, tmp_path, load):
     client.register_partition("p", ["x"], None, [])
-    first, second = {"x": [[1, 2]]}, {"x": [[1.5]], "late": torch.ones(1)}
-    for sample_id, columns in (("a", first), ("b", second)):
-        client.put_samples([sample_id], "p", columns)
-        export_partition(client, "p", tmp_path / "out", follow=True, idle_s=0.0)
-    schema = parquet.read_schema(tmp_path / "out" / "part-00001.parquet").remove_metadata()
-    loaded = datasets.load_dataset(
-        "parquet",
-        cache_dir=str(tmp_path / "cache"),
-        split="train",
-        data_dir=str(tmp_path / "out"),
-        features=datasets.Features.from_arrow_schema(schema),
-    )
-    assert [(row["x"], row["late"]) for row in loaded] == [([1.0, 2.0], None), ([1.5], 1.0)]
+    numbers, empty = torch.ones(1), [[]]
+    shards = [
+        ({"x": [[1, 2]], "later": empty}, {"late": "tag"}),
+        ({"x": [[3]], "later": [[4]]}, {"late": "tag"}),
+        ({"x": [[1.5]], "late": numbers, "later": [[1, 2]], "name": ["a"]}, {}),
+    ]
+    for number, (columns, tags) in enumerate(shards):
+        client.put_samples([f"s{number}"], "p", columns, tags=[tags])
+        follow_partition(client, "p", tmp_path / "out", idle_s=0.0)
+        assert (tmp_path / "out" / "columns.parquet").exists() == (number == 2)  # an empty list has a type of its own
+    expected = [
+        {"x": [1.0, 2.0], "late": "tag", "late_": None, "later": [], "name": None},
+        {"x": [3.0], "late": "tag", "late_": None, "later": [4], "name": None},
+        {"x": [1.5], "late": None, "late_": 1.0, "later": [1, 2], "name": "a"},
+    ]
+    for number, source in enumerate(({"data_dir": f"{tmp_path}/out"}, {"data_files": f"{tmp_path}/out/*.parquet"})):
+        loaded = load(**source, streaming=bool(number)).remove_columns(["sample_id", "tags"])
+        assert list(loaded) == expected
+    table = dataset.dataset(tmp_path / "out").to_table()  # pyarrow's
+    assert [{name: row[name] for name in expected[0]} for row in table.to_pylist()] == expected
     import_folder(tmp_path / "out", other)
     assert content(other, "p") == content(client, "p")
+
+
+def test_an_export_that_starts_over_has_no_former_columns(written, tmp_path):
+    export_partition(written, "p", tmp_path / "out")
+    changed(tmp_path / "out" / ".export.json", closed=False)
+    (tmp_path / "out" / "columns.parquet").write_bytes(b"former")
+    assert export_partition(written, "p", tmp_path / "out").num_rows == 4
+    assert len(rows(tmp_path / "out")) == 4
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -380,12 +404,17 @@ def test_messages_of_kept_turns_of_lists_and_of_tokens(client, tmp_path, monkeyp
     export_partition(client, "turns", tmp_path / "turns", messages=True)
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     (row,) = rows(tmp_path / "turns")
-    assert (row["sample_id"], row["messages"], row["weight_version"]) == ("a", chat, 1)
+    assert (row["sample_id"], row["weight_version"], chats(tmp_path / "turns")) == ("a", 1, [chat])
 
     client.register_partition("lists", ["chat", "reward"], None, [])
     client.put_samples(["a"], "lists", {"chat": NonTensorStack(chat), "reward": torch.ones(1)})
     export_partition(client, "lists", tmp_path / "lists", messages=True)
-    assert rows(tmp_path / "lists") == [{"sample_id": "a", "tags": "{}", "messages": chat, "reward": 1.0}]
+    (row,) = rows(tmp_path / "lists")
+    assert (row["reward"], list(row), chats(tmp_path / "lists")) == (
+        1.0,
+        ["sample_id", "tags", "messages", "reward"],
+        [chat],
+    )
 
     client.register_partition("tokens", ["input_ids", "token_mask"], None, [])
     client.put_samples(["a"], "tokens", {"input_ids": [list(b"2+2?4")], "token_mask": [[0, 0, 0, 0, 1]]})
@@ -393,7 +422,7 @@ def test_messages_of_kept_turns_of_lists_and_of_tokens(client, tmp_path, monkeyp
         export_partition(client, "tokens", tmp_path / "tokens", messages=True)
     monkeypatch.syspath_prepend(Path(__file__).parent)
     export_partition(client, "tokens", tmp_path / "tokens", messages=True, tokenizer="test_export:tokenizer_of")
-    assert rows(tmp_path / "tokens")[0]["messages"] == chat
+    assert chats(tmp_path / "tokens") == [chat]
     with pytest.raises(UnsupportedOperationError, match="has messages instead of fields"):
         import_folder(tmp_path / "tokens", client)
     client.put_samples(["b"], "tokens", {"input_ids": [[50]], "token_mask": [[0]]})
@@ -432,10 +461,63 @@ def test_no_chat_lacks_its_answer(client, tmp_path, monkeypatch, columns, chat):
     options = {"messages": True, "tokenizer": "test_export:tokenizer_of"}
     if chat:
         export_partition(client, "p", tmp_path / "out", **options)
-        assert [row["messages"] for row in rows(tmp_path / "out")] == [chat]
+        assert chats(tmp_path / "out") == [chat]
     else:
         with pytest.raises(InvalidRequestError, match="'a' has neither turns nor a mask"):
             export_partition(client, "p", tmp_path / "out", **options)
+
+
+def called(name, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ASKS = {"role": "assistant", "content": "", "tool_calls": [called("add", a=2, b=2), called("now", zone={"utc": True})]}
+TOLD = {"role": "tool", "content": "4", "name": "add", "tool_call_id": "c1"}
+CALLS = [USER, ASKS, TOLD, ASSISTANT]
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        ASKS["tool_calls"],
+        [each["function"] for each in ASKS["tool_calls"]],
+        [
+            {
+                "type": "function",
+                "function": {**each["function"], "arguments": json.dumps(each["function"]["arguments"])},
+            }
+            for each in ASKS["tool_calls"]
+        ],
+    ],
+    ids=["as templates take them", "flat", "arguments as text"],
+)
+@pytest.mark.parametrize("kept", ["turns", "list"])
+def test_chats_keep_their_tool_calls_and_load(client, tmp_path, monkeypatch, load, kept, calls):
+    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 1)
+    asks = {"role": "assistant", "content": None, "tool_calls": calls, "token_ids": torch.tensor([1])}
+    logs = [[USER, ASSISTANT], [USER, asks, TOLD, ASSISTANT], [USER, {**asks, "tool_calls": None, "content": "4"}]]
+    tools = [None, [{"type": "function", "function": {"name": "add", "parameters": {}}}], [{"name": "now"}]]
+    if kept == "turns":
+        whole = [[{"role": turn["role"], "content": turn} for turn in log] for log in logs]
+        columns = split_message_logs(whole)
+    else:
+        columns = {"chat": object_column(logs)}
+    client.register_partition("p", list(columns), None, [])
+    client.put_samples(["a", "b", "c"], "p", {**columns, "tools": NonTensorStack(*tools)})
+    export_partition(client, "p", tmp_path / "out", messages=True, shard_bytes=1)
+    loaded = load(data_dir=str(tmp_path / "out"))
+    assert list(loaded["messages"]) == [[USER, ASSISTANT], CALLS, [USER, ASSISTANT]]
+    assert [json.loads(each or "null") for each in loaded["tools"]] == tools
+
+
+def test_a_chat_may_end_with_a_tool_call_that_has_a_name(client, tmp_path):
+    client.register_partition("p", ["chat"], None, [])
+    client.put_samples(["a"], "p", {"chat": object_column([[USER, {**ASKS, "tool_calls": called("add")}]])})
+    export_partition(client, "p", tmp_path / "out", messages=True)
+    assert chats(tmp_path / "out") == [[USER, {**ASKS, "tool_calls": [called("add")]}]]
+    client.put_samples(["b"], "p", {"chat": object_column([[USER, {**ASKS, "tool_calls": [{"arguments": {}}]}]])})
+    with pytest.raises(InvalidRequestError, match=r"sample 'b' has a tool call without a name: .\"arguments\":"):
+        export_partition(client, "p", tmp_path / "other", messages=True)
 
 
 # --- import -----------------------------------------------------------------------------------------------------------
@@ -512,7 +594,7 @@ def flip(path):
         ),
         (lambda out: changed(out / ".export.json", version=2), UnsupportedOperationError, "version 2. Expected 1"),
         (lambda out: changed(out / ".export.json", shards=[{"name": 1}]), CorruptDataError, "holds what no manifest"),
-        (lambda out: changed(out / ".export.json", registration={}), CorruptDataError, "holds no registration"),
+        (lambda out: changed(out / ".export.json", registration={}), CorruptDataError, "holds what no manifest"),
         (lambda out: changed(out / ".export.json", export="other"), CorruptDataError, "none of this export"),
         (lambda out: changed(out / ".export.json", closed=False), CorruptDataError, "was not completed"),
         (lambda out: (out / "part-00001.parquet").unlink(), CorruptDataError, "lacks part-00001.parquet"),
@@ -521,7 +603,7 @@ def flip(path):
     ],
 )
 def test_a_damaged_folder_changes_nothing(written, other, tmp_path, monkeypatch, damage, error, said):
-    monkeypatch.setattr(export_module, "_FIRST_ROWS", 2)
+    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 2)
     export_partition(written, "p", tmp_path / "out", shard_bytes=1)
     damage(tmp_path / "out")
     with pytest.raises(error, match=said):
@@ -548,8 +630,8 @@ def test_folders_that_have_something_else(written, tmp_path):
 
 
 def test_an_export_that_was_killed_starts_over(written, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_module, "_FIRST_ROWS", 2)
-    real, calls = export_module._Export._write, []
+    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 2)
+    real, calls = portions_module.Portions.write, []
 
     def fails_later(self, tags):
         calls.append(len(tags))
@@ -557,7 +639,7 @@ def test_an_export_that_was_killed_starts_over(written, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(self, tags)
 
-    monkeypatch.setattr(export_module._Export, "_write", fails_later)
+    monkeypatch.setattr(portions_module.Portions, "write", fails_later)
     with pytest.raises(KeyboardInterrupt):
         export_partition(written, "p", tmp_path / "out", shard_bytes=1)
     with pytest.raises(CorruptDataError, match="was not completed"):
@@ -572,41 +654,39 @@ def test_an_export_that_was_killed_starts_over(written, tmp_path, monkeypatch):
 
 
 def test_follow_ends_with_the_partition_and_goes_on_after_a_stop(written, tmp_path):
-    out, options = tmp_path / "out", {"follow": True, "task": "export", "every_s": 3600.0}
-    assert export_partition(written, "p", out, idle_s=0.0, **options).num_rows == 4
+    out, options = tmp_path / "out", {"task": "export", "every_s": 3600.0}
+    assert follow_partition(written, "p", out, idle_s=0.0, **options).num_rows == 4
     with pytest.raises(InvalidRequestError, match="another what"):
         export_partition(written, "p", out)
-    with pytest.raises(InvalidRequestError, match="was given samples that are not in"):
-        export_partition(written, "p", tmp_path / "new", **options)
+    with pytest.raises(InvalidRequestError, match="was given samples already"):
+        follow_partition(written, "p", tmp_path / "new", **options)
     stop = threading.Event()
     stop.set()
-    assert export_partition(written, "p", out, stop=stop, **options).num_rows == 4
+    assert follow_partition(written, "p", out, stop=stop, **options).num_rows == 4
     written.put_samples(["e"], "p", {"reward": torch.ones(1).bfloat16()})
-    assert export_partition(written, "p", out, **options).num_rows == 5  # now the partition is finished
+    assert follow_partition(written, "p", out, **options).num_rows == 5  # now the partition is finished
     assert [row["sample_id"] for row in rows(out)] == ["a", "b", "c", "d", "e"]
     assert written.is_finished("p", ["export"])
     assert (
-        export_partition(written, "p", tmp_path / "own", where="weight_version>8", **options | {"task": None}).num_rows
+        follow_partition(written, "p", tmp_path / "own", where="weight_version>8", **options | {"task": None}).num_rows
         == 3
     )
     written.register_partition("p", ["tokens"], 5, [])
     with pytest.raises(InvalidRequestError, match="it has another epoch"):
-        export_partition(written, "p", out, **options)
+        follow_partition(written, "p", out, **options)
 
 
 def test_follow_completes_a_shard_in_time_and_a_folder_has_one_writer(client, tmp_path):
     client.register_partition("p", ["x"], None, [])
     stop, out = threading.Event(), tmp_path / "out"
-    follower = threading.Thread(
-        target=export_partition, args=(client, "p", out), kwargs={"follow": True, "every_s": 0.1, "stop": stop}
-    )
+    follower = threading.Thread(target=follow_partition, args=(client, "p", out), kwargs={"every_s": 0.1, "stop": stop})
     follower.start()
     try:
         for number in range(3):
             client.put_samples([f"s{number}"], "p", {"x": torch.ones(1)})
             eventually(lambda number=number: len(rows(out)) == number + 1, within_s=STARTS_S, what="a shard")
         with pytest.raises(InvalidRequestError, match="another process exports into"):
-            export_partition(client, "p", out, follow=True)
+            follow_partition(client, "p", out)
         client.clear_samples(None, "p")
         follower.join(STARTS_S)
         assert not follower.is_alive()
@@ -634,7 +714,7 @@ def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypa
 
     monkeypatch.setattr(client, "claim_meta", noted)
     monkeypatch.setattr(client, call, expires_first)
-    assert export_partition(client, "p", tmp_path / "out", follow=True, task="export").num_rows == 6
+    assert follow_partition(client, "p", tmp_path / "out", task="export").num_rows == 6
     assert ended
     assert client.is_finished("p", ["export"])
 
@@ -660,7 +740,7 @@ def test_follow_does_not_mix_two_registrations(client, tmp_path, monkeypatch, wh
 
     put("a0", "a1")
     monkeypatch.setattr(client, "claim_meta", registers_anew)
-    done = export_partition(client, "p", tmp_path / "out", follow=True, task="export", where=where, idle_s=0.0)
+    done = follow_partition(client, "p", tmp_path / "out", task="export", where=where, idle_s=0.0)
     assert done.num_rows == (0 if where else 2)
     assert [row["sample_id"] for row in rows(tmp_path / "out")] == ([] if where else ["a0", "a1"])
     task = client.describe("p").tasks["export"]
@@ -698,38 +778,46 @@ def test_what_was_read_before_the_store_ended_is_kept(client, other, tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(client, "claim_meta", ends)
         with pytest.raises(BackendUnavailableError):
-            export_partition(client, "p", out, follow=True)
+            follow_partition(client, "p", out)
     assert [row["sample_id"] for row in rows(out)] == ["a", "b"]
     with pytest.raises(CorruptDataError, match="--unfinished"):
         import_folder(out, other)
     assert import_folder(out, other, unfinished=True).num_rows == 2
     client.put_samples(["c"], "p", {"x": torch.ones(1)})
-    assert export_partition(client, "p", out, follow=True, idle_s=0.0).num_rows == 3
+    assert follow_partition(client, "p", out, idle_s=0.0).num_rows == 3
     assert [row["sample_id"] for row in rows(out)] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("room", [0, 4, 300])
 def test_a_shard_that_cannot_be_written_ends_quietly(written, tmp_path, monkeypatch, room):
-    write = shards_module._Hashing.write
-
-    def full(self, data):
-        if self.size + len(data) > room:
-            raise OSError("no space left")
-        return write(self, data)
+    class Full(io.FileIO):
+        def write(self, data):
+            if self.tell() + len(data) > room:
+                raise OSError("no space left")
+            return super().write(data)
 
     unraisable = []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
-    monkeypatch.setattr(shards_module._Hashing, "write", full)
+    full = lambda path, mode: io.BufferedWriter(Full(path, mode))  # noqa: E731
+    monkeypatch.setattr(shards_module, "open", full, raising=False)
     with pytest.raises(SaveError, match="no space left"):
-        export_partition(written, "p", tmp_path / "out", follow=True)
+        follow_partition(written, "p", tmp_path / "out")
     gc.collect()
     assert not unraisable
     monkeypatch.undo()
-    assert export_partition(written, "p", tmp_path / "out", follow=True, idle_s=0.0).num_rows == 4
+    assert follow_partition(written, "p", tmp_path / "out", idle_s=0.0).num_rows == 4
+
+
+def test_a_follower_that_is_refused_leaves_no_export(client, tmp_path):
+    client.register_partition("p", [], None, [])
+    client.put_samples(["a"], "p", {"x": torch.ones(1)})
+    with pytest.raises(InvalidRequestError, match="registered without fields"):
+        follow(client, tmp_path / "out")
+    assert follow(client, tmp_path / "out", fields=["x"]) == 1
 
 
 def follow(client, folder, **options):
-    return export_partition(client, "p", folder, **{"follow": True, "idle_s": 0.0} | options).num_rows
+    return follow_partition(client, "p", folder, **{"idle_s": 0.0} | options).num_rows
 
 
 def test_follow_waits_for_the_fields_of_its_condition(client, tmp_path):
@@ -770,7 +858,7 @@ def test_rows_that_a_kill_left_without_an_ack_are_not_written_twice(client, tmp_
 def test_follow_says_how_many_were_left(client, tmp_path):
     client.register_partition("p", ["x"], None, [], 2)
     client.put_samples(["q0_g0", "q0_g1", "q1_g0"], "p", {"x": torch.ones(3)})
-    done = export_partition(client, "p", tmp_path / "out", follow=True, idle_s=0.0)
+    done = follow_partition(client, "p", tmp_path / "out", idle_s=0.0)
     assert (done.num_rows, done.num_left) == (2, 1)
     assert export_partition(client, "p", tmp_path / "all").num_rows == 3
 
@@ -786,16 +874,40 @@ def test_each_folder_gets_all_rows(client, tmp_path):
     assert follow(client, tmp_path / "named") == 2  # with the task that it had
     with pytest.raises(InvalidRequestError, match="another what"):
         follow(client, tmp_path / "named", task="other")
-    with pytest.raises(InvalidRequestError, match="'mine' of 'p' was given samples that are not in"):
-        follow(client, tmp_path / "three", task="mine")
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="'mine' of 'p' was given samples already"):
+            follow(client, tmp_path / "three", task="mine")
+
+
+def test_a_task_that_another_follower_has_is_refused(python, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("{backend: shm_store, announce_s: 0.1, options: {capacity_bytes: 50MB}}")
+    with connect(str(config)) as client:
+        client.register_partition("p", ["x"], None, ["mine"])
+        with python.start("-c", FOLLOWER, config, "p", tmp_path / "one", "--follow", "--task", "mine") as follower:
+            try:
+                eventually(lambda: any(each.work for each in client.list_clients()), within_s=STARTS_S, what="a claim")
+                with pytest.raises(InvalidRequestError, match=rf"'mine' of 'p' is that of 'process {follower.pid} on "):
+                    follow(client, tmp_path / "two", task="mine")
+                assert not (tmp_path / "two" / ".export.json").exists()
+            finally:
+                follower.kill()
+        eventually(
+            lambda: "gone" in [each.state for each in client.list_clients(ended=True)],
+            within_s=STARTS_S,
+            what="its end, which is known a little later",
+        )
+        assert follow(client, tmp_path / "two", task="mine") == 0
+        client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
+        assert follow(client, tmp_path / "two") == 2
 
 
 def test_an_unfinished_export_of_other_rows_is_kept(written, tmp_path):
     export_partition(written, "p", tmp_path / "out")
     changed(tmp_path / "out" / ".export.json", closed=False)
-    for options, other in [({"where": "weight_version > 8"}, "what"), ({"follow": True}, "what")]:
-        with pytest.raises(InvalidRequestError, match=f"another {other}"):
-            export_partition(written, "p", tmp_path / "out", **options)
+    for keeps in (partial(export_partition, where="weight_version > 8"), follow_partition):
+        with pytest.raises(InvalidRequestError, match="another what"):
+            keeps(written, "p", tmp_path / "out")
     written.register_partition("q", ["x"], None, [])
     with pytest.raises(InvalidRequestError, match="another partition_id"):
         export_partition(written, "q", tmp_path / "out")
@@ -805,8 +917,8 @@ def test_an_unfinished_export_of_other_rows_is_kept(written, tmp_path):
 
 FOLLOWER = """
 import argparse, sys
-from dataplane_tools import _export, commands
-_export._FIRST_ROWS, _export._MOST_ROWS = 3, 4
+from dataplane_tools import _portions, commands
+_portions._FIRST_ROWS, _portions._MOST_ROWS = 3, 4
 parser = argparse.ArgumentParser()
 run = commands.export(parser)
 sys.exit(run(parser.parse_args(sys.argv[1:])))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -153,12 +154,13 @@ def test_no_store_no_partition_and_no_config(client, config, tmp_path, capsys):
 
 @pytest.fixture
 def worker(config, client, python):
-    """A process that waits for samples that nobody writes, and has announced so."""
+    """A process that waits in a phase for samples that nobody writes, and has announced so."""
     program = (
         "import sys; from dataplane_core import connect; from dataplane_core.config import load_config\n"
         "config = load_config(sys.argv[1]).model_copy(update={'role': 'rollout 3', 'announce_s': 1.0})\n"
         "def wait_for_samples(client):\n"
-        "    client.claim_meta('step-1', 'score', ['later'], 2, timeout_s=600)\n"
+        "    with client.phase('score'):\n"
+        "        client.claim_meta('step-1', 'score', ['later'], 2, timeout_s=600)\n"
         "wait_for_samples(connect(config, bootstrap=False))\n"
     )
     process = python.start("-c", program, config)
@@ -177,7 +179,7 @@ def test_it_names_the_process_that_waits_until_it_is_gone(client, worker, config
     text, _, stacks = capsys.readouterr().out.partition(f"stacks of process {worker.pid}:")
     (line,) = [line.split() for line in text.splitlines() if "rollout 3" in line]
     assert line[:4] == [socket.gethostname(), str(worker.pid), "rollout", "3"]
-    assert " ".join(line[6:]).startswith("claim_meta step-1 for ")
+    assert re.match(r"score for \d+ s, claim_meta step-1 for \d+ s$", " ".join(line[6:]))
     assert "wait_for_samples" in stacks or "Permission denied" in stacks  # a host may forbid ptrace
     monkeypatch.setattr("dataplane_tools._inspect.shutil.which", lambda *args, **kwargs: None)
     assert main(["inspect", config, "--interval", "0", "--stacks"]) == 1
@@ -191,7 +193,7 @@ def test_it_names_the_process_that_waits_until_it_is_gone(client, worker, config
         assert f"process {worker.pid} on {socket.gethostname()} (rollout 3)" in said or "is starved" not in said
         shown = f"{socket.gethostname()} {worker.pid} rollout 3 "
         (line,) = [each for line in said.splitlines() if (each := " ".join(line.split())).startswith(shown)]
-        return " gone, heard of " in line
+        return re.search(r" gone, heard of \d+ s ago, in score for \d+ s$", line)
 
     eventually(is_gone, within_s=STARTS_S, what="a killed client that is shown as gone")
     eventually(

@@ -150,6 +150,25 @@ def test_a_group_that_is_short_of_a_sample(run):
     run.names("group", "'q17' has 3 of 4. 'q17_g3' was never put.", f"process {producer.pid} on ")
 
 
+def test_a_group_whose_maker_says_so(run):
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer"], 4)
+    run.start("trainer", TRAINER)
+    code = """
+with client.phase("generate", partition_id="step", groups=["q17"]):
+    client.put_samples([f"q17_g{place}" for place in range(3)], "step", {"x": [1.0] * 3, "reward": [1.0] * 3})
+    time.sleep(1000)
+"""
+    maker = run.start("collector-2", code)
+    other = run.start("collector-1", code.replace("q17", "q18").replace("range(3)", "range(4)").replace("* 3", "* 4"))
+    run.is_announced(other, "put_samples", 4)
+    name = f"process {maker.pid} on "
+    verdict = run.names("group", "'q17_g3' was never put. It is made by ", name, "(collector-2) in generate for ")
+    assert verdict.culprit.startswith(name)
+    maker.kill()
+    verdict = run.names("group", "Its maker ended: ", name, "(collector-2) is gone; ", ", in generate.")
+    assert verdict.culprit.startswith(name)
+
+
 @little
 def test_a_store_that_is_full_of_what_a_task_has_not_consumed(run):
     for name, task in (("step", "trainer"), ("eval", "judge")):
@@ -227,6 +246,15 @@ def test_a_producer_that_hangs(run):
     run.start("trainer", TRAINER)
     producer = run.start("rollout", rollout(3))
     run.names("silent", f"process {producer.pid} on ", "It is alive, but last put samples ")
+
+
+def test_a_producer_that_hangs_in_a_phase(run):
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
+    run.start("trainer", TRAINER)
+    producer = run.start("rollout", rollout(3, then='with client.phase("generate"):\n    time.sleep(1000)'))
+    run.names(
+        "silent", f"process {producer.pid} on ", "It is alive, but silent in generate for ", "it last put samples "
+    )
 
 
 def test_a_run_that_is_merely_slow_is_never_called_starved(run):

@@ -50,7 +50,8 @@ def test_a_config_is_examined_as_a_whole(here, capsys, config):
     assert pickles["level"] == "warning"
     assert "allow_pickle" in pickles["what"]
     assert middleware["level"] == "error"
-    assert "'wire_gard' is not installed. Found: metrics, opentelemetry, prometheus, recorder, wire_guard" in middleware["what"]
+    found = "Found: metrics, opentelemetry, prometheus, recorder, wire_guard"
+    assert f"'wire_gard' is not installed. {found}" in middleware["what"]
     assert middleware["hint"] == "Did you mean 'wire_guard'?"
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from dataplane_core import connect, connect_async
 from dataplane_core.client import announcing
+from dataplane_core.client.phases import Phases
 from dataplane_core.errors import ConfigError, OperationTimeoutError
 from dataplane_core.spec import AnnounceReply
 from dataplane_testkit._timing import STARTS_S, eventually
@@ -25,6 +26,7 @@ class Client:
     def __init__(self, role="r", num_clients=1):
         self._calls = set()
         self._work = announcing.WorkLog()
+        self._phases = Phases()
         self._backend = type("Backend", (), {"stop_by": math.inf})()
         self.config = type("Config", (), {"role": role})()
         self.middleware = ()

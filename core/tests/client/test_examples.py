@@ -5,13 +5,14 @@ import inspect
 
 from dataplane_core import DataPlaneClient, connect, connect_async
 from dataplane_core.client.claims import Claims
+from dataplane_core.client.connection import Connection
 from dataplane_core.client.overview import Overview
 
 
 def test_the_examples_of_the_client_run_one_after_the_other(tmp_path):
     own = list(vars(DataPlaneClient).values())
     cleared_at = own.index(DataPlaneClient.clear_samples)  # samples are claimed before they are cleared
-    members = [*own[:cleared_at], *vars(Claims).values(), *own[cleared_at:], *vars(Overview).values()]
+    members = [*own[:cleared_at], *vars(Claims).values(), *own[cleared_at:], *vars(Overview).values(), Connection.phase]
     documented = [DataPlaneClient, *(each for each in members if inspect.isfunction(each))]
     docstrings = [inspect.getdoc(each) for each in documented if not each.__name__.startswith("_")]
     assert all(text and ">>> " in text for text in docstrings)

@@ -14,6 +14,7 @@ from dataplane_core.spec import (
     FieldSpec,
     PartitionDescription,
     PartitionInfo,
+    PhaseInfo,
     TaskDescription,
     WorkInfo,
 )
@@ -36,6 +37,11 @@ def claims(task="train", fields=("x",), waits_s=30.0, **more):
 
 def call(operation, running_s):
     return CallInfo(operation=operation, partition_id="p", running_s=running_s)
+
+
+def generates(client, *groups, running_s=13.5, partition="p"):
+    phase = PhaseInfo(name="generate", running_s=running_s, partition_id=partition, groups=groups)
+    return replace(client, phases=[phase])
 
 
 def partition(held=4, cleared=0, num_samples=None, fields=("x", "y"), group=None, oldest_s=500.0, tasks=("train",)):
@@ -367,3 +373,55 @@ def test_a_task_that_is_claimed_again_and_again(waits_s):
     assert verdict(partition(), client("trainer", served), dead, **LACKING).state == "moves"
     asked_before = claims(waits_s=None, unserved_s=400.0, began_s=90.0)
     assert verdict(partition(), client("trainer", asked_before), dead, **LACKING).state == "moves"
+
+
+def test_a_producer_is_in_a_phase():
+    late = client("trainer", claims(waits_s=400.0))
+    silent = generates(client("r", puts("y", ended_s=400.0), heard_s=0.5))
+    told = verdict(partition(), late, silent, **LACKING)
+    assert (told.state, told.cause) == ("starved", "silent")
+    assert "It is alive, but silent in generate for 14 s: it last put samples 400 s ago; its longest" in told.text
+    told = verdict(partition(), TRAINER, generates(writer()), **LACKING)
+    assert (told.state, told.cause) == ("waits", "works")
+    assert "It is alive in generate for 14 s, and last did so 2 s ago." in told.text
+    told = verdict(partition(), TRAINER, generates(client("r", puts("y", ended_s=None))), **LACKING)
+    assert "and has not done so yet: it is in generate for 14 s." in told.text
+    told = verdict(partition(), TRAINER, generates(writer(state="gone", heard_s=20.0)), **LACKING)
+    assert "(reward) is gone; it was last heard of 20 s ago, in generate." in told.text
+
+
+def test_a_short_group_names_who_makes_it():
+    found = partition(group=4)
+    late = client("trainer", claims(waits_s=400.0))
+    maker = generates(client("collector-2", puts("x"), pid=9), "q16", "q17")
+    other = generates(client("collector-1", puts("x"), pid=8), "q18")
+    told = verdict(found, late, ROLLOUT, other, maker, **GROUPS)
+    assert (told.state, told.cause, told.culprit) == ("starved", "group", "process 9 on h (collector-2)")
+    assert "'q17_g3' was never put. It is made by process 9 on h (collector-2) in generate for 14 s." in told.text
+    gone = replace(maker, state="gone", heard_s=20.0)
+    told = verdict(found, late, ROLLOUT, gone, **GROUPS)
+    assert (told.cause, told.culprit) == ("group", "process 9 on h (collector-2)")
+    assert "Its maker ended: process 9 on h (collector-2) is gone; it was last heard of 20 s ago, in gen" in told.text
+    assert "process 7 on h (rollout) puts new samples. It is alive" in told.text
+    told = verdict(found, TRAINER, gone, **GROUPS)
+    assert told.state == "starved"
+    assert "It was made by process 9 on h (collector-2). Nobody puts new samples now: process 9 on h" in told.text
+    again = generates(client("collector-3", puts("x"), pid=10), "q17")
+    assert verdict(found, late, ROLLOUT, gone, again, **GROUPS).culprit == "process 10 on h (collector-3)"
+    for stranger in (other, generates(maker, "q17", partition="step-1")):
+        told = verdict(found, late, ROLLOUT, stranger, **GROUPS)
+        assert "made by" not in told.text
+        assert told.culprit == "process 7 on h (rollout)"
+
+
+def test_who_makes_a_group_may_still_put_it_though_all_others_ended():
+    found, gone = partition(group=4), replace(ROLLOUT, state="gone")
+    assert verdict(found, TRAINER, gone, **GROUPS).state == "starved"
+    maker = generates(client("collector", pid=9), "q17")
+    told = verdict(found, TRAINER, gone, maker, **GROUPS)
+    assert (told.state, told.culprit) == ("waits", "process 9 on h (collector)")
+    judged = client("judge", claims("judge"), pid=10, state="silent")
+    blocked = replace(maker, calls=[call("put_samples", 9.0)])
+    two = replace(partition(group=4, tasks=("train", "judge")))
+    told = verdict(two, TRAINER, gone, judged, blocked, **GROUPS, **FULL)
+    assert (told.state, told.culprit) == ("starved", "process 10 on h (judge)")

@@ -52,8 +52,9 @@ FACES = {
         "to_json",
     ],
     "dataplane_testkit.commands": ["conformance", "new_plugin"],
-    "dataplane_tools": ["Exported", "Imported", "export_partition", "import_folder"],
+    "dataplane_tools": ["Exported", "Imported", "export_partition", "follow_partition", "import_folder"],
     "dataplane_tools.commands": [
+        "audit",
         "browse",
         "export",
         "flow",

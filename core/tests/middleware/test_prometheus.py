@@ -4,14 +4,9 @@ import contextlib
 import json
 import os
 import re
-import shutil
-import socket
-import subprocess
 import threading
 import time
-import urllib.parse
 import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +14,7 @@ import torch
 from dataplane_core import connect
 from dataplane_core.errors import ClaimTimeoutError, MissingDataError, PluginImportError
 from dataplane_core.middleware import prometheus
-from dataplane_core.middleware.prometheus import Prometheus
 from dataplane_testkit import backend_of
-
-ROOT = Path(__file__).parents[3]
 
 
 def scrape(address):
@@ -150,56 +142,3 @@ def test_without_prometheus_client_the_error_says_what_to_install(python):
     assert run.returncode == 1
     assert PluginImportError.__name__ in run.stderr
     assert "pip install 'dataplane-core[prometheus]'" in run.stderr
-
-
-def test_the_dashboard_shows_every_metric_and_no_other():
-    dashboard = json.loads((ROOT / "examples/grafana/dataplane.json").read_text())
-    shown = {
-        name
-        for panel in dashboard["panels"]
-        for target in panel["targets"]
-        for name in re.findall(r"dataplane_\w+", target["expr"])
-    }
-    with connect(config()) as client:
-        client.register_partition("p", ["x"], None, [])
-        middleware = client.middleware[0]
-        assert isinstance(middleware, Prometheus)
-        names = {name.partition("{")[0] for name in scrape(middleware.metrics_address)}
-    assert shown == {name for name in names if not name.endswith(("_created", "_count", "_sum"))}
-
-
-# the Debian package starts a server of its own, so make does not install it
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("prometheus") is None, reason="not run: the Debian package prometheus is missing")
-def test_each_panel_of_the_dashboard_has_data_in_a_real_prometheus(tmp_path):
-    settings = (ROOT / "examples/grafana/prometheus.yml").read_text().replace("5s", "1s")
-    (tmp_path / "prometheus.yml").write_text(settings)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    words = [
-        "prometheus",
-        "--config.file=prometheus.yml",
-        f"--web.listen-address={address}",
-        "--storage.tsdb.path=data",
-    ]
-    dashboard = json.loads((ROOT / "examples/grafana/dataplane.json").read_text())
-    questions = {target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())}
-
-    def has_data(question):
-        url = f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': question})}"
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10) as reply:
-            return any(each["value"][1] != "NaN" for each in json.load(reply)["data"]["result"])
-        return False
-
-    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.DEVNULL) as server:
-        try:
-            with connect(config(targets_folder=str(tmp_path / "targets"))) as client:
-                client.register_partition("p", ["x"], None, ["train"])
-                give_up = time.monotonic() + 120
-                while left := {each for each in questions if not has_data(each)}:
-                    assert time.monotonic() < give_up, left
-                    client.put_samples(["a"], "p", {"x": torch.ones(1)})
-                    suppressed(MissingDataError, client.get_samples, ["b"], "p", ["x"])
-                    time.sleep(0.2)
-        finally:
-            server.terminate()

@@ -21,6 +21,7 @@ from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutErr
 from dataplane_integrations.replay import Collector, InOrderPolicy, ReplayBuffer, parse_sample_id
 from dataplane_integrations.rollout import RolloutReceipt
 from dataplane_testkit import backend_of
+from dataplane_testkit._timing import Background, eventually
 
 Make = Callable[..., ReplayBuffer]
 Held = Callable[[], list[str]]
@@ -66,6 +67,28 @@ def test_rows_that_the_rollout_actor_has_written_are_taken_as_they_are(
     with Collector(buffer, rollout):
         meta = buffer.select(2, timeout_s=WAIT_S)
     assert [tags["reward"] for tags in meta.tags or []] == [1.0] * 4
+
+
+@pytest.mark.parametrize("writes", [False, True], ids=["collector writes", "rollout writes"])
+def test_a_group_that_is_short_of_a_sample_names_the_collector_that_makes_it(
+    make_buffer: Make, client: DataPlaneClient, answers: Any, write: Any, writes: bool
+) -> None:
+    leave = threading.Event()
+
+    def rollout(reservations: Any) -> Any:
+        first = reservations[0].sample_ids[:1]
+        client.put_samples(first, "replay", {"input_ids": [[1]], "input_lengths": [1]})
+        leave.wait(WAIT_S)
+        return write(client, reservations) if writes else answers(reservations)
+
+    with Collector(make_buffer(num_prompts=1), rollout, client=None if writes else client):
+        waiting = Background(lambda: client.claim_meta("replay", "train", ["input_ids"], 2, timeout_s=600.0))
+        said = f"'v0_p0_g1' was never put. It is made by process {os.getpid()} on "
+        eventually(lambda: said in client.why("replay")[0].text, WAIT_S, "a verdict that names who makes the group")
+        assert ") in generate for " in client.why("replay")[0].text
+        leave.set()
+        assert waiting.result().sample_ids == ["v0_p0_g0", "v0_p0_g1"]
+    assert "in generate" not in client.why("replay")[0].text
 
 
 def test_rollouts_run_while_the_trainer_trains_but_not_further_than_allowed(

@@ -1,23 +1,33 @@
 """What looks at a running store or at what a run recorded: the commands `dataplane inspect`, `top`, `browse`, `read`,
-`why`, `export`, `import`, `metrics`, `flow` and `units`.
+`why`, `audit`, `export`, `import`, `metrics`, `flow` and `units`.
 
-Operators and researchers run the commands. `export_partition` and `import_folder` are two of them for Python. No
-package imports this one.
+Operators and researchers run the commands. `export_partition`, `follow_partition` and `import_folder` do the same for
+Python as `export` and `import`. No package imports this one.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from dataplane_tools._export import Exported, export_partition
+    from dataplane_tools._export import export_partition
+    from dataplane_tools._follow import follow_partition
     from dataplane_tools._import import Imported, import_folder
+    from dataplane_tools._portions import Exported
 
-__all__ = ["Exported", "Imported", "export_partition", "import_folder"]
+__all__ = ["Exported", "Imported", "export_partition", "follow_partition", "import_folder"]
+
+#: Name -> the module that has it.
+_MODULES: Final = {
+    "Exported": "_portions",
+    "Imported": "_import",
+    "export_partition": "_export",
+    "follow_partition": "_follow",
+    "import_folder": "_import",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Imports a public name at its first use (PEP 562): commands that do not need pyarrow and torch start without."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "_import" if name in ("Imported", "import_folder") else "_export"
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

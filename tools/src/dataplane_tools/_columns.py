@@ -48,6 +48,11 @@ def tensors_of_arrow(name: str, column: Any, spec: FieldSpec) -> Any:
     return _mapped(found, lambda values: _restored(values, spec)) if spec.rank else _restored(found, spec)
 
 
+def arrow_of_empty_lists(items: Sequence[Any]) -> Any:
+    """The Arrow column of items that are None or empty lists. They may become lists of any numbers."""
+    return pa.array(items, type_of_tensors(FieldSpec("tensor", "int64", 1)))
+
+
 def type_of_tensors(spec: FieldSpec) -> Any:
     """The type of the Arrow column of a field."""
     shape = (0, 0, *spec.trailing) if spec.rank else (0,)
@@ -139,10 +144,15 @@ def _is_unicode(text: str | None) -> bool:
     return text is None or text.isascii() or text.encode(errors="ignore").decode() == text
 
 
+def json_text(value: Any) -> str:
+    """A value as JSON that Arrow can hold."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text if _is_unicode(text) else json.dumps(value, separators=(",", ":"))
+
+
 def _to_json(name: str, item: Any) -> str:
     try:
-        text = json.dumps(_escaped(item), ensure_ascii=False, separators=(",", ":"))
-        return text if _is_unicode(text) else json.dumps(_escaped(item), separators=(",", ":"))
+        return json_text(_escaped(item))
     except TypeError as error:
         raise InvalidTypeError(
             f"export refused: field '{name}' holds an item that only pickle can keep: {error}.",

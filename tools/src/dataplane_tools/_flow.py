@@ -1,6 +1,7 @@
 """`dataplane flow`: draws how samples moved through the data plane, as an HTML page and as an SVG.
 
-It reads the files that the middleware `metrics` writes (``events_file``), or looks at a running store for a while.
+It reads the files that the middleware `metrics` writes (``events_file``), or the recordings of the middleware
+`recorder`; or it looks at a running store for a while.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import sys
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, printable
+from dataplane_core.middleware import Recording, is_followed
 from dataplane_core.regular_files import read_regular
 from dataplane_tools._charts import (
     COLORS,
@@ -47,14 +51,14 @@ _MOST_BARS: Final = 12
 
 
 def draw_files(paths: Sequence[str], *, folder: str | None) -> int:
-    """Draws a run from its files of events, which may be those of several hosts.
+    """Draws a run from its files of events, or its recordings, which may be those of several hosts.
 
     Args:
-        paths: The files; or a run's other file beside its ``events.jsonl``.
+        paths: The files, or the folders of recordings; or a run's other file beside its ``events.jsonl``.
         folder: Where to write ``flow.html`` and ``flow.svg``. None: beside the first file.
 
     Raises:
-        DataPlaneError: A file is not there, or holds no operation.
+        DataPlaneError: A file is not there, or holds no operation; or as `Recording` and its `records`.
     """
     run = _Run()
     for path in paths:
@@ -148,26 +152,10 @@ class _Run:
 
 
 def _read(path: Path, run: _Run, *, beside: bool = True) -> None:
-    try:
-        data = read_regular(path)
-    except OSError as error:
-        raise DataPlaneError(f"flow cannot read '{path}': {error.strerror}.") from error
-    lines = data.split(b"\n")
-    cut = lines.pop()  # what follows the last line feed
-    if cut.strip():
-        lines.append(cut)
-    found = broken = other = 0
-    for number, line in enumerate(lines):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):
-            if number == len(lines) - 1 and cut:
-                run.remarks.append(f"The last line of '{path}' is cut off, as a killed run leaves it. It was left out.")
-            else:
-                broken += 1
-            continue
+    remarks: list[str] = []
+    found = seen = other = 0
+    for values in (_records if path.is_dir() else _json_lines)(path, remarks):
+        seen += 1
         try:
             found += _take(values, run)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
@@ -178,15 +166,47 @@ def _read(path: Path, run: _Run, *, beside: bool = True) -> None:
             run.remarks.append(f"'{path}' has no operations of the data plane; '{sibling}' beside it has.")
             _read(sibling, run, beside=False)
             return
-        what = "is empty" if not data.strip() else "has no line with an operation of the data plane"
+        what = "has no line with an operation of the data plane" if seen or remarks else "is empty"
         raise DataPlaneError(
             f"flow refused: '{path}' {what}. Expected a file that the middleware metrics writes: "
-            "middleware: [{metrics: {events_file: FILE}}]. For the config of a running store, add --seconds."
+            "middleware: [{metrics: {events_file: FILE}}], or a folder of the middleware recorder. For the config of a "
+            "running store, add --seconds."
         )
-    for count, what in ((broken, "not JSON"), (other, "not an operation")):
-        if count:
-            run.remarks.append(f"{_count(count, 'line')} of '{path}' left out: {what}.")
+    if other:
+        remarks.append(f"{_count(other, 'line')} of '{path}' left out: not an operation.")
+    run.remarks += remarks
     run.names.append(path)
+
+
+def _json_lines(path: Path, remarks: list[str]) -> Iterator[Any]:
+    """The lines of a file of events."""
+    try:
+        data = read_regular(path)
+    except OSError as error:
+        raise DataPlaneError(f"flow cannot read '{path}': {error.strerror}.") from error
+    *lines, cut = data.split(b"\n")  # the last part is what follows the last line feed
+    broken = 0
+    for line in filter(bytes.strip, lines):
+        try:
+            yield json.loads(line)
+        except (ValueError, RecursionError):
+            broken += 1
+    if cut.strip():
+        try:
+            yield json.loads(cut)
+        except (ValueError, RecursionError):
+            remarks.append(f"The last line of '{path}' is cut off, as a killed run leaves it. It was left out.")
+    if broken:
+        remarks.append(f"{_count(broken, 'line')} of '{path}' left out: not JSON.")
+
+
+def _records(folder: Path, remarks: list[str]) -> Iterator[dict[str, Any]]:
+    """The records of a recording, as lines of a file of events have them."""
+    recording = Recording(folder)
+    for record in recording.records():
+        ids = [name for name in record.ids if is_followed(name)]
+        yield {**record.values, **msgspec.structs.asdict(record), "ids": ids}
+    remarks += recording.remarks
 
 
 def _take(values: dict[str, Any], run: _Run) -> int:
@@ -326,7 +346,7 @@ def _page_of_run(run: _Run, name: str) -> tuple[str, str, str]:
     if len(stages) > len(shown):
         facts.append(f"The charts show the {len(shown)} stages with the most rows; the table has all {len(stages)}.")
     if not any(stale is not None for _, _, stale in steps):
-        facts.append("No line tells the staleness of a step (EventFile.step(number, staleness=...)).")
+        facts.append("No line tells the staleness of a step (client.mark_step(number, staleness=...)).")
     svg = picture(panels)
     return _html("Flow of samples", facts + run.remarks, svg, _totals(shifted)), svg, rates
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.codec import as_columns, encode_columns, object_column
@@ -23,9 +23,9 @@ from dataplane_core.errors import (
     preview,
     printable,
 )
-from dataplane_core.spec import FieldSpec, WireFormat, fits
+from dataplane_core.spec import FieldSpec, Registration, WireFormat
 from dataplane_tools import _columns as arrow
-from dataplane_tools._export import connected
+from dataplane_tools._portions import connected
 from dataplane_tools._shards import check_shards, columns_of, parquet_file, read_manifest
 
 
@@ -42,16 +42,6 @@ class Imported:
     partition_id: str
     num_rows: int
     num_new: int
-
-
-class _Registration(TypedDict):
-    """The arguments of ``register_partition``."""
-
-    fields: Sequence[str]
-    num_samples: int | None
-    consumer_tasks: Sequence[str]
-    grpo_group_size: int | None
-    enums: Mapping[str, Sequence[str]]
 
 
 def import_folder(
@@ -172,8 +162,6 @@ def _columns(about: Mapping[str, Any], table: Any, names: Sequence[str]) -> dict
         spec, column = FieldSpec.from_text(told["spec"]), table[told["column"]]
         if spec.kind == "object":
             columns[name] = object_column(arrow.items_of_arrow(name, column, told["form"]))
-        elif name in about["absent"]:
-            columns[name] = arrow.items_of_arrow(name, column, told["form"])  # empty lists, which leave a field open
         else:
             columns[name] = arrow.tensors_of_arrow(name, column, spec)
     return columns
@@ -185,9 +173,7 @@ def _register(path: Path, manifest: Mapping[str, Any], client: DataPlaneClient, 
     Raises:
         InvalidRequestError: They do not.
     """
-    if not fits(manifest["registration"], _Registration):
-        raise CorruptDataError(f"the manifest of the export in '{path}' holds no registration.")
-    registration = {key: manifest["registration"][key] for key in _Registration.__annotations__}
+    registration = {key: manifest["registration"][key] for key in Registration.__annotations__}
     only = manifest["what"]["fields"]
     registration["fields"] = [each for each in registration["fields"] if only is None or each in only]
     num_rows = sum(shard["num_rows"] for shard in manifest["shards"])

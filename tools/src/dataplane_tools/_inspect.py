@@ -245,6 +245,7 @@ def client_report(client: ClientInfo) -> dict[str, Any]:
             }
             for call in client.calls
         ],
+        "phases": [{"name": each.name, "running_s": round(each.running_s, 1)} for each in client.phases],
     }
 
 
@@ -327,15 +328,18 @@ def _held(lease: Mapping[str, Any]) -> str:
 
 
 def call_text(client: Mapping[str, Any]) -> str:
-    """The operation that a client has had under way longest, and how many others. Of one that ended, how."""
+    """The phase that a client has been in longest, the operation that it has had under way longest, and how many
+    others. Of one that ended, how.
+    """
+    told = [f"{each['name']} for {each['running_s']:.0f} s" for each in client["phases"][:1]]
     if client["state"] != "open":
-        return f"{client['state']}, heard of {client['heard_s']:.0f} s ago"
-    if not client["calls"]:
-        return "-"
-    first = client["calls"][0]
-    where = f" {first['partition_id']}" if first["partition_id"] else ""
-    others = f", and {client['num_calls'] - 1} more" if client["num_calls"] > 1 else ""
-    return f"{first['operation']}{where} for {first['running_s']:.0f} s{others}"
+        told = [f"{client['state']}, heard of {client['heard_s']:.0f} s ago", *(f"in {each}" for each in told)]
+    elif client["calls"]:
+        first = client["calls"][0]
+        where = f" {first['partition_id']}" if first["partition_id"] else ""
+        others = f", and {client['num_calls'] - 1} more" if client["num_calls"] > 1 else ""
+        told.append(f"{first['operation']}{where} for {first['running_s']:.0f} s{others}")
+    return ", ".join(told) or "-"
 
 
 def starved_lines(task: str, counts: Mapping[str, Any]) -> list[str]:

@@ -1,24 +1,40 @@
-"""Rows as chats, for supervised fine-tuning: a list of ``{"role": ..., "content": ...}`` each."""
+"""Rows as chats, for supervised fine-tuning: a list of ``{"role": ..., "content": ...}`` each, with its tool calls.
+
+A message has the keys that Hugging Face's chat templates read, and none that is null: each is an object of JSON of its
+own, so that all rows have one type whatever the arguments of their calls are.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.spec import FieldSpec
-from dataplane_tools._columns import pa
+from dataplane_tools._columns import json_text, pa
 from dataplane_tools._rows import rows_of
-from dataplane_tools._sample import TEXT_FIELDS, TURNS, Decode, Part, sample_of
+from dataplane_tools._sample import TEXT_FIELDS, TURNS, Decode, Part, is_chat, sample_of
 
 #: What the parts of a sample are in a chat, where nothing says their roles. What follows the prompt and was not
 #: generated came from the environment.
 _ROLES: Final = {"prompt": "user", "answer": "assistant", "masked": "user"}
+#: What a message says besides, in the words of chat templates.
+_CALLS: Final = "tool_calls"
+_MORE: Final = ("reasoning_content", _CALLS, "tool_call_id", "name")
+#: The field of the tools that a model may call, which templates take beside the messages.
+_TOOLS: Final = "tools"
 
 
 def is_for_messages(name: str, spec: FieldSpec) -> bool:
-    """Whether a field may say what a chat is, or is one value."""
-    return name in TEXT_FIELDS or spec.kind == "object" or spec.rank == 0
+    """Whether a field may say what a chat is, or stays beside it."""
+    return name in TEXT_FIELDS or spec.kind == "object" or is_beside_messages(name, spec)
+
+
+def is_beside_messages(name: str, spec: FieldSpec) -> bool:
+    """Whether a field has a column of its own beside the chats: numbers, one a row, and the schemas of tools."""
+    return (name == _TOOLS and spec.kind == "object") or (spec.kind == "tensor" and spec.rank == 0)
 
 
 def messages_of(
@@ -39,20 +55,18 @@ def messages_of(
         decode: The text of a list of token ids. None: there is no tokenizer.
 
     Raises:
-        InvalidRequestError: A row has no turns.
+        InvalidRequestError: A row has no turns, or a tool call without a name.
     """
     rows: list[dict[str, Any]] = [{} for _ in ids]
     for name, (places, column) in cells.items():
         for place, cell in zip(places, rows_of(column), strict=True):
             rows[place][name] = cell
     chats = [_chat(*row, decode) for row in zip(ids, tags, rows, strict=True)]
-    turn = pa.struct({"role": pa.string(), "content": pa.string()})
-    return pa.array(chats, pa.list_(turn))
+    return pa.array(chats, pa.list_(pa.string())).cast(pa.list_(pa.json_()))
 
 
-def _chat(
-    sample_id: str, tags: Mapping[str, Any], cells: Mapping[str, Any], decode: Decode | None
-) -> list[dict[str, str]]:
+def _chat(sample_id: str, tags: Mapping[str, Any], cells: Mapping[str, Any], decode: Decode | None) -> list[str]:
+    """The messages of a row, each as JSON."""
     parts = _kept(sample_id, tags, cells)
     tokens = {name: cell for name, cell in cells.items() if name in TEXT_FIELDS}
     without_turns = {name: cell for name, cell in tokens.items() if name not in TURNS}
@@ -66,13 +80,39 @@ def _chat(
             f"sample '{sample_id}' has {what}, so it is no chat. Kept turns need one of the role 'assistant'.",
             hint="Name a tokenizer: --tokenizer T." if decode is None and tokens else None,
         )
-    return [{"role": _ROLES.get(part.role, part.role), "content": part.text} for part in parts]
+    return [json_text(_message(sample_id, part)) for part in parts]
+
+
+def _message(sample_id: str, part: Part) -> dict[str, Any]:
+    told = part.calls or {}
+    message: dict[str, Any] = {"role": _ROLES.get(part.role, part.role), "content": part.text}
+    message |= {key: told[key] for key in _MORE if key in told}
+    if _CALLS in told:
+        calls = told[_CALLS] if isinstance(told[_CALLS], list) else [told[_CALLS]]
+        message[_CALLS] = [_tool_call(sample_id, call) for call in calls]
+    return message
+
+
+def _tool_call(sample_id: str, call: Any) -> dict[str, Any]:
+    """A call as chat templates take it. It may have been kept flat, or with its arguments as a text of JSON."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError(
+            f"sample '{sample_id}' has a tool call without a name: {json_text(call)[:200]}. Expected "
+            '{"name": ..., "arguments": {...}}, also as the "function" of a call.'
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):  # what a model wrote wrong stays as it is
+            arguments = json.loads(arguments)
+    told = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+    return {"id": call["id"], **told} if call.get("id") is not None else told
 
 
 def _kept(sample_id: str, tags: Mapping[str, Any], cells: Mapping[str, Any]) -> Sequence[Part] | None:
     """The turns that are kept, if there is an answer among them. A prompt alone is no chat, whatever it holds."""
     turns = {name: cells[name] for name in TURNS if name in cells}
-    lists = {name: cell for name, cell in cells.items() if name not in TEXT_FIELDS and _is_chat(cell)}
+    lists = {name: cell for name, cell in cells.items() if name not in TEXT_FIELDS and is_chat(cell)}
     prompt, answer = lists.pop("prompt", None), lists.get("completion")
     if prompt and answer:  # as TRL has them
         lists = {"completion": [*prompt, *answer], **{name: lists[name] for name in lists if name != "completion"}}
@@ -84,8 +124,4 @@ def _kept(sample_id: str, tags: Mapping[str, Any], cells: Mapping[str, Any]) -> 
 
 
 def _has_answer(parts: Sequence[Part]) -> bool:
-    return any(part.role == "assistant" and part.text for part in parts)
-
-
-def _is_chat(cell: Any) -> bool:
-    return isinstance(cell, list) and all(isinstance(each, Mapping) and "role" in each for each in cell)
+    return any(part.role == "assistant" and (part.text or _CALLS in (part.calls or {})) for part in parts)

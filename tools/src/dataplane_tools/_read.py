@@ -40,10 +40,10 @@ def run(
     html: str | None,
     images: str | None,
 ) -> int:
-    """Shows samples of a running store, or of a save.
+    """Shows samples of a running store, of a save or of a recording.
 
     Args:
-        config_path: The config file that the store's processes use, or the folder of a save.
+        config_path: The config file that the store's processes use, or the folder of a save or of a recording.
         partition_id: The partition. None: the only one.
         tokenizer: As for `Tokenizer`. None: token ids are shown.
         fields: Read these only.
@@ -64,7 +64,7 @@ def run(
     condition = None if where is None else parse_where(where)
     texts = None if tokenizer is None else Tokenizer(tokenizer)
     most = limit or (_LIMIT if html is None else _LIMIT_OF_PAGE)
-    with opened(config_path) as client:
+    with opened(config_path, partition_id) as client:
         rows = Rows(client, partition_id)
         found = rows.find(where=condition, sort=sort, descending=descending, group=group, limit=most)
         samples = rows.read(found, fields=fields, decode=None if texts is None else texts.decode)

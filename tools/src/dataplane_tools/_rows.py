@@ -1,18 +1,18 @@
 """Which samples of a partition to show, and what they hold. It claims nothing and changes nothing.
 
-`opened` gives a client of a running store, or of a save; `Rows` finds samples in it by their tags and values, and reads
-those that are to be shown as a `_sample.Sample` each. Ids and tags are read first, then the fields of a condition or an
-order, and the other cells of the samples that are shown only.
+`opened` gives a client of a running store, of a save or of a recording; `Rows` finds samples in it by their tags and
+values, and reads those that are to be shown as a `_sample.Sample` each. Ids and tags are read first, then the fields of
+a condition or an order, and the other cells of the samples that are shown only.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.connecting import connect
@@ -20,13 +20,16 @@ from dataplane_core.errors import (
     InvalidRequestError,
     LostSamplesError,
     MissingDataError,
-    UnknownPartitionError,
     preview,
 )
+from dataplane_core.middleware import is_recording
 from dataplane_core.spec import Capability, FieldSpec, TagFilter
 from dataplane_tools._inspect import attach
+from dataplane_tools._recorded import opened_recording
 from dataplane_tools._sample import Decode, Sample, group_of_id, is_value, sample_of, value_of
 from dataplane_tools._where import Where
+
+T = TypeVar("T")
 
 #: Samples of one read: the cells that are shown, and the values of a condition.
 _SHOWN_ROWS: Final = 64
@@ -34,15 +37,24 @@ _VALUE_ROWS: Final = 4096
 
 
 @contextmanager
-def opened(path: str) -> Iterator[DataPlaneClient]:
-    """A client of the running store of a config file; or, for the folder of a save, of a copy of the save in memory.
+def opened(path: str, partition_id: str | None) -> Iterator[DataPlaneClient]:
+    """A client of the running store of a config file; or, for a folder, of a copy of its save, or of its recording.
+
+    Args:
+        path: The config file, or the folder.
+        partition_id: The partition that will be read. None: the only one.
 
     Raises:
         BackendUnavailableError: No store runs.
         UnknownBackendError: A save, and ``dataplane-noop`` is not installed, which holds its copy.
+        DataPlaneError: As `opened_recording`.
     """
     if not Path(path).is_dir():
         with attach(path) as client:
+            yield client
+        return
+    if is_recording(path):
+        with opened_recording(path, partition_id) as client:
             yield client
         return
     with connect({"backend": "noop"}) as client:
@@ -212,30 +224,40 @@ class Rows:
 
     def _cells(self, ids: list[str], fields: Sequence[str]) -> dict[str, tuple[dict[str, Any], Sequence[str]]]:
         """For each sample that is there, its cells of these fields, and the names of all fields that it has."""
-        while ids:
-            try:
-                has = dict(zip(ids, self._client.list_fields(ids, self.partition_id), strict=True))
-                alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
-                for sample_id, written in has.items():
-                    alike[tuple(name for name in fields if name in written)].append(sample_id)
-                cells: dict[str, dict[str, Any]] = {}
-                for names, some in alike.items():
-                    columns = self._client.get_samples(some, self.partition_id, names, share_rows=True) if names else {}
-                    rows = (
-                        zip(*(rows_of(columns.get(name)) for name in names), strict=True) if names else [()] * len(some)
-                    )
-                    cells |= {each: dict(zip(names, row, strict=True)) for each, row in zip(some, rows, strict=True)}
-                return {each: (cells[each], has[each]) for each in ids}
-            except UnknownPartitionError:
+
+        def read(ids: list[str]) -> dict[str, tuple[dict[str, Any], Sequence[str]]]:
+            has = dict(zip(ids, self._client.list_fields(ids, self.partition_id), strict=True))
+            alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+            for sample_id, written in has.items():
+                alike[tuple(name for name in fields if name in written)].append(sample_id)
+            cells: dict[str, dict[str, Any]] = {}
+            for names, some in alike.items():
+                columns = self._client.get_samples(some, self.partition_id, names, share_rows=True) if names else {}
+                rows = zip(*(rows_of(columns.get(name)) for name in names), strict=True) if names else [()] * len(some)
+                cells |= {each: dict(zip(names, row, strict=True)) for each, row in zip(some, rows, strict=True)}
+            return {each: (cells[each], has[each]) for each in ids}
+
+        return read_there(self._client, self.partition_id, ids, read) or {}
+
+
+def read_there(client: DataPlaneClient, partition_id: str, ids: list[str], read: Callable[[list[str]], T]) -> T | None:
+    """Reads samples, without those that are cleared or lost meanwhile. None: none is there.
+
+    Raises:
+        DataPlaneError: As ``read``, if all of the samples are there.
+    """
+    while ids:
+        try:
+            return read(ids)
+        except MissingDataError as error:
+            if isinstance(error, LostSamplesError):
+                left = [each for each in ids if each not in error.missing_samples]
+            else:  # samples were cleared
+                left = client.list_samples(partition_id, sample_ids=ids).sample_ids
+            if left == ids:
                 raise
-            except LostSamplesError as error:
-                ids = [each for each in ids if each not in error.missing_samples]
-            except MissingDataError:  # samples were cleared meanwhile
-                held = self._client.list_samples(self.partition_id, sample_ids=ids).sample_ids
-                if held == ids:
-                    raise
-                ids = held
-        return {}
+            ids = left
+    return None
 
 
 def _is_shown(spec: FieldSpec) -> bool:

@@ -129,7 +129,7 @@ def sample_of(
     sample.tokens.extend(rows.tokens)
     sample.parts.extend(_turns(cells, rows.tokens, decode) or _stretches(cells, rows, decode))
     if not sample.parts:
-        chats = [name for name, cell in cells.items() if _is_chat(cell)]
+        chats = [name for name, cell in cells.items() if is_chat(cell)]
         chats = list(_CHATS) if set(chats).issuperset(_CHATS) else chats[:1]
         sample.parts.extend(_turn(turn) for name in chats for turn in cells[name])
         cells = {name: cell for name, cell in cells.items() if name not in chats}
@@ -229,11 +229,10 @@ def _turns(cells: Mapping[str, Any], tokens: list[int], decode: Decode | None) -
 def _turn(turn: Mapping[str, Any]) -> Part:
     """A turn of a log that is kept as objects. A content may itself be a message with tool calls."""
     content = turn.get("content")
+    if isinstance(content, Mapping) and not content.keys().isdisjoint(("content", "tool_calls")):
+        turn, content = {**content, **turn}, content.get("content")
     empty = [key for key, value in turn.items() if value is None or (isinstance(value, list) and not value)]
     rest = {key: value for key, value in turn.items() if key not in ("role", "content", *empty)}
-    if isinstance(content, Mapping) and "content" in content:
-        rest |= {key: value for key, value in content.items() if key not in ("role", "content")}
-        content = content["content"]
     text = content if isinstance(content, str) else "" if content is None else json.dumps(json_value(content))
     return Part(role=str(turn.get("role", "")), text=text, calls=json_value(rest) if rest else None)
 
@@ -313,7 +312,7 @@ def _is_row(cell: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(cell, torch.Tensor) and cell.dim() == 1 and not cell.is_complex()
 
 
-def _is_chat(cell: Any) -> bool:
+def is_chat(cell: Any) -> bool:
     return isinstance(cell, list) and bool(cell) and all(isinstance(each, Mapping) and "role" in each for each in cell)
 
 

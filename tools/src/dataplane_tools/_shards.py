@@ -2,7 +2,10 @@
 
 A shard is written under another name, synced to the disk, and renamed to ``part-00000.parquet``; then the manifest that
 names it, with its size and digest, replaces the former one. ``.export.json`` is one JSON object. It says ``closed``
-once the export has ended in order. The names of all files but shards are hidden, so that readers pass them over.
+once the export has ended in order. Its name is hidden, so that readers pass it over.
+
+Later shards may have more columns. Readers take those of the first file by name, fill in nulls and cast. So once shards
+differ, there is a ``columns.parquet`` before them, without rows, which has the columns of the newest shard.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Self, TypedDict
+from typing import Any, Final, TypedDict
 from uuid import uuid4
 
 from dataplane_core.errors import (
@@ -22,17 +25,17 @@ from dataplane_core.errors import (
     InvalidRequestError,
     MissingDataError,
     SaveError,
-    UnsupportedOperationError,
     preview,
 )
 from dataplane_core.regular_files import open_regular, read_regular
-from dataplane_core.saves import sync_folder, write_file
-from dataplane_core.spec import fits
+from dataplane_core.saves import read_head, sync_folder, write_file
+from dataplane_core.spec import Registration, fits
 from dataplane_tools._columns import pa  # before pyarrow.parquet: it says what to install
 
 KIND: Final = "dataplane-export"
 VERSION: Final = 1
 MANIFEST: Final = ".export.json"
+COLUMNS: Final = "columns.parquet"
 #: Stands for the task that belongs to a folder alone.
 OWN_TASK: Final = ""
 #: Under this key, the schema of a shard says what its columns are.
@@ -50,7 +53,7 @@ class _Shard(TypedDict):
     sha256: str
 
 
-class _What(TypedDict):
+class What(TypedDict):
     """The options that decide which rows and columns a folder has."""
 
     fields: Sequence[str] | None
@@ -63,15 +66,14 @@ class _What(TypedDict):
 class _Manifest(TypedDict):
     """The manifest, besides its format and version.
 
-    ``export`` is an id that its shards repeat, ``registration`` the arguments of ``register_partition``. Of an export
-    that follows, the rows of the first ``num_acked`` shards are acked.
+    ``export`` is an id that its shards repeat. The rows of the first ``num_acked`` shards of a follower are acked.
     """
 
     export: str
     partition_id: str
     epoch: str
-    registration: Mapping[str, Any]
-    what: _What
+    registration: Registration
+    what: What
     closed: bool
     num_acked: int
     shards: Sequence[_Shard]
@@ -106,37 +108,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise _not(f"the export in '{folder}' cannot be read", error) from error
-    try:
-        return manifest_of(text)
-    except ValueError as error:
-        if isinstance(error, CorruptDataError):
-            error.message = f"'{folder / MANIFEST}' {error.message}"
-        raise
-
-
-def manifest_of(text: bytes) -> dict[str, Any]:
-    """The manifest that bytes hold. Raises as `read_manifest`."""
-    try:
-        found = json.loads(text)
-        known, version = found["format"] == KIND, found["version"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptDataError("is not the manifest of an export: it is damaged.") from error
-    if not known:
-        raise CorruptDataError(f"says format {found['format']!r}. Expected {KIND!r}.")
-    if version != VERSION:
-        raise UnsupportedOperationError(
-            f"the export is of format version {version!r}. Expected {VERSION}.",
-            hint="Install the version that wrote it.",
-        )
+    found = read_head(folder / MANIFEST, text, KIND, VERSION)
     with suppress(UnicodeEncodeError):  # a name that is no Unicode
         if fits(found, _Manifest) and all(_SHARD.fullmatch(shard["name"]) for shard in found["shards"]):
-            manifest: dict[str, Any] = found
-            return manifest
-    raise CorruptDataError("holds what no manifest of an export has.")
+            return found
+    raise CorruptDataError(f"'{folder / MANIFEST}' holds what no manifest of an export has.")
 
 
 class Shards:
-    """Writes shards into a folder. Use it in a ``with`` statement; no other process writes there meanwhile.
+    """Writes shards into a folder, where no other process writes until it is closed.
 
     Args:
         folder: The folder. Created if needed.
@@ -147,6 +127,7 @@ class Shards:
 
     Attributes:
         is_new: Whether the folder had no export.
+        former: What the newest shard of the folder said of its columns at first, with its ``schema``. Empty: none.
 
     Raises:
         InvalidRequestError: The folder has another export, or another process writes it.
@@ -158,7 +139,6 @@ class Shards:
         self.folder = Path(folder)
         self._shard_bytes = shard_bytes
         self._writer: Any = None
-        self._file: _Hashing
         try:
             os.makedirs(self.folder, exist_ok=True)
             self._lock = _locked(self.folder)
@@ -174,9 +154,9 @@ class Shards:
         there = sorted(each for each in self.folder.iterdir() if _SHARD.fullmatch(_final(each.name)))
         self.is_new = not (self.folder / MANIFEST).exists()
         if self.is_new:
-            if there:
+            if others := sorted(each.name for each in self.folder.glob("*.parquet")):
                 raise InvalidRequestError(
-                    f"'{self.folder}' has {preview([each.name for each in there])}, and no {MANIFEST}.",
+                    f"'{self.folder}' has {preview(others)}, and no {MANIFEST}.",
                     hint="Export into a folder of its own.",
                 )
             self.manifest = _new(head)
@@ -194,6 +174,7 @@ class Shards:
                 )
             if not (goes_on or self.manifest["closed"]):
                 self.manifest = _new(head)  # of one that was killed nothing is worth keeping
+                (self.folder / COLUMNS).unlink(missing_ok=True)
             self.manifest["closed"] = False
             kept = {shard["name"]: shard for shard in self.manifest["shards"]}
             names = {each.name for each in there}
@@ -207,12 +188,15 @@ class Shards:
                         columns_of(file, self.manifest)
                     kept[path.name] = _described(path)
             self.manifest["shards"] = [kept[name] for name in sorted(kept)]
+        self.former = self._newest()
         self._write_manifest()
 
-    def __enter__(self) -> Self:
-        return self
+    def take_back(self) -> None:
+        """Leaves a new folder as it was."""
+        (self.folder / MANIFEST).unlink()
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Lets others write the folder. What is in a shard that is not complete is lost."""
         if self._writer is not None:  # of a shard that an error ended
             self._abandon(self._writer)
         os.close(self._lock)
@@ -239,7 +223,7 @@ class Shards:
             with parquet_file(self.folder / shard["name"]) as file:
                 yield from file.read(["sample_id"])["sample_id"].to_pylist()
 
-    def columns(self) -> Mapping[str, Any]:
+    def _newest(self) -> Mapping[str, Any]:
         """What the newest shard says of its columns. Empty: there is no shard."""
         for shard in self.manifest["shards"][-1:]:
             with parquet_file(self.folder / shard["name"]) as file:
@@ -281,7 +265,7 @@ class Shards:
         self._new = self._path.with_name(f".{self._path.name}.new")  # no pattern of a reader takes it
         self._schema, self._rows, self._bytes = schema, 0, 0
         self._absent: dict[str, list[int]] = {}
-        self._file = _Hashing(self._new)
+        self._file = open(self._new, "wb")  # noqa: SIM115 # `complete` closes it, or `_abandon`
         # no dictionaries of numbers: they may hold one NaN for all
         strings = [field.name for field in schema if pa.types.is_large_string(field.type)]
         try:
@@ -290,7 +274,7 @@ class Shards:
             )
         except BaseException:
             with suppress(OSError):
-                self._file.release()
+                self._file.close()
             raise
 
     def complete(self) -> None:
@@ -301,16 +285,29 @@ class Shards:
         try:
             writer.add_key_value_metadata({"dataplane_absent": json.dumps(self._absent)})
             writer.close()
-            self._file.sync()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            shard = {**_described(self._new, self._rows), "name": self._path.name}
+            self._tell_columns()
             os.replace(self._new, self._path)
             sync_folder(self.folder)
-            size_bytes, sha256 = self._file.size, self._file.digest.hexdigest()
-            shard = {"name": self._path.name, "num_rows": self._rows, "size_bytes": size_bytes, "sha256": sha256}
             self.manifest["shards"].append(shard)
             self._write_manifest()
         except (OSError, pa.ArrowException) as error:
             self._abandon(writer)
             raise _not(f"'{self.folder}' cannot be written", error) from error
+
+    def _tell_columns(self) -> None:
+        """Says what columns the shard brings, before readers see it."""
+        former = self._newest()
+        if former and not former["schema"].equals(self._schema):
+            from pyarrow import parquet
+
+            sink = pa.BufferOutputStream()
+            parquet.ParquetWriter(sink, self._schema.remove_metadata()).close()
+            write_file(self.folder / f".{COLUMNS}.new", [sink.getvalue().to_pybytes()])
+            os.replace(self.folder / f".{COLUMNS}.new", self.folder / COLUMNS)
 
     def _abandon(self, writer: Any) -> None:
         """Closes the file of a shard that is not completed. The next export into the folder removes it."""
@@ -318,7 +315,7 @@ class Shards:
             writer.close()
         writer.is_open = False  # or pyarrow tries again later, and prints that it fails
         with suppress(OSError):
-            self._file.release()
+            self._file.close()
 
     def end(self) -> None:
         """Completes the last shard, and the export."""
@@ -345,37 +342,6 @@ def _new(head: Mapping[str, Any]) -> dict[str, Any]:
 def _final(name: str) -> str:
     """The name that a shard has in the end."""
     return name.removeprefix(".").removesuffix(".new")
-
-
-class _Hashing:
-    """A file that Parquet is written to, and its digest."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb")  # noqa: SIM115 # `release` closes it
-        self.digest, self.size = hashlib.sha256(), 0
-        self.closed = False
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        self.size += len(data)
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        """Pyarrow closes it before it is synced; it stays open for that."""
-
-    def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.release()
-
-    def release(self) -> None:
-        self._file.close()
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

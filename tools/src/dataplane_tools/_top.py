@@ -214,15 +214,16 @@ def _bar(part: float) -> Text:
 
 
 def _clients(clients: list[dict[str, Any]], narrow: bool) -> RenderableType:
-    """Those first whose operation has been under way longest."""
+    """Those first whose phase or operation has been under way longest."""
     table = Table(box=None, pad_edge=False, padding=(0, 1 if narrow else 2), header_style="dim")
     first = 2 if narrow else 0
     for name in ("host", "process", "role", "in flight")[first:]:
         table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=40)
 
     def waits_s(client: dict[str, Any]) -> float:
-        running_s = client["calls"][0]["running_s"] if client["calls"] else 0.0
-        return float("inf") if client["state"] != "open" else float(running_s)  # those that ended come first
+        first = (*client["phases"][:1], *client["calls"][:1])
+        running_s = max((float(each["running_s"]) for each in first), default=0.0)
+        return float("inf") if client["state"] != "open" else running_s  # those that ended come first
 
     waiting = sorted(clients, key=waits_s, reverse=True)
     for each in waiting[:_MOST_CLIENTS]:

@@ -102,24 +102,19 @@ class _Parser:
         self._next()
 
     def any_of(self) -> _Parsed:
-        parts = [self._all_of()]
-        while self._took("or"):
-            parts.append(self._all_of())
-        if len(parts) == 1:
-            return parts[0]
-        tests = [test for test, _ in parts]
-        return lambda row: _first_of(True, [test(row) for test in tests]), None
+        return self._joined("or", lambda: self._joined("and", self._opposite))
 
-    def _all_of(self) -> _Parsed:
-        parts = [self._opposite()]
-        while self._took("and"):
-            parts.append(self._opposite())
+    def _joined(self, word: str, part: Callable[[], _Parsed]) -> _Parsed:
+        """Parts with a word between them: ``or`` is decided by one that is true, ``and`` by one that is false."""
+        parts = [part()]
+        while self._took(word):
+            parts.append(part())
         if len(parts) == 1:
             return parts[0]
         tests = [test for test, _ in parts]
-        pushed = [each for _, conditions in parts for each in conditions or ()]
-        whole = all(conditions is not None for _, conditions in parts)
-        return lambda row: _first_of(False, [test(row) for test in tests]), pushed if whole else None
+        conditions = [each for _, pushed in parts for each in pushed or ()]
+        whole = word == "and" and all(pushed is not None for _, pushed in parts)
+        return lambda row: _first_of(word == "or", [test(row) for test in tests]), conditions if whole else None
 
     def _opposite(self) -> _Parsed:
         if not self._took("not"):

@@ -3,149 +3,139 @@
 from __future__ import annotations
 
 import argparse
+from importlib import import_module
+from typing import Any
 
 from dataplane_core.cli import Command
 
-__all__ = ["browse", "export", "flow", "import_", "inspect", "metrics", "read", "top", "units", "why"]
+__all__ = ["audit", "browse", "export", "flow", "import_", "inspect", "metrics", "read", "top", "units", "why"]
 
 
-def _config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="the config file that its processes use")
+_CONFIG = "the config file that its processes use"
+_OR_FOLDER = _CONFIG + ", or the folder of a save or of a recording"
+
+
+def _runs(module: str, **more: Any) -> Command:
+    """Calls ``run`` of a module, whose arguments have the names of the parser's, with more arguments."""
+
+    def run(chosen: argparse.Namespace) -> int:
+        given = {name: value for name, value in vars(chosen).items() if name != "command"}
+        status: int = import_module(f"dataplane_tools.{module}").run(**given, **more)
+        return status
+
+    return run
+
+
+def _config(parser: argparse.ArgumentParser, says: str = _CONFIG) -> None:
+    parser.add_argument("config_path", metavar="CONFIG", help=says)
+
+
+def _partition(parser: argparse.ArgumentParser, says: str) -> None:
+    parser.add_argument("partition_id", nargs="?", metavar="PARTITION", help=says)
+
+
+def _samples(parser: argparse.ArgumentParser, tokenizer: str) -> None:
+    """Which samples to show, and how."""
+    parser.add_argument("--tokenizer", metavar="T", help=tokenizer)
+    parser.add_argument("--where", metavar="C", help="only these, such as 'reward<0.5 and weight_version>=7'")
+    parser.add_argument("--sort", metavar="NAME", help="order by this tag or field; default: the order of writing")
+    parser.add_argument("--descending", action="store_true", help="the greatest first; without --sort the newest")
+
+
+def _json(parser: argparse.ArgumentParser, says: str = "print JSON") -> None:
+    parser.add_argument("--json", action="store_true", dest="as_json", help=says)
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def inspect(parser: argparse.ArgumentParser) -> Command:
     """`dataplane inspect`."""
     _config(parser)
-    parser.add_argument("partition", nargs="?", help="show this partition with its fields; default: all")
+    _partition(parser, "show this partition with its fields; default: all")
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="measure rates over S seconds; 0: no rates; default: 1"
+        "--interval",
+        type=float,
+        default=1.0,
+        dest="interval_s",
+        metavar="S",
+        help="measure rates over S seconds; 0: no rates; default: 1",
     )
     parser.add_argument("--stacks", action="store_true", help="also show what the clients on this host do, by py-spy")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-    def run(chosen: argparse.Namespace) -> int:
-        from dataplane_tools import _inspect
-
-        return _inspect.run(
-            chosen.config,
-            chosen.partition,
-            interval_s=chosen.interval,
-            as_json=chosen.json,
-            stacks=chosen.stacks,
-        )
-
-    return run
+    _json(parser)
+    return _runs("_inspect")
 
 
 def top(parser: argparse.ArgumentParser) -> Command:
     """`dataplane top`."""
     _config(parser)
-    parser.add_argument("partition", nargs="?", help="show this partition; default: those that were written last")
-
-    def run(chosen: argparse.Namespace) -> int:
-        from dataplane_tools import _browse
-
-        return _browse.run("top", chosen.config, chosen.partition)
-
-    return run
+    _partition(parser, "show this partition; default: those that were written last")
+    return _runs("_browse", command="top")
 
 
 def browse(parser: argparse.ArgumentParser) -> Command:
     """`dataplane browse`."""
     _config(parser)
-    parser.add_argument("partition", nargs="?", metavar="PARTITION", help="default: the one that was written last")
-    parser.add_argument("--tokenizer", metavar="T", help="as for dataplane read; default: show ids")
-    parser.add_argument("--where", metavar="C", help="only these, such as 'reward<0.5'")
-    parser.add_argument("--sort", metavar="NAME", help="order by this tag or field; default: the order of writing")
-    parser.add_argument("--descending", action="store_true", help="the greatest first; without --sort the newest")
-
-    def run(chosen: argparse.Namespace) -> int:
-        from dataplane_tools import _browse
-
-        return _browse.run(
-            "browse",
-            chosen.config,
-            chosen.partition,
-            tokenizer=chosen.tokenizer,
-            where=chosen.where,
-            sort=chosen.sort,
-            descending=chosen.descending,
-        )
-
-    return run
+    _partition(parser, "default: the one that was written last")
+    _samples(parser, "as for dataplane read; default: show ids")
+    return _runs("_browse", command="browse")
 
 
 def read(parser: argparse.ArgumentParser) -> Command:
     """`dataplane read`."""
-    parser.add_argument("config", metavar="CONFIG", help="the config file that its processes use, or a save's folder")
-    parser.add_argument("partition", nargs="?", metavar="PARTITION", help="default: the only one")
-    parser.add_argument(
-        "--tokenizer",
-        metavar="T",
-        help="a folder, a tokenizer.json, a name of Hugging Face that is on disk, or module:function, which turns a "
-        "list of ids into text; default: show ids",
+    _config(parser, _OR_FOLDER)
+    _partition(parser, "default: the only one")
+    _samples(
+        parser,
+        "a folder, a tokenizer.json, a name of Hugging Face that is on disk, or module:function, which turns a list of "
+        "ids into text; default: show ids",
     )
-    parser.add_argument("--where", metavar="C", help="only these, such as 'reward<0.5 and weight_version>=7'")
-    parser.add_argument("--sort", metavar="NAME", help="order by this tag or field; default: the order of writing")
-    parser.add_argument("--descending", action="store_true", help="the greatest first; without --sort the newest")
     parser.add_argument("--group", metavar="G", help="the answers to one prompt: the samples G_g0, G_g1, ...")
     parser.add_argument("--limit", type=int, metavar="N", help="at most N samples; default: 20, on a page 2000")
-    parser.add_argument("--fields", metavar="A,B", type=lambda text: text.split(","), help="read these fields only")
+    parser.add_argument("--fields", metavar="A,B", type=_names, help="read these fields only")
     parser.add_argument("--images", metavar="DIR", help="write small pictures of images there (needs Pillow)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    _json(parser)
     parser.add_argument("--html", metavar="FILE", help="write a page that needs no server and no network")
-
-    def run(chosen: argparse.Namespace) -> int:
-        from dataplane_tools import _read
-
-        return _read.run(
-            chosen.config,
-            chosen.partition,
-            tokenizer=chosen.tokenizer,
-            fields=chosen.fields,
-            where=chosen.where,
-            sort=chosen.sort,
-            descending=chosen.descending,
-            group=chosen.group,
-            limit=chosen.limit,
-            as_json=chosen.json,
-            html=chosen.html,
-            images=chosen.images,
-        )
-
-    return run
+    return _runs("_read")
 
 
 def why(parser: argparse.ArgumentParser) -> Command:
     """`dataplane why`."""
     _config(parser)
-    parser.add_argument("task", nargs="?", help="a task; default: all")
-    parser.add_argument("--partition", metavar="NAME", help="look at this partition only")
-    parser.add_argument("--json", action="store_true", help="print JSON, one line for each look")
+    parser.add_argument("task_name", nargs="?", metavar="TASK", help="a task; default: all")
+    parser.add_argument("--partition", dest="partition_id", metavar="NAME", help="look at this partition only")
+    _json(parser, "print JSON, one line for each look")
     parser.add_argument(
         "--watch",
         action="store_true",
         help="look again and again, and print what changed; ends when a task is starved, or when all are done",
     )
+    return _runs("_why")
 
-    def run(chosen: argparse.Namespace) -> int:
-        from dataplane_tools import _why
 
-        return _why.run(
-            chosen.config, chosen.task, partition_id=chosen.partition, as_json=chosen.json, watch=chosen.watch
-        )
-
-    return run
+def audit(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane audit`."""
+    parser.add_argument("folder", metavar="FOLDER", help="the folder of the middleware recorder")
+    parser.add_argument("other", nargs="?", metavar="OTHER", help="another one: show where the runs differ")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--step", type=int, metavar="N", help="show the samples of step N")
+    shown.add_argument("--steps", metavar="A:B", help="show these steps; default: the first and the last ones")
+    parser.add_argument(
+        "--task", metavar="NAME", help="the task that trains; default: that of the role that marks steps"
+    )
+    _json(parser)
+    return _runs("_audit")
 
 
 def export(parser: argparse.ArgumentParser) -> Command:
     """`dataplane export`."""
-    _config(parser)
-    parser.add_argument("partition", metavar="PARTITION")
+    _config(parser, _OR_FOLDER)
+    parser.add_argument("partition_id", metavar="PARTITION")
     parser.add_argument("folder", metavar="OUT", help="a new folder, which gets the shards")
-    parser.add_argument("--fields", metavar="A,B", type=lambda text: text.split(","), help="these fields only")
+    parser.add_argument("--fields", metavar="A,B", type=_names, help="these fields only")
     parser.add_argument("--where", metavar="C", help="only these, such as 'reward>0.5 and weight_version>=7'")
-    parser.add_argument("--partial", action="store_true", help="also rows that lack fields, with nulls")
+    parser.add_argument("--partial", action="store_true", help="also rows that lack fields, with nulls; not --follow")
     parser.add_argument(
         "--as", choices=["rows", "messages"], default="rows", dest="form", help="messages: chats for fine-tuning"
     )
@@ -155,49 +145,30 @@ def export(parser: argparse.ArgumentParser) -> Command:
     )
     following = parser.add_argument_group("to go on with what is finished later")
     following.add_argument("--follow", action="store_true", help="until the partition is finished, or Ctrl-C")
-    following.add_argument("--task", metavar="NAME", help="the task that follows; default: one of this folder's own")
     following.add_argument(
-        "--every", type=float, default=60.0, metavar="S", help="a shard at least every S seconds; default: 60"
+        "--task", metavar="NAME", help="the task that follows, for this folder alone; default: one of its own"
     )
-    following.add_argument("--idle", type=float, metavar="S", help="end once no row came for S seconds")
-
-    def run(chosen: argparse.Namespace) -> int:
-        from dataplane_tools import _export
-
-        return _export.run(
-            chosen.config,
-            chosen.partition,
-            chosen.folder,
-            fields=chosen.fields,
-            where=chosen.where,
-            partial=chosen.partial,
-            messages=chosen.form == "messages",
-            tokenizer=chosen.tokenizer,
-            shard_bytes=chosen.shard_bytes,
-            follow=chosen.follow,
-            task=chosen.task,
-            every_s=chosen.every,
-            idle_s=chosen.idle,
-        )
-
-    return run
+    following.add_argument(
+        "--every",
+        type=float,
+        default=60.0,
+        dest="every_s",
+        metavar="S",
+        help="a shard at least every S seconds; default: 60",
+    )
+    following.add_argument("--idle", type=float, dest="idle_s", metavar="S", help="end once no row came for S seconds")
+    return _runs("_export")
 
 
 def import_(parser: argparse.ArgumentParser) -> Command:
     """`dataplane import`."""
     parser.add_argument("folder", metavar="FOLDER", help="what dataplane export wrote")
     _config(parser)
-    parser.add_argument("partition", nargs="?", metavar="PARTITION", help="default: the name of the exported one")
+    _partition(parser, "default: the name of the exported one")
     parser.add_argument(
         "--unfinished", action="store_true", help="also the complete shards of an export that has not ended"
     )
-
-    def run(chosen: argparse.Namespace) -> int:
-        from dataplane_tools import _import
-
-        return _import.run(chosen.folder, chosen.config, chosen.partition, unfinished=chosen.unfinished)
-
-    return run
+    return _runs("_import")
 
 
 def metrics(parser: argparse.ArgumentParser) -> Command:
@@ -205,13 +176,7 @@ def metrics(parser: argparse.ArgumentParser) -> Command:
     _config(parser)
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on; default: 127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="its port; default: a free one, which is printed")
-
-    def run(chosen: argparse.Namespace) -> int:
-        from dataplane_tools import _metrics
-
-        return _metrics.run(chosen.config, host=chosen.host, port=chosen.port)
-
-    return run
+    return _runs("_metrics")
 
 
 def units(parser: argparse.ArgumentParser) -> Command:
@@ -225,7 +190,7 @@ def units(parser: argparse.ArgumentParser) -> Command:
     removing.add_argument("unit", metavar="UNIT", help="its name, as list shows it")
     removing.add_argument("--now", action="store_true", help="it ends at once: its rows are lost")
     for action in actions.choices.values():
-        action.add_argument("--json", action="store_true", help="print JSON")
+        _json(action)
 
     def run(chosen: argparse.Namespace) -> int:
         from dataplane_tools import _units
@@ -233,11 +198,11 @@ def units(parser: argparse.ArgumentParser) -> Command:
         if chosen.action == "add" and chosen.count < 1:
             parser.error(f"units add {chosen.count}: expected a number of 1 or more")
         return _units.run(
-            chosen.config,
+            chosen.config_path,
             add=chosen.count if chosen.action == "add" else 0,
             remove=chosen.unit if chosen.action == "remove" else None,
             now=chosen.action == "remove" and chosen.now,
-            as_json=chosen.json,
+            as_json=chosen.as_json,
         )
 
     return run
@@ -249,7 +214,8 @@ def flow(parser: argparse.ArgumentParser) -> Command:
         "sources",
         nargs="+",
         metavar="FILE",
-        help="files of events (option events_file of the middleware metrics); or, for a running store, its config file",
+        help="files of events (option events_file of the middleware metrics), or folders of the recorder; or, for a "
+        "running store, its config file",
     )
     parser.add_argument(
         "--seconds", type=float, metavar="N", help="FILE is the config of a running store: look at it for N seconds"

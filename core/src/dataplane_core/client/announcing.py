@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from dataplane_core.backends import Backend
+from dataplane_core.client.phases import Phases
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.spec import AnnounceReply, AnnounceRequest, Bell, CallInfo, ClientInfo, WorkInfo, new_id
 
@@ -149,6 +150,7 @@ class _Client(Protocol):
     _backend: Backend
     _calls: set[RunningCall]
     _work: WorkLog
+    _phases: Phases
 
     @property
     def config(self) -> DataPlaneConfig:
@@ -244,6 +246,7 @@ def describe_client(client: _Client, announcer: Announcer | None, period_s: floa
         metrics_address=next(filter(None, (getattr(each, "metrics_address", "") for each in client.middleware)), ""),
         period_s=period_s,
         work=client._work.told(now),
+        phases=client._phases.told(now),
     )
 
 

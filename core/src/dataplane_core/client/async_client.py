@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial, wraps
 from typing import Any, Concatenate, Final, Literal, NoReturn, ParamSpec, Self, TypeAlias, TypeVar
 
@@ -306,6 +306,14 @@ class AsyncDataPlaneClient:
     def middleware(self) -> tuple[Any, ...]:
         """The middleware objects around the backend, outermost first."""
         return self._client.middleware
+
+    # --- what its process does ----------------------------------------------------------------------------------------
+
+    @wraps(DataPlaneClient.phase)
+    def phase(
+        self, name: str, *, partition_id: str | None = None, groups: Sequence[str] = ()
+    ) -> contextlib.AbstractContextManager[None]:
+        return self._client.phase(name, partition_id=partition_id, groups=groups)
 
     def mark_step(self, step: int, **values: float) -> None:
         """As `DataPlaneClient.mark_step`."""

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Final, NoReturn, Self, TypeVar
 
@@ -18,10 +18,12 @@ import pluggy
 from dataplane_core._compiler_marks import with_methods_not_compiled
 from dataplane_core.backends import Backend
 from dataplane_core.client.announcing import Announcer, RunningCall, WorkLog
+from dataplane_core.client.checks import check_name, check_names
 from dataplane_core.client.entrance import Entrance
 from dataplane_core.client.field_names import FieldNames
 from dataplane_core.client.forks import fork_hint, open_clients
 from dataplane_core.client.limits import limit_hint
+from dataplane_core.client.phases import Phases
 from dataplane_core.client.repeating import carry_out_once
 from dataplane_core.client.waiting import Waiters
 from dataplane_core.config import DataPlaneConfig
@@ -30,6 +32,7 @@ from dataplane_core.errors import (
     BackendUnavailableError,
     ClientClosedError,
     DataPlaneError,
+    InvalidRequestError,
     InvalidTypeError,
     UnsupportedOperationError,
 )
@@ -126,6 +129,7 @@ class Connection:
         self._closes_after: int | None = None  # the thread whose operation closes the client when it ends
         self._calls: set[RunningCall] = set()
         self._work = WorkLog()
+        self._phases = Phases()
         self._announcer: Announcer | None = None
         # token -> the thread, request and reply of a claim that was handed samples and has not returned them yet
         self._handed: dict[str, tuple[int, ClaimRequest, Claim]] = {}
@@ -170,6 +174,39 @@ class Connection:
     def middleware(self) -> tuple[Any, ...]:
         """The middleware objects around the backend, outermost first."""
         return tuple(self._middleware)
+
+    # --- what its process does ----------------------------------------------------------------------------------------
+
+    def phase(
+        self, name: str, *, partition_id: str | None = None, groups: Sequence[str] = ()
+    ) -> AbstractContextManager[None]:
+        """While the ``with`` lasts, the client says that its process is in a phase, such as one that generates.
+
+        `why`, `list_clients` and the commands that show clients then name the phase, and `why` names the process whose
+        phase makes a group that is short of a sample. Of phases that are inside each other, the innermost counts; each
+        thread, and each task of asyncio, has its own. It calls nothing: the next announcement tells it. At most 64
+        phases and 256 groups are told. Without announcements (``announce_s`` is None), none are.
+
+        Args:
+            name: What the process does. Of a longer name, the first 80 letters are told.
+            partition_id: The partition of ``groups``.
+            groups: The groups whose samples the phase makes: what their ids have before the last ``_g``. Without any,
+                those of the phase around it.
+
+        Raises:
+            InvalidTypeError, InvalidRequestError: A name is no str, or empty, or the groups have no partition.
+
+        Examples:
+            >>> with client.phase("generate", partition_id="step-1", groups=["p0", "p1"]):
+            ...     tokens = [[1, 2, 3], [1, 2]]
+        """
+        check_name("name", name)
+        made = check_names("groups", groups)
+        if partition_id is not None:
+            check_name("partition_id", partition_id)
+        elif made:
+            raise InvalidRequestError(f"phase('{name}') refused: groups without a partition_id. Expected theirs.")
+        return nullcontext() if self._announcer is None else self._phases.within(name, partition_id or "", made)
 
     def mark_step(self, step: int, **values: float) -> None:
         """Says that a training step has ended, to the middleware that keeps a record of the run. It asks no store.

@@ -30,7 +30,7 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.saves import SavedFiles, pack_rows, tensor_rows, unpack_rows, write_save
-from dataplane_core.spec import FieldSpec, PartitionDescription, PartitionState, TagValue, fits
+from dataplane_core.spec import FieldSpec, PartitionDescription, PartitionState, Registration, TagValue, fits
 
 _KIND: Final = "dataplane-partitions"
 #: Size of a block that is aimed at, the rows of the first block of a partition, and the most rows of any.
@@ -39,21 +39,11 @@ _FIRST_ROWS: Final = 64
 _MOST_ROWS: Final = 4096
 
 
-class _Registration(TypedDict):
-    """The arguments of ``register_partition``, as the manifest says them."""
-
-    fields: Sequence[str]
-    num_samples: int | None
-    consumer_tasks: Sequence[str]
-    grpo_group_size: int | None
-    enums: Mapping[str, Sequence[str]]
-
-
 class _Entry(TypedDict):
     """What the manifest says of a partition."""
 
     partition_id: str
-    registration: _Registration
+    registration: Registration
     num_blocks: int
     num_samples: int
     cleared_ids: Sequence[str]
@@ -289,7 +279,7 @@ def _load_partition(
     what the tasks have consumed is set before ``again``, the same blocks once more, gives the columns.
     """
     partition_id = entry["partition_id"]
-    names = _Registration.__annotations__
+    names = Registration.__annotations__
     registration = {name: entry["registration"][name] for name in names} | {"consumer_tasks": []}
     client._register(partition_id, **registration)
     _clear_again(client, partition_id, entry)

@@ -116,6 +116,12 @@ def process_of(client: ClientInfo) -> str:
     return f"process {client.pid} on {client.host} ({client.role})"
 
 
+def _phase_of(client: ClientInfo, group: str | None = None) -> str:
+    """The phase that a client has been in longest, or that makes a group: `` in generate for 14 s``. Or nothing."""
+    found = next((each for each in client.phases if group is None or group in each.groups), None)
+    return "" if found is None else f" in {found.name} for {_seconds(found.running_s + client.heard_s)}"
+
+
 def _seconds(value: float) -> str:
     return f"{value:.0f} s" if value < 600 else f"{value / 60:.0f} min"
 
@@ -348,8 +354,25 @@ class _Judge:
         if count >= size:
             return _Reason("group", f"{what}, and lost one that was cleared. It is never given.", is_late)
         never = f"{what}. {preview(absent)} {'was' if len(absent) == 1 else 'were'} never put." if there else f"{what}."
-        reason = self._of_producers(self._sources(partition_id), "puts new samples", partition_id, is_late, reach)
-        return _Reason("group", f"{never} {reason.text}", reason.is_fault or is_late, reason.culprit)
+        maker = self._maker(partition_id, group)
+        sources = sorted(self._sources(partition_id), key=lambda each: each[0] is not maker)
+        reason = self._of_producers(sources, "puts new samples", partition_id, is_late, reach)
+        is_fault = reason.is_fault or is_late
+        if maker is None:
+            return _Reason("group", f"{never} {reason.text}", is_fault, reason.culprit)
+        name = process_of(maker)
+        if maker.state == "open":
+            told = f"It is made by {name}{_phase_of(maker, group)}."
+            culprit = reason.culprit if reason.is_fault else name
+        else:
+            told = f"It was made by {name}." if reason.culprit == name else f"Its maker ended: {self._told(maker)}"
+            culprit = name
+        return _Reason("group", f"{never} {told} {reason.text}", is_fault, culprit)
+
+    def _maker(self, partition_id: str, group: str) -> ClientInfo | None:
+        """Who says that it makes a group: one that is alive, else who was heard of last."""
+        makers = [each for each in self._facts.clients if self._makes(each, partition_id, group)]
+        return min(makers, key=lambda each: (each.state != "open", each.heard_s), default=None)
 
     def _not_matching(
         self, partition_id: str, alive: Sequence[_Worker], shortfall: Shortfall, is_late: bool
@@ -449,16 +472,19 @@ class _Judge:
         if stuck_s is not None:
             stuck = self._stuck(client, stuck_s)
             return _Reason("stuck", f"It {what}. {stuck['text']}", True, name)
-        quiet_s = _ago_s(worker)
+        quiet_s, phase = _ago_s(worker), _phase_of(client)
         if quiet_s is None:
-            return _Reason("works", f"{name} {what}, and has not done so yet.", False, name)
+            now = f": it is{phase}" if phase else ""
+            return _Reason("works", f"{name} {what}, and has not done so yet{now}.", False, name)
         puts = [each for each in client.work if each.operation == "put_samples"]
         usual_s = max((each.longest_gap_s for each in puts), default=0.0)
         last_s = min((each.ended_s + client.heard_s for each in puts if each.ended_s is not None), default=quiet_s)
         if is_late and usual_s and last_s >= max(self._facts.patience_s, _PAUSES * usual_s):
-            text = f"{name} {what}. It is alive, but last put samples {_seconds(last_s)} ago; its longest pause was "
-            return _Reason("silent", f"{text}{_seconds(usual_s)}.", True, name)
-        return _Reason("works", f"{name} {what}. It is alive, and last did so {_seconds(quiet_s)} ago.", False, name)
+            but = f"silent{phase}: it last" if phase else "last"
+            puts_s = f"put samples {_seconds(last_s)} ago; its longest pause was {_seconds(usual_s)}"
+            return _Reason("silent", f"{name} {what}. It is alive, but {but} {puts_s}.", True, name)
+        text = f"{name} {what}. It is alive{phase}, and last did so {_seconds(quiet_s)} ago."
+        return _Reason("works", text, False, name)
 
     def _full(self, who: str, is_late: bool, reach: int) -> _Reason:
         """The store is full: of which samples?"""
@@ -525,12 +551,13 @@ class _Judge:
 
     def _told(self, client: ClientInfo) -> str:
         """What became of a client, as a sentence."""
+        heard = f"{_seconds(client.heard_s)} ago" + "".join(f", in {each.name}" for each in client.phases[:1])
         ends = {
             "open": "is alive",
             "closed": f"closed its client {_seconds(client.heard_s)} ago",
-            "gone": f"is gone; it was last heard of {_seconds(client.heard_s)} ago",
-            "stopped": f"is stopped; it was last heard of {_seconds(client.heard_s)} ago",
-            "silent": f"was last heard of {_seconds(client.heard_s)} ago: it is dead, stopped or cut off",
+            "gone": f"is gone; it was last heard of {heard}",
+            "stopped": f"is stopped; it was last heard of {heard}",
+            "silent": f"was last heard of {heard}: it is dead, stopped or cut off",
         }
         return f"{process_of(client)} {ends[client.state]}."
 
@@ -556,7 +583,8 @@ class _Judge:
         return self._by_kind.get(("claim_meta", partition_id, task_name), ())
 
     def _sources(self, partition_id: str) -> list[_Worker]:
-        """Who puts new samples: those that put the fields which most samples have, and claim none of the partition."""
+        """Who puts new samples: those that put the fields which most samples have, and claim none of the partition; and
+        those that say that they make groups of it."""
         if partition_id not in self._sourced:
             num_rows = self._facts.partitions[partition_id].num_rows
             most = max(num_rows.values(), default=0)
@@ -567,9 +595,18 @@ class _Judge:
                 (here, lambda each: bool(first.intersection(each[1].fields))),
                 (others, lambda each: each[0].client_id not in self._claiming),
             )
-            found = (some for workers, good in tries if (some := list(filter(good, workers))))
-            self._sourced[partition_id] = next(found, [])
+            found = next((some for workers, good in tries if (some := list(filter(good, workers)))), [])
+            known = {id(client) for client, _ in found}
+            work = WorkInfo(operation="put_samples", partition_id=partition_id)
+            makers = (each for each in self._facts.clients if self._makes(each, partition_id))
+            self._sourced[partition_id] = [*found, *((each, work) for each in makers if id(each) not in known)]
         return self._sourced[partition_id]
+
+    @staticmethod
+    def _makes(client: ClientInfo, partition_id: str, group: str | None = None) -> bool:
+        """Whether a client says by a phase that it makes a group, or any group, of a partition."""
+        phases = (each for each in client.phases if each.partition_id == partition_id)
+        return any(each.groups and group in (None, *each.groups) for each in phases)
 
     @staticmethod
     def _is_complete(found: PartitionDescription) -> bool:

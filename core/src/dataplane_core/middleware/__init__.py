@@ -5,7 +5,7 @@ of the metrics.
 """
 
 from dataplane_core.middleware.base import Middleware, MiddlewareContext, OperationMiddleware
-from dataplane_core.middleware.events import EventFile, OperationEvent, log_event
+from dataplane_core.middleware.events import EventFile, OperationEvent, is_followed, log_event
 from dataplane_core.middleware.metrics import Metrics
 from dataplane_core.middleware.recorder import Recorder
 from dataplane_core.middleware.recording import Record, Recording, Writer, is_recording
@@ -26,6 +26,7 @@ __all__ = [
     "WandbListener",
     "WireGuard",
     "Writer",
+    "is_followed",
     "is_recording",
     "log_event",
 ]

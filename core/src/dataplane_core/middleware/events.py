@@ -21,7 +21,17 @@ from dataplane_core.codec import row_nbytes
 from dataplane_core.errors import Verdict
 from dataplane_core.spec import Claim, ClaimRequest, ClearReply, SampleList, WireBatch
 
-__all__ = ["EventFile", "LineFile", "OperationEvent", "Status", "line_of", "log_event", "observe", "step_line"]
+__all__ = [
+    "EventFile",
+    "LineFile",
+    "OperationEvent",
+    "Status",
+    "is_followed",
+    "line_of",
+    "log_event",
+    "observe",
+    "step_line",
+]
 
 #: How an operation ended: ``timeout`` for a `TimeoutError`, ``error`` for all others.
 Status: TypeAlias = Literal["ok", "error", "timeout"]
@@ -68,9 +78,10 @@ class OperationEvent:
     verdict: Verdict | None = None
 
 
-def _is_followed(sample_id: str) -> bool:
+def is_followed(sample_id: str) -> bool:
+    """Whether `EventFile` names a sample: one in 16, the same ones in all processes."""
     # the product spreads ids that differ in one digit, of which a checksum alone may choose all or none
-    mixed = zlib.crc32(sample_id.encode()) * 0x9E3779B1 & 0xFFFFFFFF
+    mixed = zlib.crc32(sample_id.encode(errors="surrogatepass")) * 0x9E3779B1 & 0xFFFFFFFF
     return mixed * _FOLLOW_ONE_OF < 1 << 32
 
 
@@ -241,7 +252,7 @@ class EventFile:
     def __call__(self, event: OperationEvent) -> None:
         """Writes an event. A target for ``on_event``."""
         if event.n_keys or event.status != "ok" or event.drops_all:
-            self._write(line_of(event, [name for name in event.sample_ids if _is_followed(name)]))
+            self._write(line_of(event, [name for name in event.sample_ids if is_followed(name)]))
 
     def step(self, step: int, **values: float) -> None:
         """Writes that a training step has ended. One process of the run calls it, or `DataPlaneClient.mark_step`.

@@ -14,16 +14,18 @@ import msgspec
 import numpy as np
 import xxhash
 
+from dataplane_core.codec import cell_digests, encode_columns
 from dataplane_core.errors import (
     CorruptDataError,
+    DataPlaneError,
     MissingDataError,
     SaveError,
     UnsupportedOperationError,
 )
 from dataplane_core.middleware.events import unsealed
 from dataplane_core.regular_files import open_regular, read_regular
-from dataplane_core.saves import unpack_rows
-from dataplane_core.spec import WireFormat, fits
+from dataplane_core.saves import tensor_rows, unpack_rows
+from dataplane_core.spec import FieldSpec, WireFormat, fits
 
 __all__ = ["Record", "Recording", "Writer"]
 
@@ -242,7 +244,44 @@ class Recording:
             CorruptDataError: They are not as they were written.
             SaveError: They cannot be read.
         """
-        what = f"the rows of line {record.line} of segment {record.segment} in '{self.folder}'"
+        ids, columns, is_whole = self._block_of(record)
+        if not is_whole:
+            raise CorruptDataError(f"{self._rows_of(record)} are not as they were written.")
+        return ids, columns
+
+    def damage(self, record: Record) -> list[tuple[str, str]]:
+        """The cells of a put, as ``(sample id, field)``, whose recorded rows do not have the recorded digests.
+
+        Where the rows are damaged in such a way that no cell can be told, each sample is named once, without a field.
+
+        Raises:
+            MissingDataError: The recording has no rows of this put.
+            SaveError: They cannot be read.
+        """
+        try:
+            ids, columns, is_whole = self._block_of(record)
+            specs = {name: FieldSpec.from_text(record.specs[name]) for name in columns}
+            encoded, specs = encode_columns(tensor_rows(columns, specs), len(ids), PLAIN)
+            found = {name: cell_digests(encoded[name], specs[name], PLAIN) for name in encoded}
+            places = {name: place for place, name in enumerate(record.ids)}
+            rows = [places[name] for name in ids]
+        except (MissingDataError, SaveError):
+            raise
+        except (DataPlaneError, ValueError, KeyError, TypeError):
+            return [(name, "") for name in record.ids]
+        damaged = []
+        for name, digests in found.items():
+            recorded = record.digests_of(name)
+            if recorded is not None:
+                damaged += [(ids[row], name) for row in np.flatnonzero(digests != recorded[rows])]
+        return damaged if damaged or is_whole else [(name, "") for name in ids]
+
+    def _rows_of(self, record: Record) -> str:
+        return f"the rows of line {record.line} of segment {record.segment} in '{self.folder}'"
+
+    def _block_of(self, record: Record) -> tuple[list[str], dict[str, Any], bool]:
+        """The ids and columns of a block, and whether it is as it was written."""
+        what = self._rows_of(record)
         if record.block is None:
             raise MissingDataError(
                 f"{what} were not recorded: its client recorded payload {record.client.payload!r}.",
@@ -258,12 +297,14 @@ class Recording:
             raise CorruptDataError(f"{what} are missing.") from error
         except (OSError, ValueError, OverflowError) as error:
             raise SaveError(f"{what} cannot be read: {error}.") from error
-        if len(block) != size or xxhash.xxh3_64_hexdigest(block) != digest:
-            raise CorruptDataError(f"{what} are not as they were written.")
-        columns, head = unpack_rows(block)
+        is_whole = len(block) == size and xxhash.xxh3_64_hexdigest(block) == digest
+        try:
+            columns, head = unpack_rows(block)
+        except DataPlaneError as error:
+            raise CorruptDataError(f"{what} are not as they were written.") from error
         if not fits(head, _Head):
             raise CorruptDataError(f"{what} have no ids.")
-        return list(head["ids"]), columns
+        return list(head["ids"]), columns, is_whole
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 

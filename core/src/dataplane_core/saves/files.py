@@ -237,19 +237,7 @@ def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
         raise MissingDataError(
             f"no save in '{path}': there is no {MANIFEST}.", hint="Name the folder that was saved to."
         ) from error
-    try:
-        head = json.loads(head_line)
-        known = head["format"] == kind
-        version = int(head["version"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise CorruptDataError(f"'{manifest}' is not the manifest of a save: its first line is damaged.") from error
-    if not known:
-        raise CorruptDataError(f"'{manifest}' says format {head['format']!r}. Expected {kind!r}.")
-    if version != VERSION:
-        raise UnsupportedOperationError(
-            f"the save in '{path}' is of format version {version}. Expected {VERSION}.",
-            hint="Install the version that wrote it.",
-        )
+    head = read_head(manifest, head_line, kind, VERSION)
     text = rest.removesuffix(b"\n")
     if hashlib.sha256(text).hexdigest() != head.get("sha256"):
         raise CorruptDataError(
@@ -260,6 +248,33 @@ def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
         return _checked(json.loads(text))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptDataError(f"'{manifest}' is not the manifest of a save: {error}.") from error
+
+
+def read_head(manifest: Path, text: bytes, kind: str, version: int) -> dict[str, Any]:
+    """The JSON object that says format and version of a manifest.
+
+    Args:
+        manifest: The file, for messages.
+        text: The object.
+        kind: The format that it should have.
+        version: The version that it should have.
+
+    Raises:
+        CorruptDataError: It is damaged, or that of something else.
+        UnsupportedOperationError: Another version of this package wrote it.
+    """
+    try:
+        head: dict[str, Any] = json.loads(text)
+        known, found = head["format"] == kind, int(head["version"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise CorruptDataError(f"'{manifest}' is no manifest of the format {kind!r}: it is damaged.") from error
+    if not known:
+        raise CorruptDataError(f"'{manifest}' says format {head['format']!r}. Expected {kind!r}.")
+    if found != version:
+        raise UnsupportedOperationError(
+            f"'{manifest}' is of format version {found}. Expected {version}.", hint="Install the version that wrote it."
+        )
+    return head
 
 
 def _checked(body: Any) -> dict[str, Any]:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Literal, TypedDict
 
 from dataplane_core.errors import LeaseHolder, Shortfall, printable
 from dataplane_core.spec.columns import SharedRows, WireColumn
 from dataplane_core.spec.field_spec import FieldSpec
 from dataplane_core.spec.tags import TagValue
 
-#: What `PartitionInfo` has besides its epoch.
-_REGISTRATION: Final = ("fields", "num_samples", "consumer_tasks", "grpo_group_size", "enums")
+
+class Registration(TypedDict):
+    """What `PartitionInfo` has besides its epoch, as values of JSON: the arguments of ``register_partition``."""
+
+    fields: Sequence[str]
+    num_samples: int | None
+    consumer_tasks: Sequence[str]
+    grpo_group_size: int | None
+    enums: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +58,9 @@ class PartitionInfo:
     @classmethod
     def requested(cls, request: Any) -> PartitionInfo:
         """The registration that a `RegisterRequest`, or an object with the same attributes, asks for."""
-        return cls.of(request.epoch, {name: getattr(request, name) for name in _REGISTRATION})
+        return cls.of(request.epoch, {name: getattr(request, name) for name in Registration.__annotations__})
 
-    def registration(self) -> dict[str, Any]:
+    def registration(self) -> Registration:
         """The arguments of ``register_partition`` besides the id, as values that JSON and msgpack can keep."""
         return {
             "fields": list(self.fields),
@@ -229,6 +236,23 @@ class WorkInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseInfo:
+    """What the process of a client does outside of the store, as `DataPlaneClient.phase` was told.
+
+    Attributes:
+        name: The name of the phase, such as ``generate``.
+        running_s: Seconds since it began, as of the announcement.
+        partition_id: The partition of ``groups``, or empty.
+        groups: The groups whose samples it makes.
+    """
+
+    name: str
+    running_s: float
+    partition_id: str = ""
+    groups: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClientInfo:
     """A client of a store, as it announced itself.
 
@@ -244,6 +268,7 @@ class ClientInfo:
         metrics_address: ``host:port`` where its process serves metrics, or empty.
         period_s: Seconds until it announces itself again, as of the announcement.
         work: What it did last in the partitions that it used last.
+        phases: The innermost phase of each thread or task that is in one; those that began first, the first one first.
         state: ``open``; ``closed``; or ``silent``: it did not announce itself for longer than it should, so that its
             process is dead, stopped or cut off. The store sets it. On the host of such a process, `list_clients` knows
             more: it is ``stopped``, or ``gone``.
@@ -260,6 +285,7 @@ class ClientInfo:
     metrics_address: str = ""
     period_s: float = 0.0
     work: Sequence[WorkInfo] = ()
+    phases: Sequence[PhaseInfo] = ()
     state: Literal["open", "closed", "silent", "stopped", "gone"] = "open"
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, TypeAlias
@@ -72,6 +72,9 @@ class Collector:
     prompts are generated again. If the store is full, a batch waits until there is room. If the store does not answer,
     that is a failure. A rollout may ask the buffer's `ReplayBuffer.to_abort` whether its groups have become too stale,
     and end itself with a `RolloutAbortedError`, which is none.
+
+    While ``rollout`` runs, the client of the collector, or else of a buffer in this process, is in the phase
+    ``generate`` of its groups (`DataPlaneClient.phase`).
 
     Args:
         buffer: The buffer, or a `RemoteReplayBuffer`.
@@ -301,7 +304,8 @@ class Collector:
 
     def _written(self, reservations: Sequence[Reservation]) -> KVBatchMeta:
         """Calls ``rollout`` and makes sure that the rows are in the store. Returns their meta."""
-        made = self._rollout(reservations)
+        with self._generating(reservations):
+            made = self._rollout(reservations)
         if isinstance(made, RolloutReceipt):
             return made.meta
         if isinstance(made, KVBatchMeta):
@@ -337,6 +341,16 @@ class Collector:
                 self._counts.held_back += 1
             self._stop.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _generating(self, reservations: Sequence[Reservation]) -> AbstractContextManager[None]:
+        """The phase in which a client of this process says that these groups are made, if there is a client."""
+        client = self._client
+        if client is None and isinstance(self._buffer, ReplayBuffer):
+            client = self._buffer._dp_client
+        if client is None:
+            return nullcontext()
+        groups = [each.group for each in reservations]
+        return client.phase("generate", partition_id=self._buffer.partition_id, groups=groups)
 
     def _roll_back(self, reservations: Sequence[Reservation], error: BaseException) -> None:
         with noted_on(error, "the rows written could not be cleared yet"):

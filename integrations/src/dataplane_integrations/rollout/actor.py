@@ -97,6 +97,8 @@ class SyncRolloutActor(DataPlaneRolloutMixin):
     ) -> tuple[KVBatchMeta, BatchedDataDict, dict[str, Any], dict[str, Any] | None]:
         """Generates a step's rows, or those of one of its rounds, and writes them in one put.
 
+        While it generates, the client is in the phase ``generate`` (`DataPlaneClient.phase`).
+
         Args:
             input_batch: The prompts; the ``group_size`` rows of a prompt are adjacent.
             partition_id: The partition of the rows; also the task in the meta.
@@ -120,9 +122,10 @@ class SyncRolloutActor(DataPlaneRolloutMixin):
             _call(engine, "snapshot_step_metrics")
         _call(engine, "clear_logger_metrics")
         try:
-            made, metrics = self.run_rollout(
-                input_batch, self.task_to_env if task_to_env_override is None else task_to_env_override
-            )
+            with self._require_dp_client().phase("generate"):
+                made, metrics = self.run_rollout(
+                    input_batch, self.task_to_env if task_to_env_override is None else task_to_env_override
+                )
             receipt = self._write(input_batch.size, made, metrics, partition_id, group_size, carry_keys)
         finally:
             if finish_generation:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.spec import CallInfo, Capability, ClientInfo, Scope, WorkInfo
+from dataplane_core.spec import CallInfo, Capability, ClientInfo, PhaseInfo, Scope, WorkInfo
 from dataplane_testkit._base import Suite
 from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._marks import proves
@@ -52,7 +52,8 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
             CallInfo(operation="claim_meta", partition_id="schritt 1 \u2192 \u2713", running_s=3.25),
             CallInfo(operation="ping", partition_id="", running_s=0.5),
         ]
-        mine, other = _client("rollout: 1 \u00e9\n\x00", calls), _client()
+        phases = [PhaseInfo(name="generate \u2713", running_s=2.5, partition_id="p", groups=["q1", "q\u00e9"])]
+        mine, other = replace(_client("rollout: 1 \u00e9\n\x00", calls), phases=phases), _client()
         for each in (replace(mine, calls=[], num_calls=0), other, mine):
             store.hooks.announce(each, 600.0)
         for hooks in (store.hooks, Hooks(backend_of(store.same_store_client()))):
@@ -61,7 +62,8 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
             (found,) = (each for each in listed if each.client_id == mine.client_id)
             assert 0.0 <= found.heard_s < 600.0
             assert list(found.calls) == calls
-            assert replace(found, heard_s=0.0, calls=calls, work=()) == mine
+            assert [replace(each, groups=list(each.groups)) for each in found.phases] == phases
+            assert replace(found, heard_s=0.0, calls=calls, work=(), phases=phases) == mine
         _end(store, mine, other)
 
     def test_the_number_of_clients_is_replied(self, store: Store) -> None:

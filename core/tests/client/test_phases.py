@@ -1,0 +1,171 @@
+"""What a process says that it does outside of the store: nested, in threads and tasks, and how it is announced."""
+
+import asyncio
+import contextlib
+import threading
+
+import pytest
+
+from dataplane_core import connect, connect_async
+from dataplane_core.client.phases import Phases
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError
+from dataplane_testkit._timing import STARTS_S, eventually
+
+
+def names(phases, now=0.0):
+    return [each.name for each in phases.told(now)]
+
+
+@pytest.fixture
+def phases():
+    return Phases()
+
+
+@pytest.fixture
+def within(phases):
+    return lambda name, *groups: phases.within(name, "p" if groups else "", list(groups))
+
+
+def test_the_innermost_phase_counts_and_the_outer_one_goes_on_after_it(phases, within):
+    with within("rollout"):
+        assert names(phases) == ["rollout"]
+        with contextlib.suppress(ZeroDivisionError), within("generate"):
+            assert names(phases) == ["generate"]
+            raise ZeroDivisionError
+        assert names(phases) == ["rollout"]
+    assert names(phases) == []
+
+
+def test_each_thread_has_its_own_and_what_began_first_comes_first(phases, within):
+    inside, leave = threading.Event(), threading.Event()
+
+    def generate():
+        with within("generate"):
+            inside.set()
+            leave.wait(STARTS_S)
+
+    with within("drive"):
+        thread = threading.Thread(target=generate)
+        thread.start()
+        assert inside.wait(STARTS_S)
+        with within("score"):
+            assert names(phases) == ["generate", "score"]
+        assert names(phases) == ["drive", "generate"]
+        leave.set()
+        thread.join()
+
+
+def test_each_task_of_an_event_loop_has_its_own(phases, within):
+    async def main():
+        inside, leave = asyncio.Event(), asyncio.Event()
+
+        async def generate():
+            with within("generate"):
+                inside.set()
+                await leave.wait()
+
+        with within("rollout"):
+            task = asyncio.create_task(generate())  # within this phase
+            await inside.wait()
+            assert names(phases) == ["generate"]
+            leave.set()
+            await task
+            assert names(phases) == ["rollout"]
+
+    asyncio.run(main())
+
+
+def test_generators_whose_phases_cross_leave_nothing_behind(phases, within):
+    def generate(name):
+        with within(name):
+            yield name
+
+    first, second = generate("first"), generate("second")
+    next(first), next(second)
+    first.close()
+    assert names(phases) == ["second"]
+    asyncio.run(_close(second))  # in another context than it was begun in
+    assert names(phases) == []
+    with within("after"):
+        assert names(phases) == ["after"]
+
+
+async def _close(generator):
+    generator.close()
+
+
+def test_a_phase_without_groups_has_those_of_the_one_around_it(phases, within):
+    with within("generate", "q1", "q2"), within("decode"):
+        (told,) = phases.told(0.0)
+        assert (told.name, told.partition_id, list(told.groups)) == ("decode", "p", ["q1", "q2"])
+
+
+def test_what_is_told_is_bounded(phases, within):
+    with contextlib.ExitStack() as stack:
+        for number in range(100):
+            stack.enter_context(threaded(within("n" * 1000, *(f"q{number}_{place}" for place in range(50)))))
+        told = phases.told(0.0)
+    assert len(told) == 64
+    assert sum(len(each.groups) for each in told) == 256
+    assert {len(each.name) for each in told} == {80}
+    assert told[0].groups[0] == "q0_0"
+
+
+@contextlib.contextmanager
+def threaded(block):
+    """Enters and leaves a block in a thread of its own."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def run():
+        with block:
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    inside.wait()
+    yield
+    leave.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_store_lists_the_phase_of_a_client(mode):
+    config = {"backend": "noop", "announce_s": 0.05}
+
+    def check(client, phase):
+        def told():
+            phases = [each for told in client.list_clients() for each in told.phases]
+            return [(each.name, each.partition_id, list(each.groups)) for each in phases]
+
+        with phase("generate", partition_id="p", groups=["q1"]):
+            eventually(lambda: told() == [("generate", "p", ["q1"])], STARTS_S, "a phase that is announced")
+        eventually(lambda: told() == [], STARTS_S, "the end of a phase")
+
+    async def main():
+        async with await connect_async(config) as client:
+            check(client._client, client.phase)
+
+    if mode == "async":
+        asyncio.run(main())
+    else:
+        with connect(config) as client:
+            check(client, client.phase)
+
+
+def test_a_client_that_does_not_announce_itself_notes_no_phase():
+    with connect({"backend": "noop", "announce_s": None}) as client, client.phase("generate"):
+        assert names(client._phases) == []
+
+
+def test_a_phase_has_a_name_and_its_groups_a_partition():
+    with connect({"backend": "noop"}) as client:
+        for name, more, error in (
+            ("", {}, InvalidRequestError),
+            (7, {}, InvalidTypeError),
+            ("generate", {"groups": "q1"}, InvalidTypeError),
+            ("generate", {"groups": ["q1"]}, InvalidRequestError),
+            ("generate", {"groups": ["q1"], "partition_id": ""}, InvalidRequestError),
+        ):
+            with pytest.raises(error):
+                client.phase(name, **more)

@@ -1,0 +1,392 @@
+"""`dataplane audit`: what a recorded run trained on, and what went wrong; or where two recorded runs differ."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, preview, printable
+from dataplane_core.middleware import Recording
+from dataplane_tools._history import History
+from dataplane_tools._inspect import table
+from dataplane_tools._samples import Step
+from dataplane_tools._survey import Survey, survey
+
+#: Exit statuses: something is wrong, or the runs differ; and that was not found out.
+WRONG: Final = 1
+UNKNOWN: Final = 2
+#: Steps that are shown unless others are asked for: the first ones and the last ones.
+_FIRST: Final = 10
+_LAST: Final = 30
+_MOST_SHOWN: Final = 10
+
+
+def run(
+    folder: str,
+    other: str | None = None,
+    *,
+    step: int | None = None,
+    steps: str | None = None,
+    task: str | None = None,
+    as_json: bool = False,
+) -> int:
+    """Prints what a recording says of a run; or the first difference of two.
+
+    Args:
+        folder: A folder of the middleware ``recorder``.
+        other: Another one. None: look at one run.
+        step: Show the samples of this step.
+        steps: ``A:B``: show these steps, both included. Either may be left out. None: the first and the last ones.
+        task: The task that trains. None: that of the role that marks steps.
+        as_json: Print JSON.
+
+    Returns:
+        0, `WRONG` or `UNKNOWN`.
+    """
+    try:
+        bounds = _bounds(steps)
+        if other is None:
+            report = audit(folder, step=step, bounds=bounds, task=task, all_steps=as_json)
+            lines = _lines(report)
+        else:
+            report = compare(folder, other, task=task)
+            lines = _lines_of_difference(report)
+    except DataPlaneError as error:
+        print(f"dataplane: {error}", file=sys.stderr)
+        return UNKNOWN
+    print(json.dumps(report, indent=2) if as_json else "\n".join(map(printable, lines)))
+    return WRONG if report["wrong"] else 0
+
+
+def audit(
+    folder: str,
+    *,
+    step: int | None = None,
+    bounds: tuple[float, float] | None = None,
+    task: str | None = None,
+    all_steps: bool = False,
+) -> dict[str, Any]:
+    """What a recording says of a run, as JSON values.
+
+    Raises:
+        InvalidRequestError: No step has this number.
+        DataPlaneError: The recording cannot be read.
+    """
+    recording = Recording(folder)
+    found = survey(recording, task)
+    history = History(recording, found)
+    first: list[dict[str, Any]] = []
+    last: deque[dict[str, Any]] = deque(maxlen=None if all_steps or bounds else _LAST)
+    shown: list[dict[str, Any]] = []
+    count = 0
+    for each in history.steps():
+        count += not each.is_undone
+        number = each.batch or each.number
+        if step is not None and number == step:
+            shown.append({**_step_report(each), "rows": _row_reports(each)})
+        if bounds is None or (number is not None and bounds[0] <= number <= bounds[1]):
+            (first if len(first) < _FIRST else last).append(_step_report(each))
+    if step is not None and not shown:
+        raise InvalidRequestError(f"audit refused: no step {step} is in '{folder}'. It has {count} steps.")
+    remarks = list(dict.fromkeys(recording.remarks))
+    return {
+        "folder": str(folder),
+        "run": recording.run,
+        "num_steps": count,
+        "marked": bool(found.marks),
+        "tasks": sorted(found.tasks),
+        "begin": min(found.first.values(), default=None),
+        "end": found.end or None,
+        "num_records": found.num_records,
+        "clients": _client_reports(found),
+        "resumes": [str(each) for each in found.resumes],
+        "steps": shown if step is not None else first + list(last),
+        "only_step": step,
+        "latency": {name: _latency(sorted(values)) for name, values in sorted(history.latency_s.items())},
+        "untrained": [
+            {
+                "count": fate.count,
+                "reason": fate.reason,
+                "task": fate.task,
+                "by": None if fate.by is None else str(fate.by),
+                "last": fate.last,
+                "examples": fate.examples,
+            }
+            for fate in sorted(history.untrained.values(), key=lambda fate: -fate.count)
+        ],
+        "overwritten": dict(history.overwritten),
+        "wrong": [{"kind": kind, "text": text, **more} for kind, text, more in _wrong(history, found)],
+        "lacks": [*_lacks(recording, found), *remarks],
+        "failures": [
+            {"operation": operation, "error": error, "count": number}
+            for (operation, error), number in found.failures.most_common()
+        ],
+    }
+
+
+def compare(folder: str, other: str, *, task: str | None = None) -> dict[str, Any]:
+    """Where two recordings differ, as JSON values: see `differences`."""
+    from dataplane_tools._differences import differences
+
+    recordings = [Recording(folder), Recording(other)]
+    histories = [History(each, survey(each, task), check_rows=False) for each in recordings]
+    report = differences(*histories)
+    return {"folders": [str(folder), str(other)], **report, "wrong": report["found"]}
+
+
+def _bounds(steps: str | None) -> tuple[float, float] | None:
+    if steps is None:
+        return None
+    try:
+        low, _, high = steps.partition(":")
+        return float(low) if low else float("-inf"), float(high) if high else float("inf")
+    except ValueError as error:
+        raise InvalidRequestError(f"audit refused: --steps {steps}. Expected A:B, such as 100:120.") from error
+
+
+# --- as values --------------------------------------------------------------------------------------------------------
+
+
+def _step_report(step: Step) -> dict[str, Any]:
+    writers = Counter("" if row.put is None else str(row.put.writer) for row in step.rows)
+    versions, staleness = step.versions(), step.staleness()
+    return {
+        "name": str(step),
+        "step": step.number,
+        "batch": step.batch or None,
+        "task": step.task or None,
+        "at": step.at,
+        "samples": len(step.rows),
+        "writers": {name or "unknown": count for name, count in writers.most_common()},
+        "weight_versions": [versions[0], versions[-1]] if versions else None,
+        "staleness": None if staleness is None else list(staleness),
+        "values": dict(step.values),
+        "undone": step.is_undone,
+    }
+
+
+def _row_reports(step: Step) -> list[dict[str, Any]]:
+    from dataplane_tools._differences import value_of
+
+    return [
+        {
+            "sample": row.sample_id,
+            "partition": row.partition,
+            "task": task or None,
+            "writer": None if row.put is None else str(row.put.writer),
+            "put_at": None if row.put is None else row.put.at,
+            "tags": {name: _plain(value) for name, value in row.tags.items()},
+            "cells": {
+                name: {"value": value_of(name, cell), "writer": str(cell.put.writer)}
+                for name, cell in row.cells.items()
+            },
+        }
+        for row, task in step.rows.items()
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def _client_reports(found: Survey) -> list[dict[str, Any]]:
+    names = ("put_samples", "get_samples", "claim", "ack", "clear_samples")
+    return [
+        {
+            "client": client,
+            "role": writer.role,
+            "host": writer.host,
+            "pid": writer.pid,
+            "backend": writer.backend,
+            "payload": writer.payload,
+            "begin": found.first[client],
+            "end": found.last[client],
+            "samples": {name: found.counts[client][name] for name in names},
+        }
+        for client, writer in found.writers.items()
+    ]
+
+
+def _latency(values: Sequence[float]) -> dict[str, float]:
+    def share(part: float) -> float:
+        return round(values[min(len(values) - 1, int(part * len(values)))], 6)
+
+    return {"samples": len(values), "median_s": share(0.5), "p90_s": share(0.9), "max_s": share(1.0)}
+
+
+def _wrong(history: History, found: Survey) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """What is wrong: kind, text, and what the text names."""
+    for gap in history.prompts.skipped(found.resumes, found.blind_until):
+        text = f"{_several(gap.num_prompts, 'prompt')} skipped over {gap.resume}: {gap.names}"
+        if gap.is_generated:
+            text += ". They were put before it, no step that counts trained on them, and later ones were trained on"
+        yield "skipped", f"{text}.", {"count": gap.num_prompts, "first": gap.first}
+    repeats = list(history.prompts.repeated(found.resumes))
+    for resume in dict.fromkeys(each.resume for each in repeats):
+        here = [each for each in repeats if each.resume == resume]
+        one = here[0]
+        text = f"{_several(len(here), 'prompt')} given twice over {resume}: {preview(each.name for each in here)}"
+        text += f". '{one.name}' was trained on in {one.first} and in {one.second}"
+        yield "given twice", f"{text}.", {"count": len(here), "first": one.name}
+    for sample_id, one_step, another in history.twice[:_MOST_SHOWN]:
+        text = f"'{sample_id}' was trained on twice: in {one_step} and in {another}."
+        yield "trained twice", text, {"sample": sample_id, "steps": [one_step, another]}
+    if history.num_twice > _MOST_SHOWN:
+        yield "trained twice", f"So were {history.num_twice - _MOST_SHOWN} more samples.", {"count": history.num_twice}
+    for each in history.damage[:_MOST_SHOWN]:
+        what = f"column '{each['column']}'" if each["column"] else "an unknown column"
+        where = "no step trained on it" if each["step"] is None else f"trained on in {each['step']}"
+        text = f"the rows of '{each['sample']}' are damaged: {what}, put by {each['writer']}, {where} (line "
+        yield "damaged", f"{text}{each['line']} of segment {each['segment']}).", each
+    if history.num_damaged > _MOST_SHOWN:
+        yield "damaged", f"So are {history.num_damaged - _MOST_SHOWN} more cells.", {"count": history.num_damaged}
+    for fate in history.untrained.values():
+        if fate.reason == "loss":
+            text = f"{_several(fate.count, 'sample')} lost by the store and never trained on: {fate.examples[0]}."
+            yield "lost", text, {"count": fate.count}
+
+
+def _count(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"
+
+
+def _several(count: int, what: str) -> str:
+    return f"{_count(count, what, f'{what}s')} {'was' if count == 1 else 'were'}"
+
+
+def _lacks(recording: Recording, found: Survey) -> list[str]:
+    lacks = []
+    if not found.num_records:
+        lacks.append("It has no operation.")
+    elif not found.marks:
+        lacks.append("No step is marked (client.mark_step): the batches of each task are counted instead.")
+    if found.others:
+        lacks.append(f"{found.others} marks were left out: another client marked steps at the same time.")
+    if recording.dropped:
+        size = sum(each.size_bytes for each in recording.dropped)
+        until = _time(max(each.until for each in recording.dropped))
+        lacks.append(
+            f"{len(recording.dropped)} segments ({size / 1e6:.1f} MB) were deleted to keep max_bytes, written until "
+            f"{until}: what they held is not judged."
+        )
+    without = [str(each) for each in found.writers.values() if each.payload == "none"]
+    if without:
+        lacks.append(f"No digests were recorded by {', '.join(without[:5])}: equal values cannot be told.")
+    return lacks
+
+
+# --- as text ----------------------------------------------------------------------------------------------------------
+
+
+def _lines(report: Mapping[str, Any]) -> list[str]:
+    one, several = ("step", "steps") if report["marked"] else ("batch", "batches")
+    size = f"{_count(report['num_steps'], one, several)}, {_count(len(report['clients']), 'client', 'clients')}"
+    span = "" if report["begin"] is None else f", {_time(report['begin'])} to {_time(report['end'])}"
+    lines = [f"{report['folder']}: {size}{span}"]
+    if report["only_step"] is not None:
+        for step in report["steps"]:
+            lines += ["", *_lines_of_rows(step)]
+        return lines
+    lines += _lines_of_steps(report)
+    head = ["role", "process", "host", "put", "claimed", "read", "cleared", "first", "last"]
+    rows = [
+        [
+            each["role"],
+            str(each["pid"]),
+            each["host"],
+            *(str(each["samples"][name]) for name in ("put_samples", "claim", "get_samples", "clear_samples")),
+            _time(each["begin"]),
+            _time(each["end"]),
+        ]
+        for each in report["clients"]
+    ]
+    lines += ["", *table(head, rows, right=(1, 3, 4, 5, 6))] if rows else []
+    resumes = report["resumes"]
+    lines += [f"  {each[0].upper()}{each[1:]}." for each in resumes[-_MOST_SHOWN:]]
+    if report["latency"]:
+        rows = [
+            [name, str(each["samples"]), *(f"{each[key]:.3f}" for key in ("median_s", "p90_s", "max_s"))]
+            for name, each in report["latency"].items()
+        ]
+        lines += ["", "From the put that made a sample ready to the claim, in seconds:"]
+        lines += table(["task", "samples", "median", "p90", "max"], rows, right=range(1, 5))
+    if report["untrained"]:
+        lines += ["", "Not trained on:"]
+        lines += [f"  {_fate(each)}" for each in report["untrained"]]
+    if report["overwritten"]:
+        counts = ", ".join(f"'{name}' in {count}" for name, count in report["overwritten"].items())
+        lines += ["", f"Cells that a later put gave another value: {counts}."]
+    if report["lacks"] or report["failures"]:
+        lines += ["", "What the recording lacks, and what failed:"]
+        lines += [f"  {each}" for each in report["lacks"]]
+        lines += [f"  {each['operation']} failed: {each['error']}, {each['count']}x." for each in report["failures"]]
+    lines += ["", "Wrong:", *(f"  {each['text']}" for each in report["wrong"])] if report["wrong"] else []
+    return lines if report["wrong"] else [*lines, "", "Nothing wrong was found."]
+
+
+def _lines_of_steps(report: Mapping[str, Any]) -> list[str]:
+    names = list(dict.fromkeys(name for each in report["steps"] for name in each["values"]))[:4]
+    rows = []
+    for each in report["steps"]:
+        number = each["batch"] or each["step"]
+        name = each["name"] if number is None else f"{each['task']} {number}" if each["task"] else str(number)
+        rows.append(
+            [
+                f"{name} (undone)" if each["undone"] else name,
+                str(each["samples"]),
+                _range(each["weight_versions"]),
+                _range(each["staleness"]),
+                *(f"{each['values'][name]:.6g}" if name in each["values"] else "" for name in names),
+                ", ".join(f"{name} {count}" for name, count in each["writers"].items()),
+            ]
+        )
+    if not rows:
+        return []
+    lines = table(["step", "samples", "weights", "stale", *names, "put by"], rows, right=range(1, 4 + len(names)))
+    if report["num_steps"] > len(rows) == _FIRST + _LAST:
+        lines.insert(1 + _FIRST, "  ...")
+    return lines
+
+
+def _lines_of_rows(step: Mapping[str, Any]) -> list[str]:
+    undone = ", undone: the run went on from before it" if step["undone"] else ""
+    values = "".join(f", {name} {value:.6g}" for name, value in step["values"].items())
+    lines = [f"{step['name']}: {_count(step['samples'], 'sample', 'samples')}{values}{undone}"]
+    for row in step["rows"]:
+        by = row["writer"] or "a client that is not in the recording"
+        lines.append(f"  {row['sample']} of '{row['partition']}', put by {by}")
+        lines += [f"    {name}: {value!r}" for name, value in row["tags"].items()]
+        lines += [
+            f"    {name}: {cell['value']}" + ("" if cell["writer"] == row["writer"] else f", put by {cell['writer']}")
+            for name, cell in row["cells"].items()
+        ]
+    return lines
+
+
+def _lines_of_difference(report: Mapping[str, Any]) -> list[str]:
+    lines = [f"{' and '.join(report['folders'])}: {_count(report['equal_steps'], 'step is', 'steps are')} equal"]
+    lines += [f"  {each['text']}" for each in report["found"]]
+    if report["not_compared"]:
+        lines.append(f"  Not compared, since a recording lacks their digests: {', '.join(report['not_compared'])}.")
+    return lines if report["found"] else [*lines, "They do not differ."]
+
+
+def _fate(fate: Mapping[str, Any]) -> str:
+    task = f" by '{fate['task']}'" if fate["task"] else ""
+    by = "still held" if fate["by"] is None else f"cleared by {fate['by']}"
+    last = f", last operation {fate['last']}" if fate["last"] else ""
+    return f"{fate['count']}{task}: {fate['reason']}; {by}{last}: {', '.join(fate['examples'])}"
+
+
+def _range(bounds: Sequence[float] | None) -> str:
+    return "" if bounds is None else " to ".join(f"{each:g}" for each in dict.fromkeys(bounds))
+
+
+def _time(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,487 @@
+"""What a recording says of a run: which samples each step was made of, and what became of the others.
+
+The recording is read twice: `survey` comes first. `History` follows each sample from its first put until it is cleared.
+Beside the samples that are held then, it keeps a digest of each sample that was trained on, and each prompt.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from xxhash import xxh3_64_intdigest
+
+from dataplane_core.middleware import Record, Recording, Writer
+from dataplane_core.spec import matches
+from dataplane_tools._prompts import Prompts
+from dataplane_tools._samples import Batch, Cell, Given, Put, Row, Step
+from dataplane_tools._survey import Survey
+
+#: Claims of ranks for so many batches of a task before the newest one are still told to be of one batch.
+_BATCHES_KEPT: Final = 64
+#: Findings of one kind that are kept. The others are counted.
+_MOST_FINDINGS: Final = 1000
+_MOST_EXAMPLES: Final = 3
+
+
+@dataclass(slots=True)
+class Fate:
+    """Samples that a task was never trained on, and what became of them.
+
+    Attributes:
+        count: How many.
+        reason: Why, as far as the record can tell.
+        task: The task, or "" in a partition of which no task was given samples.
+        by: Who cleared them. None: nobody, they are still held.
+        last: Their last operation before that.
+        examples: The first few: their ids, and the newest step then.
+    """
+
+    count: int
+    reason: str
+    task: str
+    by: Writer | None
+    last: str
+    examples: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Registration:
+    """What a partition holds."""
+
+    number: int
+    epoch: str = ""
+    used_at: float = 0.0
+    tasks: Iterable[str] = ()
+    rows: dict[str, Row] = field(default_factory=dict)
+    required: dict[str, list[str]] = field(default_factory=dict)
+    filters: dict[str, dict[str, tuple[dict[str, Any] | None, float]]] = field(default_factory=dict)
+    batches: dict[tuple[str, int], Batch] = field(default_factory=dict)
+    early: dict[str, tuple[Row, float]] = field(default_factory=dict)
+
+
+class History:
+    """Follows the samples of a recording.
+
+    Args:
+        recording: The recording.
+        found: Its survey.
+        check_rows: Whether to compare recorded rows with their digests.
+
+    Attributes:
+        untrained: What became of samples that were not trained on.
+        latency_s: Task -> seconds from the put that made a sample ready to the claim that was given it.
+        damage: Sample, column, its put's writer and line, and the step that trained on it, if one did.
+        num_damaged: How many cells are damaged.
+        twice: Sample, and the two steps that trained on it.
+        num_twice: How many there are.
+        overwritten: Field -> how many cells got another value by a later put.
+        prompts: The prompts of the run.
+        num_held: Samples that are held at the end.
+    """
+
+    def __init__(self, recording: Recording, found: Survey, *, check_rows: bool = True) -> None:
+        self.untrained: dict[tuple[str, ...], Fate] = {}
+        self.latency_s: dict[str, array[float]] = {}
+        self.damage: list[dict[str, Any]] = []
+        self.num_damaged = 0
+        self.twice: list[tuple[str, str, str]] = []
+        self.num_twice = 0
+        self.overwritten: Counter[str] = Counter()
+        self.prompts = Prompts()
+        self.num_held = 0
+        self._recording, self._survey, self._check_rows = recording, found, check_rows
+        self._partitions: dict[str, _Registration] = {}
+        self._num_registrations = 0
+        self._num_puts = 0
+        self._damaged: dict[Row, list[dict[str, Any]]] = {}
+        self._again: list[tuple[Row, Batch, Batch]] = []
+        self._trained: dict[int, tuple[int, str, int, int]] = {}  # by id: content, step, registration, life
+        self._newest: int | None = None  # the step that was marked last
+        self._marker = ""
+        self._marks = 0
+        self._closing: Step | None = None  # is marked; what its batches consume late is still of it
+        self._open = Step()
+        self._batches: list[Batch] = []  # without marks: those that are not over
+        self._counts: Counter[str] = Counter()
+        self._now = 0.0
+
+    def steps(self) -> Iterator[Step]:
+        """The steps in the order of their ends. The attributes are complete when all were taken.
+
+        Raises:
+            CorruptDataError: A record is damaged.
+            SaveError: The recording cannot be read.
+        """
+        markers = {client for _, _, client in self._survey.marks}
+        for record in self._recording.records():
+            client = record.client.client
+            if client in markers and client != self._marker:
+                if self._marker:
+                    yield from self._resume()
+                self._marker = client
+            if record.op == "step":
+                if client == self._marker:
+                    yield from self._mark(record)
+            elif record.op == "put_samples" and record.status == "ok":
+                self._put(record)
+            elif record.op in ("get_samples", "claim", "ack", "nack", "set_cursor", "clear_samples"):
+                getattr(self, "_" + record.op)(record)
+            elif record.op == "register_partition" and record.status == "ok":
+                self._register(record)
+            if not markers:
+                yield from self._batches_over(_BATCHES_KEPT)
+        if markers:
+            yield from self._last()
+        else:
+            yield from self._batches_over(0)
+        self._close()
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def _mark(self, record: Record) -> Iterator[Step]:
+        if self._closing is not None:
+            yield self._ended(self._closing)
+        step, self._open = self._open, Step()
+        step.number, step.at, step.values = record.step, record.at, record.values
+        step.is_undone = self._survey.undone[self._marks] if self._marks < len(self._survey.undone) else False
+        self._marks += 1
+        self._newest = self._open.after = record.step
+        self._closing = step
+
+    def _resume(self) -> Iterator[Step]:
+        """What was consumed since the last mark is of a step that never ended."""
+        self._open.is_undone = True
+        yield from self._last()
+        self._closing, self._open = None, Step(after=self._newest)
+
+    def _last(self) -> Iterator[Step]:
+        if self._closing is not None:
+            yield self._ended(self._closing)
+        if self._open.rows:
+            self._open.at = self._survey.end
+            yield self._ended(self._open)
+
+    def _batches_over(self, kept: int) -> Iterator[Step]:
+        while len(self._batches) > kept or (self._batches and self._is_over(self._batches[0])):
+            batch = self._batches.pop(0)
+            rows = [row for row in sorted(batch.rows, key=batch.rows.__getitem__) if not self._is_under_way(batch, row)]
+            if rows:
+                self._counts[batch.task] += 1
+                step = batch.step = Step(batch=self._counts[batch.task], task=batch.task, at=self._now)
+                step.rows = dict.fromkeys(rows, batch.task)
+                yield self._ended(step)
+
+    def _is_over(self, batch: Batch) -> bool:
+        return not batch.is_shared and not any(self._is_under_way(batch, row) for row in batch.rows)
+
+    @staticmethod
+    def _is_under_way(batch: Batch, row: Row) -> bool:
+        given = row.given[batch.task]
+        return given.batch is batch and not given.consumed
+
+    def _ended(self, step: Step) -> Step:
+        for row in step.rows:
+            for damage in self._damaged.pop(row, ()):
+                damage["step"] = str(step)
+            if step.is_undone:
+                if row.prompt is not None:
+                    row.prompt.is_undone = True
+                continue
+            if row.prompt is not None and row.put is not None:
+                row.prompt.train(row.life, row.put.at, str(step))
+            if row.content:
+                key = xxh3_64_intdigest(row.sample_id.encode(errors="surrogatepass"))
+                content, before, *life = self._trained.get(key, (0, "", 0, 0))
+                if content == row.content and life != [row.registration, row.life]:
+                    self._note_twice(row.sample_id, before, str(step))
+                self._trained[key] = (row.content, str(step), row.registration, row.life)
+        return step
+
+    def _note_twice(self, sample_id: str, first: str, second: str) -> None:
+        self.num_twice += 1
+        if len(self.twice) < _MOST_FINDINGS:
+            self.twice.append((sample_id, first, second))
+
+    # --- operations ---------------------------------------------------------------------------------------------------
+
+    def _partition(self, record: Record) -> _Registration:
+        self._now = record.at
+        found = self._partitions.get(record.partition)
+        if found is None:
+            self._num_registrations += 1
+            found = self._partitions[record.partition] = _Registration(self._num_registrations)
+        found.used_at = record.at
+        return found
+
+    def _register(self, record: Record) -> None:
+        before = self._partition(record)
+        if before.epoch != record.epoch:
+            start = record.at - record.seconds  # what others put since may be of the new registration
+            kept = {name: row for name, row in before.rows.items() if row.put is not None and row.put.at >= start}
+            for row in before.rows.values():
+                if row.sample_id not in kept:
+                    self._clear(row, before, record, whole=True)
+            self._num_registrations += 1
+            self._partitions[record.partition] = before = _Registration(self._num_registrations, rows=kept)
+        before.epoch = record.epoch
+        before.tasks = {*before.tasks, *record.consumer_tasks}
+
+    def _row(self, held: _Registration, record: Record, sample_id: str) -> Row:
+        row = held.rows.get(sample_id)
+        if row is None:
+            row = held.rows[sample_id] = Row(sample_id, record.partition, held.number)
+        return row
+
+    def _put(self, record: Record) -> None:
+        held = self._partition(record)
+        put = Put(self._num_puts, record.at, record.client, record.specs)
+        self._num_puts += 1
+        columns: list[tuple[str, bytes, list[int] | None]] = []
+        for name in record.fields:
+            digests = record.digests_of(name)
+            columns.append((name, name.encode(errors="surrogatepass"), None if digests is None else digests.tolist()))
+        damaged: dict[str, list[str]] = {}
+        if record.block is not None and self._check_rows:
+            for name, column in self._recording.damage(record):
+                damaged.setdefault(name, []).append(column)
+        for place, sample_id in enumerate(record.ids):
+            early = held.early.get(sample_id)
+            if early is not None and sample_id not in held.rows and record.at - record.seconds <= early[1]:
+                row = early[0]  # its put ended here after others had trained on it and cleared it
+            else:
+                row = self._row(held, record, sample_id)
+            if record.tags is not None:
+                row.tags.update(record.tags[place])
+            row.last = "put_samples"
+            content = b""
+            for name, text, of_cells in columns:
+                digest = None if of_cells is None else of_cells[place]
+                old = row.cells.get(name)
+                if old is not None and old.digest != digest and None not in (old.digest, digest):
+                    self.overwritten[name] += 1
+                row.cells[name] = Cell(put, digest, put.at if old is None else old.since)
+                if row.put is None and digest is not None:
+                    content += text + digest.to_bytes(8, "little")
+            if row.put is None:
+                row.put = put
+                row.content = xxh3_64_intdigest(content) if content else 0
+                row.prompt, row.life = self.prompts.put(sample_id, record.partition, row.tags, put.at)
+            for name in damaged.get(sample_id, ()):
+                self._note_damage(row, name, record)
+
+    def _note_damage(self, row: Row, column: str, record: Record) -> None:
+        self.num_damaged += 1
+        if len(self.damage) < _MOST_FINDINGS:
+            found: dict[str, Any] = {
+                "sample": row.sample_id,
+                "column": column,
+                "step": None,
+                "writer": str(record.client),
+            }
+            found |= {"segment": record.segment, "line": record.line}
+            self.damage.append(found)
+            self._damaged.setdefault(row, []).append(found)
+
+    def _get_samples(self, record: Record) -> None:
+        held = self._partition(record)
+        lost = record.error == "LostSamplesError"
+        if record.status != "ok" and not lost:
+            return
+        by_reads = record.partition not in self._survey.claimed and self._survey.marks
+        for sample_id in record.ids:
+            row = self._row(held, record, sample_id)
+            row.is_read, row.is_lost, row.last = not lost, lost, "get_samples" if not lost else row.last
+            if by_reads and not lost:
+                self._open.rows.setdefault(row, "")
+
+    def _claim(self, record: Record) -> None:
+        held, task = self._partition(record), record.task
+        held.required[task] = record.required_fields
+        filters = held.filters.setdefault(task, {})
+        filters.pop(text := repr(record.tag_filter), None)
+        filters[text] = (record.tag_filter, record.at)
+        if record.status != "ok" or not record.ids:
+            return
+        key = (task, record.batch_index)
+        batch = held.batches.get(key) if record.dp_rank is not None else None
+        if batch is None:
+            batch = Batch(task, is_shared=record.dp_rank is not None, is_filtered=record.tag_filter is not None)
+            if not self._survey.marks and task in self._survey.tasks:
+                self._batches.append(batch)
+            if record.dp_rank is not None:
+                held.batches[key] = batch
+                held.batches.pop((task, record.batch_index - _BATCHES_KEPT), None)
+        latency_s = self.latency_s.setdefault(task, array("d"))
+        for place, sample_id in enumerate(record.ids):
+            row = self._row(held, record, sample_id)
+            if record.tags is not None:
+                row.tags.update(record.tags[place])
+            row.last = f"claim of '{task}'"
+            row.is_early |= any(name not in row.cells for name in record.required_fields)
+            given = row.given.get(task)
+            if given is None:
+                since = [row.cells[name].since for name in record.required_fields if name in row.cells]
+                latency_s.append(max(0.0, record.at - max(since, default=record.at)))
+                given = row.given[task] = Given(batch)
+            elif given.batch is batch:
+                continue  # another process of a rank that was given it
+            elif given.consumed and given.batch is not None:
+                given.before = given.batch
+            elif given.batch is not None:
+                given.batch.rows.pop(row, None)  # its lease ended
+            given.batch, given.consumed = batch, False
+            row.is_read &= record.tag_filter is None
+            batch.rows[row] = (record.dp_rank or 0) * (1 << 32) + place
+            if record.lease_s is None:
+                self._consume(row, given)
+
+    def _consume(self, row: Row, given: Given) -> None:
+        batch = given.batch
+        if given.consumed or batch is None:
+            return
+        given.consumed = True
+        if batch.task not in self._survey.tasks:
+            return
+        if given.before is not None:
+            self._again.append((row, given.before, batch))
+        if self._survey.marks:
+            if batch.step is None or batch.step not in (self._closing, self._open):
+                batch.step = self._open
+            batch.step.rows.setdefault(row, batch.task)
+
+    def _ack(self, record: Record) -> None:
+        held = self._partition(record)
+        for sample_id in record.ids if record.status == "ok" else ():
+            row = self._row(held, record, sample_id)
+            given = row.given.get(record.task)
+            row.last = f"ack of '{record.task}'"
+            if given is None or given.batch is None or given.consumed:
+                continue
+            if given.batch.is_filtered and not row.is_read and self._reads(record):
+                given.batch.rows.pop(row, None)
+                given.batch = None
+                row.last = f"ack of '{record.task}' without a read"  # its consumer dropped it, such as for its age
+                continue
+            self._consume(row, given)
+
+    def _reads(self, record: Record) -> bool:
+        """Whether the reads of a client are recorded."""
+        return self._survey.counts[record.client.client]["get_samples"] > 0
+
+    def _nack(self, record: Record) -> None:
+        held = self._partition(record)
+        for sample_id in record.ids if record.status == "ok" else ():
+            row = self._row(held, record, sample_id)
+            row.last = f"nack of '{record.task}'"
+            given = row.given.get(record.task)
+            if given is not None and given.batch is not None and not given.consumed:
+                given.batch.rows.pop(row, None)
+                given.batch = None
+
+    def _set_cursor(self, record: Record) -> None:
+        held = self._partition(record)
+        if record.status != "ok":
+            return
+        ids = set(record.ids)
+        for row in held.rows.values():
+            given = row.given.setdefault(record.task, Given(None))
+            if given.consumed and given.batch is not None:
+                given.before = given.batch
+            given.batch, given.consumed = None, row.sample_id in ids
+
+    def _clear_samples(self, record: Record) -> None:
+        if record.status != "ok":
+            return
+        held = self._partition(record)
+        if record.drops_all:
+            for row in held.rows.values():
+                self._clear(row, held, record, whole=True)
+            del self._partitions[record.partition]
+            return
+        for sample_id in record.ids:
+            cleared = held.rows.pop(sample_id, None)
+            if cleared is not None:
+                self._clear(cleared, held, record, whole=False)
+                if cleared.is_early:
+                    held.early[sample_id] = (cleared, record.at)
+
+    # --- ends of samples ----------------------------------------------------------------------------------------------
+
+    def _clear(self, row: Row, held: _Registration, record: Record, *, whole: bool) -> None:
+        """Notes what became of a sample that is cleared, if it was not trained on."""
+        for task, reason in self._not_trained(row, held):
+            self._note_untrained(row, task, reason or self._why_cleared(task, record, whole), record.client)
+            if row.prompt is not None and row.put is not None:
+                later = whole and self._survey.first[record.client.client] > row.put.at
+                row.prompt.is_dropped_later |= later
+                row.prompt.is_decided |= not later
+
+    def _close(self) -> None:
+        """Notes the samples that are held at the end."""
+        for held in self._partitions.values():
+            self.num_held += len(held.rows)
+            for row in held.rows.values():
+                for task, reason in self._not_trained(row, held):
+                    self._note_untrained(row, task, reason or ("ready" if task else "never read"), None)
+                    if row.prompt is not None:  # if it was never used after a resume, it is gone with its store
+                        row.prompt.is_decided |= reason == "filter"
+                        row.prompt.is_dropped_later = True
+                        row.prompt.latest = max(row.prompt.latest, held.used_at)
+        for row, first, second in self._again:
+            if (
+                first.step is not None
+                and second.step is not None
+                and not (first.step.is_undone or second.step.is_undone)
+            ):
+                self._note_twice(row.sample_id, str(first.step), str(second.step))
+
+    def _why_cleared(self, task: str, record: Record, whole: bool) -> str:
+        if whole:
+            return "end of the partition"
+        if not task:
+            return "cleared without a read"
+        return "cleared by a consumer" if record.client.client in self._survey.consumers else "evicted"
+
+    def _not_trained(self, row: Row, held: _Registration) -> Iterator[tuple[str, str]]:
+        """Each task that was not trained on a sample, and why, as far as that is known before it is cleared."""
+        if row.partition not in self._survey.claimed:
+            if not row.is_read and self._survey.marks:
+                yield "", "loss" if row.is_lost else ""
+            return
+        for task in sorted(self._survey.tasks):
+            given = row.given.get(task)
+            if (given is not None and given.consumed) or not (task in held.tasks or task in held.required):
+                continue
+            required = held.required.get(task, ())
+            missing = [name for name in required if name not in row.cells]
+            if row.is_lost:
+                yield task, "loss"
+            elif row.last.endswith("without a read"):
+                yield task, "dropped by its consumer"
+            elif given is not None and given.batch is not None:
+                yield task, "leased and not acked"
+            elif missing:
+                yield task, f"not ready: lacks {', '.join(missing)}"
+            else:
+                yield task, "filter" if self._is_filtered(row, task, held) else ""
+
+    @staticmethod
+    def _is_filtered(row: Row, task: str, held: _Registration) -> bool:
+        """Whether claims came while a sample was ready, and it passed the filter of none."""
+        ready = max((row.cells[name].since for name in held.required.get(task, ())), default=0.0)
+        asked = [each for each, at in held.filters.get(task, {}).values() if at >= ready]
+        return bool(asked) and not any(matches(row.tags, each) for each in asked)
+
+    def _note_untrained(self, row: Row, task: str, reason: str, by: Writer | None) -> None:
+        key = (reason, task, "" if by is None else by.client, row.last)
+        fate = self.untrained.get(key)
+        if fate is None:
+            fate = self.untrained[key] = Fate(0, reason, task, by, row.last)
+        fate.count += 1
+        if len(fate.examples) < _MOST_EXAMPLES:
+            when = "" if self._newest is None or by is None else f" after step {self._newest}"
+            fate.examples.append(f"'{row.sample_id}' of '{row.partition}'{when}")

@@ -1,0 +1,114 @@
+"""The first reading of a recording: who marks steps, who claims, and where the run was resumed."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from dataplane_core.middleware import Recording, Writer
+from dataplane_tools._prompts import Resume
+
+
+@dataclass(slots=True)
+class Survey:
+    """What is to be known of a run before its samples are followed.
+
+    Attributes:
+        writers: The clients in the order of their first record.
+        first: Client -> when its first operation ended, and ``last``: its last one.
+        counts: Client -> operation -> how many samples.
+        marks: (time, step, client) of each mark that counts.
+        undone: For each of them, whether the run went on from an earlier step later.
+        others: Marks that do not count, since two clients marked steps at the same time.
+        claimed: Partitions of which a task was given samples.
+        tasks: The tasks that train: those that the client that marks steps claims for; else its role; else all.
+        consumers: Clients that were given samples of these tasks.
+        failures: (operation, error) -> how often.
+        resumes: Where a role began again.
+        blind_until: Up to then records are lost or were deleted.
+        end: When the last operation ended.
+        num_records: How many there are.
+    """
+
+    writers: dict[str, Writer] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    marks: list[tuple[float, int, str]] = field(default_factory=list)
+    undone: list[bool] = field(default_factory=list)
+    others: int = 0
+    claimed: set[str] = field(default_factory=set)
+    tasks: set[str] = field(default_factory=set)
+    consumers: set[str] = field(default_factory=set)
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    resumes: list[Resume] = field(default_factory=list)
+    blind_until: float = -math.inf
+    end: float = 0.0
+    num_records: int = 0
+
+
+def survey(recording: Recording, task: str | None = None) -> Survey:
+    """Reads a recording for the first time.
+
+    Args:
+        recording: The recording.
+        task: The task that trains. None: find it out.
+    """
+    found = Survey(blind_until=max((each.until for each in recording.dropped), default=-math.inf))
+    claimed: set[tuple[str, str, str]] = set()  # partition, task, client
+    for record in recording.records():
+        client = record.client.client
+        found.num_records += 1
+        found.writers.setdefault(client, record.client)
+        found.first.setdefault(client, record.at)
+        found.last[client] = record.at
+        found.end = max(found.end, record.at)
+        counts = found.counts.setdefault(client, Counter())
+        counts[record.op] += record.rows if record.status == "ok" else 0
+        if record.op == "step" and record.step is not None:
+            found.marks.append((record.at, record.step, client))
+        elif record.op == "lost":
+            found.blind_until = max(found.blind_until, record.at)
+        elif record.status != "ok":
+            found.failures[record.op, record.error] += 1
+        elif record.op == "claim" and record.ids:
+            claimed.add((record.partition, record.task, client))
+    _choose_marks(found)
+    markers = {client for _, _, client in found.marks}
+    roles = {found.writers[client].role for client in markers}
+    by_marker = {name for _, name, client in claimed if client in markers}
+    by_role = {name for _, name, client in claimed if found.writers[client].role in roles}
+    found.tasks = {task} if task is not None else by_marker or by_role or {name for _, name, _ in claimed}
+    found.claimed = {partition for partition, _, _ in claimed}
+    found.consumers = {client for _, name, client in claimed if name in found.tasks}
+    found.resumes = sorted(_resumes(found))
+    return found
+
+
+def _choose_marks(found: Survey) -> None:
+    """Leaves the marks of one client at a time, and finds those from before which the run went on later."""
+    markers = {client for _, _, client in found.marks}
+    chosen: list[str] = []
+    for client in sorted(markers, key=found.first.__getitem__):
+        if not chosen or found.first[client] > found.last[chosen[-1]]:
+            chosen.append(client)
+    marks = [each for each in found.marks if each[2] in chosen]
+    found.others = len(found.marks) - len(marks)
+    found.marks = marks
+    least = math.inf
+    for _, step, _ in reversed(marks):
+        found.undone.append(step >= least)
+        least = min(least, step)
+    found.undone.reverse()
+
+
+def _resumes(found: Survey) -> Iterator[Resume]:
+    ends: dict[str, float] = {}
+    for client, at in found.first.items():  # in the order of their first records
+        role = found.writers[client].role
+        if at > ends.get(role, math.inf):
+            after = max((step for when, step, _ in found.marks if when < at), default=None)
+            yield Resume(at, role, found.writers[client].pid, after)
+        ends[role] = max(ends.get(role, -math.inf), found.last[client])

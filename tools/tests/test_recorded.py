@@ -1,0 +1,310 @@
+"""`dataplane read`, `export` and `flow` of a recording: all rows that a run put, also those it cleared."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from dataplane_core import connect
+from dataplane_core.cli import main
+from dataplane_tools import _recorded, import_folder
+
+IDS = ["q0_g0", "q0_g1", "q1_g0", "q1_g1"]
+
+
+def run_of(folder, backend="noop", payload="all", **options):
+    """A client that records."""
+    config = {"backend": backend, "options": options, "middleware": [{"recorder": {"folder": folder}}]}
+    config["middleware"][0]["recorder"]["payload"] = payload
+    return connect(config)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "recording"
+
+
+def columns(step):
+    """Columns of the four ids: ragged, of objects, images that are shared, and of two dtypes."""
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randint(0, 255, (2, 32, 32, 3), dtype=torch.uint8, generator=generator)
+    return {
+        "tokens": [torch.randint(0, 99, (length,), generator=generator) for length in (3, 0, 5, 2)],
+        "info": [{"step": step, "parts": [1, b"\x00"]}, None, "text", torch.ones(2, dtype=torch.bfloat16)],
+        "image": [images[0], images[0], images[1], images[1]],
+        "source": ["math", "code", "math", "code"],
+        "logprobs": torch.rand(4, 3, dtype=torch.float64, generator=generator),
+    }
+
+
+def plain(cell):
+    if isinstance(cell, torch.Tensor):
+        return str(cell.dtype), tuple(cell.shape), cell.contiguous().reshape(-1).view(torch.uint8).tolist()
+    return [plain(each) for each in cell] if isinstance(cell, list) else (type(cell), repr(cell))
+
+
+def content(client, partition_id):
+    """All that a partition holds, in order: ids, tags and cells."""
+    listed = client.list_samples(partition_id)
+    held = []
+    for sample_id, tags in zip(listed.sample_ids, listed.tags, strict=True):
+        (names,) = client.list_fields([sample_id], partition_id)
+        cells = client.get_samples([sample_id], partition_id, sorted(names)) if names else {}
+        rows = {name: cells[name][0] if torch.is_tensor(cells[name]) else cells[name].tolist()[0] for name in names}
+        held.append((sample_id, dict(tags), {name: plain(rows[name]) for name in sorted(rows)}))
+    return held
+
+
+def read(capsys, *arguments):
+    """What `dataplane read --json` shows: id -> values and tags; and its remarks."""
+    assert main(["read", *map(str, arguments), "--json"]) == 0
+    out, err = capsys.readouterr()
+    return {each["sample_id"]: {**each["values"], **each["tags"]} for each in json.loads(out)["samples"]}, err
+
+
+@pytest.mark.parametrize("backend", ["noop", "shm_store"])
+def test_an_export_has_all_rows_bit_for_bit_that_the_run_put_and_cleared(folder, tmp_path, capsys, backend):
+    options = {"capacity_bytes": "50MB"} if backend == "shm_store" else {}
+    expected = []
+    with run_of(folder, backend, **options) as client:
+        for step in (1, 2, 3):
+            client.register_partition("train", ["tokens", "reward"], 4, ["trainer"], 2, {"source": ["math", "code"]})
+            ids = [f"s{step}_{each}" for each in IDS]
+            client.put_samples(ids, "train", columns(step), tags=[{"weights": step, "step": step}] * 4)
+            client.put_samples(ids, "train", {"reward": torch.rand(4)}, tags=[{"length": row} for row in range(4)])
+            expected += content(client, "train")
+            client.mark_step(step)
+            if step != 2:  # the next registration drops those of step 2
+                client.clear_samples(None, "train")
+    assert main(["export", str(folder), "train", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().err == ""
+    with connect({"backend": "noop"}) as client:
+        import_folder(tmp_path / "out", client)
+        assert content(client, "train") == expected
+        info = client.describe("train").info
+        assert (info.fields, info.grpo_group_size) == (("tokens", "reward"), 2)
+        assert list(client.describe("train").tasks) == ["trainer"]
+
+
+def test_samples_are_shown_as_text_with_the_step_after_their_put(folder, capsys):
+    with run_of(folder) as client:
+        client.register_partition("train", ["text"], None, [])
+        client.put_samples(["a"], "train", {"text": ["first"]})
+        client.mark_step(1)
+        client.put_samples(["b"], "train", {"text": ["second"]})
+        client.put_samples(["a"], "train", {"score": torch.tensor([0.5])})
+        client.put_samples(["e"], "train", {"text": ["own"]}, tags=[{"step": 9}])
+        client.mark_step(2)
+        client.clear_samples(["a", "b"], "train")
+        client.put_samples(["c"], "train", {"text": ["third"]})
+    assert main(["read", str(folder), "--sort", "step"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out == (
+        "train: 4 samples\n\na\n  text first  score 0.5  step 1\n\nb\n  text second  step 2\n\n"
+        "e\n  text own  step 9\n\nc\n  text third\n"
+    )
+
+
+def test_a_field_named_step_is_not_hidden_by_a_tag(folder, capsys):
+    with run_of(folder) as client:
+        client.register_partition("train", ["step"], None, [])
+        client.put_samples(["a"], "train", {"step": torch.tensor([7])})
+        client.mark_step(1)
+    assert read(capsys, folder)[0]["a"] == {"step": 7}
+
+
+def test_of_a_sample_that_was_put_again_the_newest_row_is_shown(folder, capsys):
+    with run_of(folder) as client:
+        client.register_partition("train", ["x"], None, [])
+        client.put_samples(
+            ["a", "b"], "train", {"x": torch.tensor([1.0, 2.0]), "y": torch.ones(2)}, tags=[{"r": 1}] * 2
+        )
+        client.clear_samples(["a"], "train")
+        client.put_samples(["a"], "train", {"x": torch.tensor([3.0])}, tags=[{"q": 1}])
+        client.put_samples(["b"], "train", {"x": torch.tensor([4.0])})  # it was not cleared
+    samples, err = read(capsys, folder, "train")
+    assert samples["a"] == {"x": 3.0, "q": 1}
+    assert samples["b"] == {"x": 4.0, "y": 1.0, "r": 1}
+    assert "put again after they were cleared: 1." in err
+
+
+def test_registrations_with_other_dtypes_show_the_newest_rows(folder, capsys):
+    with run_of(folder) as client:
+        for ids, column in ((["a"], torch.ones(1, dtype=torch.int64)), (["b"], ["text"])):
+            client.register_partition("train", ["x"], None, [])
+            client.put_samples(ids, "train", {"other": torch.ones(1)})
+            client.put_samples(ids, "train", {"x": column})
+    samples, err = read(capsys, folder)
+    assert list(samples) == ["b"]
+    assert "Rows of earlier registrations, whose fields had other dtypes, are not shown." in err
+
+
+@pytest.mark.parametrize("payload", ["none", "digests"])
+def test_without_rows_it_says_what_to_record(folder, capsys, payload):
+    with run_of(folder, payload=payload) as client:
+        client.register_partition("train", ["x"], None, [])
+        client.put_samples(["a"], "train", {"x": torch.ones(1)}, tags=[{"r": 1}])
+    assert main(["read", str(folder), "train"]) == 1
+    err = capsys.readouterr().err
+    assert f"has no rows of partition 'train': its clients recorded payload '{payload}'." in err
+    assert "Record with payload: all" in err
+
+
+def test_of_a_share_of_the_samples_the_others_are_counted(folder, capsys):
+    ids = [f"s{number}" for number in range(256)]
+    with run_of(folder, payload=0.25) as client:
+        client.register_partition("train", ["x", "y"], None, [])
+        client.put_samples(ids, "train", {"x": torch.arange(256.0)}, tags=[{"n": row} for row in range(256)])
+        client.put_samples(ids, "train", {"y": torch.arange(256.0)})
+        client.put_samples(ids, "train", {}, tags=[{"seen": True}] * 256)
+    samples, err = read(capsys, folder, "train", "--limit", 256)
+    assert 30 < len(samples) < 100
+    for sample_id, each in samples.items():
+        row = int(sample_id[1:])
+        assert each == {"x": row, "y": row, "n": row, "seen": True}
+    missing = 2 * (256 - len(samples))
+    assert f"were put: 512. Not recorded, so not shown: {missing} of them, by clients that recorded payload 0.25" in err
+
+
+def test_a_client_that_records_less_is_said(folder, capsys):
+    with run_of(folder) as client:
+        client.register_partition("train", ["x"], None, [])
+        client.put_samples(["a"], "train", {"x": torch.ones(1)})
+    with run_of(folder, payload="digests") as client:
+        client.register_partition("train", ["x"], None, [], if_exists="keep")
+        client.put_samples(["a", "b"], "train", {"y": torch.ones(2)}, tags=[{"r": 1}] * 2)
+        client.put_samples(["a"], "train", {}, tags=[{"q": 2}])
+    samples, err = read(capsys, folder)
+    assert samples["a"] == {"x": 1.0, "r": 1, "q": 2}
+    assert "Not recorded, so not shown: 2 of them, by clients that recorded payload 'digests'" in err
+
+
+def test_a_tail_that_a_kill_cut_off_is_said(folder, capsys):
+    with run_of(folder) as client:
+        client.register_partition("train", ["x"], None, [])
+        for sample_id in ("a", "b"):
+            client.put_samples([sample_id], "train", {"x": torch.ones(1)})
+    (lines,) = folder.glob("*-000000.jsonl")
+    lines.write_bytes(lines.read_bytes()[:-20])
+    samples, err = read(capsys, folder)
+    assert list(samples) == ["a"]
+    assert err.count("is cut off") == 1
+
+
+def test_damaged_rows_are_an_error(folder, capsys):
+    with run_of(folder) as client:
+        client.register_partition("train", ["x"], None, [])
+        client.put_samples(["a"], "train", {"x": torch.ones(1)})
+    (rows,) = folder.glob("*.rows")
+    rows.write_bytes(rows.read_bytes()[:-1] + b"\xff")
+    assert main(["read", str(folder)]) == 1
+    assert "are not as they were written" in capsys.readouterr().err
+
+
+def test_the_partition_must_be_known(folder, capsys):
+    with run_of(folder) as client:
+        for name in ("one", "two"):
+            client.register_partition(name, ["x"], None, [])
+            client.put_samples(["a"], name, {"x": torch.ones(1)})
+    assert main(["read", str(folder)]) == 1
+    assert "which partition? There are 2: 'one', 'two'." in capsys.readouterr().err
+    assert main(["read", str(folder), "three"]) == 1
+    assert "three" in capsys.readouterr().err
+    assert list(read(capsys, folder, "two")[0]) == ["a"]
+
+
+def test_what_is_kept_of_the_rows_is_bounded(folder, capsys, monkeypatch):
+    monkeypatch.setattr(_recorded, "_KEPT_BYTES", 20_000)
+    with run_of(folder) as client:
+        client.register_partition("train", ["x"], None, [])
+        for row in range(8):
+            client.put_samples([f"s{row}"], "train", {"x": torch.full((1, 2000), float(row))})
+    with _recorded.opened_recording(str(folder), "train") as client:
+        found = client.get_samples([f"s{row}" for row in range(8)], "train", ["x"])["x"]
+        assert torch.equal(found, torch.arange(8.0).reshape(8, 1).expand(8, 2000))
+
+
+def test_a_page_shows_what_was_cleared(folder, tmp_path, capsys):
+    with run_of(folder) as client:
+        client.register_partition("train", ["text"], None, [])
+        client.put_samples(["a"], "train", {"text": ["what was written"]})
+        client.clear_samples(None, "train")
+    assert main(["read", str(folder), "--html", str(tmp_path / "page.html")]) == 0
+    assert "what was written" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_folder_is_not_followed(folder, tmp_path, capsys):
+    with run_of(folder) as client:
+        client.register_partition("train", ["x"], None, [])
+    assert main(["export", str(folder), "train", str(tmp_path / "out"), "--follow"]) == 1
+    assert "is a folder, and only a running store goes on" in capsys.readouterr().err
+
+
+def test_a_save_is_exported_too(tmp_path, capsys):
+    with connect({"backend": "noop"}) as client:
+        client.register_partition("train", ["x"], None, [])
+        client.put_samples(["a"], "train", {"x": torch.ones(1)})
+        client.save(tmp_path / "save")
+    assert main(["export", str(tmp_path / "save"), "train", str(tmp_path / "out")]) == 0
+    assert "1 rows of train" in capsys.readouterr().out
+
+
+# --- flow -------------------------------------------------------------------------------------------------------------
+
+
+def test_flow_draws_the_same_of_a_recording_as_of_a_file_of_events(folder, tmp_path, capsys):
+    events = tmp_path / "events" / "events.jsonl"
+    recorder = {"recorder": {"folder": folder, "payload": "none"}}
+    config = {"backend": "noop", "middleware": [{"metrics": {"events_file": events}}, recorder]}
+    with connect(config) as client:
+        client.register_partition("train", ["x"], None, ["policy"])
+        for step in range(1, 6):
+            ids = [f"s{step}_p{row}" for row in range(64)]
+            client.put_samples(ids, "train", {"x": torch.zeros(64, 10)})
+            meta = client.claim_meta("train", "policy", ["x"], 64, lease_s=60.0)
+            client.get_data(meta)
+            client.ack(meta)
+            client.clear_samples(ids if step < 5 else None, "train")
+            client.mark_step(step, staleness=step % 3, loss=0.5)
+        with pytest.raises(KeyError):
+            client.put_samples(["a"], "none", {"x": torch.zeros(1)})
+    assert main(["flow", str(folder), "-o", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert ": 26 operations over " in out
+    assert main(["flow", str(events)]) == 0
+    pages = [(each / "flow.html").read_text(encoding="utf-8") for each in (tmp_path, events.parent)]
+    shown, expected = (
+        re.findall(r"<td>([a-z]+ ?\w*)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", p) for p in pages
+    )
+    assert shown == expected
+    assert ("claim policy", "5", "320", "0 B") in shown
+    for text in ("2 partitions, 5 steps.", "Staleness", "Where they waited", "1 UnknownPartitionError"):
+        assert text in pages[0]
+    followed = [re.search(r"How many of the (\d+) followed samples", page).group(1) for page in pages]
+    assert followed[0] == followed[1]
+
+
+def test_flow_says_what_the_reader_says(folder, tmp_path, capsys):
+    with run_of(folder, payload="none") as client:
+        client.register_partition("train", ["x"], None, [])
+        for sample_id in ("a", "b"):
+            client.put_samples([sample_id], "train", {"x": torch.ones(1)})
+    (lines,) = folder.glob("*-000000.jsonl")
+    lines.write_bytes(lines.read_bytes()[:-20])
+    assert main(["flow", str(folder), "-o", str(tmp_path)]) == 0
+    assert "is cut off" in capsys.readouterr().err
+    assert "is cut off" in (tmp_path / "flow.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("what", ["no recording", "nothing moved"])
+def test_flow_of_a_folder_without_operations_is_an_error(folder, capsys, what):
+    folder.mkdir()
+    if what == "nothing moved":
+        with run_of(folder) as client:
+            client.register_partition("train", ["x"], None, [])
+    assert main(["flow", str(folder)]) == 1
+    said = "no recording in" if what == "no recording" else "has no line with an operation"
+    assert said in capsys.readouterr().err

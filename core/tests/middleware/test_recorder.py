@@ -152,6 +152,23 @@ def test_a_share_of_the_samples_is_the_same_in_every_process_and_digests_are_of_
     assert 10 < len(kept[0]) < 100
 
 
+@pytest.mark.parametrize("payload", [0.5, "all"])
+@pytest.mark.parametrize("backend", ["noop", "sqlite"])
+def test_columns_of_equal_large_cells_of_lists_and_of_nothing_are_recorded_as_they_are(folder, payload, backend):
+    image = torch.arange(70_000.0)
+    columns = {"image": [image] * 4 + [image + 1] * 4, "empty": [[]] * 8, "ints": [[1, 2]] * 8}
+    with recorded(folder, payload, backend) as client:
+        client.register_partition("p", list(columns), None, ["t"])
+        client.put_samples([f"q{number}" for number in range(8)], "p", columns)
+    (folder / "notes.jsonl").write_text("{}\n")  # no file of the recorder
+    (put,) = records(folder, "put_samples")
+    ids, found = Recording(folder).rows(put)
+    assert ids == put.ids if payload == "all" else 0 < len(ids) < 8
+    for sample_id, row, empty, ints in zip(ids, found["image"], found["empty"], found["ints"], strict=True):
+        assert torch.equal(row, columns["image"][int(sample_id[1:])])
+        assert (list(empty), list(ints)) == ([], [1, 2])
+
+
 def test_none_records_neither_digests_nor_rows(folder):
     with recorded(folder, "none") as client:
         a_run(client)
@@ -296,6 +313,10 @@ def test_processes_that_share_a_folder_and_one_that_is_killed(folder, python):
 
 
 def test_beyond_max_bytes_the_oldest_segments_go_and_the_recording_says_so(folder, python):
+    folder.mkdir()
+    others = [folder / name for name in ("events.jsonl", "notes.jsonl", "a-b.jsonl", "a-c.rows")]
+    for path in others:
+        path.write_text("{}\n")
     assert python.run("-c", WRITES, folder, "a", 1 << 18, 400).returncode == 0
     assert sum(path.stat().st_size for path in folder.iterdir()) < (1 << 18) + 2 * (1 << 16)
     recording = Recording(folder)
@@ -307,6 +328,7 @@ def test_beyond_max_bytes_the_oldest_segments_go_and_the_recording_says_so(folde
     assert names == [f"{recording.writers[0].client}-{number:06}" for number in range(len(names))]
     assert all(each.until <= puts[0].at and each.size_bytes > 0 for each in recording.dropped)
     recording.rows(puts[0])
+    assert all(path.exists() for path in others)
     (folder / "dropped.jsonl").unlink()
     with pytest.raises(CorruptDataError, match=f"lacks its segment {names[0]}, which was not deleted"):
         Recording(folder)

@@ -40,6 +40,7 @@ from dataplane_core.middleware.recording import (
     MARK,
     PLAIN,
     ROWS_SUFFIX,
+    SEGMENT_NAME,
     VERSION,
     pack_digests,
     read_mark,
@@ -197,10 +198,10 @@ class Recorder(OperationMiddleware):
         specs, wire, count = {name: request.specs[name] for name in names}, self._wire, len(request.sample_ids)
         decoded: dict[str, Any] | None = None
         if wire.bytes or payload != "digests":
-            decoded = tensor_rows(decode_columns(columns, specs, count, wire, share_rows=True), specs)
+            decoded = decode_columns(columns, specs, count, wire, share_rows=payload in ("all", "digests"))
         if wire.bytes:  # digests of tensors do not depend on how a backend frames them
             assert decoded is not None
-            columns, specs = encode_columns(decoded, count, PLAIN)
+            columns, specs = encode_columns(tensor_rows(decoded, specs), count, PLAIN)
             wire = PLAIN
         more["digests"] = {name: pack_digests(cell_digests(columns[name], specs[name], wire)) for name in names}
         if payload == "digests":
@@ -211,7 +212,7 @@ class Recorder(OperationMiddleware):
             return more, b""
         if len(kept) < count:
             decoded = {name: take_rows(column, kept) for name, column in decoded.items()}
-        block, left_out = _block(decoded, [request.sample_ids[row] for row in kept])
+        block, left_out = _block(tensor_rows(decoded, specs), [request.sample_ids[row] for row in kept])
         if left_out:
             more["left_out"] = left_out
         return more, block
@@ -337,11 +338,11 @@ def _segment_bytes(max_bytes: int) -> int:
 
 def _drop_oldest(folder: Path, max_bytes: int) -> None:
     """Deletes the segments that were written first, until the folder holds ``max_bytes``. Notes which."""
-    files = {path.name: path.stat() for path in folder.iterdir() if path.suffix in (LINES_SUFFIX, ROWS_SUFFIX)}
+    files = {path.name: path.stat() for path in folder.iterdir() if SEGMENT_NAME.fullmatch(path.stem)}
     total = sum(found.st_size for found in files.values())
     names = sorted(name.removesuffix(LINES_SUFFIX) for name in files if name.endswith(LINES_SUFFIX))
     newest = {name.rpartition("-")[0]: name for name in names}
-    closed = [name for name in names if newest[name.rpartition("-")[0]] != name and name != Path(DROPPED).stem]
+    closed = [name for name in names if newest[name.rpartition("-")[0]] != name]
     closed.sort(key=lambda name: files[name + LINES_SUFFIX].st_mtime)
     note = LineFile(folder / DROPPED, sealed=True)
     try:

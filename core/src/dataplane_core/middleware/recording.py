@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ MARK: Final = "recording.json"
 DROPPED: Final = "dropped.jsonl"
 LINES_SUFFIX: Final = ".jsonl"
 ROWS_SUFFIX: Final = ".rows"
+#: The name of a segment: its client, and its number.
+SEGMENT_NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9]{6,9}", re.ASCII)
 #: The form of the columns whose cells' digests are recorded, on a backend whose own form is bytes.
 PLAIN: Final = WireFormat(ragged="jagged", objects="native", shared_rows=True)
 
@@ -196,7 +199,9 @@ class Recording:
         try:
             self.run = read_mark(self.folder)
             self.dropped = self._read_dropped()
-            names = sorted(path.stem for path in self.folder.glob("*" + LINES_SUFFIX) if path.name != DROPPED)
+            names = sorted(
+                path.stem for path in self.folder.glob("*" + LINES_SUFFIX) if SEGMENT_NAME.fullmatch(path.stem)
+            )
             self._segments: dict[str, list[str]] = {}
             for name in names:
                 self._segments.setdefault(name.rpartition("-")[0], []).append(name)

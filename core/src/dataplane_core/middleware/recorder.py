@@ -338,23 +338,26 @@ def _segment_bytes(max_bytes: int) -> int:
 
 def _drop_oldest(folder: Path, max_bytes: int) -> None:
     """Deletes the segments that were written first, until the folder holds ``max_bytes``. Notes which."""
-    files = {path.name: path.stat() for path in folder.iterdir() if SEGMENT_NAME.fullmatch(path.stem)}
+    files: dict[str, os.stat_result] = {}
+    for path in folder.iterdir():
+        if SEGMENT_NAME.fullmatch(path.stem):
+            with suppress(FileNotFoundError):  # another process has deleted it
+                files[path.name] = path.stat()
     total = sum(found.st_size for found in files.values())
     names = sorted(name.removesuffix(LINES_SUFFIX) for name in files if name.endswith(LINES_SUFFIX))
     newest = {name.rpartition("-")[0]: name for name in names}
     closed = [name for name in names if newest[name.rpartition("-")[0]] != name]
-    closed.sort(key=lambda name: files[name + LINES_SUFFIX].st_mtime)
-    note = LineFile(folder / DROPPED, sealed=True)
-    try:
-        for name in closed:
-            if total <= max_bytes:
-                break
-            size = sum(files[name + suffix].st_size for suffix in (LINES_SUFFIX, ROWS_SUFFIX) if name + suffix in files)
-            until = round(files[name + LINES_SUFFIX].st_mtime, 6)
+    for name in sorted(closed, key=lambda name: files[name + LINES_SUFFIX].st_mtime):
+        if total <= max_bytes:
+            break
+        size = sum(files[name + suffix].st_size for suffix in (LINES_SUFFIX, ROWS_SUFFIX) if name + suffix in files)
+        until = round(files[name + LINES_SUFFIX].st_mtime, 6)
+        note = LineFile(folder / DROPPED, sealed=True)
+        try:
             note.write({"op": "dropped", "segment": name, "bytes": size, "until": until})
-            for suffix in (LINES_SUFFIX, ROWS_SUFFIX):
-                (folder / (name + suffix)).unlink(missing_ok=True)
-            total -= size
-            _log.warning("the recording in '%s' is longer than its max_bytes: segment %s was deleted", folder, name)
-    finally:
-        note.close()
+        finally:
+            note.close()
+        for suffix in (LINES_SUFFIX, ROWS_SUFFIX):
+            (folder / (name + suffix)).unlink(missing_ok=True)
+        total -= size
+        _log.warning("the recording in '%s' is longer than its max_bytes: segment %s was deleted", folder, name)

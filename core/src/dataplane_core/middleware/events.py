@@ -11,6 +11,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -21,6 +22,9 @@ from dataplane_core.codec import row_nbytes
 from dataplane_core.errors import Verdict
 from dataplane_core.spec import Claim, ClaimRequest, ClearReply, SampleList, WireBatch
 
+with suppress(ImportError):  # Windows has none
+    import fcntl
+
 __all__ = [
     "EventFile",
     "LineFile",
@@ -30,7 +34,6 @@ __all__ = [
     "line_of",
     "log_event",
     "observe",
-    "step_line",
 ]
 
 #: How an operation ended: ``timeout`` for a `TimeoutError`, ``error`` for all others.
@@ -168,10 +171,9 @@ def line_of(event: OperationEvent, sample_ids: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def step_line(step: int, values: Mapping[str, float]) -> dict[str, Any]:
-    """A line that says that a training step has ended. Values that are not finite are left out: JSON has none."""
-    plain = {name: float(value) for name, value in values.items() if math.isfinite(value)}
-    return {"op": "step", "step": int(step), **plain}
+def finite(values: Mapping[str, float]) -> dict[str, float]:
+    """The values of a step without those that JSON cannot say."""
+    return {name: float(value) for name, value in values.items() if math.isfinite(value)}
 
 
 class LineFile:
@@ -212,9 +214,26 @@ class LineFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.size_bytes += len(data)
 
+    def hold(self) -> None:
+        """From now on `is_held` tells every process of the host that this one writes the file, until its end."""
+        with suppress(OSError, NameError):  # a file system without locks, or Windows
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process writes a file, by `LineFile.hold`. True if that cannot be known."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except (OSError, NameError):
+        return True
+    return False
 
 
 def sealed(text: bytes) -> bytes:
@@ -261,9 +280,10 @@ class EventFile:
             step: Its number.
             values: What is known of it. ``dataplane flow`` draws ``staleness``: how many weight versions old the rows
                 were that it trained on. Numbers of numpy and torch go too. One that is not finite is left out, since
-                JSON has none.
+                JSON has none, and one named ``at`` or ``op``, which a line has of its own.
         """
-        self._write(step_line(step, values))
+        kept = {name: value for name, value in finite(values).items() if name not in ("at", "op")}
+        self._write({**kept, "op": "step", "step": int(step)})
 
     def close(self) -> None:
         """Closes the file."""

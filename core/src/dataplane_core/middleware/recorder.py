@@ -32,7 +32,7 @@ from dataplane_core.codec import cell_digests, decode_columns, encode_columns, r
 from dataplane_core.config import SizeBytes
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidTypeError, MissingDataError
 from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
-from dataplane_core.middleware.events import LineFile, OperationEvent, line_of, observe, step_line
+from dataplane_core.middleware.events import LineFile, OperationEvent, finite, is_held, line_of, observe
 from dataplane_core.middleware.recording import (
     DROPPED,
     FORMAT,
@@ -46,7 +46,7 @@ from dataplane_core.middleware.recording import (
     read_mark,
 )
 from dataplane_core.saves import pack_rows, tensor_rows
-from dataplane_core.spec import PutRequest, WireFormat, hookimpl, new_id
+from dataplane_core.spec import Claim, ClaimRequest, PutRequest, WireFormat, hookimpl, new_id
 
 __all__ = ["Recorder", "RecorderConfig"]
 
@@ -55,6 +55,8 @@ _log = logging.getLogger(__name__)
 _SEGMENTS: Final = 32
 _LEAST_SEGMENT_BYTES: Final = 1 << 16
 _MOST_SEGMENT_BYTES: Final = 1 << 28
+#: Of so many partitions and tasks, a recorder knows what was asked for last and not found.
+_MOST_EMPTY: Final = 1024
 #: What a line says of a request, beside what an event has.
 _OF_REQUEST: Final[Mapping[str, Sequence[str]]] = {
     "register_partition": ("fields", "num_samples", "consumer_tasks", "grpo_group_size", "enums", "if_exists"),
@@ -85,8 +87,8 @@ class RecorderConfig(BaseModel):
     the rows. A number above 0 and below 1: digests, and the rows of this share of the samples, the same ones in every
     process."""
     max_bytes: SizeBytes = 10_000_000_000
-    """The most that the folder holds. Beyond it the oldest segments are deleted. The newest one of each client stays,
-    so the folder may hold a segment per client more."""
+    """The most that the folder holds. Beyond it the oldest segments are deleted. The one that a client
+    writes stays, so the folder may hold a segment per client more."""
 
     @field_validator("payload")
     @classmethod
@@ -109,8 +111,8 @@ class Recorder(OperationMiddleware):
     """Records what one client does. List it before `wire_guard`, whose checksums are not recorded.
 
     Every put, read, claim, ack, nack, clear and registration is recorded when it has ended, also one that failed; a
-    claim that waits once, when it ends. A full disk ends no operation: what could not be recorded is counted, and the
-    next line says so.
+    claim that waits once, when it ends. Of claims for the same that get nothing one after the other, the first one is.
+    A full disk ends no operation: what could not be recorded is counted, and the next line says so.
 
     Args:
         options: As `RecorderConfig`.
@@ -129,6 +131,9 @@ class Recorder(OperationMiddleware):
         self._wire = WireFormat()
         self._num_lost = 0
         self._failed = False
+        self._pid = os.getpid()
+        # partition and task -> what the last claim asked for, if it got nothing
+        self._empty: dict[tuple[str, str], tuple[list[str], Any]] = {}
 
     def start(self, context: MiddlewareContext) -> None:
         """Begins a segment.
@@ -137,7 +142,7 @@ class Recorder(OperationMiddleware):
             UnsupportedOperationError: The folder has a recording of another version.
             BackendUnavailableError: It cannot be written.
         """
-        self._wire = context.wire
+        self._wire, self._pid = context.wire, os.getpid()
         folder = self.config.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -163,11 +168,14 @@ class Recorder(OperationMiddleware):
         with self._lock:
             segment, self._segment = self._segment, None
             if segment is not None:
+                if self._num_lost:
+                    with suppress(OSError):  # the disk is still full
+                        segment.append({"op": "lost", "lines": self._num_lost}, b"")
                 segment.close()
 
     def note_step(self, step: int, values: Mapping[str, float]) -> None:
         """Records it."""
-        self._append(step_line(step, values), b"")
+        self._append({"op": "step", "step": int(step), "values": finite(values)}, b"")
 
     def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
         """Records an operation that is no put."""
@@ -218,8 +226,8 @@ class Recorder(OperationMiddleware):
         return more, block
 
     def _note(self, request: Any, more: Mapping[str, Any], block: bytes, event: OperationEvent, reply: Any) -> None:
-        if not event.n_keys and event.status == "ok" and event.op == "claim" and not reply.exhausted:
-            return  # one that waits asks often
+        if event.op == "claim" and event.status == "ok" and not self._tells(request, event, reply):
+            return
         line = line_of(event, event.sample_ids)
         line |= {name: getattr(request, name) for name in _OF_REQUEST.get(event.op, ())}
         if event.op == "claim" and reply is not None:
@@ -233,10 +241,24 @@ class Recorder(OperationMiddleware):
             line |= more
         self._append(line, block if event.status == "ok" else b"")
 
+    def _tells(self, request: ClaimRequest, event: OperationEvent, reply: Claim) -> bool:
+        """Whether a claim is worth a line. Those that get nothing come often: the first of several alike is."""
+        asked = (request.required_fields, request.tag_filter)
+        key = request.partition_id, request.task_name
+        if reply.answered:
+            self._empty.pop(key, None)
+            return True
+        if event.waits or self._empty.get(key) == asked:
+            return False
+        if len(self._empty) >= _MOST_EMPTY:
+            self._empty.clear()
+        self._empty[key] = asked
+        return True
+
     def _append(self, line: Mapping[str, Any], block: bytes) -> None:
         with self._lock:
             segment = self._segment
-            if segment is None:
+            if segment is None or self._pid != os.getpid():  # a fork must not write into its parent's file
                 return
             try:
                 if segment.size_bytes >= _segment_bytes(self.config.max_bytes):
@@ -263,6 +285,7 @@ class _Segment:
         self._rows: int | None = None
         self._rows_end = 0
         self._lines = LineFile(folder / (name + LINES_SUFFIX), shared=False, sealed=True)
+        self._lines.hold()
         self._lines.write({"op": "begin", "format": FORMAT, "version": VERSION, **about, "segment": number})
 
     @property
@@ -345,11 +368,11 @@ def _drop_oldest(folder: Path, max_bytes: int) -> None:
                 files[path.name] = path.stat()
     total = sum(found.st_size for found in files.values())
     names = sorted(name.removesuffix(LINES_SUFFIX) for name in files if name.endswith(LINES_SUFFIX))
-    newest = {name.rpartition("-")[0]: name for name in names}
-    closed = [name for name in names if newest[name.rpartition("-")[0]] != name]
-    for name in sorted(closed, key=lambda name: files[name + LINES_SUFFIX].st_mtime):
+    for name in sorted(names, key=lambda name: files[name + LINES_SUFFIX].st_mtime):
         if total <= max_bytes:
             break
+        if is_held(folder / (name + LINES_SUFFIX)):
+            continue
         size = sum(files[name + suffix].st_size for suffix in (LINES_SUFFIX, ROWS_SUFFIX) if name + suffix in files)
         until = round(files[name + LINES_SUFFIX].st_mtime, 6)
         note = LineFile(folder / DROPPED, sealed=True)

@@ -202,6 +202,7 @@ class Recording:
             names = sorted(
                 path.stem for path in self.folder.glob("*" + LINES_SUFFIX) if SEGMENT_NAME.fullmatch(path.stem)
             )
+            self.dropped = self._read_dropped()  # after the names: what is deleted is noted before
             self._segments: dict[str, list[str]] = {}
             for name in names:
                 self._segments.setdefault(name.rpartition("-")[0], []).append(name)
@@ -316,7 +317,10 @@ class Recording:
     def _begun(self, names: Sequence[str]) -> Writer | None:
         """The client of segments. None if it was killed before it had written."""
         for name in names:
-            first, _, rest = read_regular(self.folder / (name + LINES_SUFFIX)).partition(b"\n")
+            data = self._lines_of(name)
+            if data is None:
+                continue
+            first, _, rest = data.partition(b"\n")
             text = unsealed(first)
             if text is None and not rest and name == names[-1]:
                 self.remarks.append(f"Segment {name} has no whole line: its client was killed when it began it.")
@@ -344,7 +348,9 @@ class Recording:
         """The records of a client, each with its time, or that of one before it if the clock was set back."""
         latest, names = 0.0, self._segments[client]
         for name in names:
-            data = read_regular(self.folder / (name + LINES_SUFFIX))
+            data = self._lines_of(name)
+            if data is None:
+                continue
             *lines, tail = data.split(b"\n")
             if tail:
                 lines.append(tail)
@@ -369,9 +375,6 @@ class Recording:
     def _record(self, text: bytes, client: str, name: str, number: int) -> Record:
         try:
             held = json.loads(text)
-            if held["op"] == "step":
-                names = ("at", "op", "step")
-                held = {**{each: held[each] for each in names}, "values": {k: held[k] for k in held if k not in names}}
             about = {"client": self._writers[client], "segment": name, "line": number}
             record = msgspec.convert({**held, **about}, Record)
             sizes = {len(bytes.fromhex(digests)) for digests in record.digests.values()}
@@ -384,6 +387,16 @@ class Recording:
                 f"line {number} of segment {name} in '{self.folder}' is no record: {error}."
             ) from error
         return record
+
+    def _lines_of(self, name: str) -> bytes | None:
+        """The lines of a segment. None if it was deleted to keep ``max_bytes`` meanwhile."""
+        try:
+            return read_regular(self.folder / (name + LINES_SUFFIX))
+        except FileNotFoundError:
+            self.dropped = self._read_dropped()
+            if name not in (each.name for each in self.dropped):
+                raise
+            return None
 
     def _read_dropped(self) -> list[DroppedSegment]:
         path = self.folder / DROPPED

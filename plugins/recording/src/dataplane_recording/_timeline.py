@@ -71,7 +71,7 @@ class Registration:
                 for sample_id in record.ids:
                     self.puts.pop(sample_id, None)
                     self.tags.pop(sample_id, None)
-            case "claim" | "get_samples" if at < self.begin:
+            case "claim" | "get_samples" if at < self.begin or not (record.ids or record.exhausted):
                 pass
             case "register_partition":
                 self.is_finished |= self.first.record.num_samples is None and record.num_samples is not None

@@ -281,7 +281,7 @@ def test_a_damaged_byte_is_an_error_that_names_segment_line_and_step(folder):
 
 
 WRITES = """
-import sys, torch
+import sys, time, torch
 from dataplane_core import connect
 recorder = {"folder": sys.argv[1], "payload": "all", "max_bytes": int(sys.argv[3])}
 with connect({"backend": "noop", "role": sys.argv[2], "middleware": [{"recorder": recorder}]}) as client:
@@ -291,6 +291,7 @@ with connect({"backend": "noop", "role": sys.argv[2], "middleware": [{"recorder"
         ids = [f"{sys.argv[2]}{number}_{row}" for row in range(20)]
         client.put_samples(ids, "p", {"x": torch.full((20, 8), float(number))})
         client.clear_samples(ids, "p")
+        time.sleep(0.02 if sys.argv[2] == "killed" else 0)
 """
 
 

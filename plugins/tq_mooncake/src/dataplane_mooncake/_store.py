@@ -40,6 +40,8 @@ UNREACHABLE: Final = -900
 #: The transfer of a row failed. On a loaded machine this happened to 204 of 1,500 small rows although nothing was
 #: broken, so a transfer is tried again.
 TRANSFER_FAILED: Final = -800
+#: The transfers of a batch took longer than the master's lease on a row, 5 s unless the master is told otherwise.
+LEASE_EXPIRED: Final = -707
 _NOT_READY: Final = -703
 
 #: The variable that holds the lowest severity that glog writes; 3 is fatal.
@@ -350,6 +352,10 @@ class Store:
                     if TRANSFER_FAILED not in codes:
                         break
                     codes = self._engine.batch_get_into(list(keys[first:stop]), starts, expected)
+                for at, code in enumerate(codes):
+                    if code == LEASE_EXPIRED:  # alone, a row has a lease of its own
+                        call.check()
+                        (codes[at],) = self._engine.batch_get_into([keys[first + at]], [starts[at]], [expected[at]])
                 if codes != expected:
                     failed = [code for code, size in zip(codes, expected, strict=True) if code != size]
                     if set(failed) == {NOT_FOUND}:

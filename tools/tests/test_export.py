@@ -39,6 +39,7 @@ from dataplane_core.errors import (
 from dataplane_testkit._timing import STARTS_S, eventually
 from dataplane_tools import (
     _columns,
+    _follow as follow_module,
     _portions as portions_module,
     _shards as shards_module,
     commands,
@@ -704,7 +705,7 @@ def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypa
     claim, real, claims, ended = client.claim_meta, getattr(client, call), [], []
 
     def noted(*arguments, **options):
-        claims.append(claim(*arguments, **options))
+        claims.append(claim(*arguments, **options | {"lease_s": 3600.0}))
         return claims[-1]
 
     def expires_first(*arguments, **options):
@@ -714,9 +715,35 @@ def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypa
 
     monkeypatch.setattr(client, "claim_meta", noted)
     monkeypatch.setattr(client, call, expires_first)
-    assert follow_partition(client, "p", tmp_path / "out", task="export").num_rows == 6
+    monkeypatch.setattr(follow_module, "_LEASE_MARGIN_S", -7200.0)  # it takes them for over
+    assert follow_partition(client, "p", tmp_path / "out", task="export", every_s=3600.0).num_rows == 6
     assert ended
     assert client.is_finished("p", ["export"])
+
+
+@pytest.mark.parametrize("put_again", [False, True])
+@pytest.mark.parametrize("call", ["ack", "claim_meta"], ids=["after their shard", "while it is filled"])
+def test_rows_that_are_cleared_before_their_ack_do_not_keep_the_others(client, tmp_path, monkeypatch, call, put_again):
+    real, calls = getattr(client, call), []
+
+    def cleared_first(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == (1 if call == "ack" else 2):
+            client.clear_samples(["s3"], "p")
+            if put_again:
+                client.put_samples(["s3"], "p", {"x": torch.tensor([30])})
+        return real(*arguments, **options)
+
+    client.register_partition("p", ["x"], None, [])
+    client.put_samples([f"s{number}" for number in range(6)], "p", {"x": torch.arange(6)})
+    client.finish_partition("p")
+    monkeypatch.setattr(client, call, cleared_first)
+    done = follow_partition(client, "p", tmp_path / "out", task="export", every_s=3600.0)
+    assert [row["x"] for row in rows(tmp_path / "out")] == [*range(6), *([30] * put_again)]
+    assert done.num_left == 0
+    assert client.is_finished("p", ["export"])
+    manifest = json.loads((tmp_path / "out" / ".export.json").read_text())
+    assert manifest["num_acked"] == len(manifest["shards"])  # a restart need not read their ids
 
 
 @pytest.mark.parametrize("when", ["before a claim", "after it"])

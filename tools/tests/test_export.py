@@ -419,7 +419,7 @@ def test_messages_of_kept_turns_of_lists_and_of_tokens(client, tmp_path, monkeyp
 
     client.register_partition("tokens", ["input_ids", "token_mask"], None, [])
     client.put_samples(["a"], "tokens", {"input_ids": [list(b"2+2?4")], "token_mask": [[0, 0, 0, 0, 1]]})
-    with pytest.raises(InvalidRequestError, match="'a' has no kept turns"):
+    with pytest.raises(InvalidRequestError, match=r"no kept turns .* and no --tokenizer was named"):
         export_partition(client, "tokens", tmp_path / "tokens", messages=True)
     monkeypatch.syspath_prepend(Path(__file__).parent)
     export_partition(client, "tokens", tmp_path / "tokens", messages=True, tokenizer="test_export:tokenizer_of")
@@ -429,7 +429,7 @@ def test_messages_of_kept_turns_of_lists_and_of_tokens(client, tmp_path, monkeyp
     client.put_samples(["b"], "tokens", {"input_ids": [[50]], "token_mask": [[0]]})
     client.register_partition("text", ["input_ids"], None, [])
     client.put_samples(["a"], "text", {"input_ids": [[50]]})
-    with pytest.raises(InvalidRequestError, match="neither turns nor a mask"):
+    with pytest.raises(InvalidRequestError, match=r"no kept turns .* and no mask"):
         export_partition(client, "text", tmp_path / "text", messages=True, tokenizer="test_export:tokenizer_of")
 
 
@@ -464,7 +464,7 @@ def test_no_chat_lacks_its_answer(client, tmp_path, monkeypatch, columns, chat):
         export_partition(client, "p", tmp_path / "out", **options)
         assert chats(tmp_path / "out") == [chat]
     else:
-        with pytest.raises(InvalidRequestError, match="'a' has neither turns nor a mask"):
+        with pytest.raises(InvalidRequestError, match=r"none of 1 rows is a chat. The first one has no kept turns"):
             export_partition(client, "p", tmp_path / "out", **options)
 
 
@@ -517,8 +517,29 @@ def test_a_chat_may_end_with_a_tool_call_that_has_a_name(client, tmp_path):
     export_partition(client, "p", tmp_path / "out", messages=True)
     assert chats(tmp_path / "out") == [[USER, {**ASKS, "tool_calls": [called("add")]}]]
     client.put_samples(["b"], "p", {"chat": object_column([[USER, {**ASKS, "tool_calls": [{"arguments": {}}]}]])})
-    with pytest.raises(InvalidRequestError, match=r"sample 'b' has a tool call without a name: .\"arguments\":"):
-        export_partition(client, "p", tmp_path / "other", messages=True)
+    client.put_samples(["c"], "p", {"chat": object_column([[USER]])})
+    for export in (export_partition, partial(follow_partition, idle_s=0.0)):
+        done = export(client, "p", tmp_path / type(export).__name__, messages=True)
+        assert (done.num_rows, done.num_left) == (1, 0)
+        lacks = "no kept turns with one of the role 'assistant'"
+        assert done.no_chat == {"a tool call without a name": 1, lacks: 1}
+    client.clear_samples(["a"], "p")
+    for number, export in enumerate((export_partition, partial(follow_partition, idle_s=0.0))):
+        with pytest.raises(
+            InvalidRequestError, match=r"none of 2 rows is a chat. The first one has a tool call without"
+        ):
+            export(client, "p", tmp_path / f"none-{number}", messages=True)
+
+
+def test_contents_in_parts_and_numbers_that_json_lacks(client, tmp_path):
+    text, image = {"type": "text", "text": "2+2?"}, {"type": "image"}
+    asks = {**ASKS, "tool_calls": [{"name": "add", "arguments": '{"a": NaN, "b": 1e999}'}]}
+    logs = [[{**USER, "content": parts}, asks] for parts in ([text], [image, text])]
+    client.register_partition("p", ["chat"], None, [])
+    client.put_samples(["a", "b"], "p", {"chat": object_column(logs)})
+    export_partition(client, "p", tmp_path / "out", messages=True)
+    answer = {**ASKS, "tool_calls": [called("add", a="nan", b="inf")]}
+    assert chats(tmp_path / "out") == [[USER, answer], [{**USER, "content": [image, text]}, answer]]
 
 
 # --- import -----------------------------------------------------------------------------------------------------------

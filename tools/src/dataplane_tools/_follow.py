@@ -198,13 +198,14 @@ class _Follower:
                 self._client.nack(meta)
             raise
         self._pending.append((ends_at, meta))
-        if self._portions.shards.is_full or not self._portions.shards.num_open_rows:
+        if self._portions.shards.is_full or not (self._portions.shards.num_open_rows or self._portions.no_chat):
             self._flush()
 
     def _flush(self) -> None:
         """Brings what was written to the disk, and acks it."""
         if not self._pending:
             return
+        self._portions.check_chats()
         self._portions.shards.complete()
         for ends_at, meta in self._pending:
             lost = self._ack(meta)

@@ -849,7 +849,7 @@ def test_a_shard_that_cannot_be_written_ends_quietly(written, tmp_path, monkeypa
     full = lambda path, mode: io.BufferedWriter(Full(path, mode))  # noqa: E731
     monkeypatch.setattr(shards_module, "open", full, raising=False)
     with pytest.raises(SaveError, match="no space left"):
-        follow_partition(written, "p", tmp_path / "out")
+        follow_partition(written, "p", tmp_path / "out", every_s=0.05)
     gc.collect()
     assert not unraisable
     monkeypatch.undo()
@@ -901,6 +901,26 @@ def test_rows_that_a_kill_left_without_an_ack_are_not_written_twice(client, tmp_
     client.put_samples(["c"], "p", {"x": torch.ones(1)})
     assert follow(client, tmp_path / "out") == 3
     assert [row["sample_id"] for row in rows(tmp_path / "out")] == ["a", "b", "c"]
+
+
+def test_rows_that_came_one_by_one_are_one_row_group(client, tmp_path, monkeypatch):
+    claim = client.claim_meta
+
+    def puts_first(*arguments, **options):
+        number = client.describe("p").num_samples
+        if number < 6:
+            client.put_samples([f"s{number}"], "p", {"x": [[number] * (number + 1)]})
+        return claim(*arguments, **options)
+
+    client.register_partition("p", ["x"], 6, [])
+    monkeypatch.setattr(client, "claim_meta", puts_first)
+    assert follow(client, tmp_path / "out") == 6
+    assert [row["x"] for row in rows(tmp_path / "out")] == [[number] * (number + 1) for number in range(6)]
+    assert parquet.ParquetFile(tmp_path / "out" / "part-00000.parquet").num_row_groups == 1
+    monkeypatch.setattr(shards_module, "_GROUP_ROWS", 4)
+    assert follow(client, tmp_path / "more") == 6
+    export_partition(client, "p", tmp_path / "all")
+    assert rows(tmp_path / "more") == rows(tmp_path / "all") == rows(tmp_path / "out")
 
 
 def test_follow_says_how_many_were_left(client, tmp_path):

@@ -875,6 +875,7 @@ def test_follow_waits_for_the_fields_of_its_condition(client, tmp_path):
     client.put_samples(["a", "b"], "p", {"reward": torch.tensor([1.0, 0.0])})
     assert follow(client, tmp_path / "out", fields=["x"], where="reward > 0") == 1
     assert rows(tmp_path / "out") == [{"sample_id": "a", "tags": "{}", "x": 1.0}]
+    assert follow(client, tmp_path / "later", fields=["x"], where="later > 0") == 0
 
 
 def test_an_id_that_is_put_again_is_followed_again(client, tmp_path):

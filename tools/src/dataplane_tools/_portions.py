@@ -76,7 +76,7 @@ class Portions:
         required: The fields that a row is to have.
         where: The condition of ``what``.
         rows: The samples of the partition.
-        found: Those that meet the condition. Without one, they are not looked for.
+        found: Those that meet the condition. Without one, or with a task, they are not looked for.
         shards: The folder.
         num_gone: Samples that were gone when they were to be read.
         num_rows: How many rows to write next.
@@ -118,7 +118,8 @@ class Portions:
         self.where = None if what["where"] is None else parse_where(what["where"])
         self._decode = None if tokenizer is None else Tokenizer(tokenizer, skip_special=True).decode
         self.rows = Rows(client, partition_id)
-        self.found: Tags = self.rows.find(where=self.where).tags if self.where is not None else {}
+        looks = self.where is not None and what["task"] is None  # later rows may have what a condition names
+        self.found: Tags = self.rows.find(where=self.where).tags if looks else {}
         registration = found.info.registration()
         registration["consumer_tasks"] = [each for each in registration["consumer_tasks"] if each != what["task"]]
         head = {"partition_id": partition_id, "epoch": found.info.epoch, "registration": registration, "what": what}

@@ -39,6 +39,7 @@ from dataplane_core.errors import (
 from dataplane_testkit._timing import STARTS_S, eventually
 from dataplane_tools import (
     _columns,
+    _follow as follow_module,
     _portions as portions_module,
     _shards as shards_module,
     commands,
@@ -418,7 +419,7 @@ def test_messages_of_kept_turns_of_lists_and_of_tokens(client, tmp_path, monkeyp
 
     client.register_partition("tokens", ["input_ids", "token_mask"], None, [])
     client.put_samples(["a"], "tokens", {"input_ids": [list(b"2+2?4")], "token_mask": [[0, 0, 0, 0, 1]]})
-    with pytest.raises(InvalidRequestError, match="'a' has no kept turns"):
+    with pytest.raises(InvalidRequestError, match=r"no kept turns .* and no --tokenizer was named"):
         export_partition(client, "tokens", tmp_path / "tokens", messages=True)
     monkeypatch.syspath_prepend(Path(__file__).parent)
     export_partition(client, "tokens", tmp_path / "tokens", messages=True, tokenizer="test_export:tokenizer_of")
@@ -428,7 +429,7 @@ def test_messages_of_kept_turns_of_lists_and_of_tokens(client, tmp_path, monkeyp
     client.put_samples(["b"], "tokens", {"input_ids": [[50]], "token_mask": [[0]]})
     client.register_partition("text", ["input_ids"], None, [])
     client.put_samples(["a"], "text", {"input_ids": [[50]]})
-    with pytest.raises(InvalidRequestError, match="neither turns nor a mask"):
+    with pytest.raises(InvalidRequestError, match=r"no kept turns .* and no mask"):
         export_partition(client, "text", tmp_path / "text", messages=True, tokenizer="test_export:tokenizer_of")
 
 
@@ -463,7 +464,7 @@ def test_no_chat_lacks_its_answer(client, tmp_path, monkeypatch, columns, chat):
         export_partition(client, "p", tmp_path / "out", **options)
         assert chats(tmp_path / "out") == [chat]
     else:
-        with pytest.raises(InvalidRequestError, match="'a' has neither turns nor a mask"):
+        with pytest.raises(InvalidRequestError, match=r"none of 1 rows is a chat. The first one has no kept turns"):
             export_partition(client, "p", tmp_path / "out", **options)
 
 
@@ -516,8 +517,29 @@ def test_a_chat_may_end_with_a_tool_call_that_has_a_name(client, tmp_path):
     export_partition(client, "p", tmp_path / "out", messages=True)
     assert chats(tmp_path / "out") == [[USER, {**ASKS, "tool_calls": [called("add")]}]]
     client.put_samples(["b"], "p", {"chat": object_column([[USER, {**ASKS, "tool_calls": [{"arguments": {}}]}]])})
-    with pytest.raises(InvalidRequestError, match=r"sample 'b' has a tool call without a name: .\"arguments\":"):
-        export_partition(client, "p", tmp_path / "other", messages=True)
+    client.put_samples(["c"], "p", {"chat": object_column([[USER]])})
+    for export in (export_partition, partial(follow_partition, idle_s=0.0)):
+        done = export(client, "p", tmp_path / type(export).__name__, messages=True)
+        assert (done.num_rows, done.num_left) == (1, 0)
+        lacks = "no kept turns with one of the role 'assistant'"
+        assert done.no_chat == {"a tool call without a name": 1, lacks: 1}
+    client.clear_samples(["a"], "p")
+    for number, export in enumerate((export_partition, partial(follow_partition, idle_s=0.0))):
+        with pytest.raises(
+            InvalidRequestError, match=r"none of 2 rows is a chat. The first one has a tool call without"
+        ):
+            export(client, "p", tmp_path / f"none-{number}", messages=True)
+
+
+def test_contents_in_parts_and_numbers_that_json_lacks(client, tmp_path):
+    text, image = {"type": "text", "text": "2+2?"}, {"type": "image"}
+    asks = {**ASKS, "tool_calls": [{"name": "add", "arguments": '{"a": NaN, "b": 1e999}'}]}
+    logs = [[{**USER, "content": parts}, asks] for parts in ([text], [image, text])]
+    client.register_partition("p", ["chat"], None, [])
+    client.put_samples(["a", "b"], "p", {"chat": object_column(logs)})
+    export_partition(client, "p", tmp_path / "out", messages=True)
+    answer = {**ASKS, "tool_calls": [called("add", a="nan", b="inf")]}
+    assert chats(tmp_path / "out") == [[USER, answer], [{**USER, "content": [image, text]}, answer]]
 
 
 # --- import -----------------------------------------------------------------------------------------------------------
@@ -704,7 +726,7 @@ def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypa
     claim, real, claims, ended = client.claim_meta, getattr(client, call), [], []
 
     def noted(*arguments, **options):
-        claims.append(claim(*arguments, **options))
+        claims.append(claim(*arguments, **options | {"lease_s": 3600.0}))
         return claims[-1]
 
     def expires_first(*arguments, **options):
@@ -714,9 +736,35 @@ def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypa
 
     monkeypatch.setattr(client, "claim_meta", noted)
     monkeypatch.setattr(client, call, expires_first)
-    assert follow_partition(client, "p", tmp_path / "out", task="export").num_rows == 6
+    monkeypatch.setattr(follow_module, "_LEASE_MARGIN_S", -7200.0)  # it takes them for over
+    assert follow_partition(client, "p", tmp_path / "out", task="export", every_s=3600.0).num_rows == 6
     assert ended
     assert client.is_finished("p", ["export"])
+
+
+@pytest.mark.parametrize("put_again", [False, True])
+@pytest.mark.parametrize("call", ["ack", "claim_meta"], ids=["after their shard", "while it is filled"])
+def test_rows_that_are_cleared_before_their_ack_do_not_keep_the_others(client, tmp_path, monkeypatch, call, put_again):
+    real, calls = getattr(client, call), []
+
+    def cleared_first(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == (1 if call == "ack" else 2):
+            client.clear_samples(["s3"], "p")
+            if put_again:
+                client.put_samples(["s3"], "p", {"x": torch.tensor([30])})
+        return real(*arguments, **options)
+
+    client.register_partition("p", ["x"], None, [])
+    client.put_samples([f"s{number}" for number in range(6)], "p", {"x": torch.arange(6)})
+    client.finish_partition("p")
+    monkeypatch.setattr(client, call, cleared_first)
+    done = follow_partition(client, "p", tmp_path / "out", task="export", every_s=3600.0)
+    assert [row["x"] for row in rows(tmp_path / "out")] == [*range(6), *([30] * put_again)]
+    assert done.num_left == 0
+    assert client.is_finished("p", ["export"])
+    manifest = json.loads((tmp_path / "out" / ".export.json").read_text())
+    assert manifest["num_acked"] == len(manifest["shards"])  # a restart need not read their ids
 
 
 @pytest.mark.parametrize("when", ["before a claim", "after it"])
@@ -801,7 +849,7 @@ def test_a_shard_that_cannot_be_written_ends_quietly(written, tmp_path, monkeypa
     full = lambda path, mode: io.BufferedWriter(Full(path, mode))  # noqa: E731
     monkeypatch.setattr(shards_module, "open", full, raising=False)
     with pytest.raises(SaveError, match="no space left"):
-        follow_partition(written, "p", tmp_path / "out")
+        follow_partition(written, "p", tmp_path / "out", every_s=0.05)
     gc.collect()
     assert not unraisable
     monkeypatch.undo()
@@ -827,6 +875,7 @@ def test_follow_waits_for_the_fields_of_its_condition(client, tmp_path):
     client.put_samples(["a", "b"], "p", {"reward": torch.tensor([1.0, 0.0])})
     assert follow(client, tmp_path / "out", fields=["x"], where="reward > 0") == 1
     assert rows(tmp_path / "out") == [{"sample_id": "a", "tags": "{}", "x": 1.0}]
+    assert follow(client, tmp_path / "later", fields=["x"], where="later > 0") == 0
 
 
 def test_an_id_that_is_put_again_is_followed_again(client, tmp_path):
@@ -853,6 +902,26 @@ def test_rows_that_a_kill_left_without_an_ack_are_not_written_twice(client, tmp_
     client.put_samples(["c"], "p", {"x": torch.ones(1)})
     assert follow(client, tmp_path / "out") == 3
     assert [row["sample_id"] for row in rows(tmp_path / "out")] == ["a", "b", "c"]
+
+
+def test_rows_that_came_one_by_one_are_one_row_group(client, tmp_path, monkeypatch):
+    claim = client.claim_meta
+
+    def puts_first(*arguments, **options):
+        number = client.describe("p").num_samples
+        if number < 6:
+            client.put_samples([f"s{number}"], "p", {"x": [[number] * (number + 1)]})
+        return claim(*arguments, **options)
+
+    client.register_partition("p", ["x"], 6, [])
+    monkeypatch.setattr(client, "claim_meta", puts_first)
+    assert follow(client, tmp_path / "out") == 6
+    assert [row["x"] for row in rows(tmp_path / "out")] == [[number] * (number + 1) for number in range(6)]
+    assert parquet.ParquetFile(tmp_path / "out" / "part-00000.parquet").num_row_groups == 1
+    monkeypatch.setattr(shards_module, "_GROUP_ROWS", 4)
+    assert follow(client, tmp_path / "more") == 6
+    export_partition(client, "p", tmp_path / "all")
+    assert rows(tmp_path / "more") == rows(tmp_path / "all") == rows(tmp_path / "out")
 
 
 def test_follow_says_how_many_were_left(client, tmp_path):

@@ -90,6 +90,51 @@ def test_generators_whose_phases_cross_leave_nothing_behind(phases, within):
         assert names(phases) == ["after"]
 
 
+def told(phases):
+    return [(each.name, list(each.groups)) for each in phases.told(0.0)]
+
+
+def test_a_phase_has_no_groups_of_one_that_has_ended(phases, within):
+    first, second = within("first", "q1"), within("second", "q2")
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    with within("decode"):
+        assert told(phases) == [("decode", ["q2"])]
+    second.__exit__(None, None, None)
+    with within("score"):
+        assert told(phases) == [("score", [])]
+
+
+def test_a_task_that_outlives_its_phase_has_none_of_its_groups(phases, within):
+    async def main():
+        leave = asyncio.Event()
+
+        async def upload():
+            with within("upload"):
+                assert told(phases) == [("upload", ["q1"])]
+                await leave.wait()
+                assert told(phases) == [("upload", [])]
+            with within("log"):
+                assert told(phases) == [("log", [])]
+            assert told(phases) == []
+
+        with within("generate", "q1"):
+            task = asyncio.create_task(upload())
+            await asyncio.sleep(0)
+        leave.set()
+        await task
+
+    asyncio.run(main())
+
+
+def test_a_phase_may_be_begun_again(phases, within):
+    phase = within("generate", "q1")
+    for _ in range(2):
+        with phase, phase:
+            assert told(phases) == [("generate", ["q1"])]
+        assert told(phases) == []
+
+
 async def _close(generator):
     generator.close()
 

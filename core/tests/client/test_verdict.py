@@ -285,6 +285,14 @@ def test_two_tasks_that_wait_for_each_other():
     assert "writes 'y', and waits for samples of its task 'one' itself." in told.text
 
 
+@pytest.mark.parametrize("fate", ["gone", "closed", "silent"])
+def test_an_export_that_ended_is_not_starved(fate):
+    for task, state in (("export", "idle"), ("export-1f0c9a2b", "idle"), ("exporters", "starved")):
+        ended = client("dataplane", claims(task), state=fate, heard_s=90.0)
+        told = verdict(partition(tasks=(task,)), ended, task=task)
+        assert (told.state, told.cause) == (state, fate)
+
+
 def test_who_closed_a_moment_ago_may_be_followed_by_another():
     just = replace(ENDED, heard_s=0.2)
     for facts in ({}, LACKING, PASSED, LEASED):

@@ -127,8 +127,10 @@ def _told(folder: str, partition_id: str, done: Exported) -> int:
     print(printable(f"{folder}: {done.num_rows} rows of {partition_id} in {shards}, {size_text(done.size_bytes)}"))
     for name, count in done.lacking.items():
         print(printable(f"{count} were left out, which lack '{name}' (--partial takes them)"))
+    for what, count in done.no_chat.items():
+        print(printable(f"{count} were left out, which are no chats: they have {what}"))
     if done.num_gone:
         print(f"{done.num_gone} were cleared meanwhile, or their payload is lost")
     if done.num_left:
-        print(f"{done.num_left} were left, which are not finished, or lack members of their group")
+        print(f"{done.num_left} were left, which were not given to it yet")
     return 0

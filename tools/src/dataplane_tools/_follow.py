@@ -91,6 +91,7 @@ class _Follower:
 
     def __init__(self, portions: Portions, every_s: float) -> None:
         self._portions, self._every_s = portions, every_s
+        self._lease_s = 2 * every_s + _LEASE_MARGIN_S
         self._client, self._partition_id = portions.client, portions.partition_id
         self._task: str = portions.shards.manifest["what"]["task"]
         found = self._client.describe(self._partition_id)
@@ -99,10 +100,9 @@ class _Follower:
         also = [name for name in (where.names if where else ()) if name in (*found.info.fields, *found.specs)]
         self._required = list(dict.fromkeys([*portions.required, *also]))
         self._group_size = found.info.grpo_group_size
-        self._pending: list[KVBatchMeta] = []  # looked at, and not acked
-        self._written: set[str] = (
-            set()
-        )  # in a shard, and not acked: also if their lease ended, and they are given again
+        self._pending: list[tuple[float, KVBatchMeta]] = []  # looked at, and not acked; when their leases end
+        self._written: set[str] = set()  # those of them that are in the open shard
+        self._late: set[str] = set()  # in a complete shard, but their lease ran out: they are given again
         self._first = 0.0  # when the first of the pending ones was given
         self.num_left = 0
 
@@ -112,11 +112,11 @@ class _Follower:
         shards, last = self._portions.shards, time.monotonic()
         try:
             while not stop.is_set():
-                meta = self._claimed()
+                asked, meta = time.monotonic(), self._claimed()
                 now = time.monotonic()
                 if meta is not None and meta.size:
                     last = now
-                    self._write(meta, now)
+                    self._write(meta, asked + self._lease_s, now)
                 else:
                     if meta is not None:  # all are written, and given
                         self._flush()
@@ -178,16 +178,17 @@ class _Follower:
         """Samples that are finished. Empty: there will be none. None: there was none for a while."""
         unit = self._group_size or 1
         claim = partial(self._client.claim_meta, self._partition_id, self._task, self._required)
-        lease_s = 2 * self._every_s + _LEASE_MARGIN_S
-        meta = claim(max(1, self._portions.num_rows // unit) * unit, blocking=False, lease_s=lease_s)
+        meta = claim(max(1, self._portions.num_rows // unit) * unit, blocking=False, lease_s=self._lease_s)
         with suppress(ClaimTimeoutError):
-            return meta if meta.size else claim(unit, timeout_s=_WAIT_S, lease_s=lease_s)
+            return meta if meta.size else claim(unit, timeout_s=_WAIT_S, lease_s=self._lease_s)
         return None
 
-    def _write(self, meta: KVBatchMeta, now: float) -> None:
+    def _write(self, meta: KVBatchMeta, ends_at: float, now: float) -> None:
+        if not self._written.isdisjoint(meta.sample_ids):  # given again, or put again: an ack tells
+            self._flush()
         self._first = self._first if self._pending else now
         tags = zip(meta.sample_ids, meta.tags or ({},) * meta.size, strict=True)
-        rows: Tags = {sample_id: row for sample_id, row in tags if sample_id not in self._written}
+        rows: Tags = {sample_id: row for sample_id, row in tags if sample_id not in self._late}
         if self._portions.where is not None:
             rows = self._portions.rows.matching(self._portions.where, rows)
         try:
@@ -196,17 +197,36 @@ class _Follower:
             with suppress(DataPlaneError):  # they may be of the former registration
                 self._client.nack(meta)
             raise
-        self._pending.append(meta)
-        if self._portions.shards.is_full or not self._portions.shards.num_open_rows:
+        self._pending.append((ends_at, meta))
+        if self._portions.shards.is_full or not (self._portions.shards.num_open_rows or self._portions.no_chat):
             self._flush()
 
     def _flush(self) -> None:
         """Brings what was written to the disk, and acks it."""
+        if not self._pending:
+            return
+        self._portions.check_chats()
         self._portions.shards.complete()
-        for meta in self._pending:
-            with suppress(LeaseExpiredError):  # it was stopped for long
-                self._client.ack(meta)
-                self._written.difference_update(meta.sample_ids)
-        if self._pending and not self._written:
-            self._portions.shards.note_acked()
+        for ends_at, meta in self._pending:
+            lost = self._ack(meta)
+            again = {each for each in lost if each in self._written or each in self._late}
+            self._late.difference_update(meta.sample_ids)
+            if time.monotonic() >= ends_at:  # it was stopped for long; else they were cleared
+                self._late |= again
         self._pending.clear()
+        self._written.clear()
+        if self._late:
+            self._late.intersection_update(self._client.list_sample_ids(self._partition_id))
+        if not self._late:
+            self._portions.shards.note_acked()
+
+    def _ack(self, meta: KVBatchMeta) -> set[str]:
+        """Acks what is still leased. Returns the ids of the others."""
+        lost: set[str] = set()
+        while left := [place for place, sample_id in enumerate(meta.sample_ids) if sample_id not in lost]:
+            try:
+                self._client.ack(meta.subset(left))
+                break
+            except LeaseExpiredError as error:
+                lost.update(error.sample_ids or meta.sample_ids)
+        return lost

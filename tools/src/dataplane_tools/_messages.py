@@ -7,15 +7,15 @@ own, so that all rows have one type whatever the arguments of their calls are.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from dataplane_core.errors import InvalidRequestError
 from dataplane_core.spec import FieldSpec
 from dataplane_tools._columns import json_text, pa
 from dataplane_tools._rows import rows_of
-from dataplane_tools._sample import TEXT_FIELDS, TURNS, Decode, Part, is_chat, sample_of
+from dataplane_tools._sample import TEXT_FIELDS, TURNS, Decode, Part, is_chat, json_value, sample_of
 
 #: What the parts of a sample are in a chat, where nothing says their roles. What follows the prompt and was not
 #: generated came from the environment.
@@ -42,7 +42,7 @@ def messages_of(
     tags: Sequence[Mapping[str, Any]],
     cells: Mapping[str, tuple[Sequence[int], Any]],
     decode: Decode | None,
-) -> Any:
+) -> tuple[Any, Counter[str]]:
     """The Arrow column of the chats of rows.
 
     The turns are those that are kept: as ``turn_roles`` and ``turn_contents``, or as a list of messages, if one of them
@@ -54,15 +54,26 @@ def messages_of(
         cells: Field -> the places of the rows that have it, and their column.
         decode: The text of a list of token ids. None: there is no tokenizer.
 
-    Raises:
-        InvalidRequestError: A row has no turns, or a tool call without a name.
+    Returns:
+        The column, null where a row is no chat; and why those are none -> how many.
     """
     rows: list[dict[str, Any]] = [{} for _ in ids]
     for name, (places, column) in cells.items():
         for place, cell in zip(places, rows_of(column), strict=True):
             rows[place][name] = cell
-    chats = [_chat(*row, decode) for row in zip(ids, tags, rows, strict=True)]
-    return pa.array(chats, pa.list_(pa.string())).cast(pa.list_(pa.json_()))
+    chats: list[list[str] | None] = []
+    reasons: Counter[str] = Counter()
+    for row in zip(ids, tags, rows, strict=True):
+        try:
+            chats.append(_chat(*row, decode))
+        except _NoChatError as error:
+            chats.append(None)
+            reasons[str(error)] += 1
+    return pa.array(chats, pa.list_(pa.string())).cast(pa.list_(pa.json_())), reasons
+
+
+class _NoChatError(Exception):
+    """Why a row is no chat."""
 
 
 def _chat(sample_id: str, tags: Mapping[str, Any], cells: Mapping[str, Any], decode: Decode | None) -> list[str]:
@@ -75,36 +86,31 @@ def _chat(sample_id: str, tags: Mapping[str, Any], cells: Mapping[str, Any], dec
         if not _has_answer(parts):  # the turns are those of the prompt alone
             parts = sample_of(sample_id, tags, without_turns, decode=decode).parts
     if not parts or any(part.role == "text" for part in parts):
-        what = "no kept turns" if decode is None else "neither turns nor a mask that tells prompt from answer"
-        raise InvalidRequestError(
-            f"sample '{sample_id}' has {what}, so it is no chat. Kept turns need one of the role 'assistant'.",
-            hint="Name a tokenizer: --tokenizer T." if decode is None and tokens else None,
-        )
-    return [json_text(_message(sample_id, part)) for part in parts]
+        what = "no kept turns with one of the role 'assistant'"
+        more = ", and no mask that tells prompt from answer" if decode is not None else ", and no --tokenizer was named"
+        raise _NoChatError(what + (more if tokens else ""))
+    return [json_text(_message(part)) for part in parts]
 
 
-def _message(sample_id: str, part: Part) -> dict[str, Any]:
+def _message(part: Part) -> dict[str, Any]:
     told = part.calls or {}
-    message: dict[str, Any] = {"role": _ROLES.get(part.role, part.role), "content": part.text}
+    message: dict[str, Any] = {"role": _ROLES.get(part.role, part.role), "content": told.get("content", part.text)}
     message |= {key: told[key] for key in _MORE if key in told}
     if _CALLS in told:
         calls = told[_CALLS] if isinstance(told[_CALLS], list) else [told[_CALLS]]
-        message[_CALLS] = [_tool_call(sample_id, call) for call in calls]
+        message[_CALLS] = [_tool_call(call) for call in calls]
     return message
 
 
-def _tool_call(sample_id: str, call: Any) -> dict[str, Any]:
+def _tool_call(call: Any) -> dict[str, Any]:
     """A call as chat templates take it. It may have been kept flat, or with its arguments as a text of JSON."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError(
-            f"sample '{sample_id}' has a tool call without a name: {json_text(call)[:200]}. Expected "
-            '{"name": ..., "arguments": {...}}, also as the "function" of a call.'
-        )
+        raise _NoChatError("a tool call without a name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # what a model wrote wrong stays as it is
-            arguments = json.loads(arguments)
+            arguments = json_value(json.loads(arguments))
     told = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     return {"id": call["id"], **told} if call.get("id") is not None else told
 
@@ -124,4 +130,7 @@ def _kept(sample_id: str, tags: Mapping[str, Any], cells: Mapping[str, Any]) -> 
 
 
 def _has_answer(parts: Sequence[Part]) -> bool:
-    return any(part.role == "assistant" and (part.text or _CALLS in (part.calls or {})) for part in parts)
+    return any(
+        part.role == "assistant" and (part.text or not {_CALLS, "content"}.isdisjoint(part.calls or ()))
+        for part in parts
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from dataplane_core.client import DataPlaneClient
@@ -47,8 +48,8 @@ class Exported:
         size_bytes: Their size.
         lacking: Field -> samples that were left out since they lack it. Empty for one that follows.
         num_gone: Samples that were cleared, or lost by the store, while they were read.
-        num_left: Of one that follows: samples of the partition that it was not given until it ended. They are not
-            finished, or lack members of their group.
+        num_left: Of one that follows: samples of the partition that it was not given until it ended.
+        no_chat: What rows lack that were left out since they are no chats -> how many they are.
     """
 
     num_rows: int
@@ -57,6 +58,7 @@ class Exported:
     lacking: Mapping[str, int]
     num_gone: int
     num_left: int = 0
+    no_chat: Mapping[str, int] = field(default_factory=dict)
 
 
 class Portions:
@@ -74,10 +76,11 @@ class Portions:
         required: The fields that a row is to have.
         where: The condition of ``what``.
         rows: The samples of the partition.
-        found: Those that meet the condition. Without one, they are not looked for.
+        found: Those that meet the condition. Without one, or with a task, they are not looked for.
         shards: The folder.
         num_gone: Samples that were gone when they were to be read.
         num_rows: How many rows to write next.
+        no_chat: What rows lack that are no chats -> how many they are.
 
     Raises:
         InvalidRequestError: There is no such field, tag or size, or `Shards` refuses the folder.
@@ -115,12 +118,14 @@ class Portions:
         self.where = None if what["where"] is None else parse_where(what["where"])
         self._decode = None if tokenizer is None else Tokenizer(tokenizer, skip_special=True).decode
         self.rows = Rows(client, partition_id)
-        self.found: Tags = self.rows.find(where=self.where).tags if self.where is not None else {}
+        looks = self.where is not None and what["task"] is None  # later rows may have what a condition names
+        self.found: Tags = self.rows.find(where=self.where).tags if looks else {}
         registration = found.info.registration()
         registration["consumer_tasks"] = [each for each in registration["consumer_tasks"] if each != what["task"]]
         head = {"partition_id": partition_id, "epoch": found.info.epoch, "registration": registration, "what": what}
         self.shards = Shards(folder, head, size, goes_on=what["task"] is not None)
         self.num_gone, self.num_rows = 0, _FIRST_ROWS
+        self.no_chat: Counter[str] = Counter()
         former = self.shards.former
         fields, tags = former.get("fields", {}), former.get("tags", {})
         #: The column of a field, and of a tag. Later shards keep it.
@@ -144,7 +149,8 @@ class Portions:
         self.shards.close()
 
     def end(self, lacking: Mapping[str, int] | None = None, num_left: int = 0) -> Exported:
-        """Completes the export."""
+        """Completes the export. Raises as `check_chats`."""
+        self.check_chats()
         self.shards.end()
         listed = self.shards.manifest["shards"]
         return Exported(
@@ -154,7 +160,21 @@ class Portions:
             lacking=lacking or {},
             num_gone=self.num_gone,
             num_left=num_left,
+            no_chat=self.no_chat,
         )
+
+    def check_chats(self) -> None:
+        """Refuses rows of which none is a chat.
+
+        Raises:
+            InvalidRequestError: No row that was read so far is a chat.
+        """
+        if self.no_chat and not (self.shards.num_open_rows or self.shards.manifest["shards"]):
+            count, what = self.no_chat.total(), next(iter(self.no_chat))
+            raise InvalidRequestError(
+                f"export refused: none of {count} rows is a chat. The first one has {what}.",
+                hint="docs/export.md says what a chat is taken from.",
+            )
 
     def know_tags(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Sets which tags have columns, if no shard has said it: those whose values have a common type."""
@@ -171,7 +191,7 @@ class Portions:
 
         Raises:
             StalePartitionError: The partition was registered anew.
-            InvalidTypeError, InvalidRequestError: As `arrow_of_items` and `messages_of`.
+            InvalidTypeError: As `arrow_of_items`.
             SaveError: They cannot be written.
         """
         found = read_there(self.client, self.partition_id, list(tags), self._read)
@@ -188,7 +208,8 @@ class Portions:
         }
         about: dict[str, Any] = {"fields": {}, "tags": {}, "absent": {}}
         if self._what["messages"]:
-            columns["messages"] = messages_of(ids, rows, cells, self._decode)
+            columns["messages"], reasons = messages_of(ids, rows, cells, self._decode)
+            self.no_chat.update(reasons)
             specs = {name: spec for name, spec in specs.items() if is_beside_messages(name, spec)}
         for name, spec in specs.items():
             title, (places, column) = self._title("field", name), cells[name]
@@ -201,7 +222,11 @@ class Portions:
             columns[title] = arrow.arrow_of_values([row.get(name) for row in rows], kind)
         table = pa.table(columns)
         self.num_rows = max(1, min(_MOST_ROWS, 4 * self.num_rows, _PORTION_BYTES * len(ids) // max(1, table.nbytes)))
-        self.shards.write(table, about)
+        if self._what["messages"] and table["messages"].null_count:
+            about["absent"] = {}  # the places are others
+            table = table.filter(table["messages"].is_valid())
+        if len(table):
+            self.shards.write(table, about)
         return ids
 
     def _title(self, kind: str, name: str) -> str:

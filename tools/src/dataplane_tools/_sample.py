@@ -233,6 +233,11 @@ def _turn(turn: Mapping[str, Any]) -> Part:
         turn, content = {**content, **turn}, content.get("content")
     empty = [key for key, value in turn.items() if value is None or (isinstance(value, list) and not value)]
     rest = {key: value for key, value in turn.items() if key not in ("role", "content", *empty)}
+    if isinstance(content, list) and content and all(isinstance(each, Mapping) and "type" in each for each in content):
+        if all(each["type"] == "text" and isinstance(each.get("text"), str) for each in content):
+            content = "".join(each["text"] for each in content)
+        else:  # as with images
+            rest["content"], content = content, None
     text = content if isinstance(content, str) else "" if content is None else json.dumps(json_value(content))
     return Part(role=str(turn.get("role", "")), text=text, calls=json_value(rest) if rest else None)
 

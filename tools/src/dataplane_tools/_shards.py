@@ -42,6 +42,8 @@ OWN_TASK: Final = ""
 SCHEMA_KEY: Final = b"dataplane"
 _SHARD: Final = re.compile(r"part-\d{5,}\.parquet")
 _PIECE_BYTES: Final = 1 << 20
+#: A row group is written once it has as many rows or bytes, before compression.
+_GROUP_ROWS, _GROUP_BYTES = 4096, 16 << 20
 
 
 class _Shard(TypedDict):
@@ -139,6 +141,8 @@ class Shards:
         self.folder = Path(folder)
         self._shard_bytes = shard_bytes
         self._writer: Any = None
+        self._group: list[Any] = []  # of the row group that is not written yet
+        self._left_rows = self._left_bytes = 0
         try:
             os.makedirs(self.folder, exist_ok=True)
             self._lock = _locked(self.folder)
@@ -231,7 +235,7 @@ class Shards:
         return {}
 
     def write(self, table: Any, about: Mapping[str, Any]) -> None:
-        """Adds rows to the shard, as a row group of their own. Another schema begins another shard.
+        """Adds rows to the shard. Another schema begins another shard.
 
         Args:
             table: The rows.
@@ -249,13 +253,23 @@ class Shards:
         try:
             if self._writer is None:
                 self._open(schema)
-            self._writer.write_table(table.replace_schema_metadata(schema.metadata), row_group_size=len(table) or None)
+            self._group.append(table.replace_schema_metadata(schema.metadata))
+            self._left_rows, self._left_bytes = self._left_rows - len(table), self._left_bytes - table.nbytes
+            if min(self._left_rows, self._left_bytes) <= 0:
+                self._write_group(self._writer)
         except (OSError, pa.ArrowException) as error:
             raise _not(f"'{self.folder}' cannot be written", error) from error
         for name, rows in absent.items():
             self._absent.setdefault(name, []).extend(self._rows + row for row in rows)
         self._rows += len(table)
         self._bytes += table.nbytes
+
+    def _write_group(self, writer: Any) -> None:
+        """Writes what was added since the last row group as one."""
+        if self._group:
+            group = pa.concat_tables(self._group)
+            writer.write_table(group, row_group_size=len(group) or None)
+        self._group, self._left_rows, self._left_bytes = [], _GROUP_ROWS, _GROUP_BYTES
 
     def _open(self, schema: Any) -> None:
         from pyarrow import parquet
@@ -265,6 +279,7 @@ class Shards:
         self._new = self._path.with_name(f".{self._path.name}.new")  # no pattern of a reader takes it
         self._schema, self._rows, self._bytes = schema, 0, 0
         self._absent: dict[str, list[int]] = {}
+        self._group, self._left_rows, self._left_bytes = [], _GROUP_ROWS, _GROUP_BYTES
         self._file = open(self._new, "wb")  # noqa: SIM115 # `complete` closes it, or `_abandon`
         # no dictionaries of numbers: they may hold one NaN for all
         strings = [field.name for field in schema if pa.types.is_large_string(field.type)]
@@ -283,6 +298,7 @@ class Shards:
             return
         writer, self._writer = self._writer, None
         try:
+            self._write_group(writer)
             writer.add_key_value_metadata({"dataplane_absent": json.dumps(self._absent)})
             writer.close()
             self._file.flush()

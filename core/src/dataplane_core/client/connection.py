@@ -191,7 +191,7 @@ class Connection:
             name: What the process does. Of a longer name, the first 80 letters are told.
             partition_id: The partition of ``groups``.
             groups: The groups whose samples the phase makes: what their ids have before the last ``_g``. Without any,
-                those of the phase around it.
+                those of the phase around it, while that lasts.
 
         Raises:
             InvalidTypeError, InvalidRequestError: A name is no str, or empty, or the groups have no partition.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
 
@@ -18,20 +16,52 @@ _MOST_LETTERS: Final = 80
 
 
 class _Phase:
-    """A phase that began now."""
+    """A phase that began now, within others, outermost first."""
 
-    __slots__ = ("began_at", "groups", "name", "outer", "partition_id")
+    __slots__ = ("around", "began_at", "groups", "has_ended", "name", "partition_id")
 
-    def __init__(self, name: str, partition_id: str, groups: list[str], outer: _Phase | None) -> None:
+    def __init__(self, name: str, partition_id: str, groups: list[str], around: tuple[_Phase, ...]) -> None:
         self.name = name[:_MOST_LETTERS]
         self.partition_id = partition_id
         self.groups = groups[:_MOST_GROUPS]
-        self.outer = outer
+        self.around = around
         self.began_at = time.monotonic()
+        self.has_ended = False
 
 
-#: The innermost phase of this thread or task, of any client.
-_INNERMOST: Final[ContextVar[_Phase | None]] = ContextVar("_INNERMOST", default=None)
+#: The phases of this thread or task, of any client, outermost first. Some may have ended, if a task outlived them.
+_WITHIN: Final[ContextVar[tuple[_Phase, ...]]] = ContextVar("_WITHIN", default=())
+
+
+def _still_open() -> tuple[_Phase, ...]:
+    return tuple(each for each in _WITHIN.get() if not each.has_ended)
+
+
+class Within:
+    """While a ``with`` of it lasts, this thread or task is in a phase. It may be used again."""
+
+    def __init__(self, phases: set[_Phase], name: str, partition_id: str, groups: list[str]) -> None:
+        self._phases, self._told = phases, (name, partition_id, groups)
+        self._begun: list[_Phase] = []
+
+    def __enter__(self) -> None:
+        around = _still_open()
+        phase = _Phase(*self._told, around)
+        self._begun.append(phase)
+        try:
+            self._phases.add(phase)
+            _WITHIN.set((*around, phase))
+        except BaseException:  # an interrupt
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        phase = self._begun.pop()
+        self._phases.discard(phase)
+        phase.has_ended = True
+        phase.around = ()  # else phases whose ends cross would hold each other
+        # not reset: ends may cross, and a generator may be closed in another context than it was begun in
+        _WITHIN.set(_still_open())
 
 
 class Phases:
@@ -40,32 +70,22 @@ class Phases:
     def __init__(self) -> None:
         self._open: set[_Phase] = set()
 
-    @contextmanager
-    def within(self, name: str, partition_id: str, groups: list[str]) -> Iterator[None]:
+    def within(self, name: str, partition_id: str, groups: list[str]) -> Within:
         """While the ``with`` lasts, this thread or task is in a phase."""
-        outer = _INNERMOST.get()
-        if outer is not None and not groups:
-            partition_id, groups = outer.partition_id, outer.groups
-        phase = _Phase(name, partition_id, groups, outer)
-        try:
-            self._open.add(phase)
-            _INNERMOST.set(phase)
-            yield
-        finally:
-            _INNERMOST.set(outer)  # not reset: a generator may be closed in another context than it was begun in
-            self._open.discard(phase)
-            phase.outer = None  # else phases whose ends cross would hold each other
+        return Within(self._open, name, partition_id, groups)
 
     def told(self, now: float) -> list[PhaseInfo]:
         """As they are announced: those that no other one is within, what began first first."""
         phases = list(self._open)
-        outer = {each.outer for each in phases}
+        outer = {each for phase in phases for each in phase.around}
         inner = [each for each in phases if each not in outer]
         found, left = [], _MOST_GROUPS
         for each in heapq.nsmallest(_MOST_PHASES, inner, lambda each: each.began_at):
-            groups = each.groups[:left]
+            makes = (some for some in (each, *reversed(each.around)) if some.groups and not some.has_ended)
+            made = next(makes, each)
+            groups = made.groups[:left]
             left -= len(groups)
             found.append(
-                PhaseInfo(name=each.name, running_s=now - each.began_at, partition_id=each.partition_id, groups=groups)
+                PhaseInfo(name=each.name, running_s=now - each.began_at, partition_id=made.partition_id, groups=groups)
             )
         return found

@@ -34,6 +34,8 @@ _PAUSES: Final = 5.0
 _REACH: Final = 2
 #: What numbers a name: ``step-3``, ``train_b``.
 _PLACE: Final = r"\d+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])"
+#: Tasks of exports: they look on, so that nobody who trains waits for one.
+_OBSERVER: Final = re.compile(r"export(-.*)?")
 #: Operations that wait for other clients.
 _WAITING: Final = ("claim_meta", "put_samples")
 
@@ -182,7 +184,10 @@ class _Judge:
         if (task, reach) not in self._verdicts:
             self._verdicts[task, reach] = None
             self._path.append(task)
-            self._verdicts[task, reach] = self._judged(*task, reach)
+            found = self._judged(*task, reach)
+            if found.state == "starved" and _OBSERVER.fullmatch(task[1]):
+                found = replace(found, state="idle")
+            self._verdicts[task, reach] = found
             self._path.pop()
         return self._verdicts[task, reach]
 
@@ -350,7 +355,8 @@ class _Judge:
         size = found.info.grpo_group_size or 1
         there = self._facts.members.get((partition_id, group), ())
         absent = [each for each in (f"{group}_g{place}" for place in range(size)) if each not in there]
-        what = f"{_count(shortfall.num_incomplete)} are in groups that are not whole: '{group}' has {count} of {size}"
+        are = "is in a group that is" if shortfall.num_incomplete == 1 else "are in groups that are"
+        what = f"{_count(shortfall.num_incomplete)} {are} not whole: '{group}' has {count} of {size}"
         if count >= size:
             return _Reason("group", f"{what}, and lost one that was cleared. It is never given.", is_late)
         never = f"{what}. {preview(absent)} {'was' if len(absent) == 1 else 'were'} never put." if there else f"{what}."

@@ -1,7 +1,7 @@
 """What a recording says of a run: which samples each step was made of, and what became of the others.
 
 The recording is read twice: `survey` comes first. `History` follows each sample from its first put until it is cleared.
-Beside the samples that are held then, it keeps a digest of each sample that was trained on, and each prompt.
+Beside the samples that are held then, it keeps each prompt.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
-
-from xxhash import xxh3_64_intdigest
 
 from dataplane_core.middleware import Record, Recording, Writer
 from dataplane_core.spec import matches
@@ -52,7 +50,6 @@ class Fate:
 class _Registration:
     """What a partition holds."""
 
-    number: int
     epoch: str = ""
     used_at: float = 0.0
     tasks: Iterable[str] = ()
@@ -95,11 +92,9 @@ class History:
         self.num_held = 0
         self._recording, self._survey, self._check_rows = recording, found, check_rows
         self._partitions: dict[str, _Registration] = {}
-        self._num_registrations = 0
         self._num_puts = 0
         self._damaged: dict[Row, list[dict[str, Any]]] = {}
         self._again: list[tuple[Row, Batch, Batch]] = []
-        self._trained: dict[int, tuple[int, str, int, int]] = {}  # by id: content, step, registration, life
         self._newest: int | None = None  # the step that was marked last
         self._marker = ""
         self._marks = 0
@@ -193,18 +188,7 @@ class History:
                 continue
             if row.prompt is not None and row.put is not None:
                 row.prompt.train(row.life, row.put.at, str(step))
-            if row.content:
-                key = xxh3_64_intdigest(row.sample_id.encode(errors="surrogatepass"))
-                content, before, *life = self._trained.get(key, (0, "", 0, 0))
-                if content == row.content and life != [row.registration, row.life]:
-                    self._note_twice(row.sample_id, before, str(step))
-                self._trained[key] = (row.content, str(step), row.registration, row.life)
         return step
-
-    def _note_twice(self, sample_id: str, first: str, second: str) -> None:
-        self.num_twice += 1
-        if len(self.twice) < _MOST_FINDINGS:
-            self.twice.append((sample_id, first, second))
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -212,8 +196,7 @@ class History:
         self._now = record.at
         found = self._partitions.get(record.partition)
         if found is None:
-            self._num_registrations += 1
-            found = self._partitions[record.partition] = _Registration(self._num_registrations)
+            found = self._partitions[record.partition] = _Registration()
         found.used_at = record.at
         return found
 
@@ -225,25 +208,24 @@ class History:
             for row in before.rows.values():
                 if row.sample_id not in kept:
                     self._clear(row, before, record, whole=True)
-            self._num_registrations += 1
-            self._partitions[record.partition] = before = _Registration(self._num_registrations, rows=kept)
+            self._partitions[record.partition] = before = _Registration(rows=kept)
         before.epoch = record.epoch
         before.tasks = {*before.tasks, *record.consumer_tasks}
 
     def _row(self, held: _Registration, record: Record, sample_id: str) -> Row:
         row = held.rows.get(sample_id)
         if row is None:
-            row = held.rows[sample_id] = Row(sample_id, record.partition, held.number)
+            row = held.rows[sample_id] = Row(sample_id, record.partition)
         return row
 
     def _put(self, record: Record) -> None:
         held = self._partition(record)
         put = Put(self._num_puts, record.at, record.client, record.specs)
         self._num_puts += 1
-        columns: list[tuple[str, bytes, list[int] | None]] = []
+        columns: list[tuple[str, list[int] | None]] = []
         for name in record.fields:
             digests = record.digests_of(name)
-            columns.append((name, name.encode(errors="surrogatepass"), None if digests is None else digests.tolist()))
+            columns.append((name, None if digests is None else digests.tolist()))
         damaged: dict[str, list[str]] = {}
         if record.block is not None and self._check_rows:
             for name, column in self._recording.damage(record):
@@ -257,18 +239,14 @@ class History:
             if record.tags is not None:
                 row.tags.update(record.tags[place])
             row.last = "put_samples"
-            content = b""
-            for name, text, of_cells in columns:
+            for name, of_cells in columns:
                 digest = None if of_cells is None else of_cells[place]
                 old = row.cells.get(name)
                 if old is not None and old.digest != digest and None not in (old.digest, digest):
                     self.overwritten[name] += 1
                 row.cells[name] = Cell(put, digest, put.at if old is None else old.since)
-                if row.put is None and digest is not None:
-                    content += text + digest.to_bytes(8, "little")
             if row.put is None:
                 row.put = put
-                row.content = xxh3_64_intdigest(content) if content else 0
                 row.prompt, row.life = self.prompts.put(sample_id, record.partition, row.tags, put.at)
             for name in damaged.get(sample_id, ()):
                 self._note_damage(row, name, record)
@@ -437,7 +415,9 @@ class History:
                 and second.step is not None
                 and not (first.step.is_undone or second.step.is_undone)
             ):
-                self._note_twice(row.sample_id, str(first.step), str(second.step))
+                self.num_twice += 1
+                if len(self.twice) < _MOST_FINDINGS:
+                    self.twice.append((row.sample_id, str(first.step), str(second.step)))
 
     def _why_cleared(self, task: str, record: Record, whole: bool) -> str:
         if whole:

@@ -72,7 +72,6 @@ class Row:
     Attributes:
         sample_id: Its id.
         partition: Its partition.
-        registration: The number of the registration.
         put: Its first put. None: the recording does not have it.
         tags: Its tags.
         cells: Field -> its value, in the order of puts.
@@ -80,7 +79,6 @@ class Row:
         is_read: Whether it was read since it was put, or since a claim handed it out.
         is_lost: Whether its newest read failed, since the store had lost rows.
         last: Its newest operation.
-        content: A digest of what its first put wrote. 0: none was recorded.
         prompt: Its prompt.
         life: Which of the lives of its prompt it belongs to.
         is_early: Whether it was handed out before the record of the put of a field that the claim required.
@@ -88,7 +86,6 @@ class Row:
 
     sample_id: str
     partition: str
-    registration: int
     put: Put | None = None
     tags: dict[str, Any] = field(default_factory=dict)
     cells: dict[str, Cell] = field(default_factory=dict)
@@ -96,7 +93,6 @@ class Row:
     is_read: bool = False
     is_lost: bool = False
     last: str = ""
-    content: int = 0
     prompt: Prompt | None = None
     life: int = 0
     is_early: bool = False

@@ -155,6 +155,12 @@ def test_numbers_that_are_missing_anyway_are_no_fault(tmp_path, look):
     assert look.wrong(tmp_path) == {}
 
 
+def test_numbers_that_jump_are_no_fault(tmp_path, look):
+    train(tmp_path, [q(0, 1), q(2, 3)])
+    train(tmp_path, [q(10**17, 10**17 + 1), q(10**17 + 2, 10**17 + 3)], first_step=3)
+    assert look.wrong(tmp_path) == {}
+
+
 def test_prompts_that_were_generated_before_a_resume_and_never_again(tmp_path, look):
     with recorded(tmp_path) as client:
         client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)

@@ -514,6 +514,33 @@ def test_a_put_that_is_recorded_after_others_trained_on_it(tmp_path, look):
     assert [each["samples"] for each in found["steps"]] == [2]
 
 
+@pytest.mark.parametrize("skew", [0.5, -0.5, 90.0, -90.0])  # seconds
+def test_hosts_whose_clocks_differ_are_not_accused(tmp_path, look, skew):
+    for first in (1, 4):
+        store = {"backend": "shm_store", "options": {"capacity_bytes": "10MB", "namespace": "audit"}}
+        with (
+            recorded(tmp_path, **store) as trainer,
+            recorded(tmp_path, role="rollout", bootstrap=False, **store) as rollout,
+        ):
+            trainer.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+            for number in range(first, first + 3):
+                put(rollout, q(number))
+                step_on(trainer, number, 2)
+
+    def later(lines):
+        if lines[0]["role"] == "rollout":
+            for each in lines:
+                each["at"] += skew
+        return lines
+
+    rewritten(tmp_path, later)
+    status, found = look(tmp_path, "--json")
+    assert (status, found["wrong"]) == (0, [])
+    assert [each["samples"] for each in found["steps"]] == [2] * 6
+    assert any("the clocks of hosts differ" in each for each in found["lacks"]) == (skew > 1)
+    assert skew < 1 or found["untrained"] == []
+
+
 def test_a_recording_of_nothing(tmp_path, look):
     recorded(tmp_path).close()
     status, found = look(tmp_path, "--json")

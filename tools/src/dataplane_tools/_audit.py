@@ -118,10 +118,11 @@ def audit(
                 "examples": fate.examples,
             }
             for fate in sorted(history.untrained.values(), key=lambda fate: -fate.count)
+            if not history.num_before_put
         ],
         "overwritten": dict(history.overwritten),
         "wrong": [{"kind": kind, "text": text, **more} for kind, text, more in _wrong(history, found)],
-        "lacks": [*_lacks(recording, found), *remarks],
+        "lacks": [*_lacks(recording, found), *_clocks(history), *remarks],
         "failures": [
             {"operation": operation, "error": error, "count": number}
             for (operation, error), number in found.failures.most_common()
@@ -222,7 +223,7 @@ def _latency(values: Sequence[float]) -> dict[str, float]:
 
 def _wrong(history: History, found: Survey) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """What is wrong: kind, text, and what the text names."""
-    for gap in history.prompts.skipped(found.resumes, found.blind_until):
+    for gap in () if history.num_before_put else history.prompts.skipped(found.resumes, found.blind_until):
         text = f"{_several(gap.num_prompts, 'prompt')} skipped over {gap.resume}: {gap.names}"
         if gap.is_generated:
             text += ". They were put before it, no step that counts trained on them, and later ones were trained on"
@@ -279,6 +280,15 @@ def _lacks(recording: Recording, found: Survey) -> list[str]:
     if without:
         lacks.append(f"No digests were recorded by {', '.join(without[:5])}: equal values cannot be told.")
     return lacks
+
+
+def _clocks(history: History) -> list[str]:
+    if not history.num_before_put:
+        return []
+    return [
+        f"{_several(history.num_before_put, 'cell')} claimed or read before the put began, by the times of the records: "
+        "the clocks of hosts differ. Prompts that were skipped and samples that were not trained on are not judged."
+    ]
 
 
 # --- as text ----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,11 @@ _BATCHES_KEPT: Final = 64
 #: Findings of one kind that are kept. The others are counted.
 _MOST_FINDINGS: Final = 1000
 _MOST_EXAMPLES: Final = 3
+#: Samples that were cleared before the record of their put and are kept for it, and for how long.
+_MOST_EARLY: Final = 1 << 16
+_EARLY_S: Final = 600.0
+#: By how much a put may seem to begin after its samples were used: the time of a record is taken a little late.
+_LATE_S: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -54,10 +59,10 @@ class _Registration:
     used_at: float = 0.0
     tasks: Iterable[str] = ()
     rows: dict[str, Row] = field(default_factory=dict)
+    dropped: dict[str, Row] = field(default_factory=dict)  # by the registration
     required: dict[str, list[str]] = field(default_factory=dict)
     filters: dict[str, dict[str, tuple[dict[str, Any] | None, float]]] = field(default_factory=dict)
     batches: dict[tuple[str, int], Batch] = field(default_factory=dict)
-    early: dict[str, tuple[Row, float]] = field(default_factory=dict)
 
 
 class History:
@@ -78,6 +83,8 @@ class History:
         overwritten: Field -> how many cells got another value by a later put.
         prompts: The prompts of the run.
         num_held: Samples that are held at the end.
+        num_before_put: How often a field of a sample was used before its put began, by the times of the records: the
+            clocks of hosts differ.
     """
 
     def __init__(self, recording: Recording, found: Survey, *, check_rows: bool = True) -> None:
@@ -90,9 +97,11 @@ class History:
         self.overwritten: Counter[str] = Counter()
         self.prompts = Prompts()
         self.num_held = 0
+        self.num_before_put = 0
         self._recording, self._survey, self._check_rows = recording, found, check_rows
         self._partitions: dict[str, _Registration] = {}
         self._num_puts = 0
+        self._early: dict[tuple[str, str], Row] = {}  # cleared, but their puts are not recorded yet
         self._damaged: dict[Row, list[dict[str, Any]]] = {}
         self._again: list[tuple[Row, Batch, Batch]] = []
         self._newest: int | None = None  # the step that was marked last
@@ -186,8 +195,9 @@ class History:
                 if row.prompt is not None:
                     row.prompt.is_undone = True
                 continue
+            row.step = str(step)
             if row.prompt is not None and row.put is not None:
-                row.prompt.train(row.life, row.put.at, str(step))
+                row.prompt.train(row.life, row.put.at, row.step)
         return step
 
     # --- operations ---------------------------------------------------------------------------------------------------
@@ -208,14 +218,16 @@ class History:
             for row in before.rows.values():
                 if row.sample_id not in kept:
                     self._clear(row, before, record, whole=True)
-            self._partitions[record.partition] = before = _Registration(rows=kept)
+            dropped = {name: row for name, row in before.rows.items() if name not in kept and not row.is_used}
+            self._partitions[record.partition] = before = _Registration(rows=kept, dropped=dropped)
         before.epoch = record.epoch
         before.tasks = {*before.tasks, *record.consumer_tasks}
 
     def _row(self, held: _Registration, record: Record, sample_id: str) -> Row:
         row = held.rows.get(sample_id)
         if row is None:
-            row = held.rows[sample_id] = Row(sample_id, record.partition)
+            row = None if record.op == "put_samples" else held.dropped.pop(sample_id, None)
+            row = held.rows[sample_id] = row or Row(sample_id, record.partition)  # its put seemed to be earlier
         return row
 
     def _put(self, record: Record) -> None:
@@ -231,11 +243,7 @@ class History:
             for name, column in self._recording.damage(record):
                 damaged.setdefault(name, []).append(column)
         for place, sample_id in enumerate(record.ids):
-            early = held.early.get(sample_id)
-            if early is not None and sample_id not in held.rows and record.at - record.seconds <= early[1]:
-                row = early[0]  # its put ended here after others had trained on it and cleared it
-            else:
-                row = self._row(held, record, sample_id)
+            row = self._row_of_put(held, record, sample_id)
             if record.tags is not None:
                 row.tags.update(record.tags[place])
             row.last = "put_samples"
@@ -244,12 +252,29 @@ class History:
                 old = row.cells.get(name)
                 if old is not None and old.digest != digest and None not in (old.digest, digest):
                     self.overwritten[name] += 1
+                used = row.early.pop(name, None)
+                if used is not None and record.at - record.seconds > used + _LATE_S:
+                    self.num_before_put += 1
                 row.cells[name] = Cell(put, digest, put.at if old is None else old.since)
             if row.put is None:
                 row.put = put
                 row.prompt, row.life = self.prompts.put(sample_id, record.partition, row.tags, put.at)
+                if row.prompt is not None and row.step:
+                    row.prompt.train(row.life, put.at, row.step)
             for name in damaged.get(sample_id, ()):
                 self._note_damage(row, name, record)
+
+    def _row_of_put(self, held: _Registration, record: Record, sample_id: str) -> Row:
+        """The row that a put is of: also one that others have trained on and cleared before its record."""
+        key = record.partition, sample_id
+        row = self._early.get(key)
+        if row is not None and not row.early.keys().isdisjoint(record.fields):
+            used = max(row.early.values())
+            if record.at - record.seconds <= used or (record.client != row.by and record.at <= used + _EARLY_S):
+                if row.early.keys() <= set(record.fields):
+                    del self._early[key]
+                return row
+        return self._row(held, record, sample_id)
 
     def _note_damage(self, row: Row, column: str, record: Record) -> None:
         self.num_damaged += 1
@@ -272,6 +297,7 @@ class History:
         by_reads = record.partition not in self._survey.claimed and self._survey.marks
         for sample_id in record.ids:
             row = self._row(held, record, sample_id)
+            row.use(record.fields if not lost else (), record)
             row.is_read, row.is_lost, row.last = not lost, lost, "get_samples" if not lost else row.last
             if by_reads and not lost:
                 self._open.rows.setdefault(row, "")
@@ -299,7 +325,7 @@ class History:
             if record.tags is not None:
                 row.tags.update(record.tags[place])
             row.last = f"claim of '{task}'"
-            row.is_early |= any(name not in row.cells for name in record.required_fields)
+            row.use(record.required_fields, record)
             given = row.given.get(task)
             if given is None:
                 since = [row.cells[name].since for name in record.required_fields if name in row.cells]
@@ -384,13 +410,16 @@ class History:
             cleared = held.rows.pop(sample_id, None)
             if cleared is not None:
                 self._clear(cleared, held, record, whole=False)
-                if cleared.is_early:
-                    held.early[sample_id] = (cleared, record.at)
 
     # --- ends of samples ----------------------------------------------------------------------------------------------
 
     def _clear(self, row: Row, held: _Registration, record: Record, *, whole: bool) -> None:
         """Notes what became of a sample that is cleared, if it was not trained on."""
+        if row.early:
+            self._early.pop(key := (row.partition, row.sample_id), None)
+            self._early[key] = row
+            if len(self._early) > _MOST_EARLY:
+                del self._early[next(iter(self._early))]
         for task, reason in self._not_trained(row, held):
             self._note_untrained(row, task, reason or self._why_cleared(task, record, whole), record.client)
             if row.prompt is not None and row.put is not None:

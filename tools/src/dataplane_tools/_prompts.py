@@ -141,8 +141,8 @@ class Prompts:
 
         Numbers that were never put: between one that was put before a resume and one that was put after it; or so
         little below the greatest one before it that they were under way. Nothing is said of them where numbers are
-        missing elsewhere too, or where more are missing than were ever put: they jump. And prompts that were put before it, and then neither trained on nor put again, while
-        later ones were.
+        missing elsewhere too, or where more are missing than were ever put: they jump. And prompts that were put
+        before it, and then neither trained on nor put again, while later ones were.
 
         Args:
             resumes: In the order of time.

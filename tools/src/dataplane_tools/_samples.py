@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from dataplane_core.middleware import Writer
+from dataplane_core.middleware import Record, Writer
 from dataplane_tools._prompts import Prompt
 
 #: A tag: which weights generated a row. A value of a step: how many versions old its rows were.
@@ -81,7 +81,8 @@ class Row:
         last: Its newest operation.
         prompt: Its prompt.
         life: Which of the lives of its prompt it belongs to.
-        is_early: Whether it was handed out before the record of the put of a field that the claim required.
+        step: The newest step that counts that trained on it, or "".
+        early: Field -> when it was first claimed or read, if the record of its put comes later; ``by``: by whom.
     """
 
     sample_id: str
@@ -95,7 +96,21 @@ class Row:
     last: str = ""
     prompt: Prompt | None = None
     life: int = 0
-    is_early: bool = False
+    step: str = ""
+    early: dict[str, float] = field(default_factory=dict)
+    by: Writer | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a task consumed it, or it was read."""
+        return self.is_read or any(given.consumed for given in self.given.values())
+
+    def use(self, fields: Iterable[str], record: Record) -> None:
+        """Notes that fields were claimed or read."""
+        for name in fields:
+            if name not in self.cells:
+                self.early.setdefault(name, record.at)
+                self.by = record.client
 
 
 @dataclass(slots=True, eq=False)

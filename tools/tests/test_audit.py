@@ -591,6 +591,27 @@ def test_the_first_step_and_column_in_which_two_runs_differ(tmp_path, look):
     assert "step 3, column 'reward' of sample 'q3_g0': 0 and 0.5" in look(tmp_path / "a", tmp_path / "b")[1]
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(2, 2, 3), torch.zeros(2, 3, 2)),
+        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int32)),
+        (torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.uint8)),
+    ],
+    ids=["shape", "dtype", "scalars"],
+)
+def test_two_runs_whose_cells_have_the_same_bytes_and_another_type(tmp_path, look, one, other):
+    for name, column in (("a", one), ("b", other)):
+        with recorded(tmp_path / name) as client:
+            client.register_partition("train", ["x"], None, ["trainer"])
+            client.put_samples(["q0_g0", "q0_g1"], "train", {"x": column})
+            client.claim_meta("train", "trainer", ["x"], 2)
+            client.mark_step(1)
+    (found,) = look(tmp_path / "a", tmp_path / "b", "--json")[1]["found"]
+    assert (found["kind"], found["column"], found["counts"]) == ("column", "x", {"x": 2})
+    assert found["values"][0] != found["values"][1]
+
+
 def test_two_runs_whose_steps_are_of_different_samples(tmp_path, look):
     train(tmp_path / "a", [q(0), q(1, 2), q(3)])
     train(tmp_path / "b", [q(0), q(1, 9), q(3)])

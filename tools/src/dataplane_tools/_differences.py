@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -127,7 +128,7 @@ def _column(step: Step, pairs: Sequence[tuple[Row, Row]], not_compared: set[str]
                 if one.digest is None or other.digest is None:
                     not_compared.add(name)
                     continue
-                if one.digest == other.digest:
+                if one.digest == other.digest and _same_type(one.put.specs.get(name), other.put.specs.get(name)):
                     continue
             counts[name] += 1
             order = max(each.put.order for each in (one, other) if each is not None) if one is None else one.put.order
@@ -136,14 +137,27 @@ def _column(step: Step, pairs: Sequence[tuple[Row, Row]], not_compared: set[str]
     if first is not None:
         _, name, row, one, other = first
         values = [value_of(name, each) for each in (one, other)]
-        if one is not None and other is not None and values[0] == values[1]:  # two NaN
-            values = [f"{value} ({each.digest:016x})" for value, each in zip(values, (one, other), strict=True)]
+        if one is not None and other is not None and values[0] == values[1]:  # two NaN, or other types
+            more = [
+                f"{each.digest:016x}" if one.digest != other.digest else each.put.specs[name] for each in (one, other)
+            ]
+            values = [f"{value} ({each})" for value, each in zip(values, more, strict=True)]
         text = f"{step}, column '{name}' of sample '{row.sample_id}': {values[0]} and {values[1]}"
         text += f"; of {len(pairs)} samples, it differs in {counts[name]}"
         rest = [f"'{each}' in {count}" for each, count in counts.items() if each != name]
         text += f", {', '.join(rest)}" if rest else ""
         found: dict[str, Any] = {"step": str(step), "kind": "column", "text": text, "sample": row.sample_id}
         yield found | {"column": name, "values": values, "counts": dict(counts)}
+
+
+@lru_cache
+def _same_type(*specs: str | None) -> bool:
+    """Whether cells are of one dtype and shape, beside their first dim. So are empty lists, and what cannot be told."""
+    try:
+        found = [FieldSpec.from_text(each) for each in specs if each is not None]
+    except DataPlaneError:
+        return True
+    return len({each.stored for each in found if each.lists != "empty"}) < 2
 
 
 def _tag(step: Step, pairs: Sequence[tuple[Row, Row]]) -> Iterator[dict[str, Any]]:

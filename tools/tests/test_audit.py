@@ -629,6 +629,39 @@ def test_two_runs_with_ids_of_their_own_are_compared_by_place(tmp_path, look):
     assert (found["step"], found["column"], found["counts"]) == ("step 1", "text", {"text": 4})
 
 
+def test_a_run_that_begins_at_a_later_step(tmp_path, look):
+    for name, first, shift in (("a", 1, 0.0), ("b", 300, 0.0), ("c", 300, 0.5)):
+        with recorded(tmp_path / name) as client:
+            client.register_partition("train", ["x"], None, ["trainer"])
+            for number in range(first, 302):
+                client.put_samples([f"q{number}"], "train", {"x": torch.full((1,), number + shift)})
+                client.claim_meta("train", "trainer", ["x"], 1)
+                client.mark_step(number)
+                client.clear_samples([f"q{number}"], "train")
+    for pair, late in ((("a", "b"), "second"), (("b", "a"), "first")):
+        status, found = look(*(tmp_path / each for each in pair), "--json")
+        assert (status, found["equal_steps"], found["found"]) == (0, 2, [])
+        assert f"The {late} recording begins at step 300" in found["begins"][0]
+    status, found = look(tmp_path / "c", tmp_path / "a", "--json")
+    assert (status, [(each["step"], each["column"]) for each in found["found"]]) == (1, [("step 300", "x")])
+
+
+def test_two_runs_without_a_step_in_common(tmp_path, look):
+    train(tmp_path / "a", [q(0)])
+    train(tmp_path / "b", [q(9)], first_step=7)
+    for pair, where in ((("a", "b"), "first"), (("b", "a"), "second")):
+        status, text = look(*(tmp_path / each for each in pair))
+        assert status == 1
+        assert f"step 1 is in the {where} recording only" in text
+
+
+def test_what_two_recordings_lack_is_said(tmp_path, look):
+    train(tmp_path / "a", [q(0)])
+    train(tmp_path / "b", [q(0)], payload="none")
+    _, text = look(tmp_path / "a", tmp_path / "b")
+    assert "The second recording: No digests were recorded by trainer" in text
+
+
 def test_a_run_that_ended_earlier(tmp_path, look):
     train(tmp_path / "a", [q(0)])
     train(tmp_path / "b", [q(0), q(1)])

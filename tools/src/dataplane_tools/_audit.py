@@ -135,9 +135,15 @@ def compare(folder: str, other: str, *, task: str | None = None) -> dict[str, An
     from dataplane_tools._differences import differences
 
     recordings = [Recording(folder), Recording(other)]
-    histories = [History(each, survey(each, task), check_rows=False) for each in recordings]
+    surveys = [survey(each, task) for each in recordings]
+    histories = [History(*each, check_rows=False) for each in zip(recordings, surveys, strict=True)]
     report = differences(*histories)
-    return {"folders": [str(folder), str(other)], **report, "wrong": report["found"]}
+    lacks = [
+        f"The {which} recording: {text}"
+        for which, recording, found in zip(("first", "second"), recordings, surveys, strict=True)
+        for text in dict.fromkeys((*_lacks(recording, found), *recording.remarks))
+    ]
+    return {"folders": [str(folder), str(other)], **report, "lacks": lacks, "wrong": report["found"]}
 
 
 def _bounds(steps: str | None) -> tuple[float, float] | None:
@@ -286,7 +292,7 @@ def _clocks(history: History) -> list[str]:
     if not history.num_before_put:
         return []
     return [
-        f"{_several(history.num_before_put, 'cell')} claimed or read before the put began, by the times of the records: "
+        f"{_several(history.num_before_put, 'cell')} claimed or read before the put began, by their times: "
         "the clocks of hosts differ. Prompts that were skipped and samples that were not trained on are not judged."
     ]
 
@@ -381,6 +387,7 @@ def _lines_of_rows(step: Mapping[str, Any]) -> list[str]:
 
 def _lines_of_difference(report: Mapping[str, Any]) -> list[str]:
     lines = [f"{' and '.join(report['folders'])}: {_count(report['equal_steps'], 'step is', 'steps are')} equal"]
+    lines += [f"  {each}" for each in (*report["begins"], *report["lacks"])]
     lines += [f"  {each['text']}" for each in report["found"]]
     if report["not_compared"]:
         lines.append(f"  Not compared, since a recording lacks their digests: {', '.join(report['not_compared'])}.")

@@ -26,13 +26,14 @@ def differences(first: History, second: History) -> dict[str, Any]:
     Returns:
         ``equal_steps``: how many steps were equal; ``found``: the first difference of each kind, in order: dicts with
         ``step``, ``kind`` (``steps``, ``samples``, ``column``, ``tag``, ``value``) and ``text``, and what they name;
-        ``not_compared``: columns whose digests a recording lacks.
+        ``not_compared``: columns whose digests a recording lacks; ``begins``: which run begins later, as text.
     """
     found: list[dict[str, Any]] = []
     kinds: set[str] = set()
     not_compared: set[str] = set()
     equal = 0
-    for one, other in _pairs(first, second):
+    begins: list[str] = []
+    for one, other in _pairs(first, second, begins):
         if one is None or other is None:
             step = one or other
             where = "first" if one is not None else "second"
@@ -45,12 +46,46 @@ def differences(first: History, second: History) -> dict[str, Any]:
         equal += not here and not found
         if kinds & {"column", "samples"}:
             break
-    return {"equal_steps": equal, "found": found, "not_compared": sorted(not_compared)}
+    return {"equal_steps": equal, "found": found, "not_compared": sorted(not_compared), "begins": begins}
 
 
-def _pairs(first: History, second: History) -> Iterator[tuple[Step | None, Step | None]]:
+def _pairs(first: History, second: History, begins: list[str]) -> Iterator[tuple[Step | None, Step | None]]:
     """The steps of the same number or batch. With None: one that the other run does not have."""
-    runs = [_counting(first), _counting(second)]
+    runs = _counting(first), _counting(second)
+    yield from _by_number(*runs, begins) if first.is_marked and second.is_marked else _by_batch(runs)
+
+
+def _by_number(
+    first: Iterator[Step], second: Iterator[Step], begins: list[str]
+) -> Iterator[tuple[Step | None, Step | None]]:
+    """Steps whose numbers rise. Those before both runs have begun are passed over, if the runs have steps in common."""
+    one, other = next(first, None), next(second, None)
+    if one is not None and other is not None and one.number != other.number:
+        low, high, late = (first, other, "second") if _number(one) < _number(other) else (second, one, "first")
+        begins.append(f"The {late} recording begins at {high}: earlier steps of the other are not compared.")
+        step = next((each for each in low if _number(each) >= _number(high)), None)
+        if step is None:
+            begins.clear()
+            step = one if high is other else other
+        one, other = (step, other) if high is other else (one, step)
+    while one is not None or other is not None:
+        if one is not None and other is not None and one.number == other.number:
+            yield one, other
+            one, other = next(first, None), next(second, None)
+        elif other is None or (one is not None and _number(one) < _number(other)):
+            yield one, None
+            one = next(first, None)
+        else:
+            yield None, other
+            other = next(second, None)
+
+
+def _number(step: Step) -> int:
+    return step.number or 0
+
+
+def _by_batch(runs: Sequence[Iterator[Step]]) -> Iterator[tuple[Step | None, Step | None]]:
+    """Batches of tasks, of which one run may be ahead."""
     waiting: list[dict[Any, Step]] = [{}, {}]
     over = [False, False]
     while not all(over) and max(map(len, waiting)) <= _MOST_AHEAD:

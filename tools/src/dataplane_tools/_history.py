@@ -144,6 +144,11 @@ class History:
             yield from self._batches_over(0)
         self._close()
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether steps are marked."""
+        return bool(self._survey.marks)
+
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def _mark(self, record: Record) -> Iterator[Step]:

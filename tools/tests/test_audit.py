@@ -408,6 +408,23 @@ def test_without_tasks_a_step_is_of_what_was_read(tmp_path, look):
     assert [(each["reason"], each["count"]) for each in found["untrained"]] == [("end of the partition", 2)]
 
 
+def test_without_tasks_only_what_the_trainer_read_is_of_a_step(tmp_path, look):
+    store = {"backend": "shm_store", "options": {"capacity_bytes": "10MB", "namespace": "audit"}}
+    with (
+        recorded(tmp_path, **store) as trainer,
+        recorded(tmp_path, role="reward", bootstrap=False, **store) as reward,
+    ):
+        trainer.register_partition("train", ["x", "reward", "text"], None, [])
+        ids = put(trainer, q(0, 1))
+        reward.get_samples(ids, "train", ["x"])
+        trainer.get_samples(ids[:2], "train", ["x"])
+        trainer.mark_step(1)
+        trainer.clear_samples(ids, "train")
+    found = look(tmp_path, "--json")[1]
+    assert [each["samples"] for each in found["steps"]] == [2]
+    assert [(each["reason"], each["count"]) for each in found["untrained"]] == [("cleared without a read", 2)]
+
+
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 

@@ -299,12 +299,14 @@ class History:
         lost = record.error == "LostSamplesError"
         if record.status != "ok" and not lost:
             return
-        by_reads = record.partition not in self._survey.claimed and self._survey.marks
+        is_claimed = record.partition in self._survey.claimed
+        if not (lost or is_claimed or record.client.client in self._survey.readers):
+            return
         for sample_id in record.ids:
             row = self._row(held, record, sample_id)
             row.use(record.fields if not lost else (), record)
             row.is_read, row.is_lost, row.last = not lost, lost, "get_samples" if not lost else row.last
-            if by_reads and not lost:
+            if self._survey.marks and not (is_claimed or lost):
                 self._open.rows.setdefault(row, "")
 
     def _claim(self, record: Record) -> None:

@@ -9,8 +9,10 @@ import torch
 
 from dataplane_core import connect
 from dataplane_core.errors import LostSamplesError
-from dataplane_core.middleware import OperationMiddleware
+from dataplane_core.middleware import OperationMiddleware, Recording
 from dataplane_core.middleware.events import sealed, unsealed
+from dataplane_tools._history import History
+from dataplane_tools._survey import survey
 from dataplane_tools.commands import audit
 
 
@@ -556,6 +558,23 @@ def test_hosts_whose_clocks_differ_are_not_accused(tmp_path, look, skew):
     assert [each["samples"] for each in found["steps"]] == [2] * 6
     assert any("the clocks of hosts differ" in each for each in found["lacks"]) == (skew > 1)
     assert skew < 1 or found["untrained"] == []
+
+
+def test_what_is_written_while_it_is_read_is_left_out(tmp_path):
+    with recorded(tmp_path) as trainer, recorded(tmp_path, role="rollout") as rollout:
+        trainer.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+        put(trainer, q(0))
+        step_on(trainer, 1, 2)
+        recording = Recording(tmp_path)
+        found = survey(recording)
+        put(trainer, q(1))
+        step_on(trainer, 2, 2)
+        rollout.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+        ids = put(rollout, q(2))
+        rollout.clear_samples(ids, "train")
+        history = History(recording, found)
+        assert [each.number for each in history.steps()] == [1]
+        assert history.untrained == {}
 
 
 def test_a_recording_of_nothing(tmp_path, look):

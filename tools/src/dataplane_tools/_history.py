@@ -123,6 +123,8 @@ class History:
         markers = {client for _, _, client in self._survey.marks}
         for record in self._recording.records():
             client = record.client.client
+            if (record.segment, record.line) > self._survey.until.get(client, ("", 0)):
+                continue  # it was written since
             if client in markers and client != self._marker:
                 if self._marker:
                     yield from self._resume()

@@ -29,6 +29,7 @@ class Survey:
         failures: (operation, error) -> how often.
         resumes: Where a role began again.
         blind_until: Up to then records are lost or were deleted.
+        until: Client -> segment and line of its last record: a run that goes on writes more.
         end: When the last operation ended.
         num_records: How many there are.
     """
@@ -47,6 +48,7 @@ class Survey:
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     resumes: list[Resume] = field(default_factory=list)
     blind_until: float = -math.inf
+    until: dict[str, tuple[str, int]] = field(default_factory=dict)
     end: float = 0.0
     num_records: int = 0
 
@@ -67,6 +69,7 @@ def survey(recording: Recording, task: str | None = None) -> Survey:
         found.writers.setdefault(client, record.client)
         found.first.setdefault(client, record.at)
         found.last[client] = record.at
+        found.until[client] = record.segment, record.line
         found.end = max(found.end, record.at)
         counts = found.counts.setdefault(client, Counter())
         counts[record.op] += record.rows if record.status == "ok" else 0

@@ -306,6 +306,27 @@ def test_samples_that_were_not_trained_on(tmp_path, look):
     assert [each["samples"] for each in found["steps"]] == [2]
 
 
+def test_a_claim_that_got_nothing_tells_the_filter(tmp_path, look):
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+        put(client, q(0), version=5)
+        step_on(client, 1, 2)
+        stale = [*put(client, q(1), version=1)]
+        fresh = {"tag_filter": {"weight_version": (">=", 5)}}
+        client.claim_meta("train", "trainer", ["x"], 2, timeout_s=0.01, **fresh)
+        stale += put(client, q(2), version=2)
+        client.claim_meta("train", "trainer", ["x"], 2, timeout_s=0.01, **fresh)
+        client.clear_samples(stale, "train")
+
+    def once(lines):  # as claims that got nothing are recorded
+        claims = [each for each in lines if each["op"] == "claim"]
+        return [each for each in lines if each is not claims[-1]]
+
+    rewritten(tmp_path, once)
+    found = look(tmp_path, "--json")[1]
+    assert [(each["reason"], each["count"]) for each in found["untrained"]] == [("filter", 4)]
+
+
 class Loses(OperationMiddleware):
     """Reads fail as those of rows that the store has lost."""
 
@@ -440,7 +461,8 @@ def test_a_flipped_byte_of_the_rows(tmp_path, look):
     assert status == 1
     (wrong,) = found["wrong"]
     assert (wrong["kind"], wrong["sample"], wrong["column"], wrong["step"]) == ("damaged", "q3_g1", "text", "step 2")
-    assert "the rows of 'q3_g1' are damaged: column 'text', put by trainer (process" in look(tmp_path)[1]
+    for options in ((), ("--step", 1)):
+        assert "the rows of 'q3_g1' are damaged: column 'text', put by trainer (process" in look(tmp_path, *options)[1]
 
 
 def test_rows_that_are_damaged_beyond_reading(tmp_path, look):

@@ -308,7 +308,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     if report["only_step"] is not None:
         for step in report["steps"]:
             lines += ["", *_lines_of_rows(step)]
-        return lines
+        return [*lines, *_lines_of_wrong(report)]
     lines += _lines_of_steps(report)
     head = ["role", "process", "host", "put", "claimed", "read", "cleared", "first", "last"]
     rows = [
@@ -342,8 +342,11 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
         lines += ["", "What the recording lacks, and what failed:"]
         lines += [f"  {each}" for each in report["lacks"]]
         lines += [f"  {each['operation']} failed: {each['error']}, {each['count']}x." for each in report["failures"]]
-    lines += ["", "Wrong:", *(f"  {each['text']}" for each in report["wrong"])] if report["wrong"] else []
-    return lines if report["wrong"] else [*lines, "", "Nothing wrong was found."]
+    return [*lines, *(_lines_of_wrong(report) or ["", "Nothing wrong was found."])]
+
+
+def _lines_of_wrong(report: Mapping[str, Any]) -> list[str]:
+    return ["", "Wrong:", *(f"  {each['text']}" for each in report["wrong"])] if report["wrong"] else []
 
 
 def _lines_of_steps(report: Mapping[str, Any]) -> list[str]:

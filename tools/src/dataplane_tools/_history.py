@@ -61,7 +61,7 @@ class _Registration:
     rows: dict[str, Row] = field(default_factory=dict)
     dropped: dict[str, Row] = field(default_factory=dict)  # by the registration
     required: dict[str, list[str]] = field(default_factory=dict)
-    filters: dict[str, dict[str, tuple[dict[str, Any] | None, float]]] = field(default_factory=dict)
+    filters: dict[str, dict[str, tuple[dict[str, Any] | None, float, bool]]] = field(default_factory=dict)
     batches: dict[tuple[str, int], Batch] = field(default_factory=dict)
 
 
@@ -316,7 +316,7 @@ class History:
         held.required[task] = record.required_fields
         filters = held.filters.setdefault(task, {})
         filters.pop(text := repr(record.tag_filter), None)
-        filters[text] = (record.tag_filter, record.at)
+        filters[text] = (record.tag_filter, record.at, not record.ids)
         if record.status != "ok" or not record.ids:
             return
         key = (task, record.batch_index)
@@ -491,8 +491,14 @@ class History:
     def _is_filtered(row: Row, task: str, held: _Registration) -> bool:
         """Whether claims came while a sample was ready, and it passed the filter of none."""
         ready = max((row.cells[name].since for name in held.required.get(task, ())), default=0.0)
-        asked = [each for each, at in held.filters.get(task, {}).values() if at >= ready]
-        return bool(asked) and not any(matches(row.tags, each) for each in asked)
+        is_asked = False
+        for place, (each, at, is_empty) in enumerate(reversed(held.filters.get(task, {}).values())):
+            if at < ready and not (place == 0 and is_empty):  # claims that got nothing are recorded once
+                break
+            if matches(row.tags, each):
+                return False
+            is_asked = True
+        return is_asked
 
     def _note_untrained(self, row: Row, task: str, reason: str, by: Writer | None) -> None:
         key = (reason, task, "" if by is None else by.client, row.last)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.errors import LostSamplesError
+from dataplane_core.errors import ClaimTimeoutError, LostSamplesError
 from dataplane_core.middleware import OperationMiddleware, Recording
 from dataplane_core.middleware.events import sealed, unsealed
 from dataplane_tools._history import History
@@ -313,9 +313,11 @@ def test_a_claim_that_got_nothing_tells_the_filter(tmp_path, look):
         step_on(client, 1, 2)
         stale = [*put(client, q(1), version=1)]
         fresh = {"tag_filter": {"weight_version": (">=", 5)}}
-        client.claim_meta("train", "trainer", ["x"], 2, timeout_s=0.01, **fresh)
+        with pytest.raises(ClaimTimeoutError):
+            client.claim_meta("train", "trainer", ["x"], 2, timeout_s=0.01, **fresh)
         stale += put(client, q(2), version=2)
-        client.claim_meta("train", "trainer", ["x"], 2, timeout_s=0.01, **fresh)
+        with pytest.raises(ClaimTimeoutError):
+            client.claim_meta("train", "trainer", ["x"], 2, timeout_s=0.01, **fresh)
         client.clear_samples(stale, "train")
 
     def once(lines):  # as claims that got nothing are recorded
@@ -371,7 +373,7 @@ def test_a_sample_that_was_given_again_to_a_task(tmp_path, look):
 def test_a_further_pass_without_a_resume_is_no_fault(tmp_path, look):
     """Also with the same ids, and for samples that are evaluated after each step."""
     with recorded(tmp_path) as client:
-        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"])
         client.register_partition("eval", ["x", "reward"], None, ["eval"])
         for number, names in enumerate([q(0), q(1), q(0), q(1)], 1):
             put(client, names)

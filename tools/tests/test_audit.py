@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.errors import ClaimTimeoutError, LostSamplesError
+from dataplane_core.errors import LostSamplesError
 from dataplane_core.middleware import OperationMiddleware, Recording
 from dataplane_core.middleware.events import sealed, unsealed
 from dataplane_tools._history import History
@@ -307,24 +307,23 @@ def test_samples_that_were_not_trained_on(tmp_path, look):
 
 
 def test_a_claim_that_got_nothing_tells_the_filter(tmp_path, look):
+    """Such claims are recorded once, also if they come again."""
     with recorded(tmp_path) as client:
         client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
         put(client, q(0), version=5)
         step_on(client, 1, 2)
-        stale = [*put(client, q(1), version=1)]
-        fresh = {"tag_filter": {"weight_version": (">=", 5)}}
-        with pytest.raises(ClaimTimeoutError):
-            client.claim_meta("train", "trainer", ["x"], 2, timeout_s=0.01, **fresh)
-        stale += put(client, q(2), version=2)
-        with pytest.raises(ClaimTimeoutError):
-            client.claim_meta("train", "trainer", ["x"], 2, timeout_s=0.01, **fresh)
+        stale = [*put(client, q(1), version=1), *put(client, q(2), version=2)]
         client.clear_samples(stale, "train")
 
-    def once(lines):  # as claims that got nothing are recorded
-        claims = [each for each in lines if each["op"] == "claim"]
-        return [each for each in lines if each is not claims[-1]]
+    def asked(lines):
+        (claim,) = (each for each in lines if each["op"] == "claim")
+        (first,) = (
+            place for place, each in enumerate(lines) if "q1_g0" in each.get("ids", ()) and each["op"] == "put_samples"
+        )
+        nothing = {"ids": [], "tags": [], "rows": 0, "tag_filter": {"weight_version": [">=", 5]}}
+        return [*lines[: first + 1], {**claim, **nothing, "at": lines[first]["at"]}, *lines[first + 1 :]]
 
-    rewritten(tmp_path, once)
+    rewritten(tmp_path, asked)
     found = look(tmp_path, "--json")[1]
     assert [(each["reason"], each["count"]) for each in found["untrained"]] == [("filter", 4)]
 

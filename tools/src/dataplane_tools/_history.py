@@ -23,9 +23,8 @@ _BATCHES_KEPT: Final = 64
 #: Findings of one kind that are kept. The others are counted.
 _MOST_FINDINGS: Final = 1000
 _MOST_EXAMPLES: Final = 3
-#: Samples that were cleared before the record of their put and are kept for it, and for how long.
+#: Samples that were cleared before the record of their put, and are kept for it.
 _MOST_EARLY: Final = 1 << 16
-_EARLY_S: Final = 600.0
 #: By how much a put may seem to begin after its samples were used: the time of a record is taken a little late.
 _LATE_S: Final = 1.0
 
@@ -82,7 +81,7 @@ class History:
         num_twice: How many there are.
         overwritten: Field -> how many cells got another value by a later put.
         prompts: The prompts of the run.
-        num_held: Samples that are held at the end.
+        is_marked: Whether steps are marked.
         num_before_put: How often a field of a sample was used before its put began, by the times of the records: the
             clocks of hosts differ.
     """
@@ -96,7 +95,7 @@ class History:
         self.num_twice = 0
         self.overwritten: Counter[str] = Counter()
         self.prompts = Prompts()
-        self.num_held = 0
+        self.is_marked = bool(found.marks)
         self.num_before_put = 0
         self._recording, self._survey, self._check_rows = recording, found, check_rows
         self._partitions: dict[str, _Registration] = {}
@@ -145,11 +144,6 @@ class History:
         else:
             yield from self._batches_over(0)
         self._close()
-
-    @property
-    def is_marked(self) -> bool:
-        """Whether steps are marked."""
-        return bool(self._survey.marks)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -275,13 +269,11 @@ class History:
         """The row that a put is of: also one that others have trained on and cleared before its record."""
         key = record.partition, sample_id
         row = self._early.get(key)
-        if row is not None and not row.early.keys().isdisjoint(record.fields):
-            used = max(row.early.values())
-            if record.at - record.seconds <= used or (record.client != row.by and record.at <= used + _EARLY_S):
-                if row.early.keys() <= set(record.fields):
-                    del self._early[key]
-                return row
-        return self._row(held, record, sample_id)
+        if row is None or not row.awaits(record):
+            return self._row(held, record, sample_id)
+        if row.early.keys() <= set(record.fields):
+            del self._early[key]
+        return row
 
     def _note_damage(self, row: Row, column: str, record: Record) -> None:
         self.num_damaged += 1
@@ -439,7 +431,6 @@ class History:
     def _close(self) -> None:
         """Notes the samples that are held at the end."""
         for held in self._partitions.values():
-            self.num_held += len(held.rows)
             for row in held.rows.values():
                 for task, reason in self._not_trained(row, held):
                     self._note_untrained(row, task, reason or ("ready" if task else "never read"), None)

@@ -13,6 +13,8 @@ from dataplane_tools._prompts import Prompt
 #: A tag: which weights generated a row. A value of a step: how many versions old its rows were.
 WEIGHT_VERSION: Final = "weight_version"
 STALENESS: Final = "staleness"
+#: How long after its samples were used the record of a put may come.
+_EARLY_S: Final = 600.0
 
 
 class Put(NamedTuple):
@@ -111,6 +113,13 @@ class Row:
             if name not in self.cells:
                 self.early.setdefault(name, record.at)
                 self.by = record.client
+
+    def awaits(self, put: Record) -> bool:
+        """Whether a put is that of fields that were used: it had begun by then, or clocks may differ."""
+        if self.early.keys().isdisjoint(put.fields):
+            return False
+        used = max(self.early.values())
+        return put.at - put.seconds <= used or (put.client != self.by and put.at <= used + _EARLY_S)
 
 
 @dataclass(slots=True, eq=False)

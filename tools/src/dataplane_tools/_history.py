@@ -278,13 +278,8 @@ class History:
     def _note_damage(self, row: Row, column: str, record: Record) -> None:
         self.num_damaged += 1
         if len(self.damage) < _MOST_FINDINGS:
-            found: dict[str, Any] = {
-                "sample": row.sample_id,
-                "column": column,
-                "step": None,
-                "writer": str(record.client),
-            }
-            found |= {"segment": record.segment, "line": record.line}
+            found: dict[str, Any] = {"sample": row.sample_id, "column": column, "step": None}
+            found |= {"writer": str(record.client), "segment": record.segment, "line": record.line}
             self.damage.append(found)
             self._damaged.setdefault(row, []).append(found)
 

@@ -9,8 +9,10 @@ import torch
 
 from dataplane_core import connect
 from dataplane_core.errors import LostSamplesError
-from dataplane_core.middleware import OperationMiddleware
+from dataplane_core.middleware import OperationMiddleware, Recording
 from dataplane_core.middleware.events import sealed, unsealed
+from dataplane_tools._history import History
+from dataplane_tools._survey import survey
 from dataplane_tools.commands import audit
 
 
@@ -152,6 +154,12 @@ def test_prompts_that_were_under_way_at_a_resume(tmp_path, look):
 def test_numbers_that_are_missing_anyway_are_no_fault(tmp_path, look):
     train(tmp_path, [q(0, 1), q(2, 5), q(6, 7)])
     train(tmp_path, [q(10, 11), q(12, 13)], first_step=4)
+    assert look.wrong(tmp_path) == {}
+
+
+def test_numbers_that_jump_are_no_fault(tmp_path, look):
+    train(tmp_path, [q(0, 1), q(2, 3)])
+    train(tmp_path, [q(10**17, 10**17 + 1), q(10**17 + 2, 10**17 + 3)], first_step=3)
     assert look.wrong(tmp_path) == {}
 
 
@@ -298,6 +306,28 @@ def test_samples_that_were_not_trained_on(tmp_path, look):
     assert [each["samples"] for each in found["steps"]] == [2]
 
 
+def test_a_claim_that_got_nothing_tells_the_filter(tmp_path, look):
+    """Such claims are recorded once, also if they come again."""
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+        put(client, q(0), version=5)
+        step_on(client, 1, 2)
+        stale = [*put(client, q(1), version=1), *put(client, q(2), version=2)]
+        client.clear_samples(stale, "train")
+
+    def asked(lines):
+        (claim,) = (each for each in lines if each["op"] == "claim")
+        (first,) = (
+            place for place, each in enumerate(lines) if "q1_g0" in each.get("ids", ()) and each["op"] == "put_samples"
+        )
+        nothing = {"ids": [], "tags": [], "rows": 0, "tag_filter": {"weight_version": [">=", 5]}}
+        return [*lines[: first + 1], {**claim, **nothing, "at": lines[first]["at"]}, *lines[first + 1 :]]
+
+    rewritten(tmp_path, asked)
+    found = look(tmp_path, "--json")[1]
+    assert [(each["reason"], each["count"]) for each in found["untrained"]] == [("filter", 4)]
+
+
 class Loses(OperationMiddleware):
     """Reads fail as those of rows that the store has lost."""
 
@@ -339,17 +369,20 @@ def test_a_sample_that_was_given_again_to_a_task(tmp_path, look):
     ]
 
 
-def test_a_sample_that_was_put_again_and_trained_on_twice(tmp_path, look):
+def test_a_further_pass_without_a_resume_is_no_fault(tmp_path, look):
+    """Also with the same ids, and for samples that are evaluated after each step."""
     with recorded(tmp_path) as client:
-        for number, version in ((1, 0), (2, 0), (3, 5)):
-            client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
-            put(client, q(0), version=version)
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"])
+        client.register_partition("eval", ["x", "reward"], None, ["eval"])
+        for number, names in enumerate([q(0), q(1), q(0), q(1)], 1):
+            put(client, names)
+            evaluated = ["a", "b"]
+            client.put_samples(evaluated, "eval", {"x": torch.ones(2, 3)})
+            client.put_samples(evaluated, "eval", {"reward": torch.full((2,), float(number))})
+            client.claim_meta("eval", "eval", ["x", "reward"], 2)
+            client.clear_samples(evaluated, "eval")
             step_on(client, number, 2)
-    wrong = look(tmp_path, "--json")[1]["wrong"]
-    assert [(each["sample"], each["steps"]) for each in wrong] == [
-        ("q0_g0", ["step 1", "step 2"]),
-        ("q0_g1", ["step 1", "step 2"]),
-    ]
+    assert look.wrong(tmp_path) == {}
 
 
 def test_samples_given_back_and_given_again_are_trained_on_once(tmp_path, look):
@@ -399,6 +432,23 @@ def test_without_tasks_a_step_is_of_what_was_read(tmp_path, look):
     assert [(each["reason"], each["count"]) for each in found["untrained"]] == [("end of the partition", 2)]
 
 
+def test_without_tasks_only_what_the_trainer_read_is_of_a_step(tmp_path, look):
+    store = {"backend": "shm_store", "options": {"capacity_bytes": "10MB", "namespace": "audit"}}
+    with (
+        recorded(tmp_path, **store) as trainer,
+        recorded(tmp_path, role="reward", bootstrap=False, **store) as reward,
+    ):
+        trainer.register_partition("train", ["x", "reward", "text"], None, [])
+        ids = put(trainer, q(0, 1))
+        reward.get_samples(ids, "train", ["x"])
+        trainer.get_samples(ids[:2], "train", ["x"])
+        trainer.mark_step(1)
+        trainer.clear_samples(ids, "train")
+    found = look(tmp_path, "--json")[1]
+    assert [each["samples"] for each in found["steps"]] == [2]
+    assert [(each["reason"], each["count"]) for each in found["untrained"]] == [("cleared without a read", 2)]
+
+
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 
@@ -412,7 +462,8 @@ def test_a_flipped_byte_of_the_rows(tmp_path, look):
     assert status == 1
     (wrong,) = found["wrong"]
     assert (wrong["kind"], wrong["sample"], wrong["column"], wrong["step"]) == ("damaged", "q3_g1", "text", "step 2")
-    assert "the rows of 'q3_g1' are damaged: column 'text', put by trainer (process" in look(tmp_path)[1]
+    for options in ((), ("--step", 1)):
+        assert "the rows of 'q3_g1' are damaged: column 'text', put by trainer (process" in look(tmp_path, *options)[1]
 
 
 def test_rows_that_are_damaged_beyond_reading(tmp_path, look):
@@ -505,6 +556,50 @@ def test_a_put_that_is_recorded_after_others_trained_on_it(tmp_path, look):
     assert [each["samples"] for each in found["steps"]] == [2]
 
 
+@pytest.mark.parametrize("skew", [0.5, -0.5, 90.0, -90.0])  # seconds
+def test_hosts_whose_clocks_differ_are_not_accused(tmp_path, look, skew):
+    for first in (1, 4):
+        store = {"backend": "shm_store", "options": {"capacity_bytes": "10MB", "namespace": "audit"}}
+        with (
+            recorded(tmp_path, **store) as trainer,
+            recorded(tmp_path, role="rollout", bootstrap=False, **store) as rollout,
+        ):
+            trainer.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+            for number in range(first, first + 3):
+                put(rollout, q(number))
+                step_on(trainer, number, 2)
+
+    def later(lines):
+        if lines[0]["role"] == "rollout":
+            for each in lines:
+                each["at"] += skew
+        return lines
+
+    rewritten(tmp_path, later)
+    status, found = look(tmp_path, "--json")
+    assert (status, found["wrong"]) == (0, [])
+    assert [each["samples"] for each in found["steps"]] == [2] * 6
+    assert any("the clocks of hosts differ" in each for each in found["lacks"]) == (skew > 1)
+    assert skew < 1 or found["untrained"] == []
+
+
+def test_what_is_written_while_it_is_read_is_left_out(tmp_path):
+    with recorded(tmp_path) as trainer, recorded(tmp_path, role="rollout") as rollout:
+        trainer.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+        put(trainer, q(0))
+        step_on(trainer, 1, 2)
+        recording = Recording(tmp_path)
+        found = survey(recording)
+        put(trainer, q(1))
+        step_on(trainer, 2, 2)
+        rollout.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+        ids = put(rollout, q(2))
+        rollout.clear_samples(ids, "train")
+        history = History(recording, found)
+        assert [each.number for each in history.steps()] == [1]
+        assert history.untrained == {}
+
+
 def test_a_recording_of_nothing(tmp_path, look):
     recorded(tmp_path).close()
     status, found = look(tmp_path, "--json")
@@ -555,6 +650,27 @@ def test_the_first_step_and_column_in_which_two_runs_differ(tmp_path, look):
     assert "step 3, column 'reward' of sample 'q3_g0': 0 and 0.5" in look(tmp_path / "a", tmp_path / "b")[1]
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(2, 2, 3), torch.zeros(2, 3, 2)),
+        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int32)),
+        (torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.uint8)),
+    ],
+    ids=["shape", "dtype", "scalars"],
+)
+def test_two_runs_whose_cells_have_the_same_bytes_and_another_type(tmp_path, look, one, other):
+    for name, column in (("a", one), ("b", other)):
+        with recorded(tmp_path / name) as client:
+            client.register_partition("train", ["x"], None, ["trainer"])
+            client.put_samples(["q0_g0", "q0_g1"], "train", {"x": column})
+            client.claim_meta("train", "trainer", ["x"], 2)
+            client.mark_step(1)
+    (found,) = look(tmp_path / "a", tmp_path / "b", "--json")[1]["found"]
+    assert (found["kind"], found["column"], found["counts"]) == ("column", "x", {"x": 2})
+    assert found["values"][0] != found["values"][1]
+
+
 def test_two_runs_whose_steps_are_of_different_samples(tmp_path, look):
     train(tmp_path / "a", [q(0), q(1, 2), q(3)])
     train(tmp_path / "b", [q(0), q(1, 9), q(3)])
@@ -570,6 +686,39 @@ def test_two_runs_with_ids_of_their_own_are_compared_by_place(tmp_path, look):
     train(tmp_path / "b", [["b1", "b2"], ["b3"]])
     (found,) = look(tmp_path / "a", tmp_path / "b", "--json")[1]["found"]
     assert (found["step"], found["column"], found["counts"]) == ("step 1", "text", {"text": 4})
+
+
+def test_a_run_that_begins_at_a_later_step(tmp_path, look):
+    for name, first, shift in (("a", 1, 0.0), ("b", 300, 0.0), ("c", 300, 0.5)):
+        with recorded(tmp_path / name) as client:
+            client.register_partition("train", ["x"], None, ["trainer"])
+            for number in range(first, 302):
+                client.put_samples([f"q{number}"], "train", {"x": torch.full((1,), number + shift)})
+                client.claim_meta("train", "trainer", ["x"], 1)
+                client.mark_step(number)
+                client.clear_samples([f"q{number}"], "train")
+    for pair, late in ((("a", "b"), "second"), (("b", "a"), "first")):
+        status, found = look(*(tmp_path / each for each in pair), "--json")
+        assert (status, found["equal_steps"], found["found"]) == (0, 2, [])
+        assert f"The {late} recording begins at step 300" in found["begins"][0]
+    status, found = look(tmp_path / "c", tmp_path / "a", "--json")
+    assert (status, [(each["step"], each["column"]) for each in found["found"]]) == (1, [("step 300", "x")])
+
+
+def test_two_runs_without_a_step_in_common(tmp_path, look):
+    train(tmp_path / "a", [q(0)])
+    train(tmp_path / "b", [q(9)], first_step=7)
+    for pair, where in ((("a", "b"), "first"), (("b", "a"), "second")):
+        status, text = look(*(tmp_path / each for each in pair))
+        assert status == 1
+        assert f"step 1 is in the {where} recording only" in text
+
+
+def test_what_two_recordings_lack_is_said(tmp_path, look):
+    train(tmp_path / "a", [q(0)])
+    train(tmp_path / "b", [q(0)], payload="none")
+    _, text = look(tmp_path / "a", tmp_path / "b")
+    assert "The second recording: No digests were recorded by trainer" in text
 
 
 def test_a_run_that_ended_earlier(tmp_path, look):

@@ -8,6 +8,7 @@ import torch
 
 from dataplane_core import connect
 from dataplane_core.cli import main
+from dataplane_core.middleware import Recording
 from dataplane_tools import _recorded, import_folder
 
 IDS = ["q0_g0", "q0_g1", "q1_g0", "q1_g1"]
@@ -224,6 +225,22 @@ def test_what_is_kept_of_the_rows_is_bounded(folder, capsys, monkeypatch):
     with _recorded.opened_recording(str(folder), "train") as client:
         found = client.get_samples([f"s{row}" for row in range(8)], "train", ["x"])["x"]
         assert torch.equal(found, torch.arange(8.0).reshape(8, 1).expand(8, 2000))
+
+
+def test_large_blocks_of_several_columns_are_read_once(folder, monkeypatch):
+    monkeypatch.setattr(_recorded, "_KEPT_BYTES", 1)
+    ids = [f"s{row}" for row in range(8)]
+    with run_of(folder) as client:
+        client.register_partition("train", ["x", "y"], None, [])
+        for name in ("x", "y"):
+            client.put_samples(ids, "train", {name: torch.ones(8, 200)})
+    with _recorded.opened_recording(str(folder), "train") as client:
+        numbers = []
+        rows = Recording.rows
+        monkeypatch.setattr(Recording, "rows", lambda self, record: numbers.append(record.line) or rows(self, record))
+        for sample_id in ids:
+            client.get_samples([sample_id], "train", ["x", "y"])
+        assert len(numbers) == len(set(numbers)) == 2
 
 
 def test_a_page_shows_what_was_cleared(folder, tmp_path, capsys):

@@ -118,10 +118,11 @@ def audit(
                 "examples": fate.examples,
             }
             for fate in sorted(history.untrained.values(), key=lambda fate: -fate.count)
+            if not history.num_before_put
         ],
         "overwritten": dict(history.overwritten),
         "wrong": [{"kind": kind, "text": text, **more} for kind, text, more in _wrong(history, found)],
-        "lacks": [*_lacks(recording, found), *remarks],
+        "lacks": [*_lacks(recording, found), *_clocks(history), *remarks],
         "failures": [
             {"operation": operation, "error": error, "count": number}
             for (operation, error), number in found.failures.most_common()
@@ -134,9 +135,15 @@ def compare(folder: str, other: str, *, task: str | None = None) -> dict[str, An
     from dataplane_tools._differences import differences
 
     recordings = [Recording(folder), Recording(other)]
-    histories = [History(each, survey(each, task), check_rows=False) for each in recordings]
+    surveys = [survey(each, task) for each in recordings]
+    histories = [History(*each, check_rows=False) for each in zip(recordings, surveys, strict=True)]
     report = differences(*histories)
-    return {"folders": [str(folder), str(other)], **report, "wrong": report["found"]}
+    lacks = [
+        f"The {which} recording: {text}"
+        for which, recording, found in zip(("first", "second"), recordings, surveys, strict=True)
+        for text in dict.fromkeys((*_lacks(recording, found), *recording.remarks))
+    ]
+    return {"folders": [str(folder), str(other)], **report, "lacks": lacks, "wrong": report["found"]}
 
 
 def _bounds(steps: str | None) -> tuple[float, float] | None:
@@ -222,7 +229,7 @@ def _latency(values: Sequence[float]) -> dict[str, float]:
 
 def _wrong(history: History, found: Survey) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """What is wrong: kind, text, and what the text names."""
-    for gap in history.prompts.skipped(found.resumes, found.blind_until):
+    for gap in () if history.num_before_put else history.prompts.skipped(found.resumes, found.blind_until):
         text = f"{_several(gap.num_prompts, 'prompt')} skipped over {gap.resume}: {gap.names}"
         if gap.is_generated:
             text += ". They were put before it, no step that counts trained on them, and later ones were trained on"
@@ -281,6 +288,15 @@ def _lacks(recording: Recording, found: Survey) -> list[str]:
     return lacks
 
 
+def _clocks(history: History) -> list[str]:
+    if not history.num_before_put:
+        return []
+    return [
+        f"{_several(history.num_before_put, 'cell')} claimed or read before the put began, by their times: "
+        "the clocks of hosts differ. Prompts that were skipped and samples that were not trained on are not judged."
+    ]
+
+
 # --- as text ----------------------------------------------------------------------------------------------------------
 
 
@@ -292,7 +308,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     if report["only_step"] is not None:
         for step in report["steps"]:
             lines += ["", *_lines_of_rows(step)]
-        return lines
+        return [*lines, *_lines_of_wrong(report)]
     lines += _lines_of_steps(report)
     head = ["role", "process", "host", "put", "claimed", "read", "cleared", "first", "last"]
     rows = [
@@ -326,8 +342,11 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
         lines += ["", "What the recording lacks, and what failed:"]
         lines += [f"  {each}" for each in report["lacks"]]
         lines += [f"  {each['operation']} failed: {each['error']}, {each['count']}x." for each in report["failures"]]
-    lines += ["", "Wrong:", *(f"  {each['text']}" for each in report["wrong"])] if report["wrong"] else []
-    return lines if report["wrong"] else [*lines, "", "Nothing wrong was found."]
+    return [*lines, *(_lines_of_wrong(report) or ["", "Nothing wrong was found."])]
+
+
+def _lines_of_wrong(report: Mapping[str, Any]) -> list[str]:
+    return ["", "Wrong:", *(f"  {each['text']}" for each in report["wrong"])] if report["wrong"] else []
 
 
 def _lines_of_steps(report: Mapping[str, Any]) -> list[str]:
@@ -371,6 +390,7 @@ def _lines_of_rows(step: Mapping[str, Any]) -> list[str]:
 
 def _lines_of_difference(report: Mapping[str, Any]) -> list[str]:
     lines = [f"{' and '.join(report['folders'])}: {_count(report['equal_steps'], 'step is', 'steps are')} equal"]
+    lines += [f"  {each}" for each in (*report["begins"], *report["lacks"])]
     lines += [f"  {each['text']}" for each in report["found"]]
     if report["not_compared"]:
         lines.append(f"  Not compared, since a recording lacks their digests: {', '.join(report['not_compared'])}.")

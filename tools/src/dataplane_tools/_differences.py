@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -25,13 +26,14 @@ def differences(first: History, second: History) -> dict[str, Any]:
     Returns:
         ``equal_steps``: how many steps were equal; ``found``: the first difference of each kind, in order: dicts with
         ``step``, ``kind`` (``steps``, ``samples``, ``column``, ``tag``, ``value``) and ``text``, and what they name;
-        ``not_compared``: columns whose digests a recording lacks.
+        ``not_compared``: columns whose digests a recording lacks; ``begins``: which run begins later, as text.
     """
     found: list[dict[str, Any]] = []
     kinds: set[str] = set()
     not_compared: set[str] = set()
     equal = 0
-    for one, other in _pairs(first, second):
+    begins: list[str] = []
+    for one, other in _pairs(first, second, begins):
         if one is None or other is None:
             step = one or other
             where = "first" if one is not None else "second"
@@ -44,12 +46,46 @@ def differences(first: History, second: History) -> dict[str, Any]:
         equal += not here and not found
         if kinds & {"column", "samples"}:
             break
-    return {"equal_steps": equal, "found": found, "not_compared": sorted(not_compared)}
+    return {"equal_steps": equal, "found": found, "not_compared": sorted(not_compared), "begins": begins}
 
 
-def _pairs(first: History, second: History) -> Iterator[tuple[Step | None, Step | None]]:
+def _pairs(first: History, second: History, begins: list[str]) -> Iterator[tuple[Step | None, Step | None]]:
     """The steps of the same number or batch. With None: one that the other run does not have."""
-    runs = [_counting(first), _counting(second)]
+    runs = _counting(first), _counting(second)
+    yield from _by_number(*runs, begins) if first.is_marked and second.is_marked else _by_batch(runs)
+
+
+def _by_number(
+    first: Iterator[Step], second: Iterator[Step], begins: list[str]
+) -> Iterator[tuple[Step | None, Step | None]]:
+    """Steps whose numbers rise. Those before both runs have begun are passed over, if the runs have steps in common."""
+    one, other = next(first, None), next(second, None)
+    if one is not None and other is not None and one.number != other.number:
+        low, high, late = (first, other, "second") if _number(one) < _number(other) else (second, one, "first")
+        begins.append(f"The {late} recording begins at {high}: earlier steps of the other are not compared.")
+        step = next((each for each in low if _number(each) >= _number(high)), None)
+        if step is None:
+            begins.clear()
+            step = one if high is other else other
+        one, other = (step, other) if high is other else (one, step)
+    while one is not None or other is not None:
+        if one is not None and other is not None and one.number == other.number:
+            yield one, other
+            one, other = next(first, None), next(second, None)
+        elif other is None or (one is not None and _number(one) < _number(other)):
+            yield one, None
+            one = next(first, None)
+        else:
+            yield None, other
+            other = next(second, None)
+
+
+def _number(step: Step) -> int:
+    return step.number or 0
+
+
+def _by_batch(runs: Sequence[Iterator[Step]]) -> Iterator[tuple[Step | None, Step | None]]:
+    """Batches of tasks, of which one run may be ahead."""
     waiting: list[dict[Any, Step]] = [{}, {}]
     over = [False, False]
     while not all(over) and max(map(len, waiting)) <= _MOST_AHEAD:
@@ -127,7 +163,7 @@ def _column(step: Step, pairs: Sequence[tuple[Row, Row]], not_compared: set[str]
                 if one.digest is None or other.digest is None:
                     not_compared.add(name)
                     continue
-                if one.digest == other.digest:
+                if one.digest == other.digest and _same_type(one.put.specs.get(name), other.put.specs.get(name)):
                     continue
             counts[name] += 1
             order = max(each.put.order for each in (one, other) if each is not None) if one is None else one.put.order
@@ -136,14 +172,27 @@ def _column(step: Step, pairs: Sequence[tuple[Row, Row]], not_compared: set[str]
     if first is not None:
         _, name, row, one, other = first
         values = [value_of(name, each) for each in (one, other)]
-        if one is not None and other is not None and values[0] == values[1]:  # two NaN
-            values = [f"{value} ({each.digest:016x})" for value, each in zip(values, (one, other), strict=True)]
+        if one is not None and other is not None and values[0] == values[1]:  # two NaN, or other types
+            more = [
+                f"{each.digest:016x}" if one.digest != other.digest else each.put.specs[name] for each in (one, other)
+            ]
+            values = [f"{value} ({each})" for value, each in zip(values, more, strict=True)]
         text = f"{step}, column '{name}' of sample '{row.sample_id}': {values[0]} and {values[1]}"
         text += f"; of {len(pairs)} samples, it differs in {counts[name]}"
         rest = [f"'{each}' in {count}" for each, count in counts.items() if each != name]
         text += f", {', '.join(rest)}" if rest else ""
         found: dict[str, Any] = {"step": str(step), "kind": "column", "text": text, "sample": row.sample_id}
         yield found | {"column": name, "values": values, "counts": dict(counts)}
+
+
+@lru_cache
+def _same_type(*specs: str | None) -> bool:
+    """Whether cells are of one dtype and shape, beside their first dim. So are empty lists, and what cannot be told."""
+    try:
+        found = [FieldSpec.from_text(each) for each in specs if each is not None]
+    except DataPlaneError:
+        return True
+    return len({each.stored for each in found if each.lists != "empty"}) < 2
 
 
 def _tag(step: Step, pairs: Sequence[tuple[Row, Row]]) -> Iterator[dict[str, Any]]:

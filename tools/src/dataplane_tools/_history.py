@@ -1,7 +1,7 @@
 """What a recording says of a run: which samples each step was made of, and what became of the others.
 
 The recording is read twice: `survey` comes first. `History` follows each sample from its first put until it is cleared.
-Beside the samples that are held then, it keeps a digest of each sample that was trained on, and each prompt.
+Beside the samples that are held then, it keeps each prompt.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
-
-from xxhash import xxh3_64_intdigest
 
 from dataplane_core.middleware import Record, Recording, Writer
 from dataplane_core.spec import matches
@@ -25,6 +23,10 @@ _BATCHES_KEPT: Final = 64
 #: Findings of one kind that are kept. The others are counted.
 _MOST_FINDINGS: Final = 1000
 _MOST_EXAMPLES: Final = 3
+#: Samples that were cleared before the record of their put, and are kept for it.
+_MOST_EARLY: Final = 1 << 16
+#: By how much a put may seem to begin after its samples were used: the time of a record is taken a little late.
+_LATE_S: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -52,15 +54,14 @@ class Fate:
 class _Registration:
     """What a partition holds."""
 
-    number: int
     epoch: str = ""
     used_at: float = 0.0
     tasks: Iterable[str] = ()
     rows: dict[str, Row] = field(default_factory=dict)
+    dropped: dict[str, Row] = field(default_factory=dict)  # by the registration
     required: dict[str, list[str]] = field(default_factory=dict)
-    filters: dict[str, dict[str, tuple[dict[str, Any] | None, float]]] = field(default_factory=dict)
+    filters: dict[str, dict[str, tuple[dict[str, Any] | None, float, bool]]] = field(default_factory=dict)
     batches: dict[tuple[str, int], Batch] = field(default_factory=dict)
-    early: dict[str, tuple[Row, float]] = field(default_factory=dict)
 
 
 class History:
@@ -80,7 +81,9 @@ class History:
         num_twice: How many there are.
         overwritten: Field -> how many cells got another value by a later put.
         prompts: The prompts of the run.
-        num_held: Samples that are held at the end.
+        is_marked: Whether steps are marked.
+        num_before_put: How often a field of a sample was used before its put began, by the times of the records: the
+            clocks of hosts differ.
     """
 
     def __init__(self, recording: Recording, found: Survey, *, check_rows: bool = True) -> None:
@@ -92,14 +95,14 @@ class History:
         self.num_twice = 0
         self.overwritten: Counter[str] = Counter()
         self.prompts = Prompts()
-        self.num_held = 0
+        self.is_marked = bool(found.marks)
+        self.num_before_put = 0
         self._recording, self._survey, self._check_rows = recording, found, check_rows
         self._partitions: dict[str, _Registration] = {}
-        self._num_registrations = 0
         self._num_puts = 0
+        self._early: dict[tuple[str, str], Row] = {}  # cleared, but their puts are not recorded yet
         self._damaged: dict[Row, list[dict[str, Any]]] = {}
         self._again: list[tuple[Row, Batch, Batch]] = []
-        self._trained: dict[int, tuple[int, str, int, int]] = {}  # by id: content, step, registration, life
         self._newest: int | None = None  # the step that was marked last
         self._marker = ""
         self._marks = 0
@@ -119,6 +122,8 @@ class History:
         markers = {client for _, _, client in self._survey.marks}
         for record in self._recording.records():
             client = record.client.client
+            if (record.segment, record.line) > self._survey.until.get(client, ("", 0)):
+                continue  # it was written since
             if client in markers and client != self._marker:
                 if self._marker:
                     yield from self._resume()
@@ -191,20 +196,10 @@ class History:
                 if row.prompt is not None:
                     row.prompt.is_undone = True
                 continue
+            row.step = str(step)
             if row.prompt is not None and row.put is not None:
-                row.prompt.train(row.life, row.put.at, str(step))
-            if row.content:
-                key = xxh3_64_intdigest(row.sample_id.encode(errors="surrogatepass"))
-                content, before, *life = self._trained.get(key, (0, "", 0, 0))
-                if content == row.content and life != [row.registration, row.life]:
-                    self._note_twice(row.sample_id, before, str(step))
-                self._trained[key] = (row.content, str(step), row.registration, row.life)
+                row.prompt.train(row.life, row.put.at, row.step)
         return step
-
-    def _note_twice(self, sample_id: str, first: str, second: str) -> None:
-        self.num_twice += 1
-        if len(self.twice) < _MOST_FINDINGS:
-            self.twice.append((sample_id, first, second))
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -212,8 +207,7 @@ class History:
         self._now = record.at
         found = self._partitions.get(record.partition)
         if found is None:
-            self._num_registrations += 1
-            found = self._partitions[record.partition] = _Registration(self._num_registrations)
+            found = self._partitions[record.partition] = _Registration()
         found.used_at = record.at
         return found
 
@@ -225,64 +219,67 @@ class History:
             for row in before.rows.values():
                 if row.sample_id not in kept:
                     self._clear(row, before, record, whole=True)
-            self._num_registrations += 1
-            self._partitions[record.partition] = before = _Registration(self._num_registrations, rows=kept)
+            dropped = {name: row for name, row in before.rows.items() if name not in kept and not row.is_used}
+            self._partitions[record.partition] = before = _Registration(rows=kept, dropped=dropped)
         before.epoch = record.epoch
         before.tasks = {*before.tasks, *record.consumer_tasks}
 
     def _row(self, held: _Registration, record: Record, sample_id: str) -> Row:
         row = held.rows.get(sample_id)
         if row is None:
-            row = held.rows[sample_id] = Row(sample_id, record.partition, held.number)
+            row = None if record.op == "put_samples" else held.dropped.pop(sample_id, None)
+            row = held.rows[sample_id] = row or Row(sample_id, record.partition)  # its put seemed to be earlier
         return row
 
     def _put(self, record: Record) -> None:
         held = self._partition(record)
         put = Put(self._num_puts, record.at, record.client, record.specs)
         self._num_puts += 1
-        columns: list[tuple[str, bytes, list[int] | None]] = []
+        columns: list[tuple[str, list[int] | None]] = []
         for name in record.fields:
             digests = record.digests_of(name)
-            columns.append((name, name.encode(errors="surrogatepass"), None if digests is None else digests.tolist()))
+            columns.append((name, None if digests is None else digests.tolist()))
         damaged: dict[str, list[str]] = {}
         if record.block is not None and self._check_rows:
             for name, column in self._recording.damage(record):
                 damaged.setdefault(name, []).append(column)
         for place, sample_id in enumerate(record.ids):
-            early = held.early.get(sample_id)
-            if early is not None and sample_id not in held.rows and record.at - record.seconds <= early[1]:
-                row = early[0]  # its put ended here after others had trained on it and cleared it
-            else:
-                row = self._row(held, record, sample_id)
+            row = self._row_of_put(held, record, sample_id)
             if record.tags is not None:
                 row.tags.update(record.tags[place])
             row.last = "put_samples"
-            content = b""
-            for name, text, of_cells in columns:
+            for name, of_cells in columns:
                 digest = None if of_cells is None else of_cells[place]
                 old = row.cells.get(name)
                 if old is not None and old.digest != digest and None not in (old.digest, digest):
                     self.overwritten[name] += 1
+                used = row.early.pop(name, None)
+                if used is not None and record.at - record.seconds > used + _LATE_S:
+                    self.num_before_put += 1
                 row.cells[name] = Cell(put, digest, put.at if old is None else old.since)
-                if row.put is None and digest is not None:
-                    content += text + digest.to_bytes(8, "little")
             if row.put is None:
                 row.put = put
-                row.content = xxh3_64_intdigest(content) if content else 0
                 row.prompt, row.life = self.prompts.put(sample_id, record.partition, row.tags, put.at)
+                if row.prompt is not None and row.step:
+                    row.prompt.train(row.life, put.at, row.step)
             for name in damaged.get(sample_id, ()):
                 self._note_damage(row, name, record)
+
+    def _row_of_put(self, held: _Registration, record: Record, sample_id: str) -> Row:
+        """The row that a put is of: also one that others have trained on and cleared before its record."""
+        key = record.partition, sample_id
+        row = self._early.get(key)
+        if row is None or not row.awaits(record):
+            return self._row(held, record, sample_id)
+        if row.early.keys() <= set(record.fields):
+            del self._early[key]
+        return row
 
     def _note_damage(self, row: Row, column: str, record: Record) -> None:
         self.num_damaged += 1
         if len(self.damage) < _MOST_FINDINGS:
-            found: dict[str, Any] = {
-                "sample": row.sample_id,
-                "column": column,
-                "step": None,
-                "writer": str(record.client),
-            }
-            found |= {"segment": record.segment, "line": record.line}
+            found: dict[str, Any] = {"sample": row.sample_id, "column": column, "step": None}
+            found |= {"writer": str(record.client), "segment": record.segment, "line": record.line}
             self.damage.append(found)
             self._damaged.setdefault(row, []).append(found)
 
@@ -291,11 +288,14 @@ class History:
         lost = record.error == "LostSamplesError"
         if record.status != "ok" and not lost:
             return
-        by_reads = record.partition not in self._survey.claimed and self._survey.marks
+        is_claimed = record.partition in self._survey.claimed
+        if not (lost or is_claimed or record.client.client in self._survey.readers):
+            return
         for sample_id in record.ids:
             row = self._row(held, record, sample_id)
+            row.use(record.fields if not lost else (), record)
             row.is_read, row.is_lost, row.last = not lost, lost, "get_samples" if not lost else row.last
-            if by_reads and not lost:
+            if self._survey.marks and not (is_claimed or lost):
                 self._open.rows.setdefault(row, "")
 
     def _claim(self, record: Record) -> None:
@@ -303,7 +303,7 @@ class History:
         held.required[task] = record.required_fields
         filters = held.filters.setdefault(task, {})
         filters.pop(text := repr(record.tag_filter), None)
-        filters[text] = (record.tag_filter, record.at)
+        filters[text] = (record.tag_filter, record.at, not record.ids)
         if record.status != "ok" or not record.ids:
             return
         key = (task, record.batch_index)
@@ -321,7 +321,7 @@ class History:
             if record.tags is not None:
                 row.tags.update(record.tags[place])
             row.last = f"claim of '{task}'"
-            row.is_early |= any(name not in row.cells for name in record.required_fields)
+            row.use(record.required_fields, record)
             given = row.given.get(task)
             if given is None:
                 since = [row.cells[name].since for name in record.required_fields if name in row.cells]
@@ -406,13 +406,16 @@ class History:
             cleared = held.rows.pop(sample_id, None)
             if cleared is not None:
                 self._clear(cleared, held, record, whole=False)
-                if cleared.is_early:
-                    held.early[sample_id] = (cleared, record.at)
 
     # --- ends of samples ----------------------------------------------------------------------------------------------
 
     def _clear(self, row: Row, held: _Registration, record: Record, *, whole: bool) -> None:
         """Notes what became of a sample that is cleared, if it was not trained on."""
+        if row.early:
+            self._early.pop(key := (row.partition, row.sample_id), None)
+            self._early[key] = row
+            if len(self._early) > _MOST_EARLY:
+                del self._early[next(iter(self._early))]
         for task, reason in self._not_trained(row, held):
             self._note_untrained(row, task, reason or self._why_cleared(task, record, whole), record.client)
             if row.prompt is not None and row.put is not None:
@@ -423,7 +426,6 @@ class History:
     def _close(self) -> None:
         """Notes the samples that are held at the end."""
         for held in self._partitions.values():
-            self.num_held += len(held.rows)
             for row in held.rows.values():
                 for task, reason in self._not_trained(row, held):
                     self._note_untrained(row, task, reason or ("ready" if task else "never read"), None)
@@ -437,7 +439,9 @@ class History:
                 and second.step is not None
                 and not (first.step.is_undone or second.step.is_undone)
             ):
-                self._note_twice(row.sample_id, str(first.step), str(second.step))
+                self.num_twice += 1
+                if len(self.twice) < _MOST_FINDINGS:
+                    self.twice.append((row.sample_id, str(first.step), str(second.step)))
 
     def _why_cleared(self, task: str, record: Record, whole: bool) -> str:
         if whole:
@@ -473,8 +477,14 @@ class History:
     def _is_filtered(row: Row, task: str, held: _Registration) -> bool:
         """Whether claims came while a sample was ready, and it passed the filter of none."""
         ready = max((row.cells[name].since for name in held.required.get(task, ())), default=0.0)
-        asked = [each for each, at in held.filters.get(task, {}).values() if at >= ready]
-        return bool(asked) and not any(matches(row.tags, each) for each in asked)
+        is_asked = False
+        for place, (each, at, is_empty) in enumerate(reversed(held.filters.get(task, {}).values())):
+            if at < ready and not (place == 0 and is_empty):  # claims that got nothing are recorded once
+                break
+            if matches(row.tags, each):
+                return False
+            is_asked = True
+        return is_asked
 
     def _note_untrained(self, row: Row, task: str, reason: str, by: Writer | None) -> None:
         key = (reason, task, "" if by is None else by.client, row.last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
@@ -141,8 +141,8 @@ class Prompts:
 
         Numbers that were never put: between one that was put before a resume and one that was put after it; or so
         little below the greatest one before it that they were under way. Nothing is said of them where numbers are
-        missing elsewhere too. And prompts that were put before it, and then neither trained on nor put again, while
-        later ones were.
+        missing elsewhere too, or where more are missing than were ever put: they jump. And prompts that were put
+        before it, and then neither trained on nor put again, while later ones were.
 
         Args:
             resumes: In the order of time.
@@ -154,9 +154,11 @@ class Prompts:
                 (False, _missing(stream, times, blind_until)),
                 (True, _lost(stream, times, blind_until)),
             ):
-                for place, numbers in sorted(found.items()):
-                    names = _ranges(stream, sorted(numbers))
-                    yield Skipped(names, stream.name_of(min(numbers)), len(numbers), resumes[place], generated)
+                for place, ranges in sorted(found.items()):
+                    count = sum(last - first + 1 for first, last in ranges)
+                    yield Skipped(
+                        _text_of(stream, ranges), stream.name_of(ranges[0][0]), count, resumes[place], generated
+                    )
 
     def repeated(self, resumes: Sequence[Resume]) -> Iterator[Repeated]:
         """The prompts that two steps that count were trained on, with a resume between.
@@ -182,9 +184,9 @@ class Prompts:
             yield from (each for at, _, each in sorted(found) if newest > at or not may_begin_anew)
 
 
-def _missing(stream: _Stream, times: Sequence[float], blind_until: float) -> dict[int, list[int]]:
-    """Place of a resume -> the numbers that were never put."""
-    found: dict[int, list[int]] = {}
+def _missing(stream: _Stream, times: Sequence[float], blind_until: float) -> dict[int, list[tuple[int, int]]]:
+    """Place of a resume -> the numbers that were never put, as ranges."""
+    found: dict[int, list[tuple[int, int]]] = {}
     numbers = sorted(stream.prompts)
     pairs = list(pairwise(numbers))
     if sum(right - left == 1 for left, right in pairs) * 2 < len(pairs):
@@ -210,13 +212,13 @@ def _missing(stream: _Stream, times: Sequence[float], blind_until: float) -> dic
         else:
             widest = max(widest, right - left)
     for left, right, place in gaps:
-        if right - left > widest:
-            found.setdefault(place, []).extend(range(left + 1, right))
+        if widest < right - left <= len(numbers) + 1:
+            found.setdefault(place, []).append((left + 1, right - 1))
     return found
 
 
-def _lost(stream: _Stream, times: Sequence[float], blind_until: float) -> dict[int, list[int]]:
-    """Place of a resume -> the numbers of the prompts that were put before it and are gone."""
+def _lost(stream: _Stream, times: Sequence[float], blind_until: float) -> dict[int, list[tuple[int, int]]]:
+    """Place of a resume -> the numbers of the prompts that were put before it and are gone, as ranges."""
     found: dict[int, list[int]] = {}
     trained_later = float("-inf")  # when a prompt with a greater number that was trained on was put, at the latest
     for number in sorted(stream.prompts, reverse=True):
@@ -227,17 +229,21 @@ def _lost(stream: _Stream, times: Sequence[float], blind_until: float) -> dict[i
             place = bisect_right(times, prompt.latest)
             if place < len(times) and times[place] <= trained_later:
                 found.setdefault(place, []).append(number)
-    return found
+    return {place: _ranges(numbers[::-1]) for place, numbers in found.items()}
 
 
-def _ranges(stream: _Stream, numbers: Sequence[int]) -> str:
-    """Numbers as ``q7 to q9, q12``, the first few."""
-    ranges: list[list[int]] = []
+def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    ranges: list[tuple[int, int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
+            ranges[-1] = ranges[-1][0], number
         else:
-            ranges.append([number, number])
+            ranges.append((number, number))
+    return ranges
+
+
+def _text_of(stream: _Stream, ranges: Sequence[tuple[int, int]]) -> str:
+    """Numbers as ``q7 to q9, q12``, the first few."""
     texts = [" to ".join(map(stream.name_of, dict.fromkeys(pair))) for pair in ranges[:_MOST_RANGES]]
     return ", ".join(texts) + (", ..." if len(ranges) > _MOST_RANGES else "")
 

@@ -30,7 +30,7 @@ from dataplane_core.spec import SharedRows, WireColumn, WireFormat
 
 #: The tag that says after which rows a step ended.
 _STEP: Final = "step"
-#: Blocks that were read last are kept up to this size.
+#: Blocks that were read last are kept up to this size, and the last one of each set of columns in any case.
 _KEPT_BYTES: Final = 64 << 20
 
 
@@ -235,8 +235,13 @@ class _Blocks:
             ids, rows = self.recording.rows(record)
             size, columns = record.block[1], encode_columns(rows, len(ids), wire)[0]
         self._kept[key] = size, columns
-        while len(self._kept) > 1 and sum(each for each, _ in self._kept.values()) > _KEPT_BYTES:
-            del self._kept[next(iter(self._kept))]
+        excess = sum(each for each, _ in self._kept.values()) - _KEPT_BYTES
+        if excess > 0:
+            newest = {frozenset(each): key for key, (_, each) in self._kept.items()}.values()
+            for old in [key for key in self._kept if key not in newest]:
+                excess -= self._kept.pop(old)[0]
+                if excess <= 0:
+                    break
         return columns
 
 

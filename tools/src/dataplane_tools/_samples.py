@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from dataplane_core.middleware import Writer
+from dataplane_core.middleware import Record, Writer
 from dataplane_tools._prompts import Prompt
 
 #: A tag: which weights generated a row. A value of a step: how many versions old its rows were.
 WEIGHT_VERSION: Final = "weight_version"
 STALENESS: Final = "staleness"
+#: How long after its samples were used the record of a put may come.
+_EARLY_S: Final = 600.0
 
 
 class Put(NamedTuple):
@@ -72,7 +74,6 @@ class Row:
     Attributes:
         sample_id: Its id.
         partition: Its partition.
-        registration: The number of the registration.
         put: Its first put. None: the recording does not have it.
         tags: Its tags.
         cells: Field -> its value, in the order of puts.
@@ -80,15 +81,14 @@ class Row:
         is_read: Whether it was read since it was put, or since a claim handed it out.
         is_lost: Whether its newest read failed, since the store had lost rows.
         last: Its newest operation.
-        content: A digest of what its first put wrote. 0: none was recorded.
         prompt: Its prompt.
         life: Which of the lives of its prompt it belongs to.
-        is_early: Whether it was handed out before the record of the put of a field that the claim required.
+        step: The newest step that counts that trained on it, or "".
+        early: Field -> when it was first claimed or read, if the record of its put comes later; ``by``: by whom.
     """
 
     sample_id: str
     partition: str
-    registration: int
     put: Put | None = None
     tags: dict[str, Any] = field(default_factory=dict)
     cells: dict[str, Cell] = field(default_factory=dict)
@@ -96,10 +96,30 @@ class Row:
     is_read: bool = False
     is_lost: bool = False
     last: str = ""
-    content: int = 0
     prompt: Prompt | None = None
     life: int = 0
-    is_early: bool = False
+    step: str = ""
+    early: dict[str, float] = field(default_factory=dict)
+    by: Writer | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a task consumed it, or it was read."""
+        return self.is_read or any(given.consumed for given in self.given.values())
+
+    def use(self, fields: Iterable[str], record: Record) -> None:
+        """Notes that fields were claimed or read."""
+        for name in fields:
+            if name not in self.cells:
+                self.early.setdefault(name, record.at)
+                self.by = record.client
+
+    def awaits(self, put: Record) -> bool:
+        """Whether a put is that of fields that were used: it had begun by then, or clocks may differ."""
+        if self.early.keys().isdisjoint(put.fields):
+            return False
+        used = max(self.early.values())
+        return put.at - put.seconds <= used or (put.client != self.by and put.at <= used + _EARLY_S)
 
 
 @dataclass(slots=True, eq=False)

@@ -25,9 +25,11 @@ class Survey:
         claimed: Partitions of which a task was given samples.
         tasks: The tasks that train: those that the client that marks steps claims for; else its role; else all.
         consumers: Clients that were given samples of these tasks.
+        readers: Clients whose reads of other partitions train: the one that marks steps; else its role; else all.
         failures: (operation, error) -> how often.
         resumes: Where a role began again.
         blind_until: Up to then records are lost or were deleted.
+        until: Client -> segment and line of its last record: a run that goes on writes more.
         end: When the last operation ended.
         num_records: How many there are.
     """
@@ -42,9 +44,11 @@ class Survey:
     claimed: set[str] = field(default_factory=set)
     tasks: set[str] = field(default_factory=set)
     consumers: set[str] = field(default_factory=set)
+    readers: set[str] = field(default_factory=set)
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     resumes: list[Resume] = field(default_factory=list)
     blind_until: float = -math.inf
+    until: dict[str, tuple[str, int]] = field(default_factory=dict)
     end: float = 0.0
     num_records: int = 0
 
@@ -58,12 +62,14 @@ def survey(recording: Recording, task: str | None = None) -> Survey:
     """
     found = Survey(blind_until=max((each.until for each in recording.dropped), default=-math.inf))
     claimed: set[tuple[str, str, str]] = set()  # partition, task, client
+    read: set[tuple[str, str]] = set()  # partition, client
     for record in recording.records():
         client = record.client.client
         found.num_records += 1
         found.writers.setdefault(client, record.client)
         found.first.setdefault(client, record.at)
         found.last[client] = record.at
+        found.until[client] = record.segment, record.line
         found.end = max(found.end, record.at)
         counts = found.counts.setdefault(client, Counter())
         counts[record.op] += record.rows if record.status == "ok" else 0
@@ -75,6 +81,8 @@ def survey(recording: Recording, task: str | None = None) -> Survey:
             found.failures[record.op, record.error] += 1
         elif record.op == "claim" and record.ids:
             claimed.add((record.partition, record.task, client))
+        elif record.op == "get_samples" and record.ids:
+            read.add((record.partition, client))
     _choose_marks(found)
     markers = {client for _, _, client in found.marks}
     roles = {found.writers[client].role for client in markers}
@@ -82,6 +90,9 @@ def survey(recording: Recording, task: str | None = None) -> Survey:
     by_role = {name for _, name, client in claimed if found.writers[client].role in roles}
     found.tasks = {task} if task is not None else by_marker or by_role or {name for _, name, _ in claimed}
     found.claimed = {partition for partition, _, _ in claimed}
+    readers = {client for partition, client in read if partition not in found.claimed}
+    of_role = {client for client in readers if found.writers[client].role in roles}
+    found.readers = readers & markers or of_role or readers
     found.consumers = {client for _, name, client in claimed if name in found.tasks}
     found.resumes = sorted(_resumes(found))
     return found

@@ -35,6 +35,7 @@ ALLOWED = {
     "host_memory/recycled.py": "asks first whether mmap has the flags",
     "backends/private_folder.py": "the folder of a server that redis_store or shm_store starts, which Windows lacks",
     "backends/owned_process.py": "asks first whether there are forks",
+    "middleware/events.py": "a lock tells which segments may be deleted; without it, all count as written",
     "hosting/session.py": "uses a Unix socket only where the host has one; asks first whether there are forks",
     "hosting/server.py": "uses these only over a Unix socket, which shm_store chooses on Linux",
 }

@@ -297,10 +297,10 @@ class _Segment:
         if block:
             if self._rows is None:
                 self._rows = os.open(self._rows_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            start = self._rows_end
+            start = os.lseek(self._rows, self._rows_end, os.SEEK_SET)  # after a write that failed
             left = memoryview(block)
             while left:
-                left = left[os.pwrite(self._rows, left, start + len(block) - len(left)) :]
+                left = left[os.write(self._rows, left) :]
             self._rows_end = start + len(block)
             line = {**line, "block": [start, len(block), xxhash.xxh3_64_hexdigest(block)]}
         self._lines.write(line)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+import msgspec
 from xxhash import xxh3_64_hexdigest
 
 from dataplane_core.codec import row_nbytes
@@ -202,8 +203,8 @@ class LineFile:
             OSError: It is not written. A part of it may be, in a file that is shared.
             ValueError: The file is closed.
         """
-        text = json.dumps({"at": round(time.time(), 6), **line}, separators=(",", ":") if self._sealed else None)
-        data = (sealed(text.encode()) if self._sealed else text.encode()) + b"\n"
+        line = {"at": round(time.time(), 6), **line}
+        data = (sealed(_compact(line)) if self._sealed else json.dumps(line).encode()) + b"\n"
         descriptor = self._file.fileno()
         end = os.fstat(descriptor).st_size  # 0 for a pipe
         if end and os.pread(descriptor, 1, end - 1) != b"\n":  # half a line, or one that another process is writing
@@ -234,6 +235,12 @@ def is_held(path: Path) -> bool:
     except (OSError, NameError):
         return True
     return False
+
+
+def _compact(line: Mapping[str, Any]) -> bytes:
+    """A JSON object. Numbers that JSON lacks are as `json` writes them."""
+    text = msgspec.json.encode(line)  # many times as fast as `json`
+    return text if b"null" not in text else json.dumps(line, separators=(",", ":")).encode()
 
 
 def sealed(text: bytes) -> bytes:

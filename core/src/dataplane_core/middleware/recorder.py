@@ -229,10 +229,12 @@ class Recorder(OperationMiddleware):
         if event.op == "claim" and event.status == "ok" and not self._tells(request, event, reply):
             return
         line = line_of(event, event.sample_ids)
-        line |= {name: getattr(request, name) for name in _OF_REQUEST.get(event.op, ())}
+        found = {name: getattr(request, name) for name in _OF_REQUEST.get(event.op, ())}
+        line |= {name: value for name, value in found.items() if value is not None}
         if event.op == "claim" and reply is not None:
             line |= {"tags": [dict(each) for each in reply.tags], "exhausted": reply.exhausted}
-            line["num_ranks"] = reply.num_ranks
+            if reply.num_ranks is not None:
+                line["num_ranks"] = reply.num_ranks
             if request.batch_epoch not in (None, reply.epoch):
                 line["batch_index"] = 0  # the first batch of another registration than the client knew
         elif event.op == "register_partition" and reply is not None:

@@ -432,6 +432,25 @@ def test_without_tasks_a_step_is_of_what_was_read(tmp_path, look):
     assert [(each["reason"], each["count"]) for each in found["untrained"]] == [("end of the partition", 2)]
 
 
+def test_without_tasks_a_driver_that_reads_at_the_end_does_not_train_in_place_of_its_workers(tmp_path, look):
+    store = {"backend": "shm_store", "options": {"capacity_bytes": "10MB", "namespace": "audit"}}
+    with (
+        recorded(tmp_path, role="driver", **store) as driver,
+        recorded(tmp_path, role="worker", bootstrap=False, **store) as worker,
+    ):
+        for step in (1, 2, 3):
+            driver.register_partition("train", ["x", "reward", "text"], None, [])
+            ids = put(driver, q(2 * step, 2 * step + 1))
+            worker.get_samples(ids, "train", ["x"])
+            if step == 3:
+                driver.get_samples(ids, "train", ["text"])
+            driver.mark_step(step)
+            driver.clear_samples(None, "train")
+    found = look(tmp_path, "--json")[1]
+    assert [each["samples"] for each in found["steps"]] == [4, 4, 4]
+    assert found["untrained"] == []
+
+
 def test_without_tasks_only_what_the_trainer_read_is_of_a_step(tmp_path, look):
     store = {"backend": "shm_store", "options": {"capacity_bytes": "10MB", "namespace": "audit"}}
     with (

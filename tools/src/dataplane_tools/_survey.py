@@ -25,7 +25,8 @@ class Survey:
         claimed: Partitions of which a task was given samples.
         tasks: The tasks that train: those that the client that marks steps claims for; else its role; else all.
         consumers: Clients that were given samples of these tasks.
-        readers: Clients whose reads of other partitions train: the one that marks steps; else its role; else all.
+        readers: Clients whose reads of other partitions train, of those that read in most steps: the one that marks
+            steps; else its role; else all.
         failures: (operation, error) -> how often.
         resumes: Where a role began again.
         blind_until: Up to then records are lost or were deleted.
@@ -62,7 +63,7 @@ def survey(recording: Recording, task: str | None = None) -> Survey:
     """
     found = Survey(blind_until=max((each.until for each in recording.dropped), default=-math.inf))
     claimed: set[tuple[str, str, str]] = set()  # partition, task, client
-    read: set[tuple[str, str]] = set()  # partition, client
+    read: dict[tuple[str, str], set[int]] = {}  # partition, client -> how many steps had ended at its reads
     for record in recording.records():
         client = record.client.client
         found.num_records += 1
@@ -82,7 +83,7 @@ def survey(recording: Recording, task: str | None = None) -> Survey:
         elif record.op == "claim" and record.ids:
             claimed.add((record.partition, record.task, client))
         elif record.op == "get_samples" and record.ids:
-            read.add((record.partition, client))
+            read.setdefault((record.partition, client), set()).add(len(found.marks))
     _choose_marks(found)
     markers = {client for _, _, client in found.marks}
     roles = {found.writers[client].role for client in markers}
@@ -90,7 +91,9 @@ def survey(recording: Recording, task: str | None = None) -> Survey:
     by_role = {name for _, name, client in claimed if found.writers[client].role in roles}
     found.tasks = {task} if task is not None else by_marker or by_role or {name for _, name, _ in claimed}
     found.claimed = {partition for partition, _, _ in claimed}
-    readers = {client for partition, client in read if partition not in found.claimed}
+    steps = {key: len(each) for key, each in read.items() if key[0] not in found.claimed}
+    most = max(steps.values(), default=0)  # who reads in few steps, such as at the end, does not train
+    readers = {client for (_, client), count in steps.items() if 2 * count >= most}
     of_role = {client for client in readers if found.writers[client].role in roles}
     found.readers = readers & markers or of_role or readers
     found.consumers = {client for _, name, client in claimed if name in found.tasks}

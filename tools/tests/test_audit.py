@@ -1,4 +1,7 @@
-"""`dataplane audit`: recordings of real clients, some with a fault in the run or in the files. Each fault is named."""
+"""`dataplane audit`: recordings of real clients, some with a fault in the run or in the files. Each fault is named.
+
+One long file, since each fault is seeded in the same few runs, whose helpers stand at the top.
+"""
 
 import argparse
 import json

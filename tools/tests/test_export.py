@@ -846,7 +846,10 @@ def test_a_shard_that_cannot_be_written_ends_quietly(written, tmp_path, monkeypa
 
     unraisable = []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
-    full = lambda path, mode: io.BufferedWriter(Full(path, mode))  # noqa: E731
+
+    def full(path, mode):
+        return io.BufferedWriter(Full(path, mode))
+
     monkeypatch.setattr(shards_module, "open", full, raising=False)
     with pytest.raises(SaveError, match="no space left"):
         follow_partition(written, "p", tmp_path / "out", every_s=0.05)

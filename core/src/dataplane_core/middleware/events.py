@@ -82,11 +82,11 @@ class OperationEvent:
     verdict: Verdict | None = None
 
 
-def is_followed(sample_id: str) -> bool:
-    """Whether `EventFile` names a sample: one in 16, the same ones in all processes."""
+def is_followed(sample_id: str, share: float = 1 / _FOLLOW_ONE_OF) -> bool:
+    """Whether a sample is of a share of all, the same ones in every process. By default those that `EventFile` names."""
     # the product spreads ids that differ in one digit, of which a checksum alone may choose all or none
     mixed = zlib.crc32(sample_id.encode(errors="surrogatepass")) * 0x9E3779B1 & 0xFFFFFFFF
-    return mixed * _FOLLOW_ONE_OF < 1 << 32
+    return mixed < share * (1 << 32)
 
 
 def log_event(event: OperationEvent) -> None:

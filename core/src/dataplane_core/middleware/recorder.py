@@ -18,7 +18,6 @@ import logging
 import os
 import socket
 import threading
-import zlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -32,7 +31,7 @@ from dataplane_core.codec import cell_digests, decode_columns, encode_columns, r
 from dataplane_core.config import SizeBytes
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidTypeError, MissingDataError
 from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
-from dataplane_core.middleware.events import LineFile, OperationEvent, finite, is_held, line_of, observe
+from dataplane_core.middleware.events import LineFile, OperationEvent, finite, is_followed, is_held, line_of, observe
 from dataplane_core.middleware.recording import (
     DROPPED,
     FORMAT,
@@ -215,7 +214,7 @@ class Recorder(OperationMiddleware):
         if payload == "digests":
             return more, b""
         assert decoded is not None
-        kept = [row for row, name in enumerate(request.sample_ids) if payload == "all" or _is_kept(name, payload)]
+        kept = [row for row, name in enumerate(request.sample_ids) if payload == "all" or is_followed(name, payload)]
         if not kept:
             return more, b""
         if len(kept) < count:
@@ -351,10 +350,6 @@ def _can_be_packed(columns: Mapping[str, Any], num_rows: int) -> bool:
     except DataPlaneError:
         return False
     return True
-
-
-def _is_kept(sample_id: str, share: float) -> bool:
-    return zlib.crc32(sample_id.encode(errors="surrogatepass")) * 0x9E3779B1 & 0xFFFFFFFF < share * (1 << 32)
 
 
 def _segment_bytes(max_bytes: int) -> int:

@@ -83,7 +83,7 @@ class OperationEvent:
 
 
 def is_followed(sample_id: str, share: float = 1 / _FOLLOW_ONE_OF) -> bool:
-    """Whether a sample is of a share of all, the same ones in every process. By default those that `EventFile` names."""
+    """Whether a sample is of a share of all, the same ones everywhere. By default those that `EventFile` names."""
     # the product spreads ids that differ in one digit, of which a checksum alone may choose all or none
     mixed = zlib.crc32(sample_id.encode(errors="surrogatepass")) * 0x9E3779B1 & 0xFFFFFFFF
     return mixed < share * (1 << 32)

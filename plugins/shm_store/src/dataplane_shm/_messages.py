@@ -12,6 +12,21 @@ from dataplane_core.hosting import Layout, Messages, Place, Request
 from dataplane_core.ledger import Located, Ref, check_command, commands
 
 
+class Options(msgspec.Struct):
+    """What the owner of a store tells the ledger's process at its start. The others as in `ShmConfig`.
+
+    Attributes:
+        folder: The folder in which to listen, and to write why the store cannot start.
+    """
+
+    folder: str
+    capacity_bytes: int
+    on_full: str
+    touch_ahead_bytes: int
+    durable: str | None
+    sync: str
+
+
 class About(msgspec.Struct, array_like=True):
     """What the store says about itself to a client that connects.
 

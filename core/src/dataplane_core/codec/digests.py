@@ -15,8 +15,9 @@ from xxhash import xxh3_64_digest
 from dataplane_core.codec.narrow import widened
 from dataplane_core.codec.objects import encode_item
 from dataplane_core.codec.rows import num_rows
-from dataplane_core.codec.tensors import BytesLike, Ragged, byte_view, host_tensor, ragged_of_nested
+from dataplane_core.codec.tensors import Ragged, byte_view, host_tensor, ragged_of_nested
 from dataplane_core.errors import InvalidTypeError
+from dataplane_core.packed import BytesLike
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
 
 _Sums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]

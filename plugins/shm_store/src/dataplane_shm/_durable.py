@@ -12,10 +12,10 @@ from typing import Final
 
 import msgspec
 
-from dataplane_core.backends import RecordedLedger
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CorruptDataError
 from dataplane_core.host_memory import Arena, arena_bytes_for
 from dataplane_core.hosting import ADDRESSES, Client, KeptExtents
+from dataplane_core.journal import RecordedLedger
 from dataplane_shm._store import Store
 
 _ARENA: Final = "arena"

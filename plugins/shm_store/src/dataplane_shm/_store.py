@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from dataplane_core.backends import RecordedLedger
 from dataplane_core.errors import CapacityExceededError, StalePartitionError
 from dataplane_core.hosting import Client, ExtentService, Holds, LedgerHost, Place, Release, Wanted
+from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import Command, LedgerService, Ref, commands
 from dataplane_shm._messages import (
     MESSAGES,

@@ -19,8 +19,8 @@ FAILURE: Final = "failure"
 class ShmConfig(CapacityOptions):
     """Which store of this user on this host, how much memory it may use, and how reads return data.
 
-    The bootstrapping client sets all but ``views`` and ``copy_threads``. An attaching client gets ``capacity_bytes`` and
-    ``on_full`` from the store. ``capacity_bytes`` is by default half of the memory that is available when the store
+    The bootstrapping client sets all but ``views`` and ``copy_threads``. An attaching client gets ``capacity_bytes``
+    and ``on_full`` from the store. ``capacity_bytes`` is by default half of the memory that is available when the store
     starts, on the machine and in the container.
     """
 

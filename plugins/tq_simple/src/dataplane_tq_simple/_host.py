@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from dataplane_core.backends import RecordedLedger
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.hosting import CallId, Client, LedgerHost
+from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_tq_simple._book import UNITS_NOTE, UnitBook, View
 from dataplane_tq_simple._errors import UnitsGoneError

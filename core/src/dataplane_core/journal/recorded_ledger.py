@@ -23,12 +23,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar, cast
 
-from dataplane_core.backends.journal import Journal, LedgerFailedError
-from dataplane_core.backends.journal_file import Entry, JournalFile, TakenError
-from dataplane_core.backends.journal_records import Begin, Plan, Record, Snapshot
-from dataplane_core.backends.journal_shortening import Shortener
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
 from dataplane_core.hosting import CallId
+from dataplane_core.journal.file import Entry, JournalFile, TakenError
+from dataplane_core.journal.journal import Journal, LedgerFailedError
+from dataplane_core.journal.records import Begin, Plan, Record, Snapshot
+from dataplane_core.journal.shortening import Shortener
 from dataplane_core.ledger import Command, Ref, Reply, commands, to_state, unpack_write_id
 
 __all__ = ["RecordedLedger", "TakenError"]

@@ -158,7 +158,14 @@ def _open_arena(path: Path, size_bytes: int, memory: bytes | None) -> Arena:
             f"the file {path} has {there_bytes} bytes. Expected {before.size_bytes}: it was cut or removed.",
             hint="Restore a whole copy of the folder.",
         )
-    return Arena.open(path, size_bytes)
+    arena = Arena.open(path, size_bytes)
+    for each in (path, path.parent):  # the file must be there after a loss of power, with its size
+        fd = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    return arena
 
 
 class _Memory(msgspec.Struct, array_like=True):

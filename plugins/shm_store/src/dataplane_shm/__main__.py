@@ -16,7 +16,7 @@ from dataplane_core.errors import DataPlaneError
 from dataplane_core.host_memory import Arena, arena_bytes_for
 from dataplane_core.hosting import ExtentService, Server, listen_at
 from dataplane_core.ledger import LedgerService
-from dataplane_shm._messages import MESSAGES, Options
+from dataplane_shm._messages import Options, packed_failure
 from dataplane_shm._store import Store
 from dataplane_shm.config import FAILURE, SOCKET
 
@@ -62,7 +62,7 @@ def _serve_folder(options: Options) -> None:
             touch_ahead_bytes=options.touch_ahead_bytes,
         )
     except DataPlaneError as error:
-        (Path(options.folder) / FAILURE).write_bytes(MESSAGES.encode_error(error))
+        (Path(options.folder) / FAILURE).write_bytes(packed_failure(error))
         sys.exit(str(error))
     server = Server(store, listen_at(Path(options.folder) / SOCKET), between=store.touch_ahead, aside=store.work_aside)
     signal.signal(signal.SIGTERM, lambda *_: server.close())

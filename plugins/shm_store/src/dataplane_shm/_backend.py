@@ -33,7 +33,7 @@ from dataplane_core.hosting import Pin, Place, Session
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, Scope, SharedRows, WireColumn, WireFormat
 from dataplane_shm._diagnosis import diagnose
-from dataplane_shm._messages import MESSAGES, Begin, Drop, Find, Options, PutWhole, Statistics, Status
+from dataplane_shm._messages import Begin, Drop, Find, Options, PutWhole, Statistics, Status, raise_failure
 from dataplane_shm._opening import open_store
 from dataplane_shm.config import FAILURE, ShmConfig, store_folder
 
@@ -160,7 +160,7 @@ class ShmBackend(LedgerBackend):
         while not self._folder.socket.exists():
             if self._process.ended:
                 with suppress(FileNotFoundError):
-                    MESSAGES.decode_reply(Status(), (self._folder.path / FAILURE).read_bytes())
+                    raise_failure((self._folder.path / FAILURE).read_bytes())
                 raise BackendUnavailableError(
                     f"connect failed: the ledger's process ended at its start: {last_words(log)}", retryable=False
                 )

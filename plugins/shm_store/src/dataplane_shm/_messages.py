@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.hosting import Layout, Messages, Place, Request
 from dataplane_core.ledger import Located, Ref, check_command, commands
 
@@ -147,6 +147,18 @@ class Status(Request[Statistics]):
 
 
 MESSAGES: Final = Messages(Begin, PutWhole, Find, Drop, Status)
+#: The length that a message begins with.
+_LENGTH_BYTES: Final = 4
+
+
+def packed_failure(error: DataPlaneError) -> bytes:
+    """Why a store cannot start, for its owner."""
+    return MESSAGES.encode_error(error)[_LENGTH_BYTES:]
+
+
+def raise_failure(packed: bytes) -> None:
+    """Raises what `packed_failure` was given."""
+    MESSAGES.decode_reply(Status(), packed)
 
 
 def _check_layouts(put: commands.BeginPut, layouts: list[Layout]) -> None:

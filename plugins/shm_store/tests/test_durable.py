@@ -14,7 +14,11 @@ import pytest
 import torch
 
 from dataplane_core import connect
+from dataplane_core.cli import main
 from dataplane_core.errors import AlreadyRunningError, ConfigError
+from dataplane_shm._diagnosis import diagnose
+from dataplane_shm._durable import is_open
+from dataplane_shm.config import ShmConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 from durable_roles import PARTITION, content
@@ -122,3 +126,41 @@ def test_a_store_that_was_closed_comes_back_and_others_are_refused_meanwhile(con
 def test_sync_without_a_folder_is_refused():
     with pytest.raises(ConfigError, match="'sync' needs 'durable'"):
         connect({"backend": "shm_store", "options": {"sync": "commit"}})
+
+
+def test_the_doctor_says_what_is_in_a_folder_and_who_has_it(config):
+    folder = Path(config["options"]["durable"])
+
+    def said():
+        checked = ShmConfig(**config["options"])
+        return [each.what for each in diagnose(checked, time.monotonic() + 60) if "durable folder" in each.what]
+
+    assert said() == [f"The durable folder {folder} does not exist yet. A store that is bootstrapped begins there."]
+    with connect(config) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a", "b"], "p", {"x": torch.arange(1 << 20).view(2, -1).float()})
+        (line,) = said()
+        assert f"is open in process {ledger_of(config)} of host {os.uname().nodename}, since 20" in line
+    (line,) = said()
+    assert "is open in no process. It was last in process" in line
+    assert line.endswith("It holds 2 samples in 'p': 4 MiB of rows.")
+    (journal,) = folder.glob("journal/*/journal")
+    data = journal.read_bytes()
+    journal.write_bytes(data[:100] + b"x" + data[101:])
+    (line,) = said()
+    assert "cannot be read" in line
+
+
+def test_commands_read_a_folder_that_nobody_has_open(config, tmp_path, capsys):
+    with connect(config) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a", "b"], "p", {"x": torch.tensor([7, 8])})
+    file = tmp_path / "data_plane.json"
+    file.write_text(json.dumps(config))
+    assert main(["inspect", str(file)]) == 0
+    assert "p" in capsys.readouterr().out
+    assert main(["read", str(file), "p", "--json"]) == 0
+    samples = json.loads(capsys.readouterr().out)["samples"]
+    assert [each["sample_id"] for each in samples] == ["a", "b"]
+    assert "7" in json.dumps(samples[0])
+    assert not is_open(Path(config["options"]["durable"]))

@@ -70,7 +70,7 @@ class ShmBackend(LedgerBackend):
     why_not_declared: ClassVar[Mapping[str, str]] = {
         Capability.UNITS: "one piece of shared memory holds the payload",
         "scope": "memory is shared by the processes of one host only",
-        Capability.DURABLE: "a store is memory, which ends with its processes",
+        Capability.DURABLE: "a store is memory, which ends with its processes, unless the option `durable` is set",
     }
     Config = ShmConfig
 
@@ -92,6 +92,11 @@ class ShmBackend(LedgerBackend):
         """Options of a store that shares nothing with that of ``options``."""
         name = options.get("namespace", ShmConfig.model_fields["namespace"].default)
         return {**options, "namespace": f"{name}-{tag}"[:64]}
+
+    @classmethod
+    def outlives_owner(cls, config: ShmConfig) -> bool:
+        """With ``durable``."""
+        return config.durable is not None
 
     @classmethod
     def diagnose(cls, config: ShmConfig, *, deadline: float) -> Iterable[Finding]:

@@ -6,7 +6,10 @@ import contextlib
 import fcntl
 import itertools
 import os
+import shutil
+import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +19,7 @@ from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, 
 from dataplane_core.host_memory import Arena, arena_bytes_for
 from dataplane_core.hosting import ADDRESSES, Client, KeptExtents
 from dataplane_core.journal import RecordedLedger
+from dataplane_core.ledger import commands
 from dataplane_shm._store import Store
 
 _ARENA: Final = "arena"
@@ -119,11 +123,57 @@ class DurableStore(Store):
         return super()._new_client(number)
 
 
+def is_open(folder: Path) -> bool:
+    """Whether a process of this host has a folder open."""
+    with contextlib.suppress(OSError):
+        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment; an owner that starts tries again
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+    return False
+
+
 def owner_of(folder: Path) -> Owner | None:
     """Who has a folder open now, or had it last. None: nobody ever had."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode((folder / _LOCK).read_bytes(), type=Owner)
     return None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a folder holds that nobody has open.
+
+    Attributes:
+        partitions: Name -> how many samples are there.
+        size_bytes: The size of their rows.
+    """
+
+    partitions: dict[str, int]
+    size_bytes: int
+
+
+def contents_of(folder: Path) -> Contents:
+    """Looks into a folder, and changes nothing. Raises as `DurableStore`."""
+    with tempfile.TemporaryDirectory() as copy:
+        journal = Path(copy) / _JOURNAL
+        shutil.copytree(folder / _JOURNAL, journal)
+        ledger = RecordedLedger(journal, sync=False)
+        try:
+            names = ledger.call(commands.ListPartitionsRequest()).partition_ids
+            counts = {name: len(ledger.call(commands.ListRequest(name)).sample_ids) for name in names}
+            held = sum(
+                row_bytes[each]
+                for row_bytes, positions in ledger.payload().values()
+                if row_bytes is not None
+                for each in positions
+            )
+            return Contents(counts, held)
+        finally:
+            ledger.close()
 
 
 def _lock(folder: Path) -> int:

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Final, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from dataplane_core.codec import cell_digests, decode_columns, encode_columns, row_nbytes, take_rows
+from dataplane_core.codec import cell_digests, decode_columns, row_nbytes, take_rows
 from dataplane_core.config import SizeBytes
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidTypeError, MissingDataError
 from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
@@ -37,12 +37,12 @@ from dataplane_core.middleware.recording import (
     FORMAT,
     LINES_SUFFIX,
     MARK,
-    PLAIN,
     ROWS_SUFFIX,
     SEGMENT_NAME,
     VERSION,
     pack_digests,
     read_mark,
+    row_digests,
 )
 from dataplane_core.saves import pack_rows, tensor_rows
 from dataplane_core.spec import Claim, ClaimRequest, PutRequest, WireFormat, hookimpl, new_id
@@ -208,9 +208,10 @@ class Recorder(OperationMiddleware):
             decoded = decode_columns(columns, specs, count, wire, share_rows=payload in ("all", "digests"))
         if wire.bytes:  # digests of tensors do not depend on how a backend frames them
             assert decoded is not None
-            columns, specs = encode_columns(tensor_rows(decoded, specs), count, PLAIN)
-            wire = PLAIN
-        more["digests"] = {name: pack_digests(cell_digests(columns[name], specs[name], wire)) for name in names}
+            digests, specs = row_digests(decoded, specs, count)
+        else:
+            digests = {name: cell_digests(columns[name], specs[name], wire) for name in names}
+        more["digests"] = {name: pack_digests(each) for name, each in digests.items()}
         if payload == "digests":
             return more, b""
         assert decoded is not None

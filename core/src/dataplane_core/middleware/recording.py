@@ -28,7 +28,7 @@ from dataplane_core.regular_files import open_regular, read_regular
 from dataplane_core.saves import tensor_rows, unpack_rows
 from dataplane_core.spec import FieldSpec, WireFormat, fits
 
-__all__ = ["Record", "Recording", "Writer"]
+__all__ = ["Record", "Recording", "Writer", "row_digests"]
 
 FORMAT: Final = "dataplane-recording"
 VERSION: Final = 1
@@ -267,8 +267,7 @@ class Recording:
         try:
             ids, columns, is_whole = self._block_of(record)
             specs = {name: FieldSpec.from_text(record.specs[name]) for name in columns}
-            encoded, specs = encode_columns(tensor_rows(columns, specs), len(ids), PLAIN)
-            found = {name: cell_digests(encoded[name], specs[name], PLAIN) for name in encoded}
+            found, _ = row_digests(columns, specs, len(ids))
             places = {name: place for place, name in enumerate(record.ids)}
             rows = [places[name] for name in ids]
         except (MissingDataError, SaveError):
@@ -423,6 +422,27 @@ class Recording:
 def pack_digests(digests: np.ndarray[Any, np.dtype[np.uint64]]) -> str:
     """Digests as `Record.digests` has them."""
     return digests.astype(">u8").tobytes().hex()
+
+
+def row_digests(
+    columns: Mapping[str, Any], specs: Mapping[str, FieldSpec], num_rows: int, *, allow_pickle: bool = False
+) -> tuple[dict[str, np.ndarray[Any, np.dtype[np.uint64]]], dict[str, FieldSpec]]:
+    """The digests that a recorder writes of rows, the same ones on every backend, whatever the form of its wire.
+
+    Args:
+        columns: As `decode_columns` gives them, or `Recording.rows`.
+        specs: The spec of each.
+        num_rows: N, how many rows they have.
+        allow_pickle: Whether an object that only pickle can encode is taken. Its digest is that of no bytes.
+
+    Returns:
+        Of each column its digests, (N,) uint64, as `cell_digests` gives them, and its spec.
+
+    Raises:
+        DataPlaneError: As a put of these columns.
+    """
+    encoded, found = encode_columns(tensor_rows(columns, specs), num_rows, PLAIN, allow_pickle=allow_pickle)
+    return {name: cell_digests(column, found[name], PLAIN) for name, column in encoded.items()}, found
 
 
 def read_mark(folder: Path) -> str:

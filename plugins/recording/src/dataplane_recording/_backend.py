@@ -12,21 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from dataplane_core import errors, spec
 from dataplane_core.backends import BlobStore, CapacityOptions
-from dataplane_core.codec import Columns, cell_digests, decode_columns, encode_columns
+from dataplane_core.codec import Columns, decode_columns, encode_columns
 from dataplane_core.errors import preview
-from dataplane_core.saves import tensor_rows
+from dataplane_core.middleware import row_digests
 from dataplane_recording._differences import cell, in_words, scalar_of, take
 from dataplane_recording._replay import Replay
 from dataplane_recording._timeline import Event, Registration, Timeline
 
 _R = TypeVar("_R")
 _log = logging.getLogger(__name__)
-#: The form in which cells have the digests that are recorded.
-_TENSORS: Final = spec.WireFormat(ragged="jagged", objects="native", shared_rows=True)
 
 
 class DifferenceError(errors.DataPlaneError, ValueError):
@@ -376,9 +374,8 @@ class RecordingBackend(BlobStore):
         ids, columns = request.sample_ids, {name: request.columns[name] for name in names}
         pickles = self.allow_pickle
         rows = decode_columns(columns, request.specs, len(ids), self.wire, allow_pickle=pickles, share_rows=True)
-        rows = tensor_rows(rows, request.specs)
-        encoded, specs = encode_columns(rows, len(ids), _TENSORS, allow_pickle=pickles)
-        digests = {name: cell_digests(encoded[name], specs[name], _TENSORS).tolist() for name in names}
+        sums, specs = row_digests(rows, request.specs, len(ids), allow_pickle=pickles)
+        digests = {name: each.tolist() for name, each in sums.items()}
         recorded: dict[tuple[int, str], dict[str, int]] = {}
         different = []
         for (row, name), event in events.items():

@@ -123,7 +123,7 @@ class History:
         for record in self._recording.records():
             client = record.client.client
             if (record.segment, record.line) > self._survey.until.get(client, ("", 0)):
-                continue  # it was written since
+                continue  # it was written since, or says that its client was closed
             if client in markers and client != self._marker:
                 if self._marker:
                     yield from self._resume()

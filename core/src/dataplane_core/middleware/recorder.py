@@ -58,7 +58,10 @@ _MOST_SEGMENT_BYTES: Final = 1 << 28
 _MOST_EMPTY: Final = 1024
 #: What a line says of a request, beside what an event has.
 _OF_REQUEST: Final[Mapping[str, Sequence[str]]] = {
-    "register_partition": ("fields", "num_samples", "consumer_tasks", "grpo_group_size", "enums", "if_exists"),
+    "register_partition": (
+        *("fields", "num_samples", "consumer_tasks", "grpo_group_size"),
+        *("enums", "followers", "if_exists"),
+    ),
     "claim": (
         *("required_fields", "batch_size", "tag_filter", "sampler", "holder"),
         *("dp_rank", "dp_size", "batch_index", "lease_s"),
@@ -163,13 +166,15 @@ class Recorder(OperationMiddleware):
             ) from error
 
     def stop(self) -> None:
-        """Closes the segment."""
+        """Closes the segment, with a last line that says so."""
         with self._lock:
             segment, self._segment = self._segment, None
             if segment is not None:
-                if self._num_lost:
-                    with suppress(OSError):  # the disk is still full
+                with suppress(OSError):  # the disk is still full
+                    if self._num_lost:
                         segment.append({"op": "lost", "lines": self._num_lost}, b"")
+                    if self._pid == os.getpid():
+                        segment.append({"op": "end"}, b"")
                 segment.close()
 
     def note_step(self, step: int, values: Mapping[str, float]) -> None:

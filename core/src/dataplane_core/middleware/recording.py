@@ -31,7 +31,7 @@ from dataplane_core.spec import FieldSpec, WireFormat, fits
 __all__ = ["Record", "Recording", "Writer", "row_digests"]
 
 FORMAT: Final = "dataplane-recording"
-VERSION: Final = 1
+VERSION: Final = 2
 MARK: Final = "recording.json"
 DROPPED: Final = "dropped.jsonl"
 LINES_SUFFIX: Final = ".jsonl"
@@ -70,11 +70,11 @@ class Writer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """An operation that has ended, a step that has ended, or lines that were lost.
+    """An operation or a step that has ended, lines that were lost, or the end of a client that was closed.
 
     Attributes:
         at: Its end, in seconds since 1970, on the clock of its host.
-        op: Name of the hook; ``step``; or ``lost``.
+        op: Name of the hook; ``step``; ``lost``; or ``end``.
         partition: The partition.
         rows: Samples named by the request, or handed out or dropped by the reply.
         bytes: Payload bytes put or read.
@@ -134,6 +134,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     consumer_tasks: list[str] = []
     grpo_group_size: int | None = None
     enums: dict[str, list[str]] = {}
+    followers: list[str] = []
     if_exists: Literal["", "replace", "keep"] = ""
     step: int | None = None
     values: dict[str, float] = {}

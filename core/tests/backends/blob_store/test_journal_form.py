@@ -15,7 +15,7 @@ from dataplane_core.errors import AlreadyDoneError, CorruptDataError, LeaseExpir
 from dataplane_core.ledger import commands
 from dataplane_testkit import backend_of
 
-_GOLDEN = json.loads((Path(__file__).parent / "golden" / "v8.json").read_text())
+_GOLDEN = json.loads((Path(__file__).parent / "golden" / "v9.json").read_text())
 RECORDS = [base64.b64decode(text) for text in _GOLDEN["records"]]
 BLOBS = {key: base64.b64decode(text) for key, text in _GOLDEN["blobs"].items()}
 FIELDS = {
@@ -23,7 +23,7 @@ FIELDS = {
     "expire": "leases writes done",
     "plan": "snapshot",
     "snapshot": "store snapshot chunks nbytes digest records garbage",
-    "register": "partition_id fields num_samples consumer_tasks grpo_group_size enums epoch if_exists",
+    "register": "partition_id fields num_samples consumer_tasks grpo_group_size enums followers epoch if_exists",
     "begin_put": "partition_id sample_ids specs writes tags epoch write_id ticket ttl_s request_id",
     "wait_for_room": "ticket size_bytes wait_s",
     "commit_put": "write_id",

@@ -90,6 +90,21 @@ def test_a_healthy_run(tmp_path, look):
     assert (status, text.splitlines()[-1]) == (0, "Nothing wrong was found.")
 
 
+def test_which_clients_were_closed(tmp_path, look):
+    for role in ("closed", "killed"):
+        train(tmp_path, [q(0)], role=role)
+    for path in tmp_path.glob("*-000000.jsonl"):
+        lines = path.read_bytes().splitlines(keepends=True)
+        if b'"role":"killed"' in lines[0]:
+            path.write_bytes(b"".join(lines[:-1]))
+    with recorded(tmp_path, role="open") as client:
+        client.register_partition("other", ["x"], None, ["t"])
+        clients = look(tmp_path, "--json")[1]["clients"]
+        assert "not closed" in look(tmp_path)[1]
+    states = {"closed": "closed", "killed": "not closed", "open": "open"}
+    assert {each["role"]: each["state"] for each in clients} == states
+
+
 def test_the_samples_of_a_step(tmp_path, look):
     train(tmp_path, [q(0), q(1)])
     status, text = look(tmp_path, "--step", 2)

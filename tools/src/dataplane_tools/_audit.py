@@ -103,7 +103,7 @@ def audit(
         "begin": min(found.first.values(), default=None),
         "end": found.end or None,
         "num_records": found.num_records,
-        "clients": _client_reports(found),
+        "clients": _client_reports(recording, found),
         "resumes": [str(each) for each in found.resumes],
         "steps": shown if step is not None else first + list(last),
         "only_step": step,
@@ -202,7 +202,7 @@ def _plain(value: Any) -> Any:
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
-def _client_reports(found: Survey) -> list[dict[str, Any]]:
+def _client_reports(recording: Recording, found: Survey) -> list[dict[str, Any]]:
     names = ("put_samples", "get_samples", "claim", "ack", "clear_samples")
     return [
         {
@@ -214,6 +214,7 @@ def _client_reports(found: Survey) -> list[dict[str, Any]]:
             "payload": writer.payload,
             "begin": found.first[client],
             "end": found.last[client],
+            "state": "closed" if client in found.ended else "open" if recording.is_open(client) else "not closed",
             "samples": {name: found.counts[client][name] for name in names},
         }
         for client, writer in found.writers.items()
@@ -310,7 +311,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
             lines += ["", *_lines_of_rows(step)]
         return [*lines, *_lines_of_wrong(report)]
     lines += _lines_of_steps(report)
-    head = ["role", "process", "host", "put", "claimed", "read", "cleared", "first", "last"]
+    head = ["role", "process", "host", "put", "claimed", "read", "cleared", "first", "last", "state"]
     rows = [
         [
             each["role"],
@@ -319,6 +320,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
             *(str(each["samples"][name]) for name in ("put_samples", "claim", "get_samples", "clear_samples")),
             _time(each["begin"]),
             _time(each["end"]),
+            each["state"],
         ]
         for each in report["clients"]
     ]

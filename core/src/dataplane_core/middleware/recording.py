@@ -23,7 +23,7 @@ from dataplane_core.errors import (
     SaveError,
     UnsupportedOperationError,
 )
-from dataplane_core.middleware.events import unsealed
+from dataplane_core.middleware.events import is_held, unsealed
 from dataplane_core.regular_files import open_regular, read_regular
 from dataplane_core.saves import tensor_rows, unpack_rows
 from dataplane_core.spec import FieldSpec, WireFormat, fits
@@ -242,6 +242,10 @@ class Recording:
         except CorruptDataError as error:
             error.message += " It is before the end of any step." if step is None else f" It is after step {step}."
             raise
+
+    def is_open(self, client: str) -> bool:
+        """Whether a client writes now, as far as its host tells this one. True if that cannot be known."""
+        return is_held(self.folder / (self._segments[client][-1] + LINES_SUFFIX))
 
     def rows(self, record: Record) -> tuple[list[str], dict[str, Any]]:
         """The rows that the recording has of a put: their ids, and their columns, in new memory.

@@ -541,7 +541,7 @@ def test_recordings_that_cannot_be_read(tmp_path, look):
     train(tmp_path, [q(0)])
     copy = shutil.copytree(tmp_path, tmp_path / "copy")
     mark = copy / "recording.json"
-    mark.write_text(mark.read_text().replace('"version": 1', '"version": 9'))
+    mark.write_text(mark.read_text().replace('"version": 2', '"version": 9'))
     status, said = look(copy)
     assert status == 2
     assert "is of format version 9" in said

@@ -620,6 +620,26 @@ def test_hosts_whose_clocks_differ_are_not_accused(tmp_path, look, skew):
     assert skew < 1 or found["untrained"] == []
 
 
+def test_a_trainer_whose_clock_is_ahead_is_not_said_to_have_trained_on_nothing(tmp_path, look):
+    with recorded(tmp_path) as trainer:
+        trainer.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+        put(trainer, q(0))
+        meta = trainer.claim_meta("train", "trainer", ["x"], 2)
+        trainer.mark_step(1)
+        trainer.clear_samples(None, "train")
+
+    def cleared_early(lines):
+        order = ["", "begin", "register_partition", "put_samples", "clear_samples", "claim", "step", "end"]
+        lines.sort(key=lambda line: order.index(line["op"]))
+        return [{**line, "at": lines[0]["at"] + place} for place, line in enumerate(lines)]
+
+    rewritten(tmp_path, cleared_early)
+    status, found = look(tmp_path, "--json")
+    assert (status, found["wrong"], found["untrained"]) == (0, [], [])
+    assert [each["samples"] for each in found["steps"]] == [meta.size]
+    assert any("the clocks of hosts differ" in each for each in found["lacks"])
+
+
 def test_what_is_written_while_it_is_read_is_left_out(tmp_path):
     with recorded(tmp_path) as trainer, recorded(tmp_path, role="rollout") as rollout:
         trainer.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)

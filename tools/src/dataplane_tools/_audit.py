@@ -118,7 +118,7 @@ def audit(
                 "examples": fate.examples,
             }
             for fate in sorted(history.untrained.values(), key=lambda fate: -fate.count)
-            if not history.num_before_put
+            if not history.num_misplaced
         ],
         "overwritten": dict(history.overwritten),
         "wrong": [{"kind": kind, "text": text, **more} for kind, text, more in _wrong(history, found)],
@@ -230,7 +230,7 @@ def _latency(values: Sequence[float]) -> dict[str, float]:
 
 def _wrong(history: History, found: Survey) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """What is wrong: kind, text, and what the text names."""
-    for gap in () if history.num_before_put else history.prompts.skipped(found.resumes, found.blind_until):
+    for gap in () if history.num_misplaced else history.prompts.skipped(found.resumes, found.blind_until):
         text = f"{_several(gap.num_prompts, 'prompt')} skipped over {gap.resume}: {gap.names}"
         if gap.is_generated:
             text += ". They were put before it, no step that counts trained on them, and later ones were trained on"
@@ -290,11 +290,12 @@ def _lacks(recording: Recording, found: Survey) -> list[str]:
 
 
 def _clocks(history: History) -> list[str]:
-    if not history.num_before_put:
+    if not history.num_misplaced:
         return []
     return [
-        f"{_several(history.num_before_put, 'cell')} claimed or read before the put began, by their times: "
-        "the clocks of hosts differ. Prompts that were skipped and samples that were not trained on are not judged."
+        f"{_several(history.num_misplaced, 'use')} of a sample before its put began, or after its partition ended, by "
+        "their times: the clocks of hosts differ. Prompts that were skipped and samples that were not trained on are "
+        "not judged."
     ]
 
 

@@ -49,7 +49,7 @@ def cell_digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFor
             if isinstance(rows, torch.Tensor)
             else [widened(row, spec.torch_dtype) for row in rows]
         )
-    if spec.kind != "object" and spec.rank == 0 and spec.torch_dtype.itemsize <= 8 and not wire.bytes:
+    if _is_own_digest(spec) and not wire.bytes:
         size = spec.torch_dtype.itemsize
         data = (
             byte_view(host_tensor(column, "a column"))
@@ -62,6 +62,23 @@ def cell_digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFor
             return words.view("<u8").reshape(-1).astype(np.uint64, copy=False)
     hashed = b"".join(map(xxh3_64_digest, _row_bytes(column, spec, wire)))
     return np.frombuffer(hashed, dtype=">u8").astype(np.uint64)
+
+
+def scalar_of_digest(digest: int, spec: FieldSpec) -> torch.Tensor | None:
+    """The scalar whose digest this is, on the host. None: cells of this field are hashed.
+
+    Example:
+        >>> scalar_of_digest(7, FieldSpec("tensor", "int64", 0, ()))
+        tensor(7)
+    """
+    spec = spec.stored
+    if not _is_own_digest(spec):
+        return None
+    return torch.frombuffer(bytearray(digest.to_bytes(8, "little")), dtype=spec.torch_dtype, count=1)[0]
+
+
+def _is_own_digest(spec: FieldSpec) -> bool:
+    return spec.kind != "object" and spec.rank == 0 and spec.torch_dtype.itemsize <= 8
 
 
 def _row_bytes(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> Iterable[BytesLike]:

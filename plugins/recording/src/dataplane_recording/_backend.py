@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from dataplane_core import errors, spec
 from dataplane_core.backends import BlobStore, CapacityOptions
-from dataplane_core.codec import Columns, decode_columns, encode_columns
+from dataplane_core.codec import Columns, decode_columns, encode_columns, scalar_of_digest
 from dataplane_core.errors import preview
 from dataplane_core.middleware import row_digests
-from dataplane_recording._differences import cell, in_words, scalar_of, take
+from dataplane_recording._differences import cell, in_words, take
 from dataplane_recording._replay import Replay
 from dataplane_recording._timeline import Event, Registration, Timeline
 
@@ -386,7 +386,7 @@ class RecordingBackend(BlobStore):
             known = recorded[event.at, name].get(ids[row])
             its_spec = spec.FieldSpec.from_text(event.record.specs[name]).stored
             if known is not None and (known != digests[name][row] or its_spec != specs[name].stored):
-                different.append((row, name, event, scalar_of(known, its_spec)))
+                different.append((row, name, event, scalar_of_digest(known, its_spec)))
         if not all(recorded.values()):
             self._tell(request.partition_id, "", "puts are not compared: the run recorded payload none")
         if different:

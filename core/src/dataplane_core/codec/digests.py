@@ -107,7 +107,7 @@ def _row_bytes(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> Iterabl
 def _wide_cells(values: np.ndarray[Any, Any], cuts: Sequence[int], dtype: np.dtype[Any]) -> Iterator[BytesLike]:
     """The bytes in ``dtype`` of cells that lie end to end in a narrower one: how narrow differs from put to put."""
     part = np.empty(max(_PART, max(after - before for before, after in pairwise(cuts))), dtype)
-    data, size, first = memoryview(part.view(np.uint8)), dtype.itemsize, 0
+    data, size, first = part.view(np.uint8).data, dtype.itemsize, 0
     while first + 1 < len(cuts):
         start = cuts[first]
         last = bisect_right(cuts, start + len(part)) - 1

@@ -248,8 +248,14 @@ class RegistrationSuite(Suite, chapter="registration"):
         partition = store.register("x", enums={"word": ["a"]})
         store.put(partition, ids(2), x=torch.arange(2), word=as_objects("a", "a"))
         assert store.claim(partition, 2).size == 2
-        late = {"tasks": ["late"], "followers": ["late"], "partition_id": partition, "if_exists": "keep"}
-        store.register("y", enums={"word": ["b"]}, **late)
+        store.register(
+            "y",
+            tasks=["late"],
+            enums={"word": ["b"]},
+            partition_id=partition,
+            if_exists="keep",
+            followers=["late"],
+        )
         assert store.claim(partition, 2, task="late").sample_ids == ids(2)
         assert store.claim(partition, 2).size == 0
         store.put(partition, ["s2"], x=torch.arange(1), word=as_objects("b"))

@@ -6,6 +6,7 @@ import itertools
 import signal
 import subprocess
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -434,6 +435,16 @@ def test_the_copy_of_the_last_version_goes_with_its_client():
     publish_and_close()
     gc.collect()
     assert not any(module._chains.values())
+
+
+@pytest.mark.parametrize("versions", [6, pytest.param(200, marks=pytest.mark.long)])
+def test_every_version_of_adamw_is_read_bit_for_bit(python, versions):
+    """The benchmark compares the bits of each version with those of the trainer."""
+    program = Path(__file__).parents[2] / "benchmarks" / "weights.py"
+    done = python.run(program, "--versions", versions, "--width", 64, "--anchor-every", 7, timeout=900)
+    lines = [line.split("|") for line in done.stdout.splitlines()[2:]]
+    assert [line[1].strip() for line in lines] == ["bf16 1e-6", "bf16 1e-5", "bf16 1e-3", "fp32 1e-6", "fp32 1e-3"]
+    assert float(lines[0][4].rstrip("% ")) < 5  # a delta, in percent of the whole
 
 
 # --- processes that die -----------------------------------------------------------------------------------------------

@@ -104,6 +104,7 @@ def test_groups_come_back_whole_with_their_tags_and_are_cleared_when_consumed(
         "evicted": 0,
         "abandoned": 0,
         "lost": 0,
+        "given_up": 0,
     }
 
 

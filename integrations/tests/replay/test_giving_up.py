@@ -172,6 +172,16 @@ def test_a_step_that_lost_a_group_while_the_trainer_waits_ends_the_wait(make_buf
     assert prompts_of(found[0]) == [0]
 
 
+def test_a_step_for_which_no_prompts_are_left_ends(make_buffer: Make, commit: Any) -> None:
+    buffer = make_buffer(steps_of(2, replacements=1, min_groups=1), num_prompts=4)
+    reserved = buffer.reserve(4)
+    buffer.abandon(reserved[:1], requeue=False)
+    commit(buffer, reserved[1:])
+    assert [prompts_of(buffer.select(2, min_groups=1, timeout_s=0)) for _ in range(2)] == [[1], []]
+    buffer.set_weight_version(1)
+    assert prompts_of(buffer.select(2, timeout_s=0)) == [2, 3]
+
+
 def test_a_step_below_the_floor_is_refused_and_says_how_small_it_is(make_buffer: Make, commit: Any) -> None:
     buffer = make_buffer(steps_of(4, replacements=1, min_groups=3))
     reserved = buffer.reserve(4)

@@ -308,7 +308,8 @@ class ReplayBuffer(BufferState):
 
         def chosen() -> list[str] | None:
             most, fewest = num_groups, at_least
-            if self._drained():
+            drained = self._drained()
+            if drained:
                 most, fewest = min(most, sum(not each.view.selected for each in self._groups.values())), 1
             view = self.view()
             left = self._policy.left(view)
@@ -321,6 +322,8 @@ class ReplayBuffer(BufferState):
                     names = self._policy.select(view, wanted)
                     if names is not None:
                         return self._checked(names, wanted)
+            if drained and left is not None:
+                return []  # the step lacks groups for which there are no prompts
             self._check_collectors()
             return None
 

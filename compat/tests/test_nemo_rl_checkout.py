@@ -35,6 +35,7 @@ CONFIGS = {
     "noop": {},
     "redis_store": {"namespace": "nemo-suite"},
     "shm_store": {"namespace": "nemo-suite"},
+    "tq_mooncake": {"instance": "nemo-suite", "segment_size_bytes": 256 * 2**20},
     "tq_simple": {"instance": "nemo-suite"},
 }
 

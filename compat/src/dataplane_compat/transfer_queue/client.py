@@ -36,6 +36,7 @@ from dataplane_compat.transfer_queue._indexes import (
 )
 from dataplane_compat.transfer_queue._pool import in_threads
 from dataplane_compat.transfer_queue._rows import KEY, TAGS, find_rows, meta_of, put_rows
+from dataplane_compat.transfer_queue._shapes import forget_shapes
 from dataplane_compat.transfer_queue.metadata import BatchMeta
 from dataplane_core.client import DataPlaneClient, common_fields
 from dataplane_core.errors import MissingDataError, UnknownPartitionError, UnknownTaskError, preview
@@ -267,6 +268,7 @@ class TransferQueueClient:
     def clear_partition(self, partition_id: str) -> None:
         """Removes a partition with all of its rows."""
         self._claims.forget(partition_id)
+        forget_shapes(self.store, partition_id)
         self._drop_kept(lambda asked, _: asked.partition_id == partition_id)
         self.store.clear_samples(None, partition_id)
 

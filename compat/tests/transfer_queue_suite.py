@@ -24,7 +24,9 @@ LEFT_OUT = {
         "Errors::test_load_raises_on_storage_unit_count_mismatch",
         "Errors::test_no_partial_state_on_failed_save",
     )
-} | {"TestIncludeStorageFalse::test_storage_saved_is_true": "looks into the files of a checkpoint, which are others here"}
+} | {
+    "TestIncludeStorageFalse::test_storage_saved_is_true": "looks into the files of a checkpoint, which are others here"
+}
 
 
 class Controller:

@@ -26,8 +26,8 @@ _JSON: Final = "~tq.json:"
 def columns_to_put(fields: TensorDictBase | Mapping[str, Any], num_rows: int) -> dict[str, Any]:
     """The columns of a put. Numpy scalars become numbers.
 
-    `NonTensorData` whose data is a list, tuple or array as long as the batch has an item for each row. Other data is one
-    value for all rows, and becomes an object per row.
+    `NonTensorData` whose data is a list, tuple or array as long as the batch has an item for each row. Other data is
+    one value for all rows, and becomes an object per row.
     """
     if isinstance(fields, LazyStackedTensorDict):  # its `get` refuses rows that differ in shape
         rows = [{name: _cell_to_put(name, row.get(name)) for name in row.keys()} for row in fields.tensordicts]

@@ -28,7 +28,7 @@ def note_shapes(client: DataPlaneClient, partition_id: str, columns: Mapping[str
     given: dict[str, _Shape] = {
         name: _DIFFERENT if column.is_nested else tuple(column.shape[1:])
         for name, column in columns.items()
-        if isinstance(column, torch.Tensor) and column.dim() > 1 and len(column)
+        if isinstance(column, torch.Tensor) and column.dim() > 1 and (column.is_nested or len(column))
     }
     known = _noted(client, partition_id) if given else {}
     news = [[partition_id, name, shape] for name, shape in given.items() if _is_news(shape, known.get(name, set()))]

@@ -2,8 +2,8 @@
 
 Such a folder holds ``metadata.json``, the state of the controller, and a file for each storage unit. The latter are
 pickles, and a pickle can run any code. So they are read by an unpickler that knows the few classes that such files
-hold: tensors, numpy's scalars and arrays, and the two of the controller, which it replaces. With ``allow_pickle`` in the
-config, objects of other classes are unpickled too.
+hold: tensors, numpy's scalars and arrays, and the two of the controller, which it replaces. With ``allow_pickle`` in
+the config, objects of other classes are unpickled too.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not (full in _KNOWN or is_dtype or self._allow_pickle):
             raise InvalidTypeError(
-                f"'{self._path}' refused: it holds a {full}. Expected tensors, numpy's arrays and scalars, and Python's "
-                "own types.",
+                f"'{self._path}' refused: it holds a {full}. Expected tensors, numpy's arrays and scalars, and "
+                "Python's own types.",
                 hint="If you trust the file, set allow_pickle: true in the config: then the class is imported and run.",
             )
         return super().find_class(module, name)
@@ -132,8 +132,8 @@ def read_checkpoint(folder: Path, *, allow_pickle: bool) -> TheirCheckpoint:
         saved = json.loads((folder / METADATA_FILE).read_text())["storage_saved"]
         if not saved:
             raise UnsupportedOperationError(
-                f"load_checkpoint('{folder}') refused: it holds no data of rows, since its storage keeps them elsewhere. "
-                "Expected one of SimpleStorage."
+                f"load_checkpoint('{folder}') refused: it holds no data of rows, since its storage keeps them "
+                "elsewhere. Expected one of SimpleStorage."
             )
         state = _Unpickler(folder / _CONTROLLER, allow_pickle).load()
         cells = _cells(folder, allow_pickle)
@@ -143,7 +143,7 @@ def read_checkpoint(folder: Path, *, allow_pickle: bool) -> TheirCheckpoint:
         raise
     except Exception as error:
         raise CorruptDataError(
-            f"load_checkpoint('{folder}') failed: it is damaged, or not one of TransferQueue 0.1.9 to 0.1.11: {error!r}."
+            f"load_checkpoint('{folder}') failed: it is damaged, or not as TransferQueue 0.1.11 saves it: {error!r}."
         ) from error
 
 

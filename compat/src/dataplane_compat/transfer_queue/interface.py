@@ -239,8 +239,8 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
     """Restores what `save_checkpoint` saved, here or in TransferQueue with SimpleStorage.
 
     Args:
-        checkpoint_dir: The folder. TransferQueue's files are pickles, of which only known classes are loaded, unless the
-            config has ``allow_pickle``. All other partitions are removed when they are loaded.
+        checkpoint_dir: The folder. TransferQueue's files are pickles, of which only known classes are loaded, unless
+            the config has ``allow_pickle``. All other partitions are removed when they are loaded.
 
     Raises:
         FileNotFoundError: There is no checkpoint.

@@ -1,7 +1,7 @@
 """ROLL's transfer backend, over the module, with one line changed: the import.
 
-``ROLL_CHECKOUT`` names a checkout (`scripts/checkout.sh` gets one), ``ROLL_PYTHON`` a Python that can import both it and
-dataplane; without it, this one. What ROLL imports there besides ours is `codetiming`. See docs/trainers.md.
+``ROLL_CHECKOUT`` names a checkout (`scripts/checkout.sh` gets one), ``ROLL_PYTHON`` a Python that can import both it
+and dataplane; without it, this one. What ROLL imports there besides ours is `codetiming`. See docs/trainers.md.
 """
 
 import ast
@@ -65,7 +65,8 @@ from roll.distributed.scheduler.protocol import DataProto
 transfer_backend.init_transfer_backend(TransferBackendArguments("TransferQueue", config))
 tokens = torch.arange(12).view(4, 3)
 texts = np.array([{"text": f"answer {n}", "turns": [n]} for n in range(4)], dtype=object)
-batch = DataProto.to_remote(DataProto.from_dict({"tokens": tokens, "reward": torch.rand(4)}, {"texts": texts}), "step-0")
+data = DataProto.from_dict({"tokens": tokens, "reward": torch.rand(4)}, {"texts": texts})
+batch = DataProto.to_remote(data, "step-0")
 assert set(batch._remote_batch.keys()) == {"tokens", "reward", "texts"}
 
 

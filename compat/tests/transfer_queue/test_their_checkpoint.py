@@ -28,7 +28,8 @@ from tensordict import NonTensorStack, TensorDict
 import transfer_queue as tq
 
 ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False)
-storage = {"storage_backend": "SimpleStorage", "SimpleStorage": {"total_storage_size": 200, "num_data_storage_units": 2}}
+units = {"total_storage_size": 200, "num_data_storage_units": 2}
+storage = {"storage_backend": "SimpleStorage", "SimpleStorage": units}
 tq.init(OmegaConf.create({"controller": {"polling_mode": True}, "backend": storage}))
 tokens = torch.nested.as_nested_tensor([torch.arange(n) for n in (3, 2, 4)], layout=torch.jagged)
 info = NonTensorStack({"n": 1}, {"n": [2, "x"]}, {})

@@ -102,6 +102,13 @@ def test_a_put_of_another_process_counts_for_whether_rows_differ(tq: ModuleType)
     assert schema_of(tq, "p") == (False, torch.Size([4]))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_strided_column_is_nested(tq: ModuleType) -> None:
+    column = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=torch.strided)
+    tq.get_client().put(TensorDict({"x": column}, batch_size=[2]), partition_id="p")
+    assert schema_of(tq, "p") == (True, None)
+
+
 def test_the_length_of_rows_that_the_store_got_otherwise_is_not_known(tq: ModuleType) -> None:
     tq.get_client().store.put_samples(["a"], "p", {"x": torch.ones(1, 4)})
     assert schema_of(tq, "p") == (True, None)

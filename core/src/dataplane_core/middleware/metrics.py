@@ -63,12 +63,12 @@ class _Total:
     n_bytes: int = 0
     wall_ms: float = 0.0
     max_ms: float = 0.0
-    times: Counter[int] = field(default_factory=Counter)  # bucket -> calls
+    times: dict[int, int] = field(default_factory=dict)  # bucket -> calls
 
     def told(self) -> dict[str, Any]:
         """As a snapshot has it."""
         percentiles = {name: min(self._percentile_ms(share), self.max_ms) for name, share in _PERCENTILES.items()}
-        return {**asdict(self), "times": dict(self.times), **percentiles}
+        return {**asdict(self), **percentiles}
 
     def add(self, told: Mapping[str, Any]) -> None:
         """Adds what another one told."""
@@ -76,11 +76,24 @@ class _Total:
             setattr(self, name, getattr(self, name) + told[name])
         self.max_ms = max(self.max_ms, told["max_ms"])
         for bucket, calls in told["times"].items():
-            self.times[int(bucket)] += calls  # JSON makes strings of the keys
+            self._count(int(bucket), calls)  # JSON makes strings of the keys
+
+    def note(self, event: OperationEvent) -> None:
+        """Adds an operation."""
+        self.calls += 1
+        self.errors += event.status != "ok"
+        self.n_keys += event.n_keys
+        self.n_bytes += event.n_bytes
+        self.wall_ms += event.wall_ms
+        self.max_ms = max(self.max_ms, event.wall_ms)
+        self._count(math.floor(math.log2(max(event.wall_ms, _SHORTEST_MS)) * _PER_DOUBLING), 1)
+
+    def _count(self, bucket: int, calls: int) -> None:
+        self.times[bucket] = self.times.get(bucket, 0) + calls
 
     def _percentile_ms(self, share: float) -> float:
         """The time that this share of the calls did not exceed. Inside its bucket, calls count as evenly spread."""
-        wanted = share * self.times.total()
+        wanted = share * self.calls
         below = 0
         for bucket, calls in sorted(self.times.items()):
             if below + calls >= wanted:
@@ -292,14 +305,7 @@ class Metrics(OperationMiddleware):
 
     def _count(self, event: OperationEvent) -> None:
         with self._lock:
-            total = self._totals.setdefault(event.op, _Total())
-            total.calls += 1
-            total.errors += event.status != "ok"
-            total.n_keys += event.n_keys
-            total.n_bytes += event.n_bytes
-            total.wall_ms += event.wall_ms
-            total.max_ms = max(total.max_ms, event.wall_ms)
-            total.times[math.floor(math.log2(max(event.wall_ms, _SHORTEST_MS)) * _PER_DOUBLING)] += 1
+            self._totals.setdefault(event.op, _Total()).note(event)
         if self._event_file is not None:
             self._event_file(event)
         if self._on_event is not None:

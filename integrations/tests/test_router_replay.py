@@ -18,7 +18,7 @@ from tiny_policy import batch_of, loss_of
 from torch import Tensor
 
 from dataplane_core import KVBatchMeta, connect, kv_first_write
-from dataplane_core.batch import BatchedDataDict
+from dataplane_core.batch import BatchedDataDict, stack_or_nest
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, MissingDataError, UnsupportedOperationError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD
@@ -28,8 +28,8 @@ from dataplane_integrations.rollout import DataPlaneRolloutMixin
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 from dataplane_integrations.trainer.router_replay import (
     RoutingReplay,
-    context_parallel_tokens,
     check_routed_experts,
+    context_parallel_tokens,
     fill_missing_routes,
     lay_out_routed_experts,
 )

@@ -78,9 +78,7 @@ def test_a_step_from_logprobs_to_training(
     assert _is_cleared(client, meta)
 
 
-def test_metrics_of_the_driver_and_of_workers_with_clients_of_their_own_are_joined(
-    toy_worker: Any,
-) -> None:
+def test_metrics_of_the_driver_and_of_workers_with_clients_of_their_own_are_joined(toy_worker: Any) -> None:
     config = {"backend": "redis_store", "options": {"namespace": "joined-metrics"}, "middleware": ["metrics"]}
     group = InProcessWorkerGroup([toy_worker(dp_rank=0), toy_worker(dp_rank=1)])
     with DataPlanePolicy(group, config) as policy:
@@ -95,10 +93,13 @@ def test_workers_that_share_the_drivers_client_count_once_and_without_the_middle
     workers: list[Any], policy: DataPlanePolicy
 ) -> None:
     assert policy.metrics()["num_clients"] == 0
-    with connect({"backend": "noop", "middleware": [Metrics()]}) as client:
-        with DataPlanePolicy(InProcessWorkerGroup([type(workers[0])(dp_rank=0)]), client) as sharing:
-            client.register_partition("p", ["x"], None, ["t"])
-            joined = sharing.metrics()
+    group = InProcessWorkerGroup([type(workers[0])(dp_rank=0)])
+    with (
+        connect({"backend": "noop", "middleware": [Metrics()]}) as client,
+        DataPlanePolicy(group, client) as sharing,
+    ):
+        client.register_partition("p", ["x"], None, ["t"])
+        joined = sharing.metrics()
     assert (joined["num_clients"], joined["operations"]["register_partition"]["calls"]) == (1, 1)
 
 

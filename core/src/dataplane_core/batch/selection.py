@@ -205,7 +205,8 @@ def _is_empty(item: Any) -> bool:
 def _concatenate_tensors(key: str, columns: Sequence[torch.Tensor], pad_value: float) -> torch.Tensor:
     if any(column.is_nested for column in columns):
         raise UnsupportedColumnError(
-            f"from_batches: column '{key}' is a nested tensor. Expected a padded one: materialize(td, layout='padded').",
+            f"from_batches: column '{key}' is a nested tensor. Expected a padded one: materialize(td, "
+            "layout='padded').",
             hint="Name it in ragged_fields if its rows are not one value per token.",
         )
     first = columns[0]

@@ -198,7 +198,8 @@ class Metrics(OperationMiddleware):
             ``operations``: per operation ``calls``, ``errors``, ``n_keys``, ``n_bytes``; ``wall_ms``, the sum of the
             times in the hook in milliseconds, the longest (``max_ms``), and those that 50 and 90 percent of the calls
             did not exceed (``p50_ms``, ``p90_ms``, to within 9 percent); and ``times``, which they are counted from:
-            calls per bucket, of which bucket ``b`` begins at ``2 ** (b / 8)`` ms. ``partitions``: live and peak payload bytes per partition; of very
+            calls per bucket, of which bucket ``b`` begins at ``2 ** (b / 8)`` ms. ``partitions``: live and
+            peak payload bytes per partition; of very
             many, those without live bytes are forgotten. And over all partitions: ``total_ops``, ``total_keys`` and
             ``total_bytes``, the sums over all operations; ``bytes_outstanding`` (live) and ``peak_bytes_outstanding``;
             ``n_keys_outstanding``, the samples with live bytes; ``max_bytes_per_key_seen``, the most that a put wrote

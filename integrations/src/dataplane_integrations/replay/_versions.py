@@ -1,4 +1,4 @@
-"""`claim_versions`: a claim over partitions that hold one weight version each, such as ``train_v7`` and ``train_v8``."""
+"""`claim_versions`: a claim over partitions that hold one weight version each, such as ``train_v7``."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def claim_versions(
         )
     if newest is not None and newest < oldest:
         raise InvalidRequestError(f"claim_versions refused: newest is {newest}. Expected at least oldest, {oldest}.")
-    terms = {"lease_s": lease_s, "tag_filter": tag_filter}
+    terms: dict[str, Any] = {"lease_s": lease_s, "tag_filter": tag_filter}
     pattern = re.compile(r"(0|[1-9]\d*)".join(map(re.escape, partitions.split(_VERSION))))
     start = time.monotonic()
     while True:

@@ -1,6 +1,6 @@
 """NeMo RL's own tests of its data plane, over the adapter; and a worker of NeMo RL in a Ray actor.
 
-``NEMO_RL_CHECKOUT`` names a checkout (`scripts/nemo_rl_checkout.sh` gets one), ``NEMO_RL_PYTHON`` a Python that can
+``NEMO_RL_CHECKOUT`` names a checkout (`scripts/checkout.sh` gets one), ``NEMO_RL_PYTHON`` a Python that can
 import both it and dataplane; without it, this one. See docs/nemo-rl.md.
 """
 
@@ -35,6 +35,7 @@ CONFIGS = {
     "noop": {},
     "redis_store": {"namespace": "nemo-suite"},
     "shm_store": {"namespace": "nemo-suite"},
+    "tq_mooncake": {"instance": "nemo-suite", "segment_size_bytes": 256 * 2**20},
     "tq_simple": {"instance": "nemo-suite"},
 }
 

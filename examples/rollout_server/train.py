@@ -102,6 +102,7 @@ def train(
         rewards.append(train_step(client, model, optimizer, step, run))
         schedule.step()
         client.clear_samples(None, partition_of(step))
+        client.mark_step(step + 1, reward=rewards[-1])
         print(f"step {step + 1:3d} of {run['steps']}: reward {rewards[-1]:.3f}", flush=True)
     return rewards
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from dataplane_core import KVBatchMeta, connect, kv_first_write, shard_meta_for_dp
+from dataplane_core import KVBatchMeta, connect, kv_first_write, read_columns, shard_meta_for_dp
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
@@ -123,3 +123,72 @@ def test_a_worker_can_name_further_ragged_fields(toy_worker: Any, client: Any) -
         fetched = worker._fetch(meta)
         assert fetched["input_ids"].shape == (2, 8)
         assert fetched["audio_frames"].is_nested == is_ragged
+
+
+MANY_PROCESSES = [pytest.mark.long, pytest.mark.timeout(600)]
+STORES: list[Any] = [
+    {"backend": "noop"},
+    {"backend": "shm_store", "options": {"capacity_bytes": 64 << 20}},
+    {"backend": "redis_store"},
+    pytest.param({"backend": "tq_simple", "op_timeout_s": 120.0}, marks=MANY_PROCESSES),
+    pytest.param(
+        {
+            "backend": "tq_mooncake",
+            "options": {"segment_size_bytes": 64 << 20, "local_buffer_size_bytes": 16 << 20, "master_start_s": 85},
+            "op_timeout_s": 120.0,
+        },
+        marks=MANY_PROCESSES,
+    ),
+]
+
+
+@pytest.mark.parametrize("config", STORES, ids=lambda config: str(config["backend"]))
+@pytest.mark.parametrize("text_first", [True, False], ids=["text first", "images first"])
+def test_samples_of_text_only_go_beside_those_with_images(
+    request: pytest.FixtureRequest, config: dict[str, Any], text_first: bool
+) -> None:
+    if config["backend"].startswith("tq_"):
+        request.getfixturevalue("ray_address")
+    went = rollout()
+    texts, images = [1, 5], [0, 2, 3, 4, 6, 7]
+    pixels = [row if len(row) else None for row in went["pixel_values"].unbind()]
+    grids = [row if len(row) else None for row in went["image_grid_thw"].unbind()]
+    with connect(config) as client:
+        client.register_partition("train", ["input_ids", "input_lengths"], None, ["train"])
+        for rows in (texts, images) if text_first else (images, texts):
+            media = {
+                "pixel_values": stack_or_nest([pixels[row] for row in rows]),  # of text only: empty lists
+                "image_grid_thw": stack_or_nest([grids[row] for row in rows]),
+            }
+            batch = {"input_ids": went["input_ids"][rows], "input_lengths": went["input_lengths"][rows], **media}
+            kv_first_write(
+                batch,
+                sample_ids=[IDS[row] for row in rows],
+                dp_client=client,
+                partition_id="train",
+                tags=[{"input_lengths": LENGTHS[row]} for row in rows],
+            )
+        claimed = client.claim_meta(
+            "train", "train", ["input_ids", "input_lengths", "pixel_values", "image_grid_thw"], len(IDS)
+        )
+        packing = {
+            "algorithm": "modified_first_fit_decreasing",
+            "input_key": "input_ids",
+            "input_lengths_key": "input_lengths",
+            "max_tokens_per_microbatch": 10,
+            "sequence_length_pad_multiple": 1,
+        }
+        shards, _ = shard_meta_for_dp(claimed, dp_world=2, sequence_packing_args=packing)
+        parts = [read_columns(client, shard) for shard in shards]
+        alone = read_columns(client, claimed.subset([claimed.sample_ids.index(IDS[row]) for row in texts]))
+    joined = BatchedDataDict.from_batches(parts)
+    order = [IDS.index(sample_id) for shard in shards for sample_id in shard.sample_ids]
+    assert sorted(order) == list(range(len(IDS)))
+    for name in ("pixel_values", "image_grid_thw"):
+        for row, found in zip(order, joined[name].unbind(), strict=True):
+            expected = went[name].unbind()[row]
+            assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+            assert torch.equal(found, expected)
+        assert [(each.dtype, each.shape) for each in alone[name].unbind()] == [
+            (went[name].dtype, (0, *went[name].shape[2:]))
+        ] * len(texts)

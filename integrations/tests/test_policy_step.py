@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane_core import KVBatchMeta, kv_first_write
+from dataplane_core import KVBatchMeta, connect, kv_first_write
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
     ConfigError,
@@ -17,6 +17,7 @@ from dataplane_core.errors import (
     InvalidTypeError,
     LostSamplesError,
 )
+from dataplane_core.middleware import Metrics
 from dataplane_core.schema import DP_TRAIN_FIELDS, GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.errors import WorkerFailedError
@@ -75,6 +76,31 @@ def test_a_step_from_logprobs_to_training(
     assert read["prev_logprobs"][1].tolist() == [-2.0] + [0.0] * 7, "as wide as the workers' forward"
     policy.finish_step(meta)
     assert _is_cleared(client, meta)
+
+
+def test_metrics_of_the_driver_and_of_workers_with_clients_of_their_own_are_joined(toy_worker: Any) -> None:
+    config = {"backend": "redis_store", "options": {"namespace": "joined-metrics"}, "middleware": ["metrics"]}
+    group = InProcessWorkerGroup([toy_worker(dp_rank=0), toy_worker(dp_rank=1)])
+    with DataPlanePolicy(group, config) as policy:
+        policy.client.register_partition("p", ["x"], None, ["t"])
+        joined = policy.metrics(reset=True)
+        assert joined["num_clients"] == 3
+        assert joined["operations"]["register_partition"]["calls"] == 1
+        assert "register_partition" not in policy.metrics()["operations"], "the next ones count from there on"
+
+
+@pytest.mark.parametrize("middleware", [[Metrics()], []], ids=["with metrics", "without"])
+def test_workers_that_share_the_drivers_client_count_once(toy_worker: Any, middleware: list[Any]) -> None:
+    group = InProcessWorkerGroup([toy_worker(dp_rank=0), toy_worker(dp_rank=1)])
+    with (
+        connect({"backend": "noop", "middleware": middleware}) as client,
+        DataPlanePolicy(group, client) as sharing,
+    ):
+        client.register_partition("p", ["x"], None, ["t"])
+        joined = sharing.metrics()
+    assert joined["num_clients"] == len(middleware)
+    calls = {name: each["calls"] for name, each in joined["operations"].items()}
+    assert calls == ({"register_partition": 1} if middleware else {})
 
 
 def test_the_common_length_is_stamped_once(policy: DataPlanePolicy, write_rows: Write) -> None:

@@ -18,7 +18,7 @@ from tiny_policy import batch_of, loss_of
 from torch import Tensor
 
 from dataplane_core import KVBatchMeta, connect, kv_first_write
-from dataplane_core.batch import BatchedDataDict
+from dataplane_core.batch import BatchedDataDict, stack_or_nest
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, MissingDataError, UnsupportedOperationError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD
@@ -28,6 +28,7 @@ from dataplane_integrations.rollout import DataPlaneRolloutMixin
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 from dataplane_integrations.trainer.router_replay import (
     RoutingReplay,
+    check_routed_experts,
     context_parallel_tokens,
     fill_missing_routes,
     lay_out_routed_experts,
@@ -285,6 +286,29 @@ def test_routes_are_checked_once_and_missing_ones_are_refused_only_if_told(ranks
     assert not said
 
 
+def test_a_driver_checks_records_without_a_model_and_is_told_which_sample_is_wrong() -> None:
+    sizes: dict[str, Any] = {"num_layers": {2, 5}, "num_experts": 4, "top_k": 2}
+    rows = [torch.tensor([[0, 1], [3, 2]]).expand(length, 2, 2).short() for length in (3, 1)]
+    column = stack_or_nest(rows)
+    check_routed_experts(column, [3, 1], sample_ids=["a", "b"], **sizes)
+    check_routed_experts(column, **sizes)
+    too_high = stack_or_nest([rows[0], torch.tensor([[[0, 1], [4, 2]]]).short()])
+    for wrong, lengths, part in [
+        (column, [3, 2], "sample 'b' has 2 tokens, and experts for 1"),
+        (column, [2, 1], "sample 'a' has 2 tokens, and experts for 3"),
+        (rows[0][None], [4], "sample 'a' has 4 tokens, and experts for 3"),
+        (too_high, [3, 1], "sample 'b', token 0, layer 1 names an expert of 4 or above: [4, 2]"),
+        (column, [3], "2 rows, 1 lengths and 1 sample ids"),
+        (column.to(torch.uint8), [3, 1], "dtype torch.uint8"),
+        (stack_or_nest([row[:, :1] for row in rows]), [3, 1], "2 or 5 layers, 2 experts"),
+        (stack_or_nest([row[..., :1] for row in rows]), [3, 1], "2 or 5 layers, 2 experts"),
+    ]:
+        with pytest.raises(InvalidRequestError) as caught:
+            check_routed_experts(wrong, lengths, sample_ids=["a", "b"][: len(lengths)], **sizes)
+        assert part in str(caught.value)
+    check_routed_experts(rows[0][None], [2], **sizes)  # padded
+
+
 @contextmanager
 def _alone(
     layout: dict[str, Any], recorded: Tensor | None = None
@@ -307,7 +331,8 @@ def _read_wrong(rank: int) -> list[str]:
 
 def test_rows_are_checked_when_they_are_read(ranks: Any) -> None:
     [(said, checks, installs)] = ranks(1, _read_wrong, timeout_s=150)
-    assert "row 0, token 0, layer 0 names an expert twice: [1, 1]" in said
+    assert "sample '" in said
+    assert "token 0, layer 0 names an expert twice: [1, 1]" in said
     assert (checks, installs) == ("1", "0")
 
 

@@ -288,17 +288,17 @@ if len(sys.argv) == 1:
 
 
 def test_the_page_on_weights_runs(tmp_path, run_as_a_program):
-    """The trainer and the reader as two processes; then the gathering of shards, on one rank."""
-    trainer, reader, shards = blocks("docs/weights.md")
+    """The trainer and the reader as two processes; then a gathering of shards on one rank, and a delta."""
+    trainer, reader, deltas, shards = blocks("docs/weights.md")
     program = f"{WEIGHTS_AUTHOR}\nif len(sys.argv) > 1:\n{indent(reader, '    ')}\n{trainer}"
     assert run_as_a_program(program, tmp_path) == "read True\n"
     gathering = (
         f"{WEIGHTS_AUTHOR.partition('if len')[0]}\nfrom dataplane_core import connect\n"
         "from dataplane_integrations.weights import open_weights, publish_weights\n"
         "client = connect({'backend': 'noop'})\nopen_weights(client)\n"
-        f"{shards}\nprint(client.list_sample_ids('weights'))"
+        f"{shards}\nstep += 1\n{deltas}\nprint(client.list_sample_ids('weights'))"
     )
-    assert run_as_a_program(gathering, tmp_path) == "['v100']\n"
+    assert run_as_a_program(gathering, tmp_path) == "['v100', 'v101']\n"
 
 
 def test_the_page_on_trl_shows_lines_of_the_example():

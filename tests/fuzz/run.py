@@ -115,7 +115,7 @@ def _instrumented(name: str) -> Target:
     """The target, with its decoders compiled for Atheris, which sees what they compare and which lines they take."""
     import atheris
 
-    ours = ["dataplane_core", "dataplane_redis", "dataplane_shm", "dataplane_tq_simple"]
+    ours = ["dataplane_core", "dataplane_redis", "dataplane_shm", "dataplane_tq_simple", "dataplane_integrations"]
     with atheris.instrument_imports(include=ours):
         for module in [each for each in sys.modules if each.startswith("dataplane_") or each == "targets"]:
             del sys.modules[module]

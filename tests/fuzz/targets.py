@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import hiredis
 import msgpack
+import numpy as np
 import torch
 from mutations import JSON_VALUES, Form
 from pyarrow import parquet
@@ -49,7 +50,7 @@ from dataplane_core.codec import (
 from dataplane_core.codec.frames import unframe_ragged
 from dataplane_core.codec.header import KIND_TENSOR
 from dataplane_core.connecting import connect_backend
-from dataplane_core.errors import DataPlaneError, OperationTimeoutError
+from dataplane_core.errors import DataPlaneError, FrameError, OperationTimeoutError
 from dataplane_core.host_memory import Arena
 from dataplane_core.hosting import (
     Allocate,
@@ -81,6 +82,7 @@ from dataplane_core.middleware import Recording
 from dataplane_core.middleware.events import sealed, unsealed
 from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
 from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, PhaseInfo, Question, WireFormat, WorkInfo
+from dataplane_integrations._packed_weights import next_version, read_version
 from dataplane_redis import _protocol as redis_protocol, _scripts as redis_scripts
 from dataplane_redis._backend import RedisBackend
 from dataplane_redis._payload import Payload
@@ -1052,6 +1054,38 @@ def _read_arrays(data: bytes) -> None:
         pass
 
 
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def _versions_of_weights() -> list[Any]:
+    """The versions 0 to 2, each with its header and its bytes: an anchor and two deltas, with chunks of most kinds."""
+    found, base = [], None
+    for number in range(3):
+        many, few = torch.arange(600, dtype=torch.int32) * (1 + number), torch.zeros(3000, dtype=torch.bfloat16)
+        few[: 40 * number : 7] = 1.0
+        weights = {"many": many, "few": few, "tied": few, "step": torch.tensor(number), "none": torch.ones(9, 2)}
+        base, header, data = next_version(base, number, {**weights, "extra": {"a": [1]}}, anchor=False)
+        found.append((number, header, data.copy()))
+    return found
+
+
+def _weights() -> list[bytes]:
+    anchor, _, delta = _versions_of_weights()
+    return [encode_item({"header": header, "data": data.tobytes()}) for _, header, data in (anchor, delta)]
+
+
+def _read_weights(data: bytes) -> object:
+    row = decode_item(data)
+    if not isinstance(row, dict) or not isinstance(row.get("data"), bytes):
+        raise FrameError("not a row")
+    base = None
+    for number, header, payload in _versions_of_weights()[:2]:
+        base = read_version(base, number, header, payload)
+    version = read_version(base, 2, row.get("header"), np.frombuffer(row["data"], dtype=np.uint8))
+    version.packed.digest()
+    return version.packed.tensors()
+
+
 # --- the list ---------------------------------------------------------------------------------------------------------
 
 
@@ -1091,6 +1125,7 @@ TARGETS: Final[dict[str, Target]] = {
         Target("extent request", _extent_requests, _read_extent_request, SHM_REQUEST),
         Target("shm reply", _shm_replies, _read_shm_reply, SHM_REPLY),
         Target("shm payload", lambda: [MESSAGES.encode_reply(_placed())[4:]], _read_shm_payload, SHM_PAYLOAD),
+        Target("weights", _weights, _read_weights, PACKED),
         Target("redis value", _redis_values, _read_redis_value, REDIS_TAGS),
         Target("redis reply", _redis_replies, _read_redis_reply, REDIS_REPLY),
         Target("redis rows", _arrays, _read_arrays),

@@ -19,9 +19,6 @@ elif os.environ.get("DATAPLANE_CONFIG") is None:
     sys.path.insert(0, HERE)
     os.environ["PYTHONPATH"] = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
 
-if "TRANSFER_QUEUE_CHECKOUT" not in os.environ:
-    collect_ignore = ["test_tutorials.py"]
-
 BACKENDS = ("shm_store", "redis_store", "tq_simple")
 
 

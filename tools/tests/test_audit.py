@@ -90,6 +90,21 @@ def test_a_healthy_run(tmp_path, look):
     assert (status, text.splitlines()[-1]) == (0, "Nothing wrong was found.")
 
 
+def test_which_clients_were_closed(tmp_path, look):
+    for role in ("closed", "killed"):
+        train(tmp_path, [q(0)], role=role)
+    for path in tmp_path.glob("*-000000.jsonl"):
+        lines = path.read_bytes().splitlines(keepends=True)
+        if b'"role":"killed"' in lines[0]:
+            path.write_bytes(b"".join(lines[:-1]))
+    with recorded(tmp_path, role="open") as client:
+        client.register_partition("other", ["x"], None, ["t"])
+        clients = look(tmp_path, "--json")[1]["clients"]
+        assert "not closed" in look(tmp_path)[1]
+    states = {"closed": "closed", "killed": "not closed", "open": "open"}
+    assert {each["role"]: each["state"] for each in clients} == states
+
+
 def test_the_samples_of_a_step(tmp_path, look):
     train(tmp_path, [q(0), q(1)])
     status, text = look(tmp_path, "--step", 2)
@@ -526,7 +541,7 @@ def test_recordings_that_cannot_be_read(tmp_path, look):
     train(tmp_path, [q(0)])
     copy = shutil.copytree(tmp_path, tmp_path / "copy")
     mark = copy / "recording.json"
-    mark.write_text(mark.read_text().replace('"version": 1', '"version": 9'))
+    mark.write_text(mark.read_text().replace('"version": 2', '"version": 9'))
     status, said = look(copy)
     assert status == 2
     assert "is of format version 9" in said
@@ -603,6 +618,26 @@ def test_hosts_whose_clocks_differ_are_not_accused(tmp_path, look, skew):
     assert [each["samples"] for each in found["steps"]] == [2] * 6
     assert any("the clocks of hosts differ" in each for each in found["lacks"]) == (skew > 1)
     assert skew < 1 or found["untrained"] == []
+
+
+def test_a_trainer_whose_clock_is_ahead_is_not_said_to_have_trained_on_nothing(tmp_path, look):
+    with recorded(tmp_path) as trainer:
+        trainer.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+        put(trainer, q(0))
+        meta = trainer.claim_meta("train", "trainer", ["x"], 2)
+        trainer.mark_step(1)
+        trainer.clear_samples(None, "train")
+
+    def cleared_early(lines):
+        order = ["", "begin", "register_partition", "put_samples", "clear_samples", "claim", "step", "end"]
+        lines.sort(key=lambda line: order.index(line["op"]))
+        return [{**line, "at": lines[0]["at"] + place} for place, line in enumerate(lines)]
+
+    rewritten(tmp_path, cleared_early)
+    status, found = look(tmp_path, "--json")
+    assert (status, found["wrong"], found["untrained"]) == (0, [], [])
+    assert [each["samples"] for each in found["steps"]] == [meta.size]
+    assert any("the clocks of hosts differ" in each for each in found["lacks"])
 
 
 def test_what_is_written_while_it_is_read_is_left_out(tmp_path):

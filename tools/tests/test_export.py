@@ -742,6 +742,19 @@ def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypa
     assert client.is_finished("p", ["export"])
 
 
+def test_an_import_has_no_tasks_that_only_follow(client, other, tmp_path):
+    client.register_partition("p", ["x"], 2, ["trainer", "copy"], followers=["copy"])
+    client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
+    follow_partition(client, "p", tmp_path / "followed")
+    info = client.describe("p").info
+    assert info.followers == tuple(name for name in info.consumer_tasks if name != "trainer")
+    assert len(info.followers) == 2
+    export_partition(client, "p", tmp_path / "out")
+    import_folder(tmp_path / "out", other)
+    info = other.describe("p").info
+    assert (info.consumer_tasks, info.followers) == (("trainer",), ())
+
+
 @pytest.mark.parametrize("put_again", [False, True])
 @pytest.mark.parametrize("call", ["ack", "claim_meta"], ids=["after their shard", "while it is filled"])
 def test_rows_that_are_cleared_before_their_ack_do_not_keep_the_others(client, tmp_path, monkeypatch, call, put_again):

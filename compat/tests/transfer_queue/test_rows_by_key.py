@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core.errors import SchemaMismatchError
 
@@ -111,6 +111,47 @@ def test_values_that_are_not_per_row_or_not_plain(tq: ModuleType) -> None:
     tq.kv_put("a", "p", fields={"extra": {"score": np.float32(0.5), "pair": (1, np.bool_(True))}})
     assert tq.kv_batch_get(["a", "b"], "p").get("step").tolist() == [3, 3]
     assert tq.kv_batch_get("a", "p", "extra").get("extra").tolist() == [{"score": 0.5, "pair": [1, True]}]
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_data_as_long_as_the_batch_has_an_item_for_each_row(tq: ModuleType, kind: type, use_async: bool) -> None:
+    items = [{"idx": 0}, {"idx": 1}, {"idx": 2}]
+
+    def batch() -> TensorDict:
+        return TensorDict({"x": NonTensorData(kind(items), batch_size=(3,))}, batch_size=[3])
+
+    if use_async:
+        asyncio.run(tq.async_kv_batch_put(["a", "b", "c"], "p", batch()))
+        meta = asyncio.run(tq.get_client().async_put(batch(), partition_id="q"))
+    else:
+        tq.kv_batch_put(["a", "b", "c"], "p", batch())
+        meta = tq.get_client().put(batch(), partition_id="q")
+    assert tq.kv_batch_get(["c", "a"], "p").get("x").tolist() == [items[2], items[0]]
+    assert tq.get_client().get_data(meta).get("x").tolist() == items
+
+
+@pytest.mark.parametrize("value", ["abc", ["a", "b"], {"a": 1, "b": 2, "c": 3}])
+def test_other_data_is_one_value_for_all_rows(tq: ModuleType, value: object) -> None:
+    tq.kv_batch_put(["a", "b", "c"], "p", TensorDict({"x": NonTensorData(value, batch_size=(3,))}, batch_size=[3]))
+    assert tq.kv_batch_get(["a", "b", "c"], "p").get("x").tolist() == [value] * 3
+    ragged = NonTensorData([[1], [1, 2], []], batch_size=(3,))
+    tq.kv_batch_put(["a", "b", "c"], "p", TensorDict({"y": ragged}, batch_size=[3]))
+    assert tq.kv_batch_get(["a", "b", "c"], "p", "y").get("y").tolist() == [[1], [1, 2], []]
+
+
+def test_a_first_put_that_does_not_fit_says_so_and_leaves_no_partition(tq: ModuleType) -> None:
+    fields = LazyStackedTensorDict(*[TensorDict({"x": torch.ones(2, n)}) for n in (3, 4)])
+    for put in (
+        lambda: tq.kv_batch_put(["a", "b"], "new", fields),
+        lambda: asyncio.run(tq.async_kv_batch_put(["a", "b"], "new", fields)),
+        lambda: tq.get_client().put(fields, partition_id="new"),
+        lambda: asyncio.run(tq.get_client().async_put(fields, partition_id="new")),
+    ):
+        with pytest.raises(SchemaMismatchError, match="'x' has rows that do not fit one column"):
+            put()
+    assert tq.kv_list() == {}
+    assert "new" not in tq.get_client().store.list_partitions()
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,9 @@ def test_without_a_config_nothing_starts(closing: pytest.MonkeyPatch) -> None:
         tq.init({"backend": {"storage_backend": "SimpleStorage"}})
     with pytest.raises(AssertionError, match=r"tq\.init"):
         tq.get_client()
-    with pytest.raises(RuntimeError, match="not initialized"):
-        tq.save_checkpoint("x")
+    for call in (tq.save_checkpoint, tq.load_checkpoint):
+        with pytest.raises(RuntimeError, match="not initialized"):
+            call("x")
     assert tq.get_metrics_endpoint() is None
 
 
@@ -88,6 +89,8 @@ def test_a_checkpoint_brings_back_rows_tags_and_what_was_consumed(closing: pytes
     tq.save_checkpoint(folder, metadata={"global_steps": 7})
     tq.save_checkpoint(folder, metadata={"global_steps": 8})  # replaces the first
     tq.close()
+    with pytest.raises(RuntimeError, match="not initialized"):
+        tq.load_checkpoint(folder)
 
     tq.init({"backend": "noop", "controller": {"polling_mode": True}})
     tq.load_checkpoint(folder)

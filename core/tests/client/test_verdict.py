@@ -44,9 +44,24 @@ def generates(client, *groups, running_s=13.5, partition="p"):
     return replace(client, phases=[phase])
 
 
-def partition(held=4, cleared=0, num_samples=None, fields=("x", "y"), group=None, oldest_s=500.0, tasks=("train",)):
+def partition(
+    held=4,
+    cleared=0,
+    num_samples=None,
+    fields=("x", "y"),
+    group=None,
+    oldest_s=500.0,
+    tasks=("train",),
+    followers=(),
+):
     info = PartitionInfo(
-        epoch="e", fields=fields, num_samples=num_samples, consumer_tasks=tasks, grpo_group_size=group, enums={}
+        epoch="e",
+        fields=fields,
+        num_samples=num_samples,
+        consumer_tasks=tasks,
+        grpo_group_size=group,
+        enums={},
+        followers=followers,
     )
     return PartitionDescription(
         info=info,
@@ -286,10 +301,10 @@ def test_two_tasks_that_wait_for_each_other():
 
 
 @pytest.mark.parametrize("fate", ["gone", "closed", "silent"])
-def test_an_export_that_ended_is_not_starved(fate):
-    for task, state in (("export", "idle"), ("export-1f0c9a2b", "idle"), ("exporters", "starved")):
-        ended = client("dataplane", claims(task), state=fate, heard_s=90.0)
-        told = verdict(partition(tasks=(task,)), ended, task=task)
+def test_a_task_that_follows_and_ended_is_not_starved(fate):
+    for followers, state in ((("copy",), "idle"), ((), "starved")):
+        ended = client("dataplane", claims("copy"), state=fate, heard_s=90.0)
+        told = verdict(partition(tasks=("copy", "export"), followers=followers), ended, task="copy")
         assert (told.state, told.cause) == (state, fate)
 
 

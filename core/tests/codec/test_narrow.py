@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tensordict import NonTensorStack
 
 from dataplane_core import WireFormat, connect
 from dataplane_core.codec import (
@@ -11,6 +12,7 @@ from dataplane_core.codec import (
     Columns,
     Piece,
     Ragged,
+    cell_digests,
     decode_columns,
     encode_columns,
     merge_pieces,
@@ -248,3 +250,14 @@ def test_the_config_says_what_is_narrowed(narrow):
         found = client.get_samples(["c", "a"], "p", ["x", "y"])
         assert torch.equal(found["x"], column[[2, 0]])
         assert found["x"].dtype == found["y"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("most", [200, 60_000, 1 << 40])
+def test_digests_are_those_of_the_dtype_that_was_put(most):
+    rows = [torch.randint(0, most, (size,)) for size in (7, 0, MANY, 40_000, 5)]  # one is longer than a part
+    columns = {"jagged": jagged(rows), "dense": torch.randint(0, most, (5, 9, 9_000)), "text": NonTensorStack(*"abcde")}
+    found = []
+    for wire in (JAGGED, replace(JAGGED, narrow=False)):
+        encoded, specs = encode_columns(columns, len(rows), wire)
+        found.append({name: cell_digests(encoded[name], specs[name], wire).tolist() for name in encoded})
+    assert found[0] == found[1]

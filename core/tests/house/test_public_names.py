@@ -132,6 +132,7 @@ FACES = {
         "StreamingConsumer",
         "TargetStepPolicy",
         "WindowedPolicy",
+        "claim_versions",
         "group_of",
         "parse_sample_id",
         "restore_replay",

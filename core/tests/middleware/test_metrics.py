@@ -1,14 +1,18 @@
 """The metrics middleware: one event per operation, totals, bytes that live."""
 
+import json
 import logging
 
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
 from dataplane_core import connect
-from dataplane_core.errors import ConfigError
-from dataplane_core.middleware import Metrics
+from dataplane_core.errors import ConfigError, InvalidRequestError
+from dataplane_core.middleware import Metrics, OperationEvent, merge_snapshots
 
 
 @pytest.fixture
@@ -155,3 +159,72 @@ def test_a_function_that_is_not_there_is_refused_before_anything_starts(name, sa
         connect({"backend": "noop", "middleware": [{"metrics": {"on_event": name}}]})
     with pytest.raises(ValueError, match=said):
         Metrics(on_event=name)
+
+
+def _snapshot_of(times_ms, op="get_samples"):
+    """What a client told that made calls of these times."""
+    metrics = Metrics()
+    for time_ms in times_ms:
+        metrics._count(
+            OperationEvent(op=op, partition_id="p", n_keys=2, n_bytes=10, wall_ms=time_ms, status="ok"),
+        )
+    return metrics.snapshot()
+
+
+def test_the_percentiles_of_joined_snapshots_are_those_of_all_calls_and_no_means():
+    fast, slow = [1.0] * 90, [100.0] * 10 + [400.0] * 100  # of two processes
+    joined = merge_snapshots([_snapshot_of(fast), _snapshot_of(slow)])
+    found = joined["operations"]["get_samples"]
+    exact = np.percentile(fast + slow, [50, 90], method="inverted_cdf")
+    assert (found["calls"], found["n_keys"], found["n_bytes"]) == (200, 400, 2000)
+    assert found["wall_ms"] == pytest.approx(90 + 1_000 + 40_000)
+    assert [found["p50_ms"], found["p90_ms"]] == pytest.approx(exact, rel=0.09)
+    assert found["max_ms"] == 400.0
+    assert joined["num_clients"] == 2
+
+
+@hypothesis.given(st.lists(st.lists(st.floats(0, 1e7), max_size=30), max_size=5))
+def test_joined_snapshots_are_the_snapshot_of_one_client_that_made_all_calls(processes):
+    one = _snapshot_of([time_ms for times in processes for time_ms in times])
+    joined = merge_snapshots([_snapshot_of(times) for times in processes])
+    for op, told in one["operations"].items():
+        found = joined["operations"][op]
+        assert found.pop("times") == told.pop("times")
+        assert found == pytest.approx(told)
+        assert 0 <= told["p50_ms"] <= told["p90_ms"] <= told["max_ms"]
+
+
+def test_a_joined_snapshot_can_be_joined_again_also_after_json():
+    joined = merge_snapshots([_snapshot_of([0.0, 1.5]), _snapshot_of([3.0], "claim")])
+    assert merge_snapshots([json.loads(json.dumps(joined))]) == joined
+
+
+def test_joined_snapshots_add_up_what_the_clients_hold(client, metrics):
+    client.put_samples(["a", "b"], "p", columns())
+    other = Metrics()
+    with connect({"backend": "noop", "middleware": [other]}) as second:
+        second.register_partition("p", ["x"], None, ["t"])
+        second.put_samples(["a"], "p", TensorDict({"x": torch.zeros(1, 100)}, [1]))
+        joined = merge_snapshots([metrics.snapshot(), {}, other.snapshot()])
+    assert joined["num_clients"] == 2, "an empty one is of a client without the middleware"
+    assert joined["partitions"]["p"] == {"live_bytes": 432, "peak_bytes": 432}
+    assert joined["bytes_outstanding"] == 432
+    assert joined["n_keys_outstanding"] == 3
+    assert joined["max_bytes_per_key_seen"] == 400
+    assert joined["operations"]["put_samples"]["n_bytes"] == 432
+
+
+def test_no_snapshots_give_one_without_operations_and_others_are_refused():
+    assert merge_snapshots([])["operations"] == {}
+    with pytest.raises(InvalidRequestError, match="number 1 is no snapshot"):
+        merge_snapshots([_snapshot_of([1.0]), {"operations": {"get_samples": {"calls": 1}}}])
+
+
+def test_a_snapshot_that_resets_gives_the_operations_of_a_step_and_keeps_what_lives(client, metrics):
+    client.put_samples(["a", "b"], "p", columns())
+    assert metrics.snapshot(reset=True)["operations"]["put_samples"]["calls"] == 1
+    client.get_samples(["a"], "p", ["x"])
+    step = metrics.snapshot(reset=True)
+    assert list(step["operations"]) == ["get_samples"]
+    assert step["total_ops"] == 1
+    assert step["bytes_outstanding"] == 32

@@ -10,6 +10,7 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig, load_config
 from dataplane_core.connecting import connect
 from dataplane_core.errors import ClientClosedError, InvalidRequestError
+from dataplane_core.middleware import Metrics
 
 #: What a process attaches to: the config of a running backend, or a client of this process.
 DataPlaneSource = DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | DataPlaneClient
@@ -57,6 +58,17 @@ class DataPlaneClientMixin:
         if client is not None and client is not source:
             client.close()
 
+    def data_plane_metrics(self, reset: bool = False) -> dict[str, Any]:
+        """What this process' client did: `Metrics.snapshot`, or an empty dict without that middleware.
+
+        Args:
+            reset: As for `Metrics.snapshot`.
+
+        Raises:
+            ClientClosedError: Not attached.
+        """
+        return metrics_of(self._require_dp_client(), reset)
+
     def _require_dp_client(self) -> DataPlaneClient:
         """The client of this process.
 
@@ -70,3 +82,9 @@ class DataPlaneClientMixin:
                 hint="DataPlanePolicy attaches its workers when it is made.",
             )
         return self._dp_client
+
+
+def metrics_of(client: DataPlaneClient, reset: bool = False) -> dict[str, Any]:
+    """The snapshot of the first middleware of a client that has one; else an empty dict."""
+    found = next((each for each in client.middleware if isinstance(each, Metrics)), None)
+    return {} if found is None else found.snapshot(reset=reset)

@@ -17,6 +17,7 @@ __all__ = [
     "ReservationLostError",
     "RolloutAbortedError",
     "SamplingExhaustedError",
+    "StepTooSmallError",
     "WorkerFailedError",
     "WorkerTimeoutError",
 ]
@@ -88,6 +89,20 @@ class ReservationLostError(DataPlaneError, RuntimeError):
 
 class RolloutAbortedError(DataPlaneError, RuntimeError):
     """A rollout was ended because its groups would not be trained on any more. Raised by a rollout; no failure."""
+
+
+class StepTooSmallError(DataPlaneError, RuntimeError):
+    """So many prompts of a step were given up that it has fewer groups than its staleness rule allows.
+
+    Attributes:
+        step: The weight version.
+        num_groups: The groups that are left of it.
+    """
+
+    def __init__(self, message: str, *, step: int = 0, num_groups: int = 0, **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.step = step
+        self.num_groups = num_groups
 
 
 class CollectorFailedError(DataPlaneError, RuntimeError):

@@ -4,7 +4,10 @@ The trainer opens the partition and publishes a version after each update. Any n
 reaches the store, take the newest one or wait for it; a reader that is slow skips versions. A put is atomic, so nobody
 sees half of an update, and the versions that readers may still be reading are kept.
 
-This suits models whose weights fit a put: every reader reads all of them from the store. Weights that ranks hold in
+A row holds the weights, a column each; or, with ``delta``, their bytes (an anchor) or what has changed since the
+version before. The tag `weight_anchor` of such a row names the anchor at which its chain begins.
+
+This suits models whose weights fit a put. Weights that ranks hold in
 shards are gathered first (`torch.distributed.checkpoint.state_dict.get_model_state_dict` with ``full_state_dict``).
 """
 
@@ -12,7 +15,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,6 +26,7 @@ from torch import Tensor
 from dataplane_core import DataPlaneClient
 from dataplane_core.errors import (
     ClaimTimeoutError,
+    CorruptDataError,
     InvalidRequestError,
     LostSamplesError,
     MissingDataError,
@@ -28,6 +34,7 @@ from dataplane_core.errors import (
     UnknownTaskError,
     preview,
 )
+from dataplane_integrations._packed_weights import Version, next_version, read_version
 
 __all__ = ["WEIGHTS", "WeightReader", "open_weights", "publish_weights"]
 
@@ -35,6 +42,31 @@ __all__ = ["WEIGHTS", "WeightReader", "open_weights", "publish_weights"]
 WEIGHTS: Final = "weights"
 #: The field, and the tag, that hold the version of a row.
 _VERSION: Final = "weight_version"
+#: The tag that holds the anchor of a row. None: the row has a column for each weight.
+_ANCHOR: Final = "weight_anchor"
+#: The other fields of rows with an anchor: what the bytes are, and the bytes.
+_HEADER: Final = "weight_header"
+_BYTES: Final = "weight_bytes"
+_FIELDS: Final = frozenset({_VERSION, _HEADER, _BYTES})
+
+
+@dataclass
+class _Chain:
+    """What the publisher of deltas keeps: the newest version, and of which rows it is made.
+
+    Attributes:
+        epoch: The registration of the partition.
+        rows: The versions of the anchor and of the deltas after it.
+        newest: The last of these.
+    """
+
+    epoch: str
+    rows: list[int]
+    newest: Version
+
+
+#: The chains of clients that publish deltas, by partition. A client that is gone takes its chains along.
+_chains: Final[WeakKeyDictionary[DataPlaneClient, dict[str, _Chain]]] = WeakKeyDictionary()
 
 
 def open_weights(client: DataPlaneClient, partition_id: str = WEIGHTS) -> None:
@@ -42,6 +74,7 @@ def open_weights(client: DataPlaneClient, partition_id: str = WEIGHTS) -> None:
 
     Readers may wait already; they go on. Blocks until the store has answered.
     """
+    _chains.get(client, {}).pop(partition_id, None)
     client.register_partition(partition_id, [_VERSION], None, [])
 
 
@@ -52,24 +85,37 @@ def publish_weights(
     *,
     partition_id: str = WEIGHTS,
     keep: int = 2,
+    delta: bool = False,
+    anchor_every: int = 20,
 ) -> None:
     """Writes a version, and drops those that are older than the ``keep`` newest. Blocks until readers can see it.
+
+    With ``delta``, most versions hold only what has changed since the one before, bit for bit. The client keeps a copy
+    of the last version in host memory for that, until it is gone, publishes without ``delta``, or opens the partition
+    anew; so publish with the same client. A version is an *anchor*, which holds all bytes, if it is the first one of
+    this client, the ``anchor_every``-th since the last anchor, or published again; if names, dtypes, shapes or which
+    tensors share memory have changed; if the row of an earlier version of the chain is gone from the store, or the last
+    call raised; and if what has changed takes as many bytes.
 
     Args:
         client: The trainer's client.
         version: From 0, higher with each update. To publish the newest one again replaces it.
         weights: Name -> tensor or numpy array of any shape, such as a ``state_dict``, with the names of the first
-            version. Small values of other kinds, such as the ``_extra_state`` of a layer, go as `put_samples` takes
-            objects: None, numbers, strings, bytes, and lists and dicts of these and of tensors. The caller may change
-            the tensors as soon as this returns.
+            version (with ``delta``: any). Small values of other kinds, such as the ``_extra_state`` of a layer, go as
+            `put_samples` takes objects: None, numbers, strings, bytes, and lists and dicts of these and of tensors. The
+            caller may change the tensors as soon as this returns.
         partition_id: The partition, opened by `open_weights`.
         keep: How many versions the store holds. A reader may still read an older one than the newest, so at least 2.
+            Versions that these build on are held too: with ``delta`` at most ``keep + anchor_every - 1`` in all.
+        delta: Whether to send what has changed. Readers find out by themselves.
+        anchor_every: An anchor after at most so many versions, at least 1. A reader that joins late reads the anchor
+            and all deltas after it.
 
     Raises:
-        InvalidRequestError: A negative version, or one below the newest; ``keep`` below 2; no weights, or one named
-            ``weight_version``.
+        InvalidRequestError: A negative version, or one below the newest; ``keep`` below 2 or ``anchor_every`` below 1;
+            no weights, or one named ``weight_version``, ``weight_header`` or ``weight_bytes``.
         SchemaMismatchError: The names are not those of the first version, or a tensor has another dtype, number of
-            dims, or size of a dim but the first, or has become an object.
+            dims, or size of a dim but the first, or has become an object. Not with ``delta``.
         InvalidTypeError: A value that the store does not take. The error names the weight.
         UnknownPartitionError: The partition is not open.
 
@@ -79,21 +125,43 @@ def publish_weights(
         >>> publish_weights(client, 0, {"layer.weight": torch.ones(2, 3)})
         >>> WeightReader(client, "rollout 0").newest()["layer.weight"].shape
         torch.Size([2, 3])
+        >>> publish_weights(client, 1, {"layer.weight": torch.zeros(2, 3)}, delta=True)
     """
-    if version < 0 or keep < 2 or not weights:
+    if version < 0 or keep < 2 or anchor_every < 1 or not weights:
         raise InvalidRequestError(
-            f"publish_weights(version={version}, keep={keep}, {len(weights)} tensors) refused. Expected a version of "
-            "at least 0, to keep at least 2, and weights."
+            f"publish_weights(version={version}, keep={keep}, anchor_every={anchor_every}, {len(weights)} tensors) "
+            "refused. Expected a version of at least 0, to keep at least 2, an anchor every 1 or more, and weights."
         )
-    if _VERSION in weights:
-        raise InvalidRequestError(f"publish_weights refused: a weight is named '{_VERSION}', which holds the version.")
-    held = _versions(client, partition_id)
-    if held and version < held[-1]:
+    if taken := sorted(_FIELDS & weights.keys()):
         raise InvalidRequestError(
-            f"publish_weights(version={version}) refused: version {held[-1]} is published. Expected none below it.",
+            f"publish_weights refused: a weight is named {preview(taken)}, a field of these partitions."
+        )
+    held = _held(client, partition_id)
+    if held and version < max(held):
+        raise InvalidRequestError(
+            f"publish_weights(version={version}) refused: version {max(held)} is published. Expected none below it.",
             hint="A trainer that begins again opens the partition anew: open_weights.",
         )
-    known = client.describe(partition_id).specs.keys() - {_VERSION}
+    # taken out: a call that fails leaves none, and the next version is an anchor
+    chain = _chains.get(client, {}).pop(partition_id, None)
+    if delta:
+        chain, columns = _next(client, partition_id, held, chain, version, weights, anchor_every)
+        held[version] = chain.rows[0]
+    else:
+        chain = None
+        _check_names(client, version, weights, partition_id)
+        columns = {name: _column(value) for name, value in weights.items()}
+        held[version] = None
+    columns[_VERSION] = torch.tensor([version], device="cpu")
+    client.put_samples([_row(version)], partition_id, columns, tags=[{_VERSION: version, _ANCHOR: held[version]}])
+    if chain is not None:
+        _chains.setdefault(client, {})[partition_id] = chain
+    oldest = min(_rows_of(held, each)[0] for each in sorted(held)[-keep:])
+    client.clear_samples([_row(each) for each in held if each < oldest], partition_id)
+
+
+def _check_names(client: DataPlaneClient, version: int, weights: Mapping[str, Any], partition_id: str) -> None:
+    known = client.describe(partition_id).specs.keys() - _FIELDS
     if known and known != weights.keys():
         differs = {"lack": known - weights.keys(), "add": weights.keys() - known}
         raise SchemaMismatchError(
@@ -101,11 +169,30 @@ def publish_weights(
             f"{' and '.join(f'{verb} {preview(sorted(names))}' for verb, names in differs.items() if names)}. Expected "
             "the names of the first version. Nothing was written."
         )
-    columns = {name: _column(value) for name, value in weights.items()}
-    columns[_VERSION] = torch.tensor([version], device="cpu")
-    client.put_samples([_row(version)], partition_id, columns, tags=[{_VERSION: version}])
-    held = sorted({*held, version})
-    client.clear_samples([_row(each) for each in held[:-keep]], partition_id)
+
+
+def _next(
+    client: DataPlaneClient,
+    partition_id: str,
+    held: Mapping[int, int | None],
+    chain: _Chain | None,
+    version: int,
+    weights: Mapping[str, Any],
+    anchor_every: int,
+) -> tuple[_Chain, dict[str, Any]]:
+    """The chain with one version more, and the columns of its row."""
+    epoch = client.describe(partition_id).info.epoch
+    goes_on = (
+        chain is not None
+        and chain.epoch == epoch
+        and chain.rows == _rows_of(held, max(held, default=-1))
+        and len(chain.rows) < anchor_every
+        and version > chain.rows[-1]
+    )
+    base = None if chain is None else chain.newest
+    newest, header, data = next_version(base, version, weights, anchor=not goes_on)
+    rows = [version] if chain is None or header["base"] is None else [*chain.rows, version]
+    return _Chain(epoch, rows, newest), {_HEADER: _column(header), _BYTES: torch.from_numpy(data)[None]}
 
 
 class WeightReader:
@@ -118,6 +205,9 @@ class WeightReader:
 
     Attributes:
         version: The version that it took last. None: none yet.
+
+    Of versions with ``delta`` it keeps the last one in host memory, beside what it returns, and reads only the deltas
+    after it. If it has none that they build on, it reads their anchor first.
     """
 
     def __init__(self, client: DataPlaneClient, name: str, partition_id: str = WEIGHTS) -> None:
@@ -127,6 +217,7 @@ class WeightReader:
         self._partition_id = partition_id
         self._joined = False
         self._epoch: str | None = None  # the registration that `version` is of
+        self._base: Version | None = None  # the last one, to which deltas are applied
 
     def newest(self) -> dict[str, Any] | None:
         """Takes the newest version: name -> tensor, or object as it was published. Does not wait for another.
@@ -135,21 +226,49 @@ class WeightReader:
 
         Raises:
             UnknownPartitionError: The partition is not open, or the run is over.
-            LostSamplesError: The store has lost the weights.
+            LostSamplesError: The store has lost the weights, or the anchor or a delta that they build on.
+            CorruptDataError: What the deltas give has not the digest of what was published.
         """
+        again = True
         while True:
-            held = _versions(self._client, self._partition_id)
-            if not held or held[-1] == self.version:
+            held = _held(self._client, self._partition_id)
+            newest = max(held, default=None)
+            if newest is None or newest == self.version:
                 return None
             try:
                 epoch = self._client.describe(self._partition_id).info.epoch
-                columns = self._client.get_samples([_row(held[-1])], self._partition_id, None)
+                found = self._whole(newest) if held[newest] is None else self._by_deltas(held, newest)
             except LostSamplesError:
                 raise
             except MissingDataError:  # newer versions have come meanwhile
                 continue
-            self.version, self._epoch = held[-1], epoch
-            return {str(name): columns[name][0] for name in columns.keys() if name != _VERSION}
+            except CorruptDataError:
+                # the row was replaced while it was read, or its base is of another run; then its anchor helps
+                if not again:
+                    raise
+                again = False
+                continue
+            self.version, self._epoch = newest, epoch
+            return found
+
+    def _whole(self, version: int) -> dict[str, Any]:
+        self._base = None
+        columns = self._client.get_samples([_row(version)], self._partition_id, None)
+        return {str(name): columns[name][0] for name in columns.keys() if name not in _FIELDS}
+
+    def _by_deltas(self, held: Mapping[int, int | None], version: int) -> dict[str, Any]:
+        rows = _rows_of(held, version)
+        base, self._base = self._base, None  # if this raises, its bytes are those of no version
+        if base is not None and base.number in rows[:-1]:
+            rows = rows[rows.index(base.number) + 1 :]
+        for each in rows:
+            columns = self._client.get_samples([_row(each)], self._partition_id, [_HEADER, _BYTES])
+            base = read_version(base, each, columns[_HEADER][0], columns[_BYTES][0].numpy())
+        assert base is not None
+        if base.packed.digest() != base.digest:
+            raise CorruptDataError(f"the weights of version {version} have not the digest of what was published.")
+        self._base = base
+        return {**base.packed.tensors(), **base.objects}
 
     def wait(self, timeout_s: float) -> dict[str, Any]:
         """Waits for a version that is newer than `version`, and takes the newest. The trainer may start later.
@@ -203,6 +322,13 @@ def _column(value: Any) -> Any:
     return column
 
 
-def _versions(client: DataPlaneClient, partition_id: str) -> list[int]:
-    """The versions in the store, ascending."""
-    return sorted(int(tags[_VERSION]) for tags in client.list_samples(partition_id).tags or [])
+def _held(client: DataPlaneClient, partition_id: str) -> dict[int, int | None]:
+    """The versions in the store, and the anchor of each."""
+    tags = client.list_samples(partition_id).tags or []
+    return {int(each[_VERSION]): each.get(_ANCHOR) for each in tags}
+
+
+def _rows_of(held: Mapping[int, int | None], version: int) -> list[int]:
+    """The versions in the store of which a version is made, ascending. None of them has to be there."""
+    anchor = held.get(version)
+    return sorted(each for each in held if (version if anchor is None else anchor) <= each <= version)

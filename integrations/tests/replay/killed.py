@@ -1,6 +1,7 @@
 """Run as a program: trainers and drivers on a running store that are killed at given points, and started again.
 
-``killed.py JOB``: ``JOB`` is a JSON file: ``role``, ``config``, ``registration``, ``num_prompts``, ``folder``, and
+``killed.py JOB``: ``JOB`` is a JSON file: ``role``, ``config``, ``registration``, ``num_prompts``, ``folder``, ``bad``
+(prompts whose rollouts fail: they are given up, and there is a spare prompt for each), and
 ``kills``, a list of ``[point, nth]``. For each of them a process is forked that ends itself by SIGKILL when it comes to
 that point for the nth time; a last one runs to the end. What they did goes line by line to ``folder/log``.
 """
@@ -24,7 +25,9 @@ from dataplane_integrations.replay import (
     InOrderPolicy,
     ReplayBuffer,
     Reservation,
+    StalenessPolicy,
     StreamingConsumer,
+    TargetStepPolicy,
     parse_sample_id,
     restore_replay,
     save_replay,
@@ -91,8 +94,19 @@ def drive(job: dict[str, Any], points: Points) -> None:
     """A driver that holds the buffer, collects, trains and saves; after a crash it goes on from its newest save."""
     folder = Path(job["folder"])
     with connect(job["config"], bootstrap=False) as client:
-        policy = InOrderPolicy(max_staleness=1, groups_per_version=2)
-        buffer = ReplayBuffer(client, "replay", policy, group_size=2, num_prompts=job["num_prompts"])
+        bad = job["bad"]
+        policy: StalenessPolicy = InOrderPolicy(max_staleness=1, groups_per_version=2)
+        if bad:
+            policy = TargetStepPolicy(max_staleness=1, groups_per_version=2, borrow=True)
+        buffer = ReplayBuffer(
+            client,
+            "replay",
+            policy,
+            group_size=2,
+            num_prompts=job["num_prompts"],
+            spare_prompts=len(bad),
+            max_attempts=2 if bad else None,
+        )
         trained: list[int] = []
         left = client.list_samples("replay").sample_ids
         try:
@@ -113,6 +127,9 @@ def drive(job: dict[str, Any], points: Points) -> None:
 
         def rollout(reservations: Sequence[Reservation]) -> KVBatchMeta:
             (each,) = reservations
+            if each.prompt in bad:
+                points.pass_by("failing")
+                raise RuntimeError(f"prompt {each.prompt} has no answer")
             first = put(each, 0)
             points.pass_by("half")
             meta = first.concat(put(each, 1))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import pickle
 import threading
 from collections import deque
@@ -27,6 +28,7 @@ from dataplane_integrations.errors import (
     WorkerFailedError,
 )
 from dataplane_integrations.replay import (
+    Collector,
     InOrderPolicy,
     ReadyFirstPolicy,
     RemoteReplayBuffer,
@@ -104,7 +106,39 @@ def test_groups_come_back_whole_with_their_tags_and_are_cleared_when_consumed(
         "evicted": 0,
         "abandoned": 0,
         "lost": 0,
+        "given_up": 0,
     }
+
+
+def test_a_group_knows_with_which_weights_its_generation_began_and_ended(
+    make_buffer: Make, client: DataPlaneClient, write: Any, answers: Any
+) -> None:
+    buffer = make_buffer(ReadyFirstPolicy(max_staleness=3, groups_per_version=1))
+    first, second, third, bad = [buffer.reserve()[0] for _ in range(4)]
+    buffer.set_weight_version(2)  # meanwhile the rollout side got new weights
+    buffer.commit([first], write(client, [first]))
+    told = write(client, [second])
+    told.stamp_tags({"end_weight_version": [0, 1]})  # the engine knows it row by row
+    buffer.commit([second], told)
+    for wrong in (-1, "2", None, 0.5):
+        meta = write(client, [bad])
+        meta.stamp_tags({"end_weight_version": [2, wrong]})
+        with pytest.raises(InvalidRequestError, match=r"end_weight_version of 'v0_p3_g1' is .*at least 0"):
+            buffer.commit([bad], meta)
+    buffer.abandon([bad], requeue=False)
+    assert [each.end_weight_version for each in buffer.view().groups] == [2, 1, None]
+    with buffer.snapshot() as state:
+        other = make_buffer(ReadyFirstPolicy(max_staleness=3, groups_per_version=1))
+        other.load_state(json.loads(json.dumps(state)))
+    assert [each.end_weight_version for each in other.view().groups] == [2, 1]
+    tags = other.select(2).tags or []
+    assert [each["end_weight_version"] for each in tags] == [2, 2, 0, 1]
+    assert {each["weight_version"] for each in tags} == {0}
+    buffer.abandon([third])
+    with Collector(buffer, answers, client=client):
+        buffer.select(4, min_groups=3)
+    stored = client.list_samples("replay", tag_filter={"prompt": 2}).tags or []
+    assert [each["end_weight_version"] for each in stored] == [2, 2]
 
 
 def test_what_take_has_read_is_returned_even_if_the_store_fails_at_the_clear(

@@ -9,7 +9,7 @@ import random
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,16 @@ Run = Callable[..., subprocess.Popen[str]]
 def run(python: Any) -> Run:
     """Starts a process that is killed at some points."""
 
-    def start(role: str, store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]]) -> Any:
+    def start(
+        role: str, store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]], bad: Sequence[int] = ()
+    ) -> Any:
         job = {
             "role": role,
             "config": store.config.model_dump(),
             "registration": REGISTRATION,
             "num_prompts": PROMPTS,
             "folder": str(folder),
+            "bad": list(bad),
             "kills": kills,
         }
         path = folder / "job.json"
@@ -135,13 +138,16 @@ def test_a_trainer_may_be_killed_anywhere_again_and_again(
     check_streaming(run, store, tmp_path, [(point, min(nth, 1)) for point, nth in chosen])
 
 
-def drive(run: Run, store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]]) -> list[tuple[int, ...]]:
+def drive(
+    run: Run, store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]], bad: Sequence[int] = ()
+) -> list[tuple[int, ...]]:
     """Drives a run to its end through kills; per start, rows found, rows kept, and prompts trained on before."""
     store.register_partition("replay", **REGISTRATION)
-    finish(run("drive", store, folder, kills))
+    finish(run("drive", store, folder, kills, bad))
     lines = (folder / "log").read_text().splitlines()
     trained = [int(line.split()[1]) for line in lines if line.startswith("trained")]
-    assert trained == list(range(PROMPTS)), "a prompt was lost, or trained on twice"
+    wanted = [prompt for prompt in range(PROMPTS + len(bad)) if prompt not in bad]
+    assert (sorted(trained) if bad else trained) == wanted, "a prompt was lost, or trained on twice"
     assert store.list_samples("replay").size == 0
     return [tuple(map(int, line.split()[1:])) for line in lines if line.startswith("start")]
 
@@ -155,6 +161,14 @@ def test_a_driver_killed_at_any_point_leaks_no_rows_and_goes_on_from_its_save(
     # before the first save, the rows that killed rollouts left are found and cleared
     assert starts[:3] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
     assert all(trained >= 2 for _, _, trained in starts[4:])
+
+
+def test_a_driver_that_is_killed_gives_up_the_same_prompts_and_takes_as_many_spares(
+    run: Run, store: DataPlaneClient, tmp_path: Path
+) -> None:
+    drive(
+        run, store, tmp_path, [("saved", 1), ("failing", 1), ("saved", 2), ("written", 3), ("failing", 2)], [3, 5, 10]
+    )
 
 
 @pytest.mark.long

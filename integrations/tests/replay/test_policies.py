@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dataplane_core.errors import InvalidRequestError
@@ -10,6 +12,7 @@ from dataplane_integrations.replay import (
     GroupView,
     InOrderPolicy,
     ReadyFirstPolicy,
+    StalenessPolicy,
     TargetStepPolicy,
     WindowedPolicy,
 )
@@ -150,6 +153,80 @@ def test_a_target_step_trains_on_its_own_groups_only() -> None:
     assert list(rule.evict(groups)) == ["g0", "g2"]
     assert list(rule.abort(for_steps(3, 4, version=4, ready=False))) == ["g0"]
     assert rule.select(view((4, 1), (3, 2), version=4), 1) == ["g0"], "without a step: that of its weights"
+
+
+def test_loans_leave_no_step_with_a_group_too_many() -> None:
+    rule = TargetStepPolicy(max_staleness=2, groups_per_version=2, borrow=True)
+    groups = for_steps(3, 4, 4, 5, 5, version=3)
+    assert rule.select(groups, 2) == ["g0", "g3"], "the last step has the most time for another one"
+    assert rule.target_step(groups) == 5
+    repaid = for_steps(3, 4, 4, 5, 5, 5, version=3)
+    assert rule.target_step(repaid) == 6
+    # of what else was started meanwhile, the step with one too many still is the lender
+    assert rule.select(for_steps(3, 4, 4, 5, 5, 5, 6, 6, version=3), 2) == ["g0", "g3"]
+    assert rule.select(for_steps(4, 4, 5, version=3), 2) == ["g0", "g2"]
+    assert rule.admit(groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"replacements": -1}, "replacements is -1"),
+        ({"replacements": 0.5}, "replacements is 0.5"),
+        ({"min_groups": 0}, "min_groups is 0"),
+        ({"min_groups": 5}, "min_groups is 5, groups_per_version is 4"),
+    ],
+)
+def test_a_target_step_has_a_size_that_makes_sense(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        TargetStepPolicy(max_staleness=1, groups_per_version=4, **options)
+
+
+class MyPolicy(InOrderPolicy):
+    """A rule of a user."""
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("in_order", InOrderPolicy),
+        ("windowed", WindowedPolicy),
+        ("ready_first", ReadyFirstPolicy),
+        ("target_step", TargetStepPolicy),
+        (f"{__name__}:MyPolicy", MyPolicy),
+    ],
+)
+def test_a_config_names_a_rule_and_its_capacity_is_what_it_admits(name: str, rule: type[StalenessPolicy]) -> None:
+    made = StalenessPolicy.from_config({"name": name, "max_staleness": 2, "groups_per_version": 4})
+    assert made == rule(max_staleness=2, groups_per_version=4)
+    assert type(made) is rule
+    assert made.capacity() == made.capacity(weight_version=7) == 12
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "name is None. Expected one of in_order, windowed"),
+        ({"name": "redy_first"}, "Did you mean 'ready_first'"),
+        ({"name": ["in_order"]}, r"name is \['in_order'\]"),
+        ({"name": "no_such_module:Rule"}, "cannot be imported .*no_such_module"),
+        ({"name": f"{__name__}:Missing"}, "cannot be imported .*Missing"),
+        ({"name": f"{__name__}:view"}, "found <function view"),
+        ({"name": "in_order"}, "missing 2 required .*the arguments of InOrderPolicy"),
+        ({"name": "in_order", "max_staleness": 1, "groups_per_version": 4, "borrow": True}, "'borrow'"),
+        ({"name": "in_order", "max_staleness": "1", "groups_per_version": 4}, "max_staleness is '1'"),
+    ],
+)
+def test_a_config_that_names_no_rule_is_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        StalenessPolicy.from_config(config)
+
+
+def test_what_is_kept_of_a_save_that_is_too_large() -> None:
+    groups = view((1, 5), (3, 1), (2, 2), (3, 4), version=3)
+    assert list(ReadyFirstPolicy(max_staleness=2, groups_per_version=1).keep(groups, 3)) == ["g3", "g1", "g2"]
+    rule = TargetStepPolicy(max_staleness=0, groups_per_version=2)
+    assert list(rule.keep(for_steps(4, 2, 3, 4, 3, version=3), 3)) == ["g2", "g4", "g0"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -211,7 +211,7 @@ def test_every_kind_of_column_comes_back_bit_for_bit_without_pickle(stores: Stor
     buffer = filled(client, fields, num_rows // 2, score=math.nan, third=1 / 3, text="\u00e4")
     save_replay(tmp_path, client, buffer=buffer, registration=REGISTRATION)
     other = stores()
-    restored = restore_replay(tmp_path, other, buffer=buffer_of(other))
+    restored = restore_replay(tmp_path, other, buffer=buffer_of(other, num_rows // 2))
     mine, theirs = (each.list_samples("replay") for each in (client, other))
     assert restored.meta.sample_ids == theirs.sample_ids == mine.sample_ids
     assert repr(restored.meta.tags) == repr(theirs.tags) == repr(mine.tags)
@@ -237,10 +237,45 @@ def test_what_tasks_were_given_is_not_given_again(stores: Stores, tmp_path: Path
     assert last.sample_ids + first.sample_ids == ids[6:] + ids[:2]
     save_replay(tmp_path, client, buffer=buffer, registration=registration)
     other = stores()
-    restore_replay(tmp_path, other, buffer=buffer_of(other))
+    restore_replay(tmp_path, other, buffer=buffer_of(other, 4))
     for task, left in (("score", ids[2:6]), ("train", ids)):
         assert other.claim_meta("replay", task, ["x"], len(left)).sample_ids == left
     assert other.check_consumption_status("replay", ["score", "train"])
+
+
+def test_a_save_that_is_larger_than_the_room_is_cut_to_the_freshest_and_the_rest_is_generated_again(
+    stores: Stores, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = stores(REGISTRATION)
+    buffer = ReplayBuffer(client, "replay", ReadyFirstPolicy(max_staleness=3, groups_per_version=2), group_size=2)
+    for version in range(3):  # prompts 0 to 5
+        reservations = buffer.reserve(2)
+        ids = [sample_id for each in reservations for sample_id in each.sample_ids]
+        shared = torch.full((300,), float(version))  # stored once
+        columns = {"x": [torch.arange(row + 1.0) for row in range(4)], "image": [shared] * 4, "grade": ["good"] * 4}
+        buffer.commit(
+            reservations,
+            client.put_samples(ids, "replay", columns, tags=[each.tags for each in reservations for _ in "ab"]),
+        )
+        buffer.set_weight_version(version + 1)
+    given = client.claim_meta("replay", "score", ["x"], 6)
+    assert given.sample_ids == client.list_samples("replay").sample_ids[:6]
+    save_replay(tmp_path, client, buffer=buffer, registration=REGISTRATION)
+    other = stores()
+    smaller = ReplayBuffer(other, "replay", ReadyFirstPolicy(max_staleness=2, groups_per_version=1), group_size=2)
+    restored = restore_replay(tmp_path, other, buffer=smaller)
+    kept = ["v1_p3_g0", "v1_p3_g1", "v2_p4_g0", "v2_p4_g1", "v2_p5_g0", "v2_p5_g1"]
+    assert restored.meta.sample_ids == other.list_samples("replay").sample_ids == kept
+    assert [tags["prompt"] for tags in restored.meta.tags or []] == [3, 3, 4, 4, 5, 5]
+    assert "holds 6 groups" in caplog.text
+    assert "has room for 3. 3 are generated again" in caplog.text
+    for name in ("x", "image"):
+        one, two = (each.get_samples(kept, "replay", [name])[name] for each in (client, other))
+        assert all(map(torch.equal, one.unbind(), two.unbind()))
+    assert other.claim_meta("replay", "score", ["x"], 6, blocking=False).sample_ids == kept
+    smaller.consume(smaller.select(3))
+    assert smaller.counts.evicted == 3
+    assert [(each.prompt, each.attempt) for each in smaller.reserve(3)] == [(0, 1), (1, 1), (2, 1)]
 
 
 def test_a_backend_without_cursors_refuses_rows_that_were_given_before_anything_is_written(

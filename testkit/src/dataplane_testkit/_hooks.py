@@ -60,6 +60,7 @@ class Hooks:
         tasks: Sequence[str] = ("train",),
         group_size: int | None = None,
         enums: Mapping[str, Sequence[str]] | None = None,
+        followers: Sequence[str] = (),
     ) -> Any:
         """``register_partition``."""
         return self._ask(
@@ -70,6 +71,7 @@ class Hooks:
             consumer_tasks=list(tasks),
             grpo_group_size=group_size,
             enums={name: list(words) for name, words in (enums or {}).items()},
+            followers=list(followers),
         )
 
     def describe(self, partition_id: str) -> Any:

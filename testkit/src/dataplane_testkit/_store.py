@@ -307,6 +307,7 @@ class Store:
         partition_id: str | None = None,
         client: DataPlaneClient | None = None,
         if_exists: Literal["replace", "keep"] = "replace",
+        followers: Sequence[str] = (),
     ) -> str:
         """Registers a partition that is cleared when the test ends.
 
@@ -319,6 +320,7 @@ class Store:
             partition_id: Default: a new one.
             client: Default: the shared client.
             if_exists: As for the client's `register_partition`.
+            followers: Those of the tasks that follow the others.
 
         Returns:
             The partition's id.
@@ -326,7 +328,9 @@ class Store:
         owner = client or self.client
         chosen = partition_id or self.new_id()
         self._partitions.append((owner, chosen))
-        owner.register_partition(chosen, fields or ("x",), num_samples, tasks, group_size, enums, if_exists=if_exists)
+        owner.register_partition(
+            *(chosen, fields or ("x",), num_samples, tasks, group_size, enums), if_exists=if_exists, followers=followers
+        )
         return chosen
 
     def filled(

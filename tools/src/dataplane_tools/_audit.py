@@ -103,7 +103,7 @@ def audit(
         "begin": min(found.first.values(), default=None),
         "end": found.end or None,
         "num_records": found.num_records,
-        "clients": _client_reports(found),
+        "clients": _client_reports(recording, found),
         "resumes": [str(each) for each in found.resumes],
         "steps": shown if step is not None else first + list(last),
         "only_step": step,
@@ -118,7 +118,7 @@ def audit(
                 "examples": fate.examples,
             }
             for fate in sorted(history.untrained.values(), key=lambda fate: -fate.count)
-            if not history.num_before_put
+            if not history.num_misplaced
         ],
         "overwritten": dict(history.overwritten),
         "wrong": [{"kind": kind, "text": text, **more} for kind, text, more in _wrong(history, found)],
@@ -202,7 +202,7 @@ def _plain(value: Any) -> Any:
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
-def _client_reports(found: Survey) -> list[dict[str, Any]]:
+def _client_reports(recording: Recording, found: Survey) -> list[dict[str, Any]]:
     names = ("put_samples", "get_samples", "claim", "ack", "clear_samples")
     return [
         {
@@ -214,6 +214,7 @@ def _client_reports(found: Survey) -> list[dict[str, Any]]:
             "payload": writer.payload,
             "begin": found.first[client],
             "end": found.last[client],
+            "state": "closed" if client in found.ended else "open" if recording.is_open(client) else "not closed",
             "samples": {name: found.counts[client][name] for name in names},
         }
         for client, writer in found.writers.items()
@@ -229,7 +230,7 @@ def _latency(values: Sequence[float]) -> dict[str, float]:
 
 def _wrong(history: History, found: Survey) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """What is wrong: kind, text, and what the text names."""
-    for gap in () if history.num_before_put else history.prompts.skipped(found.resumes, found.blind_until):
+    for gap in () if history.num_misplaced else history.prompts.skipped(found.resumes, found.blind_until):
         text = f"{_several(gap.num_prompts, 'prompt')} skipped over {gap.resume}: {gap.names}"
         if gap.is_generated:
             text += ". They were put before it, no step that counts trained on them, and later ones were trained on"
@@ -289,11 +290,12 @@ def _lacks(recording: Recording, found: Survey) -> list[str]:
 
 
 def _clocks(history: History) -> list[str]:
-    if not history.num_before_put:
+    if not history.num_misplaced:
         return []
     return [
-        f"{_several(history.num_before_put, 'cell')} claimed or read before the put began, by their times: "
-        "the clocks of hosts differ. Prompts that were skipped and samples that were not trained on are not judged."
+        f"{_several(history.num_misplaced, 'use')} of a sample before its put began, or after its partition ended, by "
+        "their times: the clocks of hosts differ. Prompts that were skipped and samples that were not trained on are "
+        "not judged."
     ]
 
 
@@ -310,7 +312,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
             lines += ["", *_lines_of_rows(step)]
         return [*lines, *_lines_of_wrong(report)]
     lines += _lines_of_steps(report)
-    head = ["role", "process", "host", "put", "claimed", "read", "cleared", "first", "last"]
+    head = ["role", "process", "host", "put", "claimed", "read", "cleared", "first", "last", "state"]
     rows = [
         [
             each["role"],
@@ -319,6 +321,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
             *(str(each["samples"][name]) for name in ("put_samples", "claim", "get_samples", "clear_samples")),
             _time(each["begin"]),
             _time(each["end"]),
+            each["state"],
         ]
         for each in report["clients"]
     ]

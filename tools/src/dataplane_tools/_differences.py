@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-import torch
-
+from dataplane_core.codec import scalar_of_digest
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.spec import FieldSpec
 from dataplane_tools._history import History
@@ -212,17 +211,10 @@ def value_of(name: str, cell: Cell | None) -> str:
         return "not put"
     if cell.digest is None:
         return "not recorded"
-    return scalar_of(cell.put.specs, name, cell.digest) or f"{cell.digest:016x}"
-
-
-def scalar_of(specs: Mapping[str, str], name: str, digest: int) -> str | None:
-    """The number whose digest this is. None: cells of this field are no scalars of up to 8 bytes."""
     try:
-        spec = FieldSpec.from_text(specs[name]).stored
-        if spec.kind == "object" or spec.rank or spec.torch_dtype.itemsize > 8:
-            return None
-        words = torch.tensor([digest - (1 << 64 if digest >> 63 else 0)], dtype=torch.int64, device="cpu")
-        value = words.view(torch.uint8)[: spec.torch_dtype.itemsize].view(spec.torch_dtype).item()
-        return f"{value:.9g}" if spec.torch_dtype.is_floating_point and spec.torch_dtype.itemsize < 8 else str(value)
-    except (DataPlaneError, KeyError, RuntimeError, ValueError):
-        return None
+        value = scalar_of_digest(cell.digest, FieldSpec.from_text(cell.put.specs[name]))
+    except (DataPlaneError, KeyError):  # a forged line
+        value = None
+    if value is None:
+        return f"{cell.digest:016x}"
+    return f"{value:.9g}" if value.is_floating_point() and value.itemsize < 8 else str(value.item())

@@ -204,6 +204,8 @@ def _records(folder: Path, remarks: list[str]) -> Iterator[dict[str, Any]]:
     """The records of a recording, as lines of a file of events have them."""
     recording = Recording(folder)
     for record in recording.records():
+        if record.op == "end":
+            continue
         ids = [name for name in record.ids if is_followed(name)]
         yield {**record.values, **msgspec.structs.asdict(record), "ids": ids}
     remarks += recording.remarks

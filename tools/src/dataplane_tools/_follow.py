@@ -139,20 +139,23 @@ class _Follower:
             raise
 
     def _register(self) -> None:
-        """Adds the task. If it was killed before, it has consumed what is on the disk, and nothing else is its own.
+        """Adds the task, as one that follows. If it was killed before, it has consumed what is on the disk, and nothing
+        else is its own.
 
         Raises:
             InvalidRequestError: It is the task of something else.
         """
         client, partition_id, task, shards = self._client, self._partition_id, self._task, self._portions.shards
         found = client.describe(partition_id)
-        if task not in found.tasks:
-            client.register_partition(partition_id, [], None, [task], self._group_size, if_exists="keep")
-        elif shards.is_new and (why := self._why_not(found.tasks[task])):
+        if task in found.tasks and shards.is_new and (why := self._why_not(found.tasks[task])):
             shards.take_back()
             raise InvalidRequestError(
                 f"the task '{task}' of '{partition_id}' {why}, so '{shards.folder}' would not get all samples.",
                 hint="Name another task, or the folder that has them. Without --task, each folder has its own.",
+            )
+        if task not in found.info.followers:
+            client.register_partition(
+                partition_id, [], None, [task], self._group_size, if_exists="keep", followers=[task]
             )
         consumed = client.list_consumed(partition_id, task)
         # not the rows that were acked: since then, one may have been cleared, and put again as another row

@@ -23,7 +23,7 @@ _BATCHES_KEPT: Final = 64
 #: Findings of one kind that are kept. The others are counted.
 _MOST_FINDINGS: Final = 1000
 _MOST_EXAMPLES: Final = 3
-#: Samples that were cleared before the record of their put, and are kept for it.
+#: Samples that are gone, and are kept for records that come late.
 _MOST_EARLY: Final = 1 << 16
 #: By how much a put may seem to begin after its samples were used: the time of a record is taken a little late.
 _LATE_S: Final = 1.0
@@ -82,8 +82,8 @@ class History:
         overwritten: Field -> how many cells got another value by a later put.
         prompts: The prompts of the run.
         is_marked: Whether steps are marked.
-        num_before_put: How often a field of a sample was used before its put began, by the times of the records: the
-            clocks of hosts differ.
+        num_misplaced: How often a sample was used before its put began, or after its partition ended, by the times of
+            the records: the clocks of hosts differ.
     """
 
     def __init__(self, recording: Recording, found: Survey, *, check_rows: bool = True) -> None:
@@ -96,11 +96,12 @@ class History:
         self.overwritten: Counter[str] = Counter()
         self.prompts = Prompts()
         self.is_marked = bool(found.marks)
-        self.num_before_put = 0
+        self.num_misplaced = 0
         self._recording, self._survey, self._check_rows = recording, found, check_rows
         self._partitions: dict[str, _Registration] = {}
         self._num_puts = 0
         self._early: dict[tuple[str, str], Row] = {}  # cleared, but their puts are not recorded yet
+        self._unused: dict[tuple[str, str], None] = {}  # not trained on at the end of their partition
         self._damaged: dict[Row, list[dict[str, Any]]] = {}
         self._again: list[tuple[Row, Batch, Batch]] = []
         self._newest: int | None = None  # the step that was marked last
@@ -123,7 +124,7 @@ class History:
         for record in self._recording.records():
             client = record.client.client
             if (record.segment, record.line) > self._survey.until.get(client, ("", 0)):
-                continue  # it was written since
+                continue  # it was written since, or says that its client was closed
             if client in markers and client != self._marker:
                 if self._marker:
                     yield from self._resume()
@@ -228,6 +229,9 @@ class History:
         row = held.rows.get(sample_id)
         if row is None:
             row = None if record.op == "put_samples" else held.dropped.pop(sample_id, None)
+            if row is None and (record.partition, sample_id) in self._unused:
+                del self._unused[record.partition, sample_id]
+                self.num_misplaced += record.op != "put_samples"
             row = held.rows[sample_id] = row or Row(sample_id, record.partition)  # its put seemed to be earlier
         return row
 
@@ -255,7 +259,7 @@ class History:
                     self.overwritten[name] += 1
                 used = row.early.pop(name, None)
                 if used is not None and record.at - record.seconds > used + _LATE_S:
-                    self.num_before_put += 1
+                    self.num_misplaced += 1
                 row.cells[name] = Cell(put, digest, put.at if old is None else old.since)
             if row.put is None:
                 row.put = put
@@ -412,11 +416,10 @@ class History:
     def _clear(self, row: Row, held: _Registration, record: Record, *, whole: bool) -> None:
         """Notes what became of a sample that is cleared, if it was not trained on."""
         if row.early:
-            self._early.pop(key := (row.partition, row.sample_id), None)
-            self._early[key] = row
-            if len(self._early) > _MOST_EARLY:
-                del self._early[next(iter(self._early))]
+            _keep(self._early, row, row)
         for task, reason in self._not_trained(row, held):
+            if whole:
+                _keep(self._unused, row, None)
             self._note_untrained(row, task, reason or self._why_cleared(task, record, whole), record.client)
             if row.prompt is not None and row.put is not None:
                 later = whole and self._survey.first[record.client.client] > row.put.at
@@ -495,3 +498,11 @@ class History:
         if len(fate.examples) < _MOST_EXAMPLES:
             when = "" if self._newest is None or by is None else f" after step {self._newest}"
             fate.examples.append(f"'{row.sample_id}' of '{row.partition}'{when}")
+
+
+def _keep(kept: dict[tuple[str, str], Any], row: Row, value: Any) -> None:
+    """Keeps what is known of the newest samples that are gone."""
+    kept.pop(key := (row.partition, row.sample_id), None)
+    kept[key] = value
+    if len(kept) > _MOST_EARLY:
+        del kept[next(iter(kept))]

@@ -121,7 +121,9 @@ class Portions:
         looks = self.where is not None and what["task"] is None  # later rows may have what a condition names
         self.found: Tags = self.rows.find(where=self.where).tags if looks else {}
         registration = found.info.registration()
-        registration["consumer_tasks"] = [each for each in registration["consumer_tasks"] if each != what["task"]]
+        followers = {what["task"], *registration["followers"]}
+        others = [each for each in registration["consumer_tasks"] if each not in followers]
+        registration |= {"consumer_tasks": others, "followers": []}
         head = {"partition_id": partition_id, "epoch": found.info.epoch, "registration": registration, "what": what}
         self.shards = Shards(folder, head, size, goes_on=what["task"] is not None)
         self.num_gone, self.num_rows = 0, _FIRST_ROWS

@@ -33,7 +33,7 @@ from dataplane_core.spec import Registration, fits
 from dataplane_tools._columns import pa  # before pyarrow.parquet: it says what to install
 
 KIND: Final = "dataplane-export"
-VERSION: Final = 1
+VERSION: Final = 2
 MANIFEST: Final = ".export.json"
 COLUMNS: Final = "columns.parquet"
 #: Stands for the task that belongs to a folder alone.

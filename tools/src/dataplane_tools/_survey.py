@@ -30,6 +30,7 @@ class Survey:
         failures: (operation, error) -> how often.
         resumes: Where a role began again.
         blind_until: Up to then records are lost or were deleted.
+        ended: Clients that were closed.
         until: Client -> segment and line of its last record: a run that goes on writes more.
         end: When the last operation ended.
         num_records: How many there are.
@@ -49,6 +50,7 @@ class Survey:
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     resumes: list[Resume] = field(default_factory=list)
     blind_until: float = -math.inf
+    ended: set[str] = field(default_factory=set)
     until: dict[str, tuple[str, int]] = field(default_factory=dict)
     end: float = 0.0
     num_records: int = 0
@@ -66,6 +68,9 @@ def survey(recording: Recording, task: str | None = None) -> Survey:
     read: dict[tuple[str, str], set[int]] = {}  # partition, client -> how many steps had ended at its reads
     for record in recording.records():
         client = record.client.client
+        if record.op == "end":
+            found.ended.add(client)
+            continue
         found.num_records += 1
         found.writers.setdefault(client, record.client)
         found.first.setdefault(client, record.at)

@@ -24,7 +24,11 @@ _JSON: Final = "~tq.json:"
 
 
 def columns_to_put(fields: TensorDictBase | Mapping[str, Any], num_rows: int) -> dict[str, Any]:
-    """The columns of a put. One value for all rows becomes an object per row; numpy scalars become numbers."""
+    """The columns of a put. Numpy scalars become numbers.
+
+    `NonTensorData` whose data is a list, tuple or array as long as the batch has an item for each row. Other data is
+    one value for all rows, and becomes an object per row.
+    """
     if isinstance(fields, LazyStackedTensorDict):  # its `get` refuses rows that differ in shape
         rows = [{name: _cell_to_put(name, row.get(name)) for name in row.keys()} for row in fields.tensordicts]
         return dict(as_columns("kv_batch_put", rows, num_rows))
@@ -38,7 +42,8 @@ def _column_to_put(name: str, column: Any, num_rows: int) -> Any:
             return torch.nested.as_nested_tensor([row.t() for row in column.unbind()], layout=torch.jagged)
         return column
     data = column.data if isinstance(column, NonTensorData) else column
-    is_rows = isinstance(data, np.ndarray) and data.shape[:1] == (num_rows,)
+    is_array = isinstance(data, np.ndarray) and data.ndim > 0
+    is_rows = (is_array or isinstance(data, (list, tuple))) and len(data) == num_rows
     if isinstance(column, NonTensorData) and not is_rows:
         items = [data] * num_rows
     elif isinstance(data, (NonTensorStack, np.ndarray)):
@@ -142,6 +147,15 @@ def column_of_rows(values: Any, *, objects: bool = False) -> Any:
     if values and all(isinstance(value, torch.Tensor) for value in values):
         return torch.stack(list(values))
     return column_of_rows(values, objects=True)
+
+
+def column_of_cells(name: str, cells: Sequence[Any]) -> Any:
+    """The cells of a field as TransferQueue keeps them, as one column to put: dense if their shapes are equal."""
+    values = [_cell_to_put(name, cell) for cell in cells]
+    tensors = all(isinstance(value, torch.Tensor) for value in values)
+    if tensors and len({(value.dtype, value.shape) for value in values}) == 1:
+        return torch.stack(values)
+    return column_of_rows(values, objects=not (tensors and _fit(values)))
 
 
 def tags_to_put(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, TagValue]]:

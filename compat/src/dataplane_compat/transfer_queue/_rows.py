@@ -11,6 +11,7 @@ import torch
 
 from dataplane_compat.transfer_queue._columns import tags_to_show
 from dataplane_compat.transfer_queue._indexes import index_of
+from dataplane_compat.transfer_queue._shapes import equal_shapes, note_shapes
 from dataplane_compat.transfer_queue.metadata import BatchMeta
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import MissingDataError, SchemaMismatchError, UnknownPartitionError
@@ -72,6 +73,7 @@ def put_rows(
             raise refusal from None
         converted = {name: _converted(column, specs.get(name)) for name, column in (columns or {}).items()}
         client.put_samples(sample_ids, partition_id, converted, tags)
+    note_shapes(client, partition_id, columns or {})
 
 
 def _converted(column: Any, spec: FieldSpec | None) -> Any:
@@ -83,13 +85,18 @@ def _converted(column: Any, spec: FieldSpec | None) -> Any:
     return column.to(spec.torch_dtype) if is_same else column
 
 
-def schema_of(spec: FieldSpec | None) -> dict[str, Any]:
-    """What a `BatchMeta` says about a field. Lengths of rows are not known without reading them."""
+def schema_of(spec: FieldSpec | None, shape: tuple[int, ...] | None) -> dict[str, Any]:
+    """What a `BatchMeta` says about a field.
+
+    Args:
+        spec: Its spec. None: it was not written.
+        shape: The shape of all of its rows, or None if they differ. Their lengths are not known without reading them.
+    """
     if spec is None or spec.kind == "object":
         return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": spec is not None}
-    is_scalar = spec.rank == 0
-    shape = torch.Size([1]) if is_scalar else None
-    return {"dtype": spec.torch_dtype, "shape": shape, "is_nested": not is_scalar, "is_non_tensor": False}
+    equal = (1,) if spec.rank == 0 else shape
+    found = None if equal is None else torch.Size(equal)
+    return {"dtype": spec.torch_dtype, "shape": found, "is_nested": found is None, "is_non_tensor": False}
 
 
 def meta_of(
@@ -105,12 +112,13 @@ def meta_of(
         lenient: Whether a row counts as ready if it has those of the fields that the partition has.
     """
     specs = client.describe(partition_id).specs if fields else {}
+    shapes = equal_shapes(client, partition_id) if any(spec.rank for spec in specs.values()) else {}
     needed = {name for name in fields if name in specs or not lenient}
     ready = {id(row.fields): bool(needed) and needed <= set(row.fields) for row in rows}
     return BatchMeta(
         [index_of(partition_id, row.sample_id) for row in rows],
         [partition_id] * len(rows),
-        {name: schema_of(specs.get(name)) for name in fields},
+        {name: schema_of(specs.get(name), shapes.get(name)) for name in fields},
         np.array([ready[id(row.fields)] for row in rows], dtype=np.int8),
         None,
         [row.tags for row in rows],

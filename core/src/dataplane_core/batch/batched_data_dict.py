@@ -15,7 +15,15 @@ import torch
 
 from dataplane_core.arguments import check_dict, check_number, takes
 from dataplane_core.batch.exports import to_arrow, to_numpy
-from dataplane_core.batch.selection import Column, checked_num_rows, concatenate, object_array, select_rows, slice_rows
+from dataplane_core.batch.selection import (
+    Column,
+    checked_num_rows,
+    concatenate,
+    join_ragged,
+    object_array,
+    select_rows,
+    slice_rows,
+)
 from dataplane_core.batch.tokens import token_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
 from dataplane_core.schema import MULTIMODAL_FIELDS
@@ -67,14 +75,22 @@ class BatchedDataDict(UserDict[str, Any]):
         cls: type[_B],
         batches: Sequence[Mapping[str, Any]],
         pad_value_dict: Mapping[str, int | float] | None = None,
+        *,
+        ragged_fields: Collection[str] = MULTIMODAL_FIELDS,
+        allow_missing_packed_tensors: bool = False,
     ) -> _B:
         """Concatenates batches: lists join, 1-D tensors join, tensors of 2 and more dims are right-padded on dim 1.
 
-        Mixed dtypes of a column are promoted, as `torch.cat` does.
+        Mixed dtypes of a column are promoted, as `torch.cat` does. Those of ``ragged_fields`` must be equal, unless all
+        rows have the same shape.
 
         Args:
             batches: In order. One without rows may lack columns.
             pad_value_dict: Column -> its pad value; default 0.
+            ragged_fields: Columns, such as those of images, that are not padded: rows that differ become one jagged
+                column. Empty lists count as rows of length 0.
+            allow_missing_packed_tensors: A batch may lack columns of ``ragged_fields``, as one of text only does: its
+                samples get rows of length 0.
 
         Returns:
             The joined batch, without a plan. Empty if there are no batches.
@@ -89,13 +105,20 @@ class BatchedDataDict(UserDict[str, Any]):
         sizes = [_common_size(f"from_batches: batch {number}: ", batch) for number, batch in enumerate(batches)]
         joined = cls()
         for key in dict.fromkeys(key for batch in batches for key in batch):
+            is_ragged = key in ragged_fields
             for number, batch in enumerate(batches):
-                if key not in batch and sizes[number]:
+                if key not in batch and sizes[number] and not (is_ragged and allow_missing_packed_tensors):
                     raise MissingDataError(
                         f"from_batches: key '{key}' is missing from batch {number}, which has {', '.join(batch)}. "
                         "Expected the same columns in every batch that has rows."
+                        + (" Pass allow_missing_packed_tensors=True where samples have none." if is_ragged else "")
                     )
-            joined[key] = concatenate(key, [batch[key] for batch in batches if key in batch], pad_values.get(key, 0))
+            columns = [batch.get(key) for batch in batches]
+            if is_ragged and not _are_alike(columns, sizes):
+                joined[key] = join_ragged(key, columns, sizes)
+            else:
+                given = [column for column in columns if column is not None]
+                joined[key] = concatenate(key, given, pad_values.get(key, 0))
         return joined
 
     def all_gather(self: _B, group: Any) -> _B:
@@ -552,6 +575,14 @@ def _common_size(where: str, columns: Mapping[str, Any]) -> int:
     if len(set(sizes.values())) > 1:
         raise InvalidRequestError(f"{where}columns differ in length: {sizes}. Expected one row per sample in each.")
     return next(iter(sizes.values()), 0)
+
+
+def _are_alike(columns: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether the columns of all batches with rows are dense, of one shape per row: they need no padding."""
+    present = [column for column, size in zip(columns, sizes, strict=True) if size]
+    if not all(isinstance(column, torch.Tensor) and not column.is_nested for column in present):
+        return False
+    return len({column.shape[1:] for column in present}) <= 1
 
 
 def _media_of(item: Any) -> Iterator[Any]:

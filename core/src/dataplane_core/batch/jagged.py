@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -19,14 +19,13 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from dataplane_core._compiler_marks import not_compiled
 from dataplane_core.arguments import check_columns, check_dict, check_iterable, check_number, takes
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
-from dataplane_core.batch.selection import check_pad_value, objects_of
+from dataplane_core.batch.selection import check_pad_value, objects_of, rows_as_column
 from dataplane_core.batch.tokens import as_lengths, is_per_sample
 from dataplane_core.codec import (
     Ragged,
     as_column,
     bounds_of,
     byte_slices,
-    dense_or_jagged,
     gather_rows,
     host_tensor,
     object_column,
@@ -34,7 +33,6 @@ from dataplane_core.codec import (
     pad_rows,
     ragged_of_dense,
     ragged_of_nested,
-    ragged_of_rows,
     to_nested,
 )
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
@@ -147,19 +145,31 @@ def to_tensordict(columns: Mapping[str, Any], num_samples: int | None) -> Tensor
     return TensorDict(ready, batch_size=[num_samples or 0])
 
 
-def stack_or_nest(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+@overload
+def stack_or_nest(rows: Sequence[torch.Tensor]) -> torch.Tensor: ...
+
+
+@overload
+def stack_or_nest(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | list[Any]: ...
+
+
+def stack_or_nest(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | list[Any]:
     """Rows as one column in new memory: dense if all have the same shape, else jagged.
 
     Args:
-        rows: N tensors (L, ...) or N scalars.
+        rows: N tensors (L, ...) or N scalars. None stands for a sample that has nothing there, such as one without
+            images: its row has length 0.
+
+    Returns:
+        The column. If all rows are None, a list of N empty lists: a put of them leaves the field's dtype and shape
+        open, until a put says them.
 
     Raises:
         InvalidRequestError: There are no rows, or they differ in dtype, rank, or a dim other than their first.
     """
     if not len(rows):
         raise InvalidRequestError("stack_or_nest: no rows were given, so the column's dtype and shape are not known.")
-    joined = ragged_of_rows(rows, "stack_or_nest: the column")
-    return joined if isinstance(joined, torch.Tensor) else dense_or_jagged(joined)
+    return rows_as_column(rows, "stack_or_nest: the column")
 
 
 def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack
 
 from dataplane_core.arguments import check_list
-from dataplane_core.codec import carrier, jagged_parts, num_rows
+from dataplane_core.codec import carrier, dense_or_jagged, jagged_parts, num_rows, ragged_of_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
 #: A column: rows along dim 0.
@@ -160,10 +160,54 @@ def concatenate(key: str, columns: Sequence[Any], pad_value: float) -> Column:
     return [item for column in columns for item in column]
 
 
+def join_ragged(key: str, columns: Sequence[Any | None], sizes: Sequence[int]) -> Column:
+    """Joins columns whose rows differ in their first dim, row by row, without padding: dense if all rows are equal.
+
+    Args:
+        key: The column's name, for errors.
+        columns: At least one that is not None. None: a batch whose samples have nothing there.
+        sizes: Rows per batch.
+
+    Returns:
+        A tensor; or a list of the items, if a batch has objects there, or no batch has a tensor.
+
+    Raises:
+        InvalidRequestError: Rows differ in dtype, rank, or a dim other than their first.
+    """
+    rows: list[Any] = []
+    for column, size in zip(columns, sizes, strict=True):
+        if column is None:
+            rows += [None] * size
+        else:
+            checked_num_rows(key, column)
+            rows += column.unbind() if isinstance(column, torch.Tensor) else list(column)
+    if any(not (row is None or isinstance(row, torch.Tensor) or _is_empty(row)) for row in rows):
+        return [[] if row is None else row for row in rows]
+    return rows_as_column([row if isinstance(row, torch.Tensor) else None for row in rows], f"column '{key}'")
+
+
+def rows_as_column(rows: Sequence[torch.Tensor | None], what: str) -> torch.Tensor | list[Any]:
+    """Rows as one column in new memory, as `stack_or_nest` describes. ``what`` names it in errors."""
+    like = next((row for row in rows if row is not None), None)
+    if like is None:
+        return [[] for _ in rows]
+    if not like.dim() and any(row is None for row in rows):
+        raise InvalidRequestError(f"{what} has scalars and None. Expected rows of rank 1 or more beside None.")
+    empty = like.new_empty((0, *like.shape[1:]))
+    joined = ragged_of_rows([empty if row is None else row for row in rows], what)
+    return joined if isinstance(joined, torch.Tensor) else dense_or_jagged(joined)
+
+
+def _is_empty(item: Any) -> bool:
+    return isinstance(item, list) and not item
+
+
 def _concatenate_tensors(key: str, columns: Sequence[torch.Tensor], pad_value: float) -> torch.Tensor:
     if any(column.is_nested for column in columns):
         raise UnsupportedColumnError(
-            f"from_batches: column '{key}' is a nested tensor. Expected a padded one: materialize(td, layout='padded')."
+            f"from_batches: column '{key}' is a nested tensor. Expected a padded one: materialize(td, "
+            "layout='padded').",
+            hint="Name it in ragged_fields if its rows are not one value per token.",
         )
     first = columns[0]
     _require_equal(key, ((column.dim(), column.shape[2:], str(column.device)) for column in columns))

@@ -116,6 +116,7 @@ class DataPlaneClient(Claims):
         enums: Mapping[str, Sequence[str]] | None = None,
         *,
         if_exists: IfExists = "replace",
+        followers: Sequence[str] = (),
     ) -> None:
         """Opens a partition. By default it is new and empty: what an earlier registration held is gone on return.
 
@@ -128,13 +129,15 @@ class DataPlaneClient(Claims):
             grpo_group_size: Claims hand out whole groups of this many samples (capability ``groups``).
             enums: Field -> the strings that it may hold, for object columns.
             if_exists: ``replace``: drops an earlier registration of the same name with all that it held. ``keep``:
-                leaves it as it is, with its rows, tags, cursors, schema and ``num_samples``, and adds the fields, tasks
-                and strings of enums that it lacks, and ``num_samples`` if it has none. Of several processes that
-                register with ``keep`` at the same time, one opens the partition and the others keep it.
+                leaves it as it is, with its rows, tags, cursors, schema and ``num_samples``, and adds the fields,
+                tasks, strings of enums and followers that it lacks, and ``num_samples`` if it has none. Of several
+                processes that register with ``keep`` at the same time, one opens the partition and the others keep it.
+            followers: Those of ``consumer_tasks`` that follow the others, such as an export: `why` never says that
+                they are starved, and what is exported is registered without them.
 
         Raises:
-            InvalidRequestError: A size below 1, empty names, or ``keep`` with another group size than the partition
-                has.
+            InvalidRequestError: A size below 1, empty names, a follower that is not among the tasks, or ``keep`` with
+                another group size than the partition has.
             UnsupportedOperationError: The backend does not declare groups.
 
         Examples:
@@ -149,6 +152,12 @@ class DataPlaneClient(Claims):
             check_name("partition_id", partition_id)
             field_names = check_names("fields", fields)
             tasks = check_names("consumer_tasks", consumer_tasks)
+            follow = check_names("followers", followers)
+            if unknown := [name for name in follow if name not in tasks]:
+                raise InvalidRequestError(
+                    f"register_partition('{partition_id}') refused: followers names {preview(unknown)}. Expected some "
+                    "of its consumer_tasks."
+                )
             if num_samples is not None:
                 check_count("num_samples", num_samples)
             if grpo_group_size is not None:
@@ -167,6 +176,7 @@ class DataPlaneClient(Claims):
                 consumer_tasks=tasks,
                 grpo_group_size=grpo_group_size,
                 enums=words,
+                followers=follow,
                 if_exists=if_exists,
             )
 

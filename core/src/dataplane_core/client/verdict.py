@@ -34,8 +34,6 @@ _PAUSES: Final = 5.0
 _REACH: Final = 2
 #: What numbers a name: ``step-3``, ``train_b``.
 _PLACE: Final = r"\d+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])"
-#: Tasks of exports: they look on, so that nobody who trains waits for one.
-_OBSERVER: Final = re.compile(r"export(-.*)?")
 #: Operations that wait for other clients.
 _WAITING: Final = ("claim_meta", "put_samples")
 
@@ -185,7 +183,7 @@ class _Judge:
             self._verdicts[task, reach] = None
             self._path.append(task)
             found = self._judged(*task, reach)
-            if found.state == "starved" and _OBSERVER.fullmatch(task[1]):
+            if found.state == "starved" and task[1] in self._facts.partitions[task[0]].info.followers:
                 found = replace(found, state="idle")
             self._verdicts[task, reach] = found
             self._path.pop()

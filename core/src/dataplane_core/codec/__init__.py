@@ -4,7 +4,7 @@ The client encodes every put and decodes every read here. Backends that store by
 """
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
-from dataplane_core.codec.digests import cell_digests
+from dataplane_core.codec.digests import cell_digests, scalar_of_digest
 from dataplane_core.codec.frames import join_row, join_rows, split_rows
 from dataplane_core.codec.inputs import as_column, as_columns
 from dataplane_core.codec.lists import list_as, misfit_of
@@ -100,6 +100,7 @@ __all__ = [
     "ragged_of_rows",
     "row_nbytes",
     "rows_in_order",
+    "scalar_of_digest",
     "split_rows",
     "spread",
     "take_rows",

@@ -5,14 +5,16 @@ Shape legend: ``N`` rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, TypeAlias, cast
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 import torch
 from xxhash import xxh3_64_digest
 
-from dataplane_core.codec.narrow import widened
+from dataplane_core.codec.narrow import is_narrow, widened
 from dataplane_core.codec.objects import encode_item
 from dataplane_core.codec.rows import num_rows
 from dataplane_core.codec.tensors import Ragged, byte_view, host_tensor, ragged_of_nested
@@ -20,6 +22,8 @@ from dataplane_core.errors import InvalidTypeError
 from dataplane_core.packed import BytesLike
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
 
+#: Narrow cells are hashed in parts of so many elements, which stay in the processor's cache in between.
+_PART: Final = 1 << 15
 _Sums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 
 
@@ -35,27 +39,18 @@ def cell_digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFor
         spec: Its spec.
         wire: The form of the column.
     """
-    spec = spec.stored
-    if wire.narrow and spec.kind == "tensor":
-        column = _as_put(column, spec.torch_dtype)  # how narrow its cells are differs from put to put
-    return _digests(column, spec, wire)
-
-
-def _as_put(column: WireColumn | SharedRows, dtype: torch.dtype) -> WireColumn | SharedRows:
-    """A column of tensors in the dtype that was put."""
     if isinstance(column, SharedRows):
-        return SharedRows(cast("WireColumn", _as_put(column.rows, dtype)), column.index)
-    if isinstance(column, list):
-        return [widened(row, dtype) for row in column]
-    return widened(column, dtype)
-
-
-def _digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> _Sums:
-    """64 bits of each cell: a scalar of up to 8 bytes is its own digest, any other cell is hashed."""
-    if isinstance(column, SharedRows):
-        digests: _Sums = _digests(column.rows, spec, wire)[np.asarray(column.index)]
+        digests: _Sums = cell_digests(column.rows, spec, wire)[np.asarray(column.index)]
         return digests
-    if spec.kind != "object" and spec.rank == 0 and spec.torch_dtype.itemsize <= 8 and not wire.bytes:
+    spec = spec.stored
+    if wire.narrow and spec.kind == "tensor" and not (isinstance(column, torch.Tensor) and spec.rank):
+        rows = cast("list[torch.Tensor] | torch.Tensor", column)
+        column = (
+            widened(rows, spec.torch_dtype)
+            if isinstance(rows, torch.Tensor)
+            else [widened(row, spec.torch_dtype) for row in rows]
+        )
+    if _is_own_digest(spec) and not wire.bytes:
         size = spec.torch_dtype.itemsize
         data = (
             byte_view(host_tensor(column, "a column"))
@@ -70,11 +65,26 @@ def _digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat)
     return np.frombuffer(hashed, dtype=">u8").astype(np.uint64)
 
 
-def _row_bytes(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> Iterable[BytesLike]:
-    """The bytes of each cell of an encoded column in any container. No copy if they are contiguous."""
-    if isinstance(column, SharedRows):
-        cells = list(_row_bytes(column.rows, spec, wire))
-        return [cells[row] for row in column.index]
+def scalar_of_digest(digest: int, spec: FieldSpec) -> torch.Tensor | None:
+    """The scalar whose digest this is, on the host. None: cells of this field are hashed.
+
+    Example:
+        >>> scalar_of_digest(7, FieldSpec("tensor", "int64", 0, ()))
+        tensor(7)
+    """
+    spec = spec.stored
+    if not _is_own_digest(spec):
+        return None
+    return torch.frombuffer(bytearray(digest.to_bytes(8, "little")), dtype=spec.torch_dtype, count=1)[0]
+
+
+def _is_own_digest(spec: FieldSpec) -> bool:
+    return spec.kind != "object" and spec.rank == 0 and spec.torch_dtype.itemsize <= 8
+
+
+def _row_bytes(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> Iterable[BytesLike]:
+    """The bytes of each cell of an encoded column in any container, in the dtype that was put. Each holds until the
+    next one is taken. No copy if they are contiguous, and not narrow."""
     if isinstance(column, torch.Tensor):
         rows = ragged_of_nested(column, "a column") if column.is_nested else host_tensor(column, "a column")
         plain, cuts = (
@@ -84,12 +94,28 @@ def _row_bytes(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireForma
         )
         if plain.nbytes == 0:
             return [b""] * num_rows(column)
+        if wire.narrow and spec.kind == "tensor" and is_narrow(plain.dtype, spec.torch_dtype):
+            wide = torch.empty(0, dtype=spec.torch_dtype).numpy().dtype
+            return _wide_cells(plain.reshape(-1).numpy(), [cut // plain.itemsize for cut in cuts], wide)
         return map(byte_view(plain).__getitem__, map(slice, cuts[:-1], cuts[1:]))
     if wire.bytes:
         return column
     if spec.kind == "object" and wire.objects == "native":
         return map(_item_bytes, column if isinstance(column, list) else column.tolist())
     return (byte_view(host_tensor(row, "a row")) for row in column)
+
+
+def _wide_cells(values: np.ndarray[Any, Any], cuts: Sequence[int], dtype: np.dtype[Any]) -> Iterator[BytesLike]:
+    """The bytes in ``dtype`` of cells that lie end to end in a narrower one: how narrow differs from put to put."""
+    part = np.empty(max(_PART, max(after - before for before, after in pairwise(cuts))), dtype)
+    data, size, first = part.view(np.uint8).data, dtype.itemsize, 0
+    while first + 1 < len(cuts):
+        start = cuts[first]
+        last = bisect_right(cuts, start + len(part)) - 1
+        part[: cuts[last] - start] = values[start : cuts[last]]
+        for before, after in pairwise(cuts[first : last + 1]):
+            yield data[(before - start) * size : (after - start) * size]
+        first = last
 
 
 def _item_bytes(item: Any) -> bytes:

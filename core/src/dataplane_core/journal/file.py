@@ -39,7 +39,7 @@ from dataplane_core.regular_files import open_regular, read_regular
 
 _log = logging.getLogger(__name__)
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 #: The length of what follows, and its CRC-32: a damaged length must not make the frames after it look unfinished.
 _LENGTH: Final = struct.Struct(">II")
 _NAME: Final = "journal"

@@ -39,7 +39,7 @@ from dataplane_core.packed import unpack_msgpack
 from dataplane_core.spec import FieldSpec
 
 #: The version of the format.
-VERSION: Final = 8
+VERSION: Final = 9
 #: Length of a digest.
 DIGEST_BYTES: Final = 16
 _OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or begin a new store."

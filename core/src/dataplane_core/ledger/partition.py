@@ -142,7 +142,7 @@ class Partition:
                 f"partition that is kept has {info.grpo_group_size}. Nothing was changed."
             )
         self._add_tasks(command.consumer_tasks)
-        self.info = info.extended(command.fields, command.consumer_tasks, command.enums)
+        self.info = info.extended(command.fields, command.consumer_tasks, command.enums, command.followers)
         if info.num_samples is None and command.num_samples is not None:
             self.undo.append((self.seen.clear,))
             self.seen.update(self.rows)

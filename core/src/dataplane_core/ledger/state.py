@@ -61,6 +61,7 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "consumer_tasks": Sequence[str],
         "grpo_group_size": int | None,
         "enums": Mapping[str, Sequence[str]],
+        "followers": Sequence[str],
         "specs": Mapping[str, str],
         "broken_groups": Sequence[str],
         "version": int,

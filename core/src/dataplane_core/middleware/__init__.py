@@ -6,9 +6,9 @@ of the metrics.
 
 from dataplane_core.middleware.base import Middleware, MiddlewareContext, OperationMiddleware
 from dataplane_core.middleware.events import EventFile, OperationEvent, is_followed, log_event
-from dataplane_core.middleware.metrics import Metrics
+from dataplane_core.middleware.metrics import Metrics, merge_snapshots
 from dataplane_core.middleware.recorder import Recorder
-from dataplane_core.middleware.recording import Record, Recording, Writer, is_recording
+from dataplane_core.middleware.recording import Record, Recording, Writer, is_recording, row_digests
 from dataplane_core.middleware.trackers import TensorBoardListener, WandbListener
 from dataplane_core.middleware.wire_guard import WireGuard
 
@@ -29,4 +29,6 @@ __all__ = [
     "is_followed",
     "is_recording",
     "log_event",
+    "merge_snapshots",
+    "row_digests",
 ]

@@ -9,9 +9,11 @@ Its cost is one dict update per cell written and two clock reads per operation; 
 
 from __future__ import annotations
 
+import math
 import pkgutil
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -20,7 +22,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from dataplane_core.codec import cell_nbytes
-from dataplane_core.errors import Verdict
+from dataplane_core.errors import InvalidRequestError, Verdict
 from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
 from dataplane_core.middleware.events import EventFile, OperationEvent, observe
 from dataplane_core.spec import (
@@ -32,8 +34,23 @@ from dataplane_core.spec import (
     hookimpl,
 )
 
-__all__ = ["Metrics", "MetricsConfig"]
+__all__ = ["Metrics", "MetricsConfig", "merge_snapshots"]
 
+#: Buckets of times per doubling. A bucket is then 9 % wide, which limits the error of a percentile.
+_PER_DOUBLING: Final = 8
+#: Shorter times, in milliseconds, count as this one.
+_SHORTEST_MS: Final = 1e-3
+#: The percentiles of a snapshot, by their names.
+_PERCENTILES: Final = {"p50_ms": 0.5, "p90_ms": 0.9}
+#: What the snapshots of several clients say in sum.
+_SUMMED: Final = (
+    "total_ops",
+    "total_keys",
+    "total_bytes",
+    "bytes_outstanding",
+    "peak_bytes_outstanding",
+    "n_keys_outstanding",
+)
 #: When there are so many partitions, those without live bytes are forgotten.
 _MOST_PARTITIONS: Final = 1024
 
@@ -45,6 +62,44 @@ class _Total:
     n_keys: int = 0
     n_bytes: int = 0
     wall_ms: float = 0.0
+    max_ms: float = 0.0
+    times: dict[int, int] = field(default_factory=dict)  # bucket -> calls
+
+    def told(self) -> dict[str, Any]:
+        """As a snapshot has it."""
+        percentiles = {name: min(self._percentile_ms(share), self.max_ms) for name, share in _PERCENTILES.items()}
+        return {**asdict(self), **percentiles}
+
+    def add(self, told: Mapping[str, Any]) -> None:
+        """Adds what another one told."""
+        for name in ("calls", "errors", "n_keys", "n_bytes", "wall_ms"):
+            setattr(self, name, getattr(self, name) + told[name])
+        self.max_ms = max(self.max_ms, told["max_ms"])
+        for bucket, calls in told["times"].items():
+            self._count(int(bucket), calls)  # JSON makes strings of the keys
+
+    def note(self, event: OperationEvent) -> None:
+        """Adds an operation."""
+        self.calls += 1
+        self.errors += event.status != "ok"
+        self.n_keys += event.n_keys
+        self.n_bytes += event.n_bytes
+        self.wall_ms += event.wall_ms
+        self.max_ms = max(self.max_ms, event.wall_ms)
+        self._count(math.floor(math.log2(max(event.wall_ms, _SHORTEST_MS)) * _PER_DOUBLING), 1)
+
+    def _count(self, bucket: int, calls: int) -> None:
+        self.times[bucket] = self.times.get(bucket, 0) + calls
+
+    def _percentile_ms(self, share: float) -> float:
+        """The time that this share of the calls did not exceed. Inside its bucket, calls count as evenly spread."""
+        wanted = share * self.calls
+        below = 0
+        for bucket, calls in sorted(self.times.items()):
+            if below + calls >= wanted:
+                return float(2 ** ((bucket + (wanted - below) / calls) / _PER_DOUBLING))
+            below += calls
+        return 0.0
 
 
 @dataclass(slots=True)
@@ -129,13 +184,22 @@ class Metrics(OperationMiddleware):
         if file is not None:
             file.close()
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self, *, reset: bool = False) -> dict[str, Any]:
         """What this client did so far, and what it put and has not cleared.
 
-        Where other clients clear what this one put, its live and peak bytes are upper bounds.
+        Where other clients clear what this one put, its live and peak bytes are upper bounds. `merge_snapshots` joins
+        those of several clients, also of other processes.
+
+        Args:
+            reset: The next snapshot counts the operations from here on, for numbers per step. Bytes that live do not
+                begin anew.
 
         Returns:
-            ``operations``: totals per operation. ``partitions``: live and peak payload bytes per partition; of very
+            ``operations``: per operation ``calls``, ``errors``, ``n_keys``, ``n_bytes``; ``wall_ms``, the sum of the
+            times in the hook in milliseconds, the longest (``max_ms``), and those that 50 and 90 percent of the calls
+            did not exceed (``p50_ms``, ``p90_ms``, to within 9 percent); and ``times``, which they are counted from:
+            calls per bucket, of which bucket ``b`` begins at ``2 ** (b / 8)`` ms. ``partitions``: live and
+            peak payload bytes per partition; of very
             many, those without live bytes are forgotten. And over all partitions: ``total_ops``, ``total_keys`` and
             ``total_bytes``, the sums over all operations; ``bytes_outstanding`` (live) and ``peak_bytes_outstanding``;
             ``n_keys_outstanding``, the samples with live bytes; ``max_bytes_per_key_seen``, the most that a put wrote
@@ -143,9 +207,11 @@ class Metrics(OperationMiddleware):
             the rows by their path, such as ``memory`` that is shared and ``wire``, on backends that have several.
         """
         with self._lock:
-            totals = self._totals.values()
+            operations, totals = self._totals, self._totals.values()
+            if reset:
+                self._totals = {}
             return {
-                "operations": {op: asdict(total) for op, total in self._totals.items()},
+                "operations": {op: total.told() for op, total in operations.items()},
                 "partitions": {
                     partition_id: {"live_bytes": held.live_bytes, "peak_bytes": held.peak_bytes}
                     for partition_id, held in self._held.items()
@@ -240,12 +306,7 @@ class Metrics(OperationMiddleware):
 
     def _count(self, event: OperationEvent) -> None:
         with self._lock:
-            total = self._totals.setdefault(event.op, _Total())
-            total.calls += 1
-            total.errors += event.status != "ok"
-            total.n_keys += event.n_keys
-            total.n_bytes += event.n_bytes
-            total.wall_ms += event.wall_ms
+            self._totals.setdefault(event.op, _Total()).note(event)
         if self._event_file is not None:
             self._event_file(event)
         if self._on_event is not None:
@@ -260,6 +321,63 @@ class Metrics(OperationMiddleware):
             freed += sum(map(_freed, held.cells.pop(sample_id, {}).values()))
         held.live_bytes -= freed
         self._live_bytes -= freed
+
+
+def merge_snapshots(snapshots: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Joins what several clients did, of any processes, into one snapshot.
+
+    Counts and bytes are sums. Percentiles are counted anew from the joined times, since a mean of percentiles is none.
+
+    Args:
+        snapshots: What `Metrics.snapshot` gave in each process, or this function; also after JSON. Empty ones count as
+            those of clients without the middleware.
+
+    Returns:
+        A snapshot, and ``num_clients``. ``peak_bytes`` and ``peak_bytes_outstanding`` are sums, and so upper bounds:
+        the clients may have held most at different times. ``last_put_bytes_per_key`` is left out.
+
+    Raises:
+        InvalidRequestError: Something is no snapshot.
+
+    Examples:
+        >>> from dataplane_core import connect
+        >>> from dataplane_core.middleware import Metrics
+        >>> metrics = Metrics()
+        >>> with connect({"backend": "noop", "middleware": [metrics]}) as client:
+        ...     client.register_partition("p", ["x"], None, ["t"])
+        >>> joined = merge_snapshots([metrics.snapshot(), metrics.snapshot()])
+        >>> joined["num_clients"], joined["operations"]["register_partition"]["calls"]
+        (2, 2)
+    """
+    operations: dict[str, _Total] = {}
+    partitions: dict[str, Counter[str]] = {}
+    sums: Counter[str] = Counter(dict.fromkeys((*_SUMMED, "num_clients"), 0))
+    moved: Counter[str] = Counter()
+    max_bytes_per_key = 0
+    for number, each in enumerate(snapshots):
+        if not each:
+            continue
+        try:
+            for op, told in each["operations"].items():
+                operations.setdefault(op, _Total()).add(told)
+            for partition_id, held in each["partitions"].items():
+                partitions.setdefault(partition_id, Counter()).update(held)
+            moved.update(each["moved_rows"])
+            sums.update({name: each[name] for name in _SUMMED})
+            sums["num_clients"] += each.get("num_clients", 1)
+            max_bytes_per_key = max(max_bytes_per_key, each["max_bytes_per_key_seen"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidRequestError(
+                f"merge_snapshots refused: number {number} is no snapshot: {type(error).__name__}: {error}. Expected "
+                "what Metrics.snapshot() returned, of the same version."
+            ) from error
+    return {
+        "operations": {op: total.told() for op, total in operations.items()},
+        "partitions": {partition_id: dict(held) for partition_id, held in partitions.items()},
+        **sums,
+        "max_bytes_per_key_seen": max_bytes_per_key,
+        "moved_rows": dict(moved),
+    }
 
 
 def _cells_of(column: WireColumn | SharedRows, sizes: list[int]) -> Sequence[int | _SharedCell]:

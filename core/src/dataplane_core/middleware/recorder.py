@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Final, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from dataplane_core.codec import cell_digests, decode_columns, encode_columns, row_nbytes, take_rows
+from dataplane_core.codec import cell_digests, decode_columns, row_nbytes, take_rows
 from dataplane_core.config import SizeBytes
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidTypeError, MissingDataError
 from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
@@ -37,12 +37,12 @@ from dataplane_core.middleware.recording import (
     FORMAT,
     LINES_SUFFIX,
     MARK,
-    PLAIN,
     ROWS_SUFFIX,
     SEGMENT_NAME,
     VERSION,
     pack_digests,
     read_mark,
+    row_digests,
 )
 from dataplane_core.saves import pack_rows, tensor_rows
 from dataplane_core.spec import Claim, ClaimRequest, PutRequest, WireFormat, hookimpl, new_id
@@ -58,7 +58,10 @@ _MOST_SEGMENT_BYTES: Final = 1 << 28
 _MOST_EMPTY: Final = 1024
 #: What a line says of a request, beside what an event has.
 _OF_REQUEST: Final[Mapping[str, Sequence[str]]] = {
-    "register_partition": ("fields", "num_samples", "consumer_tasks", "grpo_group_size", "enums", "if_exists"),
+    "register_partition": (
+        *("fields", "num_samples", "consumer_tasks", "grpo_group_size"),
+        *("enums", "followers", "if_exists"),
+    ),
     "claim": (
         *("required_fields", "batch_size", "tag_filter", "sampler", "holder"),
         *("dp_rank", "dp_size", "batch_index", "lease_s"),
@@ -163,13 +166,15 @@ class Recorder(OperationMiddleware):
             ) from error
 
     def stop(self) -> None:
-        """Closes the segment."""
+        """Closes the segment, with a last line that says so."""
         with self._lock:
             segment, self._segment = self._segment, None
             if segment is not None:
-                if self._num_lost:
-                    with suppress(OSError):  # the disk is still full
+                with suppress(OSError):  # the disk is still full
+                    if self._num_lost:
                         segment.append({"op": "lost", "lines": self._num_lost}, b"")
+                    if self._pid == os.getpid():
+                        segment.append({"op": "end"}, b"")
                 segment.close()
 
     def note_step(self, step: int, values: Mapping[str, float]) -> None:
@@ -208,9 +213,10 @@ class Recorder(OperationMiddleware):
             decoded = decode_columns(columns, specs, count, wire, share_rows=payload in ("all", "digests"))
         if wire.bytes:  # digests of tensors do not depend on how a backend frames them
             assert decoded is not None
-            columns, specs = encode_columns(tensor_rows(decoded, specs), count, PLAIN)
-            wire = PLAIN
-        more["digests"] = {name: pack_digests(cell_digests(columns[name], specs[name], wire)) for name in names}
+            digests, specs = row_digests(decoded, specs, count)
+        else:
+            digests = {name: cell_digests(columns[name], specs[name], wire) for name in names}
+        more["digests"] = {name: pack_digests(each) for name, each in digests.items()}
         if payload == "digests":
             return more, b""
         assert decoded is not None

@@ -23,15 +23,15 @@ from dataplane_core.errors import (
     SaveError,
     UnsupportedOperationError,
 )
-from dataplane_core.middleware.events import unsealed
+from dataplane_core.middleware.events import is_held, unsealed
 from dataplane_core.regular_files import open_regular, read_regular
 from dataplane_core.saves import tensor_rows, unpack_rows
 from dataplane_core.spec import FieldSpec, WireFormat, fits
 
-__all__ = ["Record", "Recording", "Writer"]
+__all__ = ["Record", "Recording", "Writer", "row_digests"]
 
 FORMAT: Final = "dataplane-recording"
-VERSION: Final = 1
+VERSION: Final = 2
 MARK: Final = "recording.json"
 DROPPED: Final = "dropped.jsonl"
 LINES_SUFFIX: Final = ".jsonl"
@@ -70,11 +70,11 @@ class Writer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """An operation that has ended, a step that has ended, or lines that were lost.
+    """An operation or a step that has ended, lines that were lost, or the end of a client that was closed.
 
     Attributes:
         at: Its end, in seconds since 1970, on the clock of its host.
-        op: Name of the hook; ``step``; or ``lost``.
+        op: Name of the hook; ``step``; ``lost``; or ``end``.
         partition: The partition.
         rows: Samples named by the request, or handed out or dropped by the reply.
         bytes: Payload bytes put or read.
@@ -134,6 +134,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     consumer_tasks: list[str] = []
     grpo_group_size: int | None = None
     enums: dict[str, list[str]] = {}
+    followers: list[str] = []
     if_exists: Literal["", "replace", "keep"] = ""
     step: int | None = None
     values: dict[str, float] = {}
@@ -242,6 +243,10 @@ class Recording:
             error.message += " It is before the end of any step." if step is None else f" It is after step {step}."
             raise
 
+    def is_open(self, client: str) -> bool:
+        """Whether a client writes now, as far as its host tells this one. True if that cannot be known."""
+        return is_held(self.folder / (self._segments[client][-1] + LINES_SUFFIX))
+
     def rows(self, record: Record) -> tuple[list[str], dict[str, Any]]:
         """The rows that the recording has of a put: their ids, and their columns, in new memory.
 
@@ -267,8 +272,7 @@ class Recording:
         try:
             ids, columns, is_whole = self._block_of(record)
             specs = {name: FieldSpec.from_text(record.specs[name]) for name in columns}
-            encoded, specs = encode_columns(tensor_rows(columns, specs), len(ids), PLAIN)
-            found = {name: cell_digests(encoded[name], specs[name], PLAIN) for name in encoded}
+            found, _ = row_digests(columns, specs, len(ids))
             places = {name: place for place, name in enumerate(record.ids)}
             rows = [places[name] for name in ids]
         except (MissingDataError, SaveError):
@@ -423,6 +427,27 @@ class Recording:
 def pack_digests(digests: np.ndarray[Any, np.dtype[np.uint64]]) -> str:
     """Digests as `Record.digests` has them."""
     return digests.astype(">u8").tobytes().hex()
+
+
+def row_digests(
+    columns: Mapping[str, Any], specs: Mapping[str, FieldSpec], num_rows: int, *, allow_pickle: bool = False
+) -> tuple[dict[str, np.ndarray[Any, np.dtype[np.uint64]]], dict[str, FieldSpec]]:
+    """The digests that a recorder writes of rows, the same ones on every backend, whatever the form of its wire.
+
+    Args:
+        columns: As `decode_columns` gives them, or `Recording.rows`.
+        specs: The spec of each.
+        num_rows: N, how many rows they have.
+        allow_pickle: Whether an object that only pickle can encode is taken. Its digest is that of no bytes.
+
+    Returns:
+        Of each column its digests, (N,) uint64, as `cell_digests` gives them, and its spec.
+
+    Raises:
+        DataPlaneError: As a put of these columns.
+    """
+    encoded, found = encode_columns(tensor_rows(columns, specs), num_rows, PLAIN, allow_pickle=allow_pickle)
+    return {name: cell_digests(column, found[name], PLAIN) for name, column in encoded.items()}, found
 
 
 def read_mark(folder: Path) -> str:

@@ -7,7 +7,7 @@ end. Rows of a column that are equal are stored once.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final, TypedDict, cast
 
@@ -72,8 +72,15 @@ def pack_rows(
     return b"".join((_SIZE.pack(len(packed_head)), packed_head, *frames))
 
 
-def unpack_rows(block: bytes, *, allow_pickle: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+def unpack_rows(
+    block: bytes, *, allow_pickle: bool = False, rows: Callable[[Mapping[str, Any]], Sequence[int]] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads what `pack_rows` packed: the columns, whose equal large rows share memory, and the head.
+
+    Args:
+        block: What `pack_rows` returned.
+        allow_pickle: As for the codec.
+        rows: From the head, which rows to read, by number. None: all.
 
     Raises:
         CorruptDataError: The block is not of that form.
@@ -87,6 +94,7 @@ def unpack_rows(block: bytes, *, allow_pickle: bool = False) -> tuple[dict[str, 
         if not fits(held, _Block):
             raise ValueError("its head has a part of a wrong type")
         num_rows, head = held["num_rows"], held["head"]
+        picks = range(num_rows) if rows is None else rows(head)
         columns: dict[str, WireColumn | SharedRows] = {}
         specs: dict[str, FieldSpec] = {}
         for column in held["columns"]:
@@ -98,15 +106,17 @@ def unpack_rows(block: bytes, *, allow_pickle: bool = False) -> tuple[dict[str, 
             cuts = list(accumulate(sizes, initial=start))
             frames: Any = [view[begin:end] for begin, end in pairwise(cuts)]
             start = cuts[-1]
-            columns[column["name"]] = frames if index is None else SharedRows(frames, index)
+            columns[column["name"]] = (
+                [frames[row] for row in picks] if index is None else SharedRows(frames, [index[row] for row in picks])
+            )
             specs[column["name"]] = FieldSpec.from_text(column["spec"])
     except (struct.error, ValueError, KeyError, TypeError, OverflowError) as error:
         raise CorruptDataError(f"a block of a save cannot be read: {type(error).__name__}: {error}.") from error
     if start != len(view):
         raise CorruptDataError(f"a block of a save has {len(view)} bytes. Expected {start}.")
-    if not columns:
+    if not columns or (rows is not None and not picks):
         return {}, head
-    decoded = decode_columns(columns, specs, num_rows, _FRAMES, allow_pickle=allow_pickle, share_rows=True)
+    decoded = decode_columns(columns, specs, len(picks), _FRAMES, allow_pickle=allow_pickle, share_rows=True)
     return tensor_rows(decoded, specs), head
 
 

@@ -35,7 +35,7 @@ from dataplane_core.saves.durable import sync_folder, write_file
 from dataplane_core.spec import fits
 
 MANIFEST: Final = "manifest.json"
-VERSION: Final = 2
+VERSION: Final = 3
 _ROWS_PREFIX: Final = "rows-"
 _ROWS_NAME: Final = re.compile(rf"{_ROWS_PREFIX}[0-9a-f]+\.bin")
 _TEMPORARY: Final = "manifest.json.new"

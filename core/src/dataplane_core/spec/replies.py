@@ -21,6 +21,7 @@ class Registration(TypedDict):
     consumer_tasks: Sequence[str]
     grpo_group_size: int | None
     enums: Mapping[str, Sequence[str]]
+    followers: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class PartitionInfo:
         consumer_tasks: As registered.
         grpo_group_size: As registered.
         enums: As registered.
+        followers: As registered.
     """
 
     epoch: str
@@ -42,6 +44,7 @@ class PartitionInfo:
     consumer_tasks: tuple[str, ...]
     grpo_group_size: int | None
     enums: Mapping[str, tuple[str, ...]]
+    followers: tuple[str, ...]
 
     @classmethod
     def of(cls, epoch: str, registration: Mapping[str, Any]) -> PartitionInfo:
@@ -53,6 +56,7 @@ class PartitionInfo:
             consumer_tasks=tuple(registration["consumer_tasks"]),
             grpo_group_size=registration["grpo_group_size"],
             enums={name: tuple(words) for name, words in registration["enums"].items()},
+            followers=tuple(registration["followers"]),
         )
 
     @classmethod
@@ -68,12 +72,17 @@ class PartitionInfo:
             "consumer_tasks": list(self.consumer_tasks),
             "grpo_group_size": self.grpo_group_size,
             "enums": {name: list(words) for name, words in self.enums.items()},
+            "followers": list(self.followers),
         }
 
     def extended(
-        self, fields: Sequence[str], consumer_tasks: Sequence[str], enums: Mapping[str, Sequence[str]]
+        self,
+        fields: Sequence[str],
+        consumer_tasks: Sequence[str],
+        enums: Mapping[str, Sequence[str]],
+        followers: Sequence[str] = (),
     ) -> PartitionInfo:
-        """This registration with further fields, tasks and strings of enums, as ``if_exists="keep"`` adds them."""
+        """This registration with what ``if_exists="keep"`` adds: fields, tasks, strings of enums, and followers."""
         return replace(
             self,
             fields=tuple(dict.fromkeys((*self.fields, *fields))),
@@ -82,6 +91,7 @@ class PartitionInfo:
                 name: tuple(dict.fromkeys((*self.enums.get(name, ()), *enums.get(name, ()))))
                 for name in dict.fromkeys((*self.enums, *enums))
             },
+            followers=tuple(dict.fromkeys((*self.followers, *followers))),
         )
 
 

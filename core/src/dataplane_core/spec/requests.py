@@ -168,9 +168,10 @@ class RegisterRequest(PartitionRequest, Command[tuple[PartitionInfo, list[tuple[
         enums: Field -> the strings that it may hold.
         if_exists: What becomes of an earlier registration of the same name. ``replace``: it is dropped, with its rows.
             ``keep``: it stays, with rows, tags, cursors, schema, epoch and ``num_samples``. Only the new ``fields``,
-            ``consumer_tasks`` and ``enums`` are added to it. If it has no ``num_samples``, it gets those of the
-            request, but at least as many as it holds samples.
+            ``consumer_tasks``, ``enums`` and ``followers`` are added to it. If it has no ``num_samples``, it gets
+            those of the request, but at least as many as it holds samples.
         epoch: The id of the registration, if it is a new one: random bits drawn by the client (`new_id`).
+        followers: Those of the tasks that follow the others: nobody who trains waits for them.
     """
 
     op = "register"
@@ -181,6 +182,7 @@ class RegisterRequest(PartitionRequest, Command[tuple[PartitionInfo, list[tuple[
     enums: dict[str, list[str]] = field(default_factory=dict)
     epoch: str = field(default_factory=new_id)
     if_exists: IfExists = "replace"
+    followers: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)

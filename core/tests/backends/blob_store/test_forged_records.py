@@ -36,7 +36,7 @@ FORGED = [
     changed("expire", leases=[["p"]]),
     changed("collected", refs=[[b"1", ["a"]]]),
     changed("ack", seq="1"),
-    seal(msgpack.packb({"v": 8, "op": ["ack"]})),
+    seal(msgpack.packb({"v": 9, "op": ["ack"]})),
     seal(msgpack.packb([])),
     seal(b"\xdd\x00\x00\xff\xff" * 300 + b"\xc0" * 9000),
 ]

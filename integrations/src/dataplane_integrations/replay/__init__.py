@@ -16,6 +16,7 @@ The parts, and where each runs:
   rows are cleared and the prompt is generated again.
 - `AsyncCollector`: the same for a rollout that is a coroutine, in your event loop.
 - `StreamingConsumer`: feeds a trainer without a buffer, with the store's claims and leases, in any process.
+- `claim_versions`: claims from partitions that hold one weight version each.
 - `save_replay` and `restore_replay`: save buffer, rows, tags and cursors in a folder, and restore them.
 
 A driver::
@@ -56,6 +57,7 @@ from dataplane_integrations.replay._policies import (
 from dataplane_integrations.replay._remote import RemoteReplayBuffer
 from dataplane_integrations.replay._saving import RestoredReplay, restore_replay, save_replay
 from dataplane_integrations.replay._state import BufferCounts
+from dataplane_integrations.replay._versions import claim_versions
 
 __all__ = [
     "AsyncCollector",
@@ -77,6 +79,7 @@ __all__ = [
     "StreamingConsumer",
     "TargetStepPolicy",
     "WindowedPolicy",
+    "claim_versions",
     "group_of",
     "parse_sample_id",
     "restore_replay",

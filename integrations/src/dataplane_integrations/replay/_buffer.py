@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,8 +17,7 @@ from dataplane_core.errors import DataPlaneError, InvalidRequestError, LostSampl
 from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.errors import ReplayTimeoutError
-from dataplane_integrations.replay._ids import INCARNATION_TAG, Reservation
-from dataplane_integrations.replay._policies import BufferView
+from dataplane_integrations.replay._ids import END_WEIGHT_VERSION_TAG, INCARNATION_TAG, Reservation
 from dataplane_integrations.replay._state import BufferState
 
 
@@ -39,11 +39,14 @@ class ReplayBuffer(BufferState):
         weight_version: The trainer's version at the start.
         num_prompts: Prompts to draw in total. After that `reserve` returns nothing, and `select` the remaining groups.
             None: no end.
+        spare_prompts: So many further prompts are drawn, each only in place of one that was given up.
+        max_attempts: A prompt whose rollout has failed so many times is given up, and the next one takes its place.
+            After its first failure it is generated alone, so that it fails no other. None: no prompt is given up.
         requeue_evicted: Generate the prompts of evicted groups again.
         task_name: The task in the metas.
 
     Raises:
-        InvalidRequestError: A size below 1.
+        InvalidRequestError: A size below 1, or ``spare_prompts`` without ``num_prompts``.
     """
 
     # --- the rollout side ---------------------------------------------------------------------------------------------
@@ -87,7 +90,7 @@ class ReplayBuffer(BufferState):
         """Reserves room for groups, to generate with the newest weights. Blocks until the staleness rule admits them.
 
         Args:
-            num_groups: How many, all at once. Fewer if fewer prompts are left.
+            num_groups: How many, all at once. Fewer if fewer prompts are left, or with ``max_attempts``.
             collector: Name of the collector.
             incarnation: What `enlist` returned; None: the newest.
             at_least: After the timeout, reserve what is admitted, if it is at least so many groups. None: all.
@@ -109,14 +112,14 @@ class ReplayBuffer(BufferState):
 
         def admitted() -> int | None:
             self._check_incarnation(collector, incarnation)
-            wanted = min(num_groups, self._prompts_left(num_groups))
+            wanted = self._for_a_call(num_groups)
             if wanted == 0:
                 return 0 if self._drained() else None
             return wanted if self._policy.admit(self.view()) >= wanted else None
 
         with self._lock:
             self._check_open()
-            most = self._policy.admit(BufferView(weight_version=self._weight_version, trained_since=0, groups=()))
+            most = self._policy.capacity(weight_version=self._weight_version)
             if num_groups > most:
                 raise InvalidRequestError(
                     f"reserve('{self.partition_id}', {num_groups} groups) refused: {self._policy} admits {most} to an "
@@ -124,7 +127,7 @@ class ReplayBuffer(BufferState):
                 )
             found = self._wait(admitted, timeout_s)
             if found is None and at_least is not None:
-                room = min(num_groups, self._prompts_left(num_groups), self._policy.admit(self.view()))
+                room = min(self._for_a_call(num_groups), self._policy.admit(self.view()))
                 found = room if room >= at_least else None
             if found is None:
                 raise ReplayTimeoutError(
@@ -142,11 +145,13 @@ class ReplayBuffer(BufferState):
         Args:
             reservations: Whole groups of one collector.
             meta: Exactly their rows, in any order, with ``fields``. Its tags are kept with the groups, and `select`
-                returns them, even those that are not in the store.
+                returns them, even those that are not in the store. The tag ``end_weight_version`` says with which
+                weights the generation ended; rows without it get the buffer's version.
 
         Raises:
             ReservationLostError: One of the reservations is no longer held. None has been committed.
-            InvalidRequestError: ``meta`` has other rows than those reserved, or no ``fields``.
+            InvalidRequestError: ``meta`` has other rows than those reserved, no ``fields``, or an
+                ``end_weight_version`` that is lower than that of the reservation.
         """
         at = {sample_id: row for row, sample_id in enumerate(meta.sample_ids)}
         wanted = [sample_id for each in reservations for sample_id in each.sample_ids]
@@ -164,28 +169,40 @@ class ReplayBuffer(BufferState):
         with self._lock:
             self._check_open()
             self._check_held(reservations)
+            ends = {
+                each.group: [_end_version(meta, at[one], each, self._weight_version) for one in each.sample_ids]
+                for each in reservations
+            }
             for each in reservations:
                 part = meta.subset([at[sample_id] for sample_id in each.sample_ids])
                 part.task_name = self.task_name
-                part.stamp_tags({name: [value] * part.size for name, value in each.tags.items()})
+                tags = {name: [value] * part.size for name, value in each.tags.items()}
+                part.stamp_tags({**tags, END_WEIGHT_VERSION_TAG: ends[each.group]})
                 group = self._groups[each.group]
                 group.meta = part
-                group.view = dataclasses.replace(group.view, committed=self._next_commit)
+                group.view = dataclasses.replace(
+                    group.view, committed=self._next_commit, end_weight_version=max(ends[each.group])
+                )
                 self._next_commit += 1
+                self._failed.pop(each.prompt, None)
             self._counts.committed += len(reservations)
             self._evict()
             self._changed.notify_all()
         self._clear_rows()
 
-    def abandon(self, reservations: Sequence[Reservation], *, requeue: bool = True) -> None:
+    def abandon(self, reservations: Sequence[Reservation], *, requeue: bool = True, failed: bool = False) -> None:
         """Gives reservations up: frees their room, then clears rows that were already written.
 
         Args:
             reservations: If one is no longer held, only its rows are cleared.
-            requeue: Generate their prompts again, before new ones.
+            requeue: Generate their prompts again, before new ones. Otherwise they are given up.
+            failed: Their rollout failed: counts for ``max_attempts``.
         """
         with self._lock:
-            self._give_up(reservations, requeue=requeue)
+            held = [each for each in reservations if self._is_held(each)]
+            self._give_up(reservations, requeue=False)
+            self._generate_again(self._retried(held, requeue=requeue, failed=failed))
+            self._changed.notify_all()
         self._clear_rows()
 
     def to_abort(self, reservations: Sequence[Reservation]) -> list[Reservation]:
@@ -267,17 +284,20 @@ class ReplayBuffer(BufferState):
         They stay in the buffer, and cannot be evicted, until `consume`, `discard` or `put_back`.
 
         Args:
-            num_groups: How many. Fewer only if the prompts are used up, or with ``min_groups``.
+            num_groups: How many. Fewer only if the prompts are used up, with ``min_groups``, or where the rule has
+                fewer left for the current weights (`TargetStepPolicy` with ``replacements``).
             min_groups: Do not wait for more than so many; take as many as the rule gives now, up to ``num_groups``.
                 None: ``num_groups``.
             timeout_s: How long to wait, in seconds.
 
         Returns:
-            The rows; those of a group are adjacent, in the order of their ids. No rows when all prompts are used up.
+            The rows; those of a group are adjacent, in the order of their ids. No rows when all prompts are used up, or
+            the rule has none left for the current weights.
 
         Raises:
             ReplayTimeoutError: There were not enough groups; the message says what there is.
             CollectorFailedError: There are too few groups, no collector is left, and one has failed.
+            StepTooSmallError: So many prompts of the step were given up that it is smaller than the rule allows.
         """
         at_least = num_groups if min_groups is None else min_groups
         if not 1 <= at_least <= num_groups:
@@ -288,16 +308,22 @@ class ReplayBuffer(BufferState):
 
         def chosen() -> list[str] | None:
             most, fewest = num_groups, at_least
-            if self._drained():
+            drained = self._drained()
+            if drained:
                 most, fewest = min(most, sum(not each.view.selected for each in self._groups.values())), 1
-                if most == 0:
-                    return []
             view = self.view()
+            left = self._policy.left(view)
+            if left is not None:
+                most, fewest = min(most, left), min(fewest, left)
+            if most < 1:
+                return []
             if most == fewest or self._policy.select(view, fewest) is not None:
                 for wanted in range(most, fewest - 1, -1):
                     names = self._policy.select(view, wanted)
                     if names is not None:
                         return self._checked(names, wanted)
+            if drained and left is not None:
+                return []  # the step lacks groups for which there are no prompts
             self._check_collectors()
             return None
 
@@ -486,6 +512,7 @@ class ReplayBuffer(BufferState):
             if weight_version > self._weight_version:
                 self._weight_version = weight_version
                 self._trained_since = 0
+                self._given_up = Counter({step: n for step, n in self._given_up.items() if step >= weight_version})
             evicted = self._evict()
             self._log_late()
             self._changed.notify_all()
@@ -498,3 +525,14 @@ class ReplayBuffer(BufferState):
             self._closed = True
             self._changed.notify_all()
         self.close_data_plane()
+
+
+def _end_version(meta: KVBatchMeta, row: int, reservation: Reservation, weight_version: int) -> int:
+    """With which weights the generation of a row ended, as its tag says; else ``weight_version``."""
+    end = (meta.tags or [{}] * meta.size)[row].get(END_WEIGHT_VERSION_TAG, weight_version)
+    if not isinstance(end, int) or end < reservation.weight_version:
+        raise InvalidRequestError(
+            f"commit refused: tag {END_WEIGHT_VERSION_TAG} of '{meta.sample_ids[row]}' is {end!r}. Expected an int, "
+            f"at least {reservation.weight_version}, the version with which its generation began."
+        )
+    return end

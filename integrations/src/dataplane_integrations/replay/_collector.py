@@ -30,7 +30,7 @@ from dataplane_integrations.errors import (
     noted_on,
 )
 from dataplane_integrations.replay._buffer import ReplayBuffer
-from dataplane_integrations.replay._ids import Reservation
+from dataplane_integrations.replay._ids import END_WEIGHT_VERSION_TAG, Reservation
 from dataplane_integrations.replay._remote import RemoteReplayBuffer
 from dataplane_integrations.rollout import RolloutReceipt
 
@@ -320,7 +320,8 @@ class Collector:
                 )
             )
         ids = [sample_id for each in reservations for sample_id in each.sample_ids]
-        tags = [each.tags for each in reservations for _ in each.sample_ids]
+        end = {END_WEIGHT_VERSION_TAG: self._buffer.weight_version}
+        tags = [each.tags | end for each in reservations for _ in each.sample_ids]
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
@@ -353,13 +354,15 @@ class Collector:
         return client.phase("generate", partition_id=self._buffer.partition_id, groups=groups)
 
     def _roll_back(self, reservations: Sequence[Reservation], error: BaseException) -> None:
+        ended = isinstance(error, (ReplayClosedError, ReservationLostError)) or not isinstance(error, Exception)
+        no_room = _found_no_room(error)
         with noted_on(error, "the rows written could not be cleared yet"):
-            self._buffer.abandon(reservations)
-        if isinstance(error, (ReplayClosedError, ReservationLostError)) or not isinstance(error, Exception):
+            self._buffer.abandon(reservations, failed=not ended and not no_room)
+        if ended:
             raise error
         with self._lock:
             self._counts.last_error = error
-            if _found_no_room(error):
+            if no_room:
                 self._counts.held_back += 1
                 self._in_a_row = 0
                 self._state.wait_for(self._stop.is_set, _LONGEST_PAUSE_S)

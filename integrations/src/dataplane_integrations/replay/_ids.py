@@ -15,6 +15,8 @@ WEIGHT_VERSION_TAG: Final = "weight_version"
 PROMPT_TAG: Final = "prompt"
 COLLECTOR_TAG: Final = "collector"
 INCARNATION_TAG: Final = "incarnation"
+#: The version of the weights with which a row's generation ended. `ReplayBuffer.commit` adds it to a meta without it.
+END_WEIGHT_VERSION_TAG: Final = "end_weight_version"
 
 _SAMPLE_ID: Final = re.compile(r"(v(\d+)_p(\d+)(?:r(\d+))?)_g(\d+)")
 

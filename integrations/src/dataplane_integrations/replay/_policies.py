@@ -8,12 +8,16 @@ The *staleness* of a group is the number of versions between the weights that ge
 
 from __future__ import annotations
 
+import pkgutil
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
+from dataplane_core.entry_points import nearest
 from dataplane_core.errors import InvalidRequestError
+from dataplane_integrations.errors import StepTooSmallError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +26,8 @@ class GroupView:
 
     Attributes:
         group: Its name.
-        weight_version: The version of the weights that generate it.
+        weight_version: The version of the weights that generate it, when it is started.
+        end_weight_version: The version when it was written; None while it is being generated.
         order: Number of its reservation, in ascending order.
         committed: Number of its commit, in ascending order; None while it is being generated.
         selected: Whether it is in training.
@@ -35,6 +40,7 @@ class GroupView:
     committed: int | None = None
     selected: bool = False
     target_step: int | None = None
+    end_weight_version: int | None = None
 
     @property
     def ready(self) -> bool:
@@ -50,11 +56,13 @@ class BufferView:
         weight_version: The trainer's version.
         trained_since: Groups that were consumed since the trainer has this version.
         groups: The groups in the buffer, in the order of their reservations.
+        given_up: Target step -> its groups whose prompts were given up; of this version and later ones.
     """
 
     weight_version: int
     trained_since: int
     groups: Sequence[GroupView]
+    given_up: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,18 +74,44 @@ class StalenessPolicy(ABC):
         groups_per_version: Groups that the trainer consumes per weight version.
 
     Raises:
-        InvalidRequestError: A negative staleness, or fewer than 1 group.
+        InvalidRequestError: A negative staleness, or fewer than 1 group; or no whole numbers.
     """
 
     max_staleness: int
     groups_per_version: int
 
     def __post_init__(self) -> None:
-        if self.max_staleness < 0 or self.groups_per_version < 1:
+        whole = isinstance(self.max_staleness, int) and isinstance(self.groups_per_version, int)
+        if not whole or self.max_staleness < 0 or self.groups_per_version < 1:
             raise InvalidRequestError(
-                f"{type(self).__name__} refused: max_staleness is {self.max_staleness}, groups_per_version is "
-                f"{self.groups_per_version}. Expected at least 0 and at least 1."
+                f"{type(self).__name__} refused: max_staleness is {self.max_staleness!r}, groups_per_version is "
+                f"{self.groups_per_version!r}. Expected at least 0 and at least 1."
             )
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any]) -> StalenessPolicy:
+        """Makes the rule that a config names.
+
+        Args:
+            config: ``name``, and the arguments of the rule. The name is ``in_order``, ``windowed``, ``ready_first``,
+                ``target_step``, or ``module:Class`` for a subclass of your own, which is imported.
+
+        Raises:
+            InvalidRequestError: No such rule, or it does not take these arguments.
+        """
+        options = dict(config)
+        name = options.pop("name", None)
+        rule = _rule_named(name)
+        try:
+            return rule(**options)
+        except TypeError as error:
+            raise InvalidRequestError(
+                f"StalenessPolicy.from_config refused: {error}. Expected the arguments of {rule.__name__}."
+            ) from error
+
+    def capacity(self, *, weight_version: int = 0, trained_since: int = 0) -> int:
+        """How many groups an empty buffer admits. The store needs room for so many."""
+        return self.admit(BufferView(weight_version=weight_version, trained_since=trained_since, groups=()))
 
     def admit(self, view: BufferView) -> int:
         """How many more groups may be started now, with the weights of ``view.weight_version``.
@@ -104,6 +138,14 @@ class StalenessPolicy(ABC):
     def target_step(self, view: BufferView) -> int | None:
         """The weight version that the next group is started for. Default: None, for any."""
         return None
+
+    def left(self, view: BufferView) -> int | None:
+        """How many more groups can be selected with the current weights. Default: None, for any number."""
+        return None
+
+    def keep(self, view: BufferView, num_groups: int) -> Sequence[str]:
+        """The names of ``num_groups`` groups to keep where a save has more. Default: those of the newest weights."""
+        return [each.group for each in sorted(view.groups, key=_newest_first)[:num_groups]]
 
     def oldest_version(self, view: BufferView) -> int:
         """The oldest weight version that may be trained on now."""
@@ -215,26 +257,76 @@ class TargetStepPolicy(StalenessPolicy):
     The next group is for the first step that has too few, so a step whose group failed or was discarded gets another
     one. Groups of steps that are over are dropped, also while they are being generated. ``max_staleness`` is how many
     steps rollouts may run ahead.
+
+    Attributes:
+        borrow: A step that has too few gets a ready group of a later step, of the last one first. The next group is
+            then for the step that lent it. So the trainer does not wait for a new rollout.
+        replacements: How many prompts of a step that were given up are replaced by others. For each one more, the step
+            has a group less. The buffer's `select` then does not wait for it, and returns no rows once the step has all
+            its groups. None: all are replaced.
+        min_groups: The fewest groups that a step may have; None: ``groups_per_version``. If it would have fewer,
+            `select` raises `StepTooSmallError`.
+
+    Raises:
+        InvalidRequestError: Also for negative ``replacements``, or ``min_groups`` below 1 or above
+            ``groups_per_version``.
     """
+
+    borrow: bool = False
+    replacements: int | None = None
+    min_groups: int | None = None
+
+    def __post_init__(self) -> None:
+        StalenessPolicy.__post_init__(self)  # super() does not work in a dataclass with slots
+        replaced, fewest = self.replacements or 0, self._fewest
+        whole = isinstance(replaced, int) and isinstance(fewest, int)
+        if not whole or replaced < 0 or not 1 <= fewest <= self.groups_per_version:
+            raise InvalidRequestError(
+                f"TargetStepPolicy refused: replacements is {self.replacements!r}, min_groups is {self.min_groups!r}, "
+                f"groups_per_version is {self.groups_per_version}. Expected at least 0, and from 1 to "
+                "groups_per_version."
+            )
 
     def admit(self, view: BufferView) -> int:
         """How many groups the steps up to ``max_staleness`` ahead still lack. Those of earlier steps do not count."""
         ahead = view.trained_since + sum(_step(each) >= view.weight_version for each in view.groups)
-        return max(0, (self.max_staleness + 1) * self.groups_per_version - ahead)
+        last = view.weight_version + self.max_staleness
+        return max(0, sum(self._size(view, step) for step in range(view.weight_version, last + 1)) - ahead)
 
     def target_step(self, view: BufferView) -> int:
         """The first step that has too few groups."""
-        counts = Counter(map(_step, view.groups))
-        counts[view.weight_version] += view.trained_since
+        counts = self._counts(view, self._steps(view))
         step = view.weight_version
-        while counts[step] >= self.groups_per_version:
+        while counts[step] >= self._size(view, step):
             step += 1
         return step
 
     def select(self, view: BufferView, num_groups: int) -> Sequence[str] | None:
         """The ready groups of the current step, in the order of their reservations."""
-        ready = [each.group for each in view.groups if each.ready and _step(each) == view.weight_version]
+        steps = self._steps(view)
+        ready = [each.group for each in view.groups if each.ready and steps[each.group] == view.weight_version]
         return ready[:num_groups] if len(ready) >= num_groups else None
+
+    def left(self, view: BufferView) -> int | None:
+        """With ``replacements``: what the current step still gets, ready or not. Raises if it is too small."""
+        if self.replacements is None:
+            return None
+        size = self._size(view, view.weight_version)
+        if size < self._fewest:
+            raise StepTooSmallError(
+                f"step {view.weight_version} refused: {view.given_up[view.weight_version]} of its prompts were given "
+                f"up and {self.replacements} replaced, so it has {size} of {self.groups_per_version} groups. Expected "
+                f"at least {self._fewest} (min_groups).",
+                step=view.weight_version,
+                num_groups=size,
+            )
+        in_training = sum(each.selected and _step(each) >= view.weight_version for each in view.groups)
+        return size - view.trained_since - in_training
+
+    def keep(self, view: BufferView, num_groups: int) -> Sequence[str]:
+        """Those of the next steps: without them, the trainer would wait for new ones."""
+        order = sorted(view.groups, key=lambda each: (_step(each) < view.weight_version, _step(each), each.order))
+        return [each.group for each in order[:num_groups]]
 
     def evict(self, view: BufferView) -> Sequence[str]:
         """The ready groups of steps that are over."""
@@ -243,6 +335,46 @@ class TargetStepPolicy(StalenessPolicy):
     def abort(self, view: BufferView) -> Sequence[str]:
         """The groups being generated for steps that are over."""
         return [each.group for each in view.groups if each.committed is None and _step(each) < view.weight_version]
+
+    @property
+    def _fewest(self) -> int:
+        return self.groups_per_version if self.min_groups is None else self.min_groups
+
+    def _size(self, view: BufferView, step: int) -> int:
+        """How many groups a step is to have."""
+        if self.replacements is None:
+            return self.groups_per_version
+        return max(0, self.groups_per_version - max(0, view.given_up.get(step, 0) - self.replacements))
+
+    def _counts(self, view: BufferView, steps: Mapping[str, int]) -> Counter[int]:
+        """Step -> its groups, those trained on included."""
+        counts = Counter(steps.values())
+        counts[view.weight_version] += view.trained_since
+        return counts
+
+    def _steps(self, view: BufferView) -> dict[str, int]:
+        """Group -> the step that it is for, after loans. Follows from the view alone, so there is nothing to save."""
+        steps = {each.group: _step(each) for each in view.groups}
+        if not self.borrow:
+            return steps
+        for each in view.groups:
+            if each.selected:  # a loan that is in training
+                steps[each.group] = min(steps[each.group], view.weight_version)
+        counts = self._counts(view, steps)
+        for step in range(view.weight_version, max(steps.values(), default=0)):
+            while counts[step] < self._size(view, step):
+                lenders = [each for each in view.groups if each.ready and steps[each.group] > step]
+                if not lenders:
+                    break
+                # first a step with one too many: it has got a group for a loan, and would drop one in the end
+                group = max(
+                    (counts[own := steps[each.group]] > self._size(view, own), own, -each.order, each.group)
+                    for each in lenders
+                )[-1]
+                counts[steps[group]] -= 1
+                counts[step] += 1
+                steps[group] = step
+        return steps
 
 
 def _step(group: GroupView) -> int:
@@ -253,3 +385,36 @@ def _step(group: GroupView) -> int:
 def _commit(group: GroupView) -> int:
     assert group.committed is not None, "only ready groups are compared"
     return group.committed
+
+
+def _newest_first(group: GroupView) -> tuple[int, int]:
+    return -group.weight_version, -group.order
+
+
+#: Name in a config -> rule.
+_RULES: Final[dict[str, type[StalenessPolicy]]] = {
+    "in_order": InOrderPolicy,
+    "windowed": WindowedPolicy,
+    "ready_first": ReadyFirstPolicy,
+    "target_step": TargetStepPolicy,
+}
+
+
+def _rule_named(name: Any) -> type[StalenessPolicy]:
+    if isinstance(name, str) and name in _RULES:
+        return _RULES[name]
+    found, cause = None, None
+    if isinstance(name, str) and ":" in name:
+        try:
+            found = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError, ValueError) as error:
+            cause = error
+    if isinstance(found, type) and issubclass(found, StalenessPolicy):
+        return found
+    near = nearest(name, _RULES) if isinstance(name, str) and ":" not in name else None
+    raise InvalidRequestError(
+        f"StalenessPolicy.from_config refused: name is {name!r}"
+        + (f", which cannot be imported ({cause})" if cause else f", found {found!r}" if found is not None else "")
+        + f". Expected one of {', '.join(_RULES)}, or 'module:Class' of a subclass of StalenessPolicy."
+        + (f" Did you mean '{near}'?" if near else ""),
+    ) from cause

@@ -140,7 +140,8 @@ def restore_replay(
         folder: As for `save_replay`.
         client: Writes the rows.
         buffer: A new buffer, or a `RemoteReplayBuffer`, with the same partition and group size. It gets the saved
-            state. Start collectors after this.
+            state. If its rule admits fewer groups than the save has, it keeps the freshest, and has the prompts of the
+            others generated again (`ReplayBuffer.load_state`). Start collectors after this.
 
     Raises:
         MissingDataError: The folder has no save.
@@ -160,20 +161,21 @@ def restore_replay(
                 f"restore_replay refused: in '{partition}', rows had been given to {preview(given)}, and backend "
                 f"'{client.backend_name}' does not declare 'cursors'. Expected one that does."
             )
-        buffer.load_state(body["buffer"])
+        cut = set(buffer.load_state(body["buffer"]))
         if body["registration"] is not None:
             client.register_partition(partition, **body["registration"])
-        ids: list[str] = body["sample_ids"]
-        tags: list[dict[str, Any]] = [dict(row) for row in body["tags"] or [{}] * len(ids)]
-        at = {sample_id: row for row, sample_id in enumerate(ids)}
+        ids: list[str] = [each for each in body["sample_ids"] if each not in cut]
+        tags = dict(zip(body["sample_ids"], map(dict, body["tags"] or [{}] * len(body["sample_ids"])), strict=True))
         for block in saved.blocks():
-            columns, head = unpack_rows(block)
-            some = head["sample_ids"]
-            client.put_samples(some, partition, columns, tags=[tags[at[each]] for each in some])
+            columns, head = unpack_rows(
+                block, rows=lambda head: [row for row, each in enumerate(head["sample_ids"]) if each not in cut]
+            )
+            some = [each for each in head["sample_ids"] if each not in cut]
+            client.put_samples(some, partition, columns, tags=[tags[each] for each in some])
     for task, consumed in given.items():
-        client.reset_consumption(partition, task, consumed)
+        client.reset_consumption(partition, task, [each for each in consumed if each not in cut])
     return RestoredReplay(
-        meta=KVBatchMeta(partition, None, ids, tags=tags),
+        meta=KVBatchMeta(partition, None, ids, tags=[tags[each] for each in ids]),
         weight_version=body["buffer"]["weight_version"],
         extra=decode_item(b64decode(body["extra"])),
     )

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from base64 import b64decode, b64encode
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ class BufferCounts:
         evicted: Groups that became too stale; their rows were cleared.
         abandoned: Reservations given up, including those of dead collectors.
         lost: Groups that were left out of a selection, mostly because the store had lost a row of them.
+        given_up: Prompts given up, mostly after ``max_attempts`` failures.
     """
 
     reserved: int = 0
@@ -48,6 +49,7 @@ class BufferCounts:
     evicted: int = 0
     abandoned: int = 0
     lost: int = 0
+    given_up: int = 0
 
 
 @dataclass(slots=True)
@@ -68,7 +70,8 @@ class Group:
         del reservation["sample_ids"]  # the meta has them
         values = {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta)}
         values["extra_info"] = b64encode(encode_item(plain(meta.extra_info), "extra_info")).decode()
-        return {"reservation": reservation, "committed": self.view.committed, "meta": values}
+        view = {name: getattr(self.view, name) for name in ("committed", "end_weight_version")}
+        return {"reservation": reservation, **view, "meta": values}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Group:
@@ -80,6 +83,7 @@ class Group:
             order=reservation.order,
             committed=state["committed"],
             target_step=reservation.target_step,
+            end_weight_version=state.get("end_weight_version"),
         )
         values = dict(state["meta"])
         values["extra_info"] = decode_item(b64decode(values["extra_info"]))
@@ -98,13 +102,20 @@ class BufferState(DataPlaneClientMixin):
         group_size: int,
         weight_version: int = 0,
         num_prompts: int | None = None,
+        spare_prompts: int = 0,
+        max_attempts: int | None = None,
         requeue_evicted: bool = False,
         task_name: str = "train",
     ) -> None:
-        if group_size < 1 or (num_prompts is not None and num_prompts < 1):
+        if any(number is not None and number < 1 for number in (group_size, num_prompts, max_attempts)):
             raise InvalidRequestError(
-                f"ReplayBuffer('{partition_id}') refused: group_size is {group_size}, num_prompts is {num_prompts}. "
-                "Expected 1 or more."
+                f"ReplayBuffer('{partition_id}') refused: group_size is {group_size}, num_prompts is {num_prompts}, "
+                f"max_attempts is {max_attempts}. Expected 1 or more."
+            )
+        if spare_prompts < 0 or (spare_prompts and num_prompts is None):
+            raise InvalidRequestError(
+                f"ReplayBuffer('{partition_id}') refused: spare_prompts is {spare_prompts}, num_prompts is "
+                f"{num_prompts}. Expected at least 0, and none without num_prompts: then any further prompt is a spare."
             )
         self.setup_data_plane(source)
         self.partition_id: Final = partition_id
@@ -112,6 +123,8 @@ class BufferState(DataPlaneClientMixin):
         self.task_name: Final = task_name
         self._policy = policy
         self._num_prompts = num_prompts
+        self._spare_prompts = spare_prompts
+        self._max_attempts = max_attempts
         self._requeue_evicted = requeue_evicted
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -125,6 +138,8 @@ class BufferState(DataPlaneClientMixin):
         self._next_order = 0
         self._next_commit = 0
         self._again: deque[tuple[int, int]] = deque()  # (prompt, attempt) to generate before further prompts
+        self._failed: dict[int, int] = {}  # prompt -> how often its rollout failed, if it is to be generated again
+        self._given_up: Counter[int] = Counter()  # target step -> prompts given up, from this version on
         self._incarnations: dict[str, int] = {}
         self._counts = BufferCounts()
         self._to_clear: dict[str, None] = {}
@@ -154,6 +169,7 @@ class BufferState(DataPlaneClientMixin):
                 weight_version=self._weight_version,
                 trained_since=self._trained_since,
                 groups=tuple(each.view for each in self._groups.values()),
+                given_up=dict(self._given_up),
             )
 
     # --- saving -------------------------------------------------------------------------------------------------------
@@ -184,8 +200,14 @@ class BufferState(DataPlaneClientMixin):
             self._snapshots -= 1
         self._clear_rows()
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> list[str]:
         """Replaces the state of this buffer by one of `snapshot`.
+
+        If the state has more groups than the staleness rule admits, the buffer keeps those that `StalenessPolicy.keep`
+        names. The others count as evicted, and their prompts are generated again, before all others.
+
+        Returns:
+            The sample ids of the groups that it does not keep.
 
         Raises:
             InvalidRequestError: The state has another group size or partition.
@@ -204,11 +226,35 @@ class BufferState(DataPlaneClientMixin):
             self._next_order = state["next_order"]
             self._next_commit = state["next_commit"]
             self._again = deque((prompt, attempt) for prompt, attempt in state["again"])
+            self._failed = dict(state.get("failed", ()))
+            self._given_up = Counter(dict(state.get("given_up", ())))
             self._incarnations = dict(state["incarnations"])
             self._counts = BufferCounts(**state["counts"])
             self._groups = {each.reservation.group: each for each in groups}
             self._left_out, self._to_clear = {}, {}
+            cut = self._cut()
             self._changed.notify_all()
+        return cut
+
+    def _cut(self) -> list[str]:
+        """Gives up the groups for which a buffer with this rule has no room."""
+        room = self._policy.capacity(weight_version=self._weight_version, trained_since=self._trained_since)
+        if len(self._groups) <= room:
+            return []
+        kept = self._checked(self._policy.keep(self.view(), room), room, "keep")
+        cut = [self._groups.pop(name).reservation for name in self._groups.keys() - kept]
+        cut.sort(key=lambda each: each.order)
+        self._again.extendleft((each.prompt, each.attempt + 1) for each in reversed(cut))
+        self._counts.evicted += len(cut)
+        _log.warning(
+            "'%s': the save holds %d groups, and %r has room for %d. %d are generated again.",
+            printable(self.partition_id),
+            len(kept) + len(cut),
+            self._policy,
+            room,
+            len(cut),
+        )
+        return [sample_id for each in cut for sample_id in each.sample_ids]
 
     def _state(self) -> dict[str, Any]:
         being_made = [each.reservation for each in self._groups.values() if each.meta is None]
@@ -221,6 +267,8 @@ class BufferState(DataPlaneClientMixin):
             "next_order": self._next_order,
             "next_commit": self._next_commit,
             "again": [[each.prompt, each.attempt + 1] for each in being_made] + [list(each) for each in self._again],
+            "failed": [list(each) for each in self._failed.items()],
+            "given_up": [list(each) for each in self._given_up.items()],
             "incarnations": dict(self._incarnations),
             "counts": dataclasses.asdict(self._counts),
             "groups": [each.state(each.meta) for each in self._groups.values() if each.meta is not None],
@@ -243,7 +291,13 @@ class BufferState(DataPlaneClientMixin):
         """Number of prompts left, to generate again or for the first time; ``at_most`` if there is no end."""
         if self._num_prompts is None:
             return at_most
-        return len(self._again) + self._num_prompts - self._next_prompt
+        end = self._num_prompts + min(self._spare_prompts, self._counts.given_up)
+        return len(self._again) + end - self._next_prompt
+
+    def _for_a_call(self, num_groups: int) -> int:
+        """Number of prompts for the next call of a rollout. One that has failed is alone, so that it fails no other."""
+        before = next((at for at, (prompt, _) in enumerate(self._again) if prompt in self._failed), num_groups)
+        return min(num_groups, self._prompts_left(num_groups), max(1, before))
 
     def _drained(self) -> bool:
         """Whether no more groups will be committed."""
@@ -301,6 +355,27 @@ class BufferState(DataPlaneClientMixin):
             self._generate_again(given_up)
         self._changed.notify_all()
 
+    def _retried(self, reservations: Sequence[Reservation], *, requeue: bool, failed: bool) -> list[Reservation]:
+        """Those whose prompts are to be generated again. The others are given up."""
+        if failed and self._max_attempts is not None:
+            for each in reservations:
+                self._failed[each.prompt] = self._failed.get(each.prompt, 0) + 1
+        most = self._max_attempts
+        again = [each for each in reservations if requeue and (most is None or self._failed.get(each.prompt, 0) < most)]
+        for each in reservations:
+            if each not in again:
+                failures = self._failed.pop(each.prompt, 0)
+                self._counts.given_up += 1
+                if each.target_step is not None and each.target_step >= self._weight_version:
+                    self._given_up[each.target_step] += 1
+                _log.warning(
+                    "'%s': prompt %d is given up after %d failures.",
+                    printable(self.partition_id),
+                    each.prompt,
+                    failures,
+                )
+        return again
+
     def _generate_again(self, reservations: Iterable[Reservation]) -> None:
         self._again.extend((each.prompt, each.attempt + 1) for each in reservations)
 
@@ -334,12 +409,12 @@ class BufferState(DataPlaneClientMixin):
             )
         self._num_late = 0
 
-    def _checked(self, names: Sequence[str], wanted: int) -> list[str]:
+    def _checked(self, names: Sequence[str], wanted: int, method: str = "select") -> list[str]:
         wrong = [name for name in names if name not in self._groups or not self._groups[name].view.ready]
         if wrong or len(set(names)) != wanted or len(names) != wanted:
             raise InvalidRequestError(
-                f"{type(self._policy).__name__}.select named {len(names)} groups, {len(set(names))} of them different, "
-                f"and not ready: {preview(wrong) or 'none'}. Expected {wanted} ready groups, or None."
+                f"{type(self._policy).__name__}.{method} named {len(names)} groups, {len(set(names))} of them "
+                f"different, and not ready: {preview(wrong) or 'none'}. Expected {wanted} ready groups, or None."
             )
         return list(names)
 

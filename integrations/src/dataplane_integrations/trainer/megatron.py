@@ -108,7 +108,7 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
     def _read(self, meta: KVBatchMeta, dp_aligned: bool) -> tuple[BatchedDataDict, dict[str, Any]]:
         batch, padding = super()._read(meta, dp_aligned)
         if self.routing_replay is not None and ROUTED_EXPERTS_FIELD in batch:
-            self.routing_replay.check(batch[ROUTED_EXPERTS_FIELD], meta.sequence_lengths)
+            self.routing_replay.check(batch[ROUTED_EXPERTS_FIELD], meta.sequence_lengths, meta.sample_ids)
         return batch, padding
 
     # --- lengths ------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from dataplane_core.errors import (
     printable,
 )
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.middleware import merge_snapshots
 from dataplane_core.schema import (
     DP_TRAIN_FIELDS,
     LP_SEED_FIELDS,
@@ -35,7 +36,7 @@ from dataplane_core.schema import (
 )
 from dataplane_core.spec import Scope
 from dataplane_integrations.ahead import check_depth
-from dataplane_integrations.attach import DataPlaneSource
+from dataplane_integrations.attach import DataPlaneSource, metrics_of
 from dataplane_integrations.errors import noted_on
 from dataplane_integrations.trainer._shards import ReplaceLost, Shards, batch_size
 from dataplane_integrations.trainer.batching import Batching, Stage
@@ -443,6 +444,18 @@ class DataPlanePolicy:
     def abort_train_step(self) -> None:
         """The workers drop the gradients of the open step, if there is one. Its rows are not cleared."""
         self._abort_train_step(self._timeout_s)
+
+    def metrics(self, *, reset: bool = False) -> dict[str, Any]:
+        """What the clients of the driver and of all workers did, joined by `merge_snapshots`: counts, bytes, p50 and
+        p90 of each operation. Needs the middleware ``metrics`` in the config. Other processes, such as rollout actors,
+        are not in it: join what their ``data_plane_metrics()`` returns to it.
+
+        Args:
+            reset: The next call counts from here on, for numbers per step.
+        """
+        told = self._call("data_plane_metrics", kwargs={"reset": reset}, doing="reading metrics")
+        shared = self._source is self._client  # all workers use this client
+        return merge_snapshots(told[:1] if shared else [metrics_of(self._client, reset), *told])
 
     # --- close --------------------------------------------------------------------------------------------------------
 

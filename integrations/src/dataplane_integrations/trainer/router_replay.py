@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -182,7 +182,7 @@ class RoutingReplay:
                 "experts of a later microbatch. Expected recompute_granularity=None, or no pipeline parallelism."
             )
         self._config = config
-        self._refuse_missing = missing == "refuse"
+        self._missing = missing
         for layer in self._layers:
             layer.router.router_replay = layer
 
@@ -205,60 +205,31 @@ class RoutingReplay:
         if routed_experts is None:
             self.clear()
             return
-        self._check_form(routed_experts)
+        _check_form(routed_experts, self._num_layers(), self._config.moe_router_topk)
         all_layers = routed_experts.shape[2] == self._config.num_layers
         for layer in self._layers:
             number = layer.router.layer_number
             column = number - 1 if all_layers else self._moe_layers.index(number)
             layer.target = self._as_router_sees(routed_experts[:, :, column])
 
-    def check(self, routed_experts: Tensor, lengths: Tensor | Sequence[int] | None = None) -> None:
-        """Checks the experts' numbers of whole rows. `MegatronDataPlaneMixin` calls it when it reads them.
-
-        Args:
-            routed_experts: (N, S, L, k) signed integers, padded or jagged, as they were read.
-            lengths: Tokens per row. Default: what the rows hold, padding included.
-
-        Raises:
-            InvalidRequestError: Another shape or dtype, an expert that does not exist or is named twice, a token of
-                which only some experts are known; or, if missing routes are refused, a token before the last without
-                experts.
+    def check(
+        self,
+        routed_experts: Tensor,
+        lengths: Tensor | Sequence[int] | None = None,
+        sample_ids: Sequence[str] | None = None,
+    ) -> None:
+        """Checks whole rows as `check_routed_experts` does, with the sizes of the model. `MegatronDataPlaneMixin` calls
+        it when it reads them.
         """
-        if routed_experts.is_nested:
-            flat, offsets, _, _ = jagged_parts(routed_experts)
-            rows = offsets.diff().tolist()
-        else:
-            rows = [routed_experts.shape[1]] * len(routed_experts) if routed_experts.dim() > 1 else []
-            flat = routed_experts.flatten(0, 1) if routed_experts.dim() > 1 else routed_experts
-        self._check_form(flat.unsqueeze(0), shown=routed_experts)
-        ordered = flat.sort(-1).values
-        known = ordered[..., 0] >= 0
-        k, num_experts = self._config.moe_router_topk, self._config.num_moe_experts
-        refusals = [
-            (known & (ordered[..., -1] >= num_experts), f"an expert of {num_experts} or above"),
-            (known & (ordered.diff(dim=-1) == 0).any(-1), "an expert twice"),
-            (~known & (ordered[..., -1] >= 0), "some experts and lacks others"),
-        ]
-        if self._refuse_missing:
-            counts = rows if lengths is None else torch.as_tensor(lengths, device="cpu").tolist()
-            none = torch.zeros(0, dtype=torch.bool, device="cpu")
-            of_rows = (torch.arange(each, device="cpu") < count - 1 for each, count in zip(rows, counts, strict=True))
-            before_last = torch.cat([none, *of_rows])
-            refusals.append((~known & before_last.to(known.device).unsqueeze(-1), "no expert"))
-        for wrong, what in refusals:
-            if wrong.any():
-                at, layer = (int(place) for place in wrong.nonzero()[0])
-                ends = list(itertools.accumulate(rows))
-                row = bisect.bisect_right(ends, at)
-                token = at - ends[row] + rows[row]
-                raise InvalidRequestError(
-                    f"routed_experts refused: row {row}, token {token}, layer {layer} names {what}: "
-                    f"{flat[at, layer].tolist()}. Expected {k} different experts of {num_experts}, or "
-                    f"{_NONE} for all of them where generation recorded none.",
-                    hint="RoutingReplay(model, missing='router') lets the router choose for such tokens."
-                    if what == "no expert"
-                    else "A column that was padded with 0 looks so; pad it with -1.",
-                )
+        check_routed_experts(
+            routed_experts,
+            lengths,
+            num_layers=self._num_layers(),
+            num_experts=self._config.num_moe_experts,
+            top_k=self._config.moe_router_topk,
+            missing=self._missing,
+            sample_ids=sample_ids,
+        )
 
     def clear(self) -> None:
         """Lets the routers choose again for all tokens."""
@@ -287,16 +258,9 @@ class RoutingReplay:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _check_form(self, routed: Tensor, shown: Tensor | None = None) -> None:
-        k = self._config.moe_router_topk
-        layers = sorted({len(self._moe_layers), self._config.num_layers})
-        if routed.dim() != 4 or routed.shape[2] not in layers or routed.shape[3] != k:
-            raise InvalidRequestError(
-                f"routed_experts refused: shape {tuple((routed if shown is None else shown).shape)}. Expected (rows, "
-                f"tokens, {' or '.join(map(str, layers))} layers, {k} experts), laid out as the model's input_ids."
-            )
-        if routed.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64):
-            raise InvalidRequestError(f"routed_experts refused: dtype {routed.dtype}. Expected signed integers.")
+    def _num_layers(self) -> set[int]:
+        """How many layers a column may have: the mixture-of-experts layers of the model, or all of its layers."""
+        return {len(self._moe_layers), self._config.num_layers}
 
     def _sequence_parallel_group(self) -> dist.ProcessGroup | None:
         if not self._config.sequence_parallel or not self._layers:
@@ -393,6 +357,101 @@ class _LayerRouting:
         if self.records:
             self.used = chosen.detach()
         return values, chosen
+
+
+def check_routed_experts(
+    routed_experts: Tensor,
+    lengths: Tensor | Sequence[int] | None = None,
+    *,
+    num_layers: int | Collection[int],
+    num_experts: int,
+    top_k: int,
+    missing: MissingRoutes = "router",
+    sample_ids: Sequence[str] | None = None,
+) -> None:
+    """Checks that the experts that the rollout recorded fit the tokens of their samples and the model. Needs no model,
+    so that a driver or a rollout process may call it before a sample is trained on.
+
+    Args:
+        routed_experts: (N, S, L, k) signed integers, padded or jagged, as they were read.
+        lengths: Tokens per sample. A jagged row must have as many, a padded one no fewer. Default: what the rows hold.
+        num_layers: The layers that the column must have; several numbers are allowed, such as the model's
+            mixture-of-experts layers and all of its layers.
+        num_experts: Experts of a layer.
+        top_k: Experts of a token.
+        missing: What becomes of tokens whose experts were not recorded.
+        sample_ids: The samples, for the message. Default: they are named by their rows.
+
+    Raises:
+        InvalidRequestError: Another shape or dtype; a sample with more or fewer tokens than recorded ones; an expert
+            that does not exist or is named twice; a token of which only some experts are known; or, if missing routes
+            are refused, a token before the last without experts. The message names the first such sample.
+
+    Examples:
+        >>> recorded = torch.tensor([[[[0, 3]], [[1, 2]], [[-1, -1]]]])  # one sample, three tokens, one layer, top 2
+        >>> check_routed_experts(recorded, [3], num_layers=1, num_experts=4, top_k=2)
+    """
+    num_layers = {num_layers} if isinstance(num_layers, int) else num_layers
+    if routed_experts.is_nested:
+        flat, offsets, _, _ = jagged_parts(routed_experts)
+        rows = offsets.diff().tolist()
+    else:
+        rows = [routed_experts.shape[1]] * len(routed_experts) if routed_experts.dim() > 1 else []
+        flat = routed_experts.flatten(0, 1) if routed_experts.dim() > 1 else routed_experts
+    _check_form(flat.unsqueeze(0), num_layers, top_k, shown=routed_experts)
+    counts = rows if lengths is None else torch.as_tensor(lengths, device="cpu").tolist()
+    if len(counts) != len(rows) or (sample_ids is not None and len(sample_ids) != len(rows)):
+        raise InvalidRequestError(
+            f"routed_experts refused: {len(rows)} rows, {len(counts)} lengths and "
+            f"{'no' if sample_ids is None else len(sample_ids)} sample ids. Expected one of each per row."
+        )
+
+    def name(row: int) -> str:
+        return f"row {row}" if sample_ids is None else f"sample '{sample_ids[row]}'"
+
+    for row, (held, count) in enumerate(zip(rows, counts, strict=True)):
+        if held < count or (routed_experts.is_nested and held != count):
+            raise InvalidRequestError(
+                f"routed_experts refused: {name(row)} has {count} tokens, and experts for {held}. Expected experts for "
+                f"each token, {_NONE} where generation recorded none."
+            )
+    ordered = flat.sort(-1).values
+    known = ordered[..., 0] >= 0
+    refusals = [
+        (known & (ordered[..., -1] >= num_experts), f"an expert of {num_experts} or above"),
+        (known & (ordered.diff(dim=-1) == 0).any(-1), "an expert twice"),
+        (~known & (ordered[..., -1] >= 0), "some experts and lacks others"),
+    ]
+    if missing == "refuse":
+        none = torch.zeros(0, dtype=torch.bool, device="cpu")
+        of_rows = (torch.arange(each, device="cpu") < count - 1 for each, count in zip(rows, counts, strict=True))
+        before_last = torch.cat([none, *of_rows])
+        refusals.append((~known & before_last.to(known.device).unsqueeze(-1), "no expert"))
+    for wrong, what in refusals:
+        if wrong.any():
+            at, layer = (int(place) for place in wrong.nonzero()[0])
+            ends = list(itertools.accumulate(rows))
+            row = bisect.bisect_right(ends, at)
+            token = at - ends[row] + rows[row]
+            raise InvalidRequestError(
+                f"routed_experts refused: {name(row)}, token {token}, layer {layer} names {what}: "
+                f"{flat[at, layer].tolist()}. Expected {top_k} different experts of {num_experts}, or "
+                f"{_NONE} for all of them where generation recorded none.",
+                hint="RoutingReplay(model, missing='router') lets the router choose for such tokens."
+                if what == "no expert"
+                else "A column that was padded with 0 looks so; pad it with -1.",
+            )
+
+
+def _check_form(routed: Tensor, num_layers: Collection[int], top_k: int, shown: Tensor | None = None) -> None:
+    if routed.dim() != 4 or routed.shape[2] not in num_layers or routed.shape[3] != top_k:
+        layers = " or ".join(map(str, sorted(num_layers)))
+        raise InvalidRequestError(
+            f"routed_experts refused: shape {tuple((routed if shown is None else shown).shape)}. Expected (rows, "
+            f"tokens, {layers} layers, {top_k} experts), laid out as the model's input_ids."
+        )
+    if routed.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64):
+        raise InvalidRequestError(f"routed_experts refused: dtype {routed.dtype}. Expected signed integers.")
 
 
 def model_config(model: Any) -> Any:

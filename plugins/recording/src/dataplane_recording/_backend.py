@@ -12,21 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from dataplane_core import errors, spec
 from dataplane_core.backends import BlobStore, CapacityOptions
-from dataplane_core.codec import Columns, cell_digests, decode_columns, encode_columns
+from dataplane_core.codec import Columns, decode_columns, encode_columns, scalar_of_digest
 from dataplane_core.errors import preview
-from dataplane_core.saves import tensor_rows
-from dataplane_recording._differences import cell, in_words, scalar_of, take
+from dataplane_core.middleware import row_digests
+from dataplane_recording._differences import cell, in_words, take
 from dataplane_recording._replay import Replay
 from dataplane_recording._timeline import Event, Registration, Timeline
 
 _R = TypeVar("_R")
 _log = logging.getLogger(__name__)
-#: The form in which cells have the digests that are recorded.
-_TENSORS: Final = spec.WireFormat(ragged="jagged", objects="native", shared_rows=True)
 
 
 class DifferenceError(errors.DataPlaneError, ValueError):
@@ -141,7 +139,7 @@ class RecordingBackend(BlobStore):
             self._check_registration(request, run)
             if now is None or not keeps:
                 now = self._begin(name, run, request.epoch, run.first.record.num_samples)
-            info = now.info.extended(request.fields, request.consumer_tasks, request.enums)
+            info = now.info.extended(request.fields, request.consumer_tasks, request.enums, request.followers)
             if keeps and info.num_samples is None and request.num_samples is not None:
                 info = replace(info, num_samples=max(request.num_samples, len(now.sample_ids())))
             now.is_ours, now.info = True, info
@@ -376,9 +374,8 @@ class RecordingBackend(BlobStore):
         ids, columns = request.sample_ids, {name: request.columns[name] for name in names}
         pickles = self.allow_pickle
         rows = decode_columns(columns, request.specs, len(ids), self.wire, allow_pickle=pickles, share_rows=True)
-        rows = tensor_rows(rows, request.specs)
-        encoded, specs = encode_columns(rows, len(ids), _TENSORS, allow_pickle=pickles)
-        digests = {name: cell_digests(encoded[name], specs[name], _TENSORS).tolist() for name in names}
+        sums, specs = row_digests(rows, request.specs, len(ids), allow_pickle=pickles)
+        digests = {name: each.tolist() for name, each in sums.items()}
         recorded: dict[tuple[int, str], dict[str, int]] = {}
         different = []
         for (row, name), event in events.items():
@@ -389,7 +386,7 @@ class RecordingBackend(BlobStore):
             known = recorded[event.at, name].get(ids[row])
             its_spec = spec.FieldSpec.from_text(event.record.specs[name]).stored
             if known is not None and (known != digests[name][row] or its_spec != specs[name].stored):
-                different.append((row, name, event, scalar_of(known, its_spec)))
+                different.append((row, name, event, scalar_of_digest(known, its_spec)))
         if not all(recorded.values()):
             self._tell(request.partition_id, "", "puts are not compared: the run recorded payload none")
         if different:

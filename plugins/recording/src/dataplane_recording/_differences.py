@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from dataplane_core.codec import take_rows
-from dataplane_core.spec import FieldSpec
 
 
 def take(column: Any, rows: Sequence[int]) -> Any:
@@ -22,14 +21,6 @@ def cell(column: Any, row: int) -> Any:
     if isinstance(one, torch.Tensor):
         return one.unbind()[0]
     return (one if isinstance(one, list) else one.tolist())[0]
-
-
-def scalar_of(digest: int, spec: FieldSpec) -> torch.Tensor | None:
-    """The scalar that is its own digest. None for other cells."""
-    if spec.kind == "object" or spec.rank or spec.torch_dtype.itemsize > 8:
-        return None
-    data = bytearray(digest.to_bytes(8, "little")[: spec.torch_dtype.itemsize])
-    return torch.frombuffer(data, dtype=spec.torch_dtype)[0]
 
 
 def in_words(now: Any, was: Any) -> str:

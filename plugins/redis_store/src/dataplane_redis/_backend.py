@@ -202,7 +202,7 @@ class RedisBackend(Puts, Reads, Claims):
                     f"{what} refused: grpo_group_size is {request.grpo_group_size}. The partition that is kept has "
                     f"{info.grpo_group_size}. Nothing was changed."
                 )
-            extended = info.extended(request.fields, request.consumer_tasks, request.enums)
+            extended = info.extended(request.fields, request.consumer_tasks, request.enums, request.followers)
             num = request.num_samples if info.num_samples is None and request.num_samples is not None else -1
             if extended == info and num < 0:
                 return info

@@ -33,7 +33,7 @@ from dataplane_core.packed import unpack_msgpack
 from dataplane_core.spec import FieldSpec, TagValue
 
 #: The version of keys and scripts. A client refuses an instance of another version.
-STORE_VERSION: Final = 11
+STORE_VERSION: Final = 12
 
 #: The files with definitions. A definition uses only those before it.
 _LIBRARIES: Final = ("common", "leases", "line", "filter", "waiting", "question", "wakes", "unknown", "adding", "drop")

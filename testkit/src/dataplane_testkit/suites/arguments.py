@@ -97,6 +97,7 @@ _CASES: Final[dict[Capability | None, dict[str, _Case]]] = {
         "register_no_samples": (ValueError, "", _register(num_samples=0)),
         "register_empty_groups": (ValueError, "", _register(grpo_group_size=0)),
         "register_tasks_no_list": (TypeError, "", _register(consumer_tasks="train")),
+        "register_other_follower": (ValueError, "copy", _register(followers=["copy"])),
         "register_empty_field": (ValueError, "", _register(fields=[""])),
         "register_if_exists": (ValueError, "if_exists", _register(if_exists="keeep")),
         "put_nothing": (ValueError, "", _put(ids=("a",))),

@@ -213,19 +213,14 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
 
         Check first: list_samples and export_partition of a partition without rows.
         """
-        partition = store.register("x", num_samples=2, tasks=["a"], enums={"word": ["u"]})
+        partition = store.register("x", num_samples=2, tasks=["a"], enums={"word": ["u"]}, followers=["a"])
         before = store.client.describe(partition).info
         store.client.save(tmp_path, None, [partition])
         store.client.clear_samples(None, partition)
         store.client.load(tmp_path)
         after = store.client.describe(partition).info
         assert after.epoch != before.epoch
-        assert (after.fields, after.num_samples, after.consumer_tasks, after.enums) == (
-            before.fields,
-            before.num_samples,
-            before.consumer_tasks,
-            before.enums,
-        )
+        assert after.registration() == before.registration()
 
 
 def _content(client: DataPlaneClient, partition_id: str) -> dict[str, object]:

@@ -159,8 +159,14 @@ class RegistrationSuite(Suite, chapter="registration"):
         partition = store.register("x")
         group_size = 2 if store.declares(Capability.GROUPS) else None
         info = store.hooks.register(
-            partition, ["x", "y"], num_samples=8, tasks=["a", "b"], group_size=group_size, enums={"y": ["u", "v"]}
+            *(partition, ["x", "y"]),
+            num_samples=8,
+            tasks=["a", "b"],
+            group_size=group_size,
+            enums={"y": ["u", "v"]},
+            followers=["b"],
         )
+        assert tuple(info.followers) == ("b",)
         assert (tuple(info.fields), info.num_samples, tuple(info.consumer_tasks)) == (("x", "y"), 8, ("a", "b"))
         assert info.grpo_group_size == group_size
         assert {name: tuple(words) for name, words in info.enums.items()} == {"y": ("u", "v")}
@@ -235,14 +241,21 @@ class RegistrationSuite(Suite, chapter="registration"):
 
     @proves(Capability.CLAIMS)
     def test_keep_adds_tasks_fields_and_enums(self, store: Store) -> None:
-        """Contract: "Fields, tasks and strings of enums that it lacks are added."
+        """Contract: "Fields, tasks, strings of enums and followers that it lacks are added."
 
         Check first: a task that is added later must be given the rows that are there already.
         """
         partition = store.register("x", enums={"word": ["a"]})
         store.put(partition, ids(2), x=torch.arange(2), word=as_objects("a", "a"))
         assert store.claim(partition, 2).size == 2
-        store.register("y", tasks=["late"], enums={"word": ["b"]}, partition_id=partition, if_exists="keep")
+        store.register(
+            "y",
+            tasks=["late"],
+            enums={"word": ["b"]},
+            partition_id=partition,
+            if_exists="keep",
+            followers=["late"],
+        )
         assert store.claim(partition, 2, task="late").sample_ids == ids(2)
         assert store.claim(partition, 2).size == 0
         store.put(partition, ["s2"], x=torch.arange(1), word=as_objects("b"))
@@ -250,7 +263,8 @@ class RegistrationSuite(Suite, chapter="registration"):
         with store.refusal(ValueError, "c"):
             store.put(partition, ["s3"], word=as_objects("c"))
         if store.declares(Capability.LISTING):
-            assert store.client.describe(partition).info.fields == ("x", "y")
+            info = store.client.describe(partition).info
+            assert (info.fields, info.followers) == (("x", "y"), ("late",))
 
     @proves(Capability.GROUPS)
     def test_keep_refuses_another_group_size(self, store: Store) -> None:

@@ -1,6 +1,6 @@
-"""Writes ``v8.json``: a journal with every op and a snapshot, as version 8 of the records has them.
+"""Writes ``v9.json``: a journal with every op and a snapshot, as version 9 of the records has them.
 
-Run it only with the core that made version 8: the file shows that later ones still read it. The other files were
+Run it only with the core that made version 9: the file shows that later ones still read it. The other files were
 written so, each by the core that made its version.
 """
 
@@ -35,7 +35,7 @@ class Untrimmed(journaled()):
 
 def fill(client):
     clock = Clock(client)
-    client.register_partition("p", ["x"], 100, ["t", "u"], grpo_group_size=2, enums={"word": ["a", "b"]})
+    client.register_partition("p", ["x"], 100, ["t", "u"], 2, {"word": ["a", "b"]}, followers=["u"])
     client.register_partition("q", ["y"], None, ["t"])
     ids = ["k_g0", "k_g1", "m_g0", "m_g1"]
     tags = [{"n": i, "f": 0.5, "s": "ü", "b": True, "none": None} for i in range(4)]
@@ -90,7 +90,7 @@ def main():
         blobs = {key: base64.b64encode(data).decode() for key, data in backend_of(client).blobs.items()}
         records = [base64.b64encode(Untrimmed.journal[seq]).decode() for seq in sorted(Untrimmed.journal)]
     text = json.dumps({"records": records, "blobs": blobs}, indent=1)
-    Path(__file__).with_name("v8.json").write_text(text + "\n")
+    Path(__file__).with_name("v9.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

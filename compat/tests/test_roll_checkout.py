@@ -1,0 +1,147 @@
+"""ROLL's transfer backend, over the module, with one line changed: the import.
+
+``ROLL_CHECKOUT`` names a checkout (`scripts/checkout.sh` gets one), ``ROLL_PYTHON`` a Python that can import both it
+and dataplane; without it, this one. What ROLL imports there besides ours is `codetiming`. See docs/trainers.md.
+"""
+
+import ast
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dataplane_compat.transfer_queue as ours
+
+CHECKOUT = os.environ.get("ROLL_CHECKOUT")
+PYTHON = os.environ.get("ROLL_PYTHON", sys.executable)
+FILE = "roll/distributed/scheduler/transfer_backend.py"
+#: What ROLL calls, and with which arguments, as of commit 8eb27cc2: names, or for positions a number.
+CALLS = {
+    "init": [(), (0,)],
+    "kv_batch_put": [("fields", "keys", "partition_id")],
+    "kv_batch_get": [("keys", "partition_id", "select_fields")],
+    "kv_clear": [("keys", "partition_id")],
+}
+
+needs_checkout = pytest.mark.skipif(CHECKOUT is None, reason="ROLL_CHECKOUT names no checkout of ROLL")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_module_takes_the_calls_of_roll(name):
+    for call in CALLS[name]:
+        positions = [each for each in call if isinstance(each, int)]
+        inspect.signature(getattr(ours, name)).bind(
+            *positions, **{each: None for each in call if isinstance(each, str)}
+        )
+
+
+@needs_checkout
+@pytest.mark.long
+def test_roll_calls_what_is_tested_here():
+    found = {}
+    for node in ast.walk(ast.parse((Path(CHECKOUT) / FILE).read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("tq."):
+            given = (*range(len(node.args)), *sorted(each.arg for each in node.keywords))
+            found.setdefault(ast.unparse(node.func).removeprefix("tq."), []).append(given)
+    assert {name: sorted(calls) for name, calls in found.items()} == CALLS
+
+
+PROGRAM = """
+import json, sys
+import numpy as np, ray, torch
+
+config, workers = json.loads(sys.argv[1]), sys.argv[2] == "workers"
+ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False)
+
+from roll.configs.base_config import TransferBackendArguments
+from roll.distributed.scheduler import transfer_backend
+from roll.distributed.scheduler.protocol import DataProto
+
+transfer_backend.init_transfer_backend(TransferBackendArguments("TransferQueue", config))
+tokens = torch.arange(12).view(4, 3)
+texts = np.array([{"text": f"answer {n}", "turns": [n]} for n in range(4)], dtype=object)
+data = DataProto.from_dict({"tokens": tokens, "reward": torch.rand(4)}, {"texts": texts})
+batch = DataProto.to_remote(data, "step-0")
+assert set(batch._remote_batch.keys()) == {"tokens", "reward", "texts"}
+
+
+def rows(value):
+    return [row.tolist() for row in value.unbind()]
+
+
+class Worker:
+    def work(self, batch):
+        part = batch.select_idxs([3, 1])
+        read = rows(part.batch["tokens"]), [each["text"] for each in part.non_tensor_batch["texts"]]
+        more = DataProto.from_dict({"logprobs": torch.ones(4, 3, dtype=torch.bfloat16) * 0.5})
+        return read, DataProto.to_remote(more, batch._remote_batch.partition, ref_data=batch)
+
+
+if workers:
+    actors = [ray.remote(Worker).remote() for _ in range(2)]
+    (read, more), (again, _) = ray.get([actor.work.remote(batch) for actor in actors])
+    assert read == again
+else:
+    read, more = Worker().work(batch)
+assert read == ([[9, 10, 11], [3, 4, 5]], ["answer 3", "answer 1"]), read
+
+whole = batch.union(more)
+whole._remote_batch.cache = None  # what this process put is read from the store
+logprobs = whole.batch["logprobs"]
+assert logprobs.dtype == torch.bfloat16 and rows(logprobs) == [[0.5] * 3] * 4
+assert [each["turns"] for each in whole.non_tensor_batch["texts"]] == [[0], [1], [2], [3]]
+half = DataProto.concat([each for each in whole.chunk(2)])
+assert rows(half.batch["tokens"]) == tokens.tolist()
+
+DataProto.drop(whole)
+try:
+    transfer_backend.get(batch._remote_batch.partition, batch._remote_batch.row_ids(), ["tokens"])
+except (KeyError, ValueError) as error:
+    print("gone:", type(error).__name__)
+else:
+    raise AssertionError("the rows are still there")
+transfer_backend.tq.close()
+ray.shutdown()
+print("done")
+"""
+
+#: Stands for TransferQueue itself.
+ITSELF = "TransferQueue"
+CONFIGS = {
+    ITSELF: {"backend": {"SimpleStorage": {"num_data_storage_units": 2}}},
+    **{
+        name: {"backend": name, "op_timeout_s": 120}
+        for name in ("noop", "shm_store", "redis_store", "tq_simple", "tq_mooncake")
+    },
+}
+
+
+@needs_checkout
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", CONFIGS)
+def test_remote_batches_of_roll_go_through_the_store(tmp_path, backend):
+    shutil.copytree(Path(CHECKOUT) / "roll", tmp_path / "roll")
+    source = tmp_path / FILE
+    if backend != ITSELF:
+        text = source.read_text()
+        assert text.count("import transfer_queue as tq") == 1
+        source.write_text(text.replace("import transfer_queue as tq", "import dataplane_compat.transfer_queue as tq"))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    workers = "alone" if backend == "noop" else "workers"  # noop is one process
+    done = subprocess.run(
+        [PYTHON, "-W", "ignore", "program.py", json.dumps(CONFIGS[backend]), workers],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "done"

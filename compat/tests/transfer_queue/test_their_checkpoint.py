@@ -1,0 +1,214 @@
+"""Checkpoints that TransferQueue saved. They are made with its own classes, without Ray, or by a run of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import dataplane_compat.transfer_queue as module
+from dataplane_core.errors import CorruptDataError, InvalidTypeError, UnsupportedOperationError
+
+pytest.importorskip("transfer_queue")
+
+RUN = """
+import sys, ray, torch
+from omegaconf import OmegaConf
+from tensordict import NonTensorStack, TensorDict
+import transfer_queue as tq
+
+ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False)
+units = {"total_storage_size": 200, "num_data_storage_units": 2}
+storage = {"storage_backend": "SimpleStorage", "SimpleStorage": units}
+tq.init(OmegaConf.create({"controller": {"polling_mode": True}, "backend": storage}))
+tokens = torch.nested.as_nested_tensor([torch.arange(n) for n in (3, 2, 4)], layout=torch.jagged)
+info = NonTensorStack({"n": 1}, {"n": [2, "x"]}, {})
+mask = torch.ones(3, 2, dtype=torch.bfloat16)
+fields = {"tokens": tokens, "mask": mask, "reward": torch.tensor([0.5, 1.0, 2.0]), "info": info}
+tq.kv_batch_put(["a", "b", "c"], "train", TensorDict(fields, batch_size=[3]), [{"step": n, "l": [n]} for n in range(3)])
+tq.kv_put("a", "train", fields={"late": torch.ones(5), "position_ids": torch.arange(8).view(4, 2)})
+tq.kv_put("z", "train", tag={"only": "tag"})
+client = tq.get_client()
+client.put(TensorDict({"x": torch.arange(4)}, batch_size=[4]), partition_id="rows")
+assert client.get_meta(["tokens"], 2, "train", task_name="t").size == 2
+assert client.get_meta(["x"], 1, "rows", task_name="u").size == 1
+tq.save_checkpoint(sys.argv[1], metadata={"step": 7})
+tq.close()
+ray.shutdown()
+"""
+
+
+def write_theirs(folder: Path, **cells: list[Any]) -> None:
+    """A checkpoint with rows ``k0``, ``k1``, ... of the partition ``train``."""
+    from transfer_queue.controller import DataPartitionStatus
+    from transfer_queue.storage.simple_storage import StorageUnitData
+
+    indexes = list(range(len(next(iter(cells.values())))))
+    status = DataPartitionStatus("train")
+    status.global_indexes = set(indexes)
+    status.revert_keys_mapping = {index: f"k{index}" for index in indexes}
+    status.keys_mapping = {f"k{index}": index for index in indexes}
+    status.custom_meta = {index: {"n": index} for index in indexes}
+    status.field_name_mapping = {name: place for place, name in enumerate(cells)}
+    status.production_status = torch.ones(len(indexes), len(cells), dtype=torch.int8)
+    status.consumption_status = {"t": torch.tensor([index == 1 for index in indexes], dtype=torch.int8)}
+    state = {
+        "controller_id": "c",
+        "partitions": {"train": status},
+        "index_manager": {"global_index_counter": len(indexes)},
+        "sampler": {"_states": {}},
+    }
+    units = folder / "simple_storage"
+    units.mkdir(parents=True)
+    (folder / "controller_state.pkl").write_bytes(pickle.dumps(state))
+    (folder / "metadata.json").write_text(json.dumps({"storage_saved": True, "user_metadata": {}}))
+    (units / "storage_unit_info.json").write_text(json.dumps([{"position": 0, "storage_unit_id": "u"}]))
+    unit = StorageUnitData()
+    unit.put_data(cells, indexes)
+    unit.save_checkpoint(units / "su_0_u.pkl", "u")
+
+
+@pytest.fixture
+def noop() -> Iterator[ModuleType]:
+    module.init({"backend": "noop", "controller": {"polling_mode": True}})
+    yield module
+    module.close()
+
+
+def test_rows_tags_and_what_was_consumed_come_over(noop: ModuleType, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    write_theirs(folder, x=[torch.ones(2), torch.zeros(2), torch.ones(2)], info=[{"a": 1}, None, "text"])
+    noop.kv_put("old", "other", tag={})
+    noop.load_checkpoint(folder)
+    assert noop.kv_list() == {"train": {f"k{n}": {"n": n} for n in range(3)}}
+    read = noop.kv_batch_get(["k2", "k1"], "train")
+    assert [row.tolist() for row in read["x"].unbind()] == [[1, 1], [0, 0]]
+    assert read.get("info").tolist() == ["text", None]
+    given = noop.get_client().get_meta(["x"], 2, "train", task_name="t")
+    assert given.custom_meta == [{"n": 0}, {"n": 2}]  # the task was given k1 before
+    assert given.field_schema["x"]["is_nested"] is False
+    noop.save_checkpoint(tmp_path / "ours")
+    noop.load_checkpoint(tmp_path / "ours")
+    assert noop.get_client().check_consumption_status("t", "train")
+
+
+def test_new_rows_get_numbers_that_the_checkpoint_does_not_have(noop: ModuleType, tmp_path: Path) -> None:
+    write_theirs(tmp_path / "checkpoint", x=[torch.tensor(n) for n in range(1030)])
+    noop.load_checkpoint(tmp_path / "checkpoint")
+    new = noop.get_client().put(TensorDict({"x": torch.arange(3)}, batch_size=[3]), partition_id="train")
+    assert min(new.global_indexes) >= 1030
+    assert len(noop.get_client().store.list_sample_ids("train")) == 1033
+
+
+class Harmful:
+    """Unpickled without a restriction, it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_code_in_a_checkpoint_does_not_run(noop: ModuleType, tmp_path: Path) -> None:
+    write_theirs(tmp_path / "checkpoint", x=[Harmful(tmp_path / "harm")])
+    noop.kv_put("old", "other", tag={})
+    with pytest.raises(InvalidTypeError, match=r"posix\.mkdir.*Expected tensors") as caught:
+        noop.load_checkpoint(tmp_path / "checkpoint")
+    assert "allow_pickle" in str(caught.value.hint)
+    assert not (tmp_path / "harm").exists()
+    assert list(noop.kv_list()) == ["other"], "it is read before anything is changed"
+
+
+def test_a_config_may_allow_other_classes(tmp_path: Path) -> None:
+    write_theirs(tmp_path / "checkpoint", x=[Path("a"), Path("b")])
+    module.init({"backend": "noop", "allow_pickle": True})
+    try:
+        module.load_checkpoint(tmp_path / "checkpoint")
+        assert module.kv_batch_get(["k0", "k1"], "train").get("x").tolist() == [Path("a"), Path("b")]
+    finally:
+        module.close()
+
+
+def test_checkpoints_that_cannot_be_loaded(noop: ModuleType, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    write_theirs(folder, x=[torch.ones(2)])
+    unit = folder / "simple_storage" / "su_0_u.pkl"
+    whole = unit.read_bytes()
+    unit.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CorruptDataError, match="damaged"):
+        noop.load_checkpoint(folder)
+    unit.unlink()
+    with pytest.raises(CorruptDataError, match="0 of 1 storage units"):
+        noop.load_checkpoint(folder)
+    unit.write_bytes(pickle.dumps({"format": "transfer_queue_hybrid_storage_v1"}))
+    with pytest.raises(UnsupportedOperationError, match="ssd_offload"):
+        noop.load_checkpoint(folder)
+    (folder / "metadata.json").write_text('{"storage_saved": false}')
+    with pytest.raises(UnsupportedOperationError, match="no data of rows"):
+        noop.load_checkpoint(folder)
+    (folder / "metadata.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"metadata\.json"):
+        noop.load_checkpoint(folder)
+
+
+def test_rows_that_the_store_does_not_take_leave_no_part_of_the_checkpoint(noop: ModuleType, tmp_path: Path) -> None:
+    write_theirs(tmp_path / "checkpoint", x=[torch.ones(2)], y=[Path("a")])
+    states = (tmp_path / "checkpoint" / "simple_storage" / "su_0_u.pkl").read_bytes()
+    unit = pickle.loads(states)
+    unit["field_data"]["y"] = {0: 2**100}  # an int that no object column takes
+    (tmp_path / "checkpoint" / "simple_storage" / "su_0_u.pkl").write_bytes(pickle.dumps(unit))
+    with pytest.raises((TypeError, ValueError), match="'y'"):
+        noop.load_checkpoint(tmp_path / "checkpoint")
+    assert noop.kv_list() == {}
+
+
+@pytest.fixture(scope="module")
+def of_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that a run of TransferQueue saved."""
+    folder = tmp_path_factory.mktemp("theirs") / "checkpoint"
+    arguments = [sys.executable, "-W", "ignore", "-c", RUN, str(folder)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["noop", "shm_store", "redis_store"])
+def test_a_job_moves_over_in_the_middle(of_a_run: Path, backend: str) -> None:
+    module.init({"backend": backend, "op_timeout_s": 120, "controller": {"polling_mode": True}})
+    try:
+        module.load_checkpoint(of_a_run)
+        client = module.get_client()
+        assert module.kv_list()["train"] == {
+            **{key: {"step": n, "l": [n]} for n, key in enumerate("abc")},
+            "z": {"only": "tag"},
+        }
+        read = module.kv_batch_get(["a", "b", "c"], "train")
+        assert [len(row) for row in read["tokens"].unbind()] == [3, 2, 4]
+        assert read["mask"].dtype == torch.bfloat16
+        assert read["reward"].tolist() == [0.5, 1.0, 2.0]
+        assert read.get("info").tolist() == [{"n": 1}, {"n": [2, "x"]}, {}]
+        late = module.kv_batch_get("a", "train")
+        assert late["late"].values().tolist() == [1.0] * 5
+        assert late["position_ids"].unbind()[0].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        given = client.get_meta(["tokens", "mask"], 1, "train", task_name="t")
+        assert given.custom_meta == [{"step": 2, "l": [2]}]
+        assert {name: schema["is_nested"] for name, schema in given.field_schema.items()} == {
+            "tokens": True,
+            "mask": False,
+        }
+        rest = client.get_meta(["x"], 3, "rows", task_name="u")
+        assert client.get_data(rest)["x"].tolist() == [1, 2, 3]
+    finally:
+        module.close()

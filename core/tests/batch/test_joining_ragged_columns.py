@@ -1,0 +1,87 @@
+"""Columns of images, joined row by row; samples of text only have rows of length 0."""
+
+import pytest
+import torch
+
+from dataplane_core import BatchedDataDict
+from dataplane_core.batch import stack_or_nest
+from dataplane_core.errors import InvalidRequestError, MissingDataError
+
+PIXELS = [torch.arange(6 * count).view(count, 3, 2).to(torch.bfloat16) for count in (4, 0, 2, 3)]
+IMAGES = BatchedDataDict(input_ids=torch.tensor([[1, 2], [3, 0]]), pixel_values=stack_or_nest(PIXELS[:2]))
+MORE = BatchedDataDict(input_ids=torch.tensor([[4, 5, 6], [7, 0, 0]]), pixel_values=stack_or_nest(PIXELS[2:]))
+TEXT = BatchedDataDict(input_ids=torch.tensor([[8]]))
+
+
+def rows_of(column):
+    return [row.clone() for row in column.unbind()]
+
+
+def same(column, rows):
+    assert [(row.dtype, row.shape) for row in column.unbind()] == [(row.dtype, row.shape) for row in rows]
+    return all(torch.equal(found, row) for found, row in zip(column.unbind(), rows, strict=True))
+
+
+def test_rows_of_images_are_joined_as_they_are_and_tokens_are_padded():
+    joined = BatchedDataDict.from_batches([IMAGES, MORE])
+    assert joined["input_ids"].shape == (4, 3)
+    assert same(joined["pixel_values"], PIXELS)
+
+
+def test_a_dense_column_of_images_is_not_padded_to_another_ones_width():
+    dense = BatchedDataDict(pixel_values=torch.stack([PIXELS[0]] * 2))
+    joined = BatchedDataDict.from_batches([dense, BatchedDataDict(pixel_values=torch.stack([PIXELS[2]]))])
+    assert same(joined["pixel_values"], [PIXELS[0], PIXELS[0], PIXELS[2]])
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_batch_of_text_only_gets_rows_of_length_0_wherever_it_stands(place):
+    batches = [IMAGES, MORE]
+    batches.insert(place, TEXT)
+    joined = BatchedDataDict.from_batches(batches, allow_missing_packed_tensors=True)
+    rows = list(PIXELS)
+    rows.insert(2 * place, PIXELS[1])
+    assert same(joined["pixel_values"], rows)
+    kept = joined.select_indices([4, 0, 2]).slice(0, 2)
+    assert same(kept["pixel_values"], [rows[4], rows[0]])
+
+
+def test_without_leave_a_lacking_column_is_refused_and_the_message_says_how_to_give_it():
+    with pytest.raises(MissingDataError, match="allow_missing_packed_tensors=True"):
+        BatchedDataDict.from_batches([IMAGES, TEXT])
+    with pytest.raises(MissingDataError, match="'input_ids' is missing"):
+        BatchedDataDict.from_batches([IMAGES, {"pixel_values": PIXELS[0][None]}], allow_missing_packed_tensors=True)
+
+
+def test_columns_that_lack_and_that_hold_empty_lists_are_the_same():
+    nothing = BatchedDataDict(input_ids=torch.tensor([[9]]), pixel_values=stack_or_nest([None]))
+    joined = BatchedDataDict.from_batches([nothing, MORE])
+    assert same(joined["pixel_values"], [PIXELS[1], PIXELS[2], PIXELS[3]])
+    assert BatchedDataDict.from_batches([nothing, nothing])["pixel_values"] == [[], []]
+
+
+def test_other_columns_join_so_if_they_are_named():
+    frames = BatchedDataDict(frames=stack_or_nest([torch.ones(2, 4), torch.ones(1, 4)]))
+    joined = BatchedDataDict.from_batches(
+        [frames, {"frames": torch.ones(1, 3, 4)}, {"other": [1]}],
+        ragged_fields=["frames", "other"],
+        allow_missing_packed_tensors=True,
+    )
+    assert [len(row) for row in joined["frames"].unbind()] == [2, 1, 3, 0]
+    assert joined["other"] == [[], [], [], 1]
+    with pytest.raises(NotImplementedError, match="ragged_fields"):
+        BatchedDataDict.from_batches([frames, frames])
+
+
+def test_rows_that_are_no_one_column_are_refused_by_name():
+    other = BatchedDataDict(pixel_values=torch.ones(1, 2, 3, 5, dtype=torch.bfloat16))
+    for wrong in (other, {"pixel_values": torch.ones(1, 2, 3, 2)}):  # another width, another dtype
+        with pytest.raises(InvalidRequestError, match="pixel_values"):
+            BatchedDataDict.from_batches([{"pixel_values": IMAGES["pixel_values"]}, wrong])
+    with pytest.raises(InvalidRequestError, match="scalars and None"):
+        stack_or_nest([torch.tensor(1), None])
+
+
+def test_none_stands_for_a_sample_without_images():
+    assert same(stack_or_nest([None, PIXELS[2], None]), [PIXELS[1], PIXELS[2], PIXELS[1]])
+    assert stack_or_nest([None, None]) == [[], []]

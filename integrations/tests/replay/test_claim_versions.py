@@ -1,0 +1,99 @@
+"""Claims over partitions that hold one weight version each."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dataplane_core import DataPlaneClient, connect
+from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, UnknownTaskError
+from dataplane_integrations.replay import claim_versions
+
+PATTERN = "train_v{version}"
+
+
+@pytest.fixture(params=["noop", "redis_store", "shm_store"])
+def client(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
+    with connect({"backend": request.param}) as client:
+        yield client
+
+
+def write(client: DataPlaneClient, version: int, count: int = 2, name: str = PATTERN, **registration: Any) -> None:
+    partition = name.format(version=version)
+    client.register_partition(partition, ["x"], None, ["train"], if_exists="keep", **registration)
+    if count:
+        client.put_samples([f"v{version}_p0_g{row}" for row in range(count)], partition, {"x": [1.0] * count})
+
+
+def claim(client: DataPlaneClient, size: int, **options: Any) -> list[tuple[str, int]]:
+    metas = claim_versions(client, PATTERN, "train", ["x"], size, **options)
+    return [(meta.partition_id, meta.size) for meta in metas]
+
+
+def test_versions_come_in_their_order_as_numbers_and_only_those_of_the_range(client: DataPlaneClient) -> None:
+    for version in (2, 9, 10, 11):
+        write(client, version)
+    write(client, 10, name="train_v{version}_old")  # of another pattern
+    write(client, 10, name="train_v0{version}")
+    assert claim(client, 3, oldest=9, newest=10) == [("train_v10", 2), ("train_v9", 1)]
+    assert claim(client, 5, order="oldest") == [("train_v2", 2), ("train_v9", 1), ("train_v11", 2)]
+    assert claim(client, 5, blocking=False) == []
+
+
+def test_each_partition_has_leases_of_its_own(client: DataPlaneClient) -> None:
+    for version in (1, 2):
+        write(client, version)
+    newer, older = claim_versions(client, PATTERN, "train", ["x"], 4, lease_s=60.0)
+    client.ack(newer)
+    client.nack(older)
+    assert claim(client, 4) == [("train_v1", 2)]
+    assert client.check_consumption_status("train_v2", ["train"])
+
+
+def test_a_claim_that_waits_gets_the_samples_of_a_partition_that_appears(client: DataPlaneClient) -> None:
+    write(client, 1, 0)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(claim(client, 4, timeout_s=60.0)))
+    thread.start()
+    write(client, 2)
+    thread.join()
+    [given] = found
+    assert sum(size for _, size in given) in (1, 2), "what was ready when it looked"
+    rest = claim(client, 4, blocking=False)
+    assert sum(size for _, size in given + rest) == 2
+    assert {name for name, _ in given + rest} == {"train_v2"}
+
+
+def test_whole_groups_are_claimed(client: DataPlaneClient) -> None:
+    for version in (3, 4):
+        write(client, version, grpo_group_size=2)
+    assert claim(client, 4) == [("train_v4", 2), ("train_v3", 2)]
+    with pytest.raises(InvalidRequestError, match="multiple"):
+        claim(client, 3)
+
+
+def test_partitions_that_are_finished_or_cleared_do_not_end_the_wait_and_a_timeout_names_them(
+    client: DataPlaneClient,
+) -> None:
+    write(client, 1)
+    client.finish_partition("train_v1")
+    assert claim(client, 2) == [("train_v1", 2)]
+    with pytest.raises(ClaimTimeoutError, match="no sample was ready in 'train_v1'"):
+        claim(client, 2, timeout_s=0.2)
+    client.clear_samples(None, "train_v1")
+    with pytest.raises(ClaimTimeoutError, match="none of these versions is registered"):
+        claim(client, 2, timeout_s=0.2)
+
+
+def test_what_cannot_be_claimed_is_refused(client: DataPlaneClient) -> None:
+    write(client, 1)
+    for options, part in [({"order": "newest"}, "'freshest' or 'oldest'"), ({"oldest": 2, "newest": 1}, "newest is 1")]:
+        with pytest.raises(InvalidRequestError, match=part):
+            claim(client, 1, **options)
+    with pytest.raises(InvalidRequestError, match="once"):
+        claim_versions(client, "train", "train", ["x"], 1)
+    with pytest.raises(UnknownTaskError):
+        claim_versions(client, PATTERN, "critic", ["x"], 1)
+    with pytest.raises(InvalidRequestError):
+        claim(client, 0)

@@ -1,0 +1,308 @@
+"""Prompts that are given up: what takes their place, what a step that lost them does, and what a save knows of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import InvalidRequestError
+from dataplane_integrations.errors import ReplayTimeoutError, StepTooSmallError
+from dataplane_integrations.replay import (
+    Collector,
+    InOrderPolicy,
+    ReplayBuffer,
+    Reservation,
+    TargetStepPolicy,
+    parse_sample_id,
+)
+
+Make = Callable[..., ReplayBuffer]
+WAIT_S = 60.0
+
+
+def steps_of(groups: int = 2, **options: Any) -> TargetStepPolicy:
+    return TargetStepPolicy(**{"max_staleness": 1, "groups_per_version": groups, **options})
+
+
+def prompts_of(meta: Any) -> list[int]:
+    return [parse_sample_id(each)["prompt"] for each in meta.sample_ids[::2]]
+
+
+def test_a_prompt_that_fails_too_often_is_given_up_and_the_next_one_takes_its_place(
+    make_buffer: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer = make_buffer(max_attempts=2, num_prompts=3)
+    (first,) = buffer.reserve()
+    buffer.abandon([first], failed=True)
+    (again,) = buffer.reserve()
+    assert (again.prompt, again.attempt) == (0, 1)
+    buffer.abandon([again])  # not its fault: the collector died, say
+    (again,) = buffer.reserve()
+    buffer.abandon([again], failed=True)
+    assert buffer.counts.given_up == 1
+    assert "prompt 0 is given up after 2 failures" in caplog.text
+    assert [each.prompt for each in buffer.reserve(2)] == [1, 2]
+
+
+def test_without_a_limit_no_prompt_is_given_up(make_buffer: Make) -> None:
+    buffer = make_buffer()
+    for attempt in range(20):
+        (each,) = buffer.reserve()
+        assert (each.prompt, each.attempt) == (0, attempt)
+        buffer.abandon([each], failed=True)
+    assert buffer.counts.given_up == 0
+
+
+def test_a_prompt_that_has_failed_is_generated_alone_so_that_it_fails_no_other(make_buffer: Make, commit: Any) -> None:
+    buffer = make_buffer(InOrderPolicy(max_staleness=3, groups_per_version=4), max_attempts=2)
+    several = buffer.reserve(3)
+    buffer.abandon(several[:1])
+    buffer.abandon(several[1:], failed=True)
+    calls = []
+    for _ in range(4):
+        calls.append(buffer.reserve(3, timeout_s=0))
+        if calls[-1][0].prompt == 1:
+            buffer.abandon(calls[-1], failed=True)
+        else:
+            commit(buffer, calls[-1])
+    assert [[each.prompt for each in call] for call in calls] == [[0], [1], [2], [3, 4, 5]]
+    assert buffer.counts.given_up == 1
+
+
+def test_spare_prompts_are_drawn_only_in_place_of_those_that_were_given_up(make_buffer: Make, fill: Any) -> None:
+    buffer = make_buffer(num_prompts=3, spare_prompts=2)
+    buffer.abandon(buffer.reserve(1), requeue=False)
+    fill(buffer, 3)
+    assert prompts_of(buffer.select(3)) == [1, 2, 3]
+    assert buffer.reserve(timeout_s=0) == [], "prompt 4 is a spare that nobody needs"
+    other = make_buffer(num_prompts=3, spare_prompts=1)
+    for _ in range(2):
+        other.abandon(other.reserve(1), requeue=False)
+    fill(other, 2)
+    assert prompts_of(other.select(3)) == [2, 3], "there are no more spares: the last step is smaller"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"spare_prompts": -1, "num_prompts": 4}, {"spare_prompts": 2}, {"max_attempts": 0}],
+)
+def test_numbers_that_make_no_sense_are_refused(make_buffer: Make, options: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"Expected (1 or more|at least 0)"):
+        make_buffer(**options)
+
+
+def test_a_ready_group_of_a_later_step_fills_the_hole_and_the_next_prompt_is_for_the_lender(
+    make_buffer: Make, commit: Any
+) -> None:
+    buffer = make_buffer(steps_of(borrow=True))
+    reserved = buffer.reserve(4)
+    commit(buffer, reserved[:1])
+    buffer.abandon([reserved[1]], requeue=False)
+    with pytest.raises(ReplayTimeoutError):
+        buffer.select(2, timeout_s=0)  # none of step 1 is ready: a group that is being made is no help
+    commit(buffer, reserved[2:3])
+    meta = buffer.select(2, timeout_s=0)
+    assert prompts_of(meta) == [0, 2]
+    (new,) = buffer.reserve(timeout_s=0)
+    assert (new.prompt, new.target_step) == (4, 1)
+    commit(buffer, [reserved[3], new])
+    buffer.consume(meta)
+    buffer.set_weight_version(1)
+    assert prompts_of(buffer.select(2, timeout_s=0)) == [3, 4]
+
+
+def test_a_step_waits_for_its_own_groups_that_are_being_made_and_lends_no_more_than_is_lacking(
+    make_buffer: Make, commit: Any
+) -> None:
+    buffer = make_buffer(steps_of(borrow=True))
+    reserved = buffer.reserve(4)
+    commit(buffer, [reserved[0], *reserved[2:]])
+    with pytest.raises(ReplayTimeoutError):
+        buffer.select(2, timeout_s=0)
+    commit(buffer, [reserved[1]])
+    assert prompts_of(buffer.select(2, timeout_s=0)) == [0, 1]
+
+
+def test_what_the_trainer_discards_is_filled_at_once(make_buffer: Make, fill: Any) -> None:
+    buffer = make_buffer(steps_of(borrow=True))
+    fill(buffer, 4)
+    meta = buffer.select(2)
+    buffer.discard(meta.slice(0, 2))
+    assert prompts_of(buffer.select(1, timeout_s=0)) == [2]
+    with pytest.raises(ReplayTimeoutError):
+        buffer.select(1, timeout_s=0)
+
+
+def test_a_step_shrinks_by_what_was_given_up_and_waits_for_no_more(make_buffer: Make, commit: Any) -> None:
+    buffer = make_buffer(steps_of(4, replacements=0, min_groups=2))
+    reserved = buffer.reserve(8)
+    buffer.abandon(reserved[:1], requeue=False)
+    buffer.abandon(reserved[4:5], requeue=False)
+    with pytest.raises(ReplayTimeoutError):
+        buffer.reserve(timeout_s=0)
+    commit(buffer, reserved[2:4])
+    with pytest.raises(ReplayTimeoutError):
+        buffer.select(4, timeout_s=0)
+    commit(buffer, reserved[1:2])
+    meta = buffer.select(4, timeout_s=0)
+    assert prompts_of(meta) == [1, 2, 3]
+    buffer.consume(meta)
+    assert buffer.select(4, timeout_s=0).size == 0, "the step has all its groups"
+    buffer.set_weight_version(1)
+    commit(buffer, reserved[5:])
+    assert [prompts_of(buffer.select(2, timeout_s=0)) for _ in range(3)] == [[5, 6], [7], []]
+    assert {each.target_step for each in buffer.reserve(1, timeout_s=0)} == {2}, "later steps have their full size"
+
+
+def test_a_step_that_lost_a_group_while_the_trainer_waits_ends_the_wait(make_buffer: Make, commit: Any) -> None:
+    buffer = make_buffer(steps_of(2, replacements=0, min_groups=1))
+    reserved = buffer.reserve(2)
+    commit(buffer, reserved[:1])
+    found: list[Any] = []
+    trainer = threading.Thread(target=lambda: found.append(buffer.select(2, timeout_s=WAIT_S)))
+    trainer.start()
+    buffer.abandon(reserved[1:], requeue=False)
+    trainer.join(WAIT_S)
+    assert prompts_of(found[0]) == [0]
+
+
+def test_a_step_for_which_no_prompts_are_left_ends(make_buffer: Make, commit: Any) -> None:
+    buffer = make_buffer(steps_of(2, replacements=1, min_groups=1), num_prompts=4)
+    reserved = buffer.reserve(4)
+    buffer.abandon(reserved[:1], requeue=False)
+    commit(buffer, reserved[1:])
+    assert [prompts_of(buffer.select(2, min_groups=1, timeout_s=0)) for _ in range(2)] == [[1], []]
+    buffer.set_weight_version(1)
+    assert prompts_of(buffer.select(2, timeout_s=0)) == [2, 3]
+
+
+def test_a_step_below_the_floor_is_refused_and_says_how_small_it_is(make_buffer: Make, commit: Any) -> None:
+    buffer = make_buffer(steps_of(4, replacements=1, min_groups=3))
+    reserved = buffer.reserve(4)
+    buffer.abandon(reserved[:2], requeue=False)
+    (replaced,) = buffer.reserve(timeout_s=0)
+    assert replaced.target_step == 0, "the first is replaced, the second is not"
+    commit(buffer, [*reserved[2:], replaced])
+    assert prompts_of(buffer.select(4, timeout_s=0)) == [2, 3, 4]
+    other = make_buffer(steps_of(4, replacements=0, min_groups=3))
+    other.abandon(other.reserve(4)[:2], requeue=False)
+    with pytest.raises(StepTooSmallError, match=r"step 0 refused: 2 of its prompts.* at least 3") as refused:
+        other.select(4, timeout_s=0)
+    assert (refused.value.step, refused.value.num_groups) == (0, 2)
+    other.set_weight_version(1)
+    with pytest.raises(ReplayTimeoutError):  # of this step nothing was given up
+        other.select(4, timeout_s=0)
+
+
+def test_a_save_knows_failures_what_was_given_up_and_the_spares(make_buffer: Make, commit: Any) -> None:
+    options: dict[str, Any] = {"max_attempts": 2, "num_prompts": 4, "spare_prompts": 1}
+    buffer = make_buffer(steps_of(2, replacements=0, min_groups=1), **options)
+    reserved = buffer.reserve(4)
+    commit(buffer, [reserved[0]])
+    buffer.abandon([reserved[1]], requeue=False)
+    buffer.abandon([reserved[2]], failed=True)
+    with buffer.snapshot() as state:
+        state = json.loads(json.dumps(state))
+    other = make_buffer(steps_of(2, replacements=0, min_groups=1), **options)
+    assert other.load_state(state) == []
+    assert other.counts.given_up == 1
+    assert prompts_of(other.select(2, timeout_s=0)) == [0], "the step is still one short"
+    (alone,) = other.reserve(2, timeout_s=0, at_least=1)[:1]
+    (failed,) = other.reserve(2, timeout_s=0, at_least=1)
+    assert (alone.prompt, failed.prompt) == (3, 2)
+    other.abandon([failed], failed=True)
+    assert other.counts.given_up == 2, "one failure before the save, one after it"
+
+
+def test_a_state_of_an_earlier_version_is_loaded(make_buffer: Make, fill: Any) -> None:
+    buffer = make_buffer()
+    fill(buffer, 2)
+    with buffer.snapshot() as state:
+        old = {name: value for name, value in state.items() if name not in ("failed", "given_up")}
+        old["counts"] = {name: value for name, value in state["counts"].items() if name != "given_up"}
+        old["groups"] = [{k: v for k, v in group.items() if k != "end_weight_version"} for group in state["groups"]]
+    other = make_buffer()
+    other.load_state(old)
+    assert prompts_of(other.select(2)) == [0, 1]
+
+
+def test_a_collector_gives_bad_prompts_up_and_goes_on(make_buffer: Make, client: DataPlaneClient, answers: Any) -> None:
+    bad = {2, 5}
+    buffer = make_buffer(steps_of(3, borrow=True), num_prompts=12, spare_prompts=4, max_attempts=3)
+
+    def rollout(reservations: Sequence[Reservation]) -> Any:
+        if any(each.prompt in bad for each in reservations):
+            raise RuntimeError("this prompt has no answer")
+        return answers(reservations)
+
+    trained: list[int] = []
+    with Collector(buffer, rollout, client=client, groups_per_call=3, max_failures=20):
+        while (meta := buffer.select(3)).size:
+            trained += prompts_of(meta)
+            buffer.consume(meta)
+            buffer.set_weight_version(buffer.weight_version + 1)
+    assert sorted(trained) == [each for each in range(14) if each not in bad]
+    assert buffer.counts.given_up == 2
+
+
+@pytest.mark.parametrize("borrow", [False, True])
+def test_several_collectors_and_trainers_skip_no_prompt_and_take_none_twice(
+    make_buffer: Make, client: DataPlaneClient, answers: Any, borrow: bool
+) -> None:
+    bad = {each for each in range(80) if each % 7 == 3}
+    rule = steps_of(8, borrow=borrow, replacements=1, min_groups=1)
+    buffer = make_buffer(rule, num_prompts=60, spare_prompts=20, max_attempts=2)
+
+    def rollout(reservations: Sequence[Reservation]) -> Any:
+        if any(each.prompt in bad for each in reservations):
+            raise RuntimeError("no answer")
+        return answers(reservations)
+
+    trained: Counter[int] = Counter()
+    sizes: list[int] = []
+    lock, step = threading.Lock(), threading.Barrier(2)
+
+    def train() -> None:
+        """Two of these share each step, two groups at a time, until a step has none."""
+        while True:
+            step.wait(WAIT_S)
+            before = sum(trained.values())
+            step.wait(WAIT_S)
+            while (meta := buffer.select(2, min_groups=1, timeout_s=WAIT_S)).size:
+                with lock:
+                    trained.update(map(int, prompts_of(meta)))
+                buffer.consume(meta)
+            if step.wait(WAIT_S) == 0:
+                sizes.append(sum(trained.values()) - before)
+                buffer.set_weight_version(buffer.weight_version + 1)
+            step.wait(WAIT_S)
+            if sizes[-1] == 0:
+                return
+
+    collectors = [
+        Collector(buffer, rollout, client=client, name=f"c{n}", groups_per_call=2, num_threads=2, max_failures=10**6)
+        for n in range(2)
+    ]
+    for each in collectors:
+        each.start()
+    trainers = [threading.Thread(target=train) for _ in range(2)]
+    for thread in trainers:
+        thread.start()
+    for thread in trainers:
+        thread.join(WAIT_S)
+    for each in collectors:
+        each.stop()
+    assert trained, "the trainers ran"
+    assert set(trained.values()) == {1}
+    given_up = buffer.counts.given_up
+    drawn = range(60 + min(20, given_up))
+    assert sorted(trained) == [prompt for prompt in drawn if prompt not in bad]
+    assert given_up == len(bad.intersection(drawn))
+    assert client.list_samples("replay").size == 0
+    assert not buffer.view().groups

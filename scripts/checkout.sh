@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Gets a checkout of another project, for the tests in compat/tests that run its own tests: checkout.sh PROJECT FOLDER
+# [COMMIT OR TAG]. It prints the variable that these tests read.
+set -euo pipefail
+project=${1:?usage: checkout.sh PROJECT FOLDER [COMMIT OR TAG]}
+folder=${2:?usage: checkout.sh PROJECT FOLDER [COMMIT OR TAG]}
+
+case $project in
+    nemo_rl) repository=NVIDIA-NeMo/RL version=7ea279abfbeb698b092856d0dab61e7cf39bc909 ;;
+    roll) repository=alibaba/ROLL version=8eb27cc2dc34c4d1310b169d9b86d339004d811a ;;
+    transfer_queue) repository=Ascend/TransferQueue version=b75d570d88c50bbfcbe2171baa727fadd7216f76 ;;
+    *) echo "checkout.sh: '$project' is not known. Expected nemo_rl, roll or transfer_queue." >&2; exit 1 ;;
+esac
+
+git init -q "$folder"
+git -C "$folder" fetch -q --depth 1 "https://github.com/$repository.git" "${3:-$version}"
+git -C "$folder" checkout -q FETCH_HEAD
+echo "export ${project^^}_CHECKOUT=$(cd "$folder" && pwd)"

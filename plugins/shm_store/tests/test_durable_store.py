@@ -238,6 +238,13 @@ def test_an_arena_that_lost_its_end_is_refused_before_anything_is_served(folder,
         Life(folder)
 
 
+def test_a_folder_of_another_version_is_refused(folder, monkeypatch):
+    Life(folder).close()
+    monkeypatch.setattr(_durable, "_VERSION", 2)
+    with pytest.raises(CorruptDataError, match=r"is of version 1. Expected 2"):
+        Life(folder)
+
+
 def no_space(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -22,6 +22,8 @@ from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import commands
 from dataplane_shm._store import Store
 
+#: The version of what is noted beside the ledger: where the extents lie, and the notes below.
+_VERSION: Final = 1
 _ARENA: Final = "arena"
 _JOURNAL: Final = "journal"
 _LOCK: Final = "lock"
@@ -201,7 +203,12 @@ def _lock(folder: Path) -> int:
 
 
 def _open_arena(path: Path, size_bytes: int, memory: bytes | None) -> Arena:
-    before = _Memory(0, 0, 0, "") if memory is None else msgspec.msgpack.decode(memory, type=_Memory)
+    before = _Memory(_VERSION) if memory is None else msgspec.msgpack.decode(memory, type=_Memory)
+    if before.version != _VERSION:
+        raise CorruptDataError(
+            f"the folder {path.parent} is of version {before.version}. Expected {_VERSION}.",
+            hint="Another dataplane-shm wrote it: use that one, or name an empty folder.",
+        )
     there_bytes = path.stat().st_size if path.exists() else 0
     if there_bytes < before.size_bytes:
         raise CorruptDataError(
@@ -221,13 +228,14 @@ def _open_arena(path: Path, size_bytes: int, memory: bytes | None) -> Arena:
 class _Memory(msgspec.Struct, array_like=True):
     """Identifies a file of the arena, and the machine's memory since it was started: unsynced bytes are only there."""
 
-    size_bytes: int
-    device: int
-    inode: int
-    boot_id: str
+    version: int
+    size_bytes: int = 0
+    device: int = 0
+    inode: int = 0
+    boot_id: str = ""
 
 
 def _memory_of(arena: Arena) -> bytes:
     status = os.fstat(arena.fd)
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return msgspec.msgpack.encode(_Memory(status.st_size, status.st_dev, status.st_ino, boot_id))
+    return msgspec.msgpack.encode(_Memory(_VERSION, status.st_size, status.st_dev, status.st_ino, boot_id))

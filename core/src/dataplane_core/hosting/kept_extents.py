@@ -311,9 +311,9 @@ class KeptExtents(ExtentService):
     def _give_room(self, extent: Extent) -> None:
         """Has the file system set room aside for an extent. Raises `OSError` if it has none."""
         first, last = _blocks(extent)
-        missing = first + np.flatnonzero(~self._has_room[first:last])
-        if not len(missing):
+        if self._has_room[first:last].all():
             return
+        missing = first + np.flatnonzero(~self._has_room[first:last])
         if (np.count_nonzero(self._has_room) + len(missing)) * _BLOCK > self._most_bytes * (1 + _SPARE_SHARE):
             self._free_spare()
         for start, stop in _runs(missing):

@@ -251,6 +251,9 @@ class _HostJournal(Journal):
         self._file.next_call = None if isinstance(command, _OWN) else self.calling
         return super()._try_append(command)
 
+    def _apply(self, command: Command[Reply], data: bytes) -> Reply:
+        return self._run(command, data)  # as it came: no other process replays it beside this one
+
     def _load(self, record: Record, data: bytes, deadline: float) -> None:
         self._at = self._file.entry.at  # not before anything that the snapshot holds
         try:

@@ -30,10 +30,10 @@ __all__ = ["FIELDS", "DataPlaneTokenStore", "token_entries"]
 _LENGTHS: Final = {
     "prompt_token_ids": "prompt_lengths",
     "generation_token_ids": "generation_lengths",
-    "generation_log_probs": "generation_lengths",
+    "generation_log_probs": "log_prob_lengths",
 }
 #: Of a finished rollout.
-FIELDS: Final = (*_LENGTHS, "prompt_lengths", "generation_lengths", "calls")
+FIELDS: Final = (*_LENGTHS, *_LENGTHS.values(), "calls")
 _STATE: Final = "?"  # the row of a rollout's state. Ids of calls end in a digest, those of intents in "?begun"
 _Rows = dict[str, dict[str, Any]]
 

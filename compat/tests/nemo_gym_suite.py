@@ -1,4 +1,4 @@
-"""A pytest plugin that puts our token store under NeMo Gym's own tests. `test_nemo_gym_checkout.py` runs pytest with it.
+"""A pytest plugin that puts our token store under NeMo Gym's own tests, for `test_nemo_gym_checkout.py`.
 
 Where a test makes a ``TokenCaptureStore`` of a folder, it gets a `DataPlaneTokenStore` whose partition has the name of
 that folder, over the config of dataplane in the environment variable ``DATAPLANE_SUITE_CONFIG`` (JSON).

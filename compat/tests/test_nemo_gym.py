@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from dataplane_compat.nemo_gym import FIELDS, DataPlaneTokenStore, token_entries
 from dataplane_core import connect
@@ -32,24 +31,19 @@ def nemo_gym(monkeypatch):
         del sys.modules[name]
 
 
-BACKENDS = ["noop", *(pytest.param(name, marks=pytest.mark.long) for name in ("shm_store", "redis_store", "tq_simple"))]
+BACKENDS = ["noop", *(pytest.param(name, marks=pytest.mark.long) for name in ("shm_store", "redis_store"))]
 SHARED = [pytest.param("shm_store"), *BACKENDS[2:]]
 
 
 @pytest.fixture(scope="module")
 def config(request):
     """The config of a store that runs."""
-    if request.param.startswith("tq_"):
-        ray = pytest.importorskip("ray")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="dataplane")
     config = {"backend": request.param, "op_timeout_s": 120}
     if request.param == "noop":
         yield config
         return
     with connect(config):
         yield config
-    if request.param.startswith("tq_"):
-        ray.shutdown()
 
 
 @pytest.fixture
@@ -251,7 +245,8 @@ def test_a_put_that_succeeds_beside_a_freeze_is_in_the_snapshot(open_store):
             try:
                 await store.put(entry(str(i), rollout_id=rollout_id))
             except RuntimeError as error:
-                assert "already frozen" in str(error)
+                if "already frozen" not in str(error):
+                    raise
                 break
             done.append(str(i))
         return done
@@ -269,7 +264,7 @@ def test_a_put_that_succeeds_beside_a_freeze_is_in_the_snapshot(open_store):
 
     for pause in (0, 1, 3, 10, 30):
         *written, first, second, third = asyncio.run(run(f"r{pause}", pause))
-        assert sorted(call_ids(first)) == sorted(sum(written, []))
+        assert sorted(call_ids(first)) == sorted(each for done in written for each in done)
         assert first == second == third
 
 
@@ -330,14 +325,16 @@ def test_a_drop_beside_marks_and_reads(open_store):
             try:
                 found.append(await store.freeze(rollout_id))
             except RuntimeError as error:
-                assert "retired" in str(error)
+                if "retired" not in str(error):
+                    raise
                 return
 
     async def mark(store, rollout_id):
         try:
             await store.mark_incomplete(rollout_id, "late")
         except RuntimeError as error:
-            assert "retired" in str(error)
+            if "retired" not in str(error):
+                raise
             return False
         return True
 
@@ -403,7 +400,7 @@ def test_a_trainer_claims_finished_rollouts(open_store):
         await trainer.client.ack(meta)
         dropped = [
             await trainer.drop(each, snapshot_id=tags["snapshot_id"], version=tags["version"])
-            for each, tags in zip(meta.sample_ids, meta.tags)
+            for each, tags in zip(meta.sample_ids, meta.tags, strict=True)
         ]
         return meta, rows, left.sample_ids, dropped
 

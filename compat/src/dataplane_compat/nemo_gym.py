@@ -149,7 +149,14 @@ class DataPlaneTokenStore:
             if (await self.client.describe(where, count_rows=False)).info.epoch != snapshot_id:
                 return False
             # the claim is the condition: one process gets the row of the state, while it has this tag
-            taken = await self.client.claim_meta(where, "retire", [], 1, blocking=False, tag_filter=now)
+            taken = await self.client.claim_meta(
+                where,  # type: ignore[arg-type] # `wraps` takes the signature of the synchronous client
+                "retire",
+                [],
+                1,
+                blocking=False,
+                tag_filter=now,
+            )
             if not taken.size:  # or a drop of this snapshot was cut off
                 same = await self.client.list_samples(where, now)
                 if not same.size or not await self.client.list_consumed(where, "retire"):
@@ -223,7 +230,7 @@ class DataPlaneTokenStore:
         if row_ids:
             rows = await self.client.get_samples(row_ids, where, FIELDS)
             columns, length = await asyncio.to_thread(_joined, rows)
-        tags = {"snapshot_id": snapshot_id, "calls": len(row_ids), "input_lengths": length}
+        tags: dict[str, Any] = {"snapshot_id": snapshot_id, "calls": len(row_ids), "input_lengths": length}
         await self.client.put_samples([rollout_id], self._partition, columns, tags=[tags])
         lost = begun - calls or len(calls) < len(row_ids)  # a call that never came, or one with two payloads
         await self._set(where, _STATE, sealed=True, **({"incomplete": True} if lost else {}))

@@ -58,8 +58,8 @@ class DataPlaneTokenStore:
     id is used again with another payload; and what an `AsyncDataPlaneClient` raises.
 
     A finished rollout of C calls is a row: ``prompt_token_ids``, ``generation_token_ids`` (int64) and
-    ``generation_log_probs`` (float64) of all calls one after the other, ``prompt_lengths`` and ``generation_lengths``
-    ``(C,)``, and ``calls``, a list of C dicts with the rest. Its id is the rollout's. Its tags are ``snapshot_id``,
+    ``generation_log_probs`` (float64) of all calls one after the other, ``prompt_lengths``, ``generation_lengths`` and
+    ``log_prob_lengths`` ``(C,)``, and ``calls``, a list of C dicts with the rest. Its id is the rollout's. Its tags are ``snapshot_id``,
     ``version``, ``incomplete``, ``calls``, and ``input_lengths`` (tokens of the longest call).
 
     Args:

@@ -59,8 +59,8 @@ class DataPlaneTokenStore:
 
     A finished rollout of C calls is a row: ``prompt_token_ids``, ``generation_token_ids`` (int64) and
     ``generation_log_probs`` (float64) of all calls one after the other, ``prompt_lengths``, ``generation_lengths`` and
-    ``log_prob_lengths`` ``(C,)``, and ``calls``, a list of C dicts with the rest. Its id is the rollout's. Its tags are ``snapshot_id``,
-    ``version``, ``incomplete``, ``calls``, and ``input_lengths`` (tokens of the longest call).
+    ``log_prob_lengths`` ``(C,)``, and ``calls``, a list of C dicts with the rest. Its id is the rollout's. Its tags are
+    ``snapshot_id``, ``version``, ``incomplete``, ``calls``, and ``input_lengths`` (tokens of the longest call).
 
     Args:
         config: A config of dataplane, or a file of one. Connects at once, and blocks until it has.

@@ -44,7 +44,7 @@ class StoreWeightTransfer:
 
     def __init__(self, client: DataPlaneClient, partition_id: str = WEIGHTS, **options: Any) -> None:
         self.version = 0
-        self._client, self._partition_id, self._options = client, partition_id, options
+        self._client, self._partition_id, self._options = client, partition_id, options | {"partition_id": partition_id}
 
     def init_weight_transfer(self) -> None:
         self._client.register_partition(self._partition_id, [_VERSION], None, [], if_exists="keep")
@@ -52,9 +52,8 @@ class StoreWeightTransfer:
         self.version = max((int(tags[_VERSION]) for tags in held), default=0)
 
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
-        version, weights = self.version + 1, dict(iterator)
-        publish_weights(self._client, version, weights, partition_id=self._partition_id, **self._options)
-        self.version = version
+        publish_weights(self._client, self.version + 1, dict(iterator), **self._options)
+        self.version += 1
 
     def pause(self) -> None:
         """Does nothing, as `resume` and `destroy`: the versions stay until somebody clears the partition."""
@@ -146,8 +145,7 @@ class StoreRolloutWorker:
             self._client.clear_samples(meta.sample_ids, meta.partition_id)
             self._client.mark_step(model_version + self._ahead - 1)
             self.acked += meta.size
-        if self._weights is not None:
-            self._ahead = self._weights.version - model_version
+        self._ahead = 0 if self._weights is None else self._weights.version - model_version
 
     def check_health(self, stale_after_s: float) -> None:
         """The trainer calls it while it waits for a sample. Raises what the thread has raised.

@@ -186,7 +186,7 @@ class StoreRolloutWorker:
     def _samples(self, meta: KVBatchMeta, columns: Any) -> tuple[KVBatchMeta, list[Any]]:
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-        versions = [row.get(_VERSION) for row in meta.tags or [{}] * meta.size]
+        versions: list[Any] = [row.get(_VERSION) for row in meta.tags or [{}] * meta.size]
         if None in versions:
             raise InvalidRequestError(
                 f"sample '{meta.sample_ids[versions.index(None)]}' of '{meta.partition_id}' has no tag '{_VERSION}'. "

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Gets a checkout of another project, for the tests in compat/tests that run its own tests: checkout.sh PROJECT FOLDER
-# [COMMIT OR TAG]. It prints the variable that these tests read.
+# Gets a checkout of another project, for the tests that run its own tests: checkout.sh PROJECT FOLDER [COMMIT OR TAG].
+# It prints the variable that these tests read.
 set -euo pipefail
 project=${1:?usage: checkout.sh PROJECT FOLDER [COMMIT OR TAG]}
 folder=${2:?usage: checkout.sh PROJECT FOLDER [COMMIT OR TAG]}
@@ -12,6 +12,7 @@ case $project in
     roll) repository=alibaba/ROLL version=8eb27cc2dc34c4d1310b169d9b86d339004d811a ;;
     slime) repository=THUDM/slime version=624b824a898ab0ec1fcb4d373004c7f3852bf515 ;;
     transfer_queue) repository=Ascend/TransferQueue version=b75d570d88c50bbfcbe2171baa727fadd7216f76 ;;
+    trl) repository=huggingface/trl version=f2cd57710ae345ea6428ae95363267fcf38a3dc8 ;;
     *) echo "checkout.sh: '$project' is not known. Expected one of those in $0." >&2; exit 1 ;;
 esac
 

@@ -5,6 +5,7 @@ Three kinds of partitions connect them:
 - ``prompts``: a row per prompt. The trainer writes them, the rollout processes claim them.
 - ``weights``: the two newest versions of the weights, see `dataplane_integrations.weights`.
 - ``answers-0``, ``answers-1``, ...: the answers of one generation batch each, cleared when it has been trained on.
+  With an asynchronous trainer one partition, ``answers``, in which the rows are cleared.
 
 Nothing here imports TRL: the trainer comes as an argument.
 """
@@ -17,28 +18,28 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from dataplane_core import DataPlaneClient, KVBatchMeta
-from dataplane_core.errors import (
-    LeaseExpiredError,
-    StalePartitionError,
-    UnknownPartitionError,
-)
+from dataplane_core.errors import ClaimTimeoutError, LeaseExpiredError, StalePartitionError, UnknownPartitionError
 from dataplane_integrations.replay import StreamingConsumer, group_of
 from dataplane_integrations.rollout import mint_sample_ids
 from dataplane_integrations.weights import WEIGHTS, WeightReader, open_weights, publish_weights
 
-__all__ = ["DataPlaneRollouts", "Generate", "serve"]
+__all__ = ["ANSWERS", "FIELDS", "PROMPTS", "DataPlaneRollouts", "Generate", "sample_columns", "serve"]
 
 FIELDS = ["prompt_ids", "completion_ids", "logprobs"]
+PROMPTS = "prompts"
+#: The partition of all answers of an asynchronous run.
+ANSWERS = "answers"
 #: Raised by calls on a partition that has been dropped.
 _DROPPED = (UnknownPartitionError, StalePartitionError)
 #: Seconds between two questions whether the run has begun.
 _POLL_S = 0.2
 
-#: ``generate(prompts, answers, max_new_tokens, temperature)`` returns the columns `FIELDS` as lists, a row per answer.
-#: The answers to a prompt are adjacent.
+#: ``generate(prompts, answers, max_new_tokens, temperature)`` returns the columns `FIELDS` as lists, a row per answer;
+#: for an asynchronous trainer, `sample_columns` of them. The answers to a prompt are adjacent.
 Generate = Callable[[Sequence[Any], int, int, float], dict[str, list[Any]]]
 
 
@@ -102,7 +103,7 @@ class DataPlaneRollouts:
         self._batch = batch
         if batch == 0:
             open_weights(self._client)
-            self._client.register_partition("prompts", ["prompt"], None, ["rollout"])
+            self._client.register_partition(PROMPTS, ["prompt"], None, ["rollout"])
         publish_weights(self._client, batch, trainer.accelerator.unwrap_model(trainer.model).state_dict())
 
         while self._asked < min(batch + self._ahead + 1, batches):
@@ -122,7 +123,7 @@ class DataPlaneRollouts:
             else:
                 self._held.__exit__(kind, error, trace)
         finally:
-            for name in ("prompts", WEIGHTS, *map(_answers, range(max(self._batch, 0), self._asked))):
+            for name in (PROMPTS, WEIGHTS, *map(_answers, range(max(self._batch, 0), self._asked))):
                 self._client.clear_samples(None, name)
 
     def _ask(self, trainer: Any, batch: int) -> None:
@@ -133,12 +134,13 @@ class DataPlaneRollouts:
         )
         tags = {
             "batch": batch,
+            "into": _answers(batch),
             "answers": answers,
             "max_new_tokens": trainer.args.max_completion_length,
             "temperature": float(trainer.args.temperature),
         }
         columns = {"prompt": list(prompts.values())}
-        self._client.put_samples(list(prompts), "prompts", columns, tags=[tags] * len(prompts))
+        self._client.put_samples(list(prompts), PROMPTS, columns, tags=[tags] * len(prompts))
 
     def _claim(self, batch: int, sample_ids: list[str]) -> dict[str, list[Any]]:
         """Waits for the answers of a batch, which are held on lease from then on, and returns them in this order."""
@@ -183,6 +185,23 @@ def _prompts(trainer: Any, batch: int) -> dict[str, Any]:
     return {f"p{number}": trainer.train_dataset[number % epoch]["prompt"] for number in numbers}
 
 
+def sample_columns(rows: dict[str, list[Any]], rewards: Sequence[float], answers: int) -> dict[str, list[Any]]:
+    """What `StoreRolloutWorker` reads, from the columns `FIELDS` and a reward per row: GRPO's advantages, and masks."""
+    of_group = torch.tensor(rewards).view(-1, answers)
+    std, mean = torch.std_mean(of_group, 1, correction=0, keepdim=True)
+    both = list(zip(rows["prompt_ids"], rows["completion_ids"], strict=True))
+    return {
+        "input_ids": [prompt + answer for prompt, answer in both],
+        "token_mask": [[0] * len(prompt) + [1] * len(answer) for prompt, answer in both],
+        "generation_logprobs": [
+            [0.0] * len(prompt) + logprobs
+            for prompt, logprobs in zip(rows["prompt_ids"], rows["logprobs"], strict=True)
+        ],
+        "advantage": ((of_group - mean) / (std + 1e-8)).flatten().tolist(),
+        "metrics": [{"reward": each} for each in rewards],
+    }
+
+
 def serve(
     client: DataPlaneClient,
     model: nn.Module,
@@ -192,6 +211,7 @@ def serve(
     prompts_per_claim: int = 1,
     lease_s: float = 60.0,
     timeout_s: float = 600.0,
+    most_waiting: int | None = None,
 ) -> None:
     """Answers prompts until the run needs no more. Any number of processes may do so, and join or die at any time.
 
@@ -205,18 +225,20 @@ def serve(
         worker: A name of this process.
         prompts_per_claim: Prompts for each call of ``generate``. A divisor of the number of prompts per batch.
         lease_s: Seconds of lease on the prompts.
-        timeout_s: Seconds to wait for the run to begin, and for prompts.
+        timeout_s: Seconds to wait for the run to begin, for prompts, and for room.
+        most_waiting: If so many answers wait for an asynchronous trainer, rollouts wait too. None: they do not.
     """
     _wait_for_run(client, timeout_s)
     claims = StreamingConsumer(
-        client, "prompts", "rollout", ["prompt"], prompts_per_claim, lease_s=lease_s, timeout_s=timeout_s
+        client, PROMPTS, "rollout", ["prompt"], prompts_per_claim, lease_s=lease_s, timeout_s=timeout_s
     )
     reader = WeightReader(client, worker)
     with contextlib.suppress(*_DROPPED):  # the run is over
         for claimed in claims:
             with contextlib.suppress(LeaseExpiredError), claimed:  # too late: others were given the prompts
                 began = time.monotonic()
-                weights = reader.newest()  # after the claim, so they are new enough
+                # after the claim, so they are new enough
+                weights = reader.wait(timeout_s) if reader.version is None else reader.newest()
                 if weights is not None:
                     model.load_state_dict(weights)
                 tags = (claimed.meta.tags or [])[0]
@@ -225,22 +247,32 @@ def serve(
                 claimed.check()
                 made = {"worker": worker, "weight_version": reader.version, "began": began, "ended": time.monotonic()}
                 _put(client, claimed.meta, rows, made)
+            if most_waiting is not None:
+                _wait_for_room(client, most_waiting, timeout_s)
 
 
 def _put(client: DataPlaneClient, meta: KVBatchMeta, rows: dict[str, list[Any]], made: dict[str, Any]) -> None:
-    """Writes the answers to claimed prompts, each into the partition of its batch."""
+    """Writes the answers to claimed prompts, each into the partition that its prompt names."""
     for index, (prompt, tags) in enumerate(zip(meta.sample_ids, meta.tags or [], strict=True)):
         answers = tags["answers"]
         own = {name: column[index * answers : (index + 1) * answers] for name, column in rows.items()}
         with contextlib.suppress(*_DROPPED):  # others answered it, and it has been trained on
-            client.put_samples(mint_sample_ids([prompt], answers), _answers(tags["batch"]), own, tags=[made] * answers)
+            client.put_samples(mint_sample_ids([prompt], answers), tags["into"], own, tags=[made] * answers)
+
+
+def _wait_for_room(client: DataPlaneClient, most_waiting: int, timeout_s: float) -> None:
+    give_up = time.monotonic() + timeout_s
+    while client.describe(ANSWERS, count_rows=False).tasks["train"].num_ready >= most_waiting:
+        if time.monotonic() > give_up:
+            raise ClaimTimeoutError(f"the trainer took no answers for {timeout_s:g} s.")
+        time.sleep(_POLL_S)
 
 
 def _wait_for_run(client: DataPlaneClient, timeout_s: float) -> None:
     give_up = time.monotonic() + timeout_s
     while True:
         try:
-            client.list_samples("prompts")
+            client.list_samples(PROMPTS)
             return
         except UnknownPartitionError:
             if time.monotonic() > give_up:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
             callbacks=[StepLines()],
         )
         trainer.remove_callback(PrinterCallback)  # `StepLines` prints
-        with rollout_processes(options["processes"], config_file), rollouts:
+        with rollout_processes(options["processes"], "--config", config_file), rollouts:
             trainer.train()
 
     after = evaluate(generate, tokenizer)
@@ -93,30 +93,37 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
 
 def training_arguments(config: dict[str, Any], out: Path) -> GRPOConfig:
     return GRPOConfig(
-        output_dir=str(out / "trl"),
+        **common_arguments(config, out),
         shuffle_dataset=False,  # the rollout processes get the prompts in the order of the data set
-        max_steps=config["steps"],
-        per_device_train_batch_size=config["prompts_per_step"] * config["answers_per_prompt"],
-        num_generations=config["answers_per_prompt"],
-        max_completion_length=DIGITS,
-        learning_rate=config["learning_rate"],
-        lr_scheduler_type="constant",
         off_policy_mask_threshold=config["off_policy_mask_threshold"],
-        use_cpu=True,
-        bf16=False,
         activation_checkpointing=False,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-        seed=config["seed"],
     )
 
 
+def common_arguments(config: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The arguments that both trainers of TRL get."""
+    return {
+        "output_dir": str(out / "trl"),
+        "max_steps": config["steps"],
+        "per_device_train_batch_size": config["prompts_per_step"] * config["answers_per_prompt"],
+        "num_generations": config["answers_per_prompt"],
+        "max_completion_length": DIGITS,
+        "learning_rate": config["learning_rate"],
+        "lr_scheduler_type": "constant",
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "seed": config["seed"],
+    }
+
+
 @contextlib.contextmanager
-def rollout_processes(number: int, config_file: Path) -> Iterator[None]:
+def rollout_processes(number: int, *options: object) -> Iterator[None]:
     """Starts rollout processes. They end by themselves when the run needs no more; if it fails, they are ended."""
-    program = [sys.executable, str(Path(__file__).with_name("rollout_process.py")), "--config", str(config_file)]
+    program = [sys.executable, str(Path(__file__).with_name("rollout_process.py")), *map(str, options)]
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for index in range(number):
@@ -135,11 +142,11 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(run: Callable[[dict[str, Any], Path, Path], None], description: str, out: str) -> int:
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("config.yaml"))
-    parser.add_argument("--out", type=Path, default=Path("out/trl"), help="where results go (default: %(default)s)")
-    args = parser.parse_args(argv)
+    parser.add_argument("--out", type=Path, default=Path(out), help="where results go (default: %(default)s)")
+    args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         run(yaml.safe_load(args.config.read_text(encoding="utf-8")), args.config, args.out)
@@ -153,4 +160,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(run, __doc__, "out/trl"))

@@ -448,3 +448,10 @@ def test_who_makes_a_group_may_still_put_it_though_all_others_ended():
     two = replace(partition(group=4, tasks=("train", "judge")))
     told = verdict(two, TRAINER, gone, judged, blocked, **GROUPS, **FULL)
     assert (told.state, told.culprit) == ("starved", "process 10 on h (judge)")
+
+
+def test_who_holds_samples_and_waits_for_more_does_not_wait_for_these():
+    held = Shortfall(num_leased=4, leased=(LeaseHolder(sample_id="a", holder="process 6 on h", left_s=9.0),))
+    found = verdict(partition(), TRAINER, ENDED, short=held)
+    assert found == verdict(partition(), TRAINER, ENDED)
+    assert (found.state, found.cause) == ("starved", "short")

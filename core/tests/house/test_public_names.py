@@ -67,6 +67,7 @@ FACES = {
         "why",
     ],
     "dataplane_compat": [],
+    "dataplane_compat.nemo_gym": ["DataPlaneTokenStore", "FIELDS", "token_entries"],
     "dataplane_compat.nemo_rl": ["NemoRLAdapter", "Section", "activate", "client_class"],
     "dataplane_compat.transfer_queue": [
         "BaseSampler",

@@ -137,3 +137,18 @@ def test_a_recorded_run_gives_the_same_losses_again_without_rollout_processes(tm
         logs.append([{key: value for key, value in line.items() if "time" not in key} for line in lines])
     assert len(logs[0]) == STEPS
     assert logs[0] == logs[1]
+
+
+def test_an_asynchronous_run_learns_from_what_other_processes_generate(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    config = write_config(tmp_path, options={"namespace": f"asynchronous-{os.getpid()}"})
+    finish(start(EXAMPLE / "train_async.py", "--config", config, "--out", out))
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["evaluation"]["after"]["sampled"] > summary["evaluation"]["before"]["sampled"] + 0.1
+    assert summary["answers_acked"] >= (STEPS - 1) * PROMPTS * ANSWERS
+    lines = read_lines(out / "metrics.jsonl")
+    assert len(lines) == STEPS
+    assert sum(line["reward"] for line in lines[-5:]) / 5 > sum(line["reward"] for line in lines[:5]) / 5 + 0.1
+    assert {line["batch/samples_per_step"] for line in lines} == {PROMPTS * ANSWERS}
+    assert 0 < summary["staleness"] <= 4
+    assert all(line["rollout/samples_total"] > 0 for line in lines)

@@ -220,7 +220,7 @@ class _Judge:
         if answer.num_ready >= wanted:
             text = f"{_count(answer.num_ready)} of {wanted} are ready: its claim is answered now."
             return replace(verdict, text=text)
-        reason = self._why(verdict, alive, answer.shortfall, wanted, waited_s, reach)
+        reason = self._why(verdict, waiting, answer.shortfall, wanted, waited_s, reach)
         return replace(
             verdict,
             state="starved" if reason.is_fault else "waits",
@@ -277,7 +277,7 @@ class _Judge:
     def _why(
         self,
         verdict: Verdict,
-        alive: Sequence[_Worker],
+        waiting: Sequence[_Worker],
         shortfall: Shortfall,
         wanted: int,
         waited_s: float,
@@ -288,7 +288,10 @@ class _Judge:
         is_late = self._is_late(waited_s)
         reasons: list[_Reason] = []
         coming = verdict.num_ready  # what the claim can count on if others do their work
-        if shortfall.num_leased:
+        names = {f"process {each.pid} on {each.host}" for each, _ in waiting}
+        # who holds samples and waits for more, such as a stream that reads ahead, does not wait for these
+        own = bool(shortfall.leased) and all(each.holder in names for each in shortfall.leased)
+        if shortfall.num_leased and not own:
             reasons.append(self._leased(shortfall))
             coming += 0 if reasons[-1].is_fault else shortfall.num_leased
         if shortfall.num_lacking or shortfall.missing_cells:
@@ -298,7 +301,7 @@ class _Judge:
             if shortfall.num_incomplete:
                 reasons.append(self._incomplete(partition_id, shortfall, is_late, reach))
             if shortfall.num_not_matching:
-                reasons.append(self._not_matching(partition_id, alive, shortfall, is_late))
+                reasons.append(self._not_matching(partition_id, waiting, shortfall, is_late))
             reasons.append(self._too_few(partition_id, wanted, waited_s, reach))
         return next((each for each in reasons if each.is_fault), reasons[0])
 

@@ -1,0 +1,1 @@
+"""A stand-in for NeMo Gym: what the adapter touches of it."""

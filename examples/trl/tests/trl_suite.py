@@ -1,0 +1,138 @@
+"""A pytest plugin that puts our two classes under TRL's own tests of AsyncGRPOTrainer. `test_trl_checkout.py` uses it.
+
+The samples are those of TRL's stub. A thread with a client of its own writes them, as a rollout process would, with the
+version of the weights that it has read. The tests download a model and data, and need a GPU: instead, they get the
+small model of the example, a few prompts, and ordinary attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import toy
+import trl.experimental.async_grpo.async_grpo_trainer as trainer_module
+import trl.experimental.async_grpo.async_rollout_worker as worker_module
+from datasets import Dataset
+
+from dataplane_core import DataPlaneClient, connect
+from dataplane_core.errors import UnknownPartitionError
+from dataplane_integrations.trl_async import SAMPLE_FIELDS, StoreRolloutWorker, StoreWeightTransfer
+from dataplane_integrations.weights import WeightReader
+
+CONFIG = {"backend": "shm_store", "options": {"namespace": f"trl-suite-{os.getpid()}"}, "attach_wait_s": 60}
+TEMPLATE = "{% for message in messages %}{{ message.content }}<eos>{% endfor %}"
+_owner: list[DataPlaneClient] = []
+_transfers: list[StoreWeightTransfer] = []
+
+
+def owner() -> DataPlaneClient:
+    if not _owner:
+        _owner.append(connect(CONFIG))
+    return _owner[0]
+
+
+class Worker(StoreRolloutWorker):
+    """With the arguments of TRL's stub. Its rollout process is a thread, which ends with it."""
+
+    def __init__(self, stub: Any, rows_per_group: int) -> None:
+        self.name, client = f"answers-{len(_transfers)}", owner()
+        _transfers.append(StoreWeightTransfer(client, f"weights-{len(_transfers)}"))
+        client.register_partition(self.name, SAMPLE_FIELDS, None, ["train"], grpo_group_size=rows_per_group)
+        super().__init__(client, self.name, "train", claim_size=rows_per_group, weights=_transfers[-1])
+        self._rollouts = threading.Thread(
+            target=write, args=(self.name, _transfers[-1]._partition_id, stub._sample_iter, rows_per_group), daemon=True
+        )
+
+    def start(self) -> None:
+        super().start()
+        self._rollouts.start()
+
+    def stop(self) -> None:
+        super().stop()
+        print(f"acked {self.acked} samples, published {_transfers[-1].version} versions")
+        owner().clear_samples(None, self.name)
+        self._rollouts.join(60)
+
+
+def write(name: str, weights: str, samples: Any, rows_per_group: int) -> None:
+    with connect(CONFIG, bootstrap=False) as client, suppress(UnknownPartitionError):
+        reader = WeightReader(client, name, weights)
+        reader.wait(60)
+        for group in itertools.count():
+            reader.newest()
+            rows = list(itertools.islice(samples, rows_per_group))
+            columns = {
+                "input_ids": [list(row.input_ids) for row in rows],
+                "token_mask": [list(row.completion_mask) for row in rows],
+                "generation_logprobs": [list(row.old_log_probs) for row in rows],
+                "advantage": [row.advantage for row in rows],
+                "metrics": [dict(row.metrics) for row in rows],
+            }
+            ids = [f"p{group}_g{index}" for index in range(rows_per_group)]
+            client.put_samples(ids, name, columns, tags=[{"weight_version": reader.version}] * rows_per_group)
+            while client.describe(name, count_rows=False).tasks["train"].num_ready > 2 * rows_per_group:
+                time.sleep(0.01)
+
+
+def tokenizer(*_: Any, **__: Any) -> Any:
+    found = toy.build_tokenizer()
+    found.add_tokens([" "])
+    found.chat_template = TEMPLATE
+    return found
+
+
+def model(*_: Any, **__: Any) -> Any:
+    found = toy.build_model(seed=0)
+    found.resize_token_embeddings(13)
+    return found
+
+
+def dataset(*_: Any, **__: Any) -> Dataset:
+    numbers = [str(number) for number in range(10, 20)]
+    return Dataset.from_dict(
+        {
+            "prompt": [[{"role": "user", "content": number}] for number in numbers],
+            "completion": [[{"role": "assistant", "content": number[::-1]}] for number in numbers],
+        }
+    )
+
+
+def pytest_configure() -> None:
+    import tests.testing_utils
+
+    tests.testing_utils.is_ampere_or_newer = lambda *_: True
+    trainer_module.create_model_from_path = model  # of 1.16.0
+    trainer_module.AutoModelForCausalLM = SimpleNamespace(from_pretrained=model)  # before
+    trainer_module.WeightTransferClient = lambda **_: _transfers[-1]
+    trainer_module.get_peak_flops_per_device = lambda *_: None
+    sample = worker_module.RolloutSample
+    if "enqueued_at" not in {each.name for each in dataclasses.fields(sample)}:  # before 1.16.0
+        worker_module.RolloutSample = lambda *row, enqueued_at=None, **named: sample(*row, **named)
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    for module in {item.module for item in items}:
+        stub, module.load_dataset, module.AutoTokenizer.from_pretrained = module._StubRolloutWorker, dataset, tokenizer
+
+        def worker(tokenizer: Any, dataset: Any, num_generations: int = 8, fork_k: int = 1, stub: Any = stub) -> Worker:
+            return Worker(stub(tokenizer, dataset, num_generations, fork_k=fork_k), num_generations * fork_k)
+
+        module._StubRolloutWorker = worker
+        module._StubWeightTransfer = lambda: _transfers[-1]
+
+
+def pytest_unconfigure() -> None:
+    for client in _owner:
+        client.close()

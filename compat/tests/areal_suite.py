@@ -20,7 +20,7 @@ class Storage(MutableMapping):
         return get_backend().fetch([TensorShardInfo(shard_id, "")])[0]
 
     def __contains__(self, shard_id):
-        return shard_id in list(self)
+        return any(each == shard_id for each in self)
 
     def __setitem__(self, shard_id, tensor):
         from areal.infra.rpc.rtensor import get_backend
@@ -38,7 +38,7 @@ class Storage(MutableMapping):
         return iter(get_backend().client.list_sample_ids(_PARTITION))
 
     def __len__(self):
-        return len(list(self))
+        return sum(1 for _ in self)
 
 
 class Sizes(dict):
@@ -77,4 +77,3 @@ def pytest_unconfigure(config):
 if __name__ == "__main__":
     share_storage()
     main()
-

@@ -62,10 +62,12 @@ def test_views_and_tensors_with_gradients_can_be_stored_and_changed_afterwards(s
     first, second = shard(store.store(tensor.t())), shard(store.store(grad))
     tensor.zero_()
     a, b, again = store.fetch([first, second, first])
-    assert a.tolist() == torch.arange(12.0).view(3, 4).t().tolist() and b.tolist() == [1.0, 1.0]
+    assert a.tolist() == torch.arange(12.0).view(3, 4).t().tolist()
+    assert b.tolist() == [1.0, 1.0]
     assert not b.requires_grad
     a.zero_()  # each is the caller's own
-    assert again[1, 1] == 5.0 and store.fetch([first])[0][1, 1] == 5.0
+    assert again[1, 1] == 5.0
+    assert store.fetch([first])[0][1, 1] == 5.0
 
 
 @pytest.mark.parametrize("value", [[1.0], None, torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta")])
@@ -78,7 +80,8 @@ def test_a_shard_that_is_not_there_is_named(store):
     kept = store.store(torch.ones(1))
     with pytest.raises(MissingShardError, match="Failed to fetch shard: 'never' of 2 shards") as caught:
         store.fetch([shard(kept), shard("never")])
-    assert isinstance(caught.value, RuntimeError) and isinstance(caught.value, KeyError)
+    assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value, KeyError)
     assert caught.value.missing_samples == ("never",)
     assert store.fetch([]) == []
 
@@ -115,7 +118,8 @@ def test_delete_leaves_the_event_loop_free(store, monkeypatch):
 
     kept = store.store(torch.ones(1))
     asyncio.run(main())
-    assert went_on and held(store)[0] == 0
+    assert went_on
+    assert held(store)[0] == 0
 
 
 def test_threads_store_and_fetch_at_the_same_time(store):
@@ -134,7 +138,8 @@ def test_threads_store_and_fetch_at_the_same_time(store):
         each.start()
     for each in threads:
         each.join()
-    assert not failed and held(store)[0] == 60
+    assert not failed
+    assert held(store)[0] == 60
 
 
 def produce(config, ids, stay):

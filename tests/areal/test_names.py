@@ -5,7 +5,6 @@ import inspect
 
 import pytest
 import torch
-
 from areal.infra.rpc import rtensor
 from areal.infra.rpc.rtensor import RTensor, RTensorBackend, TensorShardInfo
 
@@ -35,9 +34,11 @@ def test_nested_results_go_through_the_store(backend):
         sent = RTensor.remotize(given, node_addr="host:1")
         rtensor.clear_fetch_buffer()
         back = RTensor.localize(sent)
-        assert torch.equal(back["a"], given["a"]) and back["a"].dtype == torch.bfloat16
+        assert torch.equal(back["a"], given["a"])
+        assert back["a"].dtype == torch.bfloat16
         assert back["rest"][0].item() is True
-        assert back["rest"][1][0].shape == (0, 4) and back["rest"][1][1] == "text"
+        assert back["rest"][1][0].shape == (0, 4)
+        assert back["rest"][1][1] == "text"
         for node, ids in RTensor.collect_shards(sent).items():
             asyncio.run(RTensor.clear_node(node, ids))
         assert store.client.list_sample_ids("areal") == []

@@ -8,7 +8,6 @@ import time
 import pytest
 import ray
 import torch
-
 from skyrl.backends.skyrl_train.distributed import dispatch as theirs
 from skyrl.backends.skyrl_train.training_batch import TensorList, TrainingInputBatch, pad_training_input_batch
 
@@ -102,7 +101,8 @@ def test_each_rank_gets_its_rows_bit_for_bit_and_they_are_freed_afterwards(clien
     results = theirs.DispatchRegistry.get("mesh").dispatch(group, "echo", data, wait=0.1)
     for info, (values, metadata) in zip(group, ray.get(results), strict=True):
         expected = data[info.rank.dp * 3 : info.rank.dp * 3 + 3]
-        assert list(values) == list(data) and metadata == data.metadata
+        assert list(values) == list(data)
+        assert metadata == data.metadata
         assert all(same(values[name], expected[name]) for name in data)
     del results
     wait_until_empty(client)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Gets a checkout of a trainer for compat/tests/test_trainer_checkouts.py: trainer_checkout.sh areal|skyrl FOLDER [COMMIT OR TAG]
+# Gets a checkout of a trainer for compat/tests/test_trainer_checkouts.py.
 set -euo pipefail
 usage="usage: trainer_checkout.sh areal|skyrl FOLDER [COMMIT OR TAG]"
 folder=${2:?$usage}

@@ -1,4 +1,4 @@
-"""Other projects' interfaces over a client of dataplane: `transfer_queue`, which verl uses too, `nemo_rl`, `areal`, `skyrl`.
+"""Other projects' interfaces over a client of dataplane: `transfer_queue` (also for verl), `nemo_rl`, `areal`, `skyrl`.
 
 Who has a trainer that calls them imports one of these. Importing this package imports none.
 """

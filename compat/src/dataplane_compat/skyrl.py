@@ -9,6 +9,7 @@ Tried with SkyRL 0.3.0. Importing this module does not import SkyRL.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -24,9 +25,8 @@ import ray
 import torch
 from tensordict import NonTensorData, NonTensorStack
 
-from dataplane_core import DataPlaneClient, DataPlaneConfig, connect
+from dataplane_core import DataPlaneClient, DataPlaneConfig, connect, errors
 from dataplane_core.config import load_config
-from dataplane_core.errors import ClientClosedError, ConfigError, DataPlaneError, InvalidRequestError
 from dataplane_core.spec import Scope
 
 __all__ = ["StagedChunk", "activate", "dispatch_class", "read_chunk"]
@@ -79,9 +79,7 @@ class StagedChunk:
 def read_chunk(config: str, partition_id: str, ids: list[str], kinds: Mapping[str, str], metadata: Any) -> Any:
     """A ``TrainingInputBatch`` from the store: what unpickling a `StagedChunk` calls. Imports SkyRL.
 
-    Raises:
-        KeyError: The rows are gone, since the driver holds no chunk of them any more.
-        DataPlaneError: The store failed, or cannot be attached to.
+    Raises `KeyError` if the rows are gone, since the driver holds no chunk of them any more.
     """
     batches = importlib.import_module(_BATCHES)
     columns = _client_of(config).get_samples(ids, partition_id, [name for name in kinds if kinds[name] != _NONE])
@@ -102,14 +100,8 @@ def activate(config: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str
 
     It registers `dispatch_class` as ``mesh``, and replaces ``MeshDispatch``, which ``stage_data`` calls directly.
 
-    Args:
-        config: A config of dataplane, or the path of one. Its backend must be of scope host or cluster.
-
-    Returns:
-        The client that started the store. Close it at the end.
-
-    Raises:
-        DataPlaneError: As `connect`.
+    Takes a config of dataplane, or the path of one; its backend must be of scope host or cluster. Returns the client
+    that started the store: close it at the end. Raises what `connect` raises.
     """
     theirs = importlib.import_module(_SEAM)
     client = connect(load_config(config))
@@ -125,10 +117,10 @@ def dispatch_class(client: DataPlaneClient) -> Any:
     """SkyRL's ``MeshDispatch``, except that batches are staged through a client. Imports SkyRL.
 
     Raises:
-        ConfigError: The backend lives in one process, so that no worker could read a batch.
+        errors.ConfigError: The backend lives in one process, so that no worker could read a batch.
     """
     if client.scope is Scope.PROCESS:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"backend '{client.backend_name}' lives in one process, but SkyRL's workers are others.",
             hint="Choose a backend of scope host or cluster, such as shm_store.",
         )
@@ -144,7 +136,7 @@ def dispatch_class(client: DataPlaneClient) -> Any:
         def dispatch(cls, actor_infos: list[Any], method: str, data: Any, **kwargs: Any) -> list[Any]:
             size = actor_infos[0].rank.dp_size
             if len(data) % size:
-                raise InvalidRequestError(f"dispatch refused: {len(data)} rows do not divide by {size} ranks.")
+                raise errors.InvalidRequestError(f"dispatch refused: {len(data)} rows do not divide by {size} ranks.")
             (chunks,) = cls.stage_chunks(size, data, [(0, len(data))])
             return cls.dispatch_from_staged(actor_infos, method, chunks, **kwargs)
 
@@ -153,7 +145,7 @@ def dispatch_class(client: DataPlaneClient) -> Any:
             stage, staged = _Stage(client, data, unused), []
             for start, end in mini_batch_boundaries:
                 if not 0 <= start < end <= len(data):
-                    raise InvalidRequestError(f"rows {start} to {end} of {len(data)} are no mini-batch.")
+                    raise errors.InvalidRequestError(f"rows {start} to {end} of {len(data)} are no mini-batch.")
                 batch = data[start:end]
                 if (end - start) % dp_size:
                     batch = batches.pad_training_input_batch(batch, -(end - start) % dp_size)
@@ -174,25 +166,21 @@ def dispatch_class(client: DataPlaneClient) -> Any:
 
 def _hold(chunks: list[Any], results: list[Any]) -> None:
     """Keeps chunks until the calls that read them have ended, as Ray keeps the arguments of a call."""
-    try:
+    with contextlib.suppress(ray.exceptions.RaySystemError):  # Ray was shut down
         ray.wait(results, num_returns=len(results), fetch_local=False)
-    finally:
-        chunks.clear()
+    chunks.clear()
 
 
 def _clear(client: DataPlaneClient, unused: queue.SimpleQueue[str]) -> None:
     """Clears partitions until the client is closed. One whose clear failed is tried again at the next."""
-    left: set[str] = set()
-    while True:
-        left.add(unused.get())
-        for partition_id in list(left):
-            try:
-                client.clear_samples(None, partition_id)
-            except ClientClosedError:
-                return
-            except DataPlaneError:
-                continue
-            left.remove(partition_id)
+    left: list[str] = []
+    with contextlib.suppress(errors.ClientClosedError):
+        while True:
+            left.append(unused.get())
+            with contextlib.suppress(errors.OperationTimeoutError, errors.BackendUnavailableError):
+                while left:
+                    client.clear_samples(None, left[-1])
+                    left.pop()
 
 
 def _kind(value: Any) -> str:

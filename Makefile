@@ -27,11 +27,14 @@ JOBS   ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Trainers need versions of their own, so each has an environment of its own, .venv-NAME, and its tests.
-TRAINERS      := trl verl
-REQUIRED_trl  := examples/trl/requirements.txt
-REQUIRED_verl := tests/verl/requirements.txt
-TESTS_trl     := examples/trl/tests
-TESTS_verl    := -c tests/verl/pytest.ini --rootdir tests/verl tests/verl
+TRAINERS       := trl verl areal skyrl
+REQUIRED_trl   := examples/trl/requirements.txt
+TESTS_trl      := examples/trl/tests
+$(foreach t,verl areal skyrl,$(eval REQUIRED_$(t) := tests/$(t)/requirements.txt))
+$(foreach t,verl areal skyrl,$(eval TESTS_$(t) := -c tests/$(t)/pytest.ini --rootdir tests/$(t) tests/$(t)))
+# Their dependencies bring CUDA, so they are installed without them. What we use of them needs those that are required.
+ALONE_areal    := areal==1.0.4
+ALONE_skyrl    := skyrl==0.3.0
 
 # The oldest versions that the packages below say they accept, in an environment of its own. The wheel of torch from PyPI
 # brings CUDA (3 GB): give the name of another one by TORCH_MINIMUM.
@@ -90,6 +93,8 @@ test-minimum: .venv-minimum/.installed  ## Run the tests of core, noop, shm_stor
 
 test-trl:  ## Run the tests of examples/trl, in an environment of its own
 test-verl:  ## Run the tests with verl, in an environment of its own
+test-areal:  ## Run the tests with AReaL, in an environment of its own
+test-skyrl:  ## Run the tests with SkyRL, in an environment of its own
 
 $(addprefix test-,$(TRAINERS)): test-%: .venv-%/.installed
 	.venv-$*/bin/python -m pytest $(TESTS_$*)
@@ -101,6 +106,7 @@ $(addprefix test-,$(TRAINERS)): test-%: .venv-%/.installed
 	.venv-$*/bin/python -m pip install --quiet --upgrade pip
 	.venv-$*/bin/python -m pip install --quiet "$(TORCH)"
 	.venv-$*/bin/python -m pip install --quiet -r $(REQUIRED_$*)
+	$(if $(ALONE_$*),.venv-$*/bin/python -m pip install --quiet --no-deps $(ALONE_$*))
 	@touch $@
 
 check: setup  ## Lint, format and types

@@ -1,6 +1,7 @@
-"""Other projects' interfaces over a client of dataplane: `transfer_queue`, which verl uses too, and `nemo_rl`.
+"""Other projects' interfaces over a client of dataplane: `transfer_queue` (also for verl), `nemo_rl`, `nemo_gym`,
+`areal`, `skyrl`.
 
-Who has a trainer that calls them imports one of the two. Importing this package imports neither.
+Who has a trainer that calls them imports one of these. Importing this package imports none.
 """
 
 __all__: list[str] = []

@@ -1,0 +1,9 @@
+"""Lets SkyRL be imported by Python 3.11, also in Ray's workers: pydantic refuses ``typing.TypedDict`` before 3.12."""
+
+import sys
+import typing
+
+import typing_extensions
+
+if sys.version_info < (3, 12):
+    typing.TypedDict = typing_extensions.TypedDict

@@ -91,7 +91,10 @@ class ShmBackend(LedgerBackend):
     def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
         """Options of a store that shares nothing with that of ``options``."""
         name = options.get("namespace", ShmConfig.model_fields["namespace"].default)
-        return {**options, "namespace": f"{name}-{tag}"[:64]}
+        apart = {**options, "namespace": f"{name}-{tag}"[:64]}
+        if options.get("durable") is not None:
+            apart["durable"] = f"{options['durable']}-{tag}"
+        return apart
 
     @classmethod
     def outlives_owner(cls, config: ShmConfig) -> bool:

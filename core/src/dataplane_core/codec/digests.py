@@ -95,7 +95,7 @@ def _row_bytes(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> Iterabl
         if plain.nbytes == 0:
             return [b""] * num_rows(column)
         if wire.narrow and spec.kind == "tensor" and is_narrow(plain.dtype, spec.torch_dtype):
-            wide = torch.empty(0, dtype=spec.torch_dtype).numpy().dtype
+            wide = torch.empty(0, dtype=spec.torch_dtype, device="cpu").numpy().dtype
             return _wide_cells(plain.reshape(-1).numpy(), [cut // plain.itemsize for cut in cuts], wide)
         return map(byte_view(plain).__getitem__, map(slice, cuts[:-1], cuts[1:]))
     if wire.bytes:

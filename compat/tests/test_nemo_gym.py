@@ -31,7 +31,10 @@ def nemo_gym(monkeypatch):
         del sys.modules[name]
 
 
-BACKENDS = ["noop", *(pytest.param(name, marks=pytest.mark.long) for name in ("shm_store", "redis_store"))]
+BACKENDS = [
+    "noop",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("shm_store", "redis_store", "tq_simple", "tq_mooncake")),
+]
 SHARED = [pytest.param("shm_store"), *BACKENDS[2:]]
 
 
@@ -42,6 +45,8 @@ def config(request):
     if request.param == "noop":
         yield config
         return
+    if request.param.startswith("tq_"):
+        config["options"] = {"ray_address": request.getfixturevalue("ray_address")}  # for the processes of the tests
     with connect(config):
         yield config
 

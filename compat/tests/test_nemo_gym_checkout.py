@@ -31,7 +31,7 @@ def run(*arguments, timeout_s, **environment):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("backend", ["noop", "shm_store", "redis_store", "tq_simple"])
+@pytest.mark.parametrize("backend", ["noop", "shm_store", "redis_store", "tq_simple", "tq_mooncake"])
 def test_nemo_gyms_own_tests_pass_over_our_store(tmp_path, backend):
     report = tmp_path / "report.xml"
     suite = ["-m", "pytest", "-q", "-o", "addopts=", "-p", "nemo_gym_suite", "-p", "no:cacheprovider"]

@@ -66,7 +66,8 @@ source.add_samples(groups)
 assert len(source) == 3
 source.save(0)
 taken = source.get_samples(2)
-assert len(source) == 1
+source.add_samples(groups[:1])
+assert len(source) == 4
 source.load(0)
 assert len(source) == 3
 on_dataplane.put_groups(taken, "rollouts")
@@ -74,6 +75,12 @@ output = call_rollout_fn(load_function("on_dataplane.generate_rollout"), args, 0
 assert isinstance(output, RolloutFnTrainOutput)
 assert len(output.samples) == 2
 assert all(same(a, b) for one, two in zip(output.samples, groups) for a, b in zip(one, two, strict=True))
+task = dict(partition_id="rollouts", task_names=["all"])
+assert not on_dataplane.client.check_consumption_status(**task)  # they are acked when the next ones are asked for
+on_dataplane.put_groups(taken, "rollouts")
+assert on_dataplane.client.list_samples("rollouts").size == 4
+on_dataplane.generate_rollout(args, 1, source)
+assert on_dataplane.client.list_samples("rollouts").size == 2
 on_dataplane.client.close()
 print("as expected")
 """

@@ -30,6 +30,7 @@ TESTS = {
     "tests/e2e/test_e2e_lifecycle_consistency.py": (8, 0),
     "tests/e2e/test_checkpoint_e2e.py": (14, 5),
     "tests/test_metadata.py": (50, 0),
+    "tests/test_streaming_dataset.py": (3, 0),
 }
 TUTORIALS = [
     "01_core_components.py",
@@ -51,6 +52,7 @@ def moved(source, folder, backend):
         text = re.sub(r"^( *)import transfer_queue( as|$)", rf"\1import {ours} as transfer_queue\2", text, flags=re.M)
         text = text.replace("as transfer_queue as", "as")
         text = re.sub(r"^( *)import transfer_queue\.", rf"\1import {ours}.", text, flags=re.M)
+        text = text.replace(".streaming_dataset import chunk_batch_fn", " import micro_batches as chunk_batch_fn")
         text = re.sub(r"^from transfer_queue", f"from {ours}", text, flags=re.M)
         assert ours in text
     path = folder / Path(source).name

@@ -77,10 +77,7 @@ class StagedChunk:
 
 
 def read_chunk(config: str, partition_id: str, ids: list[str], kinds: Mapping[str, str], metadata: Any) -> Any:
-    """A ``TrainingInputBatch`` from the store: what unpickling a `StagedChunk` calls. Imports SkyRL.
-
-    Raises `KeyError` if the rows are gone, since the driver holds no chunk of them any more.
-    """
+    """A ``TrainingInputBatch`` from the store: what unpickling a `StagedChunk` calls. `KeyError`: they are gone."""
     batches = importlib.import_module(_BATCHES)
     columns = _client_of(config).get_samples(ids, partition_id, [name for name in kinds if kinds[name] != _NONE])
     values: dict[str, Any] = dict.fromkeys(kinds)

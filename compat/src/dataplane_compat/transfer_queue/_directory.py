@@ -8,9 +8,11 @@ from __future__ import annotations
 import sys
 from typing import Any, Final
 
+from dataplane_core.errors import OperationTimeoutError
+
 _NAME: Final = "TransferQueueController"
 _NAMESPACE: Final = "transfer_queue"
-#: Seconds to wait for an answer.
+#: Seconds to wait for an answer, where no config says it.
 _WAIT_S: Final = 60.0
 
 
@@ -31,16 +33,31 @@ def _ray() -> Any:
     return ray if ray is not None and ray.is_initialized() else None
 
 
-def publish(config: dict[str, Any]) -> bool:
-    """Starts the actor. It ends with this process. Returns whether Ray is in use."""
+def publish(config: dict[str, Any], timeout_s: float) -> bool:
+    """Starts the actor. It ends with this process. Returns whether Ray is in use.
+
+    Raises:
+        OperationTimeoutError: The actor did not start in time.
+    """
     ray = _ray()
     if ray is None:
         return False
     withdraw()
     actor = ray.remote(_Directory).options(name=_NAME, namespace=_NAMESPACE, num_cpus=0).remote(config)
-    ray.get(actor.get_config.remote(), timeout=_WAIT_S)
+    _ask(actor, timeout_s)
     globals()["_held"] = actor  # the actor lives as long as its handle
     return True
+
+
+def _ask(actor: Any, timeout_s: float) -> Any:
+    ray = sys.modules["ray"]
+    try:
+        return ray.get(actor.get_config.remote(), timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise OperationTimeoutError(
+            f"the Ray actor '{_NAME}', which holds the config of the store, did not answer within {timeout_s:g} s.",
+            hint="Ray starts a process for it, which takes long on a busy node. Raise op_timeout_s of the config.",
+        ) from error
 
 
 def look_up() -> dict[str, Any] | None:
@@ -52,7 +69,7 @@ def look_up() -> dict[str, Any] | None:
         actor = ray.get_actor(_NAME, namespace=_NAMESPACE)
     except ValueError:
         return None
-    found = ray.get(actor.get_config.remote(), timeout=_WAIT_S)
+    found = _ask(actor, _WAIT_S)
     return found if isinstance(found, dict) and "dataplane" in found else None
 
 

@@ -52,9 +52,9 @@ def shares(size: int, chunks: int) -> list[range]:
 def check_order(indexes: Sequence[int], size: int) -> None:
     """Checks that the indexes name each row once."""
     if len(indexes) != size:
-        raise ValueError(f"Indices length {len(indexes)} mismatch: the batch size is {size}.")
+        raise ValueError(f"Indices length {len(indexes)} does not match the batch size {size}.")
     if len(set(indexes)) != size:
-        raise ValueError("Indices contain duplicates: a duplicate index names a row twice.")
+        raise ValueError("Contain duplicate indexes: expected each row once.")
     if any(not 0 <= index < size for index in indexes):
         raise ValueError(f"Indices must be in range [0, {size}).")
 

@@ -71,7 +71,8 @@ def start(conf: Any) -> Session:
                 controller = _key(conf, "controller") or {}
                 settings = controller if store.bootstrapped else None
                 client = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", store, settings)
-                published = store.bootstrapped and _directory.publish(_shown(config, controller))
+                shown = _shown(config, controller)
+                published = store.bootstrapped and _directory.publish(shown, config.op_timeout_s)
                 session = _session = Session(config, client, os.getpid(), published)
                 opened.pop_all()
         return session

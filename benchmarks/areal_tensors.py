@@ -1,6 +1,6 @@
 """The time of AReaL's remote tensors: its own HTTP backend beside ours. Needs the environment of ``make test-areal``.
 
-``.venv-areal/bin/python benchmarks/areal.py [MB]`` prints, for tensors of MB megabytes in all (default 1000, in 16
+``.venv-areal/bin/python benchmarks/areal_tensors.py [MB]`` prints, for tensors of MB megabytes in all (default 1000, in 16
 tensors), the seconds of storing them, of fetching them in another process than stored them, and of deleting them.
 """
 
@@ -9,6 +9,7 @@ import multiprocessing
 import socket
 import statistics
 import sys
+import threading
 import time
 
 import torch
@@ -29,8 +30,6 @@ def serve(config, port, megabytes, pipe):
 
         app = Flask("worker")
         app.register_blueprint(data_bp)
-        import threading
-
         threading.Thread(target=make_server("127.0.0.1", port, app, threaded=True).serve_forever, daemon=True).start()
     backend = HttpRTensorBackend() if config is None else RTensorStore(config, bootstrap=False)
     tensors = [torch.randn(megabytes * 1_000_000 // PARTS // 4) for _ in range(PARTS)]

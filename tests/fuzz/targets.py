@@ -34,9 +34,6 @@ from pyarrow import parquet
 from redis.exceptions import RedisError
 
 from dataplane_core import DataPlaneClient, DataPlaneConfig, connect
-from dataplane_core.backends.journal import Journal
-from dataplane_core.backends.journal_records import Begin, Plan, Record, Snapshot, seal, unseal
-from dataplane_core.backends.snapshot import chunk_key, head
 from dataplane_core.codec import (
     ALL_DTYPES,
     DTYPE_CODES,
@@ -77,6 +74,9 @@ from dataplane_core.hosting import (
     decode_about,
     decode_welcome,
 )
+from dataplane_core.journal.journal import Journal
+from dataplane_core.journal.records import Begin, Plan, Record, Snapshot, seal, unseal
+from dataplane_core.journal.snapshot import chunk_key, head
 from dataplane_core.ledger import Command, Ledger, LedgerService, StateReader, commands, to_state
 from dataplane_core.middleware import Recording
 from dataplane_core.middleware.events import sealed, unsealed

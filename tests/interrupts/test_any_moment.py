@@ -11,10 +11,11 @@ import torch
 from dataplane_sqlite_example import SQLiteStore
 
 from dataplane_core import connect
-from dataplane_core.backends import RecordedLedger, extent_client
+from dataplane_core.backends import extent_client
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
 from dataplane_core.host_memory import copying
+from dataplane_core.journal import RecordedLedger
 from dataplane_core.spec import Capability
 from dataplane_noop import NoopBackend
 from dataplane_shm import _backend

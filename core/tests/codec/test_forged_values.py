@@ -8,8 +8,8 @@ import msgpack
 import pytest
 import torch
 
-from dataplane_core.codec import unpack_msgpack, unpack_msgpack_stream
 from dataplane_core.errors import CorruptDataError
+from dataplane_core.packed import unpack_msgpack, unpack_msgpack_stream
 from dataplane_core.spec import FieldSpec, Seconds, TagValue, fits
 
 

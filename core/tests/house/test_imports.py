@@ -103,6 +103,7 @@ WINGS = (
         "config",
         "schema",
         "meta",
+        "packed",
     ),  # modules beside the wings
     *(
         "spec",
@@ -110,6 +111,7 @@ WINGS = (
         "codec",
         "ledger",
         "hosting",
+        "journal",
         "backends",
         "saves",
         "middleware",

@@ -68,6 +68,14 @@ class TestShmThroughAsyncio(TestShm):
 
 
 @pytest.mark.long
+class TestShmInAFolder(TestShm):
+    @pytest.fixture
+    def options(self, namespace, tmp_path_factory):
+        folder = tmp_path_factory.getbasetemp() / f"{namespace}-folder"
+        return {"namespace": f"{namespace}-folder", "capacity_bytes": 256 << 20, "durable": str(folder)}
+
+
+@pytest.mark.long
 class TestShmOnSeveralLedgers(TestShm):
     num_ledgers = 3
 

@@ -6,8 +6,9 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from dataplane_core.backends import Backend, BlobStore, Record
+from dataplane_core.backends import Backend, BlobStore
 from dataplane_core.errors import preview
+from dataplane_core.journal import Record
 
 
 def new_keys(count: int) -> list[str]:

@@ -14,9 +14,10 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.config import load_config, size_bytes
-from dataplane_core.connecting import connect
+from dataplane_core.config import DataPlaneConfig, load_config, size_bytes
+from dataplane_core.connecting import connect, load_backend
 from dataplane_core.errors import (
+    BackendUnavailableError,
     InvalidRequestError,
     LeaseHolder,
     MissingDataError,
@@ -83,9 +84,20 @@ def run(config_path: str, partition_id: str | None, *, interval_s: float, as_jso
 
 
 def attach(config_path: str) -> DataPlaneClient:
-    """A client of the running store of a config, which does not announce itself."""
+    """A client of the store of a config, which does not announce itself. See `opened`."""
     quiet = {"middleware": [], "attach_wait_s": 0.0, "announce_s": None}
-    return connect(load_config(config_path).model_copy(update=quiet), bootstrap=False)
+    return opened(load_config(config_path).model_copy(update=quiet))
+
+
+def opened(config: DataPlaneConfig) -> DataPlaneClient:
+    """A client of a store: of the running one, or of what an earlier one left, if it outlives its owner."""
+    try:
+        return connect(config, bootstrap=False)
+    except BackendUnavailableError:
+        cls = load_backend(config.backend)
+        if not cls.outlives_owner(cls.Config(**config.options)):
+            raise
+        return connect(config)
 
 
 def capacity_of(client: DataPlaneClient) -> int | None:

@@ -11,7 +11,6 @@ from typing import Any, Final, Self
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import load_config, size_bytes
-from dataplane_core.connecting import connect
 from dataplane_core.errors import (
     InvalidRequestError,
     MissingDataError,
@@ -21,6 +20,7 @@ from dataplane_core.errors import (
 from dataplane_core.spec import FieldSpec
 from dataplane_tools import _columns as arrow
 from dataplane_tools._columns import pa
+from dataplane_tools._inspect import opened
 from dataplane_tools._messages import is_beside_messages, is_for_messages, messages_of
 from dataplane_tools._rows import Rows, read_there
 from dataplane_tools._shards import Shards, What
@@ -289,6 +289,5 @@ class Portions:
 
 
 def connected(config_path: str) -> DataPlaneClient:
-    """A client of the running store of a config."""
-    config = load_config(config_path).model_copy(update={"attach_wait_s": 0.0})
-    return connect(config, bootstrap=False)
+    """A client of the store of a config; see `opened`."""
+    return opened(load_config(config_path).model_copy(update={"attach_wait_s": 0.0}))

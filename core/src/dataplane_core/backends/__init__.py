@@ -1,5 +1,5 @@
-"""The base classes of backends: `Backend`, and on a ledger `LedgerBackend`, `RowStoreBackend` and `BlobStore`, which
-can keep a journal. Also checks for ``dataplane doctor`` and processes that a backend owns.
+"""The base classes of backends: `Backend`, and on a ledger `LedgerBackend`, `RowStoreBackend` and `BlobStore`.
+Also checks for ``dataplane doctor`` and processes that a backend owns.
 
 Backend packages derive from these classes; the client calls only `Backend`.
 """
@@ -9,11 +9,9 @@ from dataplane_core.backends.blob_store import BlobStore
 from dataplane_core.backends.diagnosis import Finding, Level, check_announced_address, missing_library, never_reachable
 from dataplane_core.backends.extent_client import ExtentClient, ExtentRead
 from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, read_stored, stored_columns
-from dataplane_core.backends.journal_records import Record
 from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
 from dataplane_core.backends.owned_process import OwnedProcess, last_words
 from dataplane_core.backends.private_folder import PrivateFolder
-from dataplane_core.backends.recorded_ledger import RecordedLedger, TakenError
 from dataplane_core.backends.row_store import RowStoreBackend, framed_columns
 from dataplane_core.backends.spread import ledger_of, spread_over
 from dataplane_core.backends.writes import columns_of, writes_of
@@ -33,13 +31,10 @@ __all__ = [
     "NoOptions",
     "OwnedProcess",
     "PrivateFolder",
-    "Record",
-    "RecordedLedger",
     "RefsGoneError",
     "RowStoreBackend",
     "SizeBytes",
     "StoredRows",
-    "TakenError",
     "check_announced_address",
     "columns_of",
     "framed_columns",

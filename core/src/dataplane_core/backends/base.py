@@ -100,6 +100,14 @@ class Backend:
         """Disconnects, and ends what this client started. Called once, also after a failed start."""
 
     @classmethod
+    def outlives_owner(cls, config: Any) -> bool:
+        """Whether a store with these options can be bootstrapped with the data of an earlier one. Default: no.
+
+        Tools that look into a store then bootstrap it if it does not run.
+        """
+        return False
+
+    @classmethod
     def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
         """What `dataplane doctor` reports about this machine for these options. Default: nothing.
 

@@ -15,11 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Final
 
-from dataplane_core.backends.journal import Journal
-from dataplane_core.backends.journal_shortening import Shortener
 from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, RefsGoneError
 from dataplane_core.backends.row_store import RowStoreBackend
 from dataplane_core.errors import PluginSignatureError, UnsupportedOperationError
+from dataplane_core.journal import Journal, Shortener
 from dataplane_core.ledger import Command, LedgerService, Reply, commands
 from dataplane_core.spec import Capability, Scope
 

@@ -10,7 +10,6 @@ from dataplane_core.codec.inputs import as_column, as_columns
 from dataplane_core.codec.lists import list_as, misfit_of
 from dataplane_core.codec.narrow import is_narrow, narrowed, widened
 from dataplane_core.codec.objects import copy_item, decode_item, encode_item
-from dataplane_core.codec.packed import unpack_msgpack, unpack_msgpack_stream
 from dataplane_core.codec.pieces import Piece, StoredColumn, merge_pieces, rows_in_order
 from dataplane_core.codec.python_values import plain
 from dataplane_core.codec.rows import (
@@ -29,7 +28,6 @@ from dataplane_core.codec.tensors import (
     ALL_DTYPES,
     DTYPE_CODES,
     DTYPE_OF_CODE,
-    BytesLike,
     JaggedColumns,
     Ragged,
     bounds_of,
@@ -56,7 +54,6 @@ __all__ = [
     "ALL_DTYPES",
     "DTYPE_CODES",
     "DTYPE_OF_CODE",
-    "BytesLike",
     "Columns",
     "EmptyLists",
     "JaggedColumns",
@@ -108,7 +105,5 @@ __all__ = [
     "spread",
     "take_rows",
     "to_nested",
-    "unpack_msgpack",
-    "unpack_msgpack_stream",
     "widened",
 ]

@@ -17,8 +17,9 @@ from xxhash import xxh3_64_digest
 from dataplane_core.codec.narrow import is_narrow, widened
 from dataplane_core.codec.objects import encode_item
 from dataplane_core.codec.rows import num_rows
-from dataplane_core.codec.tensors import BytesLike, Ragged, byte_view, host_tensor, ragged_of_nested
+from dataplane_core.codec.tensors import Ragged, byte_view, host_tensor, ragged_of_nested
 from dataplane_core.errors import InvalidTypeError
+from dataplane_core.packed import BytesLike
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
 
 #: Narrow cells are hashed in parts of so many elements, which stay in the processor's cache in between.
@@ -94,7 +95,7 @@ def _row_bytes(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> Iterabl
         if plain.nbytes == 0:
             return [b""] * num_rows(column)
         if wire.narrow and spec.kind == "tensor" and is_narrow(plain.dtype, spec.torch_dtype):
-            wide = torch.empty(0, dtype=spec.torch_dtype).numpy().dtype
+            wide = torch.empty(0, dtype=spec.torch_dtype, device="cpu").numpy().dtype
             return _wide_cells(plain.reshape(-1).numpy(), [cut // plain.itemsize for cut in cuts], wide)
         return map(byte_view(plain).__getitem__, map(slice, cuts[:-1], cuts[1:]))
     if wire.bytes:

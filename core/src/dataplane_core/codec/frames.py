@@ -32,7 +32,6 @@ from dataplane_core.codec.narrow import is_narrow
 from dataplane_core.codec.objects import encode_items
 from dataplane_core.codec.pieces import Piece, merge_pieces
 from dataplane_core.codec.tensors import (
-    BytesLike,
     Ragged,
     byte_view,
     from_bytes,
@@ -43,6 +42,7 @@ from dataplane_core.codec.tensors import (
     ragged_of_nested,
 )
 from dataplane_core.errors import FrameError, InvalidRequestError
+from dataplane_core.packed import BytesLike
 
 _Int64: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -13,8 +13,9 @@ from typing import Final
 
 import torch
 
-from dataplane_core.codec.tensors import DTYPE_CODES, DTYPE_OF_CODE, BytesLike, byte_view, from_bytes, host_tensor
+from dataplane_core.codec.tensors import DTYPE_CODES, DTYPE_OF_CODE, byte_view, from_bytes, host_tensor
 from dataplane_core.errors import FrameError, InvalidTypeError
+from dataplane_core.packed import BytesLike
 
 MAGIC: Final = b"DPF"
 VERSION: Final = 1

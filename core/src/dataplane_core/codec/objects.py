@@ -19,13 +19,12 @@ from dataplane_core.codec.header import (
     pack_tensor,
     unpack_tensor,
 )
-from dataplane_core.codec.packed import unpack_msgpack
 from dataplane_core.codec.tensors import (
     DTYPE_CODES,
-    BytesLike,
     host_tensor,
 )
 from dataplane_core.errors import FrameError, InvalidTypeError
+from dataplane_core.packed import BytesLike, unpack_msgpack
 
 #: Lists and dicts may be nested this deep.
 MAX_DEPTH: Final = 128

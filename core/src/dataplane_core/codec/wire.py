@@ -52,7 +52,6 @@ from dataplane_core.codec.shared import LARGE_CELL_BYTES, Repeats, equal_rows, s
 from dataplane_core.codec.sizes import cell_nbytes
 from dataplane_core.codec.tensors import (
     DTYPE_CODES,
-    BytesLike,
     JaggedColumns,
     Ragged,
     byte_view,
@@ -75,6 +74,7 @@ from dataplane_core.errors import (
     InvalidRequestError,
     InvalidTypeError,
 )
+from dataplane_core.packed import BytesLike
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
 
 _OBJECTS: Final = FieldSpec.of_objects()

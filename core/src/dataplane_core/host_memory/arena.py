@@ -1,8 +1,8 @@
-"""`Arena`: anonymous shared memory, mapped once per process.
+"""`Arena`: shared memory, mapped once per process.
 
 The memory is a memfd: a file without a name, whose memory the kernel frees when the last process that has it open or
-mapped ends. So nothing is left after any crash, and the size of /dev/shm does not limit it. A process gets the arena
-as a file descriptor, over a Unix socket.
+mapped ends. So nothing is left after any crash, and the size of /dev/shm does not limit it. Or it is a file, which
+outlives its processes. Another process gets the arena as a file descriptor, over a Unix socket.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 import weakref
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -76,6 +77,26 @@ class Arena:
             raise
         return cls(fd)
 
+    @classmethod
+    def open(cls, path: Path, size_bytes: int) -> Arena:
+        """The arena in a file, which is made, or made larger, as needed. Pages that were never written take no room.
+
+        Args:
+            path: The file. Who cuts it ends the processes that use its memory (SIGBUS).
+            size_bytes: The least size.
+
+        Raises:
+            OSError: The file cannot be used.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            if os.fstat(fd).st_size < size_bytes:
+                os.ftruncate(fd, size_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd)
+
     @property
     def address(self) -> int:
         """Where the arena begins in this process."""
@@ -110,6 +131,23 @@ class Arena:
         thread = threading.Thread(target=self.touch, args=(start, stop), name="arena touch", daemon=True)
         thread.start()
         return thread
+
+    def give_room(self, start: int, stop: int) -> None:
+        """Has the file system set room aside for these bytes. A write where there is none would end the process.
+
+        Raises:
+            OSError: The file system is full.
+        """
+        os.posix_fallocate(self.fd, start, stop - start)
+
+    def give_back(self, start: int, stop: int) -> None:
+        """Frees the room of whole pages. They are zero from now on."""
+        self._mapping.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+    def sync(self, start: int, stop: int) -> None:
+        """Returns when these bytes are on the disk. Raises `OSError`."""
+        start = start // mmap.PAGESIZE * mmap.PAGESIZE
+        self._mapping.flush(start, stop - start)
 
     def window(self, start: int, size_bytes: int, owner: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """A view of some bytes that keeps ``owner`` alive, as do all arrays and tensors that are made from it.

@@ -9,7 +9,7 @@ Plain Python without I/O or locks: offsets only, the bytes are moved by a functi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
@@ -66,6 +66,41 @@ class Extents:
         self._holes: dict[int, int] = {}  # offset of a hole -> its size
         self._by_size = SortedList()  # (size, offset) of each hole
         self._add_hole(0, self.size_bytes)
+
+    @classmethod
+    def of(cls, size_bytes: int, places: Iterable[tuple[int, int]]) -> tuple[Extents, list[Extent]]:
+        """Extents that lie at given places.
+
+        Args:
+            size_bytes: The size of the arena.
+            places: The offset and size in bytes of each, ascending.
+
+        Raises:
+            ValueError: They overlap, or do not lie in the arena on the bounds of extents.
+        """
+        made, found = cls(size_bytes), []
+        made._remove_hole(0)
+        end = 0
+        for offset, size in places:
+            if (
+                not end <= offset <= offset + size <= made.size_bytes
+                or offset % _GRANULE
+                or size % _GRANULE
+                or not size
+            ):
+                raise ValueError(f"an extent of {size} bytes at {offset} does not fit behind one that ends at {end}")
+            made._add_hole(end, offset - end)
+            extent = made._extents[offset] = Extent(offset, size)
+            made.used_bytes += size
+            end = made.high_water = offset + size
+            found.append(extent)
+        made._add_hole(end, made.size_bytes - end)
+        return made, found
+
+    @property
+    def all(self) -> Iterable[Extent]:
+        """The extents, in any order."""
+        return self._extents.values()
 
     def allocate(self, size_bytes: int) -> Extent | None:
         """A new extent of at least ``size_bytes``, in the smallest hole that it fits. None if it fits none."""

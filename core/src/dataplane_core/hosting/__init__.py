@@ -20,6 +20,7 @@ from dataplane_core.hosting.extent_host import (
 )
 from dataplane_core.hosting.extents import ExtentService, ExtentStatistics, Holds, Place, Wanted
 from dataplane_core.hosting.host import Client, Host, LedgerHost, Receiving, Sending
+from dataplane_core.hosting.kept_extents import ADDRESSES, KeptExtents
 from dataplane_core.hosting.layout import Bytes, Column, Layout, offsets_at
 from dataplane_core.hosting.messages import (
     VERSION,
@@ -36,6 +37,7 @@ from dataplane_core.hosting.server import Server, listen_as, listen_at, listen_o
 from dataplane_core.hosting.session import Address, Lanes, Pin, Session, TcpAddress, UnixAddress, Watch
 
 __all__ = [
+    "ADDRESSES",
     "VERSION",
     "Address",
     "Allocate",
@@ -55,6 +57,7 @@ __all__ = [
     "Found",
     "Holds",
     "Host",
+    "KeptExtents",
     "Lanes",
     "Layout",
     "LedgerHost",

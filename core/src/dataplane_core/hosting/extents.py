@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from dataplane_core.host_memory import Arena, Extent, Extents
-from dataplane_core.hosting.layout import Layout, squeeze
+from dataplane_core.hosting.layout import Bytes, Layout, squeeze
 from dataplane_core.ledger import Ref
 
 #: Bytes of an extent without rows that are squeezed at least. Less is not worth the work.
@@ -78,8 +78,8 @@ class Holds:
 
 
 @dataclass(slots=True, eq=False)
-class _Payload:
-    """The payload of one write.
+class Payload:
+    """The payload of one write, as the service knows it.
 
     Attributes:
         extent: Where it lies.
@@ -105,6 +105,16 @@ class _Payload:
             self.rows[position] = -1
             self.num_live -= 1
 
+    def squeeze(self, data: Bytes) -> None:
+        """Moves the rows that exist together, at the start of its bytes."""
+        assert self.rows is not None
+        # in order, so that each row moves to a lower offset, over bytes that were read already
+        kept = sorted(row for row in self.rows if row >= 0)
+        self.layout = squeeze(data, self.layout, self.num_rows, kept)
+        now = {row: index for index, row in enumerate(kept)}
+        self.rows = [now.get(row, -1) for row in self.rows]
+        self.num_rows = len(kept)
+
     @property
     def dead_bytes(self) -> int:
         """About how many bytes squeezing it would free."""
@@ -122,13 +132,18 @@ class ExtentService:
     def __init__(self, arena: Arena, touch_ahead_bytes: int = 0) -> None:
         self._arena = arena
         self._extents = Extents(arena.size_bytes)
-        self._payloads: dict[int, _Payload] = {}
+        self._payloads: dict[int, Payload] = {}
         self._doomed: dict[Extent, None] = {}  # free as soon as nobody pins them
         #: The least size for which no room could be made since rows were dropped or pins ended. Not searched again.
         self._least_refused: int | None = None
         self._touch_ahead_bytes = touch_ahead_bytes
         self.touch_until = 0  # how much of the arena is ready, or will be soon
         self._toucher: threading.Thread | None = None
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that all extents may take."""
+        return self._extents.size_bytes
 
     # --- writing and reading ------------------------------------------------------------------------------------------
 
@@ -143,8 +158,11 @@ class ExtentService:
             return None
         holds.writing[put] = extents
         for each, extent in zip(wanted, extents, strict=True):
-            self._payloads[each.write_id] = _Payload(extent, each.layout, *(each.num_rows,) * 3)
+            self._payloads[each.write_id] = Payload(extent, each.layout, *(each.num_rows,) * 3)
         return [extent.offset for extent in extents]
+
+    def keep(self, put: int) -> None:
+        """The bytes of a put are there, which is still pinned. What outlives its process notes where they lie."""
 
     def stop_writing(self, holds: Holds, put: int) -> None:
         """A put no longer writes."""
@@ -234,7 +252,7 @@ class ExtentService:
         extents = [*self._doomed, *(each.extent for each in self._payloads.values())]
         dead_bytes = sum(each.dead_bytes for each in self._payloads.values())
         return ExtentStatistics(
-            size_bytes=self._extents.size_bytes,
+            size_bytes=self.most_bytes,
             held_bytes=self._extents.used_bytes - dead_bytes - sum(each.size_bytes for each in self._doomed),
             pinned_bytes=sum(each.size_bytes for each in extents if each.pins),
             touched_bytes=self._arena.touched_bytes,
@@ -243,7 +261,7 @@ class ExtentService:
 
     def touch_ahead(self) -> None:
         """Makes more memory ready, in the background, if less than half of what lies ahead is left."""
-        ahead, high_water, size_bytes = self._touch_ahead_bytes, self._extents.high_water, self._arena.size_bytes
+        ahead, high_water, size_bytes = self._touch_ahead_bytes, self._extents.high_water, self.most_bytes
         if self._toucher is not None and self._toucher.is_alive():
             return
         if ahead and self.touch_until < min(high_water + ahead // 2 + 1, size_bytes):
@@ -278,9 +296,7 @@ class ExtentService:
 
     def _make_room(self, size_bytes: int) -> bool:
         """Squeezes extents with dropped rows, those with most first, then slides extents together."""
-        # pinned ones are left alone: a client reads them by the offsets of the layout that it was told
-        dead = [each for each in self._payloads.values() if not each.extent.pins and each.dead_bytes >= _LEAST_DEAD]
-        waiting = deque(sorted(dead, key=lambda each: -each.dead_bytes))
+        waiting = deque(self._squeezable())
         free = self._extents.size_bytes - self._extents.used_bytes
         while waiting and free < size_bytes:
             free += self._squeeze(waiting.popleft())
@@ -290,20 +306,26 @@ class ExtentService:
             self._squeeze(waiting.popleft())
         return True
 
-    def _squeeze(self, payload: _Payload) -> int:
+    def _squeezable(self) -> list[int]:
+        """The writes with dropped rows, those with most first."""
+        # pinned ones are left alone: a client reads them by the offsets of the layout that it was told
+        dead = {
+            write_id: -each.dead_bytes
+            for write_id, each in self._payloads.items()
+            if not each.extent.pins and each.dead_bytes >= _LEAST_DEAD
+        }
+        return sorted(dead, key=dead.__getitem__)
+
+    def _squeeze(self, write_id: int) -> int:
         """Frees the bytes of dropped rows. Returns how many."""
-        extent = payload.extent
-        before = extent.size_bytes
-        assert payload.rows is not None
-        # in order, so that each row moves to a lower offset, over bytes that were read already
-        kept = sorted(row for row in payload.rows if row >= 0)
-        data = self._arena.bytes[extent.offset : extent.offset + before]
-        payload.layout = squeeze(data, payload.layout, payload.num_rows, kept)
-        now = {row: index for index, row in enumerate(kept)}
-        payload.rows = [now.get(row, -1) for row in payload.rows]
-        payload.num_rows = len(kept)
-        self._extents.shrink(extent, payload.layout.size_bytes)
-        return before - extent.size_bytes
+        payload = self._payloads[write_id]
+        before = payload.extent.size_bytes
+        payload.squeeze(self._bytes_of(payload.extent))
+        self._extents.shrink(payload.extent, payload.layout.size_bytes)
+        return before - payload.extent.size_bytes
+
+    def _bytes_of(self, extent: Extent) -> Bytes:
+        return self._arena.bytes[extent.offset : extent.offset + extent.size_bytes]
 
     def _move(self, source: int, target: int, size_bytes: int) -> None:
         data = self._arena.bytes

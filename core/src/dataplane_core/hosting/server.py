@@ -128,15 +128,24 @@ class Server:
         *listeners: Where clients connect. Over a Unix socket, those of another user are refused.
         token: What clients must know. Without one, everybody who can connect is served.
         between: Called before the server waits for requests.
+        aside: Work for the time in which there are no requests. It is called until it returns False, and again when
+            requests were answered.
     """
 
     def __init__(
-        self, host: Host, *listeners: socket.socket, token: bytes = b"", between: Callable[[], None] = lambda: None
+        self,
+        host: Host,
+        *listeners: socket.socket,
+        token: bytes = b"",
+        between: Callable[[], None] = lambda: None,
+        aside: Callable[[], bool] | None = None,
     ) -> None:
         self._host = host
         self._messages = host.messages
         self._token = token
         self._between = between
+        self._aside = aside
+        self._has_work = True  # perhaps
         self._listeners = listeners
         for listener in listeners:
             listener.setblocking(False)
@@ -163,7 +172,12 @@ class Server:
                 for stranger in [each for each in self._strangers if now >= each.until]:
                     self._drop(stranger)
             looks = self._strangers or self._accept_at is not None
-            ready = self._selector.select(_LOOK_S if looks else None)
+            works_aside = self._aside is not None and self._has_work
+            ready = self._selector.select(0 if works_aside else _LOOK_S if looks else None)
+            if not ready and self._aside is not None and works_aside:
+                self._has_work = self._aside()
+                continue
+            self._has_work = True
             self._may_be_late = len(ready) > 1 or not self._is_unix
             for key, events in ready:
                 connection: _Connection | None = key.data

@@ -16,15 +16,14 @@ import torch
 from tensordict import NonTensorStack
 
 from dataplane_core.codec import (
-    BytesLike,
     Columns,
     EmptyLists,
     TensorRows,
     decode_columns,
     encode_columns,
-    unpack_msgpack,
 )
 from dataplane_core.errors import CorruptDataError
+from dataplane_core.packed import BytesLike, unpack_msgpack
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat, fits
 
 _FRAMES: Final = WireFormat(bytes=True, shared_rows=True)

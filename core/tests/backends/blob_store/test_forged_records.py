@@ -7,9 +7,9 @@ import pytest
 from blob_stores import journaled, open_client
 from test_journal_form import BLOBS, RECORDS, first_snapshot, stored
 
-from dataplane_core.backends.journal_records import DIGEST_BYTES, Record, seal
-from dataplane_core.backends.snapshot import Chunks, chunk_key
 from dataplane_core.errors import CorruptDataError
+from dataplane_core.journal.records import DIGEST_BYTES, Record, seal
+from dataplane_core.journal.snapshot import Chunks, chunk_key
 from dataplane_testkit import backend_of
 
 

@@ -10,8 +10,8 @@ import msgpack
 import pytest
 from blob_stores import Clock, journaled, open_client, trimmed
 
-from dataplane_core.backends.journal_records import DIGEST_BYTES, OPS, Record, seal
 from dataplane_core.errors import AlreadyDoneError, CorruptDataError, LeaseExpiredError
+from dataplane_core.journal.records import DIGEST_BYTES, OPS, Record, seal
 from dataplane_core.ledger import commands
 from dataplane_testkit import backend_of
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 from blob_stores import journaled, open_client
 
-from dataplane_core.backends.journal_records import DIGEST_BYTES, Record, seal
 from dataplane_core.errors import (
     CorruptDataError,
     LeaseExpiredError,
@@ -13,6 +12,7 @@ from dataplane_core.errors import (
     StalePartitionError,
     UnknownPartitionError,
 )
+from dataplane_core.journal.records import DIGEST_BYTES, Record, seal
 from dataplane_testkit import backend_of
 
 
@@ -227,7 +227,7 @@ def test_when_nothing_is_new_a_call_reads_one_record():
 
 
 def test_a_replay_that_is_too_long_for_one_call_goes_on_in_the_next(monkeypatch):
-    monkeypatch.setattr("dataplane_core.backends.journal._CHECK_EVERY", 1)
+    monkeypatch.setattr("dataplane_core.journal.journal._CHECK_EVERY", 1)
     cls = journaled()
     used(cls)
     with open_client(cls, bootstrap=False) as late:

@@ -9,17 +9,17 @@ import pytest
 import torch
 from blob_stores import Clock, journaled, open_client, trimmed
 
-from dataplane_core.backends.journal import Journal
-from dataplane_core.backends.journal_records import Record
 from dataplane_core.errors import CorruptDataError, LeaseExpiredError, OperationTimeoutError
+from dataplane_core.journal.journal import Journal
+from dataplane_core.journal.records import Record
 from dataplane_testkit import backend_of
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     """A snapshot is due after a few records, and has many chunks."""
-    monkeypatch.setattr("dataplane_core.backends.journal_shortening._TAIL_BYTES", 2_000)
-    monkeypatch.setattr("dataplane_core.backends.snapshot._CHUNK_BYTES", 400)
+    monkeypatch.setattr("dataplane_core.journal.shortening._TAIL_BYTES", 2_000)
+    monkeypatch.setattr("dataplane_core.journal.snapshot._CHUNK_BYTES", 400)
     monkeypatch.setattr("dataplane_core.ledger.state._SECTION_ITEMS", 3)
 
 
@@ -199,7 +199,7 @@ def steps_until_it_dies(cls, at, numbers):
 
 
 def test_crashes_of_two_processes_in_a_row_at_any_moments_leave_a_store_that_opens(monkeypatch):
-    monkeypatch.setattr("dataplane_core.backends.snapshot._CHUNK_BYTES", 1_500)
+    monkeypatch.setattr("dataplane_core.journal.snapshot._CHUNK_BYTES", 1_500)
     made = trimmed()
     with open_client(made) as one:
         one.register_partition("p", ["x"], None, ["t"])
@@ -383,7 +383,7 @@ def test_no_snapshot_is_written_in_the_time_of_a_lease(monkeypatch):
     with open_client(cls) as client:
         client.register_partition("p", ["x"], None, ["t"])
         with monkeypatch.context() as patched:
-            patched.setattr("dataplane_core.backends.journal_shortening._TAIL_BYTES", 1 << 30)
+            patched.setattr("dataplane_core.journal.shortening._TAIL_BYTES", 1 << 30)
             client.put_samples([f"s{i}" for i in range(1_000)], "p", column(*range(1_000)))
         meta = client.claim_meta("p", "t", ["x"], 1, lease_s=60)
         client.renew(meta, 60)

@@ -27,9 +27,9 @@ from typing import Any, Final, TypeAlias
 import msgpack
 import numpy as np
 
-from dataplane_core.codec import unpack_msgpack
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.ledger import commands
+from dataplane_core.packed import unpack_msgpack
 from dataplane_core.spec import FieldSpec, TagValue
 
 #: The version of keys and scripts. A client refuses an instance of another version.

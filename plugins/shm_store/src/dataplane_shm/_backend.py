@@ -7,9 +7,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, cast
 
+import msgspec
 import numpy as np
 
 from dataplane_core.backends import (
@@ -26,16 +28,18 @@ from dataplane_core.backends import (
     stored_columns,
 )
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_core.host_memory import Arena, arena_bytes_for, check_capacity, copy_arrays, memory_limit
+from dataplane_core.host_memory import Arena, check_capacity, copy_arrays, memory_limit
 from dataplane_core.hosting import Pin, Place, Session
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, Scope, SharedRows, WireColumn, WireFormat
 from dataplane_shm._diagnosis import diagnose
-from dataplane_shm._messages import Begin, Drop, Find, PutWhole, Statistics, Status
+from dataplane_shm._messages import Begin, Drop, Find, Options, PutWhole, Statistics, Status, raise_failure
 from dataplane_shm._opening import open_store
-from dataplane_shm.config import ShmConfig, store_folder
+from dataplane_shm.config import FAILURE, ShmConfig, store_folder
 
 _POLL_S: Final = 0.005
+#: Seconds in which a durable store may finish the digests of its rows at its end.
+_DIGESTS_S: Final = 60.0
 #: A put of at most this many bytes is one request: the copy into it costs less than a second request.
 _FEW_BYTES: Final = 16 << 10
 
@@ -66,7 +70,7 @@ class ShmBackend(LedgerBackend):
     why_not_declared: ClassVar[Mapping[str, str]] = {
         Capability.UNITS: "one piece of shared memory holds the payload",
         "scope": "memory is shared by the processes of one host only",
-        Capability.DURABLE: "a store is memory, which ends with its processes",
+        Capability.DURABLE: "a store is memory, which ends with its processes, unless the option `durable` is set",
     }
     Config = ShmConfig
 
@@ -87,7 +91,15 @@ class ShmBackend(LedgerBackend):
     def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
         """Options of a store that shares nothing with that of ``options``."""
         name = options.get("namespace", ShmConfig.model_fields["namespace"].default)
-        return {**options, "namespace": f"{name}-{tag}"[:64]}
+        apart = {**options, "namespace": f"{name}-{tag}"[:64]}
+        if options.get("durable") is not None:
+            apart["durable"] = f"{options['durable']}-{tag}"
+        return apart
+
+    @classmethod
+    def outlives_owner(cls, config: ShmConfig) -> bool:
+        """With ``durable``."""
+        return config.durable is not None
 
     @classmethod
     def diagnose(cls, config: ShmConfig, *, deadline: float) -> Iterable[Finding]:
@@ -141,11 +153,22 @@ class ShmBackend(LedgerBackend):
                     hint="Free memory, raise the limit, or set capacity_bytes.",
                 )
         log = self._folder.path / "ledger.log"
-        words = [self._folder.socket, arena_bytes_for(capacity_bytes), capacity_bytes, config.on_full]
-        command = [sys.executable, "-P", "-m", "dataplane_shm", *map(str, words), str(config.touch_ahead_bytes)]
-        self._process = OwnedProcess(command, log=log, folder=self._folder.path, lock=self._folder.lock)
+        options = Options(
+            folder=str(self._folder.path),
+            capacity_bytes=capacity_bytes,
+            on_full=config.on_full,
+            touch_ahead_bytes=config.touch_ahead_bytes,
+            durable=None if config.durable is None else str(config.durable.absolute()),
+            sync=config.sync,
+        )
+        command = [sys.executable, "-P", "-m", "dataplane_shm", msgspec.json.encode(options).decode()]
+        end_s = 0.0 if config.durable is None else _DIGESTS_S
+        folder, lock = self._folder.path, self._folder.lock
+        self._process = OwnedProcess(command, log=log, folder=folder, lock=lock, end_s=end_s)
         while not self._folder.socket.exists():
             if self._process.ended:
+                with suppress(FileNotFoundError):
+                    raise_failure((self._folder.path / FAILURE).read_bytes())
                 raise BackendUnavailableError(
                     f"connect failed: the ledger's process ended at its start: {last_words(log)}", retryable=False
                 )

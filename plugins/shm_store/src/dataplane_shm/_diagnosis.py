@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -28,6 +29,8 @@ def diagnose(config: ShmConfig, deadline: float) -> Iterator[Finding]:
         return
     yield Finding.ok("This system has memfd_create.")
     yield from huge_pages()
+    if config.durable is not None:
+        yield from _durable(config.durable)
     folder = store_folder(config.namespace)
     if folder.is_owned:
         yield _store(folder, deadline)
@@ -86,6 +89,32 @@ def _new_store(config: ShmConfig) -> Iterator[Finding]:
             f"{arena_bytes // _MIB} MiB.",
             "Run: ulimit -f unlimited. Or lower capacity_bytes.",
         )
+
+
+def _durable(folder: Path) -> Iterator[Finding]:
+    """What lies in a durable folder, how old it is, and who has it open."""
+    from dataplane_shm._durable import contents_of, is_open, owner_of
+
+    owner = owner_of(folder)
+    if owner is None:
+        where = "is empty" if folder.is_dir() else "does not exist yet"
+        yield Finding.ok(f"The durable folder {folder} {where}. A store that is bootstrapped begins there.")
+        return
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.since))
+    who = f"process {owner.pid} of host {owner.host}, since {since}"
+    if is_open(folder):
+        yield Finding.ok(f"The durable folder {folder} is open in {who}.")
+        return
+    try:
+        found = contents_of(folder)
+    except (DataPlaneError, OSError) as error:
+        yield Finding.error(f"The durable folder {folder} cannot be read: {error}")
+        return
+    counts = ", ".join(f"{count} samples in '{name}'" for name, count in found.partitions.items()) or "no partition"
+    yield Finding.ok(
+        f"The durable folder {folder} is open in no process. It was last in {who}. It holds {counts}: "
+        f"{found.size_bytes // _MIB} MiB of rows."
+    )
 
 
 def _store(folder: PrivateFolder, deadline: float) -> Finding:

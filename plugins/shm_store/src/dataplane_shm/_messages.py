@@ -7,9 +7,24 @@ from typing import Final
 
 import msgspec
 
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.hosting import Layout, Messages, Place, Request
 from dataplane_core.ledger import Located, Ref, check_command, commands
+
+
+class Options(msgspec.Struct):
+    """What the owner of a store tells the ledger's process at its start. The others as in `ShmConfig`.
+
+    Attributes:
+        folder: The folder in which to listen, and to write why the store cannot start.
+    """
+
+    folder: str
+    capacity_bytes: int
+    on_full: str
+    touch_ahead_bytes: int
+    durable: str | None
+    sync: str
 
 
 class About(msgspec.Struct, array_like=True):
@@ -132,6 +147,18 @@ class Status(Request[Statistics]):
 
 
 MESSAGES: Final = Messages(Begin, PutWhole, Find, Drop, Status)
+#: The length that a message begins with.
+_LENGTH_BYTES: Final = 4
+
+
+def packed_failure(error: DataPlaneError) -> bytes:
+    """Why a store cannot start, for its owner."""
+    return MESSAGES.encode_error(error)[_LENGTH_BYTES:]
+
+
+def raise_failure(packed: bytes) -> None:
+    """Raises what `packed_failure` was given."""
+    MESSAGES.decode_reply(Status(), packed)
 
 
 def _check_layouts(put: commands.BeginPut, layouts: list[Layout]) -> None:

@@ -25,10 +25,12 @@ class _Address(UnixAddress):
                 "same namespace.",
             )
         return BackendUnavailableError(
-            f"{what} failed: the ledger's process of {self.path} has ended, and its data with it.",
+            f"{what} failed: the ledger's process of {self.path} has ended, and its data with it, unless it has a "
+            "durable folder.",
             retryable=False,
             hint="It ends with the client that bootstrapped the store. Close this client, start a new owner with "
-            "connect(config, bootstrap=True), then register the partitions and produce their samples again.",
+            "connect(config, bootstrap=True). Without `durable`, then register the partitions and produce their "
+            "samples again.",
         )
 
 

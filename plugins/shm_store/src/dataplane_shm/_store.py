@@ -9,6 +9,7 @@ import numpy as np
 
 from dataplane_core.errors import CapacityExceededError, StalePartitionError
 from dataplane_core.hosting import Client, ExtentService, Holds, LedgerHost, Place, Release, Wanted
+from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import Command, LedgerService, Ref, commands
 from dataplane_shm._messages import (
     MESSAGES,
@@ -45,7 +46,11 @@ class Store(LedgerHost):
     messages = MESSAGES
 
     def __init__(
-        self, extents: ExtentService, service: LedgerService, capacity_bytes: int = 0, on_full: str = "block"
+        self,
+        extents: ExtentService,
+        service: LedgerService | RecordedLedger,
+        capacity_bytes: int = 0,
+        on_full: str = "block",
     ) -> None:
         super().__init__(service)
         self._ledger = service
@@ -92,10 +97,11 @@ class Store(LedgerHost):
     def _commit(self, command: commands.CommitPut, client: _Client) -> Any:
         if command.write_id not in client.holds.writing:
             raise StalePartitionError("put_samples refused at commit: the put is not begun, or was aborted.")
-        self._extents.stop_writing(client.holds, command.write_id)
         try:
+            self._extents.keep(command.write_id)
             self._ledger.call(command)
         finally:
+            self._extents.stop_writing(client.holds, command.write_id)
             self._sweep()
         return []
 
@@ -146,7 +152,7 @@ class Store(LedgerHost):
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _no_room(self, put: commands.BeginPut, size_bytes: int) -> CapacityExceededError:
-        arena_bytes = self._extents.arena.size_bytes
+        arena_bytes = self._extents.most_bytes
         never = size_bytes > arena_bytes
         if not never and put.ticket is not None:
             # it left the queue when the ledger had room: it takes the next place

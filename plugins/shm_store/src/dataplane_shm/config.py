@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pathlib import Path
+from typing import Final, Literal, Self
+
+from pydantic import Field, model_validator
 
 from dataplane_core.backends import CapacityOptions, PrivateFolder, SizeBytes
 
-__all__ = ["ShmConfig", "store_folder"]
+__all__ = ["FAILURE", "SOCKET", "ShmConfig", "store_folder"]
+
+#: In the folder of a running store: where the ledger's process listens, and why it could not start.
+SOCKET: Final = "ledger.sock"
+FAILURE: Final = "failure"
 
 
 class ShmConfig(CapacityOptions):
     """Which store of this user on this host, how much memory it may use, and how reads return data.
 
-    The bootstrapping client sets ``capacity_bytes``, ``on_full`` and ``touch_ahead_bytes``. An attaching client gets
-    the first two from the store. ``capacity_bytes`` is by default half of the memory that is available when the store
+    The bootstrapping client sets all but ``views`` and ``copy_threads``. An attaching client gets ``capacity_bytes``
+    and ``on_full`` from the store. ``capacity_bytes`` is by default half of the memory that is available when the store
     starts, on the machine and in the container.
     """
 
@@ -29,11 +36,26 @@ class ShmConfig(CapacityOptions):
     """Memory that is made ready in the background before it is used. The store starts with it, and makes as much more
     ready whenever less than half of it is left."""
 
+    durable: Path | None = None
+    """A folder in which the store outlives its processes. All of them may be killed at any moment: the next client that
+    bootstraps a store with this folder has all that was committed, at once. Leases of before are over. One store at a
+    time may use the folder. On tmpfs, its rows are as fast as without it."""
+
+    sync: Literal["none", "commit"] = "none"
+    """Only with ``durable``. With ``commit``, a put, and each other call that changes something, returns when that is
+    on the disk: it also survives the end of the machine. Calls that come together share a sync."""
+
     copy_threads: int | None = Field(default=None, ge=1)
     """How many threads copy a large put or read, with the one that calls. By default up to 4 of the cores that the
     process may use and that torch's threads do not hold. 1: the calling thread alone."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sync != "none" and self.durable is None:
+            raise ValueError("'sync' needs 'durable', a folder")
+        return self
+
 
 def store_folder(namespace: str) -> PrivateFolder:
     """The folder of the store of that name."""
-    return PrivateFolder("shm", namespace, "ledger.sock")
+    return PrivateFolder("shm", namespace, SOCKET)

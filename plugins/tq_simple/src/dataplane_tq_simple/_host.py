@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from dataplane_core.backends import RecordedLedger
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.hosting import CallId, Client, LedgerHost
+from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_tq_simple._book import UNITS_NOTE, UnitBook, View
 from dataplane_tq_simple._errors import UnitsGoneError
@@ -24,8 +24,6 @@ from dataplane_tq_simple._messages import MESSAGES, AddUnits, BeginNear, Ping, R
 
 _logger = logging.getLogger(__name__)
 
-#: The exit status of a controller that may answer nobody any more.
-_EXIT_STATUS: Final = 70
 _OF_THE_BOOK: Final = (ViewUnits, UnitRecords, AddUnits, RemoveUnit)
 
 
@@ -116,18 +114,10 @@ class ControllerHost(LedgerHost):
             super().end_session(client)
 
     def settle(self) -> None:
-        """Returns when all that was answered is kept. If it cannot be, ends the process: nobody gets an answer.
-
-        Ray then starts the controller again, unless another process is the controller already.
-        """
-        if self._journal is None:
-            return
-        try:
+        """As `Host.settle`. Ray starts a controller that ended here again, unless another process is one already."""
+        if self._journal is not None:
             with self.book.lock:
-                self._journal.commit()
-        except (OSError, BackendUnavailableError) as error:
-            _logger.critical("this controller may answer nobody any more, and ends: %s", error)
-            os._exit(_EXIT_STATUS)
+                self._journal.commit_or_end()
 
     def _save_book(self) -> None:
         if self._journal is not None and self._places:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from blob_stores import Clock, journaled, open_client
 
-from dataplane_core.backends import journal_shortening
+from dataplane_core.journal import shortening as journal_shortening
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 from dataplane_testkit import backend_of

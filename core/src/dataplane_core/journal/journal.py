@@ -4,7 +4,7 @@ A call first reads the new records. If it changes something, its command is appe
 If another process took that number, the call reads again, checks its command again and tries the next number. Options
 of one process, such as its limit of bytes, are checked before a record is made; a replay does not use them.
 
-**History.** The records are a chain (`dataplane_core.backends.journal_records`), which every replay checks. Each call
+**History.** The records are a chain (`dataplane_core.journal.records`), which every replay checks. Each call
 also checks that the last record that this process knows is still there. If it is not, the journal was cut or replaced
 by an older copy. The call then raises `StalePartitionError` before it writes anything, and the next call starts from
 what the store holds now.
@@ -25,8 +25,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn, Protocol, cast
 
-from dataplane_core.backends.journal_records import DIGEST_BYTES, VERSION, Begin, Plan, Record, Snapshot
-from dataplane_core.backends.snapshot import ChunkGoneError, SnapshotReader, head
 from dataplane_core.errors import (
     BackendError,
     CorruptDataError,
@@ -34,6 +32,8 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     StalePartitionError,
 )
+from dataplane_core.journal.records import DIGEST_BYTES, VERSION, Begin, Plan, Record, Snapshot
+from dataplane_core.journal.snapshot import ChunkGoneError, SnapshotReader, head
 from dataplane_core.ledger import Command, Ledger, LedgerService, Reply, StateReader, commands, to_state
 from dataplane_core.spec import fits, new_id
 

@@ -8,7 +8,7 @@ A record is a digest of 16 bytes, followed by a msgpack map. Every map holds
     op      what was done: a command of the ledger, or of the journal itself (`OPS`), with its fields
 
 So the records are a chain: a record that is damaged, missing, swapped or from another journal is detected. No record
-holds a time: an ``expire`` record ends a lease (see `dataplane_core.backends.journal`).
+holds a time: an ``expire`` record ends a lease (see `dataplane_core.journal.journal`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 import msgpack
 import msgspec
 
-from dataplane_core.codec import unpack_msgpack
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.ledger import (
     Command,
@@ -36,6 +35,7 @@ from dataplane_core.ledger import (
     unpack_write_id,
     unpack_writes,
 )
+from dataplane_core.packed import unpack_msgpack
 from dataplane_core.spec import FieldSpec
 
 #: The version of the format.

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Final, Protocol
 
-from dataplane_core.backends.journal import Journal, JournalStore, Snapshots
-from dataplane_core.backends.journal_records import Plan, Snapshot
-from dataplane_core.backends.snapshot import Chunks, chunk_key, pack_chunks
 from dataplane_core.errors import OperationTimeoutError
+from dataplane_core.journal.journal import Journal, JournalStore, Snapshots
+from dataplane_core.journal.records import Plan, Snapshot
+from dataplane_core.journal.snapshot import Chunks, chunk_key, pack_chunks
 from dataplane_core.spec import new_id
 
 _log = logging.getLogger(__name__)

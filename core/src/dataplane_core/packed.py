@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgpack
 
-from dataplane_core.codec.tensors import BytesLike
+BytesLike: TypeAlias = bytes | bytearray | memoryview
 
 #: A message of more bytes is first parsed without building objects, so that forged lengths in it cannot make the
 #: decoder allocate more than the message holds: lists may be nested 500 deep, each said to be as long as the message.

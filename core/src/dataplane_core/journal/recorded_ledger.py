@@ -9,6 +9,9 @@ was recorded is not done again: it gets its first answer.
 
 from __future__ import annotations
 
+import logging
+import math
+import os
 import pickle
 import threading
 import time
@@ -20,17 +23,22 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar, cast
 
-from dataplane_core.backends.journal import Journal, LedgerFailedError
-from dataplane_core.backends.journal_file import Entry, JournalFile, TakenError
-from dataplane_core.backends.journal_records import Begin, Plan, Record, Snapshot
-from dataplane_core.backends.journal_shortening import Shortener
-from dataplane_core.errors import DataPlaneError, OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
 from dataplane_core.hosting import CallId
+from dataplane_core.journal.file import Entry, JournalFile, TakenError
+from dataplane_core.journal.journal import Journal, LedgerFailedError
+from dataplane_core.journal.records import Begin, Plan, Record, Snapshot
+from dataplane_core.journal.shortening import Shortener
 from dataplane_core.ledger import Command, Ref, Reply, commands, to_state, unpack_write_id
 
 __all__ = ["RecordedLedger", "TakenError"]
 
+_log = logging.getLogger(__name__)
+
 _Result = TypeVar("_Result")
+
+#: The exit status of a process that may answer nobody any more.
+_EXIT_STATUS: Final = 70
 
 #: Write ids that the ledger is to number have this bit, since those of puts without payload are small numbers.
 _NUMBERED: Final = 1 << 40
@@ -122,12 +130,25 @@ class RecordedLedger:
         """
         self._file.commit()
 
+    def commit_or_end(self) -> None:
+        """As `commit`. If what was done cannot be kept, ends the process: nobody gets an answer."""
+        try:
+            self.commit()
+        except (OSError, BackendUnavailableError) as error:
+            _log.critical("this process may answer nobody any more, and ends: %s", error)
+            os._exit(_EXIT_STATUS)
+
     # --- state --------------------------------------------------------------------------------------------------------
 
     def garbage(self) -> list[Ref]:
         """As `LedgerService.garbage`."""
         with self._journal.held(_soon(), "garbage"):
             return self._journal.service.garbage()
+
+    def end_holds(self) -> None:
+        """Ends all leases and all puts under way: the clients of the process before are gone."""
+        with self._journal.held(_soon(), "open"):
+            self._journal.end_holds()
 
     def payload(self) -> dict[int, tuple[list[int] | None, list[int]]]:
         """Write id -> the bytes of all its rows, if known, and which of them the store may still hold."""
@@ -212,6 +233,16 @@ class _HostJournal(Journal):
             for lane in [lane for lane, (_, until, _) in self.outcomes.items() if until < now]:
                 del self.outcomes[lane]
 
+    def end_holds(self) -> None:
+        """Ends all leases and all puts under way. Call it when `held`."""
+        self._at = math.inf
+        try:
+            due = self._ask(commands.Due())
+        finally:
+            self._at = None
+        if due is not None:
+            self.append(commands.Expire(due.leases, due.writes))
+
     def take_numbers(self, count: int) -> int:
         number, self.next_number = self.next_number, self.next_number + count
         return number
@@ -219,6 +250,9 @@ class _HostJournal(Journal):
     def _try_append(self, command: Command[Any]) -> bytes | None:
         self._file.next_call = None if isinstance(command, _OWN) else self.calling
         return super()._try_append(command)
+
+    def _apply(self, command: Command[Reply], data: bytes) -> Reply:
+        return self._run(command, data)  # as it came: no other process replays it beside this one
 
     def _load(self, record: Record, data: bytes, deadline: float) -> None:
         self._at = self._file.entry.at  # not before anything that the snapshot holds

@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import msgpack
 
-from dataplane_core.backends.journal_records import DIGEST_BYTES, VERSION, seal, unseal
-from dataplane_core.codec import unpack_msgpack_stream
 from dataplane_core.errors import CorruptDataError
+from dataplane_core.journal.records import DIGEST_BYTES, VERSION, seal, unseal
+from dataplane_core.packed import unpack_msgpack_stream
 
 #: The approximate size of a chunk. A single larger section makes a larger chunk.
 _CHUNK_BYTES: Final = 1 << 20

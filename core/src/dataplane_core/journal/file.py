@@ -5,7 +5,7 @@ bytes, a digest, a msgpack map. A frame holds one of
 
     head        the first frame, and only it: the version of this format, and what the frames held that were dropped
                 when the file was shortened
-    record      a record of the journal (`dataplane_core.backends.journal_records`)
+    record      a record of the journal (`dataplane_core.journal.records`)
     note        a value under a name, which replaces an earlier one
 
 with its time, and with the id of the call that it is of. Times are on a clock of the journal's own. It stands still
@@ -31,10 +31,10 @@ from typing import Any, Final, NamedTuple
 
 import msgpack
 
-from dataplane_core.backends.journal_records import DIGEST_BYTES, seal, unseal
-from dataplane_core.codec import unpack_msgpack
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
 from dataplane_core.hosting import CallId
+from dataplane_core.journal.records import DIGEST_BYTES, seal, unseal
+from dataplane_core.packed import unpack_msgpack
 from dataplane_core.regular_files import open_regular, read_regular
 
 _log = logging.getLogger(__name__)

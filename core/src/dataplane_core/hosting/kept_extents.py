@@ -1,0 +1,354 @@
+"""`KeptExtents`: extents of an arena that is a file. They outlive the process that serves them.
+
+Where the extents of a put lie is noted before the put is committed, and again when they move. Nothing that is noted is
+ever overwritten: extents do not slide together, and an extent without its dropped rows is a copy elsewhere, whose old
+place is room once the new one is noted. So a process may be killed at any moment. Addresses are plenty for that: the
+file is longer than the extents may be together, and its pages take room only while an extent lies there.
+
+Each extent has a digest. It is made when the service has nothing else to do, or at once if the bytes must be on the
+disk before the put is committed. A service that begins again checks it before the extent is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, Protocol
+
+import msgspec
+import numpy as np
+import xxhash
+
+from dataplane_core.errors import CapacityExceededError, CorruptDataError
+from dataplane_core.host_memory import Arena, Extent, Extents
+from dataplane_core.hosting.extents import ExtentService, Holds, Payload, Place, Wanted
+from dataplane_core.hosting.layout import Bytes, Layout
+
+_log = logging.getLogger(__name__)
+
+#: How many times the bytes that extents may take the file is long.
+ADDRESSES: Final = 4
+#: The file system sets room aside, and frees it, in blocks of so many bytes.
+_BLOCK: Final = 2 << 20
+#: An extent of at most this many bytes gets its digest at once: it is the work of a few microseconds.
+_FEW_BYTES: Final = 64 << 10
+#: Bytes that are hashed between two looks for requests.
+_STEP: Final = 4 << 20
+#: Room that no extent needs is freed when it is more than this share of what extents may take.
+_SPARE_SHARE: Final = 0.25
+_PREFIX: Final = "extent "
+
+
+class Notes(Protocol):
+    """Keeps values by name for a later process, in the order in which they were noted (`RecordedLedger`)."""
+
+    @property
+    def notes(self) -> Mapping[str, bytes]: ...
+    def note(self, name: str, value: bytes | None) -> None: ...
+
+
+class _Kept(msgspec.Struct, array_like=True):
+    """What is noted of an extent. ``rows`` as in `Payload`. No digest: it was not made yet."""
+
+    offset: int
+    size_bytes: int
+    layout: Layout
+    num_rows: int
+    num_positions: int
+    rows: list[int] | None
+    digest: bytes | None
+
+
+class KeptExtents(ExtentService):
+    """The extents of an arena that is a file. One thread uses it.
+
+    Args:
+        arena: The memory, of at least `ADDRESSES` times ``most_bytes``.
+        most_bytes: The most bytes that all extents may take.
+        notes: Keeps where they lie.
+        live: Write id -> the positions of the rows that exist, of the writes whose extents are to come back.
+        same_memory: Whether the bytes are those that the process before left in memory. If not, an extent without a
+            digest may have lost some, and does not come back.
+        sync: Whether a put may be committed only when its bytes are on the disk.
+        touch_ahead_bytes: How much memory is made ready before it is used.
+
+    Attributes:
+        lost: Writes that did not come back, or whose bytes were found damaged: write id -> positions.
+
+    Raises:
+        CorruptDataError: What was noted contradicts itself.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        most_bytes: int,
+        notes: Notes,
+        live: Mapping[int, Sequence[int]],
+        *,
+        same_memory: bool,
+        sync: bool = False,
+        touch_ahead_bytes: int = 0,
+    ) -> None:
+        super().__init__(arena, touch_ahead_bytes)
+        self._most_bytes = most_bytes
+        self._notes = notes
+        self._sync = sync
+        self._has_room = np.zeros(-(-arena.size_bytes // _BLOCK), dtype=bool)  # blocks that the file system gave
+        self._writes: dict[int, list[int]] = {}  # a put that is under way -> its writes
+        self._to_hash: dict[int, None] = {}
+        self._to_check: dict[int, bytes] = {}  # write id -> the digest that its bytes must have
+        self._hashing: tuple[int, int, Any] | None = None  # a write, how much of it is hashed, and the state
+        self.lost: dict[int, list[int]] = {}
+        self._restore(live, same_memory)
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that all extents may take."""
+        return self._most_bytes
+
+    # --- what comes back ----------------------------------------------------------------------------------------------
+
+    def _restore(self, live: Mapping[int, Sequence[int]], same_memory: bool) -> None:
+        kept: dict[int, _Kept] = {}
+        try:
+            for name, value in self._notes.notes.items():
+                if name.startswith(_PREFIX):
+                    kept[int(name[len(_PREFIX) :], 16)] = msgspec.msgpack.decode(value, type=_Kept)
+            for write_id in [each for each in kept if not live.get(each)]:
+                del kept[write_id]
+                self._forget_note(write_id)
+            in_order = sorted(kept, key=lambda write_id: kept[write_id].offset)
+            places = [(kept[write_id].offset, kept[write_id].size_bytes) for write_id in in_order]
+            self._extents, extents = Extents.of(self._arena.size_bytes, places)
+            for write_id, extent in zip(in_order, extents, strict=True):
+                self._payloads[write_id] = _payload_of(kept[write_id], extent, live[write_id])
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise CorruptDataError(
+                f"what is noted of the extents contradicts itself: {error}.", hint="Restore a whole copy of the folder."
+            ) from error
+        self.lost = {write_id: list(positions) for write_id, positions in live.items() if write_id not in kept}
+        for write_id in in_order:
+            digest = kept[write_id].digest
+            if digest is not None:
+                self._to_check[write_id] = digest
+            elif same_memory:
+                self._to_hash[write_id] = None
+            else:
+                self._lose(write_id)
+
+    def _lose(self, write_id: int) -> None:
+        """The bytes of a write are not what was put."""
+        payload = self._payloads[write_id]
+        rows = range(payload.num_positions) if payload.rows is None else payload.rows
+        self.lost[write_id] = [position for position, row in enumerate(rows) if row >= 0]
+        _log.error(
+            "the payload of %d samples is damaged, or was never written whole. A read of them says which they are.",
+            len(self.lost[write_id]),
+        )
+        self._remove(write_id)
+
+    # --- what is noted ------------------------------------------------------------------------------------------------
+
+    def keep(self, put: int) -> None:
+        """As `ExtentService.keep`. With ``sync``, returns when the bytes are on the disk. Raises `OSError`."""
+        for write_id in self._writes[put]:
+            extent = self._payloads[write_id].extent
+            if self._sync:
+                self._arena.sync(extent.offset, extent.offset + extent.size_bytes)
+            now = self._sync or extent.size_bytes <= _FEW_BYTES
+            self._note_kept(write_id, now=now)
+            if not now:
+                self._to_hash[write_id] = None
+
+    def _note_kept(self, write_id: int, *, now: bool) -> None:
+        """Notes where a write lies, with a digest of it if that is made now."""
+        self._note(write_id, _digest(self._bytes_of(self._payloads[write_id].extent)) if now else None)
+
+    def _note(self, write_id: int, digest: bytes | None) -> None:
+        payload = self._payloads[write_id]
+        kept = _Kept(
+            payload.extent.offset,
+            payload.extent.size_bytes,
+            payload.layout,
+            payload.num_rows,
+            payload.num_positions,
+            payload.rows,
+            digest,
+        )
+        self._notes.note(f"{_PREFIX}{write_id:x}", msgspec.msgpack.encode(kept))
+
+    def _forget_note(self, write_id: int) -> None:
+        name = f"{_PREFIX}{write_id:x}"
+        if name in self._notes.notes:
+            self._notes.note(name, None)
+
+    # --- as a service -------------------------------------------------------------------------------------------------
+
+    def allocate(self, holds: Holds, put: int, wanted: Sequence[Wanted]) -> list[int] | None:
+        """As `ExtentService.allocate`.
+
+        Raises:
+            CapacityExceededError: The file system is full.
+        """
+        offsets = super().allocate(holds, put, wanted)
+        if offsets is not None:
+            self._writes[put] = [each.write_id for each in wanted]
+            try:
+                for extent in holds.writing[put]:
+                    self._give_room(extent)
+            except OSError as error:
+                self.stop_writing(holds, put)
+                self.forget(each.write_id for each in wanted)
+                raise CapacityExceededError(
+                    f"the file system of the durable folder has no room for this put: {error}.",
+                    retryable=True,
+                    hint="Make room there, or clear samples.",
+                ) from error
+        return offsets
+
+    def stop_writing(self, holds: Holds, put: int) -> None:
+        """As `ExtentService.stop_writing`."""
+        self._writes.pop(put, None)
+        super().stop_writing(holds, put)
+
+    def find(self, write_id: int, positions: list[int]) -> tuple[Place | None, list[int], list[int]]:
+        """As `ExtentService.find`, after the bytes of the write were checked."""
+        self._is_whole(write_id)
+        return super().find(write_id, positions)
+
+    def _is_whole(self, write_id: int) -> bool:
+        """Checks the bytes of a write, if that was not done yet."""
+        digest = self._to_check.get(write_id)
+        if digest is None:
+            return True
+        self._end_hashing(write_id)
+        whole = digest == _digest(self._bytes_of(self._payloads[write_id].extent))
+        if not whole:
+            self._lose(write_id)
+        return whole
+
+    def work_aside(self) -> bool:
+        """Makes or checks a part of a digest. False: there is nothing to do."""
+        if self._hashing is None:
+            write_id = next(itertools.chain(self._to_check, self._to_hash), None)
+            if write_id is None:
+                return False
+            self._hashing = write_id, 0, xxhash.xxh3_128()
+        write_id, done, state = self._hashing
+        data = self._bytes_of(self._payloads[write_id].extent)
+        state.update(data[done : done + _STEP].data)
+        self._hashing = write_id, done + _STEP, state
+        if done + _STEP < len(data):
+            return True
+        self._hashing = None
+        wanted = self._to_check.pop(write_id, None)
+        if wanted is None:
+            del self._to_hash[write_id]
+            self._note(write_id, state.digest())
+        elif state.digest() != wanted:
+            self._lose(write_id)
+        return True
+
+    def finish(self) -> None:
+        """Makes all digests, before the service ends."""
+        while self.work_aside():
+            pass
+
+    def _remove(self, write_id: int) -> None:
+        super()._remove(write_id)
+        self._end_hashing(write_id)
+        self._forget_note(write_id)
+
+    def _end_hashing(self, write_id: int) -> None:
+        """The bytes of a write are gone, or its digest is known."""
+        self._to_check.pop(write_id, None)
+        self._to_hash.pop(write_id, None)
+        if self._hashing is not None and self._hashing[0] == write_id:
+            self._hashing = None
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def _allocate(self, size_bytes: int) -> Extent | None:
+        if self.used_bytes + size_bytes > self._most_bytes and not self._make_room(size_bytes):
+            return None
+        return self._extents.allocate(size_bytes)
+
+    def _make_room(self, size_bytes: int) -> bool:
+        """Copies extents without their dropped rows, those with most first, until all take few enough bytes."""
+        waiting = deque(self._squeezable())
+        while waiting and self.used_bytes + size_bytes > self._most_bytes:
+            self._squeeze(waiting.popleft())
+        return self.used_bytes + size_bytes <= self._most_bytes
+
+    def _squeeze(self, write_id: int) -> int:
+        if not self._is_whole(write_id):
+            return 0
+        payload = self._payloads[write_id]
+        before = payload.extent
+        data = self._bytes_of(before).copy()
+        squeezed = replace(payload)
+        squeezed.squeeze(data)
+        extent = self._extents.allocate(squeezed.layout.size_bytes)
+        if extent is None:
+            return 0
+        try:
+            self._give_room(extent)
+        except OSError:
+            self._extents.free(extent)
+            return 0
+        squeezed.extent = extent
+        self._bytes_of(extent)[:] = data[: extent.size_bytes]
+        self._payloads[write_id] = squeezed
+        self._end_hashing(write_id)
+        self._note_kept(write_id, now=True)
+        self._extents.free(before)
+        return before.size_bytes - extent.size_bytes
+
+    def _give_room(self, extent: Extent) -> None:
+        """Has the file system set room aside for an extent. Raises `OSError` if it has none."""
+        first, last = _blocks(extent)
+        if self._has_room[first:last].all():
+            return
+        missing = first + np.flatnonzero(~self._has_room[first:last])
+        if (np.count_nonzero(self._has_room) + len(missing)) * _BLOCK > self._most_bytes * (1 + _SPARE_SHARE):
+            self._free_spare()
+        for start, stop in _runs(missing):
+            self._arena.give_room(start * _BLOCK, min(stop * _BLOCK, self._arena.size_bytes))
+            self._has_room[start:stop] = True
+
+    def _free_spare(self) -> None:
+        """Gives back the room of blocks in which no extent lies."""
+        spare = self._has_room.copy()
+        for extent in self._extents.all:
+            spare[slice(*_blocks(extent))] = False
+        for start, stop in _runs(np.flatnonzero(spare)):
+            self._arena.give_back(start * _BLOCK, min(stop * _BLOCK, self._arena.size_bytes))
+            self._has_room[start:stop] = False
+
+
+def _payload_of(kept: _Kept, extent: Extent, live: Sequence[int]) -> Payload:
+    """What came back of a write: of the rows that lie in its extent, those that exist."""
+    payload = Payload(extent, kept.layout, kept.num_rows, kept.num_rows, kept.num_positions, kept.rows)
+    if kept.rows is not None:
+        payload.num_live = sum(row >= 0 for row in kept.rows)
+    for position in set(range(kept.num_positions)).difference(live):
+        payload.drop(position)
+    return payload
+
+
+def _digest(data: Bytes) -> bytes:
+    return xxhash.xxh3_128_digest(data.data)
+
+
+def _blocks(extent: Extent) -> tuple[int, int]:
+    return extent.offset // _BLOCK, -(-(extent.offset + extent.size_bytes) // _BLOCK)
+
+
+def _runs(blocks: Any) -> list[tuple[int, int]]:
+    """Runs of numbers that follow one another: the first, and one past the last."""
+    breaks = np.flatnonzero(np.diff(blocks) != 1) + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(blocks, breaks) if len(run)]

@@ -1,0 +1,13 @@
+"""What a ledger did, on record: each command that changes something is a record, and a replay gives the same state.
+
+What lives here: the records and their format, a journal that processes of a store share (`Journal`), and one in a
+folder of a single process, which can be started again (`RecordedLedger`). `BlobStore` builds on the first; controllers
+and durable stores on the second. Nothing here imports torch.
+"""
+
+from dataplane_core.journal.journal import Journal, LedgerFailedError
+from dataplane_core.journal.recorded_ledger import RecordedLedger, TakenError
+from dataplane_core.journal.records import Record
+from dataplane_core.journal.shortening import Shortener
+
+__all__ = ["Journal", "LedgerFailedError", "Record", "RecordedLedger", "Shortener", "TakenError"]

@@ -1,0 +1,79 @@
+"""The processes of a run on a durable store: ``durable_roles.py ROLE CONFIG NOTES``.
+
+Each writes into the file NOTES what it was promised, and goes on until it is killed.
+"""
+
+import json
+import os
+import random
+import sys
+import time
+from itertools import count
+
+import torch
+
+from dataplane_core import connect
+from dataplane_core.errors import DataPlaneError
+
+PARTITION = "train"
+
+
+def content(sample_id):
+    """What the row of a sample holds: its length and its numbers follow from its id."""
+    draw = random.Random(sample_id)
+    return torch.full((draw.choice([1, 50, 3000]),), draw.randrange(1 << 30))
+
+
+def own(client, note):
+    note("ready")
+    return lambda: time.sleep(0.05)
+
+
+def write(client, note):
+    numbers = count()
+
+    def put():
+        ids = [f"{os.getpid()}-{time.time_ns()}-{next(numbers)}" for _ in range(random.randint(1, 8))]
+        client.put_samples(ids, PARTITION, {"x": [content(each) for each in ids]})
+        note("put", *ids)
+
+    return put
+
+
+def consume(client, note):
+    def take():
+        meta = client.claim_meta(PARTITION, "trainer", ["x"], 8, blocking=False, lease_s=60.0)
+        if not meta.sample_ids:
+            return
+        rows = client.get_samples(meta.sample_ids, PARTITION, ["x"])["x"]
+        note("got", *meta.sample_ids)
+        for each, row in zip(meta.sample_ids, rows, strict=True):
+            if not torch.equal(row, content(each)):
+                note("wrong", each)
+        note("acking", *meta.sample_ids)
+        client.ack(meta)
+        note("acked", *meta.sample_ids)
+        if random.random() < 0.5:
+            note("clearing", *meta.sample_ids)
+            client.clear_samples(meta.sample_ids, PARTITION)
+
+    return take
+
+
+def main(role, config, path):
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def note(*words):
+        os.write(file, (" ".join(words) + "\n").encode())  # one write: whole, also if the process is killed
+
+    client = connect(json.loads(config), bootstrap=role == "own")
+    act = {"own": own, "write": write, "consume": consume}[role](client, note)
+    while True:
+        try:
+            act()
+        except DataPlaneError:  # the ledger's process was killed a moment before this one
+            time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

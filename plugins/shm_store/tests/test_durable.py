@@ -1,0 +1,166 @@
+"""A store in a folder, with real processes: all are killed at once, and the next owner has what was promised."""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import uuid
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataplane_core import connect
+from dataplane_core.cli import main
+from dataplane_core.errors import AlreadyRunningError, ConfigError
+from dataplane_shm._diagnosis import diagnose
+from dataplane_shm._durable import is_open
+from dataplane_shm.config import ShmConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+from durable_roles import PARTITION, content
+
+ROLES = Path(__file__).with_name("durable_roles.py")
+
+
+@pytest.fixture
+def config(tmp_path):
+    options = {"namespace": f"durable-{uuid.uuid4().hex[:8]}", "capacity_bytes": 32 << 20}
+    return {"backend": "shm_store", "options": {**options, "durable": str(tmp_path / "store")}}
+
+
+def ledger_of(config):
+    """The process id of the ledger's process, which has the folder open."""
+    return json.loads((Path(config["options"]["durable"]) / "lock").read_bytes())["pid"]
+
+
+def wait_for(condition, what):
+    give_up = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < give_up, f"waited for {what}"
+        time.sleep(0.01)
+
+
+def notes_in(folder):
+    """Word -> how often each sample was noted with it."""
+    found = {}
+    for path in folder.glob("*.notes"):
+        for line in path.read_text().splitlines():
+            word, *ids = line.split()
+            found.setdefault(word, Counter()).update(ids)
+    return found
+
+
+def rounds(python, config, tmp_path, how_many):
+    """Runs the processes, kills all of them at a random moment, and so on. Looks at the store after each round."""
+    with connect(config) as client:
+        client.register_partition(PARTITION, ["x"], None, ["trainer"])
+    for number in range(how_many):
+        programs = []
+        for role, count in (("own", 1), ("write", 2), ("consume", 2)):
+            for each in range(count):
+                notes = tmp_path / f"{number}-{role}-{each}.notes"
+                programs.append(python.start(ROLES, role, json.dumps(config), notes))
+                if role == "own":
+                    wait_for(notes.exists, "the owner")
+                    wait_for(lambda notes=notes: notes.read_text() == "ready\n", "the owner to be ready")
+        before = sum(notes_in(tmp_path).get("acked", Counter()).values())
+        least = before + random.randint(0, 60)
+        wait_for(lambda least=least: sum(notes_in(tmp_path).get("acked", Counter()).values()) >= least, "some acks")
+        victims = [ledger_of(config), *(program.pid for program in programs)]
+        random.shuffle(victims)
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        for program in programs:
+            program.wait()
+        check(config, notes_in(tmp_path))
+
+
+def check(config, notes):
+    put, acked, acking, clearing = (notes.get(word, Counter()) for word in ("put", "acked", "acking", "clearing"))
+    assert not notes.get("wrong")
+    assert max(acked.values(), default=1) == 1, "an acked sample was given again"
+    with connect(config) as client:
+        there = client.list_samples(PARTITION).sample_ids
+        lost = put.keys() - set(there) - clearing.keys()
+        assert not lost, f"committed samples are gone: {sorted(lost)[:5]}"
+        rows = client.get_samples(there, PARTITION, ["x"])["x"] if there else []
+        for each, row in zip(there, rows, strict=True):
+            assert torch.equal(row, content(each)), each
+        claimed = client.claim_meta(PARTITION, "trainer", ["x"], len(there) + 1, blocking=False, lease_s=1.0)
+        again = set(claimed.sample_ids)
+        assert not again & acked.keys(), "an acked sample is given again"
+        assert put.keys() & set(there) <= again | acking.keys(), "a sample that was not acked is not given again"
+        if again:
+            client.nack(claimed)
+
+
+def test_all_processes_may_be_killed_at_any_moment(python, config, tmp_path):
+    rounds(python, config, tmp_path, 2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_all_processes_may_be_killed_a_thousand_times(python, config, tmp_path):
+    rounds(python, config, tmp_path, int(os.environ.get("DATAPLANE_KILL_ROUNDS", "1000")))
+
+
+def test_a_store_that_was_closed_comes_back_and_others_are_refused_meanwhile(config):
+    other = {**config, "options": {**config["options"], "namespace": f"other-{uuid.uuid4().hex[:8]}"}}
+    with connect(config) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a", "b"], "p", {"x": torch.arange(2)}, [{"n": 1}, {"n": 2}])
+        client.ack(client.claim_meta("p", "t", ["x"], 1, lease_s=60))
+        with pytest.raises(AlreadyRunningError, match=f"in use by process {ledger_of(config)}"):
+            connect(other)
+    with connect(other) as client:
+        assert client.list_samples("p").tags == [{"n": 1}, {"n": 2}]
+        assert client.claim_meta("p", "t", ["x"], 1, lease_s=60).sample_ids == ["b"]
+    with connect(config) as client:  # the lease is over, since its holder is
+        assert client.claim_meta("p", "t", ["x"], 1, lease_s=60).sample_ids == ["b"]
+
+
+def test_sync_without_a_folder_is_refused():
+    with pytest.raises(ConfigError, match="'sync' needs 'durable'"):
+        connect({"backend": "shm_store", "options": {"sync": "commit"}})
+
+
+def test_the_doctor_says_what_is_in_a_folder_and_who_has_it(config):
+    folder = Path(config["options"]["durable"])
+
+    def said():
+        checked = ShmConfig(**config["options"])
+        return [each.what for each in diagnose(checked, time.monotonic() + 60) if "durable folder" in each.what]
+
+    assert said() == [f"The durable folder {folder} does not exist yet. A store that is bootstrapped begins there."]
+    with connect(config) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a", "b"], "p", {"x": torch.arange(1 << 20).view(2, -1).float()})
+        (line,) = said()
+        assert f"is open in process {ledger_of(config)} of host {os.uname().nodename}, since 20" in line
+    (line,) = said()
+    assert "is open in no process. It was last in process" in line
+    assert line.endswith("It holds 2 samples in 'p': 4 MiB of rows.")
+    (journal,) = folder.glob("journal/*/journal")
+    data = journal.read_bytes()
+    journal.write_bytes(data[:100] + b"x" + data[101:])
+    (line,) = said()
+    assert "cannot be read" in line
+
+
+def test_commands_read_a_folder_that_nobody_has_open(config, tmp_path, capsys):
+    with connect(config) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a", "b"], "p", {"x": torch.tensor([7, 8])})
+    file = tmp_path / "data_plane.json"
+    file.write_text(json.dumps(config))
+    assert main(["inspect", str(file)]) == 0
+    assert "p" in capsys.readouterr().out
+    assert main(["read", str(file), "p", "--json"]) == 0
+    samples = json.loads(capsys.readouterr().out)["samples"]
+    assert [each["sample_id"] for each in samples] == ["a", "b"]
+    assert "7" in json.dumps(samples[0])
+    assert not is_open(Path(config["options"]["durable"]))

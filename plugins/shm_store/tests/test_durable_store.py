@@ -1,0 +1,455 @@
+"""A store in a folder, in the ledger's process: what was committed comes back, and nothing else, whenever it ends."""
+
+import errno
+import os
+import random
+import shutil
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError, CorruptDataError
+from dataplane_core.host_memory import Arena
+from dataplane_core.hosting import KeptExtents, Layout
+from dataplane_core.journal.file import JournalFile
+from dataplane_core.ledger import commands
+from dataplane_core.spec import FieldSpec
+from dataplane_shm import _durable
+from dataplane_shm._durable import DurableStore
+from dataplane_shm._messages import Begin, Find
+
+SPECS = {"x": FieldSpec("tensor", "uint8", 1)}
+CAPACITY = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch):
+    monkeypatch.setattr(_durable, "_ENDING_S", 0.0)
+    monkeypatch.setattr(_durable, "arena_bytes_for", lambda capacity_bytes: capacity_bytes)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "store"
+
+
+class Life:
+    """A life of the ledger's process, and what its clients do. Rows of equal length hold a number."""
+
+    def __init__(self, folder, capacity_bytes=CAPACITY, **options):
+        self.folder = folder
+        self.store = DurableStore(folder, capacity_bytes, "raise", **{"sync": False, **options})
+        self.session = self.store.begin_session()
+        self.ids = count(1)
+
+    def kill(self):
+        """As a SIGKILL: nothing is said, nothing is finished. The journal writes nothing when it closes."""
+        self.store._recorded.close()
+        os.close(self.store._lock)
+
+    def close(self):
+        self.store.close()
+
+    def call(self, request):
+        reply = self.store.answer(request, self.session)
+        self.store.settle()
+        return reply
+
+    def register(self, task="t"):
+        self.call(commands.RegisterRequest("p", ["x"], None, [task], None, {}, "e1"))
+
+    def begin(self, ids, length):
+        layout = Layout([])
+        layout.add_dense(len(ids), length, length)
+        write_id = self.session.number << 40 | next(self.ids)
+        put = commands.BeginPut(
+            "p", ids, SPECS, [commands.Write(list(SPECS), [length] * len(ids))], write_id=write_id, ttl_s=30.0
+        )
+        (offset,) = self.call(Begin(put, [layout])).offsets
+        return write_id, self.store._extents.arena.bytes[offset : offset + layout.size_bytes]
+
+    def put(self, ids, length, number):
+        write_id, data = self.begin(ids, length)
+        data[:] = number
+        self.call(commands.CommitPut(write_id))
+
+    def clear(self, ids):
+        self.call(commands.ClearRequest("p", ids))
+
+    def has_partition(self):
+        return bool(self.call(commands.ListPartitionsRequest()).partition_ids)
+
+    def ids_there(self):
+        return list(self.call(commands.ListRequest("p")).sample_ids)
+
+    def read(self, ids):
+        """The bytes of each row; None for one that is lost."""
+        if not ids:
+            return []
+        found = self.call(Find(commands.Locate("p", ids, ["x"]), 1))
+        if found.gone:
+            return [None if len(ids) == 1 else self.read([each])[0] for each in ids]
+        rows = [None] * len(ids)
+        for part in found.located.parts:
+            place = found.places[part.write_id]
+            (column,) = place.layout.columns
+            for row, position in zip(part.rows, part.positions, strict=True):
+                start = place.offset + column.start + position * column.step
+                rows[row] = bytes(self.store._extents.arena.bytes[start : start + column.step])
+        self.store._extents.release(self.session.holds, 1)
+        return rows
+
+
+def test_what_was_committed_comes_back_and_nothing_else(folder):
+    life = Life(folder)
+    life.register()
+    life.put(["a", "b", "c"], 100, 1)
+    life.clear(["b"])
+    _, data = life.begin(["d"], 100)
+    data[:] = 9
+    life.kill()
+    life = Life(folder)
+    assert life.ids_there() == ["a", "c"]
+    assert life.read(["c", "a"]) == [bytes([1]) * 100] * 2
+    life.put(["d"], 100, 2)
+    assert life.read(["d"]) == [bytes([2]) * 100]
+    life.close()
+
+
+class KilledError(BaseException):
+    """The process ends here."""
+
+
+@pytest.fixture
+def killer(monkeypatch):
+    """Ends a process at a write into its journal: before it, or after it."""
+    write = JournalFile._write
+    at = [0]  # the number of half writes that are left until then; 0: never
+
+    def tick():
+        at[0] -= 1
+        if at[0] == 0:
+            raise KilledError
+
+    def counted(self, frame, entry):
+        tick()
+        write(self, frame, entry)
+        tick()
+
+    monkeypatch.setattr(JournalFile, "_write", counted)
+    return at
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_store_that_is_killed_at_any_write_holds_what_a_dict_would(folder, monkeypatch, killer, seed):
+    """The store is nearly full all the time, so that extents are squeezed. A call that was cut off was done or not."""
+    squeezed = []
+    squeeze = KeptExtents._squeeze
+    monkeypatch.setattr(
+        KeptExtents, "_squeeze", lambda self, each: squeezed.append(squeeze(self, each)) or squeezed[-1]
+    )
+    rng = random.Random(seed)
+    model, names = {}, count()
+    life = Life(folder, CAPACITY // 16)
+    life.register()
+    refused = killed = 0
+    for _ in range(120):
+        if not rng.randrange(4):
+            killer[0] = rng.randint(1, 12)
+        new, gone = {}, []
+        try:
+            match rng.choice(["put", "put", "clear", "kill", "work", "close"]):
+                case "put":
+                    ids = [f"s{next(names)}" for _ in range(rng.randint(1, 12))]
+                    length, number = rng.choice([8, 500, 3000]), rng.randrange(256)
+                    new = dict.fromkeys(ids, bytes([number]) * length)
+                    life.put(ids, length, number)
+                    model.update(new)
+                case "clear" if model:
+                    gone = rng.sample(sorted(model), rng.randint(1, -(-len(model) // 4)))
+                    life.clear(gone)
+                    model = {each: data for each, data in model.items() if each not in gone}
+                case "kill":
+                    raise KilledError
+                case "close" if not killer[0]:
+                    life.close()
+                    life = Life(folder, CAPACITY // 16)
+                case "work":
+                    life.store.work_aside()
+        except CapacityExceededError:
+            refused += 1
+        except KilledError:
+            killer[0], killed = 0, killed + 1
+            life.kill()
+            life = Life(folder, CAPACITY // 16)
+            there = set(life.ids_there())
+            if new and there.issuperset(new):
+                model.update(new)
+            if gone and there.isdisjoint(gone):
+                model = {each: data for each, data in model.items() if each not in gone}
+        assert sorted(life.ids_there()) == sorted(model)
+        some = rng.sample(sorted(model), min(8, len(model)))
+        assert life.read(some) == [model[each] for each in some]
+    assert life.read(sorted(model)) == [model[each] for each in sorted(model)]
+    assert refused
+    assert killed > 10
+    assert any(squeezed)
+    life.kill()
+
+
+# --- bad folders ------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_in_use_names_its_owner(folder):
+    life = Life(folder)
+    with pytest.raises(AlreadyRunningError, match=rf"in use by process {os.getpid()} of host {os.uname().nodename}"):
+        Life(folder)
+    life.close()
+    Life(folder).close()
+
+
+def test_a_folder_with_other_files_is_left_alone(folder):
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("x")
+    with pytest.raises(BackendUnavailableError, match=r"holds 'thesis.tex', and no store"):
+        Life(folder)
+    assert sorted(os.listdir(folder)) == ["lock", "thesis.tex"]
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(folder):
+    folder.write_text("x")
+    with pytest.raises(BackendUnavailableError, match=r"cannot be used: .*File exists"):
+        Life(folder)
+
+
+@pytest.mark.parametrize("what", ["cut", "removed"])
+def test_an_arena_that_lost_its_end_is_refused_before_anything_is_served(folder, what):
+    life = Life(folder)
+    life.register()
+    life.put(["a"], 100, 1)
+    life.close()
+    if what == "cut":
+        os.truncate(folder / "arena", 4096)
+    else:
+        (folder / "arena").unlink()
+    with pytest.raises(CorruptDataError, match=r"arena has .* bytes. Expected .*: it was cut or removed"):
+        Life(folder)
+
+
+def test_a_folder_of_another_version_is_refused(folder, monkeypatch):
+    Life(folder).close()
+    monkeypatch.setattr(_durable, "_VERSION", 2)
+    with pytest.raises(CorruptDataError, match=r"is of version 1. Expected 2"):
+        Life(folder)
+
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_file_system_refuses_the_put_and_loses_nothing(folder, monkeypatch):
+    life = Life(folder)
+    life.register()
+    life.put(["a"], 100, 1)
+    with monkeypatch.context() as full:
+        full.setattr(KeptExtents, "_give_room", no_space)
+        with pytest.raises(CapacityExceededError, match="the file system of the durable folder has no room") as refused:
+            life.put(["b"], 100, 2)
+    assert refused.value.retryable
+    assert life.ids_there() == ["a"]
+    life.put(["b"], 100, 2)
+    assert life.read(["a", "b"]) == [bytes([1]) * 100, bytes([2]) * 100]
+    life.close()
+
+
+def filled(folder, num_rows=6):
+    """A folder with rows of which each has its own byte, closed. Returns what a whole reader gets."""
+    life = Life(folder)
+    life.register()
+    wanted = {}
+    for number in range(num_rows):
+        life.put([f"s{number}"], 700, number + 1)
+        wanted[f"s{number}"] = bytes([number + 1]) * 700
+    life.close()
+    return wanted
+
+
+def test_any_byte_of_the_arena_may_be_damaged(folder):
+    """A read gives what was put, or says that the row is lost: never other bytes."""
+    wanted = filled(folder)
+    used = 6 * 704
+    found_lost = 0
+    for at in range(0, used, 13):
+        with (folder / "arena").open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 0x10]))
+        copy = folder.with_name("copy")
+        shutil.copytree(folder, copy)
+        life = Life(copy)
+        rows = dict(zip(wanted, life.read(list(wanted)), strict=True))
+        lost = [each for each, row in rows.items() if row is None]
+        assert {each: row for each, row in rows.items() if row is not None}.items() <= wanted.items()
+        assert len(lost) <= 1
+        found_lost += len(lost)
+        life.kill()
+        shutil.rmtree(copy)
+        with (folder / "arena").open("r+b") as file:
+            file.seek(at)
+            file.write(byte)
+    assert found_lost > 300
+
+
+def test_any_byte_of_the_journal_may_be_damaged(folder):
+    """It is refused before anything is served, or what is served is right: the last record was not whole."""
+    wanted = filled(folder, 2)
+    (journal,) = folder.glob("journal/*/journal")
+    data = journal.read_bytes()
+    refused = 0
+    for at in range(0, len(data), 7):
+        journal.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
+        copy = folder.with_name("copy")
+        shutil.copytree(folder, copy)
+        try:
+            life = Life(copy)
+        except CorruptDataError:
+            refused += 1
+        else:
+            there = life.ids_there()
+            assert [row in (wanted[each], None) for each, row in zip(there, life.read(there), strict=True)]
+            life.kill()
+        shutil.rmtree(copy)
+    assert refused > len(data) // 7 - 40
+
+
+def test_a_copy_that_was_made_while_the_store_ran_serves_no_wrong_bytes(folder):
+    """The arena is newer than the journal: places that the journal knows may hold other rows by now."""
+    life = Life(folder, CAPACITY // 16)
+    life.register()
+    wanted = {}
+    for number in range(40):
+        ids = [f"s{number}-{each}" for each in range(3)]
+        life.put(ids, 3000, number + 1)
+        wanted.update(dict.fromkeys(ids, bytes([number + 1]) * 3000))
+        if number == 3:
+            shutil.copytree(folder / "journal", folder.with_name("journal"))
+        if number >= 3:
+            life.clear([f"s{number - 3}-{each}" for each in range(3)])
+    life.close()
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)
+    shutil.rmtree(copy / "journal")
+    shutil.move(folder.with_name("journal"), copy / "journal")
+    life = Life(copy, CAPACITY // 16)
+    there = life.ids_there()
+    rows = life.read(there)
+    assert None in rows
+    assert all(row in (wanted[each], None) for each, row in zip(there, rows, strict=True))
+    life.kill()
+
+
+def test_rows_without_a_digest_are_lost_with_the_memory_that_held_them(folder):
+    """The machine was started again: what was not on the disk is gone, and nobody can say what is there."""
+    life = Life(folder)
+    life.register()
+    life.put(["small"], 100, 1)
+    life.put(["large"], 100_000, 2)
+    life.kill()
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)
+    life = Life(copy)
+    assert life.ids_there() == ["small", "large"]
+    assert life.read(["small", "large"]) == [bytes([1]) * 100, None]
+    life.kill()
+    life = Life(folder)  # the same file and the same machine: the process died, and nothing else
+    assert life.read(["small", "large"]) == [bytes([1]) * 100, bytes([2]) * 100_000]
+    life.close()
+    shutil.rmtree(copy)
+    shutil.copytree(folder, copy)  # it was closed, so all is digested: a folder may be moved
+    life = Life(copy)
+    assert life.read(["small", "large"]) == [bytes([1]) * 100, bytes([2]) * 100_000]
+    life.kill()
+
+
+# --- the end of the machine -------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """What a disk holds for sure: of each file what was synced, and of each folder what was when that was synced."""
+
+    def __init__(self, monkeypatch, root):
+        self.root, self.content, self.folders, self.syncs = root, {}, {}, 0
+        self.at_each_sync = lambda: None
+        for name in ("fsync", "fdatasync"):
+            monkeypatch.setattr(os, name, self._sync)
+        monkeypatch.setattr(Arena, "sync", lambda *args: self._sync_memory(*args))
+
+    def _sync(self, fd):
+        self.at_each_sync()
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if path.is_dir():
+            self.folders[path] = {entry.name: entry.inode() for entry in os.scandir(path)}
+        else:
+            self.content[os.fstat(fd).st_ino] = bytearray(path.read_bytes())
+
+    def _sync_memory(self, arena, start, stop):
+        self.at_each_sync()
+        self.content[os.fstat(arena.fd).st_ino][start:stop] = arena.bytes[start:stop].tobytes()
+
+    def restore(self, target):
+        """Writes it into a folder."""
+        for folder, entries in self.folders.items():
+            there = target / folder.relative_to(self.root)
+            there.mkdir(parents=True, exist_ok=True)
+            for name, inode in entries.items():
+                if inode in self.content:
+                    (there / name).write_bytes(self.content[inode])
+
+
+def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machine(folder, monkeypatch):
+    """At every sync, the disk is looked at as it would be if the power were cut then: with nothing that was not synced.
+    Writes that were under way may have reached it or not: that they need not is tested by the damage of the tail."""
+    disk = Disk(monkeypatch, folder)
+    model, unsure, images = {}, [set()], []
+
+    def look():
+        if disk.folders.get(folder):
+            image = folder.with_name(f"image {len(images)}")
+            disk.restore(image)
+            images.append((image, dict(model), set(unsure[0])))
+
+    disk.at_each_sync = look
+    life = Life(folder, CAPACITY // 16, sync=True)
+    life.register()
+    rng = random.Random(1)
+    for number in range(30):
+        ids = [f"s{number}-{each}" for each in range(rng.randint(1, 3))]
+        length = rng.choice([10, 3000])
+        unsure[0] = set(ids)
+        with suppress(CapacityExceededError):
+            life.put(ids, length, number + 1)
+            model.update(dict.fromkeys(ids, bytes([number + 1]) * length))
+        if len(model) > 12:
+            unsure[0] = set(rng.sample(sorted(model), 4))
+            life.clear(sorted(unsure[0]))
+            model = {each: data for each, data in model.items() if each not in unsure[0]}
+        unsure[0] = set()
+    life.kill()
+    monkeypatch.undo()
+    monkeypatch.setattr(_durable, "_ENDING_S", 0.0)
+    monkeypatch.setattr(_durable, "arena_bytes_for", lambda capacity_bytes: capacity_bytes)
+    assert len(images) > 60
+    for image, wanted, under_way in images:
+        life = Life(image, CAPACITY // 16)
+        if life.has_partition():
+            there = set(life.ids_there())
+            assert there ^ wanted.keys() <= under_way
+            known = sorted(there & wanted.keys())
+            assert life.read(known) == [wanted[each] for each in known]
+            assert None not in life.read(sorted(there))
+        else:
+            assert not wanted
+        life.kill()

@@ -261,6 +261,6 @@ def _columns(calls: list[dict[str, Any]]) -> dict[str, Any]:
     for name, lengths in _LENGTHS.items():
         arrays = [call.pop(name) for call in calls]
         dtype = torch.float64 if name == "generation_log_probs" else torch.int64
-        columns[name] = [torch.tensor([value for array in arrays for value in array], dtype=dtype)]
-        columns[lengths] = [torch.tensor([len(array) for array in arrays], dtype=torch.int64)]
+        columns[name] = [torch.tensor([value for array in arrays for value in array], dtype=dtype, device="cpu")]
+        columns[lengths] = [torch.tensor([len(array) for array in arrays], dtype=torch.int64, device="cpu")]
     return columns

@@ -128,6 +128,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--anchor-every", type=int, default=20)
     options = parser.parse_args()
+    if options.versions < 2:
+        parser.error(f"--versions must be at least 2, got {options.versions}: a delta needs a version before")
     print("| | MB | changed | a delta | all rows | put, delta | read, delta | put, whole | read, whole |")
     print("|---|---|---|---|---|---|---|---|---|")
     for case in options.cases:

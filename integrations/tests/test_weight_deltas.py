@@ -15,7 +15,15 @@ from hypothesis import given, strategies as st
 
 from dataplane_core import connect
 from dataplane_core.codec import ALL_DTYPES
-from dataplane_core.errors import CorruptDataError, InvalidRequestError, InvalidTypeError, LostSamplesError
+from dataplane_core.errors import (
+    ClaimTimeoutError,
+    CorruptDataError,
+    InvalidRequestError,
+    InvalidTypeError,
+    LostSamplesError,
+    MissingDataError,
+    OperationTimeoutError,
+)
 from dataplane_integrations import weights as module
 from dataplane_integrations._packed_weights import next_version, read_version
 from dataplane_integrations.weights import WEIGHTS, WeightReader, open_weights, publish_weights
@@ -64,10 +72,14 @@ def held_bytes(client, version):
 
 
 @pytest.fixture(
-    params=["noop", "shm_store", *(pytest.param(each, marks=pytest.mark.long) for each in ("redis_store",))]
+    params=["noop", "shm_store", *(pytest.param(each, marks=pytest.mark.long) for each in ("redis_store", "tq_simple"))]
 )
 def client(request):
-    with connect({"backend": request.param}) as client:
+    config = {"backend": request.param}
+    if request.param == "tq_simple":
+        request.getfixturevalue("local_ray")
+        config |= {"op_timeout_s": 60, "options": {"instance": "weight-deltas"}}
+    with connect(config) as client:
         open_weights(client)
         yield client
 
@@ -190,7 +202,7 @@ def test_any_change_of_any_tensor_is_carried_bit_for_bit(data):
                 tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(memory[name]))
         written, header, payload = next_version(written, number, weights, anchor=False)
         assert len(payload) <= sum(map(len, memory.values()))
-        read = read_version(read, number, header, payload)
+        read = read_version(read, number, header, [payload])
         assert read.packed.digest() == read.digest
         assert_same(read.packed.tensors(), weights)
 
@@ -221,6 +233,43 @@ def test_what_the_newest_versions_build_on_is_kept_and_nothing_else(noop):
     assert found[8] == [6, 7, 8]
     publish_weights(noop, 9, model(9), keep=2)  # whole: it builds on nothing, but version 8 does
     assert list(rows(noop)) == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(("keep", "every"), [(2, 1), (4, 1), (6, 2), (2, 5), (3, 4)])
+def test_the_most_rows_and_anchors_that_the_store_holds(noop, monkeypatch, keep, every):
+    during, after = [], []
+    clear = noop.clear_samples
+    monkeypatch.setattr(noop, "clear_samples", lambda *args: (during.append(rows(noop)), clear(*args)))
+    for version in range(3 * (keep + every)):
+        publish_weights(noop, version, model(version), delta=True, anchor_every=every, keep=keep)
+        after.append(rows(noop))
+    assert max(map(len, after)) == keep + every - 1
+    assert max(map(len, during)) == keep + every
+    assert max(len(set(each.values())) for each in after) <= keep
+
+
+def test_bytes_of_many_parts(client, monkeypatch):
+    monkeypatch.setattr(module, "_PART_BYTES", 1000, raising=False)
+    reader = WeightReader(client, "r")
+
+    def check(version, size, *, delta=True, **options):
+        weights = model(version, size)
+        publish_weights(client, version, weights, delta=delta, **options)
+        reader.version = None
+        for each in (reader, WeightReader(client, "late")):
+            assert_same(each.newest(), weights)
+        return delta and client.get_samples([f"v{version}"], WEIGHTS, ["weight_header"])["weight_header"][0]["parts"]
+
+    parts = check(0, 4096)
+    assert len(parts) == 10  # of 9.1 kB
+    columns = client.get_samples(["v0"], WEIGHTS, parts)
+    assert [columns[name].numel() for name in parts[:-1]] == [1000] * 9
+    assert check(1, 4096) == ["weight_bytes"]
+    assert rows(client) == {0: 0, 1: 0}
+    assert len(check(2, 4096, anchor_every=1)) == 10
+    assert len(check(2, 1024)) == 3  # over the ten
+    for delta in (False, True, False):
+        check(3, 1024, delta=delta)
 
 
 def test_a_reader_skips_versions_within_a_chain_and_over_an_anchor(client):
@@ -361,6 +410,86 @@ def test_a_trainer_that_begins_again_with_and_without_opening():
         assert rows(client)[6] == 6
 
 
+@pytest.mark.parametrize("kind", ["delta", "whole", "whole over it"])
+def test_another_client_replaces_the_anchor(kind):
+    with connect(SHM) as client, connect(SHM, bootstrap=False) as other:
+        open_weights(client)
+        publish_weights(client, 5, model(5), delta=True)
+        if kind == "whole":
+            other.clear_samples(["v5"], WEIGHTS)
+        publish_weights(other, 5, model(9), delta=kind == "delta")
+        publish_weights(client, 6, model(6), delta=True)
+        assert rows(client) == {5: 5 if kind == "delta" else None, 6: 6}
+        assert_same(WeightReader(client, "late").newest(), model(6))
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_row_without_its_cells_ends_the_read(noop, monkeypatch, delta):
+    publish_weights(noop, 0, model(0), delta=delta)
+    asked = []
+
+    def fail(sample_ids, *_):
+        assert len(asked) < 5
+        asked.append(sample_ids)
+        raise MissingDataError("a cell is not there")
+
+    monkeypatch.setattr(noop, "get_samples", fail)
+    for take in (WeightReader(noop, "r").newest, lambda: WeightReader(noop, "r").wait(STARTS_S)):
+        asked.clear()
+        with pytest.raises(MissingDataError, match="a cell is not there"):
+            take()
+        assert len(asked) == 2
+
+
+def test_the_wait_ends_also_if_versions_are_dropped_while_they_are_read(noop, monkeypatch):
+    publish_weights(noop, 0, model(0))
+    versions = itertools.count(1)
+
+    def fail(*_):
+        version = next(versions)
+        assert version < 50
+        publish_weights(noop, version, model(version))
+        raise MissingDataError("dropped")
+
+    monkeypatch.setattr(noop, "get_samples", fail)
+    with pytest.raises(ClaimTimeoutError, match="no weights newer"):
+        WeightReader(noop, "r").wait(0.0)
+
+
+def test_a_reader_goes_on_after_an_error_of_the_store_from_where_it_was(noop, monkeypatch):
+    reader, read = WeightReader(noop, "r"), []
+    get = noop.get_samples
+
+    def fails_once(sample_ids, *args):
+        read.append(sample_ids[0])
+        if read == ["v2", "v3"]:
+            raise OperationTimeoutError("slow")
+        return get(sample_ids, *args)
+
+    for version in range(5):
+        publish_weights(noop, version, model(version), delta=True)
+        if version == 1:
+            reader.newest()
+    monkeypatch.setattr(noop, "get_samples", fails_once)
+    with pytest.raises(OperationTimeoutError):
+        reader.newest()
+    assert_same(reader.newest(), model(4))
+    assert read == ["v2", "v3", "v3", "v4"]
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_clients_that_are_strict_about_fields(caplog, delta):
+    for strict in (True, False):
+        with connect({"backend": "noop", "strict_fields": strict}) as client:
+            open_weights(client)
+            publish_weights(client, 0, model(0), delta=delta)
+            reader = WeightReader(client, "r")
+            assert_same(reader.wait(STARTS_S), model(0))
+            publish_weights(client, 1, model(1), delta=delta)
+            assert_same(reader.wait(STARTS_S), model(1))
+    assert not caplog.messages
+
+
 def test_a_call_that_fails_leaves_no_chain_and_no_half_version(noop):
     reader = WeightReader(noop, "r")
     publish_weights(noop, 0, model(0), delta=True)
@@ -378,13 +507,38 @@ def test_a_call_that_fails_leaves_no_chain_and_no_half_version(noop):
     assert_same(reader.newest(), model(1))
 
 
-@pytest.mark.parametrize("name", ["weight_version", "weight_header", "weight_bytes"])
+@pytest.mark.parametrize("name", ["weight_version", "weight_header", "weight_bytes", "weight_bytes.7"])
 def test_names_of_the_partitions_own_fields_are_refused(noop, name):
     for delta in (False, True):
         with pytest.raises(InvalidRequestError, match=f"named '{name}'"):
             publish_weights(noop, 0, {name: torch.ones(1)}, delta=delta)
     with pytest.raises(InvalidRequestError, match="anchor_every=0"):
         publish_weights(noop, 0, model(0), delta=True, anchor_every=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"anchor_every": "3"}, "publish_weights: anchor_every must be an int, got str"),
+        ({"keep": 2.5}, "publish_weights: keep must be an int, got float"),
+        ({"version": None}, "publish_weights: version must be an int, got NoneType"),
+        ({"weights": [torch.ones(1)]}, "publish_weights: weights must be a dict, got list"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(noop, options, expected):
+    with pytest.raises(InvalidTypeError, match=expected):
+        publish_weights(noop, **{"version": 0, "weights": model(0), "delta": True, **options})
+    assert rows(noop) == {}
+
+
+@pytest.mark.parametrize("header", [None, {}, {"parts": 3}])
+def test_a_damaged_header_is_named(noop, header):
+    publish_weights(noop, 0, model(0), delta=True)
+    column = np.empty(1, dtype=object)
+    column[0] = header
+    noop.put_samples(["v0"], WEIGHTS, {"weight_header": column})
+    with pytest.raises(CorruptDataError, match="the header of version 0 of the weights is damaged"):
+        WeightReader(noop, "r").newest()
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -437,14 +591,26 @@ def test_the_copy_of_the_last_version_goes_with_its_client():
     assert not any(module._chains.values())
 
 
-@pytest.mark.parametrize("versions", [6, pytest.param(200, marks=pytest.mark.long)])
-def test_every_version_of_adamw_is_read_bit_for_bit(python, versions):
+_CASES = ["bf16 1e-6", "bf16 1e-5", "bf16 1e-3", "fp32 1e-6", "fp32 1e-3"]
+
+
+@pytest.mark.parametrize(
+    ("versions", "cases"), [(6, _CASES[::4]), pytest.param(200, _CASES, marks=pytest.mark.long)], ids=["6", "200"]
+)
+def test_every_version_of_adamw_is_read_bit_for_bit(python, versions, cases):
     """The benchmark compares the bits of each version with those of the trainer."""
     program = Path(__file__).parents[2] / "benchmarks" / "weights.py"
-    done = python.run(program, "--versions", versions, "--width", 64, "--anchor-every", 7, timeout=900)
+    options = ["--versions", versions, "--width", 64, "--anchor-every", 7, "--cases", *cases]
+    done = python.run(program, *options, timeout=900)
     lines = [line.split("|") for line in done.stdout.splitlines()[2:]]
-    assert [line[1].strip() for line in lines] == ["bf16 1e-6", "bf16 1e-5", "bf16 1e-3", "fp32 1e-6", "fp32 1e-3"]
+    assert [line[1].strip() for line in lines] == cases
     assert float(lines[0][4].rstrip("% ")) < 5  # a delta, in percent of the whole
+
+
+def test_the_benchmark_says_how_many_versions_it_needs(python):
+    program = Path(__file__).parents[2] / "benchmarks" / "weights.py"
+    done = python.run(program, "--versions", 1, check=False)
+    assert (done.returncode, "--versions must be at least 2, got 1" in done.stderr) == (2, True)
 
 
 # --- processes that die -----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ Shape legend: ``B`` bytes of all tensors, ``n`` elements of a chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -290,23 +290,23 @@ def next_version(
     return version, header, delta.data
 
 
-def read_version(base: Version | None, number: int, header: Any, data: _Array) -> Version:
+def read_version(base: Version | None, number: int, header: Any, parts: Sequence[_Array]) -> Version:
     """The version of a header and its bytes. Whether its bytes have its digest is not checked.
 
     Args:
         base: The version before. An anchor needs none.
         number: The version.
         header: Of `next_version`.
-        data: (bytes,) uint8. Copied.
+        parts: Its bytes end to end, each (bytes,) uint8. Copied.
 
     Raises:
         CorruptDataError: They are damaged, or made for another base.
         LostSamplesError: They are made for a version that is not ``base``: there is a gap.
     """
     try:
-        digest, objects = header["digest"], dict(header["objects"])
+        digest, objects, data = header["digest"], dict(header["objects"]), np.concatenate(parts)
         if header["base"] is None:
-            packed = PackedWeights(Layout.load(header["layout"]), data.copy())
+            packed = PackedWeights(Layout.load(header["layout"]), data)
         else:
             if base is None or header["base"] != base.number:
                 raise LostSamplesError(

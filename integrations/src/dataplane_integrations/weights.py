@@ -5,7 +5,8 @@ reaches the store, take the newest one or wait for it; a reader that is slow ski
 sees half of an update, and the versions that readers may still be reading are kept.
 
 A row holds the weights, a column each; or, with ``delta``, their bytes (an anchor) or what has changed since the
-version before. The tag `weight_anchor` of such a row names the anchor at which its chain begins.
+version before. The tag `weight_anchor` of such a row names the anchor at which its chain begins, and `weight_digest` is
+the digest of its weights. Bytes that are too many for a cell of some stores lie in several columns.
 
 This suits models whose weights fit a put. Weights that ranks hold in
 shards are gathered first (`torch.distributed.checkpoint.state_dict.get_model_state_dict` with ``full_state_dict``).
@@ -16,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from dataplane_core import DataPlaneClient
+from dataplane_core.arguments import check_dict, check_number, takes
 from dataplane_core.errors import (
     ClaimTimeoutError,
     CorruptDataError,
@@ -44,10 +46,23 @@ WEIGHTS: Final = "weights"
 _VERSION: Final = "weight_version"
 #: The tag that holds the anchor of a row. None: the row has a column for each weight.
 _ANCHOR: Final = "weight_anchor"
-#: The other fields of rows with an anchor: what the bytes are, and the bytes.
+#: The tag that holds the digest of the weights of a row with an anchor.
+_DIGEST: Final = "weight_digest"
+#: The other fields of rows with an anchor: what the bytes are, and the bytes. Further columns of bytes have a number.
 _HEADER: Final = "weight_header"
 _BYTES: Final = "weight_bytes"
 _FIELDS: Final = frozenset({_VERSION, _HEADER, _BYTES})
+#: A column of bytes has at most so many in a row. Redis takes at most 512 MiB.
+_PART_BYTES: Final = 128 << 20
+#: Without names, a partition takes all, also from clients with ``strict_fields``. Those of the weights come later.
+_NO_FIELDS: Final = ()
+
+
+class _Row(NamedTuple):
+    """What the tags of a version say. Both are None if it has a column for each weight."""
+
+    anchor: int | None
+    digest: str | None
 
 
 @dataclass
@@ -55,13 +70,11 @@ class _Chain:
     """What the publisher of deltas keeps: the newest version, and of which rows it is made.
 
     Attributes:
-        epoch: The registration of the partition.
-        rows: The versions of the anchor and of the deltas after it.
+        rows: The versions of the anchor and of the deltas after it, ascending, with the digest of each.
         newest: The last of these.
     """
 
-    epoch: str
-    rows: list[int]
+    rows: dict[int, str | None]
     newest: Version
 
 
@@ -75,9 +88,10 @@ def open_weights(client: DataPlaneClient, partition_id: str = WEIGHTS) -> None:
     Readers may wait already; they go on. Blocks until the store has answered.
     """
     _chains.get(client, {}).pop(partition_id, None)
-    client.register_partition(partition_id, [_VERSION], None, [])
+    client.register_partition(partition_id, _NO_FIELDS, None, [])
 
 
+@takes(version=check_number, weights=check_dict, keep=check_number, anchor_every=check_number)
 def publish_weights(
     client: DataPlaneClient,
     version: int,
@@ -94,8 +108,8 @@ def publish_weights(
     of the last version in host memory for that, until it is gone, publishes without ``delta``, or opens the partition
     anew; so publish with the same client. A version is an *anchor*, which holds all bytes, if it is the first one of
     this client, the ``anchor_every``-th since the last anchor, or published again; if names, dtypes, shapes or which
-    tensors share memory have changed; if the row of an earlier version of the chain is gone from the store, or the last
-    call raised; and if what has changed takes as many bytes.
+    tensors share memory have changed; if the row of an earlier version of the chain is gone from the store or was
+    published by another client meanwhile, or the last call raised; and if what has changed takes as many bytes.
 
     Args:
         client: The trainer's client.
@@ -106,17 +120,19 @@ def publish_weights(
             caller may change the tensors as soon as this returns.
         partition_id: The partition, opened by `open_weights`.
         keep: How many versions the store holds. A reader may still read an older one than the newest, so at least 2.
-            Versions that these build on are held too: with ``delta`` at most ``keep + anchor_every - 1`` in all.
+            Versions that these build on are held too: with ``delta`` at most ``keep + anchor_every - 1`` in all, of
+            which at most ``keep`` are anchors. There is one more while a version is written.
         delta: Whether to send what has changed. Readers find out by themselves.
         anchor_every: An anchor after at most so many versions, at least 1. A reader that joins late reads the anchor
             and all deltas after it.
 
     Raises:
         InvalidRequestError: A negative version, or one below the newest; ``keep`` below 2 or ``anchor_every`` below 1;
-            no weights, or one named ``weight_version``, ``weight_header`` or ``weight_bytes``.
+            no weights, or one named as a field of these partitions: ``weight_version``, ``weight_header``,
+            ``weight_bytes``, ``weight_bytes.*``.
         SchemaMismatchError: The names are not those of the first version, or a tensor has another dtype, number of
             dims, or size of a dim but the first, or has become an object. Not with ``delta``.
-        InvalidTypeError: A value that the store does not take. The error names the weight.
+        InvalidTypeError: An argument of another type, or a value that the store does not take. The error names it.
         UnknownPartitionError: The partition is not open.
 
     Examples:
@@ -132,7 +148,7 @@ def publish_weights(
             f"publish_weights(version={version}, keep={keep}, anchor_every={anchor_every}, {len(weights)} tensors) "
             "refused. Expected a version of at least 0, to keep at least 2, an anchor every 1 or more, and weights."
         )
-    if taken := sorted(_FIELDS & weights.keys()):
+    if taken := sorted(name for name in weights if _is_own(name)):
         raise InvalidRequestError(
             f"publish_weights refused: a weight is named {preview(taken)}, a field of these partitions."
         )
@@ -145,15 +161,16 @@ def publish_weights(
     # taken out: a call that fails leaves none, and the next version is an anchor
     chain = _chains.get(client, {}).pop(partition_id, None)
     if delta:
-        chain, columns = _next(client, partition_id, held, chain, version, weights, anchor_every)
-        held[version] = chain.rows[0]
+        chain, columns = _next(held, chain, version, weights, anchor_every)
+        held[version] = _Row(min(chain.rows), chain.rows[version])
     else:
         chain = None
         _check_names(client, version, weights, partition_id)
         columns = {name: _column(value) for name, value in weights.items()}
-        held[version] = None
+        held[version] = _Row(None, None)
     columns[_VERSION] = torch.tensor([version], device="cpu")
-    client.put_samples([_row(version)], partition_id, columns, tags=[{_VERSION: version, _ANCHOR: held[version]}])
+    tags = {_VERSION: version, _ANCHOR: held[version].anchor, _DIGEST: held[version].digest}
+    client.put_samples([_row(version)], partition_id, columns, tags=[tags])
     if chain is not None:
         _chains.setdefault(client, {})[partition_id] = chain
     oldest = min(_rows_of(held, each)[0] for each in sorted(held)[-keep:])
@@ -161,7 +178,7 @@ def publish_weights(
 
 
 def _check_names(client: DataPlaneClient, version: int, weights: Mapping[str, Any], partition_id: str) -> None:
-    known = client.describe(partition_id).specs.keys() - _FIELDS
+    known = {name for name in client.describe(partition_id).specs if not _is_own(name)}
     if known and known != weights.keys():
         differs = {"lack": known - weights.keys(), "add": weights.keys() - known}
         raise SchemaMismatchError(
@@ -172,27 +189,24 @@ def _check_names(client: DataPlaneClient, version: int, weights: Mapping[str, An
 
 
 def _next(
-    client: DataPlaneClient,
-    partition_id: str,
-    held: Mapping[int, int | None],
-    chain: _Chain | None,
-    version: int,
-    weights: Mapping[str, Any],
-    anchor_every: int,
+    held: Mapping[int, _Row], chain: _Chain | None, version: int, weights: Mapping[str, Any], anchor_every: int
 ) -> tuple[_Chain, dict[str, Any]]:
     """The chain with one version more, and the columns of its row."""
-    epoch = client.describe(partition_id).info.epoch
     goes_on = (
         chain is not None
-        and chain.epoch == epoch
-        and chain.rows == _rows_of(held, max(held, default=-1))
+        and chain.rows == {each: held[each].digest for each in _rows_of(held, max(held, default=-1))}
         and len(chain.rows) < anchor_every
-        and version > chain.rows[-1]
+        and version > max(chain.rows)
     )
     base = None if chain is None else chain.newest
     newest, header, data = next_version(base, version, weights, anchor=not goes_on)
-    rows = [version] if chain is None or header["base"] is None else [*chain.rows, version]
-    return _Chain(epoch, rows, newest), {_HEADER: _column(header), _BYTES: torch.from_numpy(data)[None]}
+    parts = {
+        f"{_BYTES}.{at}" if at else _BYTES: torch.from_numpy(data[at : at + _PART_BYTES])[None]
+        for at in range(0, max(1, len(data)), _PART_BYTES)
+    }
+    rows = {} if chain is None or header["base"] is None else chain.rows
+    columns = {_HEADER: _column(header | {"parts": list(parts)}), **parts}
+    return _Chain({**rows, version: newest.digest.hex()}, newest), columns
 
 
 class WeightReader:
@@ -227,8 +241,14 @@ class WeightReader:
         Raises:
             UnknownPartitionError: The partition is not open, or the run is over.
             LostSamplesError: The store has lost the weights, or the anchor or a delta that they build on.
+            MissingDataError: The newest row lacks cells: something else than `publish_weights` wrote or changed it.
             CorruptDataError: What the deltas give has not the digest of what was published.
         """
+        return self._newest(float("inf"))
+
+    def _newest(self, give_up: float) -> dict[str, Any] | None:
+        """As `newest`. Also None if versions are dropped while they are read, until ``give_up`` (monotonic)."""
+        tried: dict[int, _Row] | None = None
         again = True
         while True:
             held = _held(self._client, self._partition_id)
@@ -237,10 +257,15 @@ class WeightReader:
                 return None
             try:
                 epoch = self._client.describe(self._partition_id).info.epoch
-                found = self._whole(newest) if held[newest] is None else self._by_deltas(held, newest)
+                found = self._whole(newest) if held[newest].anchor is None else self._by_deltas(held, newest)
             except LostSamplesError:
                 raise
             except MissingDataError:  # newer versions have come meanwhile
+                if held == tried:  # none have
+                    raise
+                if time.monotonic() >= give_up:
+                    return None
+                tried = held
                 continue
             except CorruptDataError:
                 # the row was replaced while it was read, or its base is of another run; then its anchor helps
@@ -254,21 +279,35 @@ class WeightReader:
     def _whole(self, version: int) -> dict[str, Any]:
         self._base = None
         columns = self._client.get_samples([_row(version)], self._partition_id, None)
-        return {str(name): columns[name][0] for name in columns.keys() if name not in _FIELDS}
+        return {str(name): columns[name][0] for name in columns.keys() if not _is_own(name)}
 
-    def _by_deltas(self, held: Mapping[int, int | None], version: int) -> dict[str, Any]:
+    def _by_deltas(self, held: Mapping[int, _Row], version: int) -> dict[str, Any]:
         rows = _rows_of(held, version)
-        base, self._base = self._base, None  # if this raises, its bytes are those of no version
+        base = self._base
         if base is not None and base.number in rows[:-1]:
             rows = rows[rows.index(base.number) + 1 :]
         for each in rows:
-            columns = self._client.get_samples([_row(each)], self._partition_id, [_HEADER, _BYTES])
-            base = read_version(base, each, columns[_HEADER][0], columns[_BYTES][0].numpy())
+            header, parts = self._read(each)
+            self._base = None  # if this raises, its bytes are those of no version
+            self._base = base = read_version(base, each, header, parts)
         assert base is not None
         if base.packed.digest() != base.digest:
+            self._base = None
             raise CorruptDataError(f"the weights of version {version} have not the digest of what was published.")
-        self._base = base
         return {**base.packed.tensors(), **base.objects}
+
+    def _read(self, version: int) -> tuple[Any, list[np.ndarray[Any, Any]]]:
+        """The header of a row and its bytes, in parts."""
+        columns = self._client.get_samples([_row(version)], self._partition_id, [_HEADER, _BYTES])
+        header, parts = columns[_HEADER][0], [columns[_BYTES][0].numpy()]
+        try:
+            more = list(header["parts"])[1:]
+        except (KeyError, TypeError) as error:
+            raise CorruptDataError(f"the header of version {version} of the weights is damaged: {error!r}") from error
+        if more:
+            columns = self._client.get_samples([_row(version)], self._partition_id, more)
+            parts += [columns[name][0].numpy() for name in more]
+        return header, parts
 
     def wait(self, timeout_s: float) -> dict[str, Any]:
         """Waits for a version that is newer than `version`, and takes the newest. The trainer may start later.
@@ -285,7 +324,7 @@ class WeightReader:
         if not self._joined:
             self._join()  # the trainer may open the partition later
         while True:
-            found = self.newest()
+            found = self._newest(give_up)
             if found is not None:
                 return found
             if time.monotonic() >= give_up:
@@ -303,7 +342,7 @@ class WeightReader:
 
     def _join(self) -> None:
         """Adds a task of its own name to the partition."""
-        self._client.register_partition(self._partition_id, [_VERSION], None, [self._name], if_exists="keep")
+        self._client.register_partition(self._partition_id, _NO_FIELDS, None, [self._name], if_exists="keep")
         self._joined = True
 
 
@@ -322,13 +361,18 @@ def _column(value: Any) -> Any:
     return column
 
 
-def _held(client: DataPlaneClient, partition_id: str) -> dict[int, int | None]:
-    """The versions in the store, and the anchor of each."""
+def _is_own(field: str) -> bool:
+    """Whether a field is none of a weight."""
+    return field in _FIELDS or (isinstance(field, str) and field.startswith(f"{_BYTES}."))
+
+
+def _held(client: DataPlaneClient, partition_id: str) -> dict[int, _Row]:
+    """The versions in the store."""
     tags = client.list_samples(partition_id).tags or []
-    return {int(each[_VERSION]): each.get(_ANCHOR) for each in tags}
+    return {int(each[_VERSION]): _Row(each.get(_ANCHOR), each.get(_DIGEST)) for each in tags}
 
 
-def _rows_of(held: Mapping[int, int | None], version: int) -> list[int]:
+def _rows_of(held: Mapping[int, _Row], version: int) -> list[int]:
     """The versions in the store of which a version is made, ascending. None of them has to be there."""
-    anchor = held.get(version)
+    anchor = held[version].anchor if version in held else None
     return sorted(each for each in held if (version if anchor is None else anchor) <= each <= version)

@@ -117,3 +117,39 @@ def test_a_worker_of_nemo_rl_on_ray_attaches_through_its_config(tmp_path):
     done = run(str(tmp_path / "driver.py"), timeout_s=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "('NemoRLDataPlaneClient', [0, 1]) [0, 1]"
+
+
+PACKED = """
+import typing, typing_extensions
+typing.TypedDict = typing_extensions.TypedDict
+import numpy as np, torch
+from dataplane_compat.nemo_rl import activate, client_class
+
+activate()
+from nemo_rl.data.multimodal_utils import PackedTensor
+from nemo_rl.data_plane.column_io import kv_first_write, read_columns
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+config = {"backend": "shm_store", "options": {"namespace": "nemo-packed"}, "allow_pickle": True}
+client = client_class()({"enabled": True, "impl": "dataplane", "dataplane": config}, bootstrap=True)
+one, two = (PackedTensor(torch.randn(n, 3), 0).enable_deduplication() for n in (2, 1))
+shared = [one, one, PackedTensor.empty_rows_like(one, 1), PackedTensor.merge_segments([one, two])]
+for sent in PackedTensor([torch.randn(4, 3), None, torch.randn(2, 3), None], 0), PackedTensor.concat(shared):
+    rows = np.empty(len(sent), dtype=object)
+    rows[:] = [sent.slice([row]) for row in range(len(sent))]
+    batch = {"input_ids": torch.ones(4, 3), "input_lengths": torch.tensor([3, 2, 1, 3]), "sample_mask": torch.ones(4)}
+    batch = BatchedDataDict(batch | {"pixel_values": rows})
+    meta = kv_first_write(batch, sample_ids=list("abcd"), dp_client=client, partition_id="train")
+    got = PackedTensor.concat(list(read_columns(client, meta, ["pixel_values"])["pixel_values"]))
+    for expected, tensor in zip(vars(sent).pop("tensors"), vars(got).pop("tensors"), strict=True):
+        assert expected is tensor is None or torch.equal(expected, tensor)
+    assert vars(got) == vars(sent)
+    client.clear_samples(None, "train")
+client.close()
+"""
+
+
+def test_rows_of_packed_tensors_come_back_with_those_of_text_only(tmp_path):
+    (tmp_path / "packed.py").write_text(PACKED)
+    done = run(str(tmp_path / "packed.py"), timeout_s=240)
+    assert done.returncode == 0, done.stderr[-3000:]

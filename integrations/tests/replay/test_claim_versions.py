@@ -1,7 +1,7 @@
 """Claims over partitions that hold one weight version each."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ def write(client: DataPlaneClient, version: int, count: int = 2, name: str = PAT
 
 
 def claim(client: DataPlaneClient, size: int, **options: Any) -> list[tuple[str, int]]:
-    metas = claim_versions(client, PATTERN, "train", ["x"], size, **options)
+    metas = claim_versions(client, PATTERN, "train", ["x"], size, **{"lease_s": 60.0, **options})
     return [(meta.partition_id, meta.size) for meta in metas]
 
 
@@ -49,6 +49,56 @@ def test_each_partition_has_leases_of_its_own(client: DataPlaneClient) -> None:
     client.nack(older)
     assert claim(client, 4) == [("train_v1", 2)]
     assert client.check_consumption_status("train_v2", ["train"])
+
+
+def do_before_claims(client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch, *steps: Callable[[], None]) -> None:
+    """The first claims of the client are each preceded by a step."""
+    left, claim_meta = iter(steps), client.claim_meta
+
+    def claimed(*args: Any, **options: Any) -> Any:
+        next(left, nothing)()
+        return claim_meta(*args, **options)
+
+    monkeypatch.setattr(client, "claim_meta", claimed)
+
+
+def nothing() -> None:
+    pass
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_between_partitions_gives_back_what_was_claimed(
+    client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (1, 2, 3):
+        write(client, version)
+    do_before_claims(client, monkeypatch, nothing, nothing, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        claim(client, 6)
+    assert claim(client, 6, blocking=False) == [("train_v3", 2), ("train_v2", 2), ("train_v1", 2)]
+
+
+def test_an_interrupt_after_a_wait_gives_back_what_was_claimed(
+    client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(client, 1, 0)
+    do_before_claims(client, monkeypatch, nothing, lambda: write(client, 1), interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        claim(client, 2)
+    assert claim(client, 2, blocking=False) == [("train_v1", 2)]
+
+
+def test_partitions_may_appear_and_be_cleared_between_the_claims_of_a_call(
+    client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (1, 2, 3):
+        write(client, version)
+    do_before_claims(client, monkeypatch, lambda: write(client, 4), lambda: client.clear_samples(None, "train_v2"))
+    assert claim(client, 8) == [("train_v3", 2), ("train_v1", 2)]
+    assert claim(client, 8) == [("train_v4", 2)]
 
 
 def test_a_claim_that_waits_gets_the_samples_of_a_partition_that_appears(client: DataPlaneClient) -> None:
@@ -92,8 +142,8 @@ def test_what_cannot_be_claimed_is_refused(client: DataPlaneClient) -> None:
         with pytest.raises(InvalidRequestError, match=part):
             claim(client, 1, **options)
     with pytest.raises(InvalidRequestError, match="once"):
-        claim_versions(client, "train", "train", ["x"], 1)
+        claim_versions(client, "train", "train", ["x"], 1, lease_s=60.0)
     with pytest.raises(UnknownTaskError):
-        claim_versions(client, PATTERN, "critic", ["x"], 1)
+        claim_versions(client, PATTERN, "critic", ["x"], 1, lease_s=60.0)
     with pytest.raises(InvalidRequestError):
         claim(client, 0)

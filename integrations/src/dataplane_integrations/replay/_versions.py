@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from dataplane_core.client import DataPlaneClient
@@ -30,19 +31,20 @@ def claim_versions(
     required_fields: Sequence[str],
     batch_size: int,
     *,
+    lease_s: float,
     oldest: int = 0,
     newest: int | None = None,
     order: Literal["freshest", "oldest"] = "freshest",
     blocking: bool = True,
     timeout_s: float = 60.0,
-    lease_s: float | None = None,
     tag_filter: TagFilter | None = None,
 ) -> list[KVBatchMeta]:
     """Claims samples of a task from all partitions of a range of weight versions.
 
     It takes what is ready, version by version, until it has ``batch_size`` samples. If nothing is ready, it waits for
     the first samples. It holds no samples while it waits. Partitions that are registered meanwhile count, those that
-    are cleared do not. Whole generations are then retired by ``client.clear_samples(None, "train_v7")``.
+    are cleared do not. If it is interrupted, it gives back what it has claimed. Whole generations are retired by
+    ``client.clear_samples(None, "train_v7")``.
 
     Args:
         client: A client whose backend has claims and listing.
@@ -50,6 +52,7 @@ def claim_versions(
         task_name: The task. Partitions without it are passed over, as long as one has it.
         required_fields: As for `DataPlaneClient.claim_meta`.
         batch_size: The most samples to claim; a multiple of the group size where partitions have one.
+        lease_s: As for `DataPlaneClient.claim_meta`. A lease is required: samples without one could not be given back.
         oldest: The lowest version to claim from, such as the trainer's version minus the staleness that it allows.
         newest: The highest one. None: no limit.
         order: Which versions come first.
@@ -57,7 +60,6 @@ def claim_versions(
         timeout_s: How long to wait, in seconds. Where the backend declares ``wakes``, the store wakes the claim for
             samples of the version that comes first. It looks at the others, and for new partitions, after a twentieth
             of the time waited so far, at most 2 s.
-        lease_s: As for `DataPlaneClient.claim_meta`.
         tag_filter: As for `DataPlaneClient.claim_meta`.
 
     Returns:
@@ -76,7 +78,7 @@ def claim_versions(
         >>> for version in (7, 8):
         ...     client.register_partition(f"train_v{version}", ["reward"], None, ["train"])
         ...     _ = client.put_samples([f"a{version}"], f"train_v{version}", {"reward": [0.5]})
-        >>> metas = claim_versions(client, "train_v{version}", "train", ["reward"], 2, oldest=7)
+        >>> metas = claim_versions(client, "train_v{version}", "train", ["reward"], 2, lease_s=60, oldest=7)
         >>> [(meta.partition_id, meta.sample_ids) for meta in metas]
         [('train_v8', ['a8']), ('train_v7', ['a7'])]
         >>> client.close()
@@ -95,22 +97,22 @@ def claim_versions(
         found = [(int(match[1]), name) for name in client.list_partitions() if (match := pattern.fullmatch(name))]
         chosen = [each for each in found if oldest <= each[0] and (newest is None or each[0] <= newest)]
         names = [name for _, name in sorted(chosen, reverse=order == "freshest")]
-        metas: list[KVBatchMeta] = []
         lacking: list[UnknownTaskError] = []
-        for name in names:
-            left = batch_size - sum(meta.size for meta in metas)
-            if not left:
-                break
-            try:
-                metas.append(client.claim_meta(name, task_name, required_fields, left, blocking=False, **terms))
-            except UnknownPartitionError:  # cleared meanwhile
-                continue
-            except UnknownTaskError as error:
-                lacking.append(error)
-            except DataPlaneError:
-                if not any(meta.size for meta in metas):
-                    raise
-                break  # what was claimed is not lost: the next call raises
+        with _given_back_if_interrupted(client) as metas:
+            for name in names:
+                left = batch_size - sum(meta.size for meta in metas)
+                if not left:
+                    break
+                try:
+                    metas.append(client.claim_meta(name, task_name, required_fields, left, blocking=False, **terms))
+                except UnknownPartitionError:  # cleared meanwhile
+                    continue
+                except UnknownTaskError as error:
+                    lacking.append(error)
+                except DataPlaneError:
+                    if not any(meta.size for meta in metas):
+                        raise
+                    break  # what was claimed is not lost: the next call raises
         if lacking and len(lacking) == len(names):
             raise lacking[0]
         metas = [meta for meta in metas if meta.size]
@@ -132,9 +134,25 @@ def claim_versions(
             except ClaimTimeoutError:
                 break
             if first.size:
-                return [first, *_more(client, first, required_fields, batch_size - first.size, terms)]
+                with _given_back_if_interrupted(client) as metas:
+                    metas.append(first)
+                    metas += _more(client, first, required_fields, batch_size - first.size, terms)
+                return metas
         else:  # there is none to wait for: none is registered, or they are finished
             time.sleep(pause_s)
+
+
+@contextmanager
+def _given_back_if_interrupted(client: DataPlaneClient) -> Iterator[list[KVBatchMeta]]:
+    """A list for claims. What it holds is given back if an error leaves the block."""
+    metas: list[KVBatchMeta] = []
+    try:
+        yield metas
+    except BaseException:
+        for meta in metas:
+            with suppress(DataPlaneError):  # the lease ends by itself
+                client.nack(meta)
+        raise
 
 
 def _more(

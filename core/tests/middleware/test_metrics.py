@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import connect
-from dataplane_core.errors import ConfigError, InvalidRequestError
+from dataplane_core.errors import ConfigError, InvalidRequestError, InvalidTypeError
 from dataplane_core.middleware import Metrics, OperationEvent, merge_snapshots
 
 

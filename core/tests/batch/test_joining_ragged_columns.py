@@ -83,7 +83,9 @@ def test_arrays_join_as_an_array_if_their_rows_are_alike_and_else_as_tensors():
     assert alike.shape == (4, 4, 3)
     rows = [torch.ones(4, 3), torch.ones(4, 3), torch.zeros(2, 3)]
     for other in (narrow, torch.from_numpy(narrow)):
-        assert same(BatchedDataDict.from_batches([{"pixel_values": wide}, {"pixel_values": other}])["pixel_values"], rows)
+        assert same(
+            BatchedDataDict.from_batches([{"pixel_values": wide}, {"pixel_values": other}])["pixel_values"], rows
+        )
     lacking = BatchedDataDict.from_batches(
         [{"ids": [1, 2], "pixel_values": wide}, {"ids": [3]}], allow_missing_packed_tensors=True
     )
@@ -92,7 +94,7 @@ def test_arrays_join_as_an_array_if_their_rows_are_alike_and_else_as_tensors():
 
 def test_rows_of_several_devices_are_refused():
     elsewhere = torch.ones(1, 2, 3, device="meta")
-    with pytest.raises(InvalidRequestError, match="cpu.* against .*meta"):
+    with pytest.raises(InvalidRequestError, match=r"cpu.* against .*meta"):
         BatchedDataDict.from_batches([{"pixel_values": torch.ones(1, 4, 3)}, {"pixel_values": elsewhere}])
 
 

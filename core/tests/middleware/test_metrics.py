@@ -226,7 +226,7 @@ def test_no_snapshots_give_one_without_operations_and_others_are_refused():
 def test_times_that_cannot_be_are_refused(times):
     wrong = _snapshot_of([1.0])
     wrong["operations"]["get_samples"]["times"] = times
-    with pytest.raises(InvalidRequestError, match="number 0 is no snapshot: .*calls in bucket"):
+    with pytest.raises(InvalidRequestError, match=r"number 0 is no snapshot: .*calls in bucket"):
         merge_snapshots([wrong])
 
 

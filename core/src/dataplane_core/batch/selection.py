@@ -178,7 +178,8 @@ def join_ragged(key: str, columns: Sequence[Any | None], sizes: Sequence[int]) -
     """
     filled = [(column, size) for column, size in zip(columns, sizes, strict=True) if size]
     if not filled:
-        return slice_rows(key, next(column for column in columns if column is not None), 0, 0)
+        nothing: Column = slice_rows(key, next(column for column in columns if column is not None), 0, 0)
+        return nothing
     if _are_alike([column for column, _ in filled]):
         return concatenate(key, [column for column, _ in filled], 0)
     rows: list[Any] = []

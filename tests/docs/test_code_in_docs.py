@@ -229,7 +229,7 @@ def test_the_snippets_on_asynchronous_training_run_one_after_the_other(tmp_path,
         exec(compile(block, f"docs/async.md, block {number}", "exec"), names)
         run += 1
     assert run >= 5
-    assert len(trained) == 16
+    assert len(trained) == 18
     names["client"].close()
 
 

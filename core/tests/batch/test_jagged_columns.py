@@ -44,7 +44,7 @@ def test_planned_microbatches_cut_the_token_columns_only():
 
 def test_joining_refuses_them_with_what_to_do():
     with pytest.raises(NotImplementedError, match=r"'pixel_values' is a nested tensor\. Expected a padded one"):
-        BatchedDataDict.from_batches([batch_of(), batch_of()])
+        BatchedDataDict.from_batches([batch_of(), batch_of()], ragged_fields=())
 
 
 def test_rows_that_do_not_lie_end_to_end_are_refused():

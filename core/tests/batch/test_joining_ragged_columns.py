@@ -1,11 +1,12 @@
 """Columns of images, joined row by row; samples of text only have rows of length 0."""
 
+import numpy as np
 import pytest
 import torch
 
 from dataplane_core import BatchedDataDict
 from dataplane_core.batch import stack_or_nest
-from dataplane_core.errors import InvalidRequestError, MissingDataError
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
 
 PIXELS = [torch.arange(6 * count).view(count, 3, 2).to(torch.bfloat16) for count in (4, 0, 2, 3)]
 IMAGES = BatchedDataDict(input_ids=torch.tensor([[1, 2], [3, 0]]), pixel_values=stack_or_nest(PIXELS[:2]))
@@ -51,6 +52,55 @@ def test_without_leave_a_lacking_column_is_refused_and_the_message_says_how_to_g
         BatchedDataDict.from_batches([IMAGES, TEXT])
     with pytest.raises(MissingDataError, match="'input_ids' is missing"):
         BatchedDataDict.from_batches([IMAGES, {"pixel_values": PIXELS[0][None]}], allow_missing_packed_tensors=True)
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        torch.ones(0, 7, 2, dtype=torch.bfloat16),
+        torch.ones(0, 7, 5),
+        IMAGES.slice(0, 0)["pixel_values"],
+        IMAGES.select_indices([])["pixel_values"],
+        [],
+        np.ones((0, 7, 2)),
+    ],
+    ids=["wider", "another form", "a slice", "a selection", "a list", "an array"],
+)
+def test_a_batch_without_rows_changes_nothing(empty):
+    nothing = {"input_ids": torch.ones(0, 1, dtype=torch.int64), "pixel_values": empty}
+    dense = {"input_ids": torch.ones(1, 1, dtype=torch.int64), "pixel_values": PIXELS[0][None]}
+    for batches in ([dense, nothing], [nothing, dense]):
+        joined = BatchedDataDict.from_batches(batches)
+        assert torch.equal(joined["pixel_values"], PIXELS[0][None])
+    assert same(BatchedDataDict.from_batches([nothing, IMAGES])["pixel_values"], PIXELS[:2])
+    assert BatchedDataDict.from_batches([nothing, nothing]).size == 0
+
+
+def test_arrays_join_as_an_array_if_their_rows_are_alike_and_else_as_tensors():
+    wide, narrow = np.ones((2, 4, 3), np.float32), np.zeros((1, 2, 3), np.float32)
+    alike = BatchedDataDict.from_batches([{"pixel_values": wide}, {"pixel_values": wide}])["pixel_values"]
+    assert isinstance(alike, np.ndarray)
+    assert alike.shape == (4, 4, 3)
+    rows = [torch.ones(4, 3), torch.ones(4, 3), torch.zeros(2, 3)]
+    for other in (narrow, torch.from_numpy(narrow)):
+        assert same(
+            BatchedDataDict.from_batches([{"pixel_values": wide}, {"pixel_values": other}])["pixel_values"], rows
+        )
+    lacking = BatchedDataDict.from_batches(
+        [{"ids": [1, 2], "pixel_values": wide}, {"ids": [3]}], allow_missing_packed_tensors=True
+    )
+    assert same(lacking["pixel_values"], [*rows[:2], torch.zeros(0, 3)])
+
+
+def test_rows_of_several_devices_are_refused():
+    elsewhere = torch.ones(1, 2, 3, device="meta")
+    with pytest.raises(InvalidRequestError, match=r"cpu.* against .*meta"):
+        BatchedDataDict.from_batches([{"pixel_values": torch.ones(1, 4, 3)}, {"pixel_values": elsewhere}])
+
+
+def test_names_are_a_list_and_no_text():
+    with pytest.raises(InvalidTypeError, match="from_batches: ragged_fields must be a list, got str"):
+        BatchedDataDict.from_batches([{"put": torch.ones(1, 2)}], ragged_fields="input_ids_put")
 
 
 def test_columns_that_lack_and_that_hold_empty_lists_are_the_same():

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import connect
-from dataplane_core.errors import ConfigError, InvalidRequestError
+from dataplane_core.errors import ConfigError, InvalidRequestError, InvalidTypeError
 from dataplane_core.middleware import Metrics, OperationEvent, merge_snapshots
 
 
@@ -218,6 +218,16 @@ def test_no_snapshots_give_one_without_operations_and_others_are_refused():
     assert merge_snapshots([])["operations"] == {}
     with pytest.raises(InvalidRequestError, match="number 1 is no snapshot"):
         merge_snapshots([_snapshot_of([1.0]), {"operations": {"get_samples": {"calls": 1}}}])
+    with pytest.raises(InvalidTypeError, match="snapshots must be a list, got NoneType"):
+        merge_snapshots(None)
+
+
+@pytest.mark.parametrize("times", [{"999999": 1}, {"1": 0}, {"1": 3, "2": -1}])
+def test_times_that_cannot_be_are_refused(times):
+    wrong = _snapshot_of([1.0])
+    wrong["operations"]["get_samples"]["times"] = times
+    with pytest.raises(InvalidRequestError, match=r"number 0 is no snapshot: .*calls in bucket"):
+        merge_snapshots([wrong])
 
 
 def test_a_snapshot_that_resets_gives_the_operations_of_a_step_and_keeps_what_lives(client, metrics):

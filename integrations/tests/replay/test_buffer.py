@@ -509,6 +509,19 @@ def test_a_step_takes_between_the_fewest_and_the_most_groups(make_buffer: Make, 
             buffer.select(4, min_groups=fewest)
 
 
+def test_a_rule_is_asked_only_a_few_times_for_as_many_groups_as_there_are(
+    make_buffer: Make, fill: Fill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = make_buffer(InOrderPolicy(max_staleness=1, groups_per_version=64))
+    fill(buffer, 50)
+    asked, select = [], InOrderPolicy.select
+    monkeypatch.setattr(InOrderPolicy, "select", lambda *given: asked.append(given[-1]) or select(*given))
+    assert buffer.select(128, min_groups=1, timeout_s=0).size == 2 * 50
+    assert len(asked) <= 8
+    fill(buffer, 3)
+    assert buffer.select(3, min_groups=1, timeout_s=0).size == 2 * 3
+
+
 def test_groups_are_trained_on_in_the_step_that_they_were_started_for(
     make_buffer: Make, held: Held, commit: Any
 ) -> None:

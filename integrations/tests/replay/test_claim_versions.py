@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dataplane_core import DataPlaneClient, connect
-from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, UnknownTaskError
+from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, InvalidTypeError, UnknownTaskError
 from dataplane_integrations.replay import claim_versions
 
 PATTERN = "train_v{version}"
@@ -147,3 +147,25 @@ def test_what_cannot_be_claimed_is_refused(client: DataPlaneClient) -> None:
         claim_versions(client, PATTERN, "critic", ["x"], 1, lease_s=60.0)
     with pytest.raises(InvalidRequestError):
         claim(client, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"batch_size": "4"}, "batch_size must be an int, got str"),
+        ({"timeout_s": None}, "timeout_s must be a number of seconds, got NoneType"),
+        ({"oldest": "1"}, "oldest must be an int, got str"),
+        ({"newest": 1.5}, "newest must be an int, got float"),
+    ],
+)
+def test_numbers_of_another_type_are_refused_at_once(options: dict[str, Any], part: str) -> None:
+    with connect({"backend": "noop"}) as client, pytest.raises(InvalidTypeError, match=part):
+        claim_versions(client, PATTERN, "train", ["x"], **{"batch_size": 1, "timeout_s": 0.1, **options})
+
+
+def test_a_client_that_opens_partitions_adds_its_task_to_none() -> None:
+    with connect({"backend": "noop", "open_partitions": True}) as client:
+        client.register_partition("train_v1", ["x"], None, ["other"])
+        with pytest.raises(InvalidRequestError, match="the client has open_partitions"):
+            claim_versions(client, PATTERN, "train", ["x"], 1, blocking=False)
+        assert client.describe("train_v1").info.consumer_tasks == ("other",)

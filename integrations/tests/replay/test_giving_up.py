@@ -75,6 +75,54 @@ def test_a_prompt_that_has_failed_is_generated_alone_so_that_it_fails_no_other(m
     assert buffer.counts.given_up == 1
 
 
+def test_one_attempt_gives_up_no_prompt_that_failed_with_others(
+    make_buffer: Make, client: DataPlaneClient, answers: Any
+) -> None:
+    buffer = make_buffer(InOrderPolicy(max_staleness=3, groups_per_version=8), num_prompts=16, max_attempts=1)
+
+    def rollout(reservations: Sequence[Reservation]) -> Any:
+        if any(each.prompt == 5 for each in reservations):
+            raise RuntimeError("no answer")
+        return answers(reservations)
+
+    trained: list[int] = []
+    with Collector(buffer, rollout, client=client, groups_per_call=8):
+        while (meta := buffer.select(4)).size:
+            trained += prompts_of(meta)
+            buffer.consume(meta)
+    assert sorted(trained) == [each for each in range(16) if each != 5]
+    assert buffer.counts.given_up == 1
+
+
+def test_a_call_of_several_that_was_ended_gives_up_no_prompt_for_its_earlier_failure(make_buffer: Make) -> None:
+    buffer = make_buffer(max_attempts=1)
+    buffer.abandon(buffer.reserve(2), failed=True)
+    buffer.abandon(buffer.reserve(2, timeout_s=0))  # not its fault
+    assert buffer.counts.given_up == 0
+
+
+def test_a_save_that_has_drawn_more_prompts_than_the_buffer_has_still_ends(
+    make_buffer: Make, fill: Any, commit: Any
+) -> None:
+    buffer = make_buffer(num_prompts=3, spare_prompts=2)
+    for _ in range(2):
+        buffer.abandon(buffer.reserve(1), requeue=False)
+    fill(buffer, 2)
+    buffer.abandon(buffer.reserve(1))
+    with buffer.snapshot() as state:
+        state = json.loads(json.dumps(state))
+    other = make_buffer(num_prompts=3)
+    other.load_state(state)
+    commit(other, other.reserve(1, timeout_s=0))
+    assert other.reserve(1, timeout_s=0) == []
+    other.wait_until_reserved(timeout_s=0)
+    meta = other.select(3, timeout_s=0)
+    assert prompts_of(meta) == [2, 3, 4]
+    other.consume(meta)
+    assert other.select(3, timeout_s=0).size == 0
+    assert other.finished
+
+
 def test_spare_prompts_are_drawn_only_in_place_of_those_that_were_given_up(make_buffer: Make, fill: Any) -> None:
     buffer = make_buffer(num_prompts=3, spare_prompts=2)
     buffer.abandon(buffer.reserve(1), requeue=False)
@@ -180,6 +228,73 @@ def test_a_step_for_which_no_prompts_are_left_ends(make_buffer: Make, commit: An
     assert [prompts_of(buffer.select(2, min_groups=1, timeout_s=0)) for _ in range(2)] == [[1], []]
     buffer.set_weight_version(1)
     assert prompts_of(buffer.select(2, timeout_s=0)) == [2, 3]
+
+
+def test_a_step_that_lost_all_its_groups_is_not_the_end_of_the_run(make_buffer: Make, commit: Any) -> None:
+    buffer = make_buffer(steps_of(2, replacements=1, min_groups=1), num_prompts=4)
+    reserved = buffer.reserve(4)
+    buffer.abandon(reserved[:2], requeue=False)
+    commit(buffer, reserved[2:])
+    with pytest.raises(StepTooSmallError, match="it has 0 of 2 groups") as refused:
+        buffer.select(2, timeout_s=0)
+    assert (refused.value.step, refused.value.num_groups) == (0, 0)
+    assert not buffer.finished
+    buffer.set_weight_version(1)
+    trained = []
+    while not buffer.finished:
+        while (meta := buffer.select(2, timeout_s=0)).size:
+            trained += prompts_of(meta)
+            buffer.consume(meta)
+        buffer.set_weight_version(buffer.weight_version + 1)
+    assert trained == [2, 3]
+
+
+def test_the_floor_holds_when_the_prompts_are_used_up(make_buffer: Make, commit: Any) -> None:
+    buffer = make_buffer(steps_of(2, replacements=1, min_groups=2), num_prompts=4)
+    reserved = buffer.reserve(4)
+    buffer.abandon(reserved[:1], requeue=False)
+    commit(buffer, reserved[1:])
+    with pytest.raises(StepTooSmallError, match="it has 1 of 2 groups"):
+        buffer.select(2, timeout_s=0)
+    lends = make_buffer(steps_of(2, replacements=1, min_groups=2, borrow=True), num_prompts=4)
+    reserved = lends.reserve(4)
+    lends.abandon(reserved[:1], requeue=False)
+    commit(lends, reserved[1:])
+    assert prompts_of(lends.select(2, timeout_s=0)) == [1, 2], "a later step has one"
+    last = make_buffer(steps_of(2, replacements=1), num_prompts=3)
+    commit(last, last.reserve(3))
+    last.set_weight_version(1)
+    assert prompts_of(last.select(2, timeout_s=0)) == [2], "of the last step nothing was given up"
+
+
+@pytest.mark.parametrize("borrow", [False, True])
+def test_groups_that_are_consumed_after_the_next_version_is_set_do_not_count_for_it(
+    make_buffer: Make, commit: Any, borrow: bool
+) -> None:
+    buffer = make_buffer(steps_of(2, replacements=0, min_groups=1, borrow=borrow))
+    reserved = buffer.reserve(4)
+    commit(buffer, reserved)
+    meta = buffer.select(2, timeout_s=0)
+    buffer.set_weight_version(1)
+    buffer.consume(meta)
+    assert buffer.view().trained_since == 0
+    assert prompts_of(buffer.select(2, timeout_s=0)) == [2, 3]
+
+
+def test_a_loan_that_is_in_training_is_no_group_of_the_next_step(make_buffer: Make, commit: Any) -> None:
+    buffer = make_buffer(steps_of(2, replacements=1, min_groups=1, borrow=True))
+    reserved = buffer.reserve(4)
+    buffer.abandon(reserved[:1], requeue=False)
+    commit(buffer, reserved[1:])
+    meta = buffer.select(2, timeout_s=0)
+    assert prompts_of(meta) == [1, 2]
+    (new,) = buffer.reserve(1, timeout_s=0)
+    commit(buffer, [new])
+    buffer.set_weight_version(1)
+    assert prompts_of(buffer.select(2, timeout_s=0)) == [3, 4], "2 still trains, in step 0"
+    buffer.put_back(meta.slice(2, 4))
+    back = next(each for each in buffer.view().groups if each.group == reserved[2].group)
+    assert (back.selected_version, back.ready) == (None, True)
 
 
 def test_a_step_below_the_floor_is_refused_and_says_how_small_it_is(make_buffer: Make, commit: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_integrations.replay import (
     BufferView,
     GroupView,
@@ -168,9 +168,21 @@ def test_loans_leave_no_step_with_a_group_too_many() -> None:
     assert rule.admit(groups) == 1
 
 
+def test_loans_take_no_more_work_than_there_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = TargetStepPolicy(max_staleness=2, groups_per_version=64, borrow=True)
+    asked, size = [], TargetStepPolicy._size
+    monkeypatch.setattr(TargetStepPolicy, "_size", lambda *given: asked.append(given) or size(*given))
+    groups = for_steps(*[3] * 32, *[4] * 64, *[5] * 64, version=3)
+    found = rule.select(groups, 64)
+    assert found is not None
+    assert found[32:] == [f"g{order}" for order in range(96, 128)], "the first reserved of the last step"
+    assert len(asked) <= 3 * len(groups.groups)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"replacements": ""}, "replacements is ''"),
         ({"replacements": -1}, "replacements is -1"),
         ({"replacements": 0.5}, "replacements is 0.5"),
         ({"min_groups": 0}, "min_groups is 0"),
@@ -180,6 +192,21 @@ def test_loans_leave_no_step_with_a_group_too_many() -> None:
 def test_a_target_step_has_a_size_that_makes_sense(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said):
         TargetStepPolicy(max_staleness=1, groups_per_version=4, **options)
+
+
+@pytest.mark.parametrize(
+    ("rule", "option"),
+    [(TargetStepPolicy, "borrow"), (ReadyFirstPolicy, "never_discard"), (WindowedPolicy, "sample_freshest_first")],
+)
+def test_what_is_on_or_off_is_a_bool(rule: type, option: str) -> None:
+    with pytest.raises(InvalidTypeError, match=f"{rule.__name__}: {option} must be a bool, got 'no'"):
+        rule(max_staleness=1, groups_per_version=4, **{option: "no"})
+
+
+@pytest.mark.parametrize("config", ["in_order", None, [("name", "in_order")]])
+def test_a_config_is_a_dict(config: Any) -> None:
+    with pytest.raises(InvalidTypeError, match="from_config: config must be a dict"):
+        StalenessPolicy.from_config(config)
 
 
 class MyPolicy(InOrderPolicy):

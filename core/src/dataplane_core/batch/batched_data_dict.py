@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 import torch
 
-from dataplane_core.arguments import check_dict, check_number, takes
+from dataplane_core.arguments import check_dict, check_iterable, check_number, takes
 from dataplane_core.batch.exports import to_arrow, to_numpy
 from dataplane_core.batch.selection import (
     Column,
@@ -48,7 +48,8 @@ class BatchedDataDict(UserDict[str, Any]):
     """A dict of equally long columns, each a tensor (batch first), a list, or an array.
 
     Tensors may be ``torch.jagged`` nested ones, whose rows differ in length. Their rows can be cut, selected and
-    reordered; `from_batches` and `all_gather`, which join padded columns, refuse them.
+    reordered. `from_batches` joins those of ``ragged_fields``, such as images; else it and `all_gather`, which join
+    padded columns, refuse them.
 
     Methods that return rows do not change this batch, and return no plan that is shared with it, unless they say "in
     place".
@@ -71,6 +72,7 @@ class BatchedDataDict(UserDict[str, Any]):
     # --- joining ------------------------------------------------------------------------------------------------------
 
     @classmethod
+    @takes(pad_value_dict=check_dict, ragged_fields=check_iterable)
     def from_batches(
         cls: type[_B],
         batches: Sequence[Mapping[str, Any]],
@@ -85,7 +87,7 @@ class BatchedDataDict(UserDict[str, Any]):
         rows have the same shape.
 
         Args:
-            batches: In order. One without rows may lack columns.
+            batches: In order. One without rows may lack columns, and says nothing about those of ``ragged_fields``.
             pad_value_dict: Column -> its pad value; default 0.
             ragged_fields: Columns, such as those of images, that are not padded: rows that differ become one jagged
                 column. Empty lists count as rows of length 0.
@@ -114,7 +116,7 @@ class BatchedDataDict(UserDict[str, Any]):
                         + (" Pass allow_missing_packed_tensors=True where samples have none." if is_ragged else "")
                     )
             columns = [batch.get(key) for batch in batches]
-            if is_ragged and not _are_alike(columns, sizes):
+            if is_ragged:
                 joined[key] = join_ragged(key, columns, sizes)
             else:
                 given = [column for column in columns if column is not None]
@@ -575,14 +577,6 @@ def _common_size(where: str, columns: Mapping[str, Any]) -> int:
     if len(set(sizes.values())) > 1:
         raise InvalidRequestError(f"{where}columns differ in length: {sizes}. Expected one row per sample in each.")
     return next(iter(sizes.values()), 0)
-
-
-def _are_alike(columns: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Whether the columns of all batches with rows are dense, of one shape per row: they need no padding."""
-    present = [column for column, size in zip(columns, sizes, strict=True) if size]
-    if not all(isinstance(column, torch.Tensor) and not column.is_nested for column in present):
-        return False
-    return len({column.shape[1:] for column in present}) <= 1
 
 
 def _media_of(item: Any) -> Iterator[Any]:

@@ -154,7 +154,7 @@ def stack_or_nest(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | list[An
 
 
 def stack_or_nest(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | list[Any]:
-    """Rows as one column in new memory: dense if all have the same shape, else jagged.
+    """Rows as one column in new memory, on the device of the first: dense if all have the same shape, else jagged.
 
     Args:
         rows: N tensors (L, ...) or N scalars. None stands for a sample that has nothing there, such as one without

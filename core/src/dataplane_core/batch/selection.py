@@ -16,6 +16,7 @@ from tensordict import NonTensorData, NonTensorStack
 
 from dataplane_core.arguments import check_list
 from dataplane_core.codec import carrier, dense_or_jagged, jagged_parts, num_rows, ragged_of_rows
+from dataplane_core.codec.lists import column_of_array
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
 #: A column: rows along dim 0.
@@ -166,28 +167,44 @@ def join_ragged(key: str, columns: Sequence[Any | None], sizes: Sequence[int]) -
     Args:
         key: The column's name, for errors.
         columns: At least one that is not None. None: a batch whose samples have nothing there.
-        sizes: Rows per batch.
+        sizes: Rows per batch. What a batch without rows holds does not count, unless no batch has rows.
 
     Returns:
-        A tensor; or a list of the items, if a batch has objects there, or no batch has a tensor.
+        An array if all batches have arrays whose rows have one shape; a list of the items if a batch has objects there,
+        or no batch has a tensor or numbers; else a tensor.
 
     Raises:
-        InvalidRequestError: Rows differ in dtype, rank, or a dim other than their first.
+        InvalidRequestError: Rows differ in device, dtype, rank, or a dim other than their first.
     """
+    filled = [(column, size) for column, size in zip(columns, sizes, strict=True) if size]
+    if not filled:
+        nothing: Column = slice_rows(key, next(column for column in columns if column is not None), 0, 0)
+        return nothing
+    if _are_alike([column for column, _ in filled]):
+        return concatenate(key, [column for column, _ in filled], 0)
     rows: list[Any] = []
-    for column, size in zip(columns, sizes, strict=True):
+    for column, size in filled:
+        if isinstance(column, np.ndarray) and column.dtype.kind in "biufc":
+            column = column_of_array(f"column '{key}'", column)
         if column is None:
             rows += [None] * size
         else:
-            checked_num_rows(key, column)
             rows += column.unbind() if isinstance(column, torch.Tensor) else list(column)
     if any(not (row is None or isinstance(row, torch.Tensor) or _is_empty(row)) for row in rows):
         return [[] if row is None else row for row in rows]
+    _require_equal(key, ((str(row.device),) for row in rows if isinstance(row, torch.Tensor)))
     return rows_as_column([row if isinstance(row, torch.Tensor) else None for row in rows], f"column '{key}'")
 
 
+def _are_alike(columns: Sequence[Any]) -> bool:
+    """Whether all are dense tensors, or all arrays, of one shape per row: they need no padding."""
+    arrays = all(isinstance(column, np.ndarray) for column in columns)
+    dense = all(isinstance(column, torch.Tensor) and not column.is_nested for column in columns)
+    return (arrays or dense) and len({column.shape[1:] for column in columns}) == 1
+
+
 def rows_as_column(rows: Sequence[torch.Tensor | None], what: str) -> torch.Tensor | list[Any]:
-    """Rows as one column in new memory, as `stack_or_nest` describes. ``what`` names it in errors."""
+    """Rows as one column in new memory, on their device, as `stack_or_nest` describes. ``what`` names it in errors."""
     like = next((row for row in rows if row is not None), None)
     if like is None:
         return [[] for _ in rows]
@@ -195,7 +212,8 @@ def rows_as_column(rows: Sequence[torch.Tensor | None], what: str) -> torch.Tens
         raise InvalidRequestError(f"{what} has scalars and None. Expected rows of rank 1 or more beside None.")
     empty = like.new_empty((0, *like.shape[1:]))
     joined = ragged_of_rows([empty if row is None else row for row in rows], what)
-    return joined if isinstance(joined, torch.Tensor) else dense_or_jagged(joined)
+    column = joined if isinstance(joined, torch.Tensor) else dense_or_jagged(joined)
+    return column.to(like.device)
 
 
 def _is_empty(item: Any) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from dataplane_core.arguments import check_iterable, takes
 from dataplane_core.codec import cell_nbytes
 from dataplane_core.errors import InvalidRequestError, Verdict
 from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
@@ -40,6 +41,8 @@ __all__ = ["Metrics", "MetricsConfig", "merge_snapshots"]
 _PER_DOUBLING: Final = 8
 #: Shorter times, in milliseconds, count as this one.
 _SHORTEST_MS: Final = 1e-3
+#: The times of a higher bucket are no floats.
+_LAST_BUCKET: Final = 1023 * _PER_DOUBLING
 #: The percentiles of a snapshot, by their names.
 _PERCENTILES: Final = {"p50_ms": 0.5, "p90_ms": 0.9}
 #: What the snapshots of several clients say in sum.
@@ -76,6 +79,8 @@ class _Total:
             setattr(self, name, getattr(self, name) + told[name])
         self.max_ms = max(self.max_ms, told["max_ms"])
         for bucket, calls in told["times"].items():
+            if calls < 1 or int(bucket) > _LAST_BUCKET:
+                raise ValueError(f"{calls} calls in bucket {bucket} of times")
             self._count(int(bucket), calls)  # JSON makes strings of the keys
 
     def note(self, event: OperationEvent) -> None:
@@ -323,6 +328,7 @@ class Metrics(OperationMiddleware):
         self._live_bytes -= freed
 
 
+@takes(snapshots=check_iterable)
 def merge_snapshots(snapshots: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Joins what several clients did, of any processes, into one snapshot.
 
@@ -338,6 +344,7 @@ def merge_snapshots(snapshots: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     Raises:
         InvalidRequestError: Something is no snapshot.
+        InvalidTypeError: ``snapshots`` is no list.
 
     Examples:
         >>> from dataplane_core import connect

@@ -41,7 +41,8 @@ class ReplayBuffer(BufferState):
             None: no end.
         spare_prompts: So many further prompts are drawn, each only in place of one that was given up.
         max_attempts: A prompt whose rollout has failed so many times is given up, and the next one takes its place.
-            After its first failure it is generated alone, so that it fails no other. None: no prompt is given up.
+            After its first failure it is generated alone, so that it fails no other. Only a prompt that has failed
+            alone is given up. None: no prompt is given up.
         requeue_evicted: Generate the prompts of evicted groups again.
         task_name: The task in the metas.
 
@@ -196,12 +197,13 @@ class ReplayBuffer(BufferState):
         Args:
             reservations: If one is no longer held, only its rows are cleared.
             requeue: Generate their prompts again, before new ones. Otherwise they are given up.
-            failed: Their rollout failed: counts for ``max_attempts``.
+            failed: The rollout of all of them, one call, failed: counts for ``max_attempts``.
         """
         with self._lock:
             held = [each for each in reservations if self._is_held(each)]
             self._give_up(reservations, requeue=False)
-            self._generate_again(self._retried(held, requeue=requeue, failed=failed))
+            alone = len(reservations) == 1
+            self._generate_again(self._retried(held, requeue=requeue, failed=failed, alone=alone))
             self._changed.notify_all()
         self._clear_rows()
 
@@ -292,7 +294,7 @@ class ReplayBuffer(BufferState):
 
         Returns:
             The rows; those of a group are adjacent, in the order of their ids. No rows when all prompts are used up, or
-            the rule has none left for the current weights.
+            the rule has none left for the current weights; `finished` tells these apart.
 
         Raises:
             ReplayTimeoutError: There were not enough groups; the message says what there is.
@@ -308,24 +310,26 @@ class ReplayBuffer(BufferState):
 
         def chosen() -> list[str] | None:
             most, fewest = num_groups, at_least
-            drained = self._drained()
-            if drained:
-                most, fewest = min(most, sum(not each.view.selected for each in self._groups.values())), 1
             view = self.view()
+            if view.drained:
+                most, fewest = min(most, sum(not each.selected for each in view.groups)), 1
             left = self._policy.left(view)
             if left is not None:
                 most, fewest = min(most, left), min(fewest, left)
             if most < 1:
                 return []
-            if most == fewest or self._policy.select(view, fewest) is not None:
-                for wanted in range(most, fewest - 1, -1):
-                    names = self._policy.select(view, wanted)
-                    if names is not None:
-                        return self._checked(names, wanted)
-            if drained and left is not None:
-                return []  # the step lacks groups for which there are no prompts
-            self._check_collectors()
-            return None
+            names = self._policy.select(view, fewest)
+            if names is None:
+                self._check_collectors()
+                return None
+            while fewest < most:
+                wanted = (fewest + most + 1) // 2
+                more = self._policy.select(view, wanted)
+                if more is None:
+                    most = wanted - 1
+                else:
+                    names, fewest = more, wanted
+            return self._checked(names, fewest)
 
         with self._lock:
             self._check_open()
@@ -339,7 +343,7 @@ class ReplayBuffer(BufferState):
                 )
             for name in names:
                 group = self._groups[name]
-                group.view = dataclasses.replace(group.view, selected=True)
+                group.view = dataclasses.replace(group.view, selected=True, selected_version=self._weight_version)
             return self._meta_of(names)
 
     def take(
@@ -399,9 +403,10 @@ class ReplayBuffer(BufferState):
         """
         with self._lock:
             names = self._ended(meta, "consume")
+            version = self._weight_version
+            self._trained_since += sum(self._groups[name].view.selected_version == version for name in names)
             self._drop(names)
             self._counts.trained += len(names)
-            self._trained_since += len(names)
             self._changed.notify_all()
         self._clear_rows()
 
@@ -462,7 +467,7 @@ class ReplayBuffer(BufferState):
         with self._lock:
             for name in self._ended(meta, "put_back"):
                 group = self._groups[name]
-                group.view = dataclasses.replace(group.view, selected=False)
+                group.view = dataclasses.replace(group.view, selected=False, selected_version=None)
             self._evict()
             self._changed.notify_all()
         self._clear_rows()

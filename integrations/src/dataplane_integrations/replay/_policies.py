@@ -12,11 +12,12 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
+from dataplane_core.arguments import check_dict, takes
 from dataplane_core.entry_points import nearest
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_integrations.errors import StepTooSmallError
 
 
@@ -28,6 +29,7 @@ class GroupView:
         group: Its name.
         weight_version: The version of the weights that generate it, when it is started.
         end_weight_version: The version when it was written; None while it is being generated.
+        selected_version: The version when it was selected; None: it is not in training.
         order: Number of its reservation, in ascending order.
         committed: Number of its commit, in ascending order; None while it is being generated.
         selected: Whether it is in training.
@@ -41,6 +43,7 @@ class GroupView:
     selected: bool = False
     target_step: int | None = None
     end_weight_version: int | None = None
+    selected_version: int | None = None
 
     @property
     def ready(self) -> bool:
@@ -54,15 +57,22 @@ class BufferView:
 
     Attributes:
         weight_version: The trainer's version.
-        trained_since: Groups that were consumed since the trainer has this version.
+        trained_since: Groups that were selected and consumed since the trainer has this version.
         groups: The groups in the buffer, in the order of their reservations.
         given_up: Target step -> its groups whose prompts were given up; of this version and later ones.
+        drained: Whether no more groups will be committed: the prompts are used up, and none is being generated.
     """
 
     weight_version: int
     trained_since: int
     groups: Sequence[GroupView]
     given_up: Mapping[int, int] = field(default_factory=dict)
+    drained: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Drained, and no group is left: none is ready or in training."""
+        return self.drained and not self.groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +85,7 @@ class StalenessPolicy(ABC):
 
     Raises:
         InvalidRequestError: A negative staleness, or fewer than 1 group; or no whole numbers.
+        InvalidTypeError: An option that is on or off is no bool.
     """
 
     max_staleness: int
@@ -87,8 +98,13 @@ class StalenessPolicy(ABC):
                 f"{type(self).__name__} refused: max_staleness is {self.max_staleness!r}, groups_per_version is "
                 f"{self.groups_per_version!r}. Expected at least 0 and at least 1."
             )
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(option.default, bool) and not isinstance(value, bool):
+                raise InvalidTypeError(f"{type(self).__name__}: {option.name} must be a bool, got {value!r}.")
 
     @staticmethod
+    @takes(config=check_dict)
     def from_config(config: Mapping[str, Any]) -> StalenessPolicy:
         """Makes the rule that a config names.
 
@@ -98,12 +114,15 @@ class StalenessPolicy(ABC):
 
         Raises:
             InvalidRequestError: No such rule, or it does not take these arguments.
+            InvalidTypeError: ``config`` is no dict, or an argument has a wrong type.
         """
         options = dict(config)
         name = options.pop("name", None)
         rule = _rule_named(name)
         try:
             return rule(**options)
+        except InvalidTypeError:
+            raise
         except TypeError as error:
             raise InvalidRequestError(
                 f"StalenessPolicy.from_config refused: {error}. Expected the arguments of {rule.__name__}."
@@ -123,7 +142,10 @@ class StalenessPolicy(ABC):
 
     @abstractmethod
     def select(self, view: BufferView, num_groups: int) -> Sequence[str] | None:
-        """The names of ``num_groups`` ready groups to train on now, or None to wait."""
+        """The names of ``num_groups`` ready groups to train on now, or None to wait.
+
+        A rule that gives a number of groups also gives any smaller one.
+        """
 
     def evict(self, view: BufferView) -> Sequence[str]:
         """The names of ready groups to drop; their rows are cleared. Default: those that are too stale."""
@@ -140,7 +162,10 @@ class StalenessPolicy(ABC):
         return None
 
     def left(self, view: BufferView) -> int | None:
-        """How many more groups can be selected with the current weights. Default: None, for any number."""
+        """How many more groups can be selected with the current weights. Default: None, for any number.
+
+        If ``view.drained``, only those that are ready count.
+        """
         return None
 
     def keep(self, view: BufferView, num_groups: int) -> Sequence[str]:
@@ -265,7 +290,8 @@ class TargetStepPolicy(StalenessPolicy):
             has a group less. The buffer's `select` then does not wait for it, and returns no rows once the step has all
             its groups. None: all are replaced.
         min_groups: The fewest groups that a step may have; None: ``groups_per_version``. If it would have fewer,
-            `select` raises `StepTooSmallError`.
+            `select` raises `StepTooSmallError`. When the prompts are used up, this holds for a step that lost prompts;
+            the last step may have fewer.
 
     Raises:
         InvalidRequestError: Also for negative ``replacements``, or ``min_groups`` below 1 or above
@@ -278,7 +304,7 @@ class TargetStepPolicy(StalenessPolicy):
 
     def __post_init__(self) -> None:
         StalenessPolicy.__post_init__(self)  # super() does not work in a dataclass with slots
-        replaced, fewest = self.replacements or 0, self._fewest
+        replaced, fewest = 0 if self.replacements is None else self.replacements, self._fewest
         whole = isinstance(replaced, int) and isinstance(fewest, int)
         if not whole or replaced < 0 or not 1 <= fewest <= self.groups_per_version:
             raise InvalidRequestError(
@@ -311,16 +337,19 @@ class TargetStepPolicy(StalenessPolicy):
         """With ``replacements``: what the current step still gets, ready or not. Raises if it is too small."""
         if self.replacements is None:
             return None
-        size = self._size(view, view.weight_version)
-        if size < self._fewest:
+        step, steps = view.weight_version, self._steps(view)
+        size, lost = self._size(view, step), view.given_up.get(step, 0)
+        if view.drained:  # no more replacements: it has what it has
+            size = min(size, self._counts(view, steps)[step])
+        over = view.drained and not size and max(steps.values(), default=step) <= step
+        if lost and size < self._fewest and not over:
             raise StepTooSmallError(
-                f"step {view.weight_version} refused: {view.given_up[view.weight_version]} of its prompts were given "
-                f"up and {self.replacements} replaced, so it has {size} of {self.groups_per_version} groups. Expected "
-                f"at least {self._fewest} (min_groups).",
-                step=view.weight_version,
+                f"step {step} refused: {lost} of its prompts were given up and at most {self.replacements} replaced, "
+                f"so it has {size} of {self.groups_per_version} groups. Expected at least {self._fewest} (min_groups).",
+                step=step,
                 num_groups=size,
             )
-        in_training = sum(each.selected and _step(each) >= view.weight_version for each in view.groups)
+        in_training = sum(each.selected and steps[each.group] == step for each in view.groups)
         return size - view.trained_since - in_training
 
     def keep(self, view: BufferView, num_groups: int) -> Sequence[str]:
@@ -357,28 +386,32 @@ class TargetStepPolicy(StalenessPolicy):
         steps = {each.group: _step(each) for each in view.groups}
         if not self.borrow:
             return steps
-        for each in view.groups:
-            if each.selected:  # a loan that is in training
-                steps[each.group] = min(steps[each.group], view.weight_version)
         counts = self._counts(view, steps)
-        for step in range(view.weight_version, max(steps.values(), default=0)):
+        ready: dict[int, list[str]] = {}  # step -> its ready groups, the first reserved one last
+        for each in sorted(view.groups, key=lambda each: (-each.order, each.group)):
+            if each.ready:
+                ready.setdefault(steps[each.group], []).append(each.group)
+        for step in range(view.weight_version, max(ready, default=0)):
             while counts[step] < self._size(view, step):
-                lenders = [each for each in view.groups if each.ready and steps[each.group] > step]
-                if not lenders:
-                    break
                 # first a step with one too many: it has got a group for a loan, and would drop one in the end
-                group = max(
-                    (counts[own := steps[each.group]] > self._size(view, own), own, -each.order, each.group)
-                    for each in lenders
-                )[-1]
-                counts[steps[group]] -= 1
+                lender = max(
+                    (own for own, groups in ready.items() if own > step and groups),
+                    key=lambda own: (counts[own] > self._size(view, own), own),
+                    default=None,
+                )
+                if lender is None:
+                    return steps
+                steps[ready[lender].pop()] = step
+                counts[lender] -= 1
                 counts[step] += 1
-                steps[group] = step
         return steps
 
 
 def _step(group: GroupView) -> int:
-    """The step of a group. One that was started under another rule is for the version that generated it."""
+    """The step of a group. A loan in training is for the step that got it. One that was started under another rule is
+    for the version that generated it."""
+    if group.selected_version is not None:
+        return group.selected_version
     return group.weight_version if group.target_step is None else group.target_step
 
 

@@ -92,6 +92,11 @@ class RemoteReplayBuffer:
         return self.view().weight_version
 
     @property
+    def finished(self) -> bool:
+        """See `ReplayBuffer.finished`."""
+        return self.view().finished
+
+    @property
     def counts(self) -> BufferCounts:
         """See `ReplayBuffer.counts`."""
         counts: BufferCounts = self._call("__ray_call__", _counts)  # an actor has no properties

@@ -162,6 +162,11 @@ class BufferState(DataPlaneClientMixin):
         with self._lock:
             return dataclasses.replace(self._counts)
 
+    @property
+    def finished(self) -> bool:
+        """Whether the prompts are used up, and no group is left: `select` has nothing to return any more."""
+        return self.view().finished
+
     def view(self) -> BufferView:
         """The groups in the buffer, as the rule sees them."""
         with self._lock:
@@ -170,6 +175,7 @@ class BufferState(DataPlaneClientMixin):
                 trained_since=self._trained_since,
                 groups=tuple(each.view for each in self._groups.values()),
                 given_up=dict(self._given_up),
+                drained=self._drained(),
             )
 
     # --- saving -------------------------------------------------------------------------------------------------------
@@ -292,7 +298,7 @@ class BufferState(DataPlaneClientMixin):
         if self._num_prompts is None:
             return at_most
         end = self._num_prompts + min(self._spare_prompts, self._counts.given_up)
-        return len(self._again) + end - self._next_prompt
+        return len(self._again) + max(0, end - self._next_prompt)  # a save may have drawn more than this buffer has
 
     def _for_a_call(self, num_groups: int) -> int:
         """Number of prompts for the next call of a rollout. One that has failed is alone, so that it fails no other."""
@@ -355,12 +361,17 @@ class BufferState(DataPlaneClientMixin):
             self._generate_again(given_up)
         self._changed.notify_all()
 
-    def _retried(self, reservations: Sequence[Reservation], *, requeue: bool, failed: bool) -> list[Reservation]:
-        """Those whose prompts are to be generated again. The others are given up."""
+    def _retried(
+        self, reservations: Sequence[Reservation], *, requeue: bool, failed: bool, alone: bool
+    ) -> list[Reservation]:
+        """Those whose prompts are to be generated again. The others are given up.
+
+        A prompt that failed together with others may be innocent: it is generated again, alone.
+        """
         if failed and self._max_attempts is not None:
             for each in reservations:
                 self._failed[each.prompt] = self._failed.get(each.prompt, 0) + 1
-        most = self._max_attempts
+        most = self._max_attempts if failed and alone else None
         again = [each for each in reservations if requeue and (most is None or self._failed.get(each.prompt, 0) < most)]
         for each in reservations:
             if each not in again:

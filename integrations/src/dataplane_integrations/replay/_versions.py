@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
+from dataplane_core.arguments import check_count, check_number, takes
 from dataplane_core.client import DataPlaneClient
+from dataplane_core.client.checks import check_seconds
 from dataplane_core.errors import (
     ClaimTimeoutError,
     DataPlaneError,
@@ -24,6 +27,12 @@ from dataplane_core.spec import TagFilter
 _VERSION = "{version}"
 
 
+@takes(
+    batch_size=check_count,
+    oldest=check_number,
+    newest=check_number,
+    timeout_s=functools.partial(check_seconds, at_least_zero=True),
+)
 def claim_versions(
     client: DataPlaneClient,
     partitions: str,
@@ -47,7 +56,8 @@ def claim_versions(
     ``client.clear_samples(None, "train_v7")``.
 
     Args:
-        client: A client whose backend has claims and listing.
+        client: A client whose backend has claims and listing. Not one with ``open_partitions``: its claims add the task
+            to every partition, and register those anew that are cleared meanwhile.
         partitions: The names, with ``{version}`` for the number, such as ``train_v{version}``.
         task_name: The task. Partitions without it are passed over, as long as one has it.
         required_fields: As for `DataPlaneClient.claim_meta`.
@@ -69,8 +79,9 @@ def claim_versions(
     Raises:
         ClaimTimeoutError: No sample was ready in time. It names the partitions.
         UnknownTaskError: None of the partitions has the task.
-        InvalidRequestError: The pattern has no ``{version}``, or an order or range that does not exist; also what
-            `claim_meta` refuses.
+        InvalidRequestError: The pattern has no ``{version}``, an order or range does not exist, or the client has
+            ``open_partitions``; also what `claim_meta` refuses.
+        InvalidTypeError: A number is none.
 
     Examples:
         >>> from dataplane_core import connect
@@ -83,10 +94,17 @@ def claim_versions(
         [('train_v8', ['a8']), ('train_v7', ['a7'])]
         >>> client.close()
     """
-    if partitions.count(_VERSION) != 1 or order not in ("freshest", "oldest") or batch_size < 1:
+    if partitions.count(_VERSION) != 1 or order not in ("freshest", "oldest"):
         raise InvalidRequestError(
-            f"claim_versions('{partitions}', batch_size={batch_size}, order={order!r}) refused. Expected a pattern "
-            f"with {_VERSION} once, a batch size of 1 or more, and 'freshest' or 'oldest'."
+            f"claim_versions('{partitions}', order={order!r}) refused. Expected a pattern with {_VERSION} once, and "
+            "'freshest' or 'oldest'."
+        )
+    if client.config.open_partitions:
+        raise InvalidRequestError(
+            f"claim_versions('{partitions}', '{task_name}') refused: the client has open_partitions, so a claim would "
+            "add the task to every partition, and register those anew that are cleared meanwhile. Expected a client "
+            "without it.",
+            hint="Connect another one, with open_partitions: false and bootstrap=False.",
         )
     if newest is not None and newest < oldest:
         raise InvalidRequestError(f"claim_versions refused: newest is {newest}. Expected at least oldest, {oldest}.")

@@ -5,6 +5,7 @@ ends it, or ends.
 """
 
 import errno
+import gc
 import resource
 import signal
 import sys
@@ -53,6 +54,7 @@ def _serve_folder(options: Options) -> None:
     from dataplane_shm._durable import DurableStore
 
     assert options.durable is not None
+    gc.disable()  # the state of before is millions of objects: a collection among them finds nothing, and takes longest
     try:
         store = DurableStore(
             Path(options.durable),
@@ -64,6 +66,8 @@ def _serve_folder(options: Options) -> None:
     except DataPlaneError as error:
         (Path(options.folder) / FAILURE).write_bytes(packed_failure(error))
         sys.exit(str(error))
+    gc.freeze()
+    gc.enable()
     server = Server(store, listen_at(Path(options.folder) / SOCKET), between=store.touch_ahead, aside=store.work_aside)
     signal.signal(signal.SIGTERM, lambda *_: server.close())
     server.run()

@@ -377,8 +377,8 @@ def test_refusals_say_what_is_wrong(saved: Path, client: DataPlaneClient, tmp_pa
     with pytest.raises(MissingDataError, match=r"no save in '.*none'"):
         restored_ids(tmp_path / "none", client)
     head, _, body = (saved / "manifest.json").read_bytes().partition(b"\n")
-    (saved / "manifest.json").write_bytes(head.replace(b'"version": 2', b'"version": 3') + b"\n" + body)
-    with pytest.raises(UnsupportedOperationError, match=r"is of format version 3\. Expected 2"):
+    (saved / "manifest.json").write_bytes(head.replace(b'"version": 3', b'"version": 4') + b"\n" + body)
+    with pytest.raises(UnsupportedOperationError, match=r"is of format version 4\. Expected 3"):
         restored_ids(saved, client)
     (saved / "manifest.json").write_bytes(b'{"format": "other", "version": 1}\n{}')
     with pytest.raises(CorruptDataError, match="says format 'other'"):

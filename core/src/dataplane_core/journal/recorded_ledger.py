@@ -29,7 +29,7 @@ from dataplane_core.journal.file import Entry, JournalFile, TakenError
 from dataplane_core.journal.journal import Journal, LedgerFailedError
 from dataplane_core.journal.records import Begin, Plan, Record, Snapshot
 from dataplane_core.journal.shortening import Shortener
-from dataplane_core.ledger import Command, Ref, Reply, commands, to_state, unpack_write_id
+from dataplane_core.ledger import Command, Ref, Reply, commands
 
 __all__ = ["RecordedLedger", "TakenError"]
 
@@ -151,9 +151,9 @@ class RecordedLedger:
             self._journal.end_holds()
 
     def payload(self) -> dict[int, tuple[list[int] | None, list[int]]]:
-        """Write id -> the bytes of all its rows, if known, and which of them the store may still hold."""
+        """As `Ledger.payload`."""
         with self._journal.held(_soon(), "payload"):
-            return _payload_of(list(to_state(self._journal.service.ledger, self._journal.clock())))
+            return self._journal.service.ledger.payload()
 
     @property
     def next_number(self) -> int:
@@ -301,27 +301,3 @@ def _outcome(kept: object) -> object:
 
 def _soon() -> float:
     return time.monotonic() + _PACKING_S
-
-
-def _payload_of(sections: list[dict[str, Any]]) -> dict[int, tuple[list[int] | None, list[int]]]:
-    held: dict[int, tuple[list[int] | None, list[int]]] = {}
-    ids: list[int] = []
-    for section in sections:
-        match section["part"]:
-            case "writes":
-                for packed, row_bytes in zip(section["write_ids"], section["row_bytes"], strict=True):
-                    ids.append(unpack_write_id(packed))
-                    held[ids[-1]] = (list(row_bytes), [])
-            case "rows":
-                for flat in section["cells"]:
-                    for at in range(0, len(flat), 3):
-                        held[ids[flat[at + 1]]][1].append(flat[at + 2])
-            case "pending":
-                write_id = unpack_write_id(section["write_id"])
-                for _, row_bytes, _ in section["writes"]:
-                    held[write_id] = (list(row_bytes), list(range(len(row_bytes))))
-                    write_id += len(row_bytes)
-            case "garbage":
-                for packed, positions in section["refs"]:
-                    held.setdefault(unpack_write_id(packed), (None, []))[1].extend(positions)
-    return {write_id: (row_bytes, sorted(set(positions))) for write_id, (row_bytes, positions) in held.items()}

@@ -178,6 +178,22 @@ class Ledger:
             step(*args)
         self.recount()
 
+    def payload(self) -> dict[int, tuple[list[int] | None, list[int]]]:
+        """Write id -> the bytes of all its rows, if known, and which of them the store may still hold, ascending."""
+        held: dict[int, tuple[list[int] | None, set[int]]] = {
+            write_id: (list(write.row_bytes), set()) for write_id, write in self._writes.items()
+        }
+        for partition in self._partitions.values():
+            for row in partition.rows.values():
+                for write_id, position in row.refs:
+                    held[write_id][1].add(position)
+        for first, pending in self._pending.items():
+            for write_id, write in pending.put.by_id(first).items():
+                held[write_id] = (list(write.row_bytes), set(range(len(write.row_bytes))))
+        for write_id, position in self._garbage:
+            held.setdefault(write_id, (None, set()))[1].add(position)
+        return {write_id: (row_bytes, sorted(positions)) for write_id, (row_bytes, positions) in held.items()}
+
     def recount(self) -> None:
         """Counts again what follows from the rows and from the puts that are begun."""
         self.held_bytes = sum(pending.put.size_bytes for pending in self._pending.values())

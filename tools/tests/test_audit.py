@@ -14,6 +14,7 @@ from dataplane_core import connect
 from dataplane_core.errors import LostSamplesError
 from dataplane_core.middleware import OperationMiddleware, Recording
 from dataplane_core.middleware.events import sealed, unsealed
+from dataplane_tools import _audit as audit_module
 from dataplane_tools._history import History
 from dataplane_tools._survey import survey
 from dataplane_tools.commands import audit
@@ -103,6 +104,31 @@ def test_which_clients_were_closed(tmp_path, look):
         assert "not closed" in look(tmp_path)[1]
     states = {"closed": "closed", "killed": "not closed", "open": "open"}
     assert {each["role"]: each["state"] for each in clients} == states
+
+
+def test_a_client_that_ends_or_goes_on_while_it_is_looked_at(tmp_path, look, monkeypatch):
+    """Between the first reading of the recording and the report."""
+
+    def meanwhile(recording, task):
+        found = survey(recording, task)
+        ending.close()
+        for number in range(1500):
+            going_on.put_samples([f"{number}-{place}" for place in range(20)], "p", {"x": torch.arange(20)})
+        return found
+
+    monkeypatch.setattr(audit_module, "survey", meanwhile)
+    with recorded(tmp_path, role="ending") as ending, recorded(tmp_path, role="on", max_bytes=1 << 20) as going_on:
+        for client in (ending, going_on):
+            client.register_partition("p", ["x"], None, ["t"])
+        clients = look(tmp_path, "--json")[1]["clients"]
+        (writer,) = [each.client for each in Recording(tmp_path).writers if each.role == "on"]
+        assert len([*tmp_path.glob(f"{writer}-*.jsonl")]) > 1, "it is in another segment"
+        assert {each["role"]: each["state"] for each in clients} == {"ending": "open", "on": "open"}
+        before = Recording(tmp_path)
+        for number in range(1500):
+            going_on.put_samples([f"{number}-{place}" for place in range(20)], "p", {"y": torch.arange(20)})
+        assert before.is_open(writer)
+    assert not before.is_open(writer)
 
 
 def test_the_samples_of_a_step(tmp_path, look):

@@ -786,7 +786,7 @@ def test_follow_does_not_mix_two_registrations(client, tmp_path, monkeypatch, wh
     claim, claims = client.claim_meta, []
 
     def put(*ids):
-        client.register_partition("p", ["x"], None, ["trainer", "export"])
+        client.register_partition("p", ["x"], None, ["trainer", "export"], followers=["export"])
         client.put_samples(ids, "p", {"x": torch.ones(len(ids))}, tags=[{"version": 1}] * len(ids))
 
     def registers_anew(*arguments, **options):
@@ -964,11 +964,24 @@ def test_each_folder_gets_all_rows(client, tmp_path):
             follow(client, tmp_path / "three", task="mine")
 
 
+def test_the_task_of_a_trainer_is_refused(client, tmp_path):
+    client.register_partition("p", ["x"], None, ["trainer", "copy"], followers=["copy"])
+    client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
+    with pytest.raises(
+        InvalidRequestError, match="'trainer' of 'p' was registered as a task that does not follow"
+    ) as e:
+        follow(client, tmp_path / "out", task="trainer")
+    assert "among the followers" in e.value.hint
+    assert client.describe("p").info.followers == ("copy",)
+    assert client.claim_meta("p", "trainer", ["x"], 2).size == 2
+    assert follow(client, tmp_path / "out", task="copy") == 2
+
+
 def test_a_task_that_another_follower_has_is_refused(python, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("{backend: shm_store, announce_s: 0.1, options: {capacity_bytes: 50MB}}")
     with connect(str(config)) as client:
-        client.register_partition("p", ["x"], None, ["mine"])
+        client.register_partition("p", ["x"], None, ["mine"], followers=["mine"])
         with python.start("-c", FOLLOWER, config, "p", tmp_path / "one", "--follow", "--task", "mine") as follower:
             try:
                 eventually(lambda: any(each.work for each in client.list_clients()), within_s=STARTS_S, what="a claim")

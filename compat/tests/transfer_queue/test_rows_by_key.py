@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -253,3 +254,37 @@ def test_many_coroutines_share_the_threads(tq: ModuleType) -> None:
         assert await tq.async_kv_list("p") == {"p": {}}
 
     asyncio.run(run())
+
+
+def test_rows_that_differ_never_count_as_equal_also_after_a_failure(
+    tq: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tq.get_client().store
+    put = store.put_samples
+
+    def fails(ids: Any, partition_id: str, *arguments: Any, **options: Any) -> Any:
+        if partition_id.startswith("~tq:"):
+            raise TimeoutError
+        return put(ids, partition_id, *arguments, **options)
+
+    tq.kv_batch_put(["a"], "p", TensorDict({"x": torch.ones(1, 4)}, batch_size=[1]))
+    monkeypatch.setattr(store, "put_samples", fails)
+    with pytest.raises(TimeoutError):
+        tq.kv_batch_put(["b"], "p", TensorDict({"x": torch.ones(1, 7)}, batch_size=[1]))
+    monkeypatch.undo()
+    rows = list(tq.kv_list("p")["p"])
+    schema = tq.get_client().kv_retrieve_meta(rows, "p").field_schema["x"]
+    assert (rows, schema["is_nested"]) == (["a"], False), "the shape is noted before the rows are there"
+    tq.kv_batch_put(["b"], "p", TensorDict({"x": torch.ones(1, 7)}, batch_size=[1]))
+    assert tq.get_client().kv_retrieve_meta(["a", "b"], "p").field_schema["x"]["is_nested"]
+
+
+def test_position_ids_of_one_shape_are_not_nested(tq: ModuleType) -> None:
+    positions = torch.arange(48).view(2, 4, 6)
+    tq.kv_batch_put(["a", "b"], "p", TensorDict({"position_ids": positions}, batch_size=[2]))
+    schema = tq.get_client().kv_retrieve_meta(["a", "b"], "p").field_schema["position_ids"]
+    assert (schema["is_nested"], schema["shape"]) == (False, (4, 6))
+    got = tq.kv_batch_get(["a", "b"], "p")["position_ids"]
+    assert [row.tolist() for row in got.unbind()] == positions.tolist()
+    tq.kv_batch_put(["c"], "p", TensorDict({"position_ids": torch.ones(1, 4, 5).long()}, batch_size=[1]))
+    assert tq.get_client().kv_retrieve_meta(["a", "c"], "p").field_schema["position_ids"]["is_nested"]

@@ -7,16 +7,21 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy._core import multiarray, numeric
 from tensordict import TensorDict
 
 import dataplane_compat.transfer_queue as module
+from dataplane_compat.transfer_queue._their_pickles import load_pickle
 from dataplane_core.errors import CorruptDataError, InvalidTypeError, UnsupportedOperationError
 
 pytest.importorskip("transfer_queue")
@@ -162,17 +167,6 @@ def test_checkpoints_that_cannot_be_loaded(noop: ModuleType, tmp_path: Path) -> 
         noop.load_checkpoint(folder)
 
 
-def test_rows_that_the_store_does_not_take_leave_no_part_of_the_checkpoint(noop: ModuleType, tmp_path: Path) -> None:
-    write_theirs(tmp_path / "checkpoint", x=[torch.ones(2)], y=[Path("a")])
-    states = (tmp_path / "checkpoint" / "simple_storage" / "su_0_u.pkl").read_bytes()
-    unit = pickle.loads(states)
-    unit["field_data"]["y"] = {0: 2**100}  # an int that no object column takes
-    (tmp_path / "checkpoint" / "simple_storage" / "su_0_u.pkl").write_bytes(pickle.dumps(unit))
-    with pytest.raises((TypeError, ValueError), match="'y'"):
-        noop.load_checkpoint(tmp_path / "checkpoint")
-    assert noop.kv_list() == {}
-
-
 @pytest.fixture(scope="module")
 def of_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that a run of TransferQueue saved."""
@@ -212,3 +206,157 @@ def test_a_job_moves_over_in_the_middle(of_a_run: Path, backend: str) -> None:
         assert client.get_data(rest)["x"].tolist() == [1, 2, 3]
     finally:
         module.close()
+
+
+def _call(function: Any, *arguments: Any, state: Any = None) -> Any:
+    """An object that unpickles as a call, and then gets a state."""
+
+    class Call:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (function, arguments) if state is None else (function, arguments, state)
+
+    return Call()
+
+
+def _numpy_pickle(kind: str) -> bytes:
+    """A dtype of objects that says that it holds none: numpy would take the bytes for the address of an object."""
+    plain = (3, "|", None, None, None, -1, -1, 0)
+    dtype, address = _call(np.dtype, "O8", False, True, state=plain), b"A" * 8
+    if kind == "scalar":
+        return pickle.dumps(_call(multiarray.scalar, dtype, address))
+    if kind == "frombuffer":
+        return pickle.dumps(_call(numeric._frombuffer, address, dtype, (1,), "C"))
+    if kind == "state of an array":
+        return pickle.dumps(
+            _call(multiarray._reconstruct, np.ndarray, (0,), b"b", state=(1, (1,), dtype, False, address))
+        )
+    field = (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)
+    dtype = _call(np.dtype, "V8", False, True, state=field)
+    return pickle.dumps(_call(multiarray.scalar, dtype, address))
+
+
+@pytest.mark.parametrize("kind", ["scalar", "frombuffer", "state of an array", "a field"])
+def test_no_dtype_makes_numpy_read_an_address_from_a_file(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "x.pkl").write_bytes(_numpy_pickle(kind))
+    script = "import sys, pathlib; from dataplane_compat.transfer_queue._their_pickles import load_pickle\n"
+    script += "print(load_pickle(pathlib.Path(sys.argv[1]), False))"
+    arguments = [sys.executable, "-c", script, str(tmp_path / "x.pkl")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, (done.returncode, done.stdout)
+    assert "InvalidTypeError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("named", "state"),
+    [
+        (b"ctorch._utils\n_rebuild_tensor_v2\n", b"N}X\x08\x00\x00\x00__name__X\x01\x00\x00\x00x\x73\x86"),
+        (b"ctorch\nfloat32\n", b"}X\x01\x00\x00\x00aK\x01s"),
+        (b"ccollections\nOrderedDict\n", b"}X\x01\x00\x00\x00aK\x01s"),
+        (b"cnumpy\ndtype\nX\x02\x00\x00\x00f8\x85R", b"(K\x03X\x01\x00\x00\x00>t"),
+    ],
+)
+def test_a_file_changes_nothing_that_it_names(tmp_path: Path, named: bytes, state: bytes) -> None:
+    (tmp_path / "x.pkl").write_bytes(b"\x80\x02" + named + state + b"b.")
+    with suppress(Exception):
+        load_pickle(tmp_path / "x.pkl", False)
+    assert torch._utils._rebuild_tensor_v2.__name__ == "_rebuild_tensor_v2"
+    assert not hasattr(torch.float32, "a")
+    assert np.dtype("f8").isnative
+
+
+def test_a_tensor_lies_inside_of_its_storage(tmp_path: Path) -> None:
+    def load(tensor: Any) -> Any:
+        (tmp_path / "x.pkl").write_bytes(pickle.dumps(tensor))
+        return load_pickle(tmp_path / "x.pkl", False)
+
+    rebuild, args = torch.ones(3).__reduce_ex__(2)
+    for part in [(0, (1000,), (1,)), (2, (2,), (1,)), (0, (2,), (3,)), (-1, (1,), (1,)), (0, (2,), (-1,))]:
+        with pytest.raises(RuntimeError):
+            load(_call(rebuild, args[0], *part, False, OrderedDict()))
+    with pytest.raises(RuntimeError):  # one that is changed after it was made
+        load(_call(rebuild, *args, state=(torch.ones(1), 0, (1000,), (1,))))
+    storage = pickle.dumps(torch.ones(3)).replace(b"\x03" + b"\0" * 7, b"\x04" + b"\0" * 7)
+    (tmp_path / "x.pkl").write_bytes(storage.replace(b"K\x03Nt", b"K\x04Nt"))
+    with pytest.raises(ValueError, match="has 12 bytes"):
+        load_pickle(tmp_path / "x.pkl", False)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        *(torch.arange(3).to(dtype) for dtype in (torch.bfloat16, torch.uint16, torch.bool, torch.complex64)),
+        *(
+            torch.ones(2, 0),
+            torch.tensor(7),
+            torch.arange(6).view(2, 3).t(),
+            torch.arange(9)[4:6],
+            torch.ones(1).expand(4),
+        ),
+        *(
+            np.float32(1.5),
+            np.int64(-3),
+            np.bool_(True),
+            np.str_("äx"),
+            np.str_(""),
+            np.bytes_(b"ab"),
+            np.dtype(">f8").type(2),
+        ),
+        *({1, 2}, OrderedDict(a=1), defaultdict(set, a={3}), torch.Size([2, 3])),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("protocol", [3, pickle.HIGHEST_PROTOCOL])
+def test_what_a_file_may_hold(tmp_path: Path, cell: Any, protocol: int) -> None:
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(cell, protocol))
+    loaded = load_pickle(tmp_path / "x.pkl", False)
+    if isinstance(cell, torch.Tensor):
+        assert torch.equal(loaded, cell)
+        assert loaded.dtype == cell.dtype
+    else:
+        assert loaded == cell
+
+
+def test_a_later_save_in_the_same_folder_is_the_one_that_is_loaded(noop: ModuleType, tmp_path: Path) -> None:
+    write_theirs(tmp_path, x=[torch.ones(2)])
+    noop.load_checkpoint(tmp_path)
+    noop.kv_put("new", "train", tag={})
+    noop.save_checkpoint(tmp_path)
+    noop.load_checkpoint(tmp_path)
+    assert sorted(noop.kv_list("train")["train"]) == ["k0", "new"]
+
+
+@pytest.mark.parametrize("cell", [2**100, {1, 2}], ids=repr)
+def test_a_checkpoint_that_the_store_does_not_take_removes_nothing(noop: ModuleType, tmp_path: Path, cell: Any) -> None:
+    write_theirs(tmp_path, x=[torch.ones(2)], y=[cell])
+    noop.kv_put("old", "other", tag={})
+    with pytest.raises((TypeError, ValueError), match="'y'"):
+        noop.load_checkpoint(tmp_path)
+    assert noop.kv_list() == {"other": {"old": {}}}
+
+
+def _set_counter(folder: Path, count: int) -> None:
+    path = folder / "controller_state.pkl"
+    state = pickle.loads(path.read_bytes())
+    state["index_manager"]["global_index_counter"] = count
+    path.write_bytes(pickle.dumps(state))
+
+
+def test_numbers_go_on_after_very_many(noop: ModuleType, tmp_path: Path) -> None:
+    write_theirs(tmp_path, x=[torch.ones(2)])
+    _set_counter(tmp_path, 10**15)
+    noop.load_checkpoint(tmp_path)
+    client = noop.get_client()
+    new = client.put(TensorDict({"x": torch.ones(2000, 2)}, batch_size=[2000]), partition_id="rows")
+    assert new.global_indexes[0] >= 10**15
+    assert new.global_indexes == list(range(new.global_indexes[0], new.global_indexes[0] + 2000))
+    assert len(client.store.list_sample_ids("~tq:blocks")) < 200
+
+
+@pytest.mark.parametrize("count", [-1, 2**62 + 1])
+def test_a_number_of_rows_that_cannot_be_is_refused(noop: ModuleType, tmp_path: Path, count: int) -> None:
+    write_theirs(tmp_path, x=[torch.ones(2)])
+    _set_counter(tmp_path, count)
+    noop.kv_put("old", "other", tag={})
+    with pytest.raises(CorruptDataError, match=str(count)):
+        noop.load_checkpoint(tmp_path)
+    assert list(noop.kv_list()) == ["other"]

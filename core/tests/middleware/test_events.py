@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.middleware import EventFile, Metrics, OperationEvent
+from dataplane_core.middleware import EventFile, Metrics, OperationEvent, events
 
 
 def lines(path):
@@ -139,3 +139,25 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM
     assert [json.loads(line)["partition"] for line in [*whole, last]] == ["cut", "cut", "next"]
     with pytest.raises(ValueError):
         json.loads(cut)
+
+
+def test_a_file_counts_as_held_only_by_its_writer(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    path = tmp_path / "lines.jsonl"
+    file = events.LineFile(path)
+    with path.open("rb") as asking:
+        fcntl.flock(asking.fileno(), fcntl.LOCK_SH)
+        assert not events.is_held(path), "another process asks the same"
+        pauses = []
+
+        def pause(seconds):
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                fcntl.flock(asking.fileno(), fcntl.LOCK_UN)
+
+        monkeypatch.setattr(events.time, "sleep", pause)
+        file.hold()
+        assert len(pauses) == 3
+    assert events.is_held(path)
+    file.close()
+    assert not events.is_held(path)

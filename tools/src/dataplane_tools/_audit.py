@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -78,6 +78,7 @@ def audit(
         DataPlaneError: The recording cannot be read.
     """
     recording = Recording(folder)
+    still_open = {each.client for each in recording.writers if recording.is_open(each.client)}  # and may end meanwhile
     found = survey(recording, task)
     history = History(recording, found)
     first: list[dict[str, Any]] = []
@@ -103,7 +104,7 @@ def audit(
         "begin": min(found.first.values(), default=None),
         "end": found.end or None,
         "num_records": found.num_records,
-        "clients": _client_reports(recording, found),
+        "clients": _client_reports(found, still_open),
         "resumes": [str(each) for each in found.resumes],
         "steps": shown if step is not None else first + list(last),
         "only_step": step,
@@ -202,7 +203,7 @@ def _plain(value: Any) -> Any:
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
-def _client_reports(recording: Recording, found: Survey) -> list[dict[str, Any]]:
+def _client_reports(found: Survey, still_open: Set[str]) -> list[dict[str, Any]]:
     names = ("put_samples", "get_samples", "claim", "ack", "clear_samples")
     return [
         {
@@ -214,7 +215,7 @@ def _client_reports(recording: Recording, found: Survey) -> list[dict[str, Any]]
             "payload": writer.payload,
             "begin": found.first[client],
             "end": found.last[client],
-            "state": "closed" if client in found.ended else "open" if recording.is_open(client) else "not closed",
+            "state": "closed" if client in found.ended else "open" if client in still_open else "not closed",
             "samples": {name: found.counts[client][name] for name in names},
         }
         for client, writer in found.writers.items()

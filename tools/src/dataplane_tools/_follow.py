@@ -147,13 +147,15 @@ class _Follower:
         """
         client, partition_id, task, shards = self._client, self._partition_id, self._task, self._portions.shards
         found = client.describe(partition_id)
-        if task in found.tasks and shards.is_new and (why := self._why_not(found.tasks[task])):
+        is_follower = task in found.info.followers
+        if task in found.tasks and shards.is_new and (why := self._why_not(found.tasks[task], is_follower)):
             shards.take_back()
             raise InvalidRequestError(
                 f"the task '{task}' of '{partition_id}' {why}, so '{shards.folder}' would not get all samples.",
-                hint="Name another task, or the folder that has them. Without --task, each folder has its own.",
+                hint="Name another task, or the folder that has them. Without --task, each folder has its own. "
+                "A task that is registered for an export belongs among the followers.",
             )
-        if task not in found.info.followers:
+        if not is_follower:
             client.register_partition(
                 partition_id, [], None, [task], self._group_size, if_exists="keep", followers=[task]
             )
@@ -162,10 +164,12 @@ class _Follower:
         client.reset_consumption(partition_id, task, list(dict.fromkeys([*consumed, *shards.unacked_ids()])))
         shards.note_acked()
 
-    def _why_not(self, found: TaskDescription) -> str:
+    def _why_not(self, found: TaskDescription, is_follower: bool) -> str:
         """What says that the task is that of something else, as far as it was announced. Empty: nothing."""
         if found.num_leased or found.num_consumed:
             return "was given samples already"
+        if not is_follower:
+            return "was registered as a task that does not follow, such as a trainer's"
         if Capability.CLIENTS not in self._client.capabilities:
             return ""
         own, task = (socket.gethostname(), os.getpid()), ("claim_meta", self._partition_id, self._task)

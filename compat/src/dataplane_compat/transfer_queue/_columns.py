@@ -38,6 +38,8 @@ def columns_to_put(fields: TensorDictBase | Mapping[str, Any], num_rows: int) ->
 
 def _column_to_put(name: str, column: Any, num_rows: int) -> Any:
     if isinstance(column, torch.Tensor):
+        if name in _TOKENS_LAST and column.dim() == 3 and not column.is_nested:
+            return column.transpose(1, 2)
         if name in _TOKENS_LAST and column.dim() == 3 and len(column):
             return torch.nested.as_nested_tensor([row.t() for row in column.unbind()], layout=torch.jagged)
         return column
@@ -53,6 +55,11 @@ def _column_to_put(name: str, column: Any, num_rows: int) -> Any:
     else:
         return column  # the client names what it is
     return NonTensorStack(*[NonTensorData(data=plain(item)) for item in items])
+
+
+def shape_to_show(name: str, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The shape of a row as it was put, from that of the row as it is stored."""
+    return shape[::-1] if shape is not None and len(shape) == 2 and name in _TOKENS_LAST else shape
 
 
 def _cell_to_put(name: str, cell: Any) -> Any:

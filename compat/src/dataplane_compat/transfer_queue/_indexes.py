@@ -5,7 +5,7 @@
 - A row without a key has a number that was taken from the store: 0, 1, 2, ... Its sample id is made from the number.
 
 Numbers are taken in blocks. A block is a row of a hidden partition, and taking it is a claim. So no number is given to
-two processes, and none is given twice.
+two processes, and none is given twice. New blocks follow the highest one, so a gap is never filled.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class Numbers:
         return list(taken)
 
     def num_blocks(self) -> int:
-        """How many blocks the store has, taken or not."""
+        """How many blocks there are up to the highest one that the store has, taken or not."""
         try:
-            return len(self._client.list_sample_ids(_BLOCKS))
+            return max(map(int, self._client.list_sample_ids(_BLOCKS)), default=-1) + 1
         except UnknownPartitionError:
             return 0
 
@@ -102,8 +102,8 @@ class Numbers:
         """
         with self._lock:
             self._left = range(0)
-            while self.num_blocks() < num_blocks:
-                self._add_blocks()
+            if self.num_blocks() < num_blocks:
+                self._add_blocks(range(num_blocks - 1, num_blocks))
             if num_blocks:
                 free = self._client.claim_meta(_BLOCKS, _TASK, [], _ALL, blocking=False).sample_ids
                 self._left = self._joined(block for block in map(int, free) if block >= num_blocks)
@@ -126,11 +126,11 @@ class Numbers:
                 claimed = []
             blocks.extend(map(int, claimed))
             if len(claimed) < wanted:
-                self._add_blocks()
+                known = self.num_blocks()
+                self._add_blocks(range(known, known + _MORE))
         return blocks
 
-    def _add_blocks(self) -> None:
+    def _add_blocks(self, blocks: range) -> None:
         self._client.register_partition(_BLOCKS, [], None, [_TASK], if_exists="keep")
-        known = self.num_blocks()
-        more = [str(block) for block in range(known, known + _MORE)]
-        self._client.put_samples(more, _BLOCKS, tags=[{}] * _MORE)  # a block that another process added stays taken
+        # a block that another process added stays taken
+        self._client.put_samples(list(map(str, blocks)), _BLOCKS, tags=[{}] * len(blocks))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataplane_compat.transfer_queue._columns import tags_to_show
+from dataplane_compat.transfer_queue._columns import shape_to_show, tags_to_show
 from dataplane_compat.transfer_queue._indexes import index_of
-from dataplane_compat.transfer_queue._shapes import equal_shapes, note_shapes
+from dataplane_compat.transfer_queue._shapes import add_notes, equal_shapes, note_shapes
 from dataplane_compat.transfer_queue.metadata import BatchMeta
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import MissingDataError, SchemaMismatchError, UnknownPartitionError
@@ -64,6 +64,7 @@ def put_rows(
     Raises:
         SchemaMismatchError: A column is of another kind than its field, or a value would change.
     """
+    first = note_shapes(client, partition_id, columns or {})
     try:
         client.put_samples(sample_ids, partition_id, columns, tags)
     except SchemaMismatchError as refusal:
@@ -73,7 +74,7 @@ def put_rows(
             raise refusal from None
         converted = {name: _converted(column, specs.get(name)) for name, column in (columns or {}).items()}
         client.put_samples(sample_ids, partition_id, converted, tags)
-    note_shapes(client, partition_id, columns or {})
+    add_notes(client, partition_id, first)
 
 
 def _converted(column: Any, spec: FieldSpec | None) -> Any:
@@ -118,7 +119,7 @@ def meta_of(
     return BatchMeta(
         [index_of(partition_id, row.sample_id) for row in rows],
         [partition_id] * len(rows),
-        {name: schema_of(specs.get(name), shapes.get(name)) for name in fields},
+        {name: schema_of(specs.get(name), shape_to_show(name, shapes.get(name))) for name in fields},
         np.array([ready[id(row.fields)] for row in rows], dtype=np.int8),
         None,
         [row.tags for row in rows],

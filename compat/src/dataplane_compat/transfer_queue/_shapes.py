@@ -1,13 +1,14 @@
 """Whether the rows of a field have one shape, which a store does not say without reading them.
 
-A hidden partition has a row for each shape that a put gave a field of a partition. A put adds it after its own rows, so
-a put that was refused leaves none. Of a field without such a row nothing is known: its rows count as different.
+A hidden partition has a row for each shape that a put gave a field of a partition. Of a field without such a row
+nothing is known: its rows count as different. So a put adds the first shape of a field after its own rows, and another
+shape before them. Wherever it fails, rows that differ never count as equal.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -23,17 +24,28 @@ _DIFFERENT: Final = None
 _Shape = tuple[int, ...] | None
 
 
-def note_shapes(client: DataPlaneClient, partition_id: str, columns: Mapping[str, Any]) -> None:
-    """Notes the shapes of the rows of a put, as far as they are news. Fields of scalars need none."""
+def note_shapes(client: DataPlaneClient, partition_id: str, columns: Mapping[str, Any]) -> list[str]:
+    """Notes shapes of the rows of a put that differ from those before. Fields of scalars need none.
+
+    Returns:
+        For `add_notes` after the put: the first shapes of fields.
+    """
     given: dict[str, _Shape] = {
         name: _DIFFERENT if column.is_nested else tuple(column.shape[1:])
         for name, column in columns.items()
         if isinstance(column, torch.Tensor) and column.dim() > 1 and (column.is_nested or len(column))
     }
     known = _noted(client, partition_id) if given else {}
-    news = [[partition_id, name, shape] for name, shape in given.items() if _is_news(shape, known.get(name, set()))]
-    if news:
-        client.put_samples(list(map(json.dumps, news)), _SHAPES, tags=[{"partition": partition_id}] * len(news))
+    news = {name: shape for name, shape in given.items() if _is_news(shape, known.get(name, set()))}
+    notes = {name: json.dumps([partition_id, name, shape]) for name, shape in news.items()}
+    add_notes(client, partition_id, [note for name, note in notes.items() if name in known])
+    return [note for name, note in notes.items() if name not in known]
+
+
+def add_notes(client: DataPlaneClient, partition_id: str, notes: Sequence[str]) -> None:
+    """Writes what `note_shapes` left."""
+    if notes:
+        client.put_samples(notes, _SHAPES, tags=[{"partition": partition_id}] * len(notes))
 
 
 def equal_shapes(client: DataPlaneClient, partition_id: str) -> dict[str, _Shape]:

@@ -1,31 +1,29 @@
 """Checkpoints that TransferQueue saved, so that a job can move over in the middle.
 
-Such a folder holds ``metadata.json``, the state of the controller, and a file for each storage unit. The latter are
-pickles, and a pickle can run any code. So they are read by an unpickler that knows the few classes that such files
-hold: tensors, numpy's scalars and arrays, and the two of the controller, which it replaces. With ``allow_pickle`` in
-the config, objects of other classes are unpickled too.
+Such a folder holds ``metadata.json``, the state of the controller, and a file for each storage unit. All but the first
+are pickles.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from dataplane_compat.transfer_queue._columns import column_of_cells, tags_to_put
-from dataplane_compat.transfer_queue._indexes import check_keys, id_of_number
+from dataplane_compat.transfer_queue._indexes import FIRST_OF_KEYS, check_keys, id_of_number
 from dataplane_compat.transfer_queue._rows import put_rows
+from dataplane_compat.transfer_queue._their_pickles import load_pickle
+from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import CorruptDataError, DataPlaneError, InvalidTypeError, UnsupportedOperationError
+from dataplane_core.errors import CorruptDataError, DataPlaneError, UnsupportedOperationError
 
 METADATA_FILE: Final = "metadata.json"
+#: Of a save of the client, which may lie in the same folder and is the later one: TransferQueue does not load it.
+_OURS: Final = "manifest.json"
 _CONTROLLER: Final = "controller_state.pkl"
 _UNITS: Final = "simple_storage"
 _MANIFEST: Final = "storage_unit_info.json"
@@ -33,54 +31,6 @@ _MANIFEST: Final = "storage_unit_info.json"
 _ROWS: Final = 1024
 #: Seconds for which a task holds all rows while it is set which of them it was given.
 _HOLD_S: Final = 60.0
-_KNOWN: Final = frozenset(
-    {
-        "collections.OrderedDict",
-        "collections.defaultdict",
-        "builtins.set",
-        "torch.Size",
-        "torch._utils._rebuild_tensor_v2",
-        "numpy.dtype",
-        "numpy.ndarray",
-        *(
-            f"numpy.{core}.{name}"  # numpy 2, and 1
-            for core in ("_core", "core")
-            for name in ("multiarray.scalar", "multiarray._reconstruct", "numeric._frombuffer")
-        ),
-    }
-)
-
-
-class _State:
-    """Stands for a dataclass of TransferQueue's controller, with the same attributes."""
-
-
-_STATES: Final = ("transfer_queue.controller.DataPartitionStatus", "transfer_queue.controller.FieldMeta")
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, path: Path, allow_pickle: bool) -> None:
-        super().__init__(io.BytesIO(path.read_bytes()))
-        self._path, self._allow_pickle = path, allow_pickle
-
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if full in _STATES:
-            return _State
-        if full == "torch.storage._load_from_bytes":  # that one unpickles whatever is inside
-            return _load_storage
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not (full in _KNOWN or is_dtype or self._allow_pickle):
-            raise InvalidTypeError(
-                f"'{self._path}' refused: it holds a {full}. Expected tensors, numpy's arrays and scalars, and "
-                "Python's own types.",
-                hint="If you trust the file, set allow_pickle: true in the config: then the class is imported and run.",
-            )
-        return super().find_class(module, name)
-
-
-def _load_storage(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 @dataclass
@@ -116,8 +66,8 @@ class TheirCheckpoint:
 
 
 def is_theirs(folder: Path) -> bool:
-    """Whether TransferQueue saved the checkpoint in a folder."""
-    return (folder / METADATA_FILE).exists() and (folder / _CONTROLLER).exists()
+    """Whether TransferQueue saved the checkpoint in a folder, and nothing was saved there since."""
+    return not (folder / _OURS).exists() and (folder / METADATA_FILE).exists() and (folder / _CONTROLLER).exists()
 
 
 def read_checkpoint(folder: Path, *, allow_pickle: bool) -> TheirCheckpoint:
@@ -135,10 +85,13 @@ def read_checkpoint(folder: Path, *, allow_pickle: bool) -> TheirCheckpoint:
                 f"load_checkpoint('{folder}') refused: it holds no data of rows, since its storage keeps them "
                 "elsewhere. Expected one of SimpleStorage."
             )
-        state = _Unpickler(folder / _CONTROLLER, allow_pickle).load()
+        state = load_pickle(folder / _CONTROLLER, allow_pickle)
         cells = _cells(folder, allow_pickle)
         partitions = [_partition(name, status, cells) for name, status in state["partitions"].items()]
-        return TheirCheckpoint(partitions, int(state["index_manager"]["global_index_counter"]))
+        num_indexes = int(state["index_manager"]["global_index_counter"])
+        if not 0 <= num_indexes <= FIRST_OF_KEYS:
+            raise CorruptDataError(f"load_checkpoint('{folder}') refused: its number of indexes is {num_indexes}.")
+        return TheirCheckpoint(partitions, num_indexes)
     except DataPlaneError:
         raise
     except Exception as error:
@@ -155,7 +108,7 @@ def _cells(folder: Path, allow_pickle: bool) -> dict[str, dict[int, Any]]:
         raise CorruptDataError(f"load_checkpoint('{folder}') refused: it has {len(units)} of {named} storage units.")
     cells: dict[str, dict[int, Any]] = {}
     for path in units:
-        unit = _Unpickler(path, allow_pickle).load()
+        unit = load_pickle(path, allow_pickle)
         if unit.get("format") is not None:
             raise UnsupportedOperationError(
                 f"load_checkpoint('{folder}') refused: it was saved with ssd_offload. Expected one without."
@@ -176,6 +129,14 @@ def _partition(name: str, status: Any, cells: dict[str, dict[int, Any]]) -> _Par
     for task, given in status.consumption_status.items():
         found.consumed[task] = {ids[index] for index in indexes if index < len(given) and int(given[index])}
     return found
+
+
+def check_restore(store: DataPlaneClient, checkpoint: TheirCheckpoint) -> None:
+    """Raises what `restore` would raise, as far as it is due to the checkpoint: one in memory takes it first."""
+    config = {"backend": "noop", "allow_pickle": store.config.allow_pickle, "open_partitions": True}
+    for partition in checkpoint.partitions:
+        with closing(connect(config)) as trial:
+            _restore(trial, partition)
 
 
 def restore(store: DataPlaneClient, checkpoint: TheirCheckpoint) -> None:

@@ -38,7 +38,7 @@ from dataplane_compat.transfer_queue._indexes import (
 from dataplane_compat.transfer_queue._pool import in_threads
 from dataplane_compat.transfer_queue._rows import KEY, TAGS, find_rows, meta_of, put_rows
 from dataplane_compat.transfer_queue._shapes import forget_shapes
-from dataplane_compat.transfer_queue._their_checkpoint import is_theirs, read_checkpoint, restore
+from dataplane_compat.transfer_queue._their_checkpoint import check_restore, is_theirs, read_checkpoint, restore
 from dataplane_compat.transfer_queue.metadata import BatchMeta
 from dataplane_core.client import DataPlaneClient, common_fields
 from dataplane_core.errors import MissingDataError, UnknownPartitionError, UnknownTaskError, preview
@@ -401,6 +401,7 @@ class TransferQueueClient:
         num_blocks, settings = self._numbers.num_blocks(), self._claims.settings()
         if is_theirs(Path(folder)):
             theirs = read_checkpoint(Path(folder), allow_pickle=self.store.config.allow_pickle)
+            check_restore(self.store, theirs)
             for name in self.get_partition_list():
                 self.clear_partition(name)
             restore(self.store, theirs)

@@ -44,6 +44,9 @@ _log = logging.getLogger(__name__)
 #: One of so many samples is named in the file wherever it appears. All processes choose the same ones.
 _FOLLOW_ONE_OF: Final = 16
 _SUM: Final = b',"sum":"'
+#: How often, and after how many seconds each, `hold` asks for a lock that a reader has for a moment.
+_HOLD_TRIES: Final = 50
+_HOLD_PAUSE_S: Final = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,8 +220,15 @@ class LineFile:
 
     def hold(self) -> None:
         """From now on `is_held` tells every process of the host that this one writes the file, until its end."""
-        with suppress(OSError, NameError):  # a file system without locks, or Windows
-            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for _ in range(_HOLD_TRIES):
+            try:
+                fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # a process is in `is_held`
+                time.sleep(_HOLD_PAUSE_S)
+            except (OSError, NameError):  # a file system without locks, or Windows
+                return
+            else:
+                return
 
     def close(self) -> None:
         """Closes the file."""
@@ -229,7 +239,7 @@ def is_held(path: Path) -> bool:
     """Whether a process writes a file, by `LineFile.hold`. True if that cannot be known."""
     try:
         with path.open("rb") as file:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)  # which several may have at once
     except FileNotFoundError:
         return False
     except (OSError, NameError):

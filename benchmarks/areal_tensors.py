@@ -1,6 +1,6 @@
 """The time of AReaL's remote tensors: its own HTTP backend beside ours. Needs the environment of ``make test-areal``.
 
-``.venv-areal/bin/python benchmarks/areal_tensors.py [MB]`` prints, for 16 tensors of MB megabytes in all (default 1000),
+``.venv-areal/bin/python benchmarks/areal_tensors.py [MB]`` prints, for 16 tensors of MB megabytes together (1000),
 the seconds of storing them, of fetching them in another process than stored them, and of deleting them.
 """
 

@@ -614,7 +614,7 @@ def flip(path):
             CorruptDataError,
             "format 'x'",
         ),
-        (lambda out: changed(out / ".export.json", version=2), UnsupportedOperationError, "version 2. Expected 1"),
+        (lambda out: changed(out / ".export.json", version=3), UnsupportedOperationError, "version 3. Expected 2"),
         (lambda out: changed(out / ".export.json", shards=[{"name": 1}]), CorruptDataError, "holds what no manifest"),
         (lambda out: changed(out / ".export.json", registration={}), CorruptDataError, "holds what no manifest"),
         (lambda out: changed(out / ".export.json", export="other"), CorruptDataError, "none of this export"),

@@ -245,6 +245,20 @@ def test_a_folder_of_another_version_is_refused(folder, monkeypatch):
         Life(folder)
 
 
+def test_room_that_no_row_needs_goes_back_to_the_file_system(folder):
+    life = Life(folder, 64 << 20)
+    life.register()
+    life.put(["a"], 8 << 20, 1)
+    life.put(["b"], 8 << 20, 2)
+    life.clear(["a"])
+    life.close()
+    assert (folder / "arena").stat().st_blocks * 512 >= 16 << 20
+    life = Life(folder, 64 << 20)
+    assert (folder / "arena").stat().st_blocks * 512 < 12 << 20
+    assert life.read(["b"]) == [bytes([2]) * (8 << 20)]
+    life.close()
+
+
 def no_space(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -15,6 +15,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -75,9 +76,6 @@ class KeptExtents(ExtentService):
         sync: Whether a put may be committed only when its bytes are on the disk.
         touch_ahead_bytes: How much memory is made ready before it is used.
 
-    Attributes:
-        lost: Writes that did not come back, or whose bytes were found damaged: write id -> positions.
-
     Raises:
         CorruptDataError: What was noted contradicts itself.
     """
@@ -102,7 +100,6 @@ class KeptExtents(ExtentService):
         self._to_hash: dict[int, None] = {}
         self._to_check: dict[int, bytes] = {}  # write id -> the digest that its bytes must have
         self._hashing: tuple[int, int, Any] | None = None  # a write, how much of it is hashed, and the state
-        self.lost: dict[int, list[int]] = {}
         self._restore(live, same_memory)
 
     @property
@@ -130,7 +127,6 @@ class KeptExtents(ExtentService):
             raise CorruptDataError(
                 f"what is noted of the extents contradicts itself: {error}.", hint="Restore a whole copy of the folder."
             ) from error
-        self.lost = {write_id: list(positions) for write_id, positions in live.items() if write_id not in kept}
         for write_id in in_order:
             digest = kept[write_id].digest
             if digest is not None:
@@ -139,15 +135,15 @@ class KeptExtents(ExtentService):
                 self._to_hash[write_id] = None
             else:
                 self._lose(write_id)
+        self._has_room[:] = True  # perhaps: the process before did not say
+        self._free_spare()
+        self._has_room[:] = False
 
     def _lose(self, write_id: int) -> None:
         """The bytes of a write are not what was put."""
-        payload = self._payloads[write_id]
-        rows = range(payload.num_positions) if payload.rows is None else payload.rows
-        self.lost[write_id] = [position for position, row in enumerate(rows) if row >= 0]
         _log.error(
             "the payload of %d samples is damaged, or was never written whole. A read of them says which they are.",
-            len(self.lost[write_id]),
+            self._payloads[write_id].num_live,
         )
         self._remove(write_id)
 
@@ -321,13 +317,14 @@ class KeptExtents(ExtentService):
             self._has_room[start:stop] = True
 
     def _free_spare(self) -> None:
-        """Gives back the room of blocks in which no extent lies."""
+        """Gives back the room of blocks in which no extent lies, if the file system takes it."""
         spare = self._has_room.copy()
         for extent in self._extents.all:
             spare[slice(*_blocks(extent))] = False
         for start, stop in _runs(np.flatnonzero(spare)):
-            self._arena.give_back(start * _BLOCK, min(stop * _BLOCK, self._arena.size_bytes))
-            self._has_room[start:stop] = False
+            with suppress(OSError):
+                self._arena.give_back(start * _BLOCK, min(stop * _BLOCK, self._arena.size_bytes))
+                self._has_room[start:stop] = False
 
 
 def _payload_of(kept: _Kept, extent: Extent, live: Sequence[int]) -> Payload:

@@ -15,8 +15,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack
 
 from dataplane_core.arguments import check_list
-from dataplane_core.codec import carrier, dense_or_jagged, jagged_parts, num_rows, ragged_of_rows
-from dataplane_core.codec.lists import column_of_array
+from dataplane_core.codec import carrier, column_of_array, dense_or_jagged, jagged_parts, num_rows, ragged_of_rows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
 #: A column: rows along dim 0.

@@ -7,6 +7,7 @@ from dataplane_core import _compiler_marks as _compiler_marks  # before tensordi
 from dataplane_core.arguments import check_count
 from dataplane_core.client.announcing import program_name
 from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
+from dataplane_core.client.checks import check_seconds
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.feeds import RENEWED_AFTER, Collate, Feed, Terms, Uneven
 from dataplane_core.client.forks import refuse_in_fork
@@ -27,6 +28,7 @@ __all__ = [
     "Terms",
     "Uneven",
     "check_count",
+    "check_seconds",
     "common_fields",
     "program_name",
     "read_to_save",

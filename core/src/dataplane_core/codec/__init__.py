@@ -7,7 +7,7 @@ from dataplane_core import _compiler_marks as _compiler_marks  # before tensordi
 from dataplane_core.codec.digests import cell_digests, scalar_of_digest
 from dataplane_core.codec.frames import join_row, join_rows, split_rows
 from dataplane_core.codec.inputs import as_column, as_columns
-from dataplane_core.codec.lists import list_as, misfit_of
+from dataplane_core.codec.lists import column_of_array, list_as, misfit_of
 from dataplane_core.codec.narrow import is_narrow, narrowed, widened
 from dataplane_core.codec.objects import copy_item, decode_item, encode_item
 from dataplane_core.codec.pieces import Piece, StoredColumn, merge_pieces, rows_in_order
@@ -70,6 +70,7 @@ __all__ = [
     "carrier",
     "cell_digests",
     "cell_nbytes",
+    "column_of_array",
     "copy_item",
     "decode_columns",
     "decode_item",

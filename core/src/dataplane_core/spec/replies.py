@@ -44,7 +44,7 @@ class PartitionInfo:
     consumer_tasks: tuple[str, ...]
     grpo_group_size: int | None
     enums: Mapping[str, tuple[str, ...]]
-    followers: tuple[str, ...]
+    followers: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, epoch: str, registration: Mapping[str, Any]) -> PartitionInfo:

@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from dataplane_core.arguments import check_count, check_number, takes
-from dataplane_core.client import DataPlaneClient
-from dataplane_core.client.checks import check_seconds
+from dataplane_core.client import DataPlaneClient, check_seconds
 from dataplane_core.errors import (
     ClaimTimeoutError,
     DataPlaneError,

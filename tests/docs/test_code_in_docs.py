@@ -305,8 +305,14 @@ def test_the_page_on_trl_shows_lines_of_the_example():
     """Which its own tests run, where TRL is installed."""
     lines = "".join(_lines(path.read_text(encoding="utf-8")) for path in (ROOT / "examples/trl").glob("*.py"))
     shown = blocks("docs/trl.md")
-    assert len(shown) == 3
+    assert len(shown) == 4
     assert [block for block in shown if _lines(block) not in lines] == []
+
+
+def test_the_page_on_vanishing_machines_runs_again_and_again(tmp_path, run_as_a_program):
+    (shown,) = blocks("docs/vanishing.md")
+    for _ in range(2):
+        assert run_as_a_program(shown, tmp_path) == "0 samples are left from before\n"
 
 
 def test_no_page_with_code_is_left_out():
@@ -316,7 +322,7 @@ def test_no_page_with_code_is_left_out():
         f"docs/{name}.md"
         for name in (
             *("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl", "weights", "operating"),
-            "export",
+            *("export", "trainers", "vanishing"),  # compat's tests run the lines of `trainers`
         )
     }
     assert shown == pages_of_tests | set(IN_PROCESS) | set(OVER_SERVERS)

@@ -490,7 +490,7 @@ def _noop() -> DataPlaneClient:
 def _read_save(data: bytes) -> object:
     _manifests()
     path = _saved() / "manifest.json"
-    head = {"format": "dataplane-partitions", "version": 2, "sha256": hashlib.sha256(data).hexdigest()}
+    head = {"format": "dataplane-partitions", "version": 3, "sha256": hashlib.sha256(data).hexdigest()}
     path.write_bytes(json.dumps(head).encode() + b"\n" + data + b"\n")
     client = _noop()
     try:
@@ -510,7 +510,7 @@ def _read_manifest(data: bytes) -> object:
 
 def _whole_manifests() -> list[bytes]:
     text = _manifests()[0]
-    head = {"format": "dataplane-partitions", "version": 2, "sha256": hashlib.sha256(text).hexdigest()}
+    head = {"format": "dataplane-partitions", "version": 3, "sha256": hashlib.sha256(text).hexdigest()}
     return [json.dumps(head).encode() + b"\n" + text + b"\n", b'{"format": "x", "version": 1}\n{}\n']
 
 

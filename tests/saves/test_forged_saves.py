@@ -28,7 +28,7 @@ def forge(folder, change):
     body = json.loads(manifest.read_bytes().split(b"\n")[1])
     given = change(body)
     text = given if isinstance(given, bytes) else json.dumps(body).encode()
-    head = {"format": "dataplane-partitions", "version": 2, "sha256": hashlib.sha256(text).hexdigest()}
+    head = {"format": "dataplane-partitions", "version": 3, "sha256": hashlib.sha256(text).hexdigest()}
     manifest.write_bytes(json.dumps(head).encode() + b"\n" + text + b"\n")
 
 

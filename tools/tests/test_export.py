@@ -239,7 +239,7 @@ def test_columns_tags_and_what_was_left_out(written, tmp_path):
     ]  # kind has no one type
     assert schema.field("tokens").type == pa.large_list(pa.field("element", pa.int64()))
     assert (schema.field("reward").type, schema.field("weight_version").type) == (pa.float32(), pa.int64())
-    assert json.loads(schema.metadata[b"dataplane"])["version"] == 1
+    assert json.loads(schema.metadata[b"dataplane"])["version"] == 2
     first, *_, last = rows(tmp_path / "out")
     assert first == {
         "sample_id": "a",

@@ -167,5 +167,5 @@ def test_a_client_that_opens_partitions_adds_its_task_to_none() -> None:
     with connect({"backend": "noop", "open_partitions": True}) as client:
         client.register_partition("train_v1", ["x"], None, ["other"])
         with pytest.raises(InvalidRequestError, match="the client has open_partitions"):
-            claim_versions(client, PATTERN, "train", ["x"], 1, blocking=False)
+            claim_versions(client, PATTERN, "train", ["x"], 1, blocking=False, lease_s=60.0)
         assert client.describe("train_v1").info.consumer_tasks == ("other",)

@@ -1080,8 +1080,8 @@ def _read_weights(data: bytes) -> object:
         raise FrameError("not a row")
     base = None
     for number, header, payload in _versions_of_weights()[:2]:
-        base = read_version(base, number, header, payload)
-    version = read_version(base, 2, row.get("header"), np.frombuffer(row["data"], dtype=np.uint8))
+        base = read_version(base, number, header, [payload])
+    version = read_version(base, 2, row.get("header"), [np.frombuffer(row["data"], dtype=np.uint8)])
     version.packed.digest()
     return version.packed.tensors()
 

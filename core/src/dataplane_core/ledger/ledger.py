@@ -18,6 +18,8 @@ A put has two steps. `BeginPut` validates the put and reserves its bytes. The ho
 validates again what may have changed since, and makes the rows visible. A ref that no row uses any longer is returned
 to the host. The ledger keeps it until `Collected` says that the host deleted its payload, so nothing leaks if the host
 dies in between.
+
+The commands are methods of one class, since each changes the same maps: that is why this module is long.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class ShmConfig(CapacityOptions):
     durable: Path | None = None
     """A folder in which the store outlives its processes. All of them may be killed at any moment: the next client that
     bootstraps a store with this folder has all that was committed, at once. Leases of before are over. One store at a
-    time may use the folder. On tmpfs, its rows are as fast as without it."""
+    time may use the folder. On tmpfs, it ends with the machine."""
 
     sync: Literal["none", "commit"] = "none"
     """Only with ``durable``. With ``commit``, a put, and each other call that changes something, returns when that is

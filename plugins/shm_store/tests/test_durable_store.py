@@ -12,7 +12,7 @@ import pytest
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError, CorruptDataError
 from dataplane_core.host_memory import Arena
-from dataplane_core.hosting import KeptExtents, Layout
+from dataplane_core.hosting import KeptExtents, Layout, durable
 from dataplane_core.journal.file import JournalFile
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
@@ -240,7 +240,7 @@ def test_an_arena_that_lost_its_end_is_refused_before_anything_is_served(folder,
 
 def test_a_folder_of_another_version_is_refused(folder, monkeypatch):
     Life(folder).close()
-    monkeypatch.setattr(_durable, "_VERSION", 2)
+    monkeypatch.setattr(durable, "_VERSION", 2)
     with pytest.raises(CorruptDataError, match=r"is of version 1. Expected 2"):
         Life(folder)
 

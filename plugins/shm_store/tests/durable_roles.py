@@ -1,6 +1,7 @@
 """The processes of a run on a durable store: ``durable_roles.py ROLE CONFIG NOTES``.
 
-Each writes into the file NOTES what it was promised, and goes on until it is killed.
+Each writes into the file NOTES what it was promised, and goes on until it is killed. The role ``check`` looks whether a
+new owner has what all of them were promised, in the folder NOTES.
 """
 
 import json
@@ -8,7 +9,9 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from itertools import count
+from pathlib import Path
 
 import torch
 
@@ -25,6 +28,7 @@ def content(sample_id):
 
 
 def own(client, note):
+    client.register_partition(PARTITION, ["x"], None, ["trainer"], if_exists="keep")
     note("ready")
     return lambda: time.sleep(0.05)
 
@@ -60,7 +64,46 @@ def consume(client, note):
     return take
 
 
+def wait_for(condition, what):
+    give_up = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < give_up, f"waited for {what}"
+        time.sleep(0.01)
+
+
+def notes_in(folder):
+    """Word -> how often each sample was noted with it."""
+    found = {}
+    for path in folder.glob("*.notes"):
+        for line in path.read_text().splitlines():
+            word, *ids = line.split()
+            found.setdefault(word, Counter()).update(ids)
+    return found
+
+
+def check(config, notes):
+    put, acked, acking, clearing = (notes.get(word, Counter()) for word in ("put", "acked", "acking", "clearing"))
+    assert not notes.get("wrong")
+    assert max(acked.values(), default=1) == 1, "an acked sample was given again"
+    with connect(config) as client:
+        there = client.list_samples(PARTITION).sample_ids
+        lost = put.keys() - set(there) - clearing.keys()
+        assert not lost, f"committed samples are gone: {sorted(lost)[:5]}"
+        rows = client.get_samples(there, PARTITION, ["x"])["x"] if there else []
+        for each, row in zip(there, rows, strict=True):
+            assert torch.equal(row, content(each)), each
+        claimed = client.claim_meta(PARTITION, "trainer", ["x"], len(there) + 1, blocking=False, lease_s=1.0)
+        again = set(claimed.sample_ids)
+        assert not again & acked.keys(), "an acked sample is given again"
+        assert put.keys() & set(there) <= again | acking.keys(), "a sample that was not acked is not given again"
+        if again:
+            client.nack(claimed)
+
+
 def main(role, config, path):
+    if role == "check":
+        check(json.loads(config), notes_in(Path(path)))
+        return
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def note(*words):

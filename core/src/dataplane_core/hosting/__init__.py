@@ -16,6 +16,7 @@ from dataplane_core.hosting.extent_host import (
     Found,
     Memory,
     PutWhole,
+    Retain,
     Written,
 )
 from dataplane_core.hosting.extents import ExtentService, ExtentStatistics, Holds, Place, Wanted
@@ -69,6 +70,7 @@ __all__ = [
     "Receiving",
     "Release",
     "Request",
+    "Retain",
     "Sending",
     "Server",
     "Session",

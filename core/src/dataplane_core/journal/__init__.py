@@ -2,7 +2,8 @@
 
 What lives here: the records and their format, a journal that processes of a store share (`Journal`), and one in a
 folder of a single process, which can be started again (`RecordedLedger`). `BlobStore` builds on the first; controllers
-and durable stores on the second. What only keeps notes, as a storage unit does, has a `NotesFile`. Nothing here imports torch.
+and durable stores on the second. What only keeps notes, as a storage unit does, has a `NotesFile`. Nothing here
+imports torch.
 """
 
 from dataplane_core.journal.file import NotesFile

@@ -21,13 +21,13 @@ from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError, ConfigError, LostSamplesError
 
-SHM_TESTS = Path(__file__).parents[2] / "shm_store" / "tests"
-sys.path[:0] = [str(Path(__file__).parent), str(SHM_TESTS)]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "shm_store" / "tests"))
 from cluster_load import STARTS_S, TASKS, Load, eventually, put, right
 from durable_roles import notes_in, wait_for
 
 NAME = "kept"
-ROLES = SHM_TESTS / "durable_roles.py"
+ROLES = Path(__file__).parents[2] / "shm_store" / "tests" / "durable_roles.py"
 
 
 def config_of(address: str, folder: Path, **more: Any) -> dict[str, Any]:

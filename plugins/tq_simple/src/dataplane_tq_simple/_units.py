@@ -79,7 +79,7 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
         follows: tuple[str, str] | None = None,
     ) -> None:
         _privates.UnitClass.__init__(self, config)
-        self._memory = size_bytes, lambda: max(memory_limit().available_bytes // (2 * share), _LEAST_BYTES)
+        self._size_bytes, self._share = size_bytes, share
         self._touch_ahead_bytes = touch_ahead_bytes
         self._sync = sync
         self._place = place
@@ -97,15 +97,19 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
         return self._started
 
     def _serve(self) -> Started:
-        size_bytes, default_bytes = self._memory
         extents: ExtentService
         if self._place is None:
             token = _privates.unit_id(self)
-            extents = ExtentService(Arena.create(size_bytes or default_bytes()), self._touch_ahead_bytes)
+            arena = Arena.create(self._size_bytes or self._default_bytes())
+            extents = ExtentService(arena, self._touch_ahead_bytes)
             host, aside = ExtentHost(extents), None
         else:
             extents, notes, token = open_place(
-                self._place, size_bytes, default_bytes, sync=self._sync, touch_ahead_bytes=self._touch_ahead_bytes
+                self._place,
+                self._size_bytes,
+                self._default_bytes,
+                sync=self._sync,
+                touch_ahead_bytes=self._touch_ahead_bytes,
             )
             host, aside = KeptExtentHost(extents, notes.commit_or_end), extents.work_aside
         ip, port = _privates.unit_server(self)
@@ -116,6 +120,9 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
         node = ray.get_runtime_context().get_node_id()
         kept = self._place is not None
         return Started(token, ip, port, node, wire.getsockname()[1], name, secret, extents.most_bytes, kept)
+
+    def _default_bytes(self) -> int:
+        return max(memory_limit().available_bytes // (2 * self._share), _LEAST_BYTES)
 
     def retain(self, live: dict[int, list[int]]) -> None:
         """See `Retain`."""

@@ -43,7 +43,7 @@ class QueueBackend(LedgerBackend, Generic[_Engine]):
     scope = Scope.CLUSTER
     opens_in_forks = False
     why_not_declared: ClassVar[Mapping[str, str]] = {
-        Capability.DURABLE: "the payload is in memory; the option `journal` keeps only the ledger",
+        Capability.DURABLE: "the payload is in memory, unless the option `durable` is set",
         Capability.NO_PICKLE: "TransferQueue's messages and Ray's carry pickles over sockets without authentication",
     }
 
@@ -62,6 +62,11 @@ class QueueBackend(LedgerBackend, Generic[_Engine]):
         """Options of an instance that shares nothing but the Ray cluster with that of ``options``."""
         name = options.get("instance", QueueConfig.model_fields["instance"].default)
         return {**options, "instance": f"{name}-{tag}"[:64]}
+
+    @classmethod
+    def outlives_owner(cls, config: Any) -> bool:
+        """With ``durable``."""
+        return getattr(config, "durable", None) is not None
 
     def attach_options(self) -> dict[str, Any]:
         """Options with which any process of the cluster attaches to this client's instance."""

@@ -94,7 +94,7 @@ def test_a_unit_that_is_killed_under_load_brings_its_rows_back(
     check(client, load)
 
 
-def test_a_unit_the_controller_and_two_clients_are_killed_at_once_under_load(
+def test_a_unit_the_controller_and_another_unit_are_killed_at_once_under_load(
     client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]
 ) -> None:
     with Load(client, config) as load:

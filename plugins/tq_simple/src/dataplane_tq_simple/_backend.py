@@ -43,7 +43,7 @@ class QueueBackend(LedgerBackend, Generic[_Engine]):
     scope = Scope.CLUSTER
     opens_in_forks = False
     why_not_declared: ClassVar[Mapping[str, str]] = {
-        Capability.DURABLE: "the payload is in memory, unless the option `durable` is set",
+        Capability.DURABLE: "the payload is in memory; the option `journal` keeps only the ledger",
         Capability.NO_PICKLE: "TransferQueue's messages and Ray's carry pickles over sockets without authentication",
     }
 
@@ -147,6 +147,10 @@ class TQSimpleBackend(QueueBackend["Engine"]):
     wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True, narrow=True)
     Config = TQSimpleConfig
     capabilities = QueueBackend.capabilities | {Capability.UNITS}
+    why_not_declared: ClassVar[Mapping[str, str]] = {
+        **QueueBackend.why_not_declared,
+        Capability.DURABLE: "the payload is in memory, unless the option `durable` is set",
+    }
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

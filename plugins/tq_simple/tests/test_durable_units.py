@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import sys
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError, LostSamplesError
 from dataplane_core.hosting.durable import lock_folder
+from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "shm_store" / "tests"))
@@ -116,10 +118,10 @@ def filled(config: dict[str, Any]) -> None:
         put(client, IDS)
         client.ack(client.claim_meta("p", "leased", ["x"], 2, lease_s=600))
         client.claim_meta("p", "leased", ["x"], 2, lease_s=600)
-        client.clear_samples(["a-18", "a-19"], "p")
+        client.clear_samples(IDS[18:], "p")
 
 
-IDS = [f"a-{row}" for row in range(20)]
+IDS = [f"q{row // 2}_g{row % 2}-{row}" for row in range(20)]
 
 
 def lost(client: DataPlaneClient, ids: list[str]) -> list[str]:
@@ -133,8 +135,14 @@ def lost(client: DataPlaneClient, ids: list[str]) -> list[str]:
     return found
 
 
-def test_who_bootstraps_again_has_what_was_committed(config: dict[str, Any]) -> None:
+def test_who_bootstraps_again_has_what_was_committed(config: dict[str, Any], tmp_path: Path) -> None:
+    def said() -> str:
+        found = TQSimpleBackend.diagnose(TQSimpleConfig(**config["options"]), deadline=time.monotonic() + STARTS_S)
+        return next(each.what for each in found if str(tmp_path / NAME) in each.what)
+
+    assert "There is no folder" in said()
     filled(config)
+    assert "has rows of 2 storage units. Its journal is open in no process. It was last in process" in said()
     with connect(config, bootstrap=True) as client:
         assert right(client, IDS[:18])
         claimed = client.claim_meta("p", "leased", ["x"], 100, blocking=False, lease_s=600)

@@ -100,6 +100,8 @@ class Keeper:
         self._handles = {actor: handle for actor, handle in running.items() if actor in mine}
         for actor in running.keys() - mine:  # the controller died while it created or ended this one
             ray.kill(running[actor], no_restart=True)
+        # the controller may have died before it told one that had come back
+        self._retain([(name, self._handles[actor], started) for name, actor, started in self._book.live()])
         self._start()
 
     def _start(self) -> None:

@@ -7,6 +7,7 @@ ledger ends by SIGKILL, and the next owner of the folder goes on. verl's own obj
 import json
 import os
 import signal
+import threading
 import uuid
 from pathlib import Path
 
@@ -17,7 +18,8 @@ import yaml
 
 pytestmark = pytest.mark.timeout(1800)
 
-CALLS = [name for name in vars(transfer_queue) if name.startswith(("kv_", "async_kv_"))]
+#: The `async_` forms first: each becomes the other form of its call, before that is replaced.
+CALLS = sorted(name for name in vars(transfer_queue) if name.startswith(("kv_", "async_kv_")))
 TESTS = {
     f"{name}[{metric}]" if metric else name: (test, {"metric": metric} if metric else {})
     for name, test in vars(test_replay_buffer).items()
@@ -63,15 +65,25 @@ def kept(tmp_path, monkeypatch):
     path.write_text(yaml.safe_dump({"backend": "shm_store", "options": options}))
     store = Store(tmp_path / "store")
 
+    one_at_a_time = threading.RLock()  # no other call is under way when the process is killed
+
     def counted(call):
         def before(*args, **kwargs):
-            store.before_a_call()
+            with one_at_a_time:
+                store.before_a_call()
+                return call(*args, **kwargs)
+
+        return before
+
+    def awaited(call):
+        async def before(*args, **kwargs):
             return call(*args, **kwargs)
 
         return before
 
     for name in CALLS:
-        monkeypatch.setattr(transfer_queue, name, counted(getattr(transfer_queue, name)))
+        call = counted(getattr(transfer_queue, name.removeprefix("async_")))
+        monkeypatch.setattr(transfer_queue, name, awaited(call) if name.startswith("async_") else call)
     store.start()
     yield store
     transfer_queue.close()

@@ -16,7 +16,7 @@ import torch
 from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_core.errors import AlreadyRunningError, ConfigError
-from dataplane_core.hosting.durable import is_open
+from dataplane_core.hosting import is_open
 from dataplane_shm._diagnosis import diagnose
 from dataplane_shm.config import ShmConfig
 

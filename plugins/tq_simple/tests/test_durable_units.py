@@ -21,7 +21,7 @@ import pytest
 from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError, LostSamplesError
-from dataplane_core.hosting.durable import lock_folder
+from dataplane_core.hosting import lock_folder
 from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
 
 sys.path.insert(0, str(Path(__file__).parent))

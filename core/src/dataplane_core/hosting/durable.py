@@ -7,7 +7,6 @@ not know: it is given as `Notes`.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +39,8 @@ class Owner(msgspec.Struct):
 
 def is_open(folder: Path) -> bool:
     """Whether a process of this host has a folder open."""
+    import fcntl  # Windows has none
+
     with contextlib.suppress(OSError):
         lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -94,6 +95,8 @@ def lock_folder(folder: Path, holds: str, patience_s: float) -> int:
 
 
 def _wait_for_lock(lock: int, folder: Path, patience_s: float) -> None:
+    import fcntl  # Windows has none
+
     give_up = time.monotonic() + patience_s
     while True:
         try:

@@ -12,8 +12,7 @@ from typing import Final
 
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.host_memory import arena_bytes_for
-from dataplane_core.hosting import Client
-from dataplane_core.hosting.durable import lock_folder, open_extents
+from dataplane_core.hosting import Client, lock_folder, open_extents
 from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import commands
 from dataplane_shm._store import Store

@@ -99,7 +99,7 @@ def _journal(config: QueueConfig) -> Finding:
 
 def _durable(folder: str, config: QueueConfig) -> Finding:
     """What lies in the durable folder of this node, and who has its journal open."""
-    from dataplane_core.hosting.durable import is_open, owner_of
+    from dataplane_core.hosting import is_open, owner_of
     from dataplane_tq_simple._kept import folder_of, places_in, units_of
 
     of_instance = folder_of(folder, config.instance)

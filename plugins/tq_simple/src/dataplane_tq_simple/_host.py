@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_core.hosting import CallId, Client, LedgerHost
-from dataplane_core.hosting.durable import lock_folder
+from dataplane_core.hosting import CallId, Client, LedgerHost, lock_folder
 from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_tq_simple._book import UNITS_NOTE, UnitBook, View

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
-from dataplane_core.hosting import KeptExtents
-from dataplane_core.hosting.durable import has_extents, lock_folder, open_extents
+from dataplane_core.hosting import KeptExtents, has_extents, lock_folder, open_extents
 from dataplane_core.journal import NotesFile
 from dataplane_core.spec import new_id
 

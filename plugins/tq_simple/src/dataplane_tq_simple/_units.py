@@ -22,6 +22,7 @@ from dataplane_core.host_memory import Arena, arena_bytes_for, memory_limit
 from dataplane_core.hosting import (
     ExtentHost,
     ExtentService,
+    KeptExtentHost,
     Retain,
     Server,
     Session,
@@ -31,7 +32,6 @@ from dataplane_core.hosting import (
     new_socket_name,
     new_token,
 )
-from dataplane_core.hosting.durable import KeptExtentHost
 from dataplane_core.spec import new_id
 from dataplane_tq_simple import _privates
 from dataplane_tq_simple._actors import NAMESPACE, get_within, lookup, nodes_for_units

@@ -239,32 +239,38 @@ def marked(mark: str) -> list[int]:
     return found
 
 
+def kill_all(mark: str, programs: list[Any]) -> None:
+    """Kills the processes with a mark, in any order, and waits for those of this process."""
+    while victims := marked(mark):
+        random.shuffle(victims)
+        for pid in victims:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    for program in programs:
+        program.wait()
+
+
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_all_processes_and_those_of_ray_may_be_killed_at_any_moment(python: Any, tmp_path: Path) -> None:
     """Each round has a Ray of its own. All that runs on it is killed, and the next one goes on with the folder."""
     options = {"instance": f"all-{uuid.uuid4().hex[:8]}", "durable": str(tmp_path / "folder"), "num_storage_units": 2}
     config = {"backend": "tq_simple", "op_timeout_s": 300.0, "options": {**options, "unit_bytes": 64 << 20}}
+
+    def acked() -> int:
+        return sum(notes_in(tmp_path).get("acked", Counter()).values())
+
     for number in range(int(os.environ.get("DATAPLANE_KILL_ROUNDS", "2"))):
-        mark = f"{uuid.uuid4().hex}"
-        programs = []
-        for role, count in (("own", 1), ("write", 2), ("consume", 2)):
-            for each in range(count):
-                notes = tmp_path / f"{number}-{role}-{each}.notes"
+        mark, least = uuid.uuid4().hex, acked() + random.randint(1, 60)
+        programs: list[Any] = []
+        try:
+            for role in ("own", "write", "write", "consume", "consume"):
+                notes = tmp_path / f"{number}-{len(programs)}.notes"
                 env = {**os.environ, MARK: mark}
                 programs.append(python.start(ROLES, role, json.dumps(config), notes, env=env))
                 if role == "own":
                     wait_for(lambda notes=notes: notes.exists() and notes.read_text() == "ready\n", "the owner")
-        least = sum(notes_in(tmp_path).get("acked", Counter()).values()) + random.randint(1, 60)
-        wait_for(lambda least=least: sum(notes_in(tmp_path).get("acked", Counter()).values()) >= least, "some acks")
-        victims = marked(mark)
-        random.shuffle(victims)
-        while victims:
-            for pid in victims:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            victims = marked(mark)
-        for program in programs:
-            program.wait()
+            wait_for(lambda least=least: acked() >= least, "some acks")
+        finally:
+            kill_all(mark, programs)
         python.run(ROLES, "check", json.dumps(config), tmp_path, timeout=600)
-    assert notes_in(tmp_path)["acked"]

@@ -145,7 +145,8 @@ def test_who_bootstraps_again_has_what_was_committed(config: dict[str, Any], tmp
 
     assert "There is no folder" in said()
     filled(config)
-    assert "has rows of 2 storage units. Its journal is open in no process. It was last in process" in said()
+    nobody = "has rows of 2 storage units. Its journal is open in no process. It was last in process"
+    eventually(lambda: nobody in said(), "the controller's process does not end")
     with connect(config, bootstrap=True) as client:
         assert right(client, IDS[:18])
         claimed = client.claim_meta("p", "leased", ["x"], 100, blocking=False, lease_s=600)

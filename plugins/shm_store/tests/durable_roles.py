@@ -1,11 +1,13 @@
-"""The processes of a run on a durable store: ``durable_roles.py ROLE CONFIG NOTES``.
+"""The processes of a run on a durable store: ``durable_roles.py CONFIG``.
 
-Each writes into the file NOTES what it was promised, and goes on until it is killed.
+Forks a process for each line of its standard input, a role and the path of a file, and prints its process id. The
+process writes into the file what it was promised, and goes on until it is killed.
 """
 
 import json
 import os
 import random
+import signal
 import sys
 import time
 from itertools import count
@@ -60,20 +62,35 @@ def consume(client, note):
     return take
 
 
-def main(role, config, path):
+def act(role, config, path):
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def note(*words):
         os.write(file, (" ".join(words) + "\n").encode())  # one write: whole, also if the process is killed
 
-    client = connect(json.loads(config), bootstrap=role == "own")
-    act = {"own": own, "write": write, "consume": consume}[role](client, note)
+    client = connect(config, bootstrap=role == "own")
+    step = {"own": own, "write": write, "consume": consume}[role](client, note)
     while True:
         try:
-            act()
+            step()
         except DataPlaneError:  # the ledger's process was killed a moment before this one
             time.sleep(0.05)
 
 
+def main(config):
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for line in sys.stdin:
+        role, path = line.split(maxsplit=1)
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # its own children are waited for
+            random.seed()
+            try:
+                act(role, config, path.strip())
+            finally:
+                os._exit(1)
+        print(pid, flush=True)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(json.loads(sys.argv[1]))

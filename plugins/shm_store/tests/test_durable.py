@@ -4,10 +4,11 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -46,42 +47,48 @@ def wait_for(condition, what):
 
 def notes_in(folder):
     """Word -> how often each sample was noted with it."""
-    found = {}
+    found = defaultdict(Counter)
     for path in folder.glob("*.notes"):
         for line in path.read_text().splitlines():
             word, *ids = line.split()
-            found.setdefault(word, Counter()).update(ids)
+            found[word].update(ids)
     return found
 
 
 def rounds(python, config, tmp_path, how_many):
     """Runs the processes, kills all of them at a random moment, and so on. Looks at the store after each round."""
+    noted = defaultdict(Counter)
     with connect(config) as client:
         client.register_partition(PARTITION, ["x"], None, ["trainer"])
-    for number in range(how_many):
-        programs = []
-        for role, count in (("own", 1), ("write", 2), ("consume", 2)):
-            for each in range(count):
-                notes = tmp_path / f"{number}-{role}-{each}.notes"
-                programs.append(python.start(ROLES, role, json.dumps(config), notes))
-                if role == "own":
-                    wait_for(notes.exists, "the owner")
-                    wait_for(lambda notes=notes: notes.read_text() == "ready\n", "the owner to be ready")
-        before = sum(notes_in(tmp_path).get("acked", Counter()).values())
-        least = before + random.randint(0, 60)
-        wait_for(lambda least=least: sum(notes_in(tmp_path).get("acked", Counter()).values()) >= least, "some acks")
-        victims = [ledger_of(config), *(program.pid for program in programs)]
-        random.shuffle(victims)
-        for pid in victims:
-            os.kill(pid, signal.SIGKILL)
-        for program in programs:
-            program.wait()
-        check(config, notes_in(tmp_path))
+    with python.start(ROLES, json.dumps(config), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forks:
+        for number in range(how_many):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            victims = []
+            for role, count in (("own", 1), ("write", 2), ("consume", 2)):
+                for each in range(count):
+                    notes = folder / f"{role}-{each}.notes"
+                    print(role, notes, file=forks.stdin, flush=True)
+                    victims.append(int(forks.stdout.readline()))
+                    if role == "own":
+                        wait_for(notes.exists, "the owner")
+                        wait_for(lambda notes=notes: notes.read_text() == "ready\n", "the owner to be ready")
+            least = random.randint(0, 60)
+            wait_for(lambda f=folder, n=least: notes_in(f)["acked"].total() >= n, "some acks")
+            victims.append(ledger_of(config))
+            random.shuffle(victims)
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+            wait_for(lambda pids=victims: not any(Path(f"/proc/{pid}").exists() for pid in pids), "their end")
+            for word, ids in notes_in(folder).items():
+                noted[word].update(ids)
+            check(config, noted)
+    assert forks.returncode == 0
 
 
 def check(config, notes):
-    put, acked, acking, clearing = (notes.get(word, Counter()) for word in ("put", "acked", "acking", "clearing"))
-    assert not notes.get("wrong")
+    put, acked, acking, clearing = (notes[word] for word in ("put", "acked", "acking", "clearing"))
+    assert not notes["wrong"]
     assert max(acked.values(), default=1) == 1, "an acked sample was given again"
     with connect(config) as client:
         there = client.list_samples(PARTITION).sample_ids
@@ -96,6 +103,9 @@ def check(config, notes):
         assert put.keys() & set(there) <= again | acking.keys(), "a sample that was not acked is not given again"
         if again:
             client.nack(claimed)
+        done = sorted(set(there) & acked.keys())  # else they would fill the store
+        client.clear_samples(done, PARTITION)
+        clearing.update(done)
 
 
 def test_all_processes_may_be_killed_at_any_moment(python, config, tmp_path):

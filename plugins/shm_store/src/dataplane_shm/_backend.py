@@ -116,7 +116,7 @@ class ShmBackend(LedgerBackend):
             self._folder.claim(deadline)
             self._launch(deadline)
         self._session, about, arena = open_store(self._folder, deadline)
-        shared = {"capacity_bytes": about.capacity_bytes, "on_full": about.on_full}
+        shared = {"capacity_bytes": about.capacity_bytes, "on_full": about.on_full, "sync": about.sync}
         self.config = self.config.model_copy(update=shared)
         self._arena = arena
         arena.touch_in_background(0, about.touched_bytes)
@@ -243,7 +243,14 @@ class ShmBackend(LedgerBackend):
             return  # it went with the request that began the put
         offset, plan = self._placed.pop(write_id)
         session = self._connected()  # held until the copy ends: the extent is free when the session ends
-        copy_arrays(plan.copies_into(self._memory().bytes[offset:]), self.config.copy_threads)
+        arena = self._memory()
+        copies = plan.copies_into(arena.bytes[offset:])
+        if self.config.sync == "commit":
+            # the disk works while the rest is copied, and this process waits for it, so that the ledger's need not
+            copy_arrays(copies, self.config.copy_threads, copied=arena.begin_sync)
+            arena.sync(offset, offset + plan.layout.size_bytes)
+        else:
+            copy_arrays(copies, self.config.copy_threads)
         del session
 
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:

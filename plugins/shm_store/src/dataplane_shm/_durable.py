@@ -81,6 +81,7 @@ class DurableStore(Store):
         except OSError as error:
             raise BackendUnavailableError(f"the folder {folder} cannot be used: {error}.", retryable=False) from error
         self._recorded = recorded
+        self.sync = "commit" if sync else "none"
         recorded.end_holds()
         live = {write_id: positions for write_id, (_, positions) in recorded.payload().items()}
         now = _memory_of(arena)

@@ -44,6 +44,7 @@ class Store(LedgerHost):
     """
 
     messages = MESSAGES
+    sync = "none"
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Store(LedgerHost):
 
     def about(self) -> About:
         """As `Host.about`."""
-        return About(*self._limits, self._extents.touch_until)
+        return About(*self._limits, self._extents.touch_until, self.sync)
 
     def end_session(self, client: Client) -> None:
         """Also ends the client's pins, and aborts the puts that it had begun."""

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,6 +132,25 @@ def test_a_store_that_was_closed_comes_back_and_others_are_refused_meanwhile(con
         assert client.claim_meta("p", "t", ["x"], 1, lease_s=60).sample_ids == ["b"]
     with connect(config) as client:  # the lease is over, since its holder is
         assert client.claim_meta("p", "t", ["x"], 1, lease_s=60).sample_ids == ["b"]
+
+
+def test_a_folder_that_became_read_only_is_refused_and_kept(config, tmp_path):
+    with connect(config) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a"], "p", {"x": torch.ones(1)})
+    program = tmp_path / "program.py"
+    program.write_text("import json, sys; from dataplane_core import connect; connect(json.loads(sys.argv[1]))")
+    mount = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0"'
+    apart = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    folder = config["options"]["durable"]
+    if shutil.which("unshare") is None or subprocess.run([*apart, mount, folder], capture_output=True).returncode:
+        pytest.skip("this machine lets no program mount a folder")
+    command = [*apart, f'{mount} && exec "$@"', folder, sys.executable, program, json.dumps(config)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert "BackendUnavailableError" in run.stderr
+    assert f"the folder {folder} cannot be used: [Errno 30] Read-only file system" in run.stderr
+    with connect(config) as client:
+        assert client.list_samples("p").sample_ids == ["a"]
 
 
 def test_sync_without_a_folder_is_refused():

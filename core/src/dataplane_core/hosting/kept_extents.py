@@ -44,11 +44,15 @@ _PREFIX: Final = "extent "
 
 
 class Notes(Protocol):
-    """Keeps values by name for a later process, in the order in which they were noted (`RecordedLedger`)."""
+    """Keeps values by name for a later process, in the order in which they were noted (`RecordedLedger`).
+
+    What is not noted any more may be overwritten only after `commit`, if it must survive the end of the machine.
+    """
 
     @property
     def notes(self) -> Mapping[str, bytes]: ...
     def note(self, name: str, value: bytes | None) -> None: ...
+    def commit(self) -> None: ...
 
 
 class _Kept(msgspec.Struct, array_like=True):
@@ -291,13 +295,15 @@ class KeptExtents(ExtentService):
         extent = self._extents.allocate(squeezed.layout.size_bytes)
         if extent is None:
             return 0
+        squeezed.extent = extent
         try:
             self._give_room(extent)
+            self._bytes_of(extent)[:] = data[: extent.size_bytes]
+            if self._sync:
+                self._arena.sync(extent.offset, extent.offset + extent.size_bytes)
         except OSError:
             self._extents.free(extent)
             return 0
-        squeezed.extent = extent
-        self._bytes_of(extent)[:] = data[: extent.size_bytes]
         self._payloads[write_id] = squeezed
         self._end_hashing(write_id)
         self._note_kept(write_id, now=True)
@@ -318,6 +324,8 @@ class KeptExtents(ExtentService):
 
     def _free_spare(self) -> None:
         """Gives back the room of blocks in which no extent lies, if the file system takes it."""
+        if self._sync:
+            self._notes.commit()  # before a disk can lose what lay there
         spare = self._has_room.copy()
         for extent in self._extents.all:
             spare[slice(*_blocks(extent))] = False

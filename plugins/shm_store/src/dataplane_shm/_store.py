@@ -108,6 +108,7 @@ class Store(LedgerHost):
 
     def _put_whole(self, request: PutWhole, client: _Client) -> None:
         begun = self._begin(Begin(request.put, [request.layout]), client)
+        self.settle()  # what lay in its place before is given up for good, as it is when a client writes
         data = np.frombuffer(request.data, dtype=np.uint8)
         offset = begun.offsets[0]
         self._extents.arena.bytes[offset : offset + len(data)] = data

@@ -46,13 +46,13 @@ _PREFIX: Final = "extent "
 class Notes(Protocol):
     """Keeps values by name for a later process, in the order in which they were noted (`RecordedLedger`).
 
-    What is not noted any more may be overwritten only after `commit`, if it must survive the end of the machine.
+    If they must survive the end of the machine, what is noted no longer may be overwritten only after `commit_or_end`.
     """
 
     @property
     def notes(self) -> Mapping[str, bytes]: ...
     def note(self, name: str, value: bytes | None) -> None: ...
-    def commit(self) -> None: ...
+    def commit_or_end(self) -> None: ...
 
 
 class _Kept(msgspec.Struct, array_like=True):
@@ -298,6 +298,7 @@ class KeptExtents(ExtentService):
         squeezed.extent = extent
         try:
             self._give_room(extent)
+            self._settle_notes()
             self._bytes_of(extent)[:] = data[: extent.size_bytes]
             if self._sync:
                 self._arena.sync(extent.offset, extent.offset + extent.size_bytes)
@@ -322,10 +323,14 @@ class KeptExtents(ExtentService):
             self._arena.give_room(start * _BLOCK, min(stop * _BLOCK, self._arena.size_bytes))
             self._has_room[start:stop] = True
 
+    def _settle_notes(self) -> None:
+        """Has the disk know what is noted no longer, before its place is used again."""
+        if self._sync:
+            self._notes.commit_or_end()
+
     def _free_spare(self) -> None:
         """Gives back the room of blocks in which no extent lies, if the file system takes it."""
-        if self._sync:
-            self._notes.commit()  # before a disk can lose what lay there
+        self._settle_notes()
         spare = self._has_room.copy()
         for extent in self._extents.all:
             spare[slice(*_blocks(extent))] = False

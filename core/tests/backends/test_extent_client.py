@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     StalePartitionError,
 )
-from dataplane_core.host_memory import Arena
+from dataplane_core.host_memory import Arena, copy_arrays
 from dataplane_core.hosting import (
     Address,
     Allocate,
@@ -35,8 +36,10 @@ from dataplane_core.hosting import (
     Fetch,
     Fill,
     Find,
+    KeptExtentHost,
     Memory,
     PutWhole,
+    Retain,
     Server,
     Session,
     TcpAddress,
@@ -47,7 +50,9 @@ from dataplane_core.hosting import (
     listen_on,
     new_socket_name,
     new_token,
+    open_extents,
 )
+from dataplane_core.journal import NotesFile, file
 from dataplane_core.spec import FieldSpec
 from dataplane_testkit._timing import eventually
 
@@ -80,13 +85,17 @@ class Tcp(Words, TcpAddress):
 
 
 class Unit:
-    """A host of extents in this process."""
+    """A host of extents in this process. In a folder, its rows outlive it."""
 
-    def __init__(self, size_bytes: int = ARENA_BYTES) -> None:
+    def __init__(self, size_bytes: int = ARENA_BYTES, folder: Path | None = None) -> None:
         self.name, self.token = new_socket_name(), new_token()
         wire = listen_on("127.0.0.1")
         self.port = wire.getsockname()[1]
-        host = ExtentHost(ExtentService(Arena.create(size_bytes)))
+        if folder is None:
+            host = ExtentHost(ExtentService(Arena.create(size_bytes)))
+        else:
+            self.notes = NotesFile(folder / "notes")
+            host = KeptExtentHost(open_extents(folder, size_bytes, self.notes, None), self.notes.commit_or_end)
         self.server = Server(host, listen_as(self.name), wire, token=self.token)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
@@ -98,6 +107,11 @@ class Unit:
 
     def client(self, path: str, **options: bool) -> ExtentClient:
         return ExtentClient(self.session(path), **options)
+
+    def end(self) -> None:
+        self.server.close()
+        self.thread.join(WAIT_S)
+        self.notes.close()
 
     def memory(self):
         return self._watcher.call("memory", soon(), Memory())
@@ -458,3 +472,90 @@ def test_a_host_that_stands_still_is_waited_for_until_the_deadline(unit):
     with pytest.raises(OperationTimeoutError):
         client.session.call("get", soon(-1), Find([(1, [0])], 1))
     assert_rows(get(client, [ExtentRead(1, SLOTS, [0], [0])], 1), columns, [0])
+
+
+# --- a host in a folder -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [[1, 0, 4], [100_000, 2, 3]], ids=["small", "large"])
+def test_rows_that_were_written_whole_come_back_and_those_that_do_not_exist_go(tmp_path, path, lengths):
+    life, columns = Unit(folder=tmp_path), columns_of(lengths)
+    client = life.client(path)
+    for write_id in (1, 2, 3):
+        client.put({write_id: plan(columns)}, soon())
+    client.drop([(2, 0), (3, 0), (3, 1), (3, 2)], soon())
+    client.session.call("begin", soon(), Allocate(4, [Wanted(4, plan(columns).layout, 3)]))
+    life.end()
+    with pytest.raises(BackendUnavailableError):
+        get(client, [ExtentRead(1, SLOTS, [0], [0])], 1)
+    life = Unit(folder=tmp_path)
+    client = life.client(path)
+    for write_id in (1, 2):  # who has told the host nothing yet sees all that was not dropped whole
+        assert_rows(get(client, [ExtentRead(write_id, SLOTS, [2, 1, 0], range(3))], 3), columns, [2, 1, 0])
+    client.session.call("retain", soon(), Retain({1: [0, 1, 2], 2: [1, 2]}))
+    assert_rows(get(client, [ExtentRead(1, SLOTS, [0], [0])], 1), columns, [0])
+    for gone in ((2, 0), (3, 0), (4, 0)):
+        with pytest.raises(RefsGoneError) as error:
+            client.get([ExtentRead(gone[0], SLOTS, [gone[1]], [0])], SPECS, soon())
+        assert error.value.refs == [gone]
+    client.put({5: plan(columns)}, soon())
+    client.session.call("retain", soon(), Retain({}))  # of a put that came since, it says nothing
+    assert_rows(get(client, [ExtentRead(5, SLOTS, [0], [0])], 1), columns, [0])
+    life.end()
+
+
+def test_a_writer_that_outlives_its_host_overwrites_nothing(tmp_path, monkeypatch):
+    """It stops in the middle of its copy, the host ends, and the next one gives memory to others."""
+    life, columns = Unit(folder=tmp_path), columns_of([100_000, 2, 3])
+    late = life.client("memory")
+    stops, goes_on = threading.Event(), threading.Event()
+
+    def copy_later(copies, threads):
+        stops.set()
+        assert goes_on.wait(WAIT_S)
+        copy_arrays(copies, threads)
+
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patched:
+        patched.setattr(extent_client, "copy_arrays", copy_later)
+        put = pool.submit(late.put, {1: plan(columns_of([100_000, 2, 3], seed=1))}, soon())
+        assert stops.wait(WAIT_S)
+        patched.undo()
+        life.end()
+        life = Unit(folder=tmp_path)
+        client = life.client("memory")
+        for write_id in (2, 3, 4):
+            client.put({write_id: plan(columns)}, soon())
+        goes_on.set()
+        with pytest.raises(BackendUnavailableError):
+            put.result(WAIT_S)
+    for write_id in (2, 3, 4):
+        assert_rows(get(client, [ExtentRead(write_id, SLOTS, range(3), range(3))], 3), columns, range(3))
+    life.end()
+
+
+def test_views_of_a_host_that_ended_keep_their_bytes(tmp_path):
+    life, columns = Unit(folder=tmp_path), columns_of([100_000, 2, 3])
+    viewer = life.client("memory", views=True)
+    viewer.put({1: plan(columns)}, soon())
+    views = get(viewer, [ExtentRead(1, SLOTS, range(3), range(3))], 3)
+    life.end()
+    life = Unit(folder=tmp_path)
+    client = life.client("memory")
+    client.drop([(1, position) for position in range(3)], soon())
+    for write_id in (2, 3, 4):
+        client.put({write_id: plan(columns_of([100_000, 2, 3], seed=write_id))}, soon())
+    assert_rows(views, columns, range(3))
+    life.end()
+
+
+def test_notes_stay_short(tmp_path, monkeypatch):
+    monkeypatch.setattr(file, "_NOTES_BYTES", 2000)
+    notes = NotesFile(tmp_path / "notes")
+    for number in range(500):
+        notes.note(f"n{number}", b"x" * 40)
+        notes.note(f"n{number - 5}", None)
+    notes.close()
+    assert sum(path.stat().st_size for path in (tmp_path / "notes").rglob("journal")) < 5000
+    notes = NotesFile(tmp_path / "notes")
+    assert sorted(notes.notes) == [f"n{number}" for number in range(495, 500)]
+    notes.close()

@@ -36,6 +36,7 @@ ALLOWED = {
     "backends/private_folder.py": "the folder of a server that redis_store or shm_store starts, which Windows lacks",
     "backends/owned_process.py": "asks first whether there are forks",
     "middleware/events.py": "a lock tells which segments may be deleted; without it, all count as written",
+    "hosting/durable.py": "locks a folder of shm_store or tq_simple, which are for Linux",
     "hosting/session.py": "uses a Unix socket only where the host has one; asks first whether there are forks",
     "hosting/server.py": "uses these only over a Unix socket, which shm_store chooses on Linux",
 }

@@ -1,7 +1,8 @@
-"""The processes of a run on a durable store: ``durable_roles.py CONFIG``.
+"""The processes of a run on a durable store: ``durable_roles.py ROLE CONFIG NOTES``.
 
-Forks a process for each line of its standard input, a role and the path of a file, and prints its process id. The
-process writes into the file what it was promised, and goes on until it is killed.
+Each writes into the file NOTES what it was promised, and goes on until it is killed. The role ``check`` looks whether a
+new owner has what all of them were promised, in the folder NOTES. The role ``fork`` forks a process for each line of
+its standard input, a role and the path of a file, and prints its process id.
 """
 
 import json
@@ -10,7 +11,9 @@ import random
 import signal
 import sys
 import time
+from collections import Counter, defaultdict
 from itertools import count
+from pathlib import Path
 
 import torch
 
@@ -27,6 +30,7 @@ def content(sample_id):
 
 
 def own(client, note):
+    client.register_partition(PARTITION, ["x"], None, ["trainer"], if_exists="keep")
     note("ready")
     return lambda: time.sleep(0.05)
 
@@ -62,6 +66,45 @@ def consume(client, note):
     return take
 
 
+def wait_for(condition, what):
+    give_up = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < give_up, f"waited for {what}"
+        time.sleep(0.01)
+
+
+def notes_in(folder):
+    """Word -> how often each sample was noted with it."""
+    found = defaultdict(Counter)
+    for path in folder.glob("*.notes"):
+        for line in path.read_text().splitlines():
+            word, *ids = line.split()
+            found[word].update(ids)
+    return found
+
+
+def check(config, notes):
+    put, acked, acking, clearing = (notes[word] for word in ("put", "acked", "acking", "clearing"))
+    assert not notes["wrong"]
+    assert max(acked.values(), default=1) == 1, "an acked sample was given again"
+    with connect(config) as client:
+        there = client.list_samples(PARTITION).sample_ids
+        lost = put.keys() - set(there) - clearing.keys()
+        assert not lost, f"committed samples are gone: {sorted(lost)[:5]}"
+        rows = client.get_samples(there, PARTITION, ["x"])["x"] if there else []
+        for each, row in zip(there, rows, strict=True):
+            assert torch.equal(row, content(each)), each
+        claimed = client.claim_meta(PARTITION, "trainer", ["x"], len(there) + 1, blocking=False, lease_s=1.0)
+        again = set(claimed.sample_ids)
+        assert not again & acked.keys(), "an acked sample is given again"
+        assert put.keys() & set(there) <= again | acking.keys(), "a sample that was not acked is not given again"
+        if again:
+            client.nack(claimed)
+        done = sorted(set(there) & acked.keys())  # else they would fill the store
+        client.clear_samples(done, PARTITION)
+        clearing.update(done)
+
+
 def act(role, config, path):
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
@@ -77,7 +120,7 @@ def act(role, config, path):
             time.sleep(0.05)
 
 
-def main(config):
+def fork(config):
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     for line in sys.stdin:
         role, path = line.split(maxsplit=1)
@@ -92,5 +135,14 @@ def main(config):
         print(pid, flush=True)
 
 
+def main(role, config, path):
+    if role == "check":
+        check(config, notes_in(Path(path)))
+    elif role == "fork":
+        fork(config)
+    else:
+        act(role, config, path)
+
+
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3])

@@ -18,12 +18,12 @@ import torch
 from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_core.errors import AlreadyRunningError, ConfigError
+from dataplane_core.hosting import is_open
 from dataplane_shm._diagnosis import diagnose
-from dataplane_shm._durable import is_open
 from dataplane_shm.config import ShmConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
-from durable_roles import PARTITION, content
+from durable_roles import check, notes_in, wait_for
 
 ROLES = Path(__file__).with_name("durable_roles.py")
 
@@ -39,29 +39,14 @@ def ledger_of(config):
     return json.loads((Path(config["options"]["durable"]) / "lock").read_bytes())["pid"]
 
 
-def wait_for(condition, what):
-    give_up = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < give_up, f"waited for {what}"
-        time.sleep(0.01)
-
-
-def notes_in(folder):
-    """Word -> how often each sample was noted with it."""
-    found = defaultdict(Counter)
-    for path in folder.glob("*.notes"):
-        for line in path.read_text().splitlines():
-            word, *ids = line.split()
-            found[word].update(ids)
-    return found
-
-
 def rounds(python, config, tmp_path, how_many):
     """Runs the processes, kills all of them at a random moment, and so on. Looks at the store after each round."""
     noted = defaultdict(Counter)
     with connect(config) as client:
         client.register_partition(PARTITION, ["x"], None, ["trainer"])
-    with python.start(ROLES, json.dumps(config), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forks:
+    with python.start(
+        ROLES, "fork", json.dumps(config), tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as forks:
         for number in range(how_many):
             folder = tmp_path / str(number)
             folder.mkdir()
@@ -85,28 +70,6 @@ def rounds(python, config, tmp_path, how_many):
                 noted[word].update(ids)
             check(config, noted)
     assert forks.returncode == 0
-
-
-def check(config, notes):
-    put, acked, acking, clearing = (notes[word] for word in ("put", "acked", "acking", "clearing"))
-    assert not notes["wrong"]
-    assert max(acked.values(), default=1) == 1, "an acked sample was given again"
-    with connect(config) as client:
-        there = client.list_samples(PARTITION).sample_ids
-        lost = put.keys() - set(there) - clearing.keys()
-        assert not lost, f"committed samples are gone: {sorted(lost)[:5]}"
-        rows = client.get_samples(there, PARTITION, ["x"])["x"] if there else []
-        for each, row in zip(there, rows, strict=True):
-            assert torch.equal(row, content(each)), each
-        claimed = client.claim_meta(PARTITION, "trainer", ["x"], len(there) + 1, blocking=False, lease_s=1.0)
-        again = set(claimed.sample_ids)
-        assert not again & acked.keys(), "an acked sample is given again"
-        assert put.keys() & set(there) <= again | acking.keys(), "a sample that was not acked is not given again"
-        if again:
-            client.nack(claimed)
-        done = sorted(set(there) & acked.keys())  # else they would fill the store
-        client.clear_samples(done, PARTITION)
-        clearing.update(done)
 
 
 def test_all_processes_may_be_killed_at_any_moment(python, config, tmp_path):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError, CorruptDataError
-from dataplane_core.host_memory import Arena
-from dataplane_core.hosting import KeptExtents, Layout
+from dataplane_core.host_memory import Arena, Uses
+from dataplane_core.hosting import KeptExtents, Layout, durable
 from dataplane_core.journal.file import JournalFile
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
@@ -215,6 +215,56 @@ def test_a_store_that_is_killed_at_any_write_holds_what_a_dict_would(folder, mon
     life.kill()
 
 
+# --- clients of the life before ---------------------------------------------------------------------------------------
+
+
+def place_of(life, write_id):
+    extent = life.store._extents._payloads[write_id].extent
+    return extent.offset, extent.offset + extent.size_bytes
+
+
+def test_memory_in_which_a_client_of_the_life_before_still_writes_is_given_to_nobody(folder):
+    life = Life(folder)
+    life.register()
+    write_id, late = life.begin(["late"], 3000)
+    start, stop = place_of(life, write_id)
+    uses = Uses(life.store._extents.arena.fd)
+    uses.begin(start, stop)
+    life.kill()
+    life = Life(folder)
+    ids = [f"s{number}" for number in range(4)]
+    for each in ids:
+        life.put([each], 3000, 7)
+    late[:] = 99
+    assert life.read(ids) == [bytes([7]) * 3000] * 4
+    uses.end(start)
+    write_id, _ = life.begin(["next"], 3000)
+    life.begin(["one more"], 3000)
+    assert start in {place_of(life, each)[0] for each in (write_id, write_id + 1)}, "it is free now"
+    life.kill()
+
+
+def test_what_a_client_of_the_life_before_views_stays_after_a_clear(folder):
+    life = Life(folder)
+    life.register()
+    life.put(["kept"], 5 << 10, 1)
+    life.put(["gone"], 5 << 10, 2)
+    memory, uses = life.store._extents.arena.bytes, Uses(life.store._extents.arena.fd)
+    places = [place_of(life, each) for each in life.store._extents._payloads]
+    for start, stop in places:
+        uses.begin(start, stop)
+    life.clear(["gone"])  # nobody knows its place after the kill
+    life.kill()
+    life = Life(folder)
+    life.clear(["kept"])
+    for number in range(8):
+        life.put([f"s{number}"], 5 << 10, 7)
+    life.kill()
+    life = Life(folder)
+    assert [set(memory[start : start + (5 << 10)].tolist()) for start, _ in places] == [{1}, {2}]
+    life.kill()
+
+
 # --- bad folders ------------------------------------------------------------------------------------------------------
 
 
@@ -256,7 +306,7 @@ def test_an_arena_that_lost_its_end_is_refused_before_anything_is_served(folder,
 
 def test_a_folder_of_another_version_is_refused(folder, monkeypatch):
     Life(folder).close()
-    monkeypatch.setattr(_durable, "_VERSION", 2)
+    monkeypatch.setattr(durable, "_VERSION", 2)
     with pytest.raises(CorruptDataError, match=r"is of version 1. Expected 2"):
         Life(folder)
 

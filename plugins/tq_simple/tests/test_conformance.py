@@ -74,3 +74,11 @@ class TestTQSimpleViews(TestTQSimple):
     @pytest.fixture
     def options(self, ray_address):
         return {"instance": "views", "ray_address": ray_address, "views": True}
+
+
+@pytest.mark.long
+class TestTQSimpleInAFolder(TestTQSimple):
+    @pytest.fixture
+    def options(self, ray_address, tmp_path_factory):
+        folder = tmp_path_factory.getbasetemp() / "conformance-folder"
+        return {"instance": "folder", "ray_address": ray_address, "durable": str(folder), "unit_bytes": 256 << 20}

@@ -5,6 +5,7 @@ wire.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final, Literal, NamedTuple
@@ -15,7 +16,7 @@ from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, store
 from dataplane_core.backends.ledger_backend import RefsGoneError
 from dataplane_core.codec import StoredColumn
 from dataplane_core.errors import BackendError, CorruptDataError
-from dataplane_core.host_memory import Arena, copy_arrays, recycled_bytes
+from dataplane_core.host_memory import Arena, Uses, copy_arrays, recycled_bytes
 from dataplane_core.hosting import (
     Allocate,
     Bytes,
@@ -75,10 +76,13 @@ class ExtentClient:
         self._arena: Arena | None = None
         self._seen: Arena | None = None  # for reads
         self._views = views
+        self._uses: Uses | None = None
         if session.descriptors:
             (descriptor,) = session.descriptors
             os.set_inheritable(descriptor, False)  # a program that inherits it would keep the memory
             self._arena = self._seen = Arena(descriptor)
+            if os.fstat(descriptor).st_nlink:  # a file that another process may open when this one's host has ended
+                self._uses = Uses(descriptor)
             touched_bytes = decode_about(session.welcome, int)
             if views:
                 self._seen = Arena(os.dup(descriptor), read_only=True)
@@ -117,9 +121,15 @@ class ExtentClient:
             sources = [array for plan in plans.values() for array in _whole(plan)]
             self.session.call(what, deadline, Fill(put), sources=sources)
             return
+        used: list[int] = []
         held = self.session.new_pin()  # nobody gets the memory while it is written, even if the put is given up
         try:
             offsets = self.session.call(what, deadline, Allocate(put, writes, held.number))
+            if self._uses is not None:
+                for offset, plan in zip(offsets, plans.values(), strict=True):
+                    self._uses.begin(offset, offset + plan.layout.size_bytes)
+                    used.append(offset)
+                self.check(what)  # if it lives now, no later owner has given the memory to others
             memory = self._arena.bytes
             copies = [
                 copy
@@ -129,6 +139,8 @@ class ExtentClient:
             copy_arrays(copies, threads)
             self.session.call(what, deadline, Written(put))
         finally:
+            for offset in used:
+                self._uses.end(offset)  # type: ignore[union-attr]  # it was begun
             held.release()
 
     def get(self, reads: Sequence[ExtentRead], specs: Mapping[str, FieldSpec], deadline: float) -> list[StoredRows]:
@@ -153,6 +165,11 @@ class ExtentClient:
         except BaseException:
             pin.release()  # the traceback refers to it
             raise
+        if self._views and self._uses is not None:
+            for place in found.places.values():
+                self._uses.begin(place.offset, place.offset + place.layout.size_bytes)
+                weakref.finalize(pin, self._uses.end, place.offset).atexit = False
+            self.check("get_samples")
         memory = self._seen.window(0, self._seen.size_bytes, owner=pin)
         parts = []
         for read, moved in zip(reads, found.rows, strict=True):
@@ -162,6 +179,15 @@ class ExtentClient:
             rows = read.positions if moved is None else moved
             parts.append(StoredRows(columns, rows, read.rows, in_place=self._views))
         return parts
+
+    def check(self, what: str) -> None:
+        """After a copy out of what `get` gave: that the host has kept it in its place until now.
+
+        Raises:
+            DataPlaneError: The host has ended, and another process may have its memory.
+        """
+        if self._uses is not None:
+            self.session.check(what)
 
     def drop(self, refs: Sequence[Ref], deadline: float) -> None:
         """Drops rows. Ignores those that do not exist."""

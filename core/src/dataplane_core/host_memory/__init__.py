@@ -4,7 +4,7 @@ that is used again, and copies by several threads.
 Backends use it for payload, the codec for what reads return. Nothing here knows backends, partitions or samples.
 """
 
-from dataplane_core.host_memory.arena import Arena
+from dataplane_core.host_memory.arena import Arena, Uses
 from dataplane_core.host_memory.copying import Copy, copy_arrays, default_copy_threads, in_threads
 from dataplane_core.host_memory.extents import Extent, Extents
 from dataplane_core.host_memory.limits import MemoryLimit, arena_bytes_for, check_capacity, memory_limit
@@ -16,6 +16,7 @@ __all__ = [
     "Extent",
     "Extents",
     "MemoryLimit",
+    "Uses",
     "arena_bytes_for",
     "check_capacity",
     "copy_arrays",

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import struct
 import threading
 import weakref
 from pathlib import Path
@@ -164,6 +165,14 @@ class Arena:
         start = start // mmap.PAGESIZE * mmap.PAGESIZE
         self._mapping.flush(start, stop - start)
 
+    def used_by_others(self, start: int, stop: int) -> tuple[int, int] | None:
+        """A part of these bytes that somebody says to use (`Uses`), or None. Also who got this arena's descriptor."""
+        import fcntl  # Windows has none
+
+        asked = _lock_words(fcntl.F_WRLCK, start, stop)
+        kind, _, at, count, _ = _LOCK_WORDS.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked))
+        return None if kind == fcntl.F_UNLCK else (max(at, start), min(at + count, stop) if count else stop)
+
     def window(self, start: int, size_bytes: int, owner: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """A view of some bytes that keeps ``owner`` alive, as do all arrays and tensors that are made from it.
 
@@ -173,6 +182,68 @@ class Arena:
             [0, 0, 0]
         """
         return np.asarray(_Window(self._bytes, self.address + start, size_bytes, owner))
+
+
+class Uses:
+    """Says which bytes of an arena's file this process uses, to a later owner of the file, who knows no pins of before.
+
+    The kernel forgets it when this process ends. Thread-safe.
+
+    Args:
+        fd: A file descriptor of the arena. It stays the caller's.
+
+    Raises:
+        OSError: The file cannot be opened again, or its file system has no locks.
+
+    Example:
+        >>> arena = Arena.create(1 << 20)
+        >>> uses = Uses(arena.fd)
+        >>> uses.begin(64, 128)
+        >>> arena.used_by_others(0, 1 << 20)
+        (64, 128)
+        >>> uses.end(64)
+        >>> arena.used_by_others(0, 1 << 20) is None
+        True
+    """
+
+    def __init__(self, fd: int) -> None:
+        # the locks belong to the open file, and the one that was passed is shared with the owner and its other clients
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close.atexit = False  # threads may still write; the kernel closes it after them
+        self._lock = threading.RLock()  # a collection may end a view in the middle of a call
+        self._stops: dict[int, list[int]] = {}  # start -> where each use ends
+        self._set(0, 1, begin=True)
+        self._set(0, 1, begin=False)
+
+    def begin(self, start: int, stop: int) -> None:
+        """These bytes are used, until `end` was called as often. Uses that begin at one place end at one, too."""
+        with self._lock:
+            self._set(start, stop, begin=True)
+            self._stops.setdefault(start, []).append(stop)
+
+    def end(self, start: int) -> None:
+        """One use less of the bytes that begin there."""
+        with self._lock:
+            stops = self._stops[start]
+            stop = stops.pop()
+            if not stops:
+                del self._stops[start]
+                self._set(start, stop, begin=False)
+
+    def _set(self, start: int, stop: int, *, begin: bool) -> None:
+        import fcntl  # Windows has none
+
+        words = _lock_words(fcntl.F_RDLCK if begin else fcntl.F_UNLCK, start, stop)
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, words)
+
+
+#: The kernel's ``struct flock``: kind, from where ``start`` counts, start, length, process (0 for such locks).
+_LOCK_WORDS: Final = struct.Struct("hhqqi4x")
+
+
+def _lock_words(kind: int, start: int, stop: int) -> bytes:
+    return _LOCK_WORDS.pack(kind, os.SEEK_SET, start, stop - start, 0)
 
 
 class _Window:

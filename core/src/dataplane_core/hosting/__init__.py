@@ -5,6 +5,15 @@ over TCP (`Server`), what it serves (`LedgerHost`, `ExtentService`), and a clien
 ledger is in another process use it: shm_store, and those in TransferQueue's controller.
 """
 
+from dataplane_core.hosting.durable import (
+    KeptExtentHost,
+    Owner,
+    has_extents,
+    is_open,
+    lock_folder,
+    open_extents,
+    owner_of,
+)
 from dataplane_core.hosting.extent_host import (
     Allocate,
     Drop,
@@ -16,6 +25,7 @@ from dataplane_core.hosting.extent_host import (
     Found,
     Memory,
     PutWhole,
+    Retain,
     Written,
 )
 from dataplane_core.hosting.extents import ExtentService, ExtentStatistics, Holds, Place, Wanted
@@ -57,18 +67,21 @@ __all__ = [
     "Found",
     "Holds",
     "Host",
+    "KeptExtentHost",
     "KeptExtents",
     "Lanes",
     "Layout",
     "LedgerHost",
     "Memory",
     "Messages",
+    "Owner",
     "Pin",
     "Place",
     "PutWhole",
     "Receiving",
     "Release",
     "Request",
+    "Retain",
     "Sending",
     "Server",
     "Session",
@@ -80,10 +93,15 @@ __all__ = [
     "Written",
     "decode_about",
     "decode_welcome",
+    "has_extents",
+    "is_open",
     "listen_as",
     "listen_at",
     "listen_on",
+    "lock_folder",
     "new_socket_name",
     "new_token",
     "offsets_at",
+    "open_extents",
+    "owner_of",
 ]

@@ -148,6 +148,17 @@ class Drop(Request[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class Retain(Request[None]):
+    """Of the writes that an earlier process left, keeps these rows. See `KeptExtents.retain`.
+
+    Attributes:
+        live: Write id -> positions in the write.
+    """
+
+    live: dict[int, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Memory(Request[ExtentStatistics]):
     """Asks how much memory is used."""
 
@@ -168,7 +179,7 @@ class ExtentHost(Host):
         extents: The extents.
     """
 
-    messages = Messages(Allocate, PutWhole, Written, Fill, Find, Fetch, Drop, Memory)
+    messages = Messages(Allocate, PutWhole, Written, Fill, Find, Fetch, Drop, Retain, Memory)
     _handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any, Any], Any]]] = {}
 
     def __init__(self, extents: ExtentService) -> None:
@@ -211,12 +222,12 @@ class ExtentHost(Host):
             raise InvalidRequestError("a put was begun that had been begun before.")
         offsets = self._extents.allocate(client.holds, request.put, request.writes)
         if offsets is None:
-            size_bytes, arena = sum(each.layout.size_bytes for each in request.writes), self._extents.arena
+            size_bytes, most_bytes = sum(each.layout.size_bytes for each in request.writes), self._extents.most_bytes
             raise CapacityExceededError(
                 f"{size_bytes} bytes with tables do not fit into the arena of this storage unit, of whose "
-                f"{arena.size_bytes} bytes {self._extents.used_bytes} are used, also by cleared samples that are still "
+                f"{most_bytes} bytes {self._extents.used_bytes} are used, also by cleared samples that are still "
                 "read or viewed.",
-                retryable=size_bytes <= arena.size_bytes,
+                retryable=size_bytes <= most_bytes,
             )
         client.puts[request.put] = request.writes
         self._writers.update((each.write_id, (client, request.put)) for each in request.writes)
@@ -253,6 +264,7 @@ class ExtentHost(Host):
 
     def _seal(self, client: _Client, put: int) -> None:
         """A put is written whole."""
+        self._extents.keep(put)
         for each in client.puts.pop(put):
             del self._writers[each.write_id]
         client.fills.pop(put, None)
@@ -325,6 +337,9 @@ class ExtentHost(Host):
         self._late[0].update(each for each in write_ids if not self._extents.holds(each))
         self._extents.drop(request.refs)
 
+    def _retain(self, request: Retain, client: _Client) -> None:
+        self._extents.retain(request.live)
+
     def _memory(self, request: Memory, client: _Client) -> ExtentStatistics:
         return self._extents.statistics()
 
@@ -338,5 +353,6 @@ ExtentHost._handlers = {
     Fetch: ExtentHost._fetch,
     Release: ExtentHost._release,
     Drop: ExtentHost._drop,
+    Retain: ExtentHost._retain,
     Memory: ExtentHost._memory,
 }

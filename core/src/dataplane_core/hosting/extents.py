@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -164,6 +164,9 @@ class ExtentService:
     def keep(self, put: int) -> None:
         """The bytes of a put are there, which is still pinned. What outlives its process notes where they lie."""
 
+    def retain(self, live: Mapping[int, Sequence[int]]) -> None:
+        """Of what an earlier process left, only these positions exist. Here nothing is."""
+
     def stop_writing(self, holds: Holds, put: int) -> None:
         """A put no longer writes."""
         self._unpin_all(holds.writing.pop(put, ()))
@@ -233,7 +236,10 @@ class ExtentService:
         if extent.pins:
             self._doomed[extent] = None
         else:
-            self._extents.free(extent)
+            self._free(extent)
+
+    def _free(self, extent: Extent) -> None:
+        self._extents.free(extent)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -337,4 +343,4 @@ class ExtentService:
             self._least_refused = None
             if not extent.pins and extent in self._doomed:
                 del self._doomed[extent]
-                self._extents.free(extent)
+                self._free(extent)

@@ -5,6 +5,9 @@ ever overwritten: extents do not slide together, and an extent without its dropp
 place is room once the new one is noted. So a process may be killed at any moment. Addresses are plenty for that: the
 file is longer than the extents may be together, and its pages take room only while an extent lies there.
 
+Clients may outlive the process, and still write into an extent that was not noted, or read one whose rows are dropped
+now. They say so in a way that outlives it too (`Uses`): no part of the file is given to others while somebody uses it.
+
 Each extent has a digest. It is made when the service has nothing else to do, or at once if the bytes must be on the
 disk before the put is committed. A service that begins again checks it before the extent is read.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -23,7 +26,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from dataplane_core.errors import CapacityExceededError, CorruptDataError
+from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError
 from dataplane_core.host_memory import Arena, Extent, Extents
 from dataplane_core.hosting.extents import ExtentService, Holds, Payload, Place, Wanted
 from dataplane_core.hosting.layout import Bytes, Layout
@@ -74,7 +77,8 @@ class KeptExtents(ExtentService):
         arena: The memory, of at least `ADDRESSES` times ``most_bytes``.
         most_bytes: The most bytes that all extents may take.
         notes: Keeps where they lie.
-        live: Write id -> the positions of the rows that exist, of the writes whose extents are to come back.
+        live: Write id -> the positions of the rows that exist, of the writes whose extents are to come back. None: all
+            that were noted, until `retain`.
         same_memory: Whether the bytes are those that the process before left in memory. If not, an extent without a
             digest may have lost some, and does not come back.
         sync: Whether a put may be committed only when its bytes are on the disk.
@@ -89,7 +93,7 @@ class KeptExtents(ExtentService):
         arena: Arena,
         most_bytes: int,
         notes: Notes,
-        live: Mapping[int, Sequence[int]],
+        live: Mapping[int, Sequence[int]] | None,
         *,
         same_memory: bool,
         sync: bool = False,
@@ -103,6 +107,7 @@ class KeptExtents(ExtentService):
         self._writes: dict[int, list[int]] = {}  # a put that is under way -> its writes
         self._to_hash: dict[int, None] = {}
         self._to_check: dict[int, bytes] = {}  # write id -> the digest that its bytes must have
+        self._left: list[Extent] = []  # clients of the process before use them; free as soon as they do not
         self._hashing: tuple[int, int, Any] | None = None  # a write, how much of it is hashed, and the state
         self._restore(live, same_memory)
 
@@ -113,24 +118,25 @@ class KeptExtents(ExtentService):
 
     # --- what comes back ----------------------------------------------------------------------------------------------
 
-    def _restore(self, live: Mapping[int, Sequence[int]], same_memory: bool) -> None:
+    def _restore(self, live: Mapping[int, Sequence[int]] | None, same_memory: bool) -> None:
         kept: dict[int, _Kept] = {}
         try:
             for name, value in self._notes.notes.items():
                 if name.startswith(_PREFIX):
                     kept[int(name[len(_PREFIX) :], 16)] = msgspec.msgpack.decode(value, type=_Kept)
-            for write_id in [each for each in kept if not live.get(each)]:
+            for write_id in [each for each in kept if live is not None and not live.get(each)]:
                 del kept[write_id]
                 self._forget_note(write_id)
             in_order = sorted(kept, key=lambda write_id: kept[write_id].offset)
             places = [(kept[write_id].offset, kept[write_id].size_bytes) for write_id in in_order]
             self._extents, extents = Extents.of(self._arena.size_bytes, places)
             for write_id, extent in zip(in_order, extents, strict=True):
-                self._payloads[write_id] = _payload_of(kept[write_id], extent, live[write_id])
+                self._payloads[write_id] = _payload_of(kept[write_id], extent, None if live is None else live[write_id])
         except (ValueError, msgspec.MsgspecError) as error:
             raise CorruptDataError(
                 f"what is noted of the extents contradicts itself: {error}.", hint="Restore a whole copy of the folder."
             ) from error
+        self._restored = set(in_order)
         for write_id in in_order:
             digest = kept[write_id].digest
             if digest is not None:
@@ -142,6 +148,13 @@ class KeptExtents(ExtentService):
         self._has_room[:] = True  # perhaps: the process before did not say
         self._free_spare()
         self._has_room[:] = False
+
+    def retain(self, live: Mapping[int, Sequence[int]]) -> None:
+        """Of the writes that came back, keeps the positions of the rows that exist. Others are dropped."""
+        for write_id in self._restored & self._payloads.keys():
+            for position in set(range(self._payloads[write_id].num_positions)).difference(live.get(write_id, ())):
+                self.drop([(write_id, position)])
+        self._restored.clear()
 
     def _lose(self, write_id: int) -> None:
         """The bytes of a write are not what was put."""
@@ -247,8 +260,12 @@ class KeptExtents(ExtentService):
         self._hashing = None
         wanted = self._to_check.pop(write_id, None)
         if wanted is None:
+            try:
+                self._note(write_id, state.digest())
+            except BackendUnavailableError as error:  # no room on the disk: later
+                _log.warning("a digest is not kept yet: %s", error)
+                return False
             del self._to_hash[write_id]
-            self._note(write_id, state.digest())
         elif state.digest() != wanted:
             self._lose(write_id)
         return True
@@ -259,9 +276,9 @@ class KeptExtents(ExtentService):
             pass
 
     def _remove(self, write_id: int) -> None:
+        self._forget_note(write_id)  # it may fail, and what is noted is never overwritten
         super()._remove(write_id)
         self._end_hashing(write_id)
-        self._forget_note(write_id)
 
     def _end_hashing(self, write_id: int) -> None:
         """The bytes of a write are gone, or its digest is known."""
@@ -275,7 +292,7 @@ class KeptExtents(ExtentService):
     def _allocate(self, size_bytes: int) -> Extent | None:
         if self.used_bytes + size_bytes > self._most_bytes and not self._make_room(size_bytes):
             return None
-        return self._extents.allocate(size_bytes)
+        return self._new_extent(size_bytes)
 
     def _make_room(self, size_bytes: int) -> bool:
         """Copies extents without their dropped rows, those with most first, until all take few enough bytes."""
@@ -292,7 +309,7 @@ class KeptExtents(ExtentService):
         data = self._bytes_of(before).copy()
         squeezed = replace(payload)
         squeezed.squeeze(data)
-        extent = self._extents.allocate(squeezed.layout.size_bytes)
+        extent = self._new_extent(squeezed.layout.size_bytes)
         if extent is None:
             return 0
         squeezed.extent = extent
@@ -303,12 +320,12 @@ class KeptExtents(ExtentService):
             if self._sync:
                 self._arena.sync(extent.offset, extent.offset + extent.size_bytes)
         except OSError:
-            self._extents.free(extent)
+            self._free(extent)
             return 0
         self._payloads[write_id] = squeezed
         self._end_hashing(write_id)
         self._note_kept(write_id, now=True)
-        self._extents.free(before)
+        self._free(before)
         return before.size_bytes - extent.size_bytes
 
     def _give_room(self, extent: Extent) -> None:
@@ -334,18 +351,55 @@ class KeptExtents(ExtentService):
         spare = self._has_room.copy()
         for extent in self._extents.all:
             spare[slice(*_blocks(extent))] = False
-        for start, stop in _runs(np.flatnonzero(spare)):
+        for start, stop in self._unused(_runs(np.flatnonzero(spare))):
             with suppress(OSError):
                 self._arena.give_back(start * _BLOCK, min(stop * _BLOCK, self._arena.size_bytes))
                 self._has_room[start:stop] = False
 
+    # --- clients of the process before --------------------------------------------------------------------------------
 
-def _payload_of(kept: _Kept, extent: Extent, live: Sequence[int]) -> Payload:
-    """What came back of a write: of the rows that lie in its extent, those that exist."""
+    def _unused(self, runs: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Of runs of blocks, those parts in which nobody writes or reads any more."""
+        for start, stop in runs:
+            while start < stop:
+                used = self._arena.used_by_others(start * _BLOCK, stop * _BLOCK)
+                if used is None:
+                    yield start, stop
+                    break
+                if start < used[0] // _BLOCK:
+                    yield start, used[0] // _BLOCK
+                start = -(-used[1] // _BLOCK)
+
+    def _is_used(self, extent: Extent) -> bool:
+        return self._arena.used_by_others(extent.offset, extent.offset + extent.size_bytes) is not None
+
+    def _new_extent(self, size_bytes: int) -> Extent | None:
+        """An extent in which nobody writes or reads any more."""
+        self._free_left()
+        while (extent := self._extents.allocate(size_bytes)) is not None and self._is_used(extent):
+            self._left.append(extent)
+        return extent
+
+    def _free(self, extent: Extent) -> None:
+        if self._is_used(extent):
+            self._left.append(extent)
+        else:
+            self._extents.free(extent)
+
+    def _free_left(self) -> None:
+        """Frees what clients of the process before used when it was to be freed, and use no more."""
+        if self._left:
+            left, self._left = self._left, []
+            for extent in left:
+                self._free(extent)
+
+
+def _payload_of(kept: _Kept, extent: Extent, live: Sequence[int] | None) -> Payload:
+    """What came back of a write: of the rows that lie in its extent, those that exist; all if ``live`` is None."""
     payload = Payload(extent, kept.layout, kept.num_rows, kept.num_rows, kept.num_positions, kept.rows)
     if kept.rows is not None:
         payload.num_live = sum(row >= 0 for row in kept.rows)
-    for position in set(range(kept.num_positions)).difference(live):
+    for position in () if live is None else set(range(kept.num_positions)).difference(live):
         payload.drop(position)
     return payload
 

@@ -357,7 +357,10 @@ class Server:
             reply = self._messages.encode_reply(receiving.finish())
         except Exception as error:  # the client raises it
             reply = self._messages.encode_error(error)
-        self._send(connection, reply)
+        if self._settles:
+            self._replies.append((connection, reply))
+        else:
+            self._send(connection, reply)
 
     def _send_arrays(self, connection: _Connection, sending: Sending) -> None:
         client = connection.client

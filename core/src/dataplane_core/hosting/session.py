@@ -7,6 +7,7 @@ import errno
 import hmac
 import itertools
 import os
+import select
 import socket
 import struct
 import threading
@@ -313,6 +314,17 @@ class Session:
             pin.release()
             raise self._failure("begin", EOFError("the session has ended"))
         return pin
+
+    def check(self, what: str) -> None:
+        """Raises as `call` if the host has ended: pins of this session hold nothing any more."""
+        ended = select.poll()
+        try:
+            ended.register(self._first, select.POLLRDHUP)
+            has_ended = bool(ended.poll(0))
+        except ValueError:  # the session has ended here
+            has_ended = True
+        if has_ended:
+            raise self._failure(what, EOFError("the host has ended"))
 
     def finish(self) -> None:
         """Ends the session as soon as no pin is left, even if something refers to this object, such as a traceback."""

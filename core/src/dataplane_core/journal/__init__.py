@@ -2,12 +2,14 @@
 
 What lives here: the records and their format, a journal that processes of a store share (`Journal`), and one in a
 folder of a single process, which can be started again (`RecordedLedger`). `BlobStore` builds on the first; controllers
-and durable stores on the second. Nothing here imports torch.
+and durable stores on the second. What only keeps notes, as a storage unit does, has a `NotesFile`. Nothing here
+imports torch.
 """
 
+from dataplane_core.journal.file import NotesFile
 from dataplane_core.journal.journal import Journal, LedgerFailedError
 from dataplane_core.journal.recorded_ledger import RecordedLedger, TakenError
 from dataplane_core.journal.records import Record
 from dataplane_core.journal.shortening import Shortener
 
-__all__ = ["Journal", "LedgerFailedError", "Record", "RecordedLedger", "Shortener", "TakenError"]
+__all__ = ["Journal", "LedgerFailedError", "NotesFile", "Record", "RecordedLedger", "Shortener", "TakenError"]

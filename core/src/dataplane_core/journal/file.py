@@ -43,6 +43,10 @@ _VERSION: Final = 2
 #: The length of what follows, and its CRC-32: a damaged length must not make the frames after it look unfinished.
 _LENGTH: Final = struct.Struct(">II")
 _NAME: Final = "journal"
+#: The exit status of a process that may answer nobody any more.
+_EXIT_STATUS: Final = 70
+#: Notes without records are written anew when they take more than this, and twice what was left of them then.
+_NOTES_BYTES: Final = 1 << 20
 _OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or bootstrap the instance again."
 
 
@@ -293,6 +297,14 @@ class JournalFile:
             self._dirty = False
             self._refuse_if_taken()
 
+    def commit_or_end(self) -> None:
+        """As `commit`. If what was done cannot be kept, ends the process: nobody gets an answer."""
+        try:
+            self.commit()
+        except (OSError, BackendUnavailableError) as error:
+            _log.critical("this process may answer nobody any more, and ends: %s", error)
+            os._exit(_EXIT_STATUS)
+
     def close(self) -> None:
         """Closes the file. The journal stays."""
         with self._lock:
@@ -368,6 +380,27 @@ class JournalFile:
                 return
             yield unpack_msgpack(packed), end
             start = end
+
+
+class NotesFile(JournalFile):
+    """Notes without records, which stay short by themselves. One process at a time has them open. Thread-safe.
+
+    Args and raises: as `JournalFile`.
+    """
+
+    def __init__(self, folder: Path, *, sync: bool = True) -> None:
+        super().__init__(folder, sync=sync)
+        self._most_bytes = max(_NOTES_BYTES, 2 * self._end)
+
+    def note(self, name: str, value: bytes | None, call: CallId | None = None, outcome: bytes | None = None) -> None:
+        """As `JournalFile.note`."""
+        super().note(name, value, call, outcome)
+        if self._end > self._most_bytes:
+            try:
+                self.trim(self._next_seq)
+            except OSError as error:  # what is noted is noted
+                _log.warning("the notes in %s could not be shortened, and go on growing: %s", self._root, error)
+            self._most_bytes = max(_NOTES_BYTES, 2 * self._end)
 
 
 def _entry(frame: dict[str, Any]) -> Entry:

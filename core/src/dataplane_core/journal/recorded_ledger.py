@@ -9,9 +9,7 @@ was recorded is not done again: it gets its first answer.
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 import pickle
 import threading
 import time
@@ -23,7 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar, cast
 
-from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
+from dataplane_core.errors import DataPlaneError, OperationTimeoutError
 from dataplane_core.hosting import CallId
 from dataplane_core.journal.file import Entry, JournalFile, TakenError
 from dataplane_core.journal.journal import Journal, LedgerFailedError
@@ -33,12 +31,7 @@ from dataplane_core.ledger import Command, Ref, Reply, commands
 
 __all__ = ["RecordedLedger", "TakenError"]
 
-_log = logging.getLogger(__name__)
-
 _Result = TypeVar("_Result")
-
-#: The exit status of a process that may answer nobody any more.
-_EXIT_STATUS: Final = 70
 
 #: Write ids that the ledger is to number have this bit, since those of puts without payload are small numbers.
 _NUMBERED: Final = 1 << 40
@@ -132,11 +125,7 @@ class RecordedLedger:
 
     def commit_or_end(self) -> None:
         """As `commit`. If what was done cannot be kept, ends the process: nobody gets an answer."""
-        try:
-            self.commit()
-        except (OSError, BackendUnavailableError) as error:
-            _log.critical("this process may answer nobody any more, and ends: %s", error)
-            os._exit(_EXIT_STATUS)
+        self._file.commit_or_end()
 
     # --- state --------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from dataplane_core.backends import (
     stored_columns,
 )
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_core.host_memory import Arena, check_capacity, copy_arrays, memory_limit
+from dataplane_core.host_memory import Arena, Uses, check_capacity, copy_arrays, memory_limit
 from dataplane_core.hosting import Pin, Place, Session
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, Scope, SharedRows, WireColumn, WireFormat
@@ -82,6 +83,7 @@ class ShmBackend(LedgerBackend):
         self._session: Session | None = None
         self._arena: Arena | None = None
         self._read_only: Arena | None = None  # for views
+        self._uses: Uses | None = None  # of a store in a folder
         self._begun: dict[int, list[int]] = {}  # puts that are begun and not committed -> their writes
         self._placed: dict[int, tuple[int, ExtentPlan]] = {}  # write id -> where its extent begins, until it is written
         self._ids_lock = threading.Lock()
@@ -119,6 +121,7 @@ class ShmBackend(LedgerBackend):
         shared = {"capacity_bytes": about.capacity_bytes, "on_full": about.on_full, "sync": about.sync}
         self.config = self.config.model_copy(update=shared)
         self._arena = arena
+        self._uses = Uses(arena.fd) if os.fstat(arena.fd).st_nlink else None
         arena.touch_in_background(0, about.touched_bytes)
         if self.config.views:
             self._read_only = Arena(os.dup(arena.fd), read_only=True)
@@ -244,23 +247,36 @@ class ShmBackend(LedgerBackend):
             return  # it went with the request that began the put
         offset, plan = self._placed.pop(write_id)
         session = self._connected()  # held until the copy ends: the extent is free when the session ends
-        arena = self._memory()
-        copies = plan.copies_into(arena.bytes[offset:])
-        if self.config.sync == "commit":
+        arena, uses, end = self._memory(), self._uses, offset + plan.layout.size_bytes
+        synced = self.config.sync == "commit"
+        if uses is not None:  # the next owner of the folder gives no memory away in which this process still writes
+            uses.begin(offset, end)
+        try:
+            if uses is not None:
+                session.check("put_samples")
             # the disk works while the rest is copied, and this process waits for it, so that the ledger's need not
-            copy_arrays(copies, self.config.copy_threads, copied=arena.begin_sync)
-            arena.sync(offset, offset + plan.layout.size_bytes)
-        else:
-            copy_arrays(copies, self.config.copy_threads)
+            copied = arena.begin_sync if synced else None
+            copy_arrays(plan.copies_into(arena.bytes[offset:]), self.config.copy_threads, copied=copied)
+            if synced:
+                arena.sync(offset, end)
+        finally:
+            if uses is not None:
+                uses.end(offset)
         del session
 
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         assert isinstance(located, _PlacedCells)
         if located.gone:
             raise RefsGoneError(f"{len(located.gone)} rows are gone", refs=located.gone)
-        memory = self._memory().bytes
+        session, memory = self._connected(), self._memory().bytes
         read_only = self._read_only
+        uses = self._uses
         if read_only is not None:
+            if uses is not None:
+                for place in located.places.values():
+                    uses.begin(place.offset, place.offset + place.layout.size_bytes)
+                    weakref.finalize(located.pin, uses.end, place.offset).atexit = False
+                session.check("get_samples")
             memory = read_only.window(0, read_only.size_bytes, owner=located.pin)
         parts = []
         for part in located.parts:
@@ -269,7 +285,11 @@ class ShmBackend(LedgerBackend):
             slots = dict(zip(part.fields, part.slots, strict=True))
             columns = stored_columns(extent, place.layout, place.num_rows, slots, located.specs)
             parts.append(StoredRows(columns, part.positions, part.rows, in_place=read_only is not None))
-        return read_stored(located.specs, parts, num_samples, self.config.copy_threads)
+        try:
+            return read_stored(located.specs, parts, num_samples, self.config.copy_threads)
+        finally:
+            if uses is not None:  # else the next owner of the folder may have given the memory to others meanwhile
+                session.check("get_samples")
 
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
         # the store frees payload by itself; only the conformance kit, which loses payload on purpose, comes here

@@ -93,7 +93,8 @@ def _new_store(config: ShmConfig) -> Iterator[Finding]:
 
 def _durable(folder: Path) -> Iterator[Finding]:
     """What lies in a durable folder, how old it is, and who has it open."""
-    from dataplane_shm._durable import contents_of, is_open, owner_of
+    from dataplane_core.hosting import is_open, owner_of
+    from dataplane_shm._durable import contents_of
 
     owner = owner_of(folder)
     if owner is None:

@@ -63,6 +63,11 @@ class QueueBackend(LedgerBackend, Generic[_Engine]):
         name = options.get("instance", QueueConfig.model_fields["instance"].default)
         return {**options, "instance": f"{name}-{tag}"[:64]}
 
+    @classmethod
+    def outlives_owner(cls, config: Any) -> bool:
+        """With ``durable``."""
+        return getattr(config, "durable", None) is not None
+
     def attach_options(self) -> dict[str, Any]:
         """Options with which any process of the cluster attaches to this client's instance."""
         return {"instance": self.config.instance, "ray_address": self._connected().ray_address}
@@ -142,6 +147,10 @@ class TQSimpleBackend(QueueBackend["Engine"]):
     wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True, narrow=True)
     Config = TQSimpleConfig
     capabilities = QueueBackend.capabilities | {Capability.UNITS}
+    why_not_declared: ClassVar[Mapping[str, str]] = {
+        **QueueBackend.why_not_declared,
+        Capability.DURABLE: "the payload is in memory, unless the option `durable` is set",
+    }
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -1,6 +1,8 @@
 """The book of the storage units, in the controller's process: which unit has which rows, and which units take new ones.
 
-A unit that is started again has lost its rows, so rows belong to a *life* of a unit, from one start to its end. A
+A unit that is started again has lost its rows, so rows belong to a *life* of a unit, from one start to its end. If it
+keeps its rows in a folder, its life goes on in the next process that finds them there: after a while in which nobody
+serves them, at another address, perhaps under the name of another unit. A
 *spread* is a list of lives over which the rows of a put are dealt out. The number of its spread is part of the id of a
 write, so the id says where each row is. Spreads never change. When a unit ends or comes, later puts get other spreads.
 """
@@ -51,6 +53,7 @@ class Started(NamedTuple):
         socket: The name of the Unix socket where it serves them.
         secret: What clients show there.
         size_bytes: The size of its memory.
+        kept: Whether its rows outlive its process: then the token is that of the place where they lie.
     """
 
     token: str
@@ -61,6 +64,7 @@ class Started(NamedTuple):
     socket: str = ""
     secret: bytes = b""
     size_bytes: int = 0
+    kept: bool = False
 
 
 class Life(NamedTuple):
@@ -68,12 +72,14 @@ class Life(NamedTuple):
 
     Attributes:
         unit: The unit.
-        alive: Whether its rows can be read.
+        alive: Whether its rows exist.
+        served: Whether a process serves them. If not, one is started that does.
         ip, data_port, socket, secret: See `Started`.
     """
 
     unit: str
     alive: bool
+    served: bool
     ip: str
     data_port: int
     socket: str
@@ -159,6 +165,7 @@ class _Held:
     unit: _Unit
     started: Started
     alive: bool = True
+    served: bool = True
     num_rows: int = 0
     size_bytes: int = 0
 
@@ -225,10 +232,18 @@ class UnitBook:
         """What the names of actors begin with, and the units with which the instance starts: names, actors, answers."""
         with self.lock:
             self._actor_prefix = actor_prefix
-            for name, actor, started in units:
-                self._units[name] = unit = _Unit(name, actor)
-                self._start(unit, started)
+            for unit in self._units.values():  # of processes before these
+                unit.life, unit.state = None, "removed"
+            self._units = {name: _Unit(name, actor) for name, actor, _ in units}
+            for name, _, started in units:
+                self._start(self._units[name], started)
+            for held in self._lives.values():
+                if held.unit.state == "removed":
+                    held.alive = False
+                    self._units.setdefault(held.unit.name, held.unit)
+            self._current = {each: number for each, number in self._current.items() if self._is_alive(each)}
             self._next_unit = len(units)
+            self._forget()
 
     def new_unit(self) -> tuple[str, str] | None:
         """The name and actor of a unit that is to be created now, or None."""
@@ -241,23 +256,51 @@ class UnitBook:
             return None
 
     def started(self, name: str, started: Started) -> None:
-        """A unit runs. An earlier life of it has ended. Ignores a life that is known, and a unit that was removed."""
+        """A unit runs. An earlier life of it has ended, if this is another one. Ignores what is known, and a unit that
+        was removed."""
         with self.lock:
             unit = self._units.get(name)
-            if unit is None or unit.state in ("draining", "removed"):
+            if unit is None or unit.state == "removed" or (unit.state == "draining" and unit.life is None):
                 return
             if unit.life is not None:
-                if self._lives[unit.life].started.token == started.token:
+                held = self._lives[unit.life]
+                if held.started == started and held.served:
                     return
-                self._end(unit)
+                if held.started.token != started.token:
+                    self._end(unit)
+                    if unit.state == "draining":
+                        return
             self._start(unit, started)
 
-    def ended(self, name: str, token: str) -> None:
-        """A life of a unit has ended. A unit that was draining is not started again."""
+    def ended(self, name: str, started: Started) -> None:
+        """The process of a unit has ended, and with it its life, unless its rows are kept. A unit that was draining is
+        started again only for rows that are kept."""
         with self.lock:
             unit = self._units.get(name)
-            if unit is not None and unit.life is not None and self._lives[unit.life].started.token == token:
+            if unit is None or unit.life is None or self._lives[unit.life].started != started:
+                return
+            if not started.kept:
                 self._end(unit)
+                return
+            self._lives[unit.life].served = False
+            if unit.state == "serving":
+                unit.state = "starting"
+            self._changes()
+
+    def rows_of(self, name: str) -> dict[int, list[int]]:
+        """Of the life of a unit, the rows that are not collected: write id -> positions there."""
+        with self.lock:
+            unit = self._units.get(name)
+            found: dict[int, list[int]] = {}
+            for write_id, stored in self._stored.items():
+                spread = self._spreads[write_id >> SPREAD_BITS]
+                if unit is None or unit.life not in spread.lives:
+                    continue
+                left = [position for position, is_left in enumerate(stored.left) if is_left]
+                mine = spread.split(write_id, left).get(unit.life, ())
+                if mine:
+                    found[write_id] = [position for _, position in mine]
+            return found
 
     def failed(self, name: str, why: str) -> None:
         """A unit ended for good, or could not be created."""
@@ -273,14 +316,17 @@ class UnitBook:
             return [
                 (unit.name, unit.actor, self._lives[unit.life].started)
                 for unit in self._units.values()
-                if unit.life is not None
+                if unit.life is not None and self._lives[unit.life].served
             ]
 
     def waiting(self) -> list[tuple[str, str]]:
-        """The units that were created, have no life and should get one: names and actors."""
+        """The units that were created and should run, but are not known to: names and actors."""
         with self.lock:
             return [
-                (each.name, each.actor) for each in self._units.values() if each.created and each.state == "starting"
+                (each.name, each.actor)
+                for each in self._units.values()
+                if (each.created and each.state == "starting")
+                or (each.life is not None and not self._lives[each.life].served)
             ]
 
     def removed(self, garbage: Callable[[], Iterable[Ref]]) -> list[str]:
@@ -427,6 +473,7 @@ class UnitBook:
                 number: Life(
                     held.unit.name,
                     held.alive,
+                    held.served,
                     held.started.ip,
                     held.started.data_port,
                     held.started.socket,
@@ -505,7 +552,10 @@ class UnitBook:
                 (each.name, each.actor, each.life, each.state, each.created, each.num_starts)
                 for each in self._units.values()
             ]
-            lives = {number: (held.unit.name, tuple(held.started), held.alive) for number, held in self._lives.items()}
+            lives = {
+                number: (held.unit.name, tuple(held.started), held.alive, held.served)
+                for number, held in self._lives.items()
+            }
             after = (self._actor_prefix, self._next_unit, self._next_life, self._version)
             return pickle.dumps({"units": units, "lives": lives, "next": after, "failures": self._failures})
 
@@ -545,16 +595,16 @@ class UnitBook:
             self._actor_prefix, self._next_unit, self._next_life, self._version = packed["next"]
             self._failures = packed["failures"]
             self._units = {each[0]: _Unit(*each) for each in packed["units"]}
-            for number, (name, started, alive) in packed["lives"].items():
+            for number, (name, started, alive, served) in packed["lives"].items():
                 unit = self._units.get(name) or _Unit(name, "", state="removed")
-                self._lives[number] = _Held(unit, Started(*started), alive)
+                self._lives[number] = _Held(unit, Started(*started), alive, served)
             self._next_spread, version = pickle.loads(notes[_NEXT_SPREAD_NOTE])
             self._version = max(self._version, version) + 1
             for name, note in notes.items():
                 if name.startswith(_SPREAD_NOTE):
                     number = int(name.removeprefix(_SPREAD_NOTE))
                     spread = self._spreads[number] = Spread(*pickle.loads(note))
-                    if all(self._lives[life].alive for life in spread.lives):
+                    if self._is_alive(spread):
                         self._current[spread] = number
             self._next_number = next_number
             for write_id, (row_bytes, positions) in payload.items():
@@ -603,11 +653,18 @@ class UnitBook:
         self.changed.set()
 
     def _start(self, unit: _Unit, started: Started) -> None:
-        self._lives[self._next_life] = _Held(unit, started)
-        unit.life = self._next_life
-        unit.state = "serving"
+        known = (number for number, held in self._lives.items() if held.started.token == started.token)
+        number = next(known, None) if started.kept else None
+        if number is None:
+            number, self._next_life = self._next_life, self._next_life + 1
+            self._lives[number] = _Held(unit, started)
+        else:
+            held = self._lives[number]
+            held.unit, held.started, held.alive, held.served = unit, started, True, True
+        unit.life = number
+        if unit.state != "draining":
+            unit.state = "serving"
         unit.num_starts += 1
-        self._next_life += 1
         self._changes()
 
     def _end(self, unit: _Unit) -> None:
@@ -626,6 +683,9 @@ class UnitBook:
         self._failures = [*self._failures[-9:], f"{unit.name}: {why}"]
         self._end(unit)
         unit.state = "removed"
+
+    def _is_alive(self, spread: Spread) -> bool:
+        return all(self._lives[life].alive for life in spread.lives)
 
     def _life(self, write_id: int, position: int) -> int | None:
         spread = self._spreads.get(write_id >> SPREAD_BITS)

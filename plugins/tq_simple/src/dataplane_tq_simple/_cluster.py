@@ -47,6 +47,7 @@ from dataplane_tq_simple._actors import (
 )
 from dataplane_tq_simple._controller import Controller, Line
 from dataplane_tq_simple._errors import LineBrokenError
+from dataplane_tq_simple._kept import JOURNAL, folder_of
 from dataplane_tq_simple._ray_calls import end_within
 from dataplane_tq_simple.addresses import check_address
 from dataplane_tq_simple.config import QueueConfig
@@ -87,6 +88,18 @@ class Peer(NamedTuple):
     port: int
 
 
+class Home(NamedTuple):
+    """Where a unit starts.
+
+    Attributes:
+        node: The id of its node.
+        place: The name of the place where it keeps its rows, or None.
+    """
+
+    node: str
+    place: str | None = None
+
+
 class Instance(ABC):
     """The actors of one instance, as seen from this process.
 
@@ -123,6 +136,22 @@ class Instance(ABC):
     def _unit_arguments(cls, config: Any) -> Mapping[str, Any]:
         """Keyword arguments of its constructor."""
 
+    @classmethod
+    def _outlives(cls, config: Any) -> str | None:
+        """The folder in which the instance outlives its processes, if it does."""
+        return getattr(config, "durable", None)
+
+    @classmethod
+    def _homes_of_units(cls, config: Any, identity: str | None, deadline: float) -> list[Home]:
+        """Where the units start."""
+        nodes = nodes_for_units()
+        return [Home(nodes[index % len(nodes)]) for index in range(config.num_storage_units)]
+
+    @classmethod
+    def _arguments_at(cls, config: Any, place: str | None, identity: str | None) -> Mapping[str, Any]:
+        """Further arguments of a unit."""
+        return {}
+
     def _prepare(self, answers: Sequence[Any], deadline: float) -> None:  # noqa: B027  (most units need nothing)
         """Called by the bootstrapping process when the actors run, with the units' answers."""
 
@@ -147,27 +176,42 @@ class Instance(ABC):
         cls._refuse_if_running_or_broken(config, deadline)
         common = {"namespace": NAMESPACE, "runtime_env": _actor_env()}
         handles: dict[str, Any] = {}
-        # a journal of this instance alone: its units hold nothing of an earlier one
-        journal = None if config.journal is None else Path(config.journal, f"{config.instance}-{new_id()}")
+        durable = cls._outlives(config)
+        journal = _journal_of(config, durable)
         try:
             name = cls.controller_name(config)
             controller = ray.remote(Controller).options(
-                name=name, num_cpus=config.controller_num_cpus, max_restarts=-1 if journal else 0, **common
+                name=name,
+                num_cpus=config.controller_num_cpus,
+                max_restarts=-1 if journal else 0,
+                # where its journal is
+                scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+                if durable is not None and config.journal == durable
+                else None,
+                **common,
             )
             create = functools.partial(
                 controller.remote,
                 places=cls.keeps_units,
                 journal=journal,
                 capacity_bytes=config.capacity_bytes,
-                sync=config.journal_sync,
+                sync=config.journal_sync if durable is None else config.sync == "commit",
+                durable=durable is not None,
             )
             handles[name] = _create(config, name, create, deadline)
-            nodes = nodes_for_units()
-            for index in range(config.num_storage_units):
-                name = f"{cls.unit_prefix(config)}unit-{index}"
-                create = functools.partial(cls.create_unit, config, name, nodes[index % len(nodes)])
-                handles[name] = _create(config, name, create, deadline)
-            line, *answers = cls._wait_for_start(config, handles, deadline)
+            opened = handles[name].open.remote()
+            identity = None
+            if durable is not None:  # no unit of a folder starts before this instance has its journal
+                cls._wait_for_start(config, {name: opened}, deadline)
+                identity = get_within(handles[name].identity.remote(), "ask the controller who it is", deadline)
+            for index, home in enumerate(cls._homes_of_units(config, identity, deadline)):
+                unit = f"{cls.unit_prefix(config)}unit-{index}"
+                create = functools.partial(
+                    cls.create_unit, config, unit, home.node, place=home.place, identity=identity
+                )
+                handles[unit] = _create(config, unit, create, deadline)
+            refs = {each: handle.describe.remote() for each, handle in handles.items() if each != name}
+            line, *answers = cls._wait_for_start(config, {name: opened, **refs}, deadline)
             controller, *unit_names = handles
             units = [
                 Peer(f"storage unit-{index}", actor, answer.ip, answer.port)
@@ -177,7 +221,7 @@ class Instance(ABC):
             for what, ip in [("controller", line[0]), *((each.name, each.ip) for each in units)]:
                 check_address(ip, num_nodes=num_nodes, of=f"the address of the {what}")
             instance = cls(config, units, handles)
-            instance._journal = journal
+            instance._journal = journal if durable is None else None
             instance._prepare(answers, deadline)
             if cls.keeps_units:
                 kept = [(name.rpartition("/")[2], name, each) for name, each in zip(unit_names, answers, strict=True)]
@@ -185,7 +229,7 @@ class Instance(ABC):
                 get_within(watching, "have the controller watch the storage units", deadline)
         except BaseException as error:
             _kill(handles)
-            _delete(journal)
+            _delete(journal if durable is None else None)
             if isinstance(error, DataPlaneError) or not isinstance(error, Exception):
                 raise
             message = f"starting instance {config.instance!r} failed: {type(error).__name__}: {error}"
@@ -198,17 +242,28 @@ class Instance(ABC):
         return f"{cls.controller_name(config)}/"
 
     @classmethod
-    def create_unit(cls, config: Any, name: str, node: str, *, added: bool = False) -> Any:
+    def create_unit(
+        cls,
+        config: Any,
+        name: str,
+        node: str,
+        *,
+        place: str | None = None,
+        identity: str | None = None,
+        added: bool = False,
+    ) -> Any:
         """Creates the actor of a storage unit. Its creator owns it.
 
         Args:
             config: The options of the instance.
             name: The name of the actor.
             node: The id of the node for it. A unit that reserves CPUs, or is started again, may get another one.
+            place: See `Home`.
+            identity: Identifies the instance, if it outlives its processes.
             added: Whether the controller creates it. If that keeps a journal, nobody owns the unit: it outlives the
                 controller's process, and ends when the controller has ended for good.
         """
-        arguments = dict(cls._unit_arguments(config))
+        arguments = {**cls._unit_arguments(config), **cls._arguments_at(config, place, identity)}
         detached = added and config.journal is not None
         if detached:
             arguments["follows"] = (cls.controller_name(config), ray.get_runtime_context().get_actor_id())
@@ -246,11 +301,8 @@ class Instance(ABC):
             time.sleep(0.1)
 
     @classmethod
-    def _wait_for_start(cls, config: QueueConfig, handles: dict[str, Any], deadline: float) -> list[Any]:
-        """Waits for the controller and the units. Returns where the controller answers, and what the units say."""
-        controller, *units = handles.items()
-        refs = {controller[0]: controller[1].open.remote()}
-        refs |= {name: handle.describe.remote() for name, handle in units}
+    def _wait_for_start(cls, config: QueueConfig, refs: dict[str, Any], deadline: float) -> list[Any]:
+        """Waits for what actors say when they run. Returns it."""
         started, waiting = ray.wait(
             list(refs.values()), num_returns=len(refs), timeout=max(0.0, deadline - time.monotonic())
         )
@@ -458,6 +510,16 @@ class ControllerWatch:
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _journal_of(config: QueueConfig, durable: str | None) -> Path | None:
+    """The folder of the journal of an instance that is bootstrapped."""
+    if config.journal is None:
+        return None
+    if durable is not None:
+        return folder_of(config.journal, config.instance) / JOURNAL
+    # of this instance alone: its units hold nothing of an earlier one
+    return Path(config.journal, f"{config.instance}-{new_id()}")
 
 
 def _delete(journal: Path | None) -> None:

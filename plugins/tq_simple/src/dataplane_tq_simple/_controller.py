@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import ray
 
 from dataplane_core.hosting import Server, listen_on, new_token
+from dataplane_core.spec import new_id
 from dataplane_tq_simple import _privates
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost, make_ledger
@@ -32,6 +33,8 @@ Line: TypeAlias = tuple[str, int, bytes]
 #: The notes of the journal: what attaching clients are told, and what a keeper of units needs.
 _DESCRIPTION_NOTE = "description"
 _KEEPER_NOTE = "keeper"
+#: What the places of units are marked with.
+_IDENTITY_NOTE = "identity"
 
 
 class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no types
@@ -41,17 +44,20 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
 
     Args:
         places: Whether the controller places rows on the storage units of its book.
-        journal, capacity_bytes, sync: See `make_ledger`.
+        journal, capacity_bytes, sync, durable: See `make_ledger`.
     """
 
     _keeps: bytes | None = None  # the class and the options of the instance, packed
     _host: ControllerHost
 
-    def __init__(self, *, places: bool, journal: Path | None, capacity_bytes: int | None, sync: bool) -> None:
+    def __init__(
+        self, *, places: bool, journal: Path | None, capacity_bytes: int | None, sync: bool, durable: bool = False
+    ) -> None:
         # not super(): Ray makes other classes of this one, which super() refuses
         _privates.ControllerClass.__init__(self)
         self._places = places
-        self._make_ledger = functools.partial(make_ledger, journal, capacity_bytes, sync)
+        self._make_ledger = functools.partial(make_ledger, journal, capacity_bytes, sync, durable=durable)
+        self._durable = durable
         if journal is not None and _was_started_before():
             self.open(must_exist=True)
             self._come_back()
@@ -74,6 +80,14 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
         if self._keeps is not None:
             self._make_keeper().come_back()
 
+    def identity(self) -> str:
+        """Identifies this instance, also in the processes that go on with it."""
+        found = self._host.noted(_IDENTITY_NOTE)
+        if found is None:
+            found = new_id().encode()
+            self._host.note(_IDENTITY_NOTE, found)
+        return found.decode()
+
     def line(self) -> Line:
         """Where this process answers calls."""
         return self._line
@@ -93,8 +107,9 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
     def _make_keeper(self) -> Keeper:
         assert self._keeps is not None
         instance, config = pickle.loads(self._keeps)
-        create = functools.partial(instance.create_unit, config, added=True)
-        return Keeper(self._host, instance.unit_prefix(config), create)
+        identity = self.identity() if self._durable else None
+        create = functools.partial(instance.create_unit, config, identity=identity, added=True)
+        return Keeper(self._host, instance.unit_prefix(config), create, discards=self._durable)
 
 
 def _was_started_before() -> bool:

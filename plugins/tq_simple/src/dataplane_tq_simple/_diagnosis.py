@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from typing import Final
@@ -26,7 +27,11 @@ def diagnose(config: QueueConfig, deadline: float, find_name: Callable[[], str])
     yield from packages
     if any(finding.level is Level.ERROR for finding in packages):
         return
-    yield _journal(config)
+    durable = getattr(config, "durable", None)
+    if durable is not None:
+        yield _durable(durable, config)
+    if durable is None or config.journal != durable:
+        yield _journal(config)
     address = config.ray_address or os.environ.get("RAY_ADDRESS")
     if address is None:
         yield from _owners(config, find_name())
@@ -90,6 +95,28 @@ def _journal(config: QueueConfig) -> Finding:
         f"The controller keeps a journal in {folder}, and answers {when}. If it dies, Ray starts it again on any node: "
         "all of them must see this folder."
     )
+
+
+def _durable(folder: str, config: QueueConfig) -> Finding:
+    """What lies in the durable folder of this node, and who has its journal open."""
+    from dataplane_core.hosting import is_open, owner_of
+    from dataplane_tq_simple._kept import folder_of, places_in, units_of
+
+    of_instance = folder_of(folder, config.instance)
+    if not of_instance.is_dir():
+        return Finding.ok(
+            f"There is no folder {of_instance} on this node yet. An instance that is bootstrapped begins it."
+        )
+    count = len(places_in(units_of(folder, config.instance)))
+    what = f"The folder {of_instance} of this node has rows of {count} storage unit{'s' * (count != 1)}"
+    owner = owner_of(of_instance)
+    if owner is None:
+        return Finding.ok(f"{what}, and no journal: that is on another node.")
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.since))
+    who = f"process {owner.pid} of host {owner.host}, since {since}"
+    if is_open(of_instance):
+        return Finding.ok(f"{what}. Its journal is open in {who}.")
+    return Finding.ok(f"{what}. Its journal is open in no process. It was last in {who}.")
 
 
 def _owners(config: QueueConfig, name: str) -> Iterator[Finding]:

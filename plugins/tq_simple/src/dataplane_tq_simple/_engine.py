@@ -189,14 +189,17 @@ class Engine(QueueEngine):
         while True:
             reads = self._reads(located, deadline)
             try:
-                parts = self._get(reads, located, deadline)
+                parts, units = self._get(reads, located, deadline)
+                try:
+                    return read_stored(located.specs, parts, num_samples, self.own.copy_threads)
+                finally:
+                    for unit in units:
+                        unit.check("get_samples")
             except UnitsGoneError:  # the book knows soon which of them has ended
                 if time.monotonic() + PATIENCE_S >= deadline:
                     raise
                 time.sleep(PATIENCE_S)
                 self._places.refresh(deadline)
-                continue
-            return read_stored(located.specs, parts, num_samples, self.own.copy_threads)
 
     def delete(self, refs: Sequence[Ref], deadline: float) -> None:
         """Deletes rows, and frees their memory. Ignores rows that do not exist.
@@ -243,8 +246,12 @@ class Engine(QueueEngine):
             raise RefsGoneError(f"the storage units of {len(gone)} rows ended.", refs=gone)
         return reads
 
-    def _get(self, reads: Mapping[int, list[ExtentRead]], located: Located, deadline: float) -> list[StoredRows]:
+    def _get(
+        self, reads: Mapping[int, list[ExtentRead]], located: Located, deadline: float
+    ) -> tuple[list[StoredRows], list[ExtentClient]]:
+        """Where rows are, and the units that keep them there."""
         parts: list[StoredRows] = []
+        units: list[ExtentClient] = []
 
         def get(number: int, unit: ExtentClient, some: list[ExtentRead]) -> None:
             try:
@@ -252,10 +259,11 @@ class Engine(QueueEngine):
             except RefsGoneError as error:
                 refs = self._refs_of(located, number, error.refs, deadline)
                 raise RefsGoneError(error.message, refs=refs) from error
+            units.append(unit)
             self._count(unit, sum(len(read.rows) for read in some))
 
         self._each(reads, get, deadline)
-        return parts
+        return parts, units
 
     def _count(self, unit: ExtentClient, num_rows: int) -> None:
         with self._units_lock:
@@ -311,6 +319,8 @@ class Engine(QueueEngine):
         life = self._places.life(number)
         if life is None:
             raise UnitsGoneError("a storage unit ended. What it held is lost.")
+        if not life.served:
+            raise UnitsGoneError(f"storage {life.unit} is being started again, and brings its rows back.")
         new = self._connect(number, life, deadline)
         with self._units_lock:
             unit = new if self._closed else self._units.setdefault(number, new)
@@ -321,7 +331,7 @@ class Engine(QueueEngine):
     def _connect(self, number: int, life: Life, deadline: float) -> ExtentClient:
         def watch() -> UnitWatch:
             ends = getattr(self._current, "ends", threading.Event())
-            return UnitWatch(self._places, number, lambda: ControllerWatch(self._instance), ends.is_set)
+            return UnitWatch(self._places, number, life, lambda: ControllerWatch(self._instance), ends.is_set)
 
         if self.own.share_memory:
             unix = _UnixUnit(life.socket, token=life.secret, unit=life.unit)

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_core.hosting import CallId, Client, LedgerHost
+from dataplane_core.hosting import CallId, Client, LedgerHost, lock_folder
 from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_tq_simple._book import UNITS_NOTE, UnitBook, View
 from dataplane_tq_simple._errors import UnitsGoneError
+from dataplane_tq_simple._kept import ENDING_S
 from dataplane_tq_simple._messages import MESSAGES, AddUnits, BeginNear, Ping, RemoveUnit, UnitRecords, ViewUnits
 
 _logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ _OF_THE_BOOK: Final = (ViewUnits, UnitRecords, AddUnits, RemoveUnit)
 
 
 def make_ledger(
-    journal: Path | None, capacity_bytes: int | None, sync: bool, *, must_exist: bool = False
+    journal: Path | None, capacity_bytes: int | None, sync: bool, *, durable: bool = False, must_exist: bool = False
 ) -> LedgerService | RecordedLedger:
     """The ledger of an instance.
 
@@ -36,14 +37,19 @@ def make_ledger(
         journal: The folder of its journal; the folder that this is in must exist. None: it keeps none.
         capacity_bytes: As for `LedgerService`.
         sync: See `RecordedLedger`.
+        durable: Whether the journal outlives the instance: who bootstraps it again goes on with it. The folder that it
+            is in is made, and is this process's alone.
         must_exist: Whether there must be a journal: the controller was started again.
 
     Raises:
+        AlreadyRunningError: Another process has the folder.
         BackendUnavailableError: The folder cannot be used.
         CorruptDataError: The journal is damaged.
     """
     if journal is None:
         return LedgerService(capacity_bytes)
+    if durable:
+        return _durable_ledger(journal, capacity_bytes, sync, must_exist)
     if not must_exist and not journal.parent.is_dir():
         raise BackendUnavailableError(
             f"there is no folder {journal.parent} on the node of the controller, {os.uname().nodename}.",
@@ -51,6 +57,20 @@ def make_ledger(
             hint="Set `journal` to a folder that all nodes of the Ray cluster share, and make it first.",
         )
     return RecordedLedger(journal, capacity_bytes, sync=sync, must_exist=must_exist)
+
+
+def _durable_ledger(journal: Path, capacity_bytes: int | None, sync: bool, must_exist: bool) -> RecordedLedger:
+    try:
+        lock_folder(journal.parent, journal.name, ENDING_S)  # until this process ends
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"the folder {journal.parent} cannot be used: {error}.", retryable=False
+        ) from error
+    ledger = RecordedLedger(journal, capacity_bytes, sync=sync, must_exist=must_exist)
+    if not must_exist:  # the clients of the instance before are gone
+        ledger.end_holds()
+        ledger.commit()
+    return ledger
 
 
 class ControllerHost(LedgerHost):

@@ -38,6 +38,8 @@ _IDLE_S: Final = 0.5
 _ASK_S: Final = 0.2
 #: Seconds that a try to reach a unit may take.
 _REACH_S: Final = 0.5
+#: Seconds that a unit may take to delete what it keeps.
+_DISCARD_S: Final = 5.0
 #: A node that is lost without a word is noticed after about so many milliseconds.
 _HEARTBEAT_MS: Final = 15_000
 
@@ -68,12 +70,14 @@ class Keeper:
         host: Has the book, and knows which rows are garbage.
         prefix: What the actor names of the units start with.
         create: Creates the actor of a unit, by its name and the id of its node. Its creator owns it.
+        discards: Whether units that are removed delete what they keep.
     """
 
-    def __init__(self, host: ControllerHost, prefix: str, create: Callable[[str, str], Any]) -> None:
+    def __init__(self, host: ControllerHost, prefix: str, create: Callable[[str, str], Any], *, discards: bool) -> None:
         self._host = host
         self._prefix = prefix
         self._create_unit = create
+        self._discards = discards
         self._book = host.book
         self._context = zmq.Context()
         self._ears: dict[str, _Ear] = {}
@@ -84,6 +88,7 @@ class Keeper:
         """Takes over the units that run, and starts the thread."""
         self._handles = {actor: lookup(actor) for _, actor, _ in units}
         self._book.begin(self._prefix, units)
+        self._retain([(name, self._handles[actor], started) for name, actor, started in units])
         self._start()
 
     def come_back(self) -> None:
@@ -95,6 +100,8 @@ class Keeper:
         self._handles = {actor: handle for actor, handle in running.items() if actor in mine}
         for actor in running.keys() - mine:  # the controller died while it created or ended this one
             ray.kill(running[actor], no_restart=True)
+        # the controller may have died before it told one that had come back
+        self._retain([(name, self._handles[actor], started) for name, actor, started in self._book.live()])
         self._start()
 
     def _start(self) -> None:
@@ -131,7 +138,7 @@ class Keeper:
         """Connects to new lives, and hangs up on ended ones."""
         live = {name: (actor, started) for name, actor, started in self._book.live()}
         for name, ear in list(self._ears.items()):
-            if name not in live or live[name][1].token != ear.started.token:
+            if name not in live or live[name][1] != ear.started:
                 ear.socket.disable_monitor()
                 ear.monitor.close(linger=0)
                 ear.socket.close(linger=0)
@@ -153,7 +160,7 @@ class Keeper:
                 continue
             if refuses(ear.started.ip, ear.started.port, _REACH_S):  # else only Ray can tell
                 ear.suspect = False
-                self._book.ended(name, ear.started.token)
+                self._book.ended(name, ear.started)
             self._asked.setdefault(name, _Asked())
 
     def _ask(self) -> None:
@@ -172,9 +179,9 @@ class Keeper:
             elif ray.wait([asked.ref], timeout=0)[0]:
                 ref, asked.ref = asked.ref, None
                 asked.ask_at = now + _ASK_S
-                self._hear(name, ref)
+                self._hear(name, self._handles[actors[name]], ref)
 
-    def _hear(self, name: str, ref: Any) -> None:
+    def _hear(self, name: str, handle: Any, ref: Any) -> None:
         """What the actor of a unit answered, or Ray in its place."""
         try:
             started: Started = ray.get(ref, timeout=0)
@@ -186,9 +193,17 @@ class Keeper:
             return  # says nothing about the actor
         else:
             ear = self._ears.get(name)
-            if ear is not None and ear.started.token == started.token:
+            if ear is not None and ear.started == started:
                 ear.suspect = False
             self._book.started(name, started)
+            if ear is None or ear.started != started:
+                self._retain([(name, handle, started)])
+
+    def _retain(self, units: list[tuple[str, Any, Started]]) -> None:
+        """Tells units that keep rows which of those that an earlier process left there exist. They serve already."""
+        for name, handle, started in units:
+            if started.kept:
+                handle.retain.remote(self._book.rows_of(name))
 
     def _create(self) -> None:
         """Creates the units that were asked for, on the nodes with the fewest units."""
@@ -207,4 +222,6 @@ class Keeper:
         for actor in self._host.end_removed():
             handle = self._handles.pop(actor, None)
             if handle is not None:  # it may have been removed before it was created
+                if self._discards:
+                    ray.wait([handle.discard.remote()], timeout=_DISCARD_S)
                 ray.kill(handle, no_restart=True)

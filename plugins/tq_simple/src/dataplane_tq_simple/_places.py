@@ -25,7 +25,7 @@ class Places:
 
     Args:
         ask: Asks the controller for a newer view than that of a version, by a deadline.
-        forget: Called with the numbers of lives that have ended.
+        forget: Called with the numbers of lives whose processes have ended.
     """
 
     def __init__(self, ask: Callable[[int, float], View | None], forget: Callable[[list[int]], None]) -> None:
@@ -42,11 +42,8 @@ class Places:
         with self._lock:
             if view.version <= self._view.version:
                 return
-            ended = [
-                number
-                for number, life in self._view.lives.items()
-                if life.alive and not (number in view.lives and view.lives[number].alive)
-            ]
+            # also those that are elsewhere now, or nowhere yet
+            ended = [number for number, life in self._view.lives.items() if life != view.lives.get(number)]
             self._view = view
         self._forget(ended)
 
@@ -63,8 +60,8 @@ class Places:
         return life if life is not None and life.alive else None
 
     def living(self) -> dict[str, int]:
-        """The units that have not ended, as far as this client knows: name -> number of the life."""
-        return {life.unit: number for number, life in self._view.lives.items() if life.alive}
+        """The units that run, as far as this client knows: name -> number of the life."""
+        return {life.unit: number for number, life in self._view.lives.items() if life.alive and life.served}
 
 
 class UnitWatch:
@@ -72,16 +69,22 @@ class UnitWatch:
 
     Args:
         places: Gets the answers.
-        number: The life of the unit.
+        number, life: The life of the unit, as it was when the call began.
         watch_controller: Makes a watch of the controller, which is used if that does not answer.
         is_cancelled: Whether the call is to end: another one of the same operation failed, or was interrupted.
     """
 
     def __init__(
-        self, places: Places, number: int, watch_controller: Callable[[], Watch], is_cancelled: Callable[[], bool]
+        self,
+        places: Places,
+        number: int,
+        life: Life,
+        watch_controller: Callable[[], Watch],
+        is_cancelled: Callable[[], bool],
     ) -> None:
         self._places = places
         self._number = number
+        self._life = life
         self._watch_controller = watch_controller
         self._is_cancelled = is_cancelled
         self._watch: Watch | None = None
@@ -109,8 +112,8 @@ class UnitWatch:
         self._refuse_ended()
 
     def _refuse_ended(self) -> None:
-        if self._places.life(self._number) is None:
-            raise UnitsGoneError("a storage unit ended. What it held is lost.")
+        if self._places.life(self._number) != self._life:
+            raise UnitsGoneError("a storage unit ended.")
 
     def describe(self) -> str:
         """What is known, as a sentence."""

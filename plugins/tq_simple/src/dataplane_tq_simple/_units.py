@@ -5,25 +5,47 @@ Importing this module imports Ray and TransferQueue.
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 from dataplane_core.host_memory import Arena, arena_bytes_for, memory_limit
-from dataplane_core.hosting import ExtentHost, ExtentService, Server, listen_as, listen_on, new_socket_name, new_token
+from dataplane_core.hosting import (
+    ExtentHost,
+    ExtentService,
+    KeptExtentHost,
+    Retain,
+    Server,
+    Session,
+    UnixAddress,
+    listen_as,
+    listen_on,
+    new_socket_name,
+    new_token,
+)
+from dataplane_core.spec import new_id
 from dataplane_tq_simple import _privates
-from dataplane_tq_simple._actors import NAMESPACE, lookup, nodes_for_units
+from dataplane_tq_simple._actors import NAMESPACE, get_within, lookup, nodes_for_units
 from dataplane_tq_simple._book import Started
-from dataplane_tq_simple._cluster import Instance
+from dataplane_tq_simple._cluster import Home, Instance
+from dataplane_tq_simple._kept import Place, open_place, places_in, units_of
 from dataplane_tq_simple.config import TQSimpleConfig
 
 #: Seconds between two looks of a unit that no process owns whether its instance still runs.
 _FOLLOW_S: Final = 1.0
 #: The least memory of a unit whose size is not said.
 _LEAST_BYTES: Final = 64 << 20
+#: Seconds that a unit may take to drop rows that do not exist any more.
+_RETAIN_S: Final = 60.0
 #: Rows that TransferQueue's own requests may store.
 _MOST_ROWS: Final = 100_000_000
 
@@ -32,13 +54,16 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
     """TransferQueue's storage unit as an importable class, whose rows lie in memory that its node shares.
 
     TransferQueue's own requests are answered as ever. The data plane's rows are served by a thread beside it.
-    Each start is a new life of the unit, without rows, which has another secret.
+    Each start is a new life of the unit, without rows, which has another secret. If it keeps its rows in a folder, its
+    life goes on, with another secret.
 
     Args:
         config: TransferQueue's settings of a unit.
         size_bytes: The size of its memory; None: a share of what its node has available.
         share: How many units of a node share it.
         touch_ahead_bytes: Memory that is made ready before it is used.
+        sync: Whether rows that it keeps are on the disk before a put is answered.
+        place: Where it keeps its rows.
         follows: The name and the id of the actor of the controller, for a unit that no process owns: it ends when that
             actor has ended for good.
     """
@@ -49,26 +74,83 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
         size_bytes: int | None,
         share: int,
         touch_ahead_bytes: int,
+        sync: bool = False,
+        place: Place | None = None,
         follows: tuple[str, str] | None = None,
     ) -> None:
         _privates.UnitClass.__init__(self, config)
-        arena = Arena.create(size_bytes or max(memory_limit().available_bytes // (2 * share), _LEAST_BYTES))
-        extents = ExtentService(arena, touch_ahead_bytes)
-        ip, port = _privates.unit_server(self)
-        name, secret = new_socket_name(), new_token()
-        wire = listen_on(ip)
-        server = Server(ExtentHost(extents), listen_as(name), wire, token=secret, between=extents.touch_ahead)
-        threading.Thread(target=server.run, name="dataplane-rows", daemon=True).start()
-        node = ray.get_runtime_context().get_node_id()
-        unit, data_port = _privates.unit_id(self), wire.getsockname()[1]
-        self._started = Started(unit, ip, port, node, data_port, name, secret, arena.size_bytes)
+        self._size_bytes, self._share = size_bytes, share
+        self._touch_ahead_bytes = touch_ahead_bytes
+        self._sync = sync
+        self._place = place
+        self._started: Started | None = None
+        if place is None:
+            self.describe()
         if follows is not None:
             own = ray.get_runtime_context().get_actor_name()
             threading.Thread(target=_follow, args=(own, *follows), name="dataplane-follow", daemon=True).start()
 
     def describe(self) -> Started:
-        """Where it is reached, and its life."""
+        """Where it is reached, and its life. Tries again to open a place that could not be opened, as `open_place`."""
+        if self._started is None:
+            self._started = self._serve()
         return self._started
+
+    def _serve(self) -> Started:
+        extents: ExtentService
+        if self._place is None:
+            token = _privates.unit_id(self)
+            arena = Arena.create(self._size_bytes or self._default_bytes())
+            extents = ExtentService(arena, self._touch_ahead_bytes)
+            host, aside = ExtentHost(extents), None
+        else:
+            extents, notes, token = open_place(
+                self._place,
+                self._size_bytes,
+                self._default_bytes,
+                sync=self._sync,
+                touch_ahead_bytes=self._touch_ahead_bytes,
+            )
+            host, aside = KeptExtentHost(extents, notes.commit_or_end), extents.work_aside
+        ip, port = _privates.unit_server(self)
+        name, secret = new_socket_name(), new_token()
+        wire = listen_on(ip)
+        server = Server(host, listen_as(name), wire, token=secret, between=extents.touch_ahead, aside=aside)
+        threading.Thread(target=server.run, name="dataplane-rows", daemon=True).start()
+        node = ray.get_runtime_context().get_node_id()
+        kept = self._place is not None
+        return Started(token, ip, port, node, wire.getsockname()[1], name, secret, extents.most_bytes, kept)
+
+    def _default_bytes(self) -> int:
+        return max(memory_limit().available_bytes // (2 * self._share), _LEAST_BYTES)
+
+    def retain(self, live: dict[int, list[int]]) -> None:
+        """See `Retain`."""
+        started, deadline = self.describe(), time.monotonic() + _RETAIN_S
+        address = _Own(started.socket, token=started.secret)
+        session = Session(address, ExtentHost.messages, deadline)
+        try:
+            session.call("retain", deadline, Retain(live))
+        finally:
+            session.close()
+            for descriptor in session.descriptors:
+                os.close(descriptor)
+
+    def discard(self) -> None:
+        """Deletes what it keeps, before it is ended."""
+        if self._place is not None:
+            shutil.rmtree(Path(self._place.folder, self._place.name), ignore_errors=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Own(UnixAddress):
+    """The socket of this process."""
+
+    token: bytes
+
+    def failure(self, what: str, error: Exception, *, connecting: bool) -> DataPlaneError:
+        """As `Address.failure`."""
+        return BackendUnavailableError(f"{what}: the thread that serves rows does not answer: {error}")
 
 
 def _follow(own: str, controller: str, actor_id: str) -> None:
@@ -89,7 +171,7 @@ class SimpleStorageInstance(Instance):
 
     prefix = "tq-"
     distribution = "dataplane-tq-simple"
-    protocol = 8
+    protocol = 9
     unit_class = StorageUnit
     keeps_units = True
 
@@ -103,4 +185,44 @@ class SimpleStorageInstance(Instance):
             "size_bytes": size_bytes,
             "share": -(-config.num_storage_units // len(nodes_for_units())),
             "touch_ahead_bytes": config.touch_ahead_bytes,
+            "sync": config.sync == "commit",
         }
+
+    @classmethod
+    def _homes_of_units(cls, config: TQSimpleConfig, identity: str | None, deadline: float) -> list[Home]:
+        """As that of `Instance`. A node that has places gets a unit for each of them."""
+        if config.durable is None:
+            return super()._homes_of_units(config, identity, deadline)
+        nodes = nodes_for_units()
+        homes: list[Home] = []
+        known: set[str] = set()
+        for node, names in zip(nodes, _places_on(nodes, config, deadline), strict=True):
+            mine = [each for each in names if each not in known]  # the nodes may share the folder
+            known.update(mine)
+            homes += [Home(node, each) for each in mine]
+        while len(homes) < config.num_storage_units:
+            homes.append(Home(min(nodes, key=lambda node: sum(home.node == node for home in homes)), new_id()))
+        return homes
+
+    @classmethod
+    def _arguments_at(cls, config: TQSimpleConfig, place: str | None, identity: str | None) -> Mapping[str, Any]:
+        if config.durable is None or identity is None:
+            return {}
+        folder = str(units_of(config.durable, config.instance))
+        return {"place": Place(folder, place or new_id(), identity)}
+
+
+def _places_on(nodes: Sequence[str], config: TQSimpleConfig, deadline: float) -> list[list[str]]:
+    """The places of an instance's units on each node. The first node is this one."""
+    assert config.durable is not None
+    units = units_of(config.durable, config.instance)
+    here = ray.get_runtime_context().get_node_id()
+    asked = {
+        node: ray.remote(places_in)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        .remote(units)
+        for node in nodes
+        if node != here
+    }
+    found = dict(zip(asked, get_within(list(asked.values()), "look for kept rows", deadline), strict=True))
+    return [places_in(units) if node == here else found[node] for node in nodes]

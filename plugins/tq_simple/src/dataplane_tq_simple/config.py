@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from dataplane_core.backends import CapacityOptions, SizeBytes
 
@@ -80,6 +81,16 @@ class TQSimpleConfig(QueueConfig):
     """Memory that a unit makes ready in the background before it is used. It starts with so much, and makes as much
     more ready whenever less than half of it is left."""
 
+    durable: str | None = None
+    """A folder on each node in which storage units keep their rows, absolute. A unit that is started again on its node
+    brings its rows back. All processes may be killed at any moment, those of Ray too: who bootstraps the instance again
+    with this folder has all that was committed. Without ``journal``, it is in this folder of the bootstrapping client's
+    node, and the controller stays there."""
+
+    sync: Literal["none", "commit"] = "none"
+    """Only with ``durable``, of rows and of the journal. With ``commit``, a put, and each other call that changes
+    something, returns when that is on the disk: it also survives the end of the machine."""
+
     share_memory: bool = True
     """Whether this client shares the memory of the units on its node. If not, or where it cannot, rows go over the
     wire. An option of each client."""
@@ -94,3 +105,23 @@ class TQSimpleConfig(QueueConfig):
     """How many threads copy a large put or read in shared memory, with the one that calls. By default up to 4 of the
     cores that the process may use and that torch's threads do not hold. 1: the calling thread alone. An option of each
     client."""
+
+    @field_validator("durable")
+    @classmethod
+    def _is_absolute(cls, value: str | None) -> str | None:
+        if value is not None and not os.path.isabs(value):
+            raise ValueError(f"durable {value!r} is not an absolute path. Expected a folder on each node.")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _journal_by_default(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("durable") is not None and values.get("journal") is None:
+            return {**values, "journal": values["durable"]}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sync != "none" and self.durable is None:
+            raise ValueError("'sync' needs 'durable', a folder")
+        return self

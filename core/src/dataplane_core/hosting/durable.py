@@ -1,0 +1,213 @@
+"""Extents in a folder: who has it open, and what it takes to go on with the rows that an earlier process left there.
+
+A folder has one owner at a time. What is noted of its extents (`KeptExtents`) is in a journal, which this module does
+not know: it is given as `Notes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CorruptDataError
+from dataplane_core.host_memory import Arena
+from dataplane_core.hosting.extent_host import ExtentHost
+from dataplane_core.hosting.kept_extents import ADDRESSES, KeptExtents, Notes
+
+#: The version of what is noted: where the extents lie, and the memory that they are in.
+_VERSION: Final = 1
+_ARENA: Final = "arena"
+_LOCK: Final = "lock"
+_POLL_S: Final = 0.02
+#: The memory in which the bytes of the arena are.
+_MEMORY_NOTE: Final = "memory"
+
+
+class Owner(msgspec.Struct):
+    """Who has a folder open: a process of a host, since when on the clock of that host, in seconds since 1970."""
+
+    host: str
+    pid: int
+    since: float
+
+
+def is_open(folder: Path) -> bool:
+    """Whether a process of this host has a folder open."""
+    import fcntl  # Windows has none
+
+    with contextlib.suppress(OSError):
+        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment; an owner that starts tries again
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+    return False
+
+
+def owner_of(folder: Path) -> Owner | None:
+    """Who has a folder open now, or had it last. None: nobody ever had."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode((folder / _LOCK).read_bytes(), type=Owner)
+    return None
+
+
+def lock_folder(folder: Path, holds: str, patience_s: float) -> int:
+    """Makes a folder, and locks it for this process. The kernel unlocks it when the process ends.
+
+    Args:
+        folder: The folder.
+        holds: The name that is in each folder of this kind that is not empty.
+        patience_s: Seconds that an owner which was killed may take to end.
+
+    Returns:
+        A file descriptor. The folder is locked until it is closed.
+
+    Raises:
+        AlreadyRunningError: Another process has it.
+        BackendUnavailableError: It holds something else.
+        OSError: It cannot be used.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        _wait_for_lock(lock, folder, patience_s)
+        names = set(os.listdir(folder)) - {_LOCK}
+        if names and holds not in names:
+            raise BackendUnavailableError(
+                f"the folder {folder} holds {sorted(names)[0]!r}, and no store.",
+                retryable=False,
+                hint="Name an empty folder, or one in which a store was.",
+            )
+        os.truncate(lock, 0)
+        os.pwrite(lock, msgspec.json.encode(Owner(os.uname().nodename, os.getpid(), time.time())), 0)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _wait_for_lock(lock: int, folder: Path, patience_s: float) -> None:
+    import fcntl  # Windows has none
+
+    give_up = time.monotonic() + patience_s
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= give_up:
+                owner = owner_of(folder)
+                who = "another process" if owner is None else f"process {owner.pid} of host {owner.host}"
+                raise AlreadyRunningError(
+                    f"the folder {folder} is in use by {who}.",
+                    retryable=True,
+                    hint="Attach to that store with bootstrap=False, or name another folder.",
+                ) from None
+        time.sleep(_POLL_S)
+
+
+def open_extents(
+    folder: Path,
+    most_bytes: int | None,
+    notes: Notes,
+    live: Mapping[int, Sequence[int]] | None,
+    *,
+    sync: bool = False,
+    touch_ahead_bytes: int = 0,
+) -> KeptExtents:
+    """The extents of the arena in a folder that this process has locked.
+
+    Args:
+        folder: The folder.
+        most_bytes: The most bytes that all extents may take. None: as many as before.
+        notes: What the process before noted.
+        live, sync, touch_ahead_bytes: See `KeptExtents`.
+
+    Raises:
+        CorruptDataError: What is in the folder is damaged, or of another version.
+        OSError: It cannot be used.
+    """
+    memory = notes.notes.get(_MEMORY_NOTE)
+    before = _Memory(_VERSION) if memory is None else msgspec.msgpack.decode(memory, type=_Memory)
+    if most_bytes is None:
+        most_bytes = before.size_bytes // ADDRESSES
+    arena = _open_arena(folder / _ARENA, most_bytes * ADDRESSES, before)
+    now = _memory_of(arena)
+    extents = KeptExtents(
+        arena,
+        most_bytes,
+        notes,
+        live,
+        same_memory=memory == now,
+        sync=sync,
+        touch_ahead_bytes=touch_ahead_bytes,
+    )
+    notes.note(_MEMORY_NOTE, now)
+    return extents
+
+
+def has_extents(notes: Notes) -> bool:
+    """Whether there is an arena of which these are the notes."""
+    return _MEMORY_NOTE in notes.notes
+
+
+class KeptExtentHost(ExtentHost):
+    """As `ExtentHost`, of extents that outlive the process.
+
+    Args:
+        extents: The extents.
+        commit: Returns when all that was noted is kept. Nothing is answered before.
+    """
+
+    def __init__(self, extents: KeptExtents, commit: Callable[[], None]) -> None:
+        super().__init__(extents)
+        self._commit = commit
+
+    def settle(self) -> None:
+        """As `Host.settle`."""
+        self._commit()
+
+
+def _open_arena(path: Path, size_bytes: int, before: _Memory) -> Arena:
+    if before.version != _VERSION:
+        raise CorruptDataError(
+            f"the folder {path.parent} is of version {before.version}. Expected {_VERSION}.",
+            hint="Another version of dataplane wrote it: use that one, or name an empty folder.",
+        )
+    there_bytes = path.stat().st_size if path.exists() else 0
+    if there_bytes < before.size_bytes:
+        raise CorruptDataError(
+            f"the file {path} has {there_bytes} bytes. Expected {before.size_bytes}: it was cut or removed.",
+            hint="Restore a whole copy of the folder.",
+        )
+    arena = Arena.open(path, size_bytes)
+    for each in (path, path.parent):  # the file must be there after a loss of power, with its size
+        fd = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    return arena
+
+
+class _Memory(msgspec.Struct, array_like=True):
+    """Identifies a file of the arena, and the machine's memory since it was started: unsynced bytes are only there."""
+
+    version: int
+    size_bytes: int = 0
+    device: int = 0
+    inode: int = 0
+    boot_id: str = ""
+
+
+def _memory_of(arena: Arena) -> bytes:
+    status = os.fstat(arena.fd)
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return msgspec.msgpack.encode(_Memory(_VERSION, status.st_size, status.st_dev, status.st_ino, boot_id))

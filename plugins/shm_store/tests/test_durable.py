@@ -42,11 +42,8 @@ def ledger_of(config):
 def rounds(python, config, tmp_path, how_many):
     """Runs the processes, kills all of them at a random moment, and so on. Looks at the store after each round."""
     noted = defaultdict(Counter)
-    with connect(config) as client:
-        client.register_partition(PARTITION, ["x"], None, ["trainer"])
-    with python.start(
-        ROLES, "fork", json.dumps(config), tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as forks:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with python.start(ROLES, "fork", json.dumps(config), tmp_path, text=True, **pipes) as forks:
         for number in range(how_many):
             folder = tmp_path / str(number)
             folder.mkdir()

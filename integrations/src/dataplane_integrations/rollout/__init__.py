@@ -12,10 +12,12 @@ from dataplane_integrations.rollout.dynamic_sampling import (
     tag_varies,
 )
 from dataplane_integrations.rollout.first_write import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
+from dataplane_integrations.rollout.found import FoundRollouts, missing_groups
 
 __all__ = [
     "DataPlaneRolloutMixin",
     "DynamicSampling",
+    "FoundRollouts",
     "GroupRule",
     "RolloutReceipt",
     "SamplingCounts",
@@ -23,5 +25,6 @@ __all__ = [
     "all_match",
     "flatten_message_logs",
     "mint_sample_ids",
+    "missing_groups",
     "tag_varies",
 ]

@@ -164,8 +164,8 @@ class DataPlanePath(DataPath):
         #: Whether rows stay until a save has what was learnt from them.
         self._keeps_rows = config.saving.resume and config.rollouts.mode == "sync"
         self._row_tags = {"run": run_digest(config)} if self._keeps_rows else {}
-        self._restarted = False
         self._partition = self.partition
+        self._interrupted = False
 
     def start(self, actors: Actors, draw: Draw) -> None:
         self._actors = actors
@@ -190,7 +190,9 @@ class DataPlanePath(DataPath):
 
     def _open_step(self, step: int, num_samples: int | None) -> None:
         group_size, client = self._config.grpo.answers_per_prompt, self._require().client
-        self._partition = f"{self.partition}-{step}" if self._keeps_rows else self.partition
+        if self._keeps_rows:
+            self._partition = f"{self.partition}-{step}"
+            self._interrupted = self._partition in client.list_partitions()
         self._require().prepare_step(
             num_samples, group_size, partition_id=self._partition, fields=_FIELDS, keep_rows=self._keeps_rows
         )
@@ -206,10 +208,8 @@ class DataPlanePath(DataPath):
         uids = missing = [f"{mark}_p{number}" for number in range(len(prompts))]
         if self._keeps_rows:
             missing = missing_groups(client, self._partition, uids, group_size)
-            num_found = len(uids) - len(missing)
-            if self._found is not None and (num_found or self._restarted):
-                self._found.add(step, len(uids) * group_size, num_found * group_size)
-            self._restarted = False
+            if self._interrupted and self._found is not None:
+                self._found.add(step, len(uids) * group_size, (len(uids) - len(missing)) * group_size)
         if missing:
             tags = {"step": step, **self._row_tags}
             draw = step + generation * _FURTHER_DRAWS
@@ -279,7 +279,6 @@ class DataPlanePath(DataPath):
     def restore(self, folder: Path, step: int) -> None:
         """See `DataPath.restore`. The store holds the rows of later steps, and those that were not dropped in time."""
         self.saved(step)
-        self._restarted = True
 
     def close(self) -> None:
         if self._policy is not None:

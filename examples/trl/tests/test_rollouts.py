@@ -43,7 +43,7 @@ def trainer() -> SimpleNamespace:
         num_generations=ANSWERS,
         num_iterations=1,
         train_dataset=DATASET,
-        state=SimpleNamespace(max_steps=STEPS),
+        state=SimpleNamespace(max_steps=STEPS, global_step=0),
         accelerator=SimpleNamespace(unwrap_model=lambda model: model),
     )
 

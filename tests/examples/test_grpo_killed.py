@@ -1,0 +1,175 @@
+"""The GRPO example on a durable store: all its processes are killed, again and again, and the same command goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from grpo_runs import finish, read_metrics, results, start, without_ray_agents, write_config
+
+from dataplane_core import connect
+
+ROWS = 32  # of a step
+Config = dict[str, Any]
+
+
+def durable(folder: Path) -> Config:
+    options = {"namespace": f"killed-{uuid.uuid4().hex[:8]}", "capacity_bytes": 64 << 20, "touch_ahead_bytes": 0}
+    return {"backend": "shm_store", "options": {**options, "durable": str(folder / "store")}}
+
+
+def write_killed_config(folder: Path, plane: Config, **sections: Any) -> Path:
+    rollouts, saving = {"prompts_per_put": 2}, {"every": 1, "resume": True}
+    return write_config(folder, rollouts=rollouts, saving=saving, data_plane=plane, **sections)
+
+
+def committed(plane: Config) -> dict[int, int]:
+    """How many rollouts of each step are in the store. Nobody has it open."""
+    with connect({**plane, "middleware": []}) as client:
+        return {int(name.removeprefix("train-")): client.list_samples(name).size for name in client.list_partitions()}
+
+
+def wait_for(condition: Callable[[], object], run: subprocess.Popen[str]) -> None:
+    give_up = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < give_up
+        if run.poll() is not None:
+            pytest.fail(f"the run ended: {run.communicate()}")
+        time.sleep(0.005)
+
+
+def processes_of(run: subprocess.Popen[str], plane: Config) -> list[int]:
+    """The driver, its actors, and the ledger's process. Reads what the run prints until it names the actors."""
+    assert run.stdout is not None
+    line = next((line for line in run.stdout if line.startswith("running over ")), None)
+    assert line is not None, run.communicate()
+    ledger = json.loads((Path(plane["options"]["durable"]) / "lock").read_bytes())["pid"]
+    return [run.pid, ledger, *map(int, re.findall(r"pid (\d+)", line))]
+
+
+def kill(pids: list[int]) -> None:
+    random.shuffle(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def found_lines(out: Path) -> list[dict[str, int]]:
+    return [json.loads(line) for line in (out / "found.jsonl").read_text().splitlines()]
+
+
+def check_generated_once(out: Path) -> None:
+    """No row was written by a rollout worker twice."""
+    rows: Counter[str] = Counter()
+    for line in (out / "events.jsonl").read_text().splitlines():
+        event = json.loads(line or "{}")
+        if event.get("op") == "put_samples" and "input_ids" in event["fields"]:
+            rows[event["partition"]] += event["rows"]
+    assert max(rows.values()) <= ROWS, rows
+
+
+def test_a_run_whose_processes_are_all_killed_gives_the_losses_of_one_that_was_not(
+    tmp_path: Path, ray_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(Path(__file__).with_name("hang.py"), tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    plane = {**durable(tmp_path), "middleware": [{"metrics": {"on_event": "hang:on_event"}}]}
+    config, out = write_killed_config(tmp_path, plane, ray={"address": ray_server}), tmp_path / "out"
+    points: list[tuple[dict[str, Any], dict[int, int]]] = [
+        # the rollout worker, before there is a save
+        ({"op": "put_samples", "partition": "train-1", "field": "input_ids", "nth": 3}, {1: 24}),
+        # a policy worker: all rows are there
+        ({"op": "put_samples", "partition": "train-2", "field": "prev_logprobs", "nth": 1}, {2: ROWS}),
+        # the driver, between the save of a step and the end of its rows: it asks which partitions there are
+        ({"op": "list_partitions", "partition": "", "field": "", "nth": 5}, {3: ROWS}),
+        ({"op": "never", "partition": "", "field": "", "nth": 0}, {}),
+    ]
+    for point, left in points:
+        (tmp_path / "hang.json").write_text(json.dumps(point))
+        (tmp_path / "hangs").unlink(missing_ok=True)
+        run = start(config, out, path="shm_store")
+        if not left:
+            code, said, err = finish(run)
+            break
+        with run:
+            try:
+                wait_for((tmp_path / "hangs").exists, run)
+                kill(processes_of(run, plane))
+            finally:
+                run.kill()
+        assert committed(plane) == left
+    assert (code, err) == (0, "")
+    assert found_lines(out) == [{"step": 1, "wanted": ROWS, "found": 24}, {"step": 2, "wanted": ROWS, "found": ROWS}]
+    assert "56 of 64 rollouts of interrupted steps were found committed: 88 % of generation saved" in said
+    check_generated_once(out)
+    assert committed(plane) == {}
+
+    uncut = tmp_path / "uncut"
+    plain = write_config(tmp_path, rollouts={"prompts_per_put": 2}, ray={"address": ray_server})
+    assert finish(start(plain, uncut))[0] == 0
+    assert results(read_metrics(out)) == results(read_metrics(uncut))
+
+
+def kill_all(run: subprocess.Popen[str]) -> None:
+    """Kills a run with all its processes, those of its Ray too, in any order. It can start no further ones meanwhile."""
+    run.send_signal(signal.SIGSTOP)
+    family = psutil.Process(run.pid).children(recursive=True)
+    lasting = without_ray_agents(family)
+    for process in random.sample([psutil.Process(run.pid), *family], len(family) + 1):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    run.communicate()
+    _, alive = psutil.wait_procs(lasting, timeout=150)
+    assert not alive
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_a_run_that_is_killed_at_twenty_random_moments_gives_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
+    plane, steps, kills = durable(tmp_path), 40, int(os.environ.get("DATAPLANE_KILLS", "20"))
+    config, out = write_killed_config(tmp_path, plane, grpo={"steps": steps}), tmp_path / "out"
+    left: list[dict[int, int]] = []
+    for _ in range(kills):
+        run = start(config, out, path="shm_store")
+        try:
+            if random.random() < 0.2:  # while it starts
+                time.sleep(random.uniform(0, 10))
+            else:
+                lines = count_events(out) + random.randint(1, 60)
+                wait_for(lambda lines=lines: count_events(out) >= lines, run)
+            kill_all(run)
+        finally:
+            run.kill()
+        left.append(committed(plane))
+    code, said, err = finish(start(config, out, path="shm_store"))
+    assert (code, err) == (0, "")
+    found = found_lines(out)
+    print(said[said.index("after GRPO") :], left, found)
+    check_generated_once(out)
+    # each step that a start began again found what was there after the kill before
+    seen = [each for each in left if each]
+    for line in found:
+        assert {line["step"]: line["found"]} in seen, (line, left)
+    assert sum(line["wanted"] for line in found) == ROWS * len(found)
+    uncut = tmp_path / "uncut"
+    plain = write_config(tmp_path, rollouts={"prompts_per_put": 2}, grpo={"steps": steps})
+    assert finish(start(plain, uncut))[0] == 0
+    assert results(read_metrics(out)) == results(read_metrics(uncut))
+
+
+def count_events(out: Path) -> int:
+    events = out / "events.jsonl"
+    return events.read_bytes().count(b"\n") if events.exists() else 0

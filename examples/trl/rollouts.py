@@ -213,6 +213,7 @@ class DataPlaneRollouts:
             len(sample_ids),
             lease_s=self._lease_s,
             timeout_s=self._timeout_s,
+            clear=False,  # `_finish` does
         )
         claimed = self._held.enter_context(next(iter(consumer)))
         rows = self._client.get_samples(sample_ids, claimed.meta.partition_id, FIELDS)

@@ -124,7 +124,7 @@ def test_a_run_whose_processes_are_all_killed_gives_the_losses_of_one_that_was_n
 
 
 def kill_all(run: subprocess.Popen[str]) -> None:
-    """Kills a run with all its processes, those of its Ray too, in any order. It can start no further ones meanwhile."""
+    """Kills a run with all its processes, those of its Ray too, in any order. Meanwhile it can start no others."""
     run.send_signal(signal.SIGSTOP)
     family = psutil.Process(run.pid).children(recursive=True)
     lasting = without_ray_agents(family)

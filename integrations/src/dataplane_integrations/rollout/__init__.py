@@ -1,4 +1,5 @@
-"""The rollout side: the first write of a step's rows, an actor that generates them, and sampling until enough are kept.
+"""The rollout side: the first write of a step's rows, an actor that generates them, sampling until enough are kept,
+and what a run that is started again finds of them.
 
 Rollout actors derive from its classes; the driver reads their receipts.
 """

@@ -53,7 +53,7 @@ class Checkpoints(TrainerCallback):
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
         sync_folder(written)
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         before = list(self._folder.glob("step-*"))
         written.rename(self._folder / f"step-{state.global_step}")
         sync_folder(self._folder)

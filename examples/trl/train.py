@@ -62,10 +62,10 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
     print(f"before: held-out prompts: sampled {before['sampled']:.3f}, greedy {before['greedy']:.3f}", flush=True)
 
     dataset = Dataset.from_dict({"prompt": draw_prompts(config["steps"] * config["prompts_per_step"], config["seed"])})
-    checkpoints, found = Checkpoints(out / "checkpoints"), FoundRollouts(out / "found.jsonl")
-    going_on: dict[str, Any] = {}
+    name, found, going_on = name_of(config), FoundRollouts(out / "found.jsonl"), {}
+    checkpoints = Checkpoints(out / "checkpoints" / name)
     if config["save_steps"]:
-        going_on = {"run": name_of(config), "saved": checkpoints.step, "found": found}
+        going_on = {"run": name, "saved": checkpoints.step, "found": found}
     with connect(config["data_plane"]) as client:
         rollouts = DataPlaneRollouts(
             client, ahead=options["ahead"], lease_s=options["lease_s"], timeout_s=options["timeout_s"], **going_on

@@ -15,15 +15,26 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from grpo.config import RunConfig, load_config
+from grpo.errors import UserError
+from grpo.model import ModelConfig, build_model
+from grpo.plane_path import DataPlanePath, PlaneRolloutWorker
+from grpo.weights import pack_weights
 from grpo_runs import finish, read_metrics, results, start, without_ray_agents, write_config
 
-from dataplane_core import connect
+from dataplane_core import DataPlaneClient, connect
+from dataplane_integrations import DataPlanePolicy
+from dataplane_integrations.rollout import FoundRollouts
+from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 
 ROWS = 32  # of a step
+#: A busy machine may take minutes for a start.
+PATIENCE = {"start_timeout_s": 400, "step_timeout_s": 400}
 Config = dict[str, Any]
 
 
@@ -44,7 +55,7 @@ def committed(plane: Config) -> dict[int, int]:
 
 
 def wait_for(condition: Callable[[], object], run: subprocess.Popen[str]) -> None:
-    give_up = time.monotonic() + 240
+    give_up = time.monotonic() + 400
     while not condition():
         assert time.monotonic() < give_up
         if run.poll() is not None:
@@ -81,13 +92,71 @@ def check_generated_once(out: Path) -> None:
     assert max(rows.values()) <= ROWS, rows
 
 
+class Run:
+    """A start of a run, without its training: a path with its rollout worker, in this process."""
+
+    def __init__(self, client: DataPlaneClient, config: RunConfig, found: Path) -> None:
+        sizes = ModelConfig(**config.model.model_dump())
+        worker = PlaneRolloutWorker(sizes, max_new_tokens=6, temperature=1.0, seed=config.seed, prompts_per_put=2)
+        worker.setup_data_plane(client)
+        worker.load_weights(pack_weights(build_model(sizes, seed=1)))
+        self.generated: list[int] = []
+        generate_portion = worker.generate_portion
+
+        def noted(step: int, prompts: list[str], answers: int, first: int) -> Any:
+            self.generated.append(first)
+            return generate_portion(step, prompts, answers, first)
+
+        worker.generate_portion = noted  # type: ignore[method-assign]
+        self.path = DataPlanePath(config, found=FoundRollouts(found))
+        self.path._policy = DataPlanePolicy(InProcessWorkerGroup([SimpleNamespace(setup_data_plane=id)]), client)
+        self.path._on_rollout = lambda name, *given, doing: getattr(worker, name)(*given)  # type: ignore[method-assign]
+
+    def answers(self) -> list[str]:
+        return self.path.generate(3, ["1=", "22=", "333=", "4444=", "5="]).answers
+
+
+def rows_of(client: DataPlaneClient) -> dict[str, list[Any]]:
+    ids = sorted(client.list_sample_ids("train-3"))
+    rows = client.get_samples(ids, "train-3", ["input_ids", "generation_logprobs"])
+    return {
+        each: [row["input_ids"].tolist(), row["generation_logprobs"].tolist()]
+        for each, row in zip(ids, rows, strict=True)
+    }
+
+
+def test_a_step_that_is_begun_again_generates_what_is_missing_and_the_same(tmp_path: Path) -> None:
+    file, found = write_killed_config(tmp_path, {"backend": "noop"}), tmp_path / "found.jsonl"
+    config = load_config(file, {})
+    with connect({"backend": "noop"}) as client:
+        first = Run(client, config, found)
+        answers, rows = first.answers(), rows_of(client)
+        assert first.generated == [0, 2, 4]
+        assert len(rows) == 5 * 4
+        client.clear_samples([f"s3_p{prompt}_g{answer}" for prompt in (2, 3) for answer in range(4)], "train-3")
+        again = Run(client, config, found)
+        assert again.answers() == answers
+        assert again.generated == [2]
+        assert rows_of(client) == rows
+        assert str(FoundRollouts(found)).startswith("12 of 20 ")
+
+        other = Run(client, load_config(file, {"grpo.learning_rate": 0.5}), found)
+        with pytest.raises(UserError, match="the store holds rows of another run in 'train-3'"):
+            other.answers()
+        again.path.saved(2)
+        assert client.list_partitions() == ["train-3"]
+        again.path.saved(3)
+        assert client.list_partitions() == []
+
+
+@pytest.mark.timeout(1800)  # five starts
 def test_a_run_whose_processes_are_all_killed_gives_the_losses_of_one_that_was_not(
     tmp_path: Path, ray_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(Path(__file__).with_name("hang.py"), tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     plane = {**durable(tmp_path), "middleware": [{"metrics": {"on_event": "hang:on_event"}}]}
-    config, out = write_killed_config(tmp_path, plane, ray={"address": ray_server}), tmp_path / "out"
+    config, out = write_killed_config(tmp_path, plane, ray={"address": ray_server, **PATIENCE}), tmp_path / "out"
     points: list[tuple[dict[str, Any], dict[int, int]]] = [
         # the rollout worker, before there is a save
         ({"op": "put_samples", "partition": "train-1", "field": "input_ids", "nth": 3}, {1: 24}),
@@ -102,7 +171,7 @@ def test_a_run_whose_processes_are_all_killed_gives_the_losses_of_one_that_was_n
         (tmp_path / "hangs").unlink(missing_ok=True)
         run = start(config, out, path="shm_store")
         if not left:
-            code, said, err = finish(run)
+            code, said, err = finish(run, 400)
             break
         with run:
             try:
@@ -118,8 +187,8 @@ def test_a_run_whose_processes_are_all_killed_gives_the_losses_of_one_that_was_n
     assert committed(plane) == {}
 
     uncut = tmp_path / "uncut"
-    plain = write_config(tmp_path, rollouts={"prompts_per_put": 2}, ray={"address": ray_server})
-    assert finish(start(plain, uncut))[0] == 0
+    plain = write_config(tmp_path, rollouts={"prompts_per_put": 2}, ray={"address": ray_server, **PATIENCE})
+    assert finish(start(plain, uncut), 400)[0] == 0
     assert results(read_metrics(out)) == results(read_metrics(uncut))
 
 
@@ -140,7 +209,7 @@ def kill_all(run: subprocess.Popen[str]) -> None:
 @pytest.mark.timeout(7200)
 def test_a_run_that_is_killed_at_twenty_random_moments_gives_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
     plane, steps, kills = durable(tmp_path), 40, int(os.environ.get("DATAPLANE_KILLS", "20"))
-    config, out = write_killed_config(tmp_path, plane, grpo={"steps": steps}), tmp_path / "out"
+    config, out = write_killed_config(tmp_path, plane, grpo={"steps": steps}, ray=PATIENCE), tmp_path / "out"
     left: list[dict[int, int]] = []
     for _ in range(kills):
         run = start(config, out, path="shm_store")
@@ -154,7 +223,7 @@ def test_a_run_that_is_killed_at_twenty_random_moments_gives_the_losses_of_one_t
         finally:
             run.kill()
         left.append(committed(plane))
-    code, said, err = finish(start(config, out, path="shm_store"))
+    code, said, err = finish(start(config, out, path="shm_store"), 400)
     assert (code, err) == (0, "")
     found = found_lines(out)
     print(said[said.index("after GRPO") :], left, found)
@@ -165,8 +234,8 @@ def test_a_run_that_is_killed_at_twenty_random_moments_gives_the_losses_of_one_t
         assert {line["step"]: line["found"]} in seen, (line, left)
     assert sum(line["wanted"] for line in found) == ROWS * len(found)
     uncut = tmp_path / "uncut"
-    plain = write_config(tmp_path, rollouts={"prompts_per_put": 2}, grpo={"steps": steps})
-    assert finish(start(plain, uncut))[0] == 0
+    plain = write_config(tmp_path, rollouts={"prompts_per_put": 2}, grpo={"steps": steps}, ray=PATIENCE)
+    assert finish(start(plain, uncut), 400)[0] == 0
     assert results(read_metrics(out)) == results(read_metrics(uncut))
 
 

@@ -234,7 +234,7 @@ def run_digest(config: RunConfig) -> str:
     Raises:
         UserError: The prompts cannot be read.
     """
-    return hashlib.sha256(json.dumps(_identity(config), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_identity(config), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -25,7 +25,7 @@ from grpo.errors import UserError
 from grpo.model import ModelConfig, build_model
 from grpo.plane_path import DataPlanePath, PlaneRolloutWorker
 from grpo.weights import pack_weights
-from grpo_runs import finish, read_metrics, results, start, without_ray_agents, write_config
+from grpo_runs import Finished, finish, read_metrics, results, start, without_ray_agents, write_config
 
 from dataplane_core import DataPlaneClient, connect
 from dataplane_integrations import DataPlanePolicy
@@ -44,8 +44,7 @@ def durable(folder: Path) -> Config:
 
 
 def write_killed_config(folder: Path, plane: Config, **sections: Any) -> Path:
-    rollouts, saving = {"prompts_per_put": 2}, {"every": 1, "resume": True}
-    return write_config(folder, rollouts=rollouts, saving=saving, data_plane=plane, **sections)
+    return write_config(folder, saving={"every": 1, "resume": True}, data_plane=plane, **sections)
 
 
 def committed(plane: Config) -> dict[int, int]:
@@ -149,9 +148,9 @@ def test_a_step_that_is_begun_again_generates_what_is_missing_and_the_same(tmp_p
         assert client.list_partitions() == []
 
 
-@pytest.mark.timeout(1800)  # five starts
+@pytest.mark.timeout(1800)  # four starts, and the run that tests share
 def test_a_run_whose_processes_are_all_killed_gives_the_losses_of_one_that_was_not(
-    tmp_path: Path, ray_server: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, in_memory: Finished, ray_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(Path(__file__).with_name("hang.py"), tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
@@ -185,11 +184,7 @@ def test_a_run_whose_processes_are_all_killed_gives_the_losses_of_one_that_was_n
     assert "56 of 64 rollouts of interrupted steps were found committed: 88 % of generation saved" in said
     check_generated_once(out)
     assert committed(plane) == {}
-
-    uncut = tmp_path / "uncut"
-    plain = write_config(tmp_path, rollouts={"prompts_per_put": 2}, ray={"address": ray_server, **PATIENCE})
-    assert finish(start(plain, uncut), 400)[0] == 0
-    assert results(read_metrics(out)) == results(read_metrics(uncut))
+    assert results(read_metrics(out)) == results(read_metrics(in_memory.folder))
 
 
 def kill_all(run: subprocess.Popen[str]) -> None:
@@ -234,7 +229,7 @@ def test_a_run_that_is_killed_at_twenty_random_moments_gives_the_losses_of_one_t
         assert {line["step"]: line["found"]} in seen, (line, left)
     assert sum(line["wanted"] for line in found) == ROWS * len(found)
     uncut = tmp_path / "uncut"
-    plain = write_config(tmp_path, rollouts={"prompts_per_put": 2}, grpo={"steps": steps}, ray=PATIENCE)
+    plain = write_config(tmp_path, grpo={"steps": steps}, ray=PATIENCE)
     assert finish(start(plain, uncut), 400)[0] == 0
     assert results(read_metrics(out)) == results(read_metrics(uncut))
 

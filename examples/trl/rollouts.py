@@ -104,6 +104,8 @@ class DataPlaneRollouts:
         self._held = contextlib.ExitStack()  # the claim of the newest batch
         self._in_training: list[str] = []
         self._training_began = 0.0
+        if run is not None:  # of a start that was killed; the rollout processes of this one come later
+            client.clear_samples(None, PROMPTS)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Called by GRPOTrainer for each generation batch, with each prompt ``num_generations`` times. Blocks."""

@@ -142,6 +142,7 @@ FACES = {
     "dataplane_integrations.rollout": [
         "DataPlaneRolloutMixin",
         "DynamicSampling",
+        "FoundRollouts",
         "GroupRule",
         "RolloutReceipt",
         "SamplingCounts",
@@ -149,6 +150,7 @@ FACES = {
         "all_match",
         "flatten_message_logs",
         "mint_sample_ids",
+        "missing_groups",
         "tag_varies",
     ],
     "dataplane_integrations.trainer": [

@@ -1,4 +1,4 @@
-"""A data plane on plain Redis as it is often written by hand: a hash per sample, a list of what each task has to do."""
+"""Plain Redis as a data plane written by hand: a hash for each sample, and for each task a list of what is ready."""
 
 import redis
 

@@ -128,10 +128,14 @@ class Race:
             if meta is not None and self._plan.lease_of(task) is not None:
                 self._hands["audit"].ack(meta)
 
-    def close(self):
-        """Ends the clients, the audit's last: it has started what they use."""
+    def stop(self):
+        """Ends the histories."""
         for recorder in self._recorders:
             recorder.close()
+
+    def close(self):
+        """Ends the histories and the clients, the audit's last: it may have started the store."""
+        self.stop()
         for client in reversed(self._clients):
             client.__exit__()
 

@@ -266,7 +266,7 @@ class Hands:
             if step.choice < 0.25:
                 self._settle("ack", meta)  # as if the first reply had been lost
             if step.choice > 0.5:
-                self._clear_these(meta.partition_id, meta.sample_ids)
+                self.clear(meta.partition_id, meta.sample_ids)
 
     def _nack(self, step: Step) -> None:
         meta = self._choose(step)
@@ -304,14 +304,15 @@ class Hands:
     # the partition
 
     def _clear(self, step: Step) -> None:
-        self._clear_these(step.partition, self._pick(step))
+        self.clear(step.partition, self._pick(step))
 
-    def _clear_these(self, partition: str, names: Sequence[str]) -> None:
+    def clear(self, partition: str, names: Sequence[str]) -> bool:
+        """Clears samples."""
+
         def act() -> None:
             self._client.clear_samples(list(names), partition)
 
-        if names:
-            self._call("clear", partition, act, samples=list(names))
+        return bool(names) and self._call("clear", partition, act, samples=list(names))
 
     def _clear_all(self, step: Step) -> None:
         def act() -> None:

@@ -45,6 +45,8 @@ def conformance(parser: argparse.ArgumentParser) -> Command:
         of_chaos = (chosen.minutes, chosen.seed, chosen.faults, chosen.steps, chosen.folder)
         if not chosen.chaos and any(each is not None for each in of_chaos):
             parser.error("conformance takes --minutes, --seed, --faults, --steps and -o only with --chaos")
+        if ":" in chosen.name and not chosen.chaos:
+            parser.error("conformance runs on a shim only with --chaos")
         return command.run_chaos(chosen) if chosen.chaos else command.run(chosen)
 
     return run

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from dataplane_core._compiler_marks import load_compiler
 from dataplane_core.errors import (
     BackendError,
     ConfigError,
@@ -282,6 +283,12 @@ class ShimClient:
             raise BackendError(f"{type(error).__name__}: {error}") from error
 
 
+def _prepare(name: str) -> None:
+    """Imports what the shim needs, and what else the first nested tensor of a process would import during a call."""
+    load_compiler()
+    load_shim(name)
+
+
 def _opened(name: str, options: Mapping[str, Any], mark: str, give_up_s: float) -> ShimClient:
     tasks = {task: each.fields for task, each in TASKS.items()}
     return ShimClient(load_shim(name)(tasks, **options), mark, give_up_s)
@@ -348,9 +355,10 @@ def run_shim(
     promises, give_up_s = load_shim(name).promises, settings.op_timeout_s + settings.allowance_s + _GIVE_UP_S
     opened = partial(_opened, name, dict(options), f"chaos-{uuid.uuid4().hex[:8]}-", give_up_s)
     progress("connecting")
+    _prepare(name)
     with ExitStack() as stack:
         client = stack.enter_context(opened())
-        nursery = Nursery.of(name, partial(load_shim, name))
+        nursery = Nursery.of(name.rpartition(":")[0], partial(_prepare, name))
         stack.callback(nursery.release)
         target = Target(
             client=client,

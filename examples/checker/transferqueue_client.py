@@ -1,6 +1,7 @@
 """TransferQueue's own client with SimpleStorage, on a Ray that runs."""
 
 from contextlib import nullcontext, suppress
+from functools import partial
 
 import ray
 import torch
@@ -50,8 +51,9 @@ class TransferQueue(Shim):
         tq.kv_clear(list(samples), partition)
 
     def disturbances(self):
-        kill = {who: lambda who=who: nullcontext(ray.kill(ray.get_actor(*who))) for who in (CONTROLLER, UNIT)}
-        return {f"kill {who[0]}": Disturbance(act, lasts=False) for who, act in kill.items()}
+        actors = {who[0]: ray.get_actor(*who) for who in (CONTROLLER, UNIT)}
+        kill = {f"kill {name}": partial(ray.kill, actor) for name, actor in actors.items()}
+        return {name: Disturbance(lambda act=act: nullcontext(act()), lasts=False) for name, act in kill.items()}
 
     def close(self):
         if self.owner:  # in another process it would end the queue for all

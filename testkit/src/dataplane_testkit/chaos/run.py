@@ -56,6 +56,8 @@ HEIR: Final = "heir"
 _AUDIT_CLAIMS: Final = 64
 #: The most claims of the audit per task and partition. No store holds so many samples.
 _MOST_AUDIT_CLAIMS: Final = 30
+#: The reads of the audit that may take longer than their deadline before it stops reading.
+_MOST_HUNG: Final = 4
 #: The most steps of each life that are written to the folder of a failed run.
 _STEPS_SHOWN: Final = 1000
 #: Step -> the capability that it needs.
@@ -525,11 +527,15 @@ class _Run(ExitStack):
             time.sleep(0.2)
 
     def _read_all(self, audit: Hands, partition: str) -> None:
-        names = audit.listed(partition)
+        names, hung = audit.listed(partition), 0
         for start in range(0, len(names), 16):
             for field in (*BASE, LATER):
                 for name in names[start : start + 16]:
+                    began = time.monotonic()
                     audit.read(partition, [name], (field,))
+                    hung += time.monotonic() - began > self._target.op_timeout_s
+                    if hung > _MOST_HUNG:  # as of a store whose parts are dead: all others may take as long
+                        return
 
     def _saves(self, calls: list[Call]) -> list[Call]:
         """What the saves hold, each loaded into the store, which nobody uses any more."""

@@ -497,7 +497,7 @@ def test_rows_that_were_written_whole_come_back_and_those_that_do_not_exist_go(t
     for gone in ((2, 0), (3, 0), (4, 0)):
         with pytest.raises(RefsGoneError) as error:
             client.get([ExtentRead(gone[0], SLOTS, [gone[1]], [0])], SPECS, soon())
-        assert error.value.refs == [gone]
+        assert list(error.value.refs) == [gone]
     client.put({5: plan(columns)}, soon())
     client.session.call("retain", soon(), Retain({}))  # of a put that came since, it says nothing
     assert_rows(get(client, [ExtentRead(5, SLOTS, [0], [0])], 1), columns, [0])

@@ -135,7 +135,10 @@ def lost(client: DataPlaneClient, ids: list[str]) -> list[str]:
     return found
 
 
-def test_who_bootstraps_again_has_what_was_committed(config: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("sync", ["none", "commit"])
+def test_who_bootstraps_again_has_what_was_committed(config: dict[str, Any], tmp_path: Path, sync: str) -> None:
+    config["options"]["sync"] = sync
+
     def said() -> str:
         found = TQSimpleBackend.diagnose(TQSimpleConfig(**config["options"]), deadline=time.monotonic() + STARTS_S)
         return next(each.what for each in found if str(tmp_path / NAME) in each.what)

@@ -236,7 +236,9 @@ class ExtentHost(Host):
         return offsets
 
     def _put_whole(self, request: PutWhole, client: _Client) -> None:
-        for offset, data in zip(self._allocate(request, client), request.data, strict=True):
+        offsets = self._allocate(request, client)
+        self.settle()  # what lay there before is given up for good, as it is when a client writes
+        for offset, data in zip(offsets, request.data, strict=True):
             self._extents.arena.bytes[offset : offset + len(data)] = memoryview(data)
         self._seal(client, request.put)
 

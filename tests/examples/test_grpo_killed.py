@@ -203,7 +203,8 @@ def kill_all(run: subprocess.Popen[str]) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_a_run_that_is_killed_at_twenty_random_moments_gives_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
-    plane, steps, kills = durable(tmp_path), 40, int(os.environ.get("DATAPLANE_KILLS", "20"))
+    plane, kills = durable(tmp_path), int(os.environ.get("DATAPLANE_KILLS", "20"))
+    steps = 2 * kills
     config, out = write_killed_config(tmp_path, plane, grpo={"steps": steps}, ray=PATIENCE), tmp_path / "out"
     left: list[dict[int, int]] = []
     for _ in range(kills):

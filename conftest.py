@@ -41,6 +41,8 @@ _GRACE_S = 30.0
 _SERVERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 #: Folders that pytest, Ray, torch, `multiprocessing` and the private Redis servers keep for their next start.
 _FOLDERS = ("pytest-of-", "ray", "torchinductor_", "pymp-", "dataplane-redis-", "dataplane-shm-", "dataplane-ray-")
+#: What torch 2.7 writes into a temporary folder when it is imported. A process that is killed leaves it behind.
+_OF_TORCH = "_remote_module_non_scriptable.py"
 #: Threads that are kept for the process, by class or name: ZeroMQ's frees what it sent without copying, tq_mooncake's
 #: wait for its next call.
 _THREADS = ("GarbageCollectorThread", "dataplane-mooncake")
@@ -308,8 +310,9 @@ def _things() -> set[Thing]:
     for children in glob.glob("/proc/self/task/*/children"):
         with suppress(OSError):  # the thread has ended
             found |= {("process", int(pid)) for pid in Path(children).read_text().split()}
-    entries = os.listdir(tempfile.gettempdir())
-    return found | {("entry", name) for name in entries if not name.startswith(_FOLDERS)}
+    folder = tempfile.gettempdir()
+    entries = (name for name in os.listdir(folder) if not name.startswith(_FOLDERS))
+    return found | {("entry", name) for name in entries if not os.path.exists(os.path.join(folder, name, _OF_TORCH))}
 
 
 def _descendants() -> set[Thing]:

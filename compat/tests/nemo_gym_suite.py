@@ -1,48 +1,35 @@
 """A pytest plugin that puts our token store under NeMo Gym's own tests, for `test_nemo_gym_checkout.py`.
 
 Where a test makes a ``TokenCaptureStore`` of a folder, it gets a `DataPlaneTokenStore` whose partition has the name of
-that folder, over the config of dataplane in the environment variable ``DATAPLANE_SUITE_CONFIG`` (JSON).
+that folder.
 """
 
 import asyncio
-import functools
 import json
-import os
 import sys
 import typing
+from types import SimpleNamespace
+
+from checkouts import leaving_out
+from over_dataplane import ALONE, CONFIG, OPENED, owner, pytest_unconfigure as pytest_unconfigure
 
 from dataplane_compat import nemo_gym as adapter
 from dataplane_core import connect
-from dataplane_core.config import load_config
-from dataplane_core.connecting import load_backend
 
-CONFIG = json.loads(os.environ["DATAPLANE_SUITE_CONFIG"])
-
-#: Part of a test's name -> why it is left out.
-LEFT_OUT = {
-    "uses_the_compact_entry_index": "replaces a private method of their store",
-    "recovers_an_unindexed_durable_tail": "writes their store's file",
-    "recovers_state_lag_from_the_durable_jsonl_tail": "writes their store's file",
-    "sweeps_only_old_retired_tombstones": "`sweep_retired`, which is not of the protocols",
-    "a_newer_record_in_the_store_fails": "writes their store's file",
-    "an_unsafe_rollout_id_is_rejected": "an id is no file name here",
-}
-
-
-@functools.cache
-def owner():
-    """The client that started the store."""
-    if CONFIG["backend"].startswith("tq_"):
-        import ray
-
-        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
-    return connect(CONFIG, bootstrap=True)
+pytest_collection_modifyitems = leaving_out(
+    {
+        "uses_the_compact_entry_index": "replaces a private method of their store",
+        "recovers_an_unindexed_durable_tail": "writes their store's file",
+        "recovers_state_lag_from_the_durable_jsonl_tail": "writes their store's file",
+        "sweeps_only_old_retired_tombstones": "`sweep_retired`, which is not of the protocols",
+        "a_newer_record_in_the_store_fails": "writes their store's file",
+        "an_unsafe_rollout_id_is_rejected": "an id is no file name here",
+    }
+)
 
 
 def attach(config, bootstrap):
-    owner()
-    alone = load_backend(load_config(CONFIG).backend).scope == "process"
-    return owner() if alone else connect(config, bootstrap)
+    return owner() if ALONE else connect(config, bootstrap)
 
 
 class File:
@@ -65,14 +52,16 @@ class TokenCaptureStore(adapter.DataPlaneTokenStore):
     """Ours, with the synchronous methods of theirs that tests call."""
 
     def __init__(self, root):
+        owner()
         super().__init__(CONFIG, partition=str(root))
-        STORES.append(self)
+        OPENED.append(SimpleNamespace(close=lambda: asyncio.run(self.close())))
 
     def rows(self, rollout_id):
         try:
-            return asyncio.run(self._rows(self._where(rollout_id)))
+            found = asyncio.run(self.client.list_samples(f"{self._partition}/{rollout_id}"))
         except KeyError:
             return {}
+        return dict(zip(found.sample_ids, found.tags, strict=True))
 
     def append(self, entry):
         asyncio.run(self.put(entry))
@@ -81,14 +70,15 @@ class TokenCaptureStore(adapter.DataPlaneTokenStore):
         return asyncio.run(self.freeze(rollout_id))
 
     def delete(self, rollout_id):
-        asyncio.run(super().delete(rollout_id))
+        asyncio.run(self.client.clear_samples(None, f"{self._partition}/{rollout_id}"))
 
     def is_incomplete(self, rollout_id):
-        return "incomplete" in self.rows(rollout_id).get("?", {})
+        return "lost" in self.rows(rollout_id).get("?", {})
 
     def read_entries(self, rollout_id):
         rows = self.rows(rollout_id)
-        where, row_ids = self._where(rollout_id), [row_id for row_id, tags in rows.items() if "call" in tags]
+        where = f"{self._partition}/{rollout_id}"
+        row_ids = [row_id for row_id, tags in rows.items() if "call" in tags]
         if "sealed" in rows.get("?", {}) and "retired" not in rows["?"]:
             where, row_ids = self._partition, [rollout_id]
         if not row_ids:
@@ -109,10 +99,6 @@ class ProtocolAttributes:
         return typing._get_protocol_attrs(protocol)
 
 
-#: Most of the tests do not close their stores.
-STORES = []
-
-
 def install():
     """Before the tests import the name."""
     from nemo_gym import token_id_capture as theirs
@@ -125,16 +111,3 @@ def install():
 
 
 install()
-
-
-def pytest_collection_modifyitems(config, items):
-    out = [item for item in items if any(part in item.nodeid for part in LEFT_OUT)]
-    config.hook.pytest_deselected(items=out)
-    items[:] = [item for item in items if item not in out]
-
-
-def pytest_unconfigure(config):
-    for store in STORES:
-        asyncio.run(store.close())
-    if owner.cache_info().currsize:
-        owner().close()

@@ -150,7 +150,6 @@ def test_the_wrong_is_refused():
         with pytest.raises(TypeError, match="bit"):
             await store.put(entry("c", output_items=[{"n": 2**70}]))
         assert not await store.drop("never seen", snapshot_id="x", version=1)
-        await store.delete("never seen")
         await store.client.register_partition("captures", list(FIELDS), None, ["train"], if_exists="keep")
         await store.client.put_samples(["other"], "captures", {"calls": [1]})
         with pytest.raises(SchemaMismatchError):  # a partition of another kind
@@ -302,6 +301,8 @@ def test_a_drop_clears_the_snapshot_it_names_and_no_other(store):
         new = await store.freeze("r")
         assert (new.incomplete, new.entries, new.snapshot_id) == (True, old.entries, old.snapshot_id)
         assert not await store.drop("r", snapshot_id=old.snapshot_id, version=old.version)
+        await store.mark_incomplete("r", "another")  # which changes nothing
+        assert await store.freeze("r") == new
         assert await store.drop("r", snapshot_id=new.snapshot_id, version=new.version)
         assert await store.drop("r", snapshot_id=new.snapshot_id, version=new.version)  # again
         for late in (
@@ -313,7 +314,7 @@ def test_a_drop_clears_the_snapshot_it_names_and_no_other(store):
             with pytest.raises(RuntimeError, match="retired"):
                 await late
         assert not (await store.client.list_samples(store._partition)).size
-        await store.delete("r")
+        await store.client.clear_samples(None, f"{store._partition}/r")  # it is forgotten
         await store.put(entry("e"))
         assert not await store.drop("r", snapshot_id=new.snapshot_id, version=new.version)
         return await store.freeze("r")
@@ -498,8 +499,8 @@ def test_a_writer_is_killed_in_its_puts(store, config):
     async def run(writer, rollout_id):
         deadline = time.monotonic() + 120
         while True:
-            rows = await store._rows(store._where(rollout_id))
-            if any("call" in tags for tags in rows.values()):
+            rows = await store.client.list_samples(f"{store._partition}/{rollout_id}")
+            if any("call" in tags for tags in rows.tags):
                 writer.kill()
                 return await store.freeze(rollout_id)
             assert time.monotonic() < deadline

@@ -1,50 +1,26 @@
-"""NeMo Gym's own tests of its token capture, over our store.
-
-``NEMO_GYM_CHECKOUT`` names a checkout (`scripts/checkout.sh` gets one), ``NEMO_GYM_PYTHON`` a Python that can
-import both it and dataplane; without it, this one. See docs/trainers.md.
-"""
-
-import json
-import os
-import subprocess
-import sys
-from xml.etree import ElementTree
+"""NeMo Gym's own tests of its token capture, over our store. See docs/trainers.md and `checkouts.py`."""
 
 import pytest
+import yaml
+from checkouts import check_output, needs_checkout, run, run_tests
 
-CHECKOUT = os.environ.get("NEMO_GYM_CHECKOUT")
-PYTHON = os.environ.get("NEMO_GYM_PYTHON", sys.executable)
-
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(CHECKOUT is None, reason="NEMO_GYM_CHECKOUT names no checkout of NeMo Gym"),
-]
+pytestmark = [pytest.mark.long, needs_checkout("NEMO_GYM")]
+FILES = [f"tests/unit_tests/{name}.py" for name in ("test_token_id_capture", "test_trajectory_builder")]
 
 
-def run(*arguments, timeout_s, **environment):
-    """Python with NeMo Gym, dataplane and the folder of this file on its path, in the checkout's folder."""
-    paths = [CHECKOUT, os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run(
-        [PYTHON, *arguments], cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=timeout_s
-    )
+@pytest.fixture
+def config(tmp_path, request):
+    """The file of a config."""
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"backend": request.param}))
+    return path
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("backend", ["noop", "shm_store", "redis_store", "tq_simple", "tq_mooncake"])
-def test_nemo_gyms_own_tests_pass_over_our_store(tmp_path, backend):
-    report = tmp_path / "report.xml"
-    suite = ["-m", "pytest", "-q", "-o", "addopts=", "-p", "nemo_gym_suite", "-p", "no:cacheprovider"]
-    files = [f"tests/unit_tests/{name}.py" for name in ("test_token_id_capture", "test_trajectory_builder")]
-    config = json.dumps({"backend": backend})
-    arguments = [*suite, "--confcutdir=tests/unit_tests", *files, f"--junitxml={report}"]
-    done = run(*arguments, timeout_s=880, DATAPLANE_SUITE_CONFIG=config)
-    assert report.exists(), done.stdout[-3000:] + done.stderr[-3000:]
-    (results,) = ElementTree.parse(report).getroot().iter("testsuite")
-    counts = {name: int(results.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
-    print(backend, counts, done.stdout.splitlines()[-1])
-    assert counts["failures"] == counts["errors"] == 0, done.stdout[-6000:]
-    assert counts["tests"] - counts["skipped"] >= 97
+@pytest.mark.parametrize("config", ["noop", "shm_store", "redis_store", "tq_simple", "tq_mooncake"], indirect=True)
+def test_nemo_gyms_own_tests_pass_over_our_store(tmp_path, config):
+    arguments = ["-p", "nemo_gym_suite", "--confcutdir=tests/unit_tests", *FILES]
+    run_tests("NEMO_GYM", tmp_path, *arguments, expected=97, DATAPLANE_CONFIG=str(config))
 
 
 NAMES = """
@@ -96,7 +72,7 @@ print("as expected")
 """
 
 
-def test_nemo_gyms_names_are_those_that_the_adapter_uses():
+@pytest.mark.parametrize("config", ["noop"], indirect=True)
+def test_nemo_gyms_names_are_those_that_the_adapter_uses(config):
     """And its config makes our sink, into which its capture writes, and from which its builder reads."""
-    done = run("-c", NAMES, timeout_s=240, DATAPLANE_SUITE_CONFIG='{"backend": "noop"}')
-    assert done.stdout.splitlines()[-1:] == ["as expected"], done.stderr[-3000:]
+    check_output(run("NEMO_GYM", "-c", NAMES, DATAPLANE_CONFIG=str(config)), "as expected")

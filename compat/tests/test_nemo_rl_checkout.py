@@ -1,35 +1,16 @@
 """NeMo RL's own tests of its data plane, over the adapter; and a worker of NeMo RL in a Ray actor.
 
-``NEMO_RL_CHECKOUT`` names a checkout (`scripts/checkout.sh` gets one), ``NEMO_RL_PYTHON`` a Python that can
-import both it and dataplane; without it, this one. See docs/nemo-rl.md.
+See docs/nemo-rl.md and `checkouts.py`.
 """
 
 import json
-import os
-import subprocess
-import sys
-from xml.etree import ElementTree
 
 import pytest
+import yaml
+from checkouts import check_output, needs_checkout, run, run_tests
 from test_nemo_rl import OF_0_8_0, OF_ALL_VERSIONS
 
-CHECKOUT = os.environ.get("NEMO_RL_CHECKOUT")
-PYTHON = os.environ.get("NEMO_RL_PYTHON", sys.executable)
-
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(CHECKOUT is None, reason="NEMO_RL_CHECKOUT names no checkout of NeMo RL"),
-]
-
-
-def run(*arguments, timeout_s, **environment):
-    """Python with NeMo RL, dataplane and the folder of this file on its path, in the checkout's folder."""
-    paths = [CHECKOUT, os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run(
-        [PYTHON, *arguments], cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=timeout_s
-    )
-
+pytestmark = [pytest.mark.long, needs_checkout("NEMO_RL")]
 
 CONFIGS = {
     "noop": {},
@@ -43,18 +24,11 @@ CONFIGS = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", CONFIGS)
 def test_nemo_rls_own_tests_pass_over_the_adapter(tmp_path, backend):
-    report = tmp_path / "report.xml"
-    suite = ["-m", "pytest", "-q", "-o", "addopts=", "-p", "nemo_rl_suite", "-p", "no:cacheprovider"]
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"backend": backend, "options": CONFIGS[backend]}))
     # above this folder is a conftest that needs GPU monitoring and a logger of the whole trainer
-    folder = ["--confcutdir=tests/unit/data_plane", "tests/unit/data_plane", f"--junitxml={report}"]
-    config = json.dumps({"backend": backend, "options": CONFIGS[backend]})
-    done = run(*suite, *folder, timeout_s=880, DATAPLANE_SUITE_CONFIG=config)
-    assert report.exists(), done.stdout[-3000:] + done.stderr[-3000:]
-    (results,) = ElementTree.parse(report).getroot().iter("testsuite")
-    counts = {name: int(results.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
-    print(backend, counts, done.stdout.splitlines()[-1])
-    assert counts["failures"] == counts["errors"] == 0, done.stdout[-6000:]
-    assert counts["tests"] - counts["skipped"] >= 150
+    folder = ["--confcutdir=tests/unit/data_plane", "tests/unit/data_plane"]
+    run_tests("NEMO_RL", tmp_path, "-p", "nemo_rl_suite", *folder, expected=156, DATAPLANE_CONFIG=str(config))
 
 
 SIGNATURES = """
@@ -66,7 +40,7 @@ print(json.dumps({name: signature_of(getattr(DataPlaneClient, name)) for name in
 
 
 def test_nemo_rls_interface_is_one_that_our_tests_know():
-    done = run("-c", SIGNATURES, timeout_s=120)
+    done = run("NEMO_RL", "-c", SIGNATURES)
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = json.loads(done.stdout.splitlines()[-1])
     assert theirs == {name: said for name, said in (OF_ALL_VERSIONS | OF_0_8_0).items() if name in theirs}
@@ -74,8 +48,7 @@ def test_nemo_rls_interface_is_one_that_our_tests_know():
 
 
 ON_RAY = """
-import typing, typing_extensions
-typing.TypedDict = typing_extensions.TypedDict  # as pydantic asks for it before Python 3.12
+import typing
 import ray, torch
 from pydantic import BaseModel
 from tensordict import TensorDict
@@ -112,16 +85,11 @@ client.close()
 """
 
 
-def test_a_worker_of_nemo_rl_on_ray_attaches_through_its_config(tmp_path):
-    (tmp_path / "driver.py").write_text(ON_RAY)
-    done = run(str(tmp_path / "driver.py"), timeout_s=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == "('NemoRLDataPlaneClient', [0, 1]) [0, 1]"
+def test_a_worker_of_nemo_rl_on_ray_attaches_through_its_config():
+    check_output(run("NEMO_RL", "-c", ON_RAY), "('NemoRLDataPlaneClient', [0, 1]) [0, 1]")
 
 
 PACKED = """
-import typing, typing_extensions
-typing.TypedDict = typing_extensions.TypedDict
 import numpy as np, torch
 from dataplane_compat.nemo_rl import activate, client_class
 
@@ -146,10 +114,9 @@ for sent in PackedTensor([torch.randn(4, 3), None, torch.randn(2, 3), None], 0),
     assert vars(got) == vars(sent)
     client.clear_samples(None, "train")
 client.close()
+print("as expected")
 """
 
 
-def test_rows_of_packed_tensors_come_back_with_those_of_text_only(tmp_path):
-    (tmp_path / "packed.py").write_text(PACKED)
-    done = run(str(tmp_path / "packed.py"), timeout_s=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_rows_of_packed_tensors_come_back_with_those_of_text_only():
+    check_output(run("NEMO_RL", "-c", PACKED), "as expected")

@@ -1,7 +1,6 @@
 """ROLL's transfer backend, over the module, with one line changed: the import.
 
-``ROLL_CHECKOUT`` names a checkout (`scripts/checkout.sh` gets one), ``ROLL_PYTHON`` a Python that can import both it
-and dataplane; without it, this one. What ROLL imports there besides ours is `codetiming`. See docs/trainers.md.
+See docs/trainers.md and `checkouts.py`. What ROLL imports there besides ours is `codetiming`.
 """
 
 import ast
@@ -9,16 +8,14 @@ import inspect
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from checkouts import check_output, needs_checkout, run
 
 import dataplane_compat.transfer_queue as ours
 
 CHECKOUT = os.environ.get("ROLL_CHECKOUT")
-PYTHON = os.environ.get("ROLL_PYTHON", sys.executable)
 FILE = "roll/distributed/scheduler/transfer_backend.py"
 #: What ROLL calls, and with which arguments, as of commit 8eb27cc2: names, or for positions a number.
 CALLS = {
@@ -27,8 +24,6 @@ CALLS = {
     "kv_batch_get": [("keys", "partition_id", "select_fields")],
     "kv_clear": [("keys", "partition_id")],
 }
-
-needs_checkout = pytest.mark.skipif(CHECKOUT is None, reason="ROLL_CHECKOUT names no checkout of ROLL")
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -40,7 +35,7 @@ def test_the_module_takes_the_calls_of_roll(name):
         )
 
 
-@needs_checkout
+@needs_checkout("ROLL")
 @pytest.mark.long
 def test_roll_calls_what_is_tested_here():
     found = {}
@@ -121,7 +116,7 @@ CONFIGS = {
 }
 
 
-@needs_checkout
+@needs_checkout("ROLL")
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", CONFIGS)
@@ -132,16 +127,6 @@ def test_remote_batches_of_roll_go_through_the_store(tmp_path, backend):
         text = source.read_text()
         assert text.count("import transfer_queue as tq") == 1
         source.write_text(text.replace("import transfer_queue as tq", "import dataplane_compat.transfer_queue as tq"))
-    (tmp_path / "program.py").write_text(PROGRAM)
-    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     workers = "alone" if backend == "noop" else "workers"  # noop is one process
-    done = subprocess.run(
-        [PYTHON, "-W", "ignore", "program.py", json.dumps(CONFIGS[backend]), workers],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == "done"
+    arguments = ["-W", "ignore", "-c", PROGRAM, json.dumps(CONFIGS[backend]), workers]
+    check_output(run("ROLL", *arguments, cwd=tmp_path, paths=[tmp_path]), "done")

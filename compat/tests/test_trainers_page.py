@@ -1,47 +1,38 @@
 """The lines for slime and miles in docs/trainers.md, with classes and functions of a checkout of each.
 
-``SLIME_CHECKOUT`` and ``MILES_CHECKOUT`` name them, ``SLIME_PYTHON`` and ``MILES_PYTHON`` a Python that can import both
-it and dataplane; without it, this one.
+See `checkouts.py`.
 """
 
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from checkouts import check_output, needs_checkout, run
 
 PAGE = (Path(__file__).parents[2] / "docs/trainers.md").read_text(encoding="utf-8")
 
 
-def run(trainer, code, folder):
+def run_beside_lines(trainer, code, folder):
     """Runs code beside the page's module for a trainer."""
-    checkout = os.environ.get(f"{trainer.upper()}_CHECKOUT")
-    if checkout is None:
-        pytest.skip(f"{trainer.upper()}_CHECKOUT names no checkout of {trainer}")
     (block,) = re.findall(rf"```python\n(# on_dataplane.py, for {trainer}\n.*?)```", PAGE, re.DOTALL)
+    assert len([line for line in block.splitlines()[1:] if line]) <= 20
     (folder / "on_dataplane.py").write_text(block)
-    config = {"backend": "shm_store", "options": {"namespace": f"page-of-{trainer}"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    paths = [str(folder), checkout, *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [os.environ.get(f"{trainer.upper()}_PYTHON", sys.executable), "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DATAPLANE_CONFIG": str(folder / "config.json")},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.stdout.splitlines()[-1:] == ["as expected"], done.stderr[-3000:]
+    config = folder / "config.json"
+    config.write_text(json.dumps({"backend": "shm_store", "options": {"namespace": f"page-of-{trainer}"}}))
+    paths = [folder, os.environ[f"{trainer.upper()}_CHECKOUT"]]
+    done = run(trainer.upper(), "-c", code, cwd=folder, paths=paths, DATAPLANE_CONFIG=str(config))
+    check_output(done, "as expected")
 
 
 SLIME = """
 import sys
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 import torch
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.data_source import DataSource
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -58,37 +49,43 @@ def same(a, b):
     routed = [each.pop("rollout_routed_experts") for each in (a, b)]
     return a == b and torch.equal(*routed)
 
-groups = [[sample(0), sample(1)], [sample(2), sample(3)], [sample(4), sample(5)]]
-args = Namespace(rollout_batch_size=2, save="saves", load="saves")
-source = load_function("on_dataplane.PlaneSource")(args)
+class Source(DataSource):
+    def get_samples(self, num_samples):
+        return [[sample(2 * i), sample(2 * i + 1)] for i in range(num_samples)]
+
+    add_samples = save = load = __len__ = None
+
+def finish(groups):
+    for sample in (sample for group in groups for sample in group):
+        sample.response = "done"
+    return groups
+
+args, source = Namespace(rollout_batch_size=2), Source()
 import on_dataplane
-source.add_samples(groups)
-assert len(source) == 3
-source.save(0)
-taken = source.get_samples(2)
-source.add_samples(groups[:1])
-assert len(source) == 4
-source.load(0)
-assert len(source) == 3
-on_dataplane.put_groups(taken, "rollouts")
-output = call_rollout_fn(load_function("on_dataplane.generate_rollout"), args, 0, source, evaluation=False)
-assert isinstance(output, RolloutFnTrainOutput)
-assert len(output.samples) == 2
-assert all(same(a, b) for one, two in zip(output.samples, groups) for a, b in zip(one, two, strict=True))
-task = dict(partition_id="rollouts", task_names=["all"])
-assert not on_dataplane.client.check_consumption_status(**task)  # they are acked when the next ones are asked for
-on_dataplane.put_groups(taken, "rollouts")
-assert on_dataplane.client.list_samples("rollouts").size == 4
-on_dataplane.generate_rollout(args, 1, source)
-assert on_dataplane.client.list_samples("rollouts").size == 2
+generate_rollout = load_function("on_dataplane.generate_rollout")
+for step in range(3):
+    with ThreadPoolExecutor() as threads:
+        output = threads.submit(call_rollout_fn, generate_rollout, args, step, source, evaluation=False)
+        prompts = [next(on_dataplane.groups_of("prompts", 1))[0] for _ in range(2)]
+        on_dataplane.put_groups(finish(prompts), "rollouts")
+    assert isinstance(output.result(), RolloutFnTrainOutput)
+    for one, two in zip(output.result().samples, finish(source.get_samples(2)), strict=True):
+        assert all(same(a, b) for a, b in zip(one, two, strict=True))
+    # they are acked and cleared when the next ones are asked for
+    assert on_dataplane.client.list_samples("rollouts").size == 2
+    assert not on_dataplane.client.list_consumed("rollouts", "all")
+    assert on_dataplane.client.list_samples("prompts").size == 1
+for partition, count in (("prompts", 1), ("rollouts", 2)):
+    on_dataplane.groups_of(partition, count).close()
 on_dataplane.client.close()
 print("as expected")
 """
 
 
 @pytest.mark.long
+@needs_checkout("SLIME")
 def test_the_lines_for_slime(tmp_path):
-    run("slime", SLIME, tmp_path)
+    run_beside_lines("slime", SLIME, tmp_path)
 
 
 MILES = """
@@ -122,5 +119,6 @@ store.client.close()
 
 
 @pytest.mark.long
+@needs_checkout("MILES")
 def test_the_lines_for_miles(tmp_path):
-    run("miles", MILES, tmp_path)
+    run_beside_lines("miles", MILES, tmp_path)

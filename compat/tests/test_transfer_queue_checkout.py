@@ -1,25 +1,18 @@
 """TransferQueue's own end-to-end tests and tutorials, over the module, with one line changed: the import.
 
-``TRANSFER_QUEUE_CHECKOUT`` names a checkout (`scripts/checkout.sh` gets one). They also run over the installed
-TransferQueue, for comparison. See docs/verl.md.
+They also run over the installed TransferQueue, for comparison. See docs/verl.md and `checkouts.py`.
 """
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
+from checkouts import needs_checkout, run, run_tests
 
 CHECKOUT = os.environ.get("TRANSFER_QUEUE_CHECKOUT")
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(CHECKOUT is None, reason="TRANSFER_QUEUE_CHECKOUT names no checkout of TransferQueue"),
-    pytest.mark.timeout(400),
-]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400), needs_checkout("TRANSFER_QUEUE")]
 
 #: Stands for TransferQueue itself.
 ITSELF = "TransferQueue"
@@ -60,38 +53,23 @@ def moved(source, folder, backend):
     return path
 
 
-def run(*arguments, folder, backend):
-    """Python in the folder, with this one on its path and the backend in its environment."""
-    paths = [os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_DEDUP_LOGS": "0"}
-    environment.pop("DATAPLANE_CONFIG", None)
-    if backend != ITSELF:
-        config = folder / "config.yaml"
-        config.write_text(f"backend: {backend}\nop_timeout_s: 120\n")
-        environment["DATAPLANE_CONFIG"] = str(config)
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=380,
-    )
+def how(folder, backend):
+    """In the folder, without the checkout on the path, and with the backend in the environment."""
+    found = {"cwd": folder, "paths": [], "timeout_s": 380, "RAY_DEDUP_LOGS": "0"}
+    if backend == ITSELF:
+        return found
+    config = folder / "config.yaml"
+    config.write_text(f"backend: {backend}\nop_timeout_s: 120\n")
+    return {**found, "DATAPLANE_CONFIG": str(config)}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", TESTS)
 def test_their_tests_pass(tmp_path, name, backend):
-    report = tmp_path / "report.xml"
-    options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", "transfer_queue_suite", f"--junitxml={report}"]
-    done = run("-m", "pytest", *options, moved(name, tmp_path, backend), folder=tmp_path, backend=backend)
-    assert report.exists(), done.stdout[-3000:] + done.stderr[-3000:]
-    (results,) = ElementTree.parse(report).getroot().iter("testsuite")
-    counts = {key: int(results.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")}
-    print(name, backend, counts, done.stdout.splitlines()[-1])
-    assert counts["failures"] == counts["errors"] == 0, done.stdout[-6000:]
     everywhere, not_here = TESTS[name]
-    assert counts["tests"] - counts["skipped"] >= everywhere - (not_here if backend != ITSELF else 0)
+    arguments = ["-W", "ignore", "-p", "transfer_queue_suite", moved(name, tmp_path, backend)]
+    expected = everywhere - (not_here if backend != ITSELF else 0)
+    run_tests("TRANSFER_QUEUE", tmp_path, *arguments, expected=expected, **how(tmp_path, backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -99,7 +77,8 @@ def test_their_tests_pass(tmp_path, name, backend):
 def test_their_tutorials_run(tmp_path, name, backend):
     if backend == "noop" and name.startswith("06"):
         pytest.skip("the workers of this tutorial are processes of their own")
-    done = run("-c", TUTORIAL, moved(f"tutorial/{name}", tmp_path, backend), folder=tmp_path, backend=backend)
+    arguments = ["-W", "ignore", "-c", TUTORIAL, moved(f"tutorial/{name}", tmp_path, backend)]
+    done = run("TRANSFER_QUEUE", *arguments, **how(tmp_path, backend))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     got = {}
     for worker, rank, ids in re.findall(r"Worker@(\d)\]: dp_rank (\d) retrieved samples: (\[.*?\])", done.stdout):

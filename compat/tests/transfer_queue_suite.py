@@ -11,11 +11,13 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import ray
+from checkouts import leaving_out
 
 from dataplane_compat.transfer_queue import _session, interface
 from dataplane_compat.transfer_queue._rows import find_rows
 
 _FILES = "looks into the files of a checkpoint, which are others here"
+OVER_DATAPLANE = "DATAPLANE_CONFIG" in os.environ
 #: Part of a test's name -> why it is left out over our module.
 LEFT_OUT = {
     "TestCheckpointRoundtrip::test_tensor_fields": _FILES,
@@ -24,6 +26,7 @@ LEFT_OUT = {
     "TestCheckpointErrors::test_load_raises_on_storage_unit_count_mismatch": _FILES,
     "TestCheckpointErrors::test_no_partial_state_on_failed_save": _FILES,
 }
+pytest_collection_modifyitems = leaving_out(LEFT_OUT if OVER_DATAPLANE else {})
 
 
 class Controller:
@@ -67,7 +70,7 @@ class Interface(ModuleType):
 def install():
     """At import, since their modules start Ray when they are imported."""
     ray.init = functools.partial(ray.init, num_cpus=16, include_dashboard=False)
-    if "DATAPLANE_CONFIG" in os.environ:
+    if OVER_DATAPLANE:
         get_actor = ray.get_actor
         ray.get_actor = lambda name, namespace=None: (
             Controller() if name == "TransferQueueController" and _session.current() else get_actor(name, namespace)
@@ -76,10 +79,3 @@ def install():
 
 
 install()
-
-
-def pytest_collection_modifyitems(config, items):
-    if "DATAPLANE_CONFIG" in os.environ:
-        out = [item for item in items if any(part in item.nodeid for part in LEFT_OUT)]
-        config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if item not in out]

@@ -91,8 +91,8 @@ class AsyncPath(DataPlanePath):
     rollout_class: ClassVar[type[RolloutWorker]] = AheadRolloutWorker
     collecting = "wait"
 
-    def __init__(self, config: RunConfig, events_file: Path | None = None, recording: Path | None = None) -> None:
-        super().__init__(config, events_file, recording)
+    def __init__(self, config: RunConfig, *files: Any) -> None:
+        super().__init__(config, *files)
         self._staleness = config.rollouts.staleness
         self._prompts_per_step = config.grpo.prompts_per_step
         # A run that is saved runs ahead beyond its last step as well: one that goes on from there, to more steps, then
@@ -116,7 +116,7 @@ class AsyncPath(DataPlanePath):
         super().start(actors, draw)
         with reporting():
             policy = self._require()
-            self._open_step(None)
+            self._open_step(0, None)
             self._buffer = ReplayBuffer(
                 policy.client,
                 self.partition,

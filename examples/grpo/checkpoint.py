@@ -25,7 +25,7 @@ from .config import RunConfig
 from .errors import RunFailedError, UserError
 from .weights import PackedWeights
 
-__all__ = ["Checkpoints", "Save"]
+__all__ = ["Checkpoints", "Save", "run_digest"]
 
 #: Of the layout of a save; a program reads its own version only.
 _FORMAT = 1
@@ -166,6 +166,10 @@ class Checkpoints:
         self._check_identity(place, manifest["run"])
         return Save(place, manifest["step"], [json.loads(line) for line in lines], manifest["evaluation"])
 
+    def exist(self) -> bool:
+        """Whether there is a save."""
+        return bool(self._places())
+
     def refuse_to_mix(self) -> None:
         """Refuses to start anew where saves lie: ``--resume`` could not tell them from this run's.
 
@@ -222,6 +226,15 @@ def _identity(config: RunConfig) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
+
+
+def run_digest(config: RunConfig) -> str:
+    """A name for the results of a run: two runs of equal digest have the same rows.
+
+    Raises:
+        UserError: The prompts cannot be read.
+    """
+    return hashlib.sha256(json.dumps(_identity(config), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -154,6 +154,7 @@ def start_actors(
             max_new_tokens=config.grpo.max_new_tokens,
             temperature=config.grpo.temperature,
             seed=config.seed,
+            prompts_per_put=config.rollouts.prompts_per_put,
         ),
         workers=[
             actor(worker_class)(model_config, optimizer_config, rank, config.num_workers, layout)

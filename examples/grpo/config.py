@@ -93,6 +93,8 @@ class RolloutsSection(_Section):
     mode: Literal["sync", "async"] = "sync"
     #: With ``async``: steps that they run ahead, and so versions by which their weights are behind.
     staleness: Annotated[int, Field(ge=0)] = 1
+    #: Prompts that are answered together, and written by one put. None: all of a step.
+    prompts_per_put: _Count | None = None
 
 
 class PortionsSection(_Section):
@@ -111,6 +113,14 @@ class SavingSection(_Section):
     every: Annotated[int, Field(ge=0)] = 0
     #: Saves that stay; older ones are removed.
     keep: _Count = 2
+    #: Whether a run that is started again goes on from its newest save, with the rows that the store still holds.
+    resume: bool = False
+
+    @model_validator(mode="after")
+    def _check_resume(self) -> SavingSection:
+        if self.resume and not self.every:
+            raise ValueError("resume needs saves: set every to 1 or more")
+        return self
 
 
 class RaySection(_Section):

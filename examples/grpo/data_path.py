@@ -152,6 +152,9 @@ class DataPath(ABC):
     def mark_step(self, step: int, loss: float, staleness: int) -> None:  # noqa: B027 - not abstract: nobody may care
         """Says that a step has ended: here, to nobody."""
 
+    def saved(self, step: int) -> None:  # noqa: B027 - nor to let go of
+        """Says that a save of ``step`` is on the disk, so that its rows are needed no more: here, nothing."""
+
     def save(self, folder: Path) -> None:  # noqa: B027 - not abstract: most have nothing to save
         """Writes what the path holds between two steps into ``folder``: here, nothing."""
 

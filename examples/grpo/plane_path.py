@@ -3,11 +3,14 @@
 The rollout worker writes its columns to the store and hands the driver a meta: ids, lengths, no tensors. The driver
 sends each policy worker the part of the meta that is its own, with a microbatch plan; the worker reads its rows from
 the store, and writes the columns that it computes back under the same ids.
+
+A run with ``saving.resume`` keeps the rows of a step until a save has what was learnt from them. Started again, on a
+store that outlives its processes, it has only those answers generated that the store lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,13 +26,15 @@ from dataplane_core.schema import DP_TRAIN_FIELDS
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
-from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
+from dataplane_integrations.rollout import DataPlaneRolloutMixin, FoundRollouts, mint_sample_ids, missing_groups
 from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 from dataplane_integrations.trainer.megatron import MegatronDataPlaneMixin
 
+from .checkpoint import run_digest
 from .cluster import Actors, reporting
 from .config import RunConfig
 from .data_path import DataPath, Draw, Traffic, batching_of, summarize_training
+from .errors import UserError
 from .megatron_workers import MegatronPolicyWorker
 from .rollout import RolloutCarry, RolloutWorker
 from .task import PAD_ID
@@ -63,33 +68,46 @@ class _CountsTraffic(DataPlaneClientMixin):
 class PlaneRolloutWorker(_CountsTraffic, DataPlaneRolloutMixin, RolloutWorker):
     """The rollout worker, writing what it generates to the store."""
 
-    def generate(
-        self, step: int, prompts: Sequence[str], answers_per_prompt: int
+    def generate_portion(
+        self, step: int, prompts: Sequence[str], answers_per_prompt: int, first: int
     ) -> tuple[BatchedDataDict, RolloutCarry]:
-        """As `RolloutWorker.generate`. Meanwhile ``dataplane why`` says that this process generates."""
+        """As `RolloutWorker.generate_portion`. Meanwhile ``dataplane why`` says that this process generates."""
         with self._require_dp_client().phase("generate"):
-            return super().generate(step, prompts, answers_per_prompt)
+            return super().generate_portion(step, prompts, answers_per_prompt, first)
 
     def generate_to_plane(
-        self, step: int, prompts: Sequence[str], answers_per_prompt: int, generation: int = 0
-    ) -> tuple[RolloutReceipt, RolloutCarry]:
-        """As `RolloutWorker.generate`, with the columns left in the store.
+        self,
+        step: int,
+        prompts: Sequence[str],
+        answers_per_prompt: int,
+        partition_id: str,
+        uids: Sequence[str],
+        missing: Collection[str],
+        tags: Mapping[str, Any],
+    ) -> None:
+        """As `RolloutWorker.generate`, with the columns left in the store: a put for each portion.
 
         Args:
-            step: The training step.
+            step: Decides the draw.
             prompts: The prompts.
             answers_per_prompt: The group size.
-            generation: Number of the call in this step, where there are several.
-
-        Returns:
-            The receipt for the rows, and the carry.
+            partition_id: Where the rows go.
+            uids: A name for each prompt, of which the ids of its rows are made.
+            missing: Those of the prompts to answer. The others are there.
+            tags: Tags of all rows. To these are added the answer and the length.
         """
-        batch, carry = self.generate(step + generation * _FURTHER_DRAWS, prompts, answers_per_prompt)
-        mark = f"s{step}" if generation == 0 else f"s{step}r{generation}"
-        ids = mint_sample_ids([f"{mark}_p{number}" for number in range(len(prompts))], answers_per_prompt)
-        tags = [{"step": step, "input_lengths": length} for length in carry.input_lengths]
-        partition = DataPlanePath.partition
-        return self._first_write(batch, sample_ids=ids, partition_id=partition, carry_fields=(), tags=tags), carry
+        for portion in self.portions(len(prompts)):
+            if set(missing).isdisjoint(uids[portion]):
+                continue
+            batch, carry = self.generate_portion(step, prompts[portion], answers_per_prompt, portion.start)
+            own = zip(carry.answers, carry.input_lengths, strict=True)
+            self._first_write(
+                batch,
+                sample_ids=mint_sample_ids(uids[portion], answers_per_prompt),
+                partition_id=partition_id,
+                carry_fields=(),
+                tags=[{**tags, "answer": answer, "input_lengths": length} for answer, length in own],
+            )
 
 
 class _PadsAnswers(_CountsTraffic):
@@ -108,7 +126,7 @@ class MegatronPlanePolicyWorker(_PadsAnswers, MegatronDataPlaneMixin, MegatronPo
 class DataPlanePath(DataPath):
     """The rows live in the store that the configuration names; the driver holds their meta."""
 
-    #: Where they are.
+    #: Where they are. With ``saving.resume``, each step has a partition of its own, whose name ends with its number.
     partition: ClassVar[str] = "train"
     rollout_class: ClassVar[type[RolloutWorker]] = PlaneRolloutWorker
     worker_classes: ClassVar[Mapping[str, type[PolicyWorker]]] = {
@@ -116,13 +134,20 @@ class DataPlanePath(DataPath):
         "megatron": MegatronPlanePolicyWorker,
     }
 
-    def __init__(self, config: RunConfig, events_file: Path | None = None, recording: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        events_file: Path | None = None,
+        recording: Path | None = None,
+        found: FoundRollouts | None = None,
+    ) -> None:
         """Makes the path.
 
         Args:
             config: The run.
             events_file: Where all processes write what they do, for ``dataplane flow``.
             recording: An absolute folder where all processes record what they do, and the rows, to replay the run.
+            found: Counts the rollouts that were there when a step was begun again.
         """
         plane = config.data_plane
         metrics = {"metrics": {"events_file": None if events_file is None else str(events_file)}}
@@ -135,6 +160,12 @@ class DataPlanePath(DataPath):
         self._timeout_s = config.ray.step_timeout_s
         self._policy: DataPlanePolicy | None = None
         self._seen = Traffic()
+        self._found = found
+        #: Whether rows stay until a save has what was learnt from them.
+        self._keeps_rows = config.saving.resume and config.rollouts.mode == "sync"
+        self._row_tags = {"run": run_digest(config)} if self._keeps_rows else {}
+        self._partition = self.partition
+        self._interrupted = False
 
     def start(self, actors: Actors, draw: Draw) -> None:
         self._actors = actors
@@ -147,25 +178,49 @@ class DataPlanePath(DataPath):
                 batching=batching_of(self._config),
                 timeout_s=self._timeout_s,
                 read_ahead=self._config.portions.read_ahead,
+                clear_on_failure=not self._keeps_rows,
             )
             self._on_rollout("setup_data_plane", self._plane, doing="attaching to the data plane")
 
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
         with reporting():
-            self._open_step(len(prompts) * self._config.grpo.answers_per_prompt)
+            self._open_step(step, len(prompts) * self._config.grpo.answers_per_prompt)
             self._meta, carry = self._generate(step, 0, prompts)
         return carry
 
-    def _open_step(self, num_samples: int | None) -> None:
-        group_size = self._config.grpo.answers_per_prompt
+    def _open_step(self, step: int, num_samples: int | None) -> None:
+        group_size, client = self._config.grpo.answers_per_prompt, self._require().client
+        if self._keeps_rows:
+            self._partition = f"{self.partition}-{step}"
+            self._interrupted = self._partition in client.list_partitions()
         self._require().prepare_step(
-            num_samples, group_size, partition_id=self.partition, fields=_FIELDS, keep_rows=False
+            num_samples, group_size, partition_id=self._partition, fields=_FIELDS, keep_rows=self._keeps_rows
         )
+        if self._keeps_rows and client.list_samples(self._partition, {"run": ("!=", self._row_tags["run"])}).size:
+            raise UserError(
+                f"the store holds rows of another run in '{self._partition}'. Name another folder in data_plane, or go "
+                "on with that run: with its configuration, and its --out."
+            )
 
     def _generate(self, step: int, generation: int, prompts: Sequence[str]) -> tuple[KVBatchMeta, RolloutCarry]:
-        arguments = (step, list(prompts), self._config.grpo.answers_per_prompt, generation)
-        receipt, carry = self._on_rollout("generate_to_plane", *arguments, doing=f"generating in step {step}")
-        return receipt.meta, carry
+        client, group_size = self._require().client, self._config.grpo.answers_per_prompt
+        mark = f"s{step}" if generation == 0 else f"s{step}r{generation}"
+        uids = missing = [f"{mark}_p{number}" for number in range(len(prompts))]
+        if self._keeps_rows:
+            missing = missing_groups(client, self._partition, uids, group_size)
+            if self._interrupted and self._found is not None:
+                self._found.add(step, len(uids) * group_size, (len(uids) - len(missing)) * group_size)
+        if missing:
+            tags = {"step": step, **self._row_tags}
+            draw = step + generation * _FURTHER_DRAWS
+            self._answer(step, [draw, list(prompts), group_size, self._partition, uids, missing, tags])
+        meta = client.list_samples(self._partition, sample_ids=mint_sample_ids(uids, group_size))
+        rows = meta.tags or []
+        return meta, RolloutCarry([str(row["answer"]) for row in rows], [int(row["input_lengths"]) for row in rows])
+
+    def _answer(self, step: int, arguments: Sequence[Any]) -> None:
+        """Lets the rollout worker answer prompts: see `PlaneRolloutWorker.generate_to_plane`."""
+        self._on_rollout("generate_to_plane", *arguments, doing=f"generating in step {step}")
 
     def put_scores(self, rewards_n: Tensor, advantages_ns: Tensor) -> None:
         columns = {"advantages": advantages_ns, "reward": rewards_n}
@@ -204,14 +259,26 @@ class DataPlanePath(DataPath):
         with reporting():
             now = self._traffic()
             if keep is not None:
-                self._require().client.save(keep, partitions=[self.partition])
-            self._drop_rows()
+                self._require().client.save(keep, partitions=[self._partition])
+            if not self._keeps_rows:
+                self._drop_rows()
         step = Traffic(now.bytes_put - self._seen.bytes_put, now.bytes_get - self._seen.bytes_get)
         self._seen = now
         return step
 
     def _drop_rows(self) -> None:
         self._require().finish_step()
+
+    def saved(self, step: int) -> None:
+        """See `DataPath.saved`. Drops the rows of all steps up to this one."""
+        client, names = self._require().client, {f"{self.partition}-{number}" for number in range(1, step + 1)}
+        if self._keeps_rows:
+            for name in names.intersection(client.list_partitions()):
+                client.clear_samples(None, name)
+
+    def restore(self, folder: Path, step: int) -> None:
+        """See `DataPath.restore`. The store holds the rows of later steps, and those that were not dropped in time."""
+        self.saved(step)
 
     def close(self) -> None:
         if self._policy is not None:

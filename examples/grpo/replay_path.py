@@ -8,14 +8,11 @@ rows as in the run. What driver and policy workers write is compared with what t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ray import ObjectRef
 
-from dataplane_core.meta import KVBatchMeta
-
 from .plane_path import DataPlanePath
-from .rollout import RolloutCarry
-from .task import decode
 
 __all__ = ["ReplayPath"]
 
@@ -28,11 +25,5 @@ class ReplayPath(DataPlanePath):
     def hand_over(self, step: int, push: Callable[[], ObjectRef]) -> None:
         """Does nothing: nobody generates with the newest weights."""
 
-    def _generate(self, step: int, generation: int, prompts: Sequence[str]) -> tuple[KVBatchMeta, RolloutCarry]:
-        client = self._require().client
-        meta = client.list_samples(self.partition)
-        rows = client.get_samples(meta.sample_ids, self.partition, ["input_ids", "token_mask"])
-        answers = [
-            decode(ids[mask == 1].tolist()) for ids, mask in zip(rows["input_ids"], rows["token_mask"], strict=True)
-        ]
-        return meta, RolloutCarry(answers, [int(tags["input_lengths"]) for tags in meta.tags or []])
+    def _answer(self, step: int, arguments: Sequence[Any]) -> None:
+        """Does nothing: the answers are in the recording."""

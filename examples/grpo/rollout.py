@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from dataplane_core.batch import BatchedDataDict
 from .config import RunConfig
 from .generate import Completions, generate
 from .model import ModelConfig, Transformer
-from .task import Problem, decode, encode
+from .task import PAD_ID, Problem, decode, encode
 from .weights import PackedWeights, load_packed_weights
 
 __all__ = ["RolloutCarry", "RolloutWorker", "draw_problems", "step_seed"]
@@ -52,12 +52,21 @@ def draw_problems(config: RunConfig, problems: Sequence[Problem], step: int, gen
 class RolloutWorker:
     """Generates answers. One Ray actor; its methods run in that process, one at a time."""
 
-    def __init__(self, model_config: ModelConfig, *, max_new_tokens: int, temperature: float, seed: int) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+        prompts_per_put: int | None = None,
+    ) -> None:
         torch.set_num_threads(1)
         self.model = Transformer(model_config).eval()
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
         self.seed = seed
+        self.prompts_per_put = prompts_per_put
 
     def process_id(self) -> int:
         """Process id; answers as soon as the actor is up."""
@@ -82,8 +91,30 @@ class RolloutWorker:
             ``input_lengths`` (N,) int64, ``generation_logprobs`` and ``token_mask`` (1 on answer tokens) (N, S)
             float32, ``sample_mask`` (N,) float32; and the carry for the driver.
         """
+        made = [
+            self.generate_portion(step, prompts[portion], answers_per_prompt, portion.start)
+            for portion in self.portions(len(prompts))
+        ]
+        batch = BatchedDataDict.from_batches([batch for batch, _ in made], {"input_ids": PAD_ID})
+        carries = [carry for _, carry in made]
+        answers = [answer for carry in carries for answer in carry.answers]
+        return batch, RolloutCarry(answers, [length for carry in carries for length in carry.input_lengths])
+
+    def portions(self, num_prompts: int) -> Iterator[slice]:
+        """The prompts of a step that are answered together: always the same ones."""
+        size = self.prompts_per_put or num_prompts
+        return (slice(first, first + size) for first in range(0, num_prompts, size))
+
+    def generate_portion(
+        self, step: int, prompts: Sequence[str], answers_per_prompt: int, first: int
+    ) -> tuple[BatchedDataDict, RolloutCarry]:
+        """As `generate`, for a portion, whose first prompt has this number in its step.
+
+        The answers follow from the weights, the seed, the step and the portion, whatever else is generated.
+        """
         repeated = [prompt for prompt in prompts for _ in range(answers_per_prompt)]
-        generator = torch.Generator().manual_seed(step_seed(self.seed, "rollout", step))
+        stream = "rollout" if first == 0 else f"rollout/{first}"
+        generator = torch.Generator().manual_seed(step_seed(self.seed, stream, step))
         completions = self._complete(repeated, self.temperature, generator)
         position = torch.arange(completions.input_ids.shape[1])
         is_answer = (position >= completions.prompt_lengths.unsqueeze(1)) & (

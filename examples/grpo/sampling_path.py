@@ -7,7 +7,6 @@ Further prompts replace the dropped groups.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from dataplane_core.meta import KVBatchMeta
@@ -24,8 +23,8 @@ __all__ = ["SamplingPath"]
 class SamplingPath(DataPlanePath):
     """A data path whose steps are made of groups whose rewards differ."""
 
-    def __init__(self, config: RunConfig, events_file: Path | None = None, recording: Path | None = None) -> None:
-        super().__init__(config, events_file, recording)
+    def __init__(self, config: RunConfig, *files: Any) -> None:
+        super().__init__(config, *files)
         self._settings = config.dynamic_sampling
         self._facts: dict[str, float] = {}
 
@@ -44,7 +43,7 @@ class SamplingPath(DataPlanePath):
 
         with reporting():
             policy = self._require()
-            self._open_step(None)
+            self._open_step(step, None)
             sampling = DynamicSampling(
                 policy.client,
                 num_groups=self._config.grpo.prompts_per_step,

@@ -28,6 +28,7 @@ import torch
 from dataplane_core.cli import main as dataplane
 from dataplane_core.errors import ConfigError, DataPlaneError, PluginError
 from dataplane_core.middleware import is_recording
+from dataplane_integrations.rollout import FoundRollouts
 from grpo.async_path import AsyncPath
 from grpo.checkpoint import Checkpoints
 from grpo.cluster import connect_actors, ray_session, required_cpus, start_actors
@@ -46,6 +47,7 @@ from grpo.trainer import LAST_ROWS, Trainer
 from grpo.weights import pack_weights
 
 _EVENTS = "events.jsonl"
+_FOUND = "found.jsonl"
 _EXAMPLES = Path(__file__).resolve().parent.parent
 
 
@@ -99,7 +101,7 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
         config: What to run.
         path: How its tensors travel.
         out: The folder for its results, and for its saves.
-        resume: Go on from the newest save in ``out``.
+        resume: Go on from the newest save in ``out``, which must be there. With ``saving.resume``, it need not.
     """
     start = time.monotonic()
     problems = read_problems(
@@ -113,12 +115,15 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
     except OSError as error:
         raise UserError(f"--out {out} cannot be used: {error}.") from error
     checkpoints = Checkpoints(out, config)
-    save = checkpoints.newest() if resume else None
+    going_on = config.saving.resume
+    save = checkpoints.newest() if resume or (going_on and checkpoints.exist()) else None
     if save is None:
         checkpoints.refuse_to_mix()
 
-    events = out / _EVENTS
-    events.unlink(missing_ok=True)  # of an earlier run
+    events, found = out / _EVENTS, out / _FOUND
+    if not going_on:
+        for file in (events, found):  # of an earlier run
+            file.unlink(missing_ok=True)
 
     with ray_session(config.ray, required_cpus(config, path.extra_cpus)):
         torch.set_num_threads(1)  # as in the actors: more threads would change the last bits
@@ -147,6 +152,7 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
                 path.mark_step(record["step"], record["loss"], record.get("staleness", 0))
                 if config.saving.every and record["step"] % config.saving.every == 0:
                     print(f"saved to {write(trainer.records, write_state=trainer.save_state)}", flush=True)
+                    path.saved(record["step"])
 
             trainer.run(on_step)
             evaluation["after"] = trainer.evaluate(eval_problems)
@@ -173,6 +179,8 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
             f"What the model wrote in the last step: open {out / 'answers.html'} in a browser, or run\n"
             f"PYTHONPATH={os.path.relpath(_EXAMPLES)} dataplane {' '.join(read)} --sort reward"
         )
+    if found.exists():
+        print(FoundRollouts(found))
     print(f"{summary['seconds']:.0f} s in all; see {out / 'metrics.jsonl'} and {out / 'reward.png'}")
 
 
@@ -207,7 +215,9 @@ def _data_path(config: RunConfig, args: argparse.Namespace) -> DataPath:
     if in_memory:
         return InMemoryPath(config)
     kind = AsyncPath if ahead else SamplingPath if config.dynamic_sampling.enabled else DataPlanePath
-    return (kind if args.replay is None else ReplayPath)(config, args.out.resolve() / _EVENTS, recording)
+    out = args.out.resolve()
+    kind = kind if args.replay is None else ReplayPath
+    return kind(config, out / _EVENTS, recording, FoundRollouts(out / _FOUND))
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

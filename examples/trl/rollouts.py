@@ -4,7 +4,8 @@ Three kinds of partitions connect them:
 
 - ``prompts``: a row per prompt. The trainer writes them, the rollout processes claim them.
 - ``weights``: the two newest versions of the weights, see `dataplane_integrations.weights`.
-- ``answers-0``, ``answers-1``, ...: the answers of one generation batch each, cleared when it has been trained on.
+- ``answers-0``, ``answers-1``, ...: the answers of one generation batch each, cleared when it has been trained on. In
+  a run that can be started again, they are ``answers-RUN-0`` and so on, and cleared when a checkpoint has the batch.
   With an asynchronous trainer one partition, ``answers``, in which the rows are cleared.
 
 Nothing here imports TRL: the trainer comes as an argument.
@@ -13,6 +14,7 @@ Nothing here imports TRL: the trainer comes as an argument.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -24,7 +26,7 @@ from torch import nn
 from dataplane_core import DataPlaneClient, KVBatchMeta
 from dataplane_core.errors import ClaimTimeoutError, LeaseExpiredError, StalePartitionError, UnknownPartitionError
 from dataplane_integrations.replay import StreamingConsumer, group_of
-from dataplane_integrations.rollout import mint_sample_ids
+from dataplane_integrations.rollout import FoundRollouts, mint_sample_ids, missing_groups
 from dataplane_integrations.weights import WEIGHTS, WeightReader, open_weights, publish_weights
 
 __all__ = ["ANSWERS", "FIELDS", "PROMPTS", "DataPlaneRollouts", "Generate", "sample_columns", "serve"]
@@ -63,6 +65,11 @@ class DataPlaneRollouts:
         ahead: By how many batches rollouts may run ahead. With 0 they wait while the trainer trains.
         lease_s: Seconds of lease on the answers. The lease is renewed until they have been trained on.
         timeout_s: Seconds to wait for the answers of a batch.
+        run: The name of a run that can be started again, on a store that outlives its processes. A start has only
+            those answers generated that the store lacks. The seed of each prompt follows from this name. With
+            ``prompts_per_claim`` 1 and ``ahead`` 0, so do all answers, whoever generates them.
+        saved: With ``run``: returns how many batches the newest checkpoint has. Answers of later ones are kept.
+        found: Counts the answers that were there when a batch was begun again.
 
     Attributes:
         trained: The ids of the answers that have been trained on.
@@ -72,7 +79,15 @@ class DataPlaneRollouts:
     """
 
     def __init__(
-        self, client: DataPlaneClient, *, ahead: int = 1, lease_s: float = 60.0, timeout_s: float = 600.0
+        self,
+        client: DataPlaneClient,
+        *,
+        ahead: int = 1,
+        lease_s: float = 60.0,
+        timeout_s: float = 600.0,
+        run: str | None = None,
+        saved: Callable[[], int] | None = None,
+        found: FoundRollouts | None = None,
     ) -> None:
         self.trained: list[str] = []
         self.timeline: list[dict[str, Any]] = []
@@ -80,33 +95,44 @@ class DataPlaneRollouts:
         self._ahead = ahead
         self._lease_s = lease_s
         self._timeout_s = timeout_s
+        self._run = run
+        self._saved = saved
+        self._found = found
         self._batch = -1  # the newest that the trainer asked for
         self._asked = 0  # batches whose prompts have been written
+        self._kept: list[int] = []  # batches that have been trained on, and that no checkpoint has
         self._held = contextlib.ExitStack()  # the claim of the newest batch
         self._in_training: list[str] = []
         self._training_began = 0.0
+        if run is not None:  # of a start that was killed; the rollout processes of this one come later
+            client.clear_samples(None, PROMPTS)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Called by GRPOTrainer for each generation batch, with each prompt ``num_generations`` times. Blocks."""
-        args, answers = trainer.args, trainer.num_generations
-        batch = self._batch + 1
+        answers = trainer.num_generations
+        args, first = trainer.args, self._batch < 0
+        passes = args.steps_per_generation * trainer.num_iterations  # of the trainer, over a batch
+        begun, end = (
+            steps * args.gradient_accumulation_steps for steps in (trainer.state.global_step, trainer.state.max_steps)
+        )
+        batch = begun // passes if first else self._batch + 1  # not 0, if it goes on from a checkpoint
         wanted = _prompts(trainer, batch)
         if prompts != [prompt for prompt in wanted.values() for _ in range(answers)]:
             raise ValueError(
                 f"the trainer asks for other prompts than those of generation batch {batch} in the order of its data "
                 "set. Expected shuffle_dataset=False, one training process, and no evaluation by the trainer."
             )
-        passes = args.steps_per_generation * trainer.num_iterations  # of the trainer, over a batch
-        batches = -(-trainer.state.max_steps * args.gradient_accumulation_steps // passes)
 
         self._finish()
         self._batch = batch
-        if batch == 0:
+        if first:
+            self._asked = batch
+            self._drop_before(batch)
             open_weights(self._client)
             self._client.register_partition(PROMPTS, ["prompt"], None, ["rollout"])
         publish_weights(self._client, batch, trainer.accelerator.unwrap_model(trainer.model).state_dict())
 
-        while self._asked < min(batch + self._ahead + 1, batches):
+        while self._asked < min(batch + self._ahead + 1, -(-end // passes)):
             self._ask(trainer, self._asked)
             self._asked += 1
         return self._claim(batch, mint_sample_ids(list(wanted), answers))
@@ -117,41 +143,79 @@ class DataPlaneRollouts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        dropped = [PROMPTS, WEIGHTS]
+        if error is None or self._run is None:  # else the next start needs the answers
+            dropped += map(self._answers, [*self._kept, *range(max(self._batch, 0), self._asked)])
         try:
             if error is None:
                 self._finish()
             else:
                 self._held.__exit__(kind, error, trace)
         finally:
-            for name in (PROMPTS, WEIGHTS, *map(_answers, range(max(self._batch, 0), self._asked))):
+            for name in dropped:
                 self._client.clear_samples(None, name)
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this object. The newest batch counts as trained on."""
+        return {"trained": [*self.trained, *self._in_training], "timeline": [*self.timeline, self._span()]}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes over what `state` gave, so that `trained` and `timeline` are those of the whole run."""
+        self.trained, self.timeline = state["trained"], state["timeline"]
+
     def _ask(self, trainer: Any, batch: int) -> None:
-        """Writes the prompts of a batch, with what a rollout process must know."""
+        """Writes those prompts of a batch that are not answered yet, with what a rollout process must know."""
+        client, into = self._client, self._answers(batch)
         prompts, answers = _prompts(trainer, batch), trainer.num_generations
-        self._client.register_partition(
-            _answers(batch), FIELDS, len(prompts) * answers, ["train"], grpo_group_size=answers
+        missing = list(prompts)
+        begun = self._run is not None and into in client.list_partitions()
+        client.register_partition(
+            into,
+            FIELDS,
+            len(prompts) * answers,
+            ["train"],
+            grpo_group_size=answers,
+            if_exists="keep" if begun else "replace",
         )
+        if begun:
+            client.reset_consumption(into, "train")  # it is trained on again
+            missing = missing_groups(client, into, missing, answers)
+            if self._found is not None:
+                self._found.add(batch, len(prompts) * answers, (len(prompts) - len(missing)) * answers)
         tags = {
             "batch": batch,
-            "into": _answers(batch),
+            "into": into,
             "answers": answers,
             "max_new_tokens": trainer.args.max_completion_length,
             "temperature": float(trainer.args.temperature),
         }
-        columns = {"prompt": list(prompts.values())}
-        self._client.put_samples(list(prompts), PROMPTS, columns, tags=[tags] * len(prompts))
+        seeds = [{} if self._run is None else {"seed": _seed(f"{self._run}/{uid}")} for uid in missing]
+        if missing:
+            columns = {"prompt": [prompts[uid] for uid in missing]}
+            client.put_samples(missing, PROMPTS, columns, tags=[tags | seed for seed in seeds])
+
+    def _answers(self, batch: int) -> str:
+        """The partition of a generation batch's answers."""
+        return f"answers-{batch}" if self._run is None else f"answers-{self._run}-{batch}"
+
+    def _drop_before(self, batch: int) -> None:
+        """Drops what a start that was killed had not dropped yet of the batches before this one."""
+        if self._run is not None:
+            there = set(self._client.list_partitions())
+            for name in there.intersection(map(self._answers, range(batch))):
+                self._client.clear_samples(None, name)
 
     def _claim(self, batch: int, sample_ids: list[str]) -> dict[str, list[Any]]:
         """Waits for the answers of a batch, which are held on lease from then on, and returns them in this order."""
         consumer = StreamingConsumer(
             self._client,
-            _answers(batch),
+            self._answers(batch),
             "train",
             FIELDS,
             len(sample_ids),
             lease_s=self._lease_s,
             timeout_s=self._timeout_s,
+            clear=False,  # `_finish` does
         )
         claimed = self._held.enter_context(next(iter(consumer)))
         rows = self._client.get_samples(sample_ids, claimed.meta.partition_id, FIELDS)
@@ -161,20 +225,28 @@ class DataPlaneRollouts:
         return {name: [row.tolist() for row in rows[name].unbind()] for name in FIELDS}
 
     def _finish(self) -> None:
-        """Acks and clears the answers of the newest batch, which has been trained on."""
+        """Acks the answers of the newest batch, which has been trained on. Clears those that no restart needs."""
         if self._batch < 0:
             return
-        span = {"began": self._training_began, "ended": time.monotonic()}
-        self.timeline.append({"what": "train", "batch": self._batch, **span})
+        self.timeline.append(self._span())
         self._client.mark_step(self._batch + 1)
         self._held.close()
         self.trained += self._in_training
-        self._client.clear_samples(None, _answers(self._batch))
+        self._in_training = []
+        self._kept.append(self._batch)
+        saved = self._batch + 1 if self._saved is None else self._saved()
+        for batch in [batch for batch in self._kept if batch < saved]:
+            self._client.clear_samples(None, self._answers(batch))
+            self._kept.remove(batch)
+
+    def _span(self) -> dict[str, Any]:
+        """The training on the newest batch, up to now."""
+        return {"what": "train", "batch": self._batch, "began": self._training_began, "ended": time.monotonic()}
 
 
-def _answers(batch: int) -> str:
-    """The partition of a generation batch's answers."""
-    return f"answers-{batch}"
+def _seed(name: str) -> int:
+    """A seed that follows from a name."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
 
 
 def _prompts(trainer: Any, batch: int) -> dict[str, Any]:
@@ -243,6 +315,8 @@ def serve(
                     model.load_state_dict(weights)
                 tags = (claimed.meta.tags or [])[0]
                 prompts = list(claimed.read()["prompt"])
+                if "seed" in tags:
+                    torch.manual_seed(tags["seed"])
                 rows = generate(prompts, tags["answers"], tags["max_new_tokens"], tags["temperature"])
                 claimed.check()
                 made = {"worker": worker, "weight_version": reader.version, "began": began, "ended": time.monotonic()}

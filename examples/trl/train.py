@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
@@ -24,14 +25,17 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` is mark
 
 import torch
 import yaml
+from checkpoints import Checkpoints
 from datasets import Dataset
 from plot import plot_run
 from rollouts import DataPlaneRollouts
 from toy import DIGITS, Generator, build_model, build_tokenizer, draw_prompts, evaluate, reward
 from transformers import PrinterCallback, TrainerCallback
+from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 
 from dataplane_core import DataPlaneError, connect
+from dataplane_integrations.rollout import FoundRollouts
 
 
 class StepLines(TrainerCallback):
@@ -46,19 +50,27 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
     """One run, from random weights to the picture."""
     began = time.monotonic()
     torch.set_num_threads(1)
+    disable_progress_bar()  # there is one for each checkpoint
     model, tokenizer = build_model(config["seed"]), build_tokenizer()
     generate = Generator(model, tokenizer)
     options = config["rollouts"]
     if config["prompts_per_step"] % options["prompts_per_claim"]:
         raise SystemExit("error: rollouts.prompts_per_claim must be a divisor of prompts_per_step.")
+    if config["save_steps"] and options["prompts_per_claim"] > 1:  # any number of prompts may be left of a step
+        raise SystemExit("error: a run with save_steps needs rollouts.prompts_per_claim 1.")
     before = evaluate(generate, tokenizer)
     print(f"before: held-out prompts: sampled {before['sampled']:.3f}, greedy {before['greedy']:.3f}", flush=True)
 
     dataset = Dataset.from_dict({"prompt": draw_prompts(config["steps"] * config["prompts_per_step"], config["seed"])})
+    name, found, going_on = name_of(config), FoundRollouts(out / "found.jsonl"), {}
+    checkpoints = Checkpoints(out / "checkpoints" / name)
+    if config["save_steps"]:
+        going_on = {"run": name, "saved": checkpoints.step, "found": found}
     with connect(config["data_plane"]) as client:
         rollouts = DataPlaneRollouts(
-            client, ahead=options["ahead"], lease_s=options["lease_s"], timeout_s=options["timeout_s"]
+            client, ahead=options["ahead"], lease_s=options["lease_s"], timeout_s=options["timeout_s"], **going_on
         )
+        checkpoints.attach(rollouts)
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=reward,
@@ -66,11 +78,12 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
             args=training_arguments(config, out),
             train_dataset=dataset,
             processing_class=tokenizer,
-            callbacks=[StepLines()],
+            callbacks=[StepLines(), checkpoints],
         )
         trainer.remove_callback(PrinterCallback)  # `StepLines` prints
-        with rollout_processes(options["processes"], "--config", config_file), rollouts:
-            trainer.train()
+        newest, ended = checkpoints.newest(), checkpoints.step() >= config["steps"]
+        with rollout_processes(0 if ended else options["processes"], "--config", config_file), rollouts:
+            trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
 
     after = evaluate(generate, tokenizer)
     print(f"after:  held-out prompts: sampled {after['sampled']:.3f}, greedy {after['greedy']:.3f}", flush=True)
@@ -88,6 +101,8 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     plot_run(metrics, rollouts.timeline, summary["evaluation"], out / "reward.png")
     print(json.dumps(summary))
+    if going_on:
+        print(found)
     print(f"written to {out}: metrics.jsonl, timeline.jsonl, summary.json, reward.png")
 
 
@@ -98,6 +113,12 @@ def training_arguments(config: dict[str, Any], out: Path) -> GRPOConfig:
         off_policy_mask_threshold=config["off_policy_mask_threshold"],
         activation_checkpointing=False,
     )
+
+
+def name_of(config: dict[str, Any]) -> str:
+    """The name of a run: another one if the results may be others."""
+    decides = {key: value for key, value in config.items() if key not in ("data_plane", "steps")}
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def common_arguments(config: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -113,7 +134,8 @@ def common_arguments(config: dict[str, Any], out: Path) -> dict[str, Any]:
         "use_cpu": True,
         "bf16": False,
         "report_to": [],
-        "save_strategy": "no",
+        "save_strategy": "steps" if config["save_steps"] else "no",
+        "save_steps": config["save_steps"] or 1,
         "logging_steps": 1,
         "disable_tqdm": True,
         "seed": config["seed"],

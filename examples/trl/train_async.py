@@ -57,7 +57,7 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
             model=str(out / "model"),
             reward_funcs=reward,  # not called: the rollout processes do
             args=AsyncGRPOConfig(
-                **train.common_arguments(config, out),
+                **train.common_arguments({**config, "save_steps": 0}, out),
                 gradient_checkpointing=False,
                 token_budget=0,  # a step is trained on per_device_train_batch_size answers
                 max_staleness=own_options["max_staleness"],

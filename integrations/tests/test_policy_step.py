@@ -411,6 +411,20 @@ def test_rows_are_cleared_although_a_worker_raised(
     assert _is_cleared(client, meta)
 
 
+def test_rows_stay_after_a_failure_if_they_are_to(
+    workers: list[Any], trainable_rows: Write, client: DataPlaneClient
+) -> None:
+    meta = trainable_rows(LENGTHS)
+    workers[1].fail_in = "train"
+    group = InProcessWorkerGroup(workers)
+    with (
+        DataPlanePolicy(group, client, batching=BATCHING, clear_on_failure=False) as policy,
+        pytest.raises(WorkerFailedError, match="broke in train"),
+    ):
+        policy.train_from_meta(meta, 1.0)
+    assert client.list_samples("train").size == len(LENGTHS)
+
+
 def test_rows_without_lengths_are_refused(policy: DataPlanePolicy) -> None:
     policy.prepare_step()
     with pytest.raises(InvalidRequestError, match="2 rows without sequence_lengths"):

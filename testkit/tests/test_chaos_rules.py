@@ -18,7 +18,7 @@ from dataplane_core.errors import (
 from dataplane_testkit.chaos import RULES, Call, Event, History, check, shrunk
 from dataplane_testkit.chaos.history import Recorder, outcome_of, read_calls, to_json
 from dataplane_testkit.chaos.page import page
-from dataplane_testkit.chaos.schedule import Plan, disruptions, steps
+from dataplane_testkit.chaos.schedule import DISRUPTIONS, Plan, disruptions, steps
 
 BASE = ("x", "y")
 _COUNT = iter(range(1_000_000))
@@ -466,8 +466,8 @@ def test_the_same_seed_gives_the_same_schedule_and_another_one_does_not():
     assert _first(steps(plan, 1, 0)) != _first(steps(plan, 1, 1))
     many = {each.kind for worker in range(3) for each in _first(steps(plan, worker, 0), 2000)}
     assert many == plan.steps
-    assert _first(disruptions(plan, 3, 2.0, disturb=True)) == _first(disruptions(plan, 3, 2.0, disturb=True))
-    assert {each.kind for each in _first(disruptions(plan, 3, 2.0, disturb=False))} == {"kill", "stop"}
+    assert _first(disruptions(plan, 3, 2.0, list(DISRUPTIONS))) == _first(disruptions(plan, 3, 2.0, list(DISRUPTIONS)))
+    assert {each.kind for each in _first(disruptions(plan, 3, 2.0, ["kill", "stop"]))} == {"kill", "stop"}
 
 
 def test_a_step_that_the_backend_cannot_take_is_not_in_the_schedule():

@@ -122,6 +122,7 @@ def test_the_guides_table_of_errors_says_what_the_classes_do():
 
 IN_PROCESS = [
     *("docs/batches.md", "docs/verl.md", "core/README.md", "testkit/README.md", "compat/README.md"),
+    "docs/checker.md",
     *("docs/recording.md", "plugins/noop/README.md", "plugins/recording/README.md"),
 ]
 
@@ -312,9 +313,10 @@ def test_the_page_on_trl_shows_lines_of_the_example():
 
 
 def test_the_page_on_vanishing_machines_runs_again_and_again(tmp_path, run_as_a_program):
-    (shown,) = blocks("docs/vanishing.md")
+    store, step = blocks("docs/vanishing.md")
     for _ in range(2):
-        assert run_as_a_program(shown, tmp_path) == "0 samples are left from before\n"
+        assert run_as_a_program(store, tmp_path) == "0 samples are left from before\n"
+        assert run_as_a_program(step, tmp_path) == "['p1']\n"
 
 
 def test_no_page_with_code_is_left_out():

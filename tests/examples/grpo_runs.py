@@ -26,6 +26,7 @@ SHORT_RUN: dict[str, Any] = {
     "data": {"file": "prompts.jsonl", "eval_prompts": 8},
     "model": {"width": 32, "layers": 1, "heads": 2},
     "grpo": {"steps": 4, "prompts_per_step": 8, "answers_per_prompt": 4, "learning_rate": 3.0e-3},
+    "rollouts": {"prompts_per_put": 2},
     "dynamic_batching": {"max_tokens_per_microbatch": 64},
 }
 

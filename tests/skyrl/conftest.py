@@ -5,10 +5,10 @@ import os
 import runpy
 from pathlib import Path
 
-HERE = Path(__file__).parent
+FOR_PYTHON_3_11 = Path(__file__).parents[2] / "compat/tests"
 
 if importlib.util.find_spec("skyrl") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    runpy.run_path(str(HERE / "sitecustomize.py"))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(FOR_PYTHON_3_11), *filter(None, [os.environ.get("PYTHONPATH")])])
+    runpy.run_path(str(FOR_PYTHON_3_11 / "sitecustomize.py"))

@@ -16,12 +16,13 @@ import os
 import runpy
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
-from dataplane_core import DataPlaneConfig, connect
+from dataplane_core import connect
+from dataplane_core.config import ConfigSource
 from dataplane_core.errors import ConfigError, InvalidTypeError, MissingDataError, UnknownPartitionError, preview
 
 __all__ = ["MissingShardError", "RTensorStore", "activate", "main"]
@@ -61,9 +62,7 @@ class RTensorStore:
         >>> store.close()
     """
 
-    def __init__(
-        self, config: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str], *, bootstrap: bool
-    ) -> None:
+    def __init__(self, config: ConfigSource, *, bootstrap: bool) -> None:
         """Connects.
 
         Args:
@@ -156,7 +155,7 @@ def _tensor(flat: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
     return flat.view(dtype).view(shape)
 
 
-def activate(config: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str], *, bootstrap: bool) -> RTensorStore:
+def activate(config: ConfigSource, *, bootstrap: bool) -> RTensorStore:
     """Makes AReaL keep its tensors in the store, in this process. Imports AReaL.
 
     Args:

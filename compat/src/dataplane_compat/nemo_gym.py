@@ -1,25 +1,22 @@
 """NeMo Gym's exact token ids on dataplane: a sink and a source for its ``token_id_capture``.
 
-Each rollout has a partition of its own while its model calls are written. `DataPlaneTokenStore.freeze` finishes it, so
-that the store refuses later writes, and makes one ordinary row of the calls in the partition of finished rollouts.
-Importing this module does not import NeMo Gym.
+While a rollout is written, each of its calls is a row of a partition of its own. `DataPlaneTokenStore.freeze` finishes
+that partition, and makes one row of them. Importing this module does not import NeMo Gym.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
-import os
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
-from uuid import uuid4
 
 import numpy as np
-import torch
 from tensordict import TensorDict
 
 from dataplane_core import AsyncDataPlaneClient, connect
+from dataplane_core.config import ConfigSource
 from dataplane_core.errors import InvalidRequestError, MissingDataError, UnknownPartitionError
 
 if TYPE_CHECKING:
@@ -27,15 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["FIELDS", "DataPlaneTokenStore", "token_entries"]
 
-_LENGTHS: Final = {
-    "prompt_token_ids": "prompt_lengths",
-    "generation_token_ids": "generation_lengths",
-    "generation_log_probs": "log_prob_lengths",
-}
+_ARRAYS: Final = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+_LENGTHS: Final = ("prompt_lengths", "generation_lengths", "log_prob_lengths")
 #: Of a finished rollout.
-FIELDS: Final = (*_LENGTHS, *_LENGTHS.values(), "calls")
+FIELDS: Final = (*_ARRAYS, *_LENGTHS, "calls")
 _STATE: Final = "?"  # the row of a rollout's state. Ids of calls end in a digest, those of intents in "?begun"
-_Rows = dict[str, dict[str, Any]]
 
 
 def token_entries(rows: TensorDict) -> list[list[TokenEntry]]:
@@ -43,9 +36,9 @@ def token_entries(rows: TensorDict) -> list[list[TokenEntry]]:
     from nemo_gym.token_id_capture import TokenEntry
 
     found: list[list[TokenEntry]] = []
-    for index, calls in enumerate(rows["calls"].tolist()):
-        parts = [rows[name][index].split(rows[of][index].tolist()) for name, of in _LENGTHS.items()]
-        arrays = (dict(zip(_LENGTHS, map(torch.Tensor.tolist, call), strict=True)) for call in zip(*parts, strict=True))
+    for index, calls in enumerate(rows["calls"].tolist() if len(rows) else []):
+        parts = (rows[name][index].split(rows[of][index].tolist()) for name, of in zip(_ARRAYS, _LENGTHS, strict=True))
+        arrays = (dict(zip(_ARRAYS, (part.tolist() for part in row), strict=True)) for row in zip(*parts, strict=True))
         found.append([TokenEntry.model_validate(call | each) for call, each in zip(calls, arrays, strict=True)])
     return found
 
@@ -53,19 +46,18 @@ def token_entries(rows: TensorDict) -> list[list[TokenEntry]]:
 class DataPlaneTokenStore:
     """A ``TokenSink`` and ``TokenSource`` of NeMo Gym, on any backend with listing, tag filters and cursors.
 
-    Any number of processes may write and read. Methods are coroutines, and do not stop the event loop. They raise what
-    NeMo Gym's ``TokenCaptureStore`` raises: `RuntimeError` if the rollout is frozen or retired, `ValueError` if a call
-    id is used again with another payload; and what an `AsyncDataPlaneClient` raises.
+    Any number of processes may write and read. Methods do not stop the event loop. They raise `RuntimeError` if the
+    rollout is frozen or retired, `ValueError` if a call id comes again with another payload, and what a client raises.
 
-    A finished rollout of C calls is a row: ``prompt_token_ids``, ``generation_token_ids`` (int64) and
-    ``generation_log_probs`` (float64) of all calls one after the other, ``prompt_lengths``, ``generation_lengths`` and
-    ``log_prob_lengths`` ``(C,)``, and ``calls``, a list of C dicts with the rest. Its id is the rollout's. Its tags are
-    ``snapshot_id``, ``version``, ``incomplete``, ``calls``, and ``input_lengths`` (tokens of the longest call).
+    A finished rollout of C calls is a row, whose id is the rollout's: ``prompt_token_ids``, ``generation_token_ids``
+    (int64) and ``generation_log_probs`` (float64) of all calls one after the other, ``prompt_lengths``,
+    ``generation_lengths`` and ``log_prob_lengths`` ``(C,)``, and ``calls``, a list of C dicts with the rest. Its tags
+    are ``snapshot_id``, ``version``, ``incomplete``, ``calls``, and ``input_lengths`` (tokens of the longest call).
 
     Args:
         config: A config of dataplane, or a file of one. Connects at once, and blocks until it has.
         partition: Of the finished rollouts. A rollout ``r`` is written in the partition ``<partition>/r``.
-        tasks: That may claim finished rollouts.
+        task: That may claim finished rollouts. `register_partition` with ``if_exists="keep"`` adds others.
         bootstrap: As for `connect`. False: the store runs already.
 
     Examples:
@@ -74,16 +66,11 @@ class DataPlaneTokenStore:
     """
 
     def __init__(
-        self,
-        config: Mapping[str, Any] | str | os.PathLike[str],
-        *,
-        partition: str = "captures",
-        tasks: Sequence[str] = ("train",),
-        bootstrap: Any = False,
+        self, config: ConfigSource, *, partition: str = "captures", task: str = "train", bootstrap: Any = False
     ) -> None:
         #: The client that is used. Claims, reads and lists as any other does.
         self.client: Final = AsyncDataPlaneClient(connect(config, bootstrap), threads=4)
-        self._partition, self._tasks = partition, list(tasks)
+        self._partition, self._task = partition, task
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
         """Notes that a call begins. If its entry never comes, the rollout is incomplete."""
@@ -91,176 +78,121 @@ class DataPlaneTokenStore:
 
     async def put(self, entry: TokenEntry) -> None:
         """Writes a call. Again with the same payload, it changes nothing."""
-        digest, columns = await asyncio.to_thread(_coded, entry)
+        tags, columns = await asyncio.to_thread(_row, [entry])
         # the same payload is the same row, and another payload another row, whoever writes it and when
-        rollout_id, call_id, row_id = entry.rollout_id, entry.model_call_id, f"{entry.model_call_id}.{digest}"
-        found = await self._add(rollout_id, row_id, {"call": call_id}, columns)
+        call_id, row_id = entry.model_call_id, f"{entry.model_call_id}.{tags['snapshot_id']}"
+        found = await self._add(entry.rollout_id, row_id, {"call": call_id}, columns)
         if any(row.get("call") == call_id and each != row_id for each, row in found.items()):
-            await self.mark_incomplete(rollout_id, call_id)
-            await self.client.clear_samples([row_id], self._where(rollout_id))
-            raise ValueError(f"Model call id {call_id!r} was reused with a different payload for rollout {rollout_id}.")
+            await self.mark_incomplete(entry.rollout_id, call_id)
+            await self.client.clear_samples([row_id], f"{self._partition}/{entry.rollout_id}")
+            raise ValueError(f"Model call id {call_id!r} was reused with a different payload in {entry.rollout_id!r}.")
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
-        """Notes that a call was lost: the rollout must not be trained on, and earlier snapshots are outdated."""
-        await self._look(rollout_id)
-        where = self._where(rollout_id)
-        await self._set(where, _STATE, incomplete=True, lost=model_call_id, state=uuid4().hex)
+        """Notes that a call was lost: the rollout must not be trained on, and its complete snapshot is outdated."""
+        where, _ = await self._open(rollout_id)
+        await self.client.put_samples([_STATE], where, tags=[{"lost": model_call_id, "version": 2}])
         if await self.client.list_consumed(where, "retire"):  # the drop was first
-            raise _closed(rollout_id, "retired")
+            raise RuntimeError(f"Token capture for rollout {rollout_id} is retired.")
         if (await self.client.list_samples(self._partition, sample_ids=[rollout_id])).size:
-            await self._set(self._partition, rollout_id, incomplete=True)
+            await self.client.put_samples([rollout_id], self._partition, tags=[{"incomplete": True, "version": 2}])
 
     async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
         """Ends the writing of a rollout, and returns what was written. Again, it returns the same."""
         from nemo_gym.token_id_capture import TokenCaptureSnapshot
 
-        await self._look(rollout_id)
-        where = self._where(rollout_id)
-        await self.client.finish_partition(where)
-        snapshot_id = (await self.client.describe(where, count_rows=False)).info.epoch
+        await self.client.finish_partition((await self._open(rollout_id))[0])
         while True:
-            found = await self._rows(where)
+            where, found = await self._open(rollout_id)
             state = found[_STATE]
-            if "retired" in state:
-                await self.client.clear_samples([rollout_id], self._partition)  # a freeze that was late may have put it
-                raise _closed(rollout_id, "retired")
+            version = 1 + ("lost" in state)
             try:
                 if "sealed" not in state:
-                    await self._seal(rollout_id, snapshot_id, found)
-                    continue
-                rows = await self.client.get_samples([rollout_id], self._partition, FIELDS)
+                    await self._seal(rollout_id, where, found, version)
+                elif state["version"] != version:  # it was marked as another process sealed it
+                    await self.mark_incomplete(rollout_id, state["lost"])
+                else:
+                    rows = await self.client.get_samples([rollout_id], self._partition, FIELDS)
+                    (entries,) = await asyncio.to_thread(token_entries, rows)
+                    return TokenCaptureSnapshot(rollout_id, tuple(entries), version == 2, state["sealed"], version)
             except MissingDataError:  # another process has sealed or dropped it in between
-                if await self._rows(where) == found:
+                if (await self._open(rollout_id))[1] == found:
                     raise
-                continue
-            incomplete = "incomplete" in state
-            version = 2 if incomplete else 1
-            if state.get("state") == str(version):
-                (entries,) = await asyncio.to_thread(token_entries, rows)
-                return TokenCaptureSnapshot(rollout_id, tuple(entries), incomplete, snapshot_id, version)
-            await self._set(self._partition, rollout_id, incomplete=incomplete, version=version)
-            await self._set(where, _STATE, state=str(version))  # and look again: it may have been marked meanwhile
 
     async def drop(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
         """Clears a frozen rollout, if it is as in the snapshot. Its late writers are still refused."""
-        where = self._where(rollout_id)
-        now = {"state": str(version)}
-        try:
-            if (await self.client.describe(where, count_rows=False)).info.epoch != snapshot_id:
-                return False
-            # the claim is the condition: one process gets the row of the state, while it has this tag
-            taken = await self.client.claim_meta(
-                where,  # type: ignore[arg-type] # `wraps` takes the signature of the synchronous client
-                "retire",
-                [],
-                1,
-                blocking=False,
-                tag_filter=now,
-            )
-            if not taken.size:  # or a drop of this snapshot was cut off
-                same = await self.client.list_samples(where, now)
-                if not same.size or not await self.client.list_consumed(where, "retire"):
-                    return False
-        except UnknownPartitionError:
-            return False
-        await self._set(where, _STATE, retired=True)
-        await self.client.clear_samples([rollout_id], self._partition)
-        return True
-
-    async def delete(self, rollout_id: str) -> None:
-        """Forgets a rollout. Its id may be used again; its writers must have ended."""
-        await self.client.clear_samples(None, self._where(rollout_id))
-        if self._partition in await self.client.list_partitions():
-            await self.client.clear_samples([rollout_id], self._partition)
+        where, now = f"{self._partition}/{rollout_id}", {"sealed": snapshot_id, "version": version}
+        with contextlib.suppress(UnknownPartitionError):
+            # the claim is the condition: one process gets the row of the state, while it has these tags
+            taken = await self.client.claim_meta(where, "retire", [], 1, blocking=False, tag_filter=now)
+            same = (await self.client.list_samples(where, now)).size
+            if taken.size or (same and await self.client.list_consumed(where, "retire")):  # or a drop was cut off
+                await self.client.put_samples([_STATE], where, tags=[{"retired": True}])
+                await self.client.clear_samples([rollout_id], self._partition)
+                return True
+        return False
 
     async def close(self) -> None:
         """Closes the client. Idempotent."""
         await self.client.close()
 
-    def _where(self, rollout_id: str) -> str:
-        return f"{self._partition}/{rollout_id}"
-
-    async def _set(self, where: str, row_id: str, **tags: Any) -> None:
-        await self.client.put_samples([row_id], where, tags=[tags])
-
-    async def _rows(self, where: str) -> _Rows:
-        found = await self.client.list_samples(where)
-        return dict(zip(found.sample_ids, found.tags or (), strict=True))
-
-    async def _look(self, rollout_id: str) -> _Rows:
-        """The tags of a rollout's rows. Opens it if need be."""
-        where, found = self._where(rollout_id), _Rows()
+    async def _open(self, rollout_id: str) -> tuple[str, dict[str, dict[str, Any]]]:
+        """The partition in which a rollout is written, registered if need be, and the tags of its rows."""
+        where = f"{self._partition}/{rollout_id}"
         try:
-            found = await self._rows(where)
+            listed = await self.client.list_samples(where)
         except UnknownPartitionError:
-            for name, tasks in ((self._partition, self._tasks), (where, ["retire"])):
-                await self.client.register_partition(name, list(FIELDS), None, tasks, if_exists="keep")
+            for name, task in ((self._partition, self._task), (where, "retire")):
+                await self.client.register_partition(name, list(FIELDS), None, [task], if_exists="keep")
+            return await self._open(rollout_id)
+        found = dict(zip(listed.sample_ids, listed.tags or (), strict=True))
         if _STATE not in found:
-            await self._set(where, _STATE, rollout_id=rollout_id)
-            found = await self._rows(where)
+            await self.client.put_samples([_STATE], where, tags=[{"rollout_id": rollout_id}])
+            return await self._open(rollout_id)
         if "retired" in found[_STATE]:
-            raise _closed(rollout_id, "retired")
-        return found
+            await self.client.clear_samples([rollout_id], self._partition)  # a freeze that was late may have put it
+            raise RuntimeError(f"Token capture for rollout {rollout_id} is retired.")
+        return where, found
 
-    async def _add(self, rollout_id: str, row_id: str, tags: dict[str, Any], columns: Any = None) -> _Rows:
+    async def _add(self, rollout_id: str, row_id: str, tags: dict[str, Any], columns: Any = None) -> dict[str, Any]:
         """Writes a row, if the rollout is not frozen. Returns the tags of all rows."""
-        where, found = self._where(rollout_id), await self._look(rollout_id)
+        where, found = await self._open(rollout_id)
         if "sealed" in found[_STATE]:
-            raise _closed(rollout_id, "already frozen")
-        if row_id in found:
-            return found
-        try:
-            await self.client.put_samples([row_id], where, columns, tags=[tags])
-        except InvalidRequestError as error:
-            if (await self.client.describe(where, count_rows=False)).info.num_samples is None:
-                raise
-            raise _closed(rollout_id, "already frozen") from error
-        found = await self._rows(where)
-        if "sealed" in found[_STATE]:  # the snapshot has it, or it was there before and was put by two at once
-            await self.client.clear_samples([row_id], where)
+            raise RuntimeError(f"Token capture for rollout {rollout_id} is already frozen.")
+        if row_id not in found:
+            try:
+                await self.client.put_samples([row_id], where, columns, tags=[tags])
+            except InvalidRequestError as error:
+                if (await self.client.describe(where, count_rows=False)).info.num_samples is None:
+                    raise
+                raise RuntimeError(f"Token capture for rollout {rollout_id} is already frozen.") from error
+            _, found = await self._open(rollout_id)
+            if "sealed" in found[_STATE]:  # the snapshot has it, or it was there before and was put by two at once
+                await self.client.clear_samples([row_id], where)
         return found
 
-    async def _seal(self, rollout_id: str, snapshot_id: str, found: _Rows) -> None:
+    async def _seal(self, rollout_id: str, where: str, found: dict[str, Any], version: int) -> None:
         """Makes one row of the calls of a finished rollout, and clears them."""
-        where = self._where(rollout_id)
-        row_ids = [row_id for row_id, tags in found.items() if "call" in tags]
-        calls = {found[row_id]["call"] for row_id in row_ids}
-        begun = {tags["begun"] for tags in found.values() if "begun" in tags}
-        columns, length = _columns([]), 0
-        if row_ids:
-            rows = await self.client.get_samples(row_ids, where, FIELDS)
-            columns, length = await asyncio.to_thread(_joined, rows)
-        tags: dict[str, Any] = {"snapshot_id": snapshot_id, "calls": len(row_ids), "input_lengths": length}
+        calls = {row_id: tags["call"] for row_id, tags in found.items() if "call" in tags}
+        lost = {tags["begun"] for tags in found.values() if "begun" in tags} - set(calls.values())
+        if version == 1 and (lost or len(set(calls.values())) < len(calls)):  # or a call has two payloads
+            await self.mark_incomplete(rollout_id, ", ".join(lost))
+            return
+        rows = await self.client.get_samples(list(calls), where, FIELDS)
+        tags, columns = await asyncio.to_thread(lambda: _row([each for row in token_entries(rows) for each in row]))
+        tags |= {"version": version, "incomplete": version == 2}
         await self.client.put_samples([rollout_id], self._partition, columns, tags=[tags])
-        lost = begun - calls or len(calls) < len(row_ids)  # a call that never came, or one with two payloads
-        await self._set(where, _STATE, sealed=True, **({"incomplete": True} if lost else {}))
+        await self.client.put_samples([_STATE], where, tags=[{"sealed": tags["snapshot_id"], "version": version}])
         await self.client.clear_samples([each for each in found if each != _STATE], where)
 
 
-def _closed(rollout_id: str, how: str) -> RuntimeError:
-    return RuntimeError(f"Token capture for rollout {rollout_id} is {how}.")
-
-
-def _coded(entry: TokenEntry) -> tuple[str, dict[str, Any]]:
-    """The digest of a call, and its row."""
-    dump = entry.model_dump(mode="json")
-    return hashlib.sha256(json.dumps(dump, sort_keys=True).encode()).hexdigest(), _columns([dump])
-
-
-def _joined(rows: TensorDict) -> tuple[dict[str, Any], int]:
-    """Rows as one row, and the length of the longest call."""
-    entries = [entry for calls in token_entries(rows) for entry in calls]
-    length = max(len(entry.prompt_token_ids) + len(entry.generation_token_ids) for entry in entries)
-    return _columns([entry.model_dump(mode="json") for entry in entries]), length
-
-
-def _columns(calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row of the calls, out of which it takes what has columns of its own."""
-    columns: dict[str, Any] = {"calls": np.empty(1, dtype=object)}
-    columns["calls"][0] = calls
-    for name, lengths in _LENGTHS.items():
+def _row(entries: list[TokenEntry]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tags and columns of a row of calls."""
+    calls = [entry.model_dump(mode="json") for entry in entries]
+    digest = hashlib.sha256(json.dumps(calls, sort_keys=True).encode()).hexdigest()
+    lengths = [len(entry.prompt_token_ids) + len(entry.generation_token_ids) for entry in entries]
+    columns: dict[str, Any] = {"calls": [calls]}
+    for name, of, dtype in zip(_ARRAYS, _LENGTHS, (np.int64, np.int64, np.float64), strict=True):
         arrays = [call.pop(name) for call in calls]
-        dtype = torch.float64 if name == "generation_log_probs" else torch.int64
-        columns[name] = [torch.tensor([value for array in arrays for value in array], dtype=dtype, device="cpu")]
-        columns[lengths] = [torch.tensor([len(array) for array in arrays], dtype=torch.int64, device="cpu")]
-    return columns
+        columns[name] = [np.array([value for array in arrays for value in array], dtype)]
+        columns[of] = [np.array([len(array) for array in arrays], np.int64)]
+    return {"snapshot_id": digest, "calls": len(calls), "input_lengths": max(lengths, default=0)}, columns

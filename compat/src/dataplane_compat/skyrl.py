@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
 import queue
 import sys
 import threading
@@ -26,7 +25,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack
 
 from dataplane_core import DataPlaneClient, DataPlaneConfig, connect, errors
-from dataplane_core.config import load_config
+from dataplane_core.config import ConfigSource, load_config
 from dataplane_core.spec import Scope
 
 __all__ = ["StagedChunk", "activate", "dispatch_class", "read_chunk"]
@@ -92,7 +91,7 @@ def read_chunk(config: str, partition_id: str, ids: list[str], kinds: Mapping[st
     return batch
 
 
-def activate(config: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str]) -> DataPlaneClient:
+def activate(config: ConfigSource) -> DataPlaneClient:
     """Makes SkyRL stage its batches in the store. Call it once in the process of the training loop. Imports SkyRL.
 
     It registers `dispatch_class` as ``mesh``, and replaces ``MeshDispatch``, which ``stage_data`` calls directly.

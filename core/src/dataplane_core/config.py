@@ -16,7 +16,15 @@ from dataplane_core.entry_points import find_plugins, nearest
 from dataplane_core.errors import ConfigError
 from dataplane_core.regular_files import read_regular
 
-__all__ = ["DataPlaneConfig", "SizeBytes", "load_config", "size_bytes", "validate_model", "yaml_problem"]
+__all__ = [
+    "ConfigSource",
+    "DataPlaneConfig",
+    "SizeBytes",
+    "load_config",
+    "size_bytes",
+    "validate_model",
+    "yaml_problem",
+]
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -88,7 +96,11 @@ class DataPlaneConfig(BaseModel):
     warn_after_s: float | None = Field(default=60.0, gt=0, allow_inf_nan=False)
 
 
-def load_config(source: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | Any) -> DataPlaneConfig:
+#: What `load_config` reads: also an OmegaConf ``DictConfig``.
+ConfigSource: TypeAlias = DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | Any
+
+
+def load_config(source: ConfigSource) -> DataPlaneConfig:
     """Reads a config.
 
     Args:

@@ -103,3 +103,14 @@ def test_nothing_is_left_of_it():
     gc.collect()
     assert mappings() == mapped
     assert set(os.listdir("/proc/self/fd")) <= opened
+
+
+def test_bytes_are_in_the_file_when_they_are_synced(tmp_path):
+    arena = Arena.open(tmp_path / "arena", 1 << 20)
+    first, nothing, last = arena.bytes[5000:5003], arena.bytes[6000:6000], arena.bytes[9000:9002]
+    first[:], last[:] = (1, 2, 3), (4, 5)
+    arena.begin_sync(first, last)
+    arena.begin_sync(nothing, nothing)
+    arena.sync(5000, 9002)
+    data = (tmp_path / "arena").read_bytes()
+    assert data[5000:5003] + data[9000:9002] == bytes([1, 2, 3, 4, 5])

@@ -33,7 +33,7 @@ class Watch:
         self.inside, self.calls = [], Counter()
         self.pause_s, self.together = 0.0, None
 
-    def __call__(self, copies):
+    def __call__(self, *what):
         me = threading.current_thread()
         self.calls[me is self.caller] += 1
         if self.together is not None:
@@ -41,12 +41,12 @@ class Watch:
             self.together = None
         if me is self.caller:
             time.sleep(self.pause_s / 2)
-            self.copy(copies)
+            self.copy(*what)
             return
         self.inside.append(me)
         try:
             time.sleep(self.pause_s)
-            self.copy(copies)
+            self.copy(*what)
         finally:
             self.inside.remove(me)
 
@@ -79,6 +79,22 @@ def test_the_bytes_are_the_same_however_they_lie(threads):
         draw.shuffle(copies)
         copy_arrays(copies, threads)
         assert memory.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("sizes", [[], [0], [800], [100] * 8, [1] * 800, [0, 790, 10, 0]], ids=str)
+def test_what_was_copied_is_told_once_and_after_it_was_copied(sizes, threads):
+    target, source = arrays(sum(sizes))
+    cuts, told = np.cumsum([0, *sizes]).tolist(), []
+
+    def copied(first, last):
+        start = first.ctypes.data - target.ctypes.data
+        stop = last.ctypes.data + last.nbytes - target.ctypes.data
+        assert target[start:stop].tobytes() == source[start:stop].tobytes()
+        told.extend(range(start, stop))
+
+    copy_arrays([(target[a:b], source[a:b]) for a, b in pairwise(cuts)], threads, copied=copied)
+    assert sorted(told) == list(range(sum(sizes)))
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -42,6 +42,7 @@ FACES = {
         "Progress",
         "Report",
         "Settings",
+        "Shim",
         "Suite",
         "Verdict",
         "backend_of",
@@ -49,6 +50,7 @@ FACES = {
         "limit_of",
         "rule_of",
         "run_chaos",
+        "run_shim",
         "to_json",
     ],
     "dataplane_testkit.commands": ["conformance", "new_plugin"],
@@ -142,6 +144,7 @@ FACES = {
     "dataplane_integrations.rollout": [
         "DataPlaneRolloutMixin",
         "DynamicSampling",
+        "FoundRollouts",
         "GroupRule",
         "RolloutReceipt",
         "SamplingCounts",
@@ -149,6 +152,7 @@ FACES = {
         "all_match",
         "flatten_message_logs",
         "mint_sample_ids",
+        "missing_groups",
         "tag_varies",
     ],
     "dataplane_integrations.trainer": [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 from rollouts import DataPlaneRollouts, serve
 
 from dataplane_core import DataPlaneClient, KVBatchMeta, connect
+from dataplane_core.errors import ClaimTimeoutError, StalePartitionError
+from dataplane_integrations.rollout import FoundRollouts
 
 pytestmark = pytest.mark.long
 
@@ -43,7 +47,7 @@ def trainer() -> SimpleNamespace:
         num_generations=ANSWERS,
         num_iterations=1,
         train_dataset=DATASET,
-        state=SimpleNamespace(max_steps=STEPS),
+        state=SimpleNamespace(max_steps=STEPS, global_step=0),
         accelerator=SimpleNamespace(unwrap_model=lambda model: model),
     )
 
@@ -153,3 +157,47 @@ def test_a_process_that_lost_its_lease_goes_on_and_its_prompt_is_answered_again(
     assert not thread.is_alive()
     assert len(calls) == STEPS * PROMPTS + 1
     assert len(rollouts.trained) == len(set(rollouts.trained)) == STEPS * PROMPTS * ANSWERS
+
+
+def test_a_run_that_is_cut_off_in_a_batch_has_only_the_missing_answers_generated(
+    trainer: SimpleNamespace, tmp_path: Path
+) -> None:
+    """The trainer and the store end in the middle of batch 2, whose checkpoint is that of batch 1."""
+    options = {"namespace": f"cut-{os.getpid()}", "durable": str(tmp_path / "store"), "capacity_bytes": 1 << 26}
+    config = {"backend": "shm_store", "options": options}
+    found, saved = FoundRollouts(tmp_path / "found.jsonl"), 1
+
+    def rollouts_of(client: DataPlaneClient) -> DataPlaneRollouts:
+        return DataPlaneRollouts(client, ahead=0, timeout_s=5, run="r", saved=lambda: saved, found=found)
+
+    answered: list[int] = []
+
+    def cut() -> None:
+        answered.append(1)
+        if len(answered) == 2 * PROMPTS + 2:
+            raise StalePartitionError("the rollout process ends here")
+
+    with connect(config) as client:
+        rollouts = rollouts_of(client)
+        thread = serving(client, cut)
+        train(rollouts, trainer, steps=2)
+        with pytest.raises(ClaimTimeoutError):
+            rollouts(asked(2), trainer)
+        thread.join(60)
+        there = client.list_samples("answers-r-2").tags
+        assert client.list_samples("answers-r-1").size == PROMPTS * ANSWERS, "no checkpoint has it"
+        assert "answers-r-0" not in client.list_partitions()
+    assert len(there or []) == ANSWERS
+
+    trainer.state.global_step = 1
+    trainer.model.weight.data.fill_(1)
+    answered.clear()
+    with connect(config) as client:
+        thread = serving(client, lambda: answered.append(1))
+        with rollouts_of(client) as rollouts:
+            rows = [rollouts(asked(batch), trainer) for batch in (1, 2)]
+        thread.join(60)
+        assert client.list_partitions() == []
+    assert [len(each["completion_ids"]) for each in rows] == [PROMPTS * ANSWERS] * 2
+    assert len(answered) == PROMPTS - 1
+    assert str(found).startswith("8 of 12 rollouts of interrupted steps were found committed: 67 %")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from typing import Any
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.config import DataPlaneConfig, load_config
+from dataplane_core.config import ConfigSource, DataPlaneConfig, load_config
 from dataplane_core.connecting import connect
 from dataplane_core.errors import ClientClosedError, InvalidRequestError
 from dataplane_core.middleware import Metrics
 
 #: What a process attaches to: the config of a running backend, or a client of this process.
-DataPlaneSource = DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | DataPlaneClient
+DataPlaneSource = ConfigSource | DataPlaneClient
 
 
 class DataPlaneClientMixin:

@@ -115,6 +115,43 @@ def test_a_coroutine_that_fails_is_a_failure_of_the_rollout(make_buffer: Make) -
         AsyncCollector(buffer, rollout, abort_poll_s=0)
 
 
+@pytest.mark.parametrize("before_it_starts", [True, False])
+def test_a_coroutine_that_others_cancel_gives_its_group_back(
+    make_buffer: Make, client: DataPlaneClient, answers: Any, held: Held, before_it_starts: bool
+) -> None:
+    buffer = make_buffer(num_prompts=3)
+    made: list[asyncio.Task[Any]] = []
+
+    def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coroutine, loop=loop, **options)
+        if "generate" in coroutine.__qualname__:
+            made.append(task)
+            if before_it_starts and len(made) == 1:
+                task.cancel()
+        return task
+
+    async def rollout(reservations: Any) -> Any:
+        if len(made) == 1 and not before_it_starts:
+            made[0].cancel()
+        await asyncio.sleep(0)
+        return answers(reservations)
+
+    async def train() -> list[int]:
+        asyncio.get_running_loop().set_task_factory(make_task)
+        prompts: list[int] = []
+        async with AsyncCollector(buffer, rollout, client=client, max_concurrent=1) as collector:
+            while (meta := await asyncio.to_thread(buffer.select, 1, timeout_s=WAIT_S)).size:
+                prompts += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
+                buffer.consume(meta)
+                buffer.set_weight_version(buffer.weight_version + 1)
+            await collector.wait()
+        assert (collector.counts.groups, collector.counts.failures) == (3, 1)
+        return prompts
+
+    assert sorted(asyncio.run(train())) == [0, 1, 2]
+    assert held() == []
+
+
 def test_a_rollout_in_a_thread_can_ask_whether_it_is_in_vain(
     make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
 ) -> None:

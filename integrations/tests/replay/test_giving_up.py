@@ -6,6 +6,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -175,6 +176,25 @@ def test_a_step_waits_for_its_own_groups_that_are_being_made_and_lends_no_more_t
         buffer.select(2, timeout_s=0)
     commit(buffer, [reserved[1]])
     assert prompts_of(buffer.select(2, timeout_s=0)) == [0, 1]
+
+
+def test_when_the_prompts_are_used_up_loans_leave_the_hole_to_the_last_step(make_buffer: Make, commit: Any) -> None:
+    buffer = make_buffer(steps_of(borrow=True), num_prompts=6)
+    reserved = buffer.reserve(4)
+    buffer.abandon(reserved[:1], requeue=False)
+    commit(buffer, reserved[1:])
+    steps: list[list[int]] = []
+    while not buffer.finished:
+        with suppress(ReplayTimeoutError):
+            if more := buffer.reserve(4, at_least=1, timeout_s=0):
+                commit(buffer, more)
+        steps.append([])
+        while len(steps[-1]) < 2 and (meta := buffer.select(2, timeout_s=0)).size:
+            steps[-1] += prompts_of(meta)
+            buffer.consume(meta)
+        buffer.set_weight_version(buffer.weight_version + 1)
+    assert [len(step) for step in steps] == [2, 2, 1]
+    assert sorted(prompt for step in steps for prompt in step) == [1, 2, 3, 4, 5]
 
 
 def test_what_the_trainer_discards_is_filled_at_once(make_buffer: Make, fill: Any) -> None:

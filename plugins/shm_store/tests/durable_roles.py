@@ -1,15 +1,17 @@
 """The processes of a run on a durable store: ``durable_roles.py ROLE CONFIG NOTES``.
 
 Each writes into the file NOTES what it was promised, and goes on until it is killed. The role ``check`` looks whether a
-new owner has what all of them were promised, in the folder NOTES.
+new owner has what all of them were promised, in the folder NOTES. The role ``fork`` forks a process for each line of
+its standard input, a role and the path of a file, and prints its process id.
 """
 
 import json
 import os
 import random
+import signal
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import count
 from pathlib import Path
 
@@ -73,17 +75,17 @@ def wait_for(condition, what):
 
 def notes_in(folder):
     """Word -> how often each sample was noted with it."""
-    found = {}
+    found = defaultdict(Counter)
     for path in folder.glob("*.notes"):
         for line in path.read_text().splitlines():
             word, *ids = line.split()
-            found.setdefault(word, Counter()).update(ids)
+            found[word].update(ids)
     return found
 
 
 def check(config, notes):
-    put, acked, acking, clearing = (notes.get(word, Counter()) for word in ("put", "acked", "acking", "clearing"))
-    assert not notes.get("wrong")
+    put, acked, acking, clearing = (notes[word] for word in ("put", "acked", "acking", "clearing"))
+    assert not notes["wrong"]
     assert max(acked.values(), default=1) == 1, "an acked sample was given again"
     with connect(config) as client:
         there = client.list_samples(PARTITION).sample_ids
@@ -98,25 +100,49 @@ def check(config, notes):
         assert put.keys() & set(there) <= again | acking.keys(), "a sample that was not acked is not given again"
         if again:
             client.nack(claimed)
+        done = sorted(set(there) & acked.keys())  # else they would fill the store
+        client.clear_samples(done, PARTITION)
+        clearing.update(done)
 
 
-def main(role, config, path):
-    if role == "check":
-        check(json.loads(config), notes_in(Path(path)))
-        return
+def act(role, config, path):
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def note(*words):
         os.write(file, (" ".join(words) + "\n").encode())  # one write: whole, also if the process is killed
 
-    client = connect(json.loads(config), bootstrap=role == "own")
-    act = {"own": own, "write": write, "consume": consume}[role](client, note)
+    client = connect(config, bootstrap=role == "own")
+    step = {"own": own, "write": write, "consume": consume}[role](client, note)
     while True:
         try:
-            act()
+            step()
         except DataPlaneError:  # the ledger's process was killed a moment before this one
             time.sleep(0.05)
 
 
+def fork(config):
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for line in sys.stdin:
+        role, path = line.split(maxsplit=1)
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # its own children are waited for
+            random.seed()
+            try:
+                act(role, config, path.strip())
+            finally:
+                os._exit(1)
+        print(pid, flush=True)
+
+
+def main(role, config, path):
+    if role == "check":
+        check(config, notes_in(Path(path)))
+    elif role == "fork":
+        fork(config)
+    else:
+        act(role, config, path)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3])

@@ -3,11 +3,13 @@
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -39,25 +41,32 @@ def ledger_of(config):
 
 def rounds(python, config, tmp_path, how_many):
     """Runs the processes, kills all of them at a random moment, and so on. Looks at the store after each round."""
-    for number in range(how_many):
-        programs = []
-        for role, count in (("own", 1), ("write", 2), ("consume", 2)):
-            for each in range(count):
-                notes = tmp_path / f"{number}-{role}-{each}.notes"
-                programs.append(python.start(ROLES, role, json.dumps(config), notes))
-                if role == "own":
-                    wait_for(notes.exists, "the owner")
-                    wait_for(lambda notes=notes: notes.read_text() == "ready\n", "the owner to be ready")
-        before = sum(notes_in(tmp_path).get("acked", Counter()).values())
-        least = before + random.randint(0, 60)
-        wait_for(lambda least=least: sum(notes_in(tmp_path).get("acked", Counter()).values()) >= least, "some acks")
-        victims = [ledger_of(config), *(program.pid for program in programs)]
-        random.shuffle(victims)
-        for pid in victims:
-            os.kill(pid, signal.SIGKILL)
-        for program in programs:
-            program.wait()
-        check(config, notes_in(tmp_path))
+    noted = defaultdict(Counter)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with python.start(ROLES, "fork", json.dumps(config), tmp_path, text=True, **pipes) as forks:
+        for number in range(how_many):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            victims = []
+            for role, count in (("own", 1), ("write", 2), ("consume", 2)):
+                for each in range(count):
+                    notes = folder / f"{role}-{each}.notes"
+                    print(role, notes, file=forks.stdin, flush=True)
+                    victims.append(int(forks.stdout.readline()))
+                    if role == "own":
+                        wait_for(notes.exists, "the owner")
+                        wait_for(lambda notes=notes: notes.read_text() == "ready\n", "the owner to be ready")
+            least = random.randint(0, 60)
+            wait_for(lambda f=folder, n=least: notes_in(f)["acked"].total() >= n, "some acks")
+            victims.append(ledger_of(config))
+            random.shuffle(victims)
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+            wait_for(lambda pids=victims: not any(Path(f"/proc/{pid}").exists() for pid in pids), "their end")
+            for word, ids in notes_in(folder).items():
+                noted[word].update(ids)
+            check(config, noted)
+    assert forks.returncode == 0
 
 
 def test_all_processes_may_be_killed_at_any_moment(python, config, tmp_path):
@@ -83,6 +92,25 @@ def test_a_store_that_was_closed_comes_back_and_others_are_refused_meanwhile(con
         assert client.claim_meta("p", "t", ["x"], 1, lease_s=60).sample_ids == ["b"]
     with connect(config) as client:  # the lease is over, since its holder is
         assert client.claim_meta("p", "t", ["x"], 1, lease_s=60).sample_ids == ["b"]
+
+
+def test_a_folder_that_became_read_only_is_refused_and_kept(config, tmp_path):
+    with connect(config) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a"], "p", {"x": torch.ones(1)})
+    program = tmp_path / "program.py"
+    program.write_text("import json, sys; from dataplane_core import connect; connect(json.loads(sys.argv[1]))")
+    mount = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0"'
+    apart = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    folder = config["options"]["durable"]
+    if shutil.which("unshare") is None or subprocess.run([*apart, mount, folder], capture_output=True).returncode:
+        pytest.skip("this machine lets no program mount a folder")
+    command = [*apart, f'{mount} && exec "$@"', folder, sys.executable, program, json.dumps(config)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert "BackendUnavailableError" in run.stderr
+    assert f"the folder {folder} cannot be used: [Errno 30] Read-only file system" in run.stderr
+    with connect(config) as client:
+        assert client.list_samples("p").sample_ids == ["a"]
 
 
 def test_sync_without_a_folder_is_refused():

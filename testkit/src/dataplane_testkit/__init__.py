@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dataplane_testkit._hooks import backend_of
     from dataplane_testkit._marks import chapter_of, limit_of, rule_of
     from dataplane_testkit._progress import Progress
-    from dataplane_testkit.chaos import Settings, Verdict, run_chaos
+    from dataplane_testkit.chaos import Settings, Shim, Verdict, run_chaos, run_shim
     from dataplane_testkit.faults import Faults
     from dataplane_testkit.report import Report, to_json
 
@@ -44,6 +44,7 @@ __all__ = [
     "Progress",
     "Report",
     "Settings",
+    "Shim",
     "Suite",
     "Verdict",
     "backend_of",
@@ -51,6 +52,7 @@ __all__ = [
     "limit_of",
     "rule_of",
     "run_chaos",
+    "run_shim",
     "to_json",
 ]
 
@@ -60,7 +62,7 @@ _FROM: Final = {
     **dict.fromkeys(("AuthorsClass", "ConformanceError", "Disturbance"), "_author"),
     "backend_of": "_hooks",
     **dict.fromkeys(("chapter_of", "limit_of", "rule_of"), "_marks"),
-    **dict.fromkeys(("Settings", "Verdict", "run_chaos"), "chaos"),
+    **dict.fromkeys(("Settings", "Shim", "Verdict", "run_chaos", "run_shim"), "chaos"),
     **dict.fromkeys(("Report", "to_json"), "report"),
     "BackendConformance": "_conformance",
     "Faults": "faults",

@@ -9,8 +9,9 @@ import shlex
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
@@ -36,6 +37,10 @@ class TestConformance(BackendConformance):
     def options(self):
         return json.loads({options!r})
 """
+
+
+#: Of a run on a store whose calls may have no deadline: how long one may take.
+_SHIM_TIMES: Final = {"op_timeout_s": 5.0, "allowance_s": 5.0}
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -113,24 +118,27 @@ def run_chaos(chosen: argparse.Namespace) -> int:
         DataPlaneError: The store cannot be started.
     """
     name, minutes = chosen.name, 1.0 if chosen.minutes is None else chosen.minutes
-    values = _ready(name, chosen.options)
+    shim = ":" in name
+    values = _options_of(chosen.options) if shim else _ready(name, chosen.options)
     if not minutes > 0:
         raise ConfigError(f"--minutes must be above 0, got {minutes:g}.")
     _check_report(chosen.json_path)
-    from dataplane_testkit import AuthorsClass, Settings, run_chaos as run_schedule
+    from dataplane_testkit import AuthorsClass, Settings, run_chaos as run_schedule, run_shim
 
     seed = random.SystemRandom().randrange(1_000_000) if chosen.seed is None else chosen.seed
     words = ["dataplane", "conformance", name, "--chaos", "--minutes", f"{minutes:g}", "--seed", str(seed)]
     words += ["--options", chosen.options] if values else []
+    for option, names in (("--faults", chosen.faults), ("--steps", chosen.steps)):
+        words += [] if names is None else [option, ",".join(sorted(names)) or "none"]
     print(f"chaos on {name}: {minutes:g} min, seed {seed}", flush=True)
     case = type("Case", (AuthorsClass,), {"backend": name})()
     line = _Line()
+    given = {"faults": chosen.faults, "steps": chosen.steps} | (_SHIM_TIMES if shim else {})
     try:
-        verdict = run_schedule(
-            case,
+        verdict = (partial(run_shim, name) if shim else partial(run_schedule, case))(
             values,
-            Settings(seed=seed, schedule_s=60 * minutes),
-            folder=Path(chosen.folder or f"chaos-{name}-{seed}"),
+            Settings(seed=seed, schedule_s=60 * minutes, **given),
+            folder=Path(chosen.folder or f"chaos-{name.rpartition(':')[2]}-{seed}"),
             command=shlex.join(words),
             progress=line.show,
         )
@@ -140,9 +148,11 @@ def run_chaos(chosen: argparse.Namespace) -> int:
     print("\n".join(verdict.table()))
     if chosen.json_path is not None:
         Path(chosen.json_path).write_text(json.dumps(verdict.summary(), indent=2) + "\n", encoding="utf-8")
-    for found in verdict.findings:
-        print(printable(f"FAULT {found.rule}: {found.text}"))
-    print("no rule of the contract was broken" if verdict.page is None else f"see {verdict.page}")
+    print("\n".join(map(printable, verdict.found())), end="\n" if verdict.page else "")
+    if verdict.passed:
+        print("no promise of the store was broken" if shim else "no rule of the contract was broken")
+    if verdict.page is not None:
+        print(f"see {verdict.page}")
     return 0 if verdict.passed else 1
 
 

@@ -33,7 +33,7 @@ from dataplane_testkit._columns import batch, bits, ids
 from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._nursery import Nursery
 from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, eventually
-from dataplane_testkit._workers import Worker, prepare
+from dataplane_testkit._workers import Worker, attached, prepare
 from dataplane_testkit.faults import Faults
 
 _E = TypeVar("_E", bound=BaseException)
@@ -182,7 +182,8 @@ class Deployment:
         if self._nursery is None:
             self._nursery = Nursery.of(self.backend_class.__module__, partial(prepare, self.backend_class))
         full = self._config(chosen, attach_wait_s=STARTS_S, **config)
-        return Worker(self._nursery, self.backend_class, full, bootstrap)
+        connect = partial(attached, self.backend_class, full.model_dump(), bootstrap)
+        return Worker(self._nursery, connect, waits=bootstrap is not False)
 
     def once(self, make: Callable[[Deployment], _R]) -> _R:
         """Calls ``make(self)`` once, and returns or raises the same result on every call. Several tests check it."""

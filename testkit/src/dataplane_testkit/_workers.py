@@ -8,6 +8,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -41,17 +42,15 @@ class Worker:
 
     Args:
         nursery: Forks the process.
-        backend_class: The backend's class, which must be importable by name.
-        config: The config with which the client connects.
-        bootstrap: As for `dataplane_core.connect`. Unless it is False, the process waits for `Worker.connect`.
+        connect: Makes the client, a context manager, in the process.
+        waits: Whether the process waits for `Worker.connect` before, so that several can begin at the same time.
     """
 
     def __init__(
-        self, nursery: Nursery, backend_class: type[Backend], config: DataPlaneConfig, bootstrap: Bootstrap = False
+        self, nursery: Nursery, connect: Callable[[], AbstractContextManager[Any]], *, waits: bool = False
     ) -> None:
         self._nursery = nursery
-        serve = functools.partial(_serve, cls=backend_class, config=config.model_dump(), bootstrap=bootstrap)
-        self._pid, self._connection = nursery.fork(serve)
+        self._pid, self._connection = nursery.fork(functools.partial(_serve, connect=connect, waits=waits))
 
     @property
     def alive(self) -> bool:
@@ -73,7 +72,7 @@ class Worker:
         self.result(_START_S)
 
     def connect(self) -> None:
-        """Lets a process with ``bootstrap`` begin to connect. Call `wait_ready` afterwards."""
+        """Lets a process that waits begin to connect. Call `wait_ready` afterwards."""
         self._connection.send_bytes(b"now")
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -115,17 +114,22 @@ class Worker:
         self._connection.close()
 
 
-def _serve(connection: Connection, cls: type[Backend], config: dict[str, Any], bootstrap: Bootstrap) -> None:
+def attached(cls: type[Backend], config: dict[str, Any], bootstrap: Bootstrap) -> DataPlaneClient:
+    """A client of a backend, with a `Faults` around it."""
+    full = DataPlaneConfig.model_validate({**config, "middleware": [Faults()]})
+    return connect_backend(cls, full, bootstrap=bootstrap)
+
+
+def _serve(connection: Connection, connect: Callable[[], AbstractContextManager[Any]], waits: bool) -> None:
     try:
-        full = DataPlaneConfig.model_validate({**config, "middleware": [Faults()]})
-        if bootstrap is not False:
-            connection.recv_bytes()  # so that several processes can begin at the same time
-        client = connect_backend(cls, full, bootstrap=bootstrap)
+        if waits:
+            connection.recv_bytes()
+        opening = connect()
     except Exception as error:
         _reply(connection, False, error)
         return
     _reply(connection, True, os.getpid())
-    with client:
+    with opening as client:
         while True:
             try:
                 command = pickle.loads(connection.recv_bytes())  # from our own parent

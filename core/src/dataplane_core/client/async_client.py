@@ -82,6 +82,15 @@ def _in_thread(
     return call
 
 
+def _like(
+    method: Callable[Concatenate[DataPlaneClient, _P], _R],
+) -> Callable[
+    [Callable[..., Coroutine[Any, Any, _R]]], Callable[Concatenate[AsyncDataPlaneClient, _P], Coroutine[Any, Any, _R]]
+]:
+    """Gives a coroutine function the arguments, types and docstring of a method of `DataPlaneClient`."""
+    return wraps(method)
+
+
 class _LoopWaiter:
     """A claim that waits on an event loop."""
 
@@ -225,7 +234,7 @@ class AsyncDataPlaneClient:
     save = _in_thread(DataPlaneClient.save, several=True)
     load = _in_thread(DataPlaneClient.load, writes=True, several=True)
 
-    @wraps(DataPlaneClient.claim_meta)
+    @_like(DataPlaneClient.claim_meta)
     async def claim_meta(self, *args: Any, **kwargs: Any) -> KVBatchMeta:
         client = self._client
         bound = _CLAIM.bind(client, *args, **kwargs)

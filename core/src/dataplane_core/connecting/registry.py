@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from dataplane_core._compiler_marks import load_compiler
 from dataplane_core.backends import Backend, spread_over
 from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient, check_count, program_name, refuse_in_fork
-from dataplane_core.config import DataPlaneConfig, load_config, validate_model
+from dataplane_core.config import ConfigSource, DataPlaneConfig, load_config, validate_model
 from dataplane_core.connecting.manager import build_manager, check_backend_class
 from dataplane_core.entry_points import BACKEND_GROUP, MIDDLEWARE_GROUP, load_plugin
 from dataplane_core.errors import (
@@ -52,9 +52,7 @@ def load_backend(name: str) -> type[Backend]:
     return loaded
 
 
-def connect(
-    config: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | Any, bootstrap: Bootstrap = True
-) -> DataPlaneClient:
+def connect(config: ConfigSource, bootstrap: Bootstrap = True) -> DataPlaneClient:
     """Connects a client to the backend that the config names.
 
     Args:
@@ -91,7 +89,7 @@ def connect(
 
 
 async def connect_async(
-    config: DataPlaneConfig | Mapping[str, Any] | str | os.PathLike[str] | Any,
+    config: ConfigSource,
     bootstrap: Bootstrap = True,
     *,
     threads: int | None = None,

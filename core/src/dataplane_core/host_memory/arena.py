@@ -22,6 +22,8 @@ import numpy as np
 #: Values of `madvise` that Python's mmap module lacks (Linux 5.14): fill page tables ahead of use.
 _POPULATE_READ: Final = 22
 _POPULATE_WRITE: Final = 23
+#: A flag of `sync_file_range`: begin to write what was changed, and do not wait.
+_SYNC_FILE_RANGE_WRITE: Final = 2
 #: Bytes that one call touches. Other threads can map memory between two calls.
 _TOUCH_STEP: Final = 16 << 20
 
@@ -144,6 +146,19 @@ class Arena:
     def give_back(self, start: int, stop: int) -> None:
         """Frees the room of whole pages. They are zero from now on."""
         self._mapping.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+    def begin_sync(self, first: np.ndarray[Any, Any], last: np.ndarray[Any, Any]) -> None:
+        """Has the system begin to write to the disk what lies in this memory from one array to the end of another.
+
+        It does not wait for the disk. Where it cannot be done, `sync` does it.
+        """
+        start = first.ctypes.data - self.address
+        stop = last.ctypes.data + last.nbytes - self.address
+        if stop > start:  # a length of zero means all that follows
+            with contextlib.suppress(AttributeError):  # a C library without it
+                ctypes.CDLL(None).sync_file_range(
+                    self.fd, ctypes.c_int64(start), ctypes.c_int64(stop - start), _SYNC_FILE_RANGE_WRITE
+                )
 
     def sync(self, start: int, stop: int) -> None:
         """Returns when these bytes are on the disk. Raises `OSError`."""

@@ -45,7 +45,11 @@ def default_copy_threads() -> int:
     return max(1, min(_MOST_THREADS, usable_cores() - held))
 
 
-def copy_arrays(copies: Sequence[Copy], threads: int | None = None) -> None:
+def copy_arrays(
+    copies: Sequence[Copy],
+    threads: int | None = None,
+    copied: Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], None] | None = None,
+) -> None:
     """Copies each source into its target. Large copies are split among threads by bytes, wherever arrays end.
 
     It returns or raises only when no thread uses the memory any more, also if it is interrupted.
@@ -53,6 +57,8 @@ def copy_arrays(copies: Sequence[Copy], threads: int | None = None) -> None:
     Args:
         copies: What is copied. No target overlaps another array of these.
         threads: How many threads copy at most, with the one that calls. None: `default_copy_threads`.
+        copied: Called each time some MB were copied into targets that follow one another, with the first and the last
+            of these targets, by the thread that copied.
 
     Example:
         >>> target = np.zeros(3, dtype=np.uint8)
@@ -66,12 +72,11 @@ def copy_arrays(copies: Sequence[Copy], threads: int | None = None) -> None:
         most = 1
     if most > 1:
         most = min(most, default_copy_threads() if threads is None else threads)
-    if most < 2:
+    if most < 2 and copied is None:
         _copy(copies)
         return
-    in_threads(
-        (partial(_copy, share) for share in _shares(copies, -(-size_bytes // (most * _SHARES * _PAGE)) * _PAGE)), most
-    )
+    share_bytes = -(-size_bytes // (max(most, 1) * _SHARES * _PAGE)) * _PAGE
+    in_threads((partial(_copy, share, copied) for share in _shares(copies, share_bytes)), max(most, 1))
 
 
 def in_threads(work: Iterable[Callable[[], None]], threads: int, cancel: Callable[[], None] = lambda: None) -> None:
@@ -100,9 +105,13 @@ def in_threads(work: Iterable[Callable[[], None]], threads: int, cancel: Callabl
         raise errors[0]
 
 
-def _copy(copies: Iterable[Copy]) -> None:
+def _copy(
+    copies: Sequence[Copy], copied: Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], None] | None = None
+) -> None:
     for target, source in copies:
         target[:] = source
+    if copied is not None and copies:
+        copied(copies[0][0], copies[-1][0])
 
 
 def _do(left: deque[Callable[[], None]], errors: list[BaseException], cancel: Callable[[], None]) -> None:

@@ -47,11 +47,15 @@ _PREFIX: Final = "extent "
 
 
 class Notes(Protocol):
-    """Keeps values by name for a later process, in the order in which they were noted (`RecordedLedger`)."""
+    """Keeps values by name for a later process, in the order in which they were noted (`RecordedLedger`).
+
+    If they must survive the end of the machine, what is noted no longer may be overwritten only after `commit_or_end`.
+    """
 
     @property
     def notes(self) -> Mapping[str, bytes]: ...
     def note(self, name: str, value: bytes | None) -> None: ...
+    def commit_or_end(self) -> None: ...
 
 
 class _Kept(msgspec.Struct, array_like=True):
@@ -308,13 +312,16 @@ class KeptExtents(ExtentService):
         extent = self._new_extent(squeezed.layout.size_bytes)
         if extent is None:
             return 0
+        squeezed.extent = extent
         try:
             self._give_room(extent)
+            self._settle_notes()
+            self._bytes_of(extent)[:] = data[: extent.size_bytes]
+            if self._sync:
+                self._arena.sync(extent.offset, extent.offset + extent.size_bytes)
         except OSError:
             self._free(extent)
             return 0
-        squeezed.extent = extent
-        self._bytes_of(extent)[:] = data[: extent.size_bytes]
         self._payloads[write_id] = squeezed
         self._end_hashing(write_id)
         self._note_kept(write_id, now=True)
@@ -333,8 +340,14 @@ class KeptExtents(ExtentService):
             self._arena.give_room(start * _BLOCK, min(stop * _BLOCK, self._arena.size_bytes))
             self._has_room[start:stop] = True
 
+    def _settle_notes(self) -> None:
+        """Has the disk know what is noted no longer, before its place is used again."""
+        if self._sync:
+            self._notes.commit_or_end()
+
     def _free_spare(self) -> None:
         """Gives back the room of blocks in which no extent lies, if the file system takes it."""
+        self._settle_notes()
         spare = self._has_room.copy()
         for extent in self._extents.all:
             spare[slice(*_blocks(extent))] = False

@@ -1,4 +1,5 @@
-"""The rollout side: the first write of a step's rows, an actor that generates them, and sampling until enough are kept.
+"""The rollout side: the first write of a step's rows, an actor that generates them, sampling until enough are kept,
+and what a run that is started again finds of them.
 
 Rollout actors derive from its classes; the driver reads their receipts.
 """
@@ -12,10 +13,12 @@ from dataplane_integrations.rollout.dynamic_sampling import (
     tag_varies,
 )
 from dataplane_integrations.rollout.first_write import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
+from dataplane_integrations.rollout.found import FoundRollouts, missing_groups
 
 __all__ = [
     "DataPlaneRolloutMixin",
     "DynamicSampling",
+    "FoundRollouts",
     "GroupRule",
     "RolloutReceipt",
     "SamplingCounts",
@@ -23,5 +26,6 @@ __all__ = [
     "all_match",
     "flatten_message_logs",
     "mint_sample_ids",
+    "missing_groups",
     "tag_varies",
 ]

@@ -86,6 +86,8 @@ class DataPlanePolicy:
             they compute (not in `train_microbatches_from_metas`). `ReplayBuffer.leave_out` fits here. What it raises,
             the call raises, and no row is cleared. None: lost rows fail the call, and workers that wait for others in a
             collective may hang.
+        clear_on_failure: Whether a call that fails clears its rows. False: they stay, for a run that is started again
+            on a store that outlives its processes.
 
     Raises:
         ConfigError: The backend's scope does not include the workers.
@@ -107,8 +109,10 @@ class DataPlanePolicy:
         flops_tracker: FlopsTracker | None = None,
         read_ahead: int = 0,
         replace_lost: ReplaceLost | None = None,
+        clear_on_failure: bool = True,
     ) -> None:
         self._replace_lost = replace_lost
+        self._clear_on_failure = clear_on_failure
         self._num_lost = 0
         self._read_ahead = check_depth("DataPlanePolicy", read_ahead)
         self._workers = workers
@@ -615,7 +619,7 @@ class DataPlanePolicy:
         try:
             yield
         except BaseException as error:
-            for meta in metas:
+            for meta in metas if self._clear_on_failure else ():
                 with noted_on(error, f"Its {meta.size} rows could not be cleared"):
                     self.discard_samples(meta)
             raise

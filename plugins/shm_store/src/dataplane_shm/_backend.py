@@ -118,7 +118,7 @@ class ShmBackend(LedgerBackend):
             self._folder.claim(deadline)
             self._launch(deadline)
         self._session, about, arena = open_store(self._folder, deadline)
-        shared = {"capacity_bytes": about.capacity_bytes, "on_full": about.on_full}
+        shared = {"capacity_bytes": about.capacity_bytes, "on_full": about.on_full, "sync": about.sync}
         self.config = self.config.model_copy(update=shared)
         self._arena = arena
         self._uses = Uses(arena.fd) if os.fstat(arena.fd).st_nlink else None
@@ -220,7 +220,8 @@ class ShmBackend(LedgerBackend):
         self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float
     ) -> int:
         plans = [ExtentPlan(list(columns_of(write, columns).values()), len(write.row_bytes)) for write in begin.writes]
-        if len(plans) == 1 and plans[0].layout.size_bytes <= _FEW_BYTES:
+        synced = self.config.sync == "commit"  # then two requests, which share their syncs with those of others
+        if len(plans) == 1 and plans[0].layout.size_bytes <= _FEW_BYTES and not synced:
             assert begin.write_id is not None
             data = np.zeros(plans[0].layout.size_bytes, dtype=np.uint8)
             copy_arrays(plans[0].copies_into(data))
@@ -246,13 +247,18 @@ class ShmBackend(LedgerBackend):
             return  # it went with the request that began the put
         offset, plan = self._placed.pop(write_id)
         session = self._connected()  # held until the copy ends: the extent is free when the session ends
-        uses = self._uses
+        arena, uses, end = self._memory(), self._uses, offset + plan.layout.size_bytes
+        synced = self.config.sync == "commit"
         if uses is not None:  # the next owner of the folder gives no memory away in which this process still writes
-            uses.begin(offset, offset + plan.layout.size_bytes)
+            uses.begin(offset, end)
         try:
             if uses is not None:
                 session.check("put_samples")
-            copy_arrays(plan.copies_into(self._memory().bytes[offset:]), self.config.copy_threads)
+            # the disk works while the rest is copied, and this process waits for it, so that the ledger's need not
+            copied = arena.begin_sync if synced else None
+            copy_arrays(plan.copies_into(arena.bytes[offset:]), self.config.copy_threads, copied=copied)
+            if synced:
+                arena.sync(offset, end)
         finally:
             if uses is not None:
                 uses.end(offset)

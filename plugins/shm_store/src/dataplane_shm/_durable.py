@@ -59,6 +59,7 @@ class DurableStore(Store):
             )
         except OSError as error:
             raise BackendUnavailableError(f"the folder {folder} cannot be used: {error}.", retryable=False) from error
+        self.sync = "commit" if sync else "none"
         super().__init__(self._kept, recorded, capacity_bytes, on_full)
         first = int(recorded.notes.get(_SESSIONS_NOTE, b"1"))
         self._numbers = itertools.count(first)

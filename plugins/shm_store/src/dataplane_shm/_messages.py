@@ -34,11 +34,13 @@ class About(msgspec.Struct, array_like=True):
         capacity_bytes: The store's limit.
         on_full: What a put does that does not fit.
         touched_bytes: How much of the arena is ready.
+        sync: When what is put is on a disk.
     """
 
     capacity_bytes: int
     on_full: str
     touched_bytes: int
+    sync: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ class Store(LedgerHost):
     """
 
     messages = MESSAGES
+    sync = "none"
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Store(LedgerHost):
 
     def about(self) -> About:
         """As `Host.about`."""
-        return About(*self._limits, self._extents.touch_until)
+        return About(*self._limits, self._extents.touch_until, self.sync)
 
     def end_session(self, client: Client) -> None:
         """Also ends the client's pins, and aborts the puts that it had begun."""
@@ -107,6 +108,7 @@ class Store(LedgerHost):
 
     def _put_whole(self, request: PutWhole, client: _Client) -> None:
         begun = self._begin(Begin(request.put, [request.layout]), client)
+        self.settle()  # what lay in its place before is given up for good, as it is when a client writes
         data = np.frombuffer(request.data, dtype=np.uint8)
         offset = begun.offsets[0]
         self._extents.arena.bytes[offset : offset + len(data)] = data

@@ -1,12 +1,27 @@
 """Chaos runs: random schedules in several processes that are killed and stopped, with a checked history.
 
 The command `dataplane conformance NAME --chaos` and a storage author's own tests call `run_chaos`. The checker
-(`check`) is pure: it takes any `History`.
+(`check`) is pure: it takes any `History`. A `Shim` points the same run at a store of any kind (`run_shim`).
 """
 
 from dataplane_testkit.chaos.checker import check, shrunk
 from dataplane_testkit.chaos.history import Call, Event, History
 from dataplane_testkit.chaos.rules import RULES, Finding
 from dataplane_testkit.chaos.run import Settings, Verdict, run_chaos
+from dataplane_testkit.chaos.shim import Shim, judged, run_shim
 
-__all__ = ["RULES", "Call", "Event", "Finding", "History", "Settings", "Verdict", "check", "run_chaos", "shrunk"]
+__all__ = [
+    "RULES",
+    "Call",
+    "Event",
+    "Finding",
+    "History",
+    "Settings",
+    "Shim",
+    "Verdict",
+    "check",
+    "judged",
+    "run_chaos",
+    "run_shim",
+    "shrunk",
+]

@@ -142,6 +142,8 @@ class History:
         capacity_bytes: What the store may hold. None: no limit.
         atomic_overwrite: Whether the backend declares it.
         fenced: Whether the backend declares it.
+        whole_puts: Whether a put is seen whole or not at all, as the contract says. False: of a store that does not
+            promise it, see `Shim`.
         allowance_s: Seconds that a call may take beyond its deadline, since a machine may be busy.
     """
 
@@ -152,6 +154,7 @@ class History:
     capacity_bytes: int | None = None
     atomic_overwrite: bool = True
     fenced: bool = True
+    whole_puts: bool = True
     allowance_s: float = 10.0
 
 

@@ -6,14 +6,13 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from dataplane_testkit._author import Disturbance
-from dataplane_testkit._store import Deployment
 from dataplane_testkit._timing import STARTS_S, eventually
 from dataplane_testkit._workers import Worker
 from dataplane_testkit.chaos.history import Event
@@ -36,30 +35,26 @@ class Nemesis:
     """The workers of a run, and what is done to them. Each killed worker gets a new life.
 
     Args:
-        deployment: The store.
+        new_worker: Starts a process with a client of the store.
         arguments: Worker, life and end of the run -> the arguments of `live`.
         events: Gets what was done.
         now: The seconds since the run began.
-        op_timeout_s: The deadline of the workers' operations in seconds.
-
-    Attributes:
-        disturbances: Name -> what can be done to the store, from the author's class.
+        disturbances: Name -> what can be done to the store.
     """
 
     def __init__(
         self,
-        deployment: Deployment,
+        new_worker: Callable[[], Worker],
         arguments: Callable[[int, int, float], tuple[Any, ...]],
         events: list[Event],
         now: Callable[[], float],
-        op_timeout_s: float,
+        disturbances: Mapping[str, Disturbance],
     ) -> None:
-        self.disturbances: dict[str, Disturbance] = {}
-        self._deployment = deployment
+        self._disturbances = disturbances
+        self._new_worker = new_worker
         self._arguments = arguments
         self._events = events
         self._now = now
-        self._op_timeout_s = op_timeout_s
         self._workers: dict[int, tuple[int, Worker]] = {}
         self._files: dict[int, Path] = {}
         self._stopped: dict[int, tuple[float, float]] = {}  # worker -> since when, and when to continue it
@@ -75,7 +70,7 @@ class Nemesis:
     def start(self, count: int) -> None:
         """Starts the processes and waits until all are attached."""
         for number in range(count):
-            self._workers[number] = 0, self._new()
+            self._workers[number] = 0, self._new_worker()
         for _, worker in self._workers.values():
             worker.wait_ready()
 
@@ -94,9 +89,9 @@ class Nemesis:
         if disruption.kind == "kill":
             self._kill(number)
             self._renew(number, life + 1, until_s)
-        elif disruption.kind == "disturb" and self.disturbances:
-            name = sorted(self.disturbances)[int(disruption.choice * len(self.disturbances))]
-            disturbance, began_s = self.disturbances[name], self._now()
+        elif disruption.kind == "disturb":
+            name = sorted(self._disturbances)[int(disruption.choice * len(self._disturbances))]
+            disturbance, began_s = self._disturbances[name], self._now()
             with disturbance.act():
                 time.sleep(disruption.for_s if disturbance.lasts else 0.0)
             self._events.append(
@@ -178,7 +173,7 @@ class Nemesis:
 
     def _renew(self, number: int, life: int, until_s: float) -> None:
         """Gives a worker that was killed its next life."""
-        self._workers[number] = life, self._new()
+        self._workers[number] = life, self._new_worker()
         self._workers[number][1].wait_ready()
         self._begin(number, life, self._workers[number][1], until_s)
 
@@ -186,9 +181,6 @@ class Nemesis:
         arguments = self._arguments(number, life, until_s)
         self._files[number] = Path(arguments[3])
         worker.start(live, *arguments)
-
-    def _new(self) -> Worker:
-        return self._deployment.new_worker(op_timeout_s=self._op_timeout_s)
 
     def _continue(self, number: int) -> None:
         if number in self._stopped:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dataplane_core.errors import printable
@@ -15,7 +15,13 @@ _MOST_CALLS: Final = 60
 _MOST_SAMPLES: Final = 6
 
 
-def page(backend: str, command: str, findings: Sequence[tuple[Finding, History]], facts: str) -> str:
+def page(
+    backend: str,
+    command: str,
+    findings: Sequence[tuple[Finding, History]],
+    facts: str,
+    promises: Mapping[str, str] | None = None,
+) -> str:
     """The page.
 
     Args:
@@ -23,6 +29,7 @@ def page(backend: str, command: str, findings: Sequence[tuple[Finding, History]]
         command: The command that runs the same schedule again.
         findings: What was found, each with its shrunk history.
         facts: What ran, in a sentence.
+        promises: As in `Shim`, of a store that does not promise all that the contract says.
 
     Returns:
         The page as Markdown.
@@ -32,9 +39,17 @@ def page(backend: str, command: str, findings: Sequence[tuple[Finding, History]]
     lines += [f"    {command}", ""]
     for number, (found, history) in enumerate(findings, start=1):
         lines += [f"## {number}. {found.rule}", "", f"**{found.text}**", ""]
-        lines += [f'The contract: "{RULES[found.rule]}"', "", *table(found, history), ""]
+        lines += [f'The contract: "{RULES[found.rule]}"', ""]
+        if promises is not None:
+            lines += [_promised(found, promises), ""]
+        lines += [*table(found, history), ""]
     lines += _LEGEND
     return "\n".join(map(printable, lines)) + "\n"
+
+
+def _promised(found: Finding, promises: Mapping[str, str]) -> str:
+    said = promises.get(found.rule)
+    return f"The store: {said}" if said else "The store does not promise this."
 
 
 _LEGEND: Final = [

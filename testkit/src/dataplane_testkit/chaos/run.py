@@ -7,20 +7,21 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from dataplane_core.errors import DataPlaneError, MissingDataError
+from dataplane_core.errors import ConfigError, DataPlaneError, MissingDataError
 from dataplane_core.spec import Capability, Scope
-from dataplane_testkit._author import AuthorsClass
+from dataplane_testkit._author import AuthorsClass, Disturbance
 from dataplane_testkit._hooks import backend_of
 from dataplane_testkit._profiles import is_long, new_seed
 from dataplane_testkit._store import Deployment
 from dataplane_testkit._timing import Background
+from dataplane_testkit._workers import Worker
 from dataplane_testkit.chaos.checker import check, shrunk
 from dataplane_testkit.chaos.history import (
     OK,
@@ -36,7 +37,17 @@ from dataplane_testkit.chaos.history import (
 from dataplane_testkit.chaos.nemesis import Nemesis
 from dataplane_testkit.chaos.page import page
 from dataplane_testkit.chaos.rules import Finding
-from dataplane_testkit.chaos.schedule import BASE, KINDS, LATER, PARTITIONS, TASKS, Plan, disruptions, steps
+from dataplane_testkit.chaos.schedule import (
+    BASE,
+    DISRUPTIONS,
+    KINDS,
+    LATER,
+    PARTITIONS,
+    TASKS,
+    Plan,
+    disruptions,
+    steps,
+)
 from dataplane_testkit.chaos.worker import Hands, live, seen_of, tags_seen
 
 #: The process that puts again what killed ones were putting.
@@ -45,6 +56,8 @@ HEIR: Final = "heir"
 _AUDIT_CLAIMS: Final = 64
 #: The most claims of the audit per task and partition. No store holds so many samples.
 _MOST_AUDIT_CLAIMS: Final = 30
+#: The reads of the audit that may take longer than their deadline before it stops reading.
+_MOST_HUNG: Final = 4
 #: The most steps of each life that are written to the folder of a failed run.
 _STEPS_SHOWN: Final = 1000
 #: Step -> the capability that it needs.
@@ -79,6 +92,9 @@ class Settings:
         capacity_bytes: What the store may hold, if the backend can limit it.
         kills: How many processes are killed, each after some calls, in place of kills and stops by the clock. With the
             last of them the run is over. None: the clock decides.
+        faults: What is done to the processes and the store: ``kill``, ``stop``, and names of the store's disturbances.
+            None: all of it.
+        steps: What the workers do, of `KINDS`. None: all that the store can do.
     """
 
     seed: int
@@ -91,6 +107,8 @@ class Settings:
     allowance_s: float = 15.0
     capacity_bytes: int = 640 * 1024
     kills: int | None = None
+    faults: frozenset[str] | None = None
+    steps: frozenset[str] | None = None
 
     @classmethod
     def brief(cls) -> Settings:
@@ -109,6 +127,7 @@ class Verdict:
 
     Attributes:
         findings: The rules that were broken.
+        seen: Of a store that does not promise all rules of the contract: the others that its history breaks.
         history: The history.
         facts: What ran, in a sentence.
         page: The path of the page. None if nothing was found.
@@ -118,10 +137,16 @@ class Verdict:
     history: History
     facts: str
     page: Path | None
+    seen: tuple[Finding, ...] = ()
 
     def __str__(self) -> str:
-        faults = "\n".join(f"FAULT {each.rule}: {each.text}" for each in self.findings)
-        return f"{self.facts}\n{faults}\nsee {self.page}" if self.findings else self.facts
+        lines = [self.facts, *self.found(), *([f"see {self.page}"] if self.page else [])]
+        return "\n".join(lines)
+
+    def found(self) -> list[str]:
+        """What was found, as lines of text."""
+        faults = [f"FAULT {each.rule}: {each.text}" for each in self.findings]
+        return [*faults, *(f"seen, not promised: {each.rule}: {each.text}" for each in self.seen)]
 
     @property
     def passed(self) -> bool:
@@ -150,12 +175,66 @@ class Verdict:
             "facts": self.facts,
             "calls": self.counts(),
             "events": dict(Counter(event.kind for event in self.history.events)),
-            "findings": [
-                {"rule": each.rule, "text": each.text, "calls": [call.name for call in each.calls]}
-                for each in self.findings
-            ],
+            "findings": [_plain(each) for each in self.findings],
+            "seen": [_plain(each) for each in self.seen],
             "page": None if self.page is None else str(self.page),
         }
+
+
+def _plain(found: Finding) -> dict[str, Any]:
+    return {"rule": found.rule, "text": found.text, "calls": [call.name for call in found.calls]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The store that a run works on.
+
+    Attributes:
+        client: What `Hands` call, in this process.
+        op_timeout_s: Its deadline of a call, in seconds.
+        new_worker: Starts a process with a client that is attached to the store.
+        threaded: Whether the workers are threads that share ``client``.
+        steps: What the workers can do, of `KINDS`.
+        disturbances: Name -> what can be done to the store.
+        tags: Whether the store holds tags.
+        atomic_overwrite: As in `History`.
+        fenced: As in `History`.
+    """
+
+    client: Any
+    op_timeout_s: float
+    new_worker: Callable[[], Worker]
+    threaded: bool = False
+    steps: frozenset[str] = KINDS
+    disturbances: Mapping[str, Disturbance]
+    tags: bool = True
+    atomic_overwrite: bool = True
+    fenced: bool = True
+
+
+def _of(deployment: Deployment, settings: Settings) -> Target:
+    declared = deployment.backend_class.capabilities
+    threaded = deployment.backend_class.scope is Scope.PROCESS
+    return Target(
+        client=deployment.client,
+        op_timeout_s=deployment.client.config.op_timeout_s,
+        new_worker=partial(deployment.new_worker, op_timeout_s=settings.op_timeout_s),
+        threaded=threaded,
+        steps=frozenset(step for step in KINDS if step not in _NEEDS or _NEEDS[step] in declared),
+        disturbances={} if threaded else deployment.case.disturbances(backend_of(deployment.client)),
+        atomic_overwrite=Capability.ATOMIC_OVERWRITE in declared,
+        fenced=Capability.FENCED in declared,
+    )
+
+
+#: Gives what a history breaks of what the store promises, and of what it does not, each with the history in which
+#: `check` finds it.
+Judge = Callable[[History], tuple[list[tuple[Finding, History]], list[tuple[Finding, History]]]]
+
+
+def by_the_contract(history: History) -> tuple[list[tuple[Finding, History]], list[tuple[Finding, History]]]:
+    """The `Judge` of a store that promises what the contract says."""
+    return [(each, history) for each in check(history)], []
 
 
 def run_chaos(
@@ -199,23 +278,64 @@ def run_chaos(
     with ExitStack() as stack:
         deployment = Deployment(case, backend_class, name, isolated, op_timeout_s=timeout_s)
         stack.callback(deployment.close)
-        run = stack.enter_context(_Run(deployment, settings, capacity_bytes, progress))
+        target = _of(deployment, settings)
+        return run_on(target, settings, capacity_bytes, by_the_contract, partial(page, name, command), folder, progress)
+
+
+def run_on(
+    target: Target,
+    settings: Settings,
+    capacity_bytes: int | None,
+    judge: Judge,
+    write: Callable[[Sequence[tuple[Finding, History]], str], str],
+    folder: Path,
+    progress: Callable[[str], None],
+) -> Verdict:
+    """Runs a schedule on a store and has its history judged.
+
+    Args:
+        target: The store.
+        settings: As for `run_chaos`.
+        capacity_bytes: What the store may hold.
+        judge: Judges the history.
+        write: Findings, each with its shrunk history, and the facts -> the page.
+        folder: As for `run_chaos`.
+        progress: As for `run_chaos`.
+    """
+    with _Run(target, settings, capacity_bytes, progress) as run:
         history = run.history()
         progress("checking the history")
-        findings = check(history)
+        broken, seen = judge(history)
         facts = run.facts(history)
-        if not findings:
-            return Verdict(findings=(), history=history, facts=facts, page=None)
-        progress("shortening the history")
-        shown = [(each, shrunk(history, each)) for each in findings]
-        path = run.keep(folder, history, page(name, command, shown, facts))
-        return Verdict(findings=tuple(findings), history=history, facts=facts, page=path)
+        path = None
+        if broken or seen:
+            progress("shortening the history")
+            path = run.keep(folder, history, write([(each, shrunk(held, each)) for each, held in broken + seen], facts))
+        return Verdict(
+            findings=tuple(each for each, _ in broken),
+            seen=tuple(each for each, _ in seen),
+            history=history,
+            facts=facts,
+            page=path,
+        )
 
 
 def history_of(deployment: Deployment, settings: Settings) -> History:
     """The history of a run on a store that others use too: there is no limit to what it may hold."""
-    with _Run(deployment, settings, None) as run:
+    with _Run(_of(deployment, settings), settings, None) as run:
         return run.history()
+
+
+def _chosen(target: Target, settings: Settings) -> tuple[dict[str, Disturbance], list[str]]:
+    """The disturbances of a run, and the kinds of its disruptions."""
+    known = {"kill", "stop", *target.disturbances}
+    faults = known if settings.faults is None else settings.faults
+    for what, asked, has in (("faults", faults, known), ("steps", settings.steps or (), target.steps)):
+        if unknown := sorted(set(asked) - has):
+            raise ConfigError(f"{what}: '{unknown[0]}' cannot be done to this store. Expected some of {sorted(has)}.")
+    disturbances = {name: each for name, each in target.disturbances.items() if name in faults}
+    kinds = [kind for kind in DISRUPTIONS if kind in faults or (kind == "disturb" and disturbances)]
+    return disturbances, kinds
 
 
 class _Run(ExitStack):
@@ -223,24 +343,28 @@ class _Run(ExitStack):
 
     def __init__(
         self,
-        deployment: Deployment,
+        target: Target,
         settings: Settings,
         capacity_bytes: int | None,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         super().__init__()
-        self._deployment, self._settings, self._progress = deployment, settings, progress
+        self._target, self._settings, self._progress = target, settings, progress
         self._capacity = capacity_bytes
-        declared = deployment.backend_class.capabilities
+        self._disturbances, self._disruptions = _chosen(target, settings)
         self._folder = Path(tempfile.mkdtemp(prefix="dataplane-chaos-"))
         self.callback(shutil.rmtree, self._folder, ignore_errors=True)
-        can = frozenset(step for step in KINDS if step not in _NEEDS or _NEEDS[step] in declared)
-        self._tasks = [
-            name
-            for name, task in TASKS.items()
-            if Capability.CLAIMS in declared and (not task.leased or Capability.LEASES in declared)
-        ]
-        self._plan = Plan(settings.seed, settings.pause_s, settings.lease_s, can, tuple(self._tasks) or ("once",))
+        self._tasks = tuple(TASKS) if "claim" in target.steps else ()
+        steps = target.steps if settings.steps is None else target.steps & settings.steps
+        self._plan = Plan(
+            settings.seed,
+            settings.pause_s,
+            settings.lease_s,
+            steps,
+            self._tasks or ("once",),
+            leases="ack" in target.steps,
+            tags=target.tags,
+        )
         self._epoch_s = time.monotonic()
         self._events: list[Event] = []
         self._processes: list[str] = []
@@ -249,9 +373,9 @@ class _Run(ExitStack):
     def history(self) -> History:
         """Runs the schedule and the audit."""
         settings, first, heir = self._settings, self._hands("first", 900_000_000), self._hands(HEIR, 901_000_000)
-        for partition in PARTITIONS:
+        for partition in PARTITIONS if "register" in self._target.steps else ():
             first.register(partition, "register")
-        if self._deployment.backend_class.scope is Scope.PROCESS:
+        if self._target.threaded:
             self._threads()
         else:
             self._workers()
@@ -265,16 +389,15 @@ class _Run(ExitStack):
         calls, end_s = self._calls(), self._now()
         calls += self._saves(calls)
         for partition in PARTITIONS:
-            self._deployment.client.clear_samples(None, partition)
-        declared = self._deployment.backend_class.capabilities
+            self._target.client.clear_samples(None, partition)
         return History(
             calls=tuple(calls),
             events=tuple(self._events),
             end_s=end_s,
             audited_s=self._audited_s,
             capacity_bytes=self._capacity,
-            atomic_overwrite=Capability.ATOMIC_OVERWRITE in declared,
-            fenced=Capability.FENCED in declared,
+            atomic_overwrite=self._target.atomic_overwrite,
+            fenced=self._target.fenced,
             allowance_s=settings.allowance_s,
         )
 
@@ -316,8 +439,8 @@ class _Run(ExitStack):
         self._processes.append(process)
         recorder = Recorder(self._folder / f"{process}.jsonl", process, self._epoch_s)
         self.callback(recorder.close)
-        client = self._deployment.client
-        return Hands(client, recorder, self._plan, first_version, client.config.op_timeout_s, self._folder)
+        target = self._target
+        return Hands(target.client, recorder, self._plan, first_version, target.op_timeout_s, self._folder)
 
     def _arguments(self, worker: int, life: int, until_s: float) -> tuple[Any, ...]:
         name = f"w{worker}.{life}"
@@ -329,7 +452,7 @@ class _Run(ExitStack):
     def _threads(self) -> None:
         until_s = time.monotonic() + self._settings.schedule_s
         arguments = [self._arguments(worker, 0, until_s) for worker in range(self._settings.workers)]
-        threads = [Background(partial(live, self._deployment.client, *each)) for each in arguments]
+        threads = [Background(partial(live, self._target.client, *each)) for each in arguments]
         give_up = until_s + self._settings.op_timeout_s + self._settings.allowance_s
         while any(thread.running for thread in threads) and time.monotonic() < give_up:
             time.sleep(0.05)
@@ -339,10 +462,8 @@ class _Run(ExitStack):
                 thread.result()  # raises what a step raised
 
     def _workers(self) -> None:
-        settings = self._settings
-        case, backend = self._deployment.case, backend_of(self._deployment.client)
-        nemesis = Nemesis(self._deployment, self._arguments, self._events, self._now, settings.op_timeout_s)
-        nemesis.disturbances.update(case.disturbances(backend))
+        settings, disturbances = self._settings, self._disturbances
+        nemesis = Nemesis(self._target.new_worker, self._arguments, self._events, self._now, disturbances)
         with nemesis:
             nemesis.start(settings.workers)
             until_s = time.monotonic() + settings.schedule_s
@@ -350,9 +471,9 @@ class _Run(ExitStack):
             if settings.kills is not None:
                 nemesis.kill_all(settings.kills, settings.seed, until_s)
                 return
-            disturb = bool(nemesis.disturbances)
             began = time.monotonic()
-            for each in disruptions(self._plan, settings.workers, settings.every_s, disturb=disturb):
+            planned = disruptions(self._plan, settings.workers, settings.every_s, self._disruptions)
+            for each in planned if self._disruptions else ():
                 while time.monotonic() < min(began + each.at_s, until_s):
                     nemesis.continue_those_due()
                     self._progress(self._time_left(until_s))
@@ -373,7 +494,8 @@ class _Run(ExitStack):
             heir.register(partition, "keep")
         for call in self._calls():
             if call.operation == "put" and call.outcome == UNKNOWN:
-                fields, tag = call.fields[:-1], call.fields[-1].removeprefix("#")
+                fields = tuple(field for field in call.fields if not field.startswith("#"))
+                tag = "v" if fields == BASE else "z"
                 if "overwrite" in self._plan.steps or not heir.read(call.partition, call.samples, fields):
                     heir.write(call.partition, call.samples, fields, tag, [3] * len(call.samples))
 
@@ -384,6 +506,7 @@ class _Run(ExitStack):
         left = {(partition, task) for partition in PARTITIONS for task in self._tasks}
         last = time.monotonic()
         given: Counter[tuple[str, str]] = Counter()
+        tells = "consumed" in self._target.steps
         while left and time.monotonic() < last + 3 * self._settings.lease_s + 1:
             for partition, task in sorted(left):
                 self._progress(f"auditing task {task} of {partition}")
@@ -395,23 +518,28 @@ class _Run(ExitStack):
                     if given[partition, task] > _MOST_AUDIT_CLAIMS:  # a store that gives the same again and again
                         left.discard((partition, task))
                     last = time.monotonic()
-                    if TASKS[task].leased:
-                        audit.consumed(partition, task)  # not yet: these are not acked
+                    if self._plan.lease_of(task) is not None:
+                        if tells:
+                            audit.consumed(partition, task)  # not yet: these are not acked
                         audit.ack(meta)
-                elif audit.consumed(partition, task) or not TASKS[task].leased:
+                elif (tells and audit.consumed(partition, task)) or self._plan.lease_of(task) is None:
                     left.discard((partition, task))
             time.sleep(0.2)
 
     def _read_all(self, audit: Hands, partition: str) -> None:
-        names = audit.listed(partition)
+        names, hung = audit.listed(partition), 0
         for start in range(0, len(names), 16):
             for field in (*BASE, LATER):
                 for name in names[start : start + 16]:
+                    began = time.monotonic()
                     audit.read(partition, [name], (field,))
+                    hung += time.monotonic() - began > self._target.op_timeout_s
+                    if hung > _MOST_HUNG:  # as of a store whose parts are dead: all others may take as long
+                        return
 
     def _saves(self, calls: list[Call]) -> list[Call]:
         """What the saves hold, each loaded into the store, which nobody uses any more."""
-        client, found = self._deployment.client, []
+        client, found = self._target.client, []
         for call in [each for each in calls if each.operation == "save"]:
             about: dict[str, Any] = {"process": call.process, "number": call.number + 1_000_000, "operation": "saved"}
             about |= {"partition": call.partition, "begin_s": call.begin_s, "end_s": call.end_s}

@@ -7,7 +7,7 @@ is held, the step has a number between 0 and 1 that chooses among what there is.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -72,6 +72,8 @@ class Plan:
         lease_s: The lease of a claim, in seconds.
         steps: The kinds of steps that the backend can take.
         tasks: The tasks whose claims the backend can serve.
+        leases: Whether the claims of leased tasks have leases.
+        tags: Whether puts have a tag with their version.
     """
 
     seed: int
@@ -79,6 +81,12 @@ class Plan:
     lease_s: float
     steps: frozenset[str] = KINDS
     tasks: tuple[str, ...] = tuple(TASKS)
+    leases: bool = True
+    tags: bool = True
+
+    def lease_of(self, task: str) -> float | None:
+        """The lease of a task's claims, in seconds. None: they have none."""
+        return self.lease_s if self.leases and TASKS[task].leased else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +136,10 @@ def steps(plan: Plan, worker: int, life: int) -> Iterator[Step]:
         )
 
 
+#: What can be done to a run -> its weight. ``disturb``: something that the author of the store supplies.
+DISRUPTIONS: Final[Mapping[str, int]] = {"kill": 5, "stop": 4, "disturb": 2}
+
+
 @dataclass(frozen=True, slots=True)
 class Disruption:
     """What is done to a worker or to the store.
@@ -147,21 +159,21 @@ class Disruption:
     choice: float
 
 
-def disruptions(plan: Plan, workers: int, every_s: float, *, disturb: bool) -> Iterator[Disruption]:
+def disruptions(plan: Plan, workers: int, every_s: float, kinds: Sequence[str]) -> Iterator[Disruption]:
     """What is done to the workers of a run, without end.
 
     Args:
         plan: The plan.
         workers: How many workers there are.
         every_s: The mean time from one disruption to the next, in seconds.
-        disturb: Whether the author supplies disturbances of the store.
+        kinds: Those of `DISRUPTIONS` that happen. At least one.
     """
     rng = random.Random(f"{plan.seed} nemesis")
     at_s = every_s / 2
-    kinds = ("kill", "stop", "disturb") if disturb else ("kill", "stop")
+    weights = [DISRUPTIONS[kind] for kind in kinds]
     while True:
         at_s += rng.uniform(0.3, 1.7) * every_s
-        kind = rng.choices(kinds, (5, 4, 2)[: len(kinds)])[0]
+        kind = rng.choices(kinds, weights)[0]
         # some stops outlast the leases
         for_s = rng.choice((0.2, 0.5, 1.5, 3.0)) * plan.lease_s
         yield Disruption(round(at_s, 3), kind, rng.randrange(workers), for_s, rng.random())

@@ -125,7 +125,7 @@ class Timeline:
     def effect_s(self, put: Put, sample: str, field: str) -> float:
         """The moment by which a field of a put had taken effect for certain. Infinite: never for certain."""
         moments = [put.done_s, put.seen.get(field, math.inf)]
-        if put.seen and (first := min(put.seen.values())) < moments[0]:
+        if self.history.whole_puts and put.seen and (first := min(put.seen.values())) < moments[0]:
             others = self.puts(put.call.partition, sample)
             # whoever sees a part of the first write of these fields sees all of it
             if not any(each is not put and each.begin_s < first and each.fields & put.fields for each in others):

@@ -159,7 +159,8 @@ class Hands:
         def act() -> None:
             self._client.put_samples(names, partition, columns, [{tag: version} for _ in names])
 
-        about = {"samples": list(names), "fields": [*fields, f"#{tag}"], "version": version, "size_bytes": sizes}
+        written = [*fields, f"#{tag}"] if self._plan.tags else list(fields)
+        about = {"samples": list(names), "fields": written, "version": version, "size_bytes": sizes}
         return self._call("put", partition, act, **about)
 
     def _pick(self, step: Step) -> list[str]:
@@ -232,7 +233,7 @@ class Hands:
 
     def claim(self, partition: str, task: str, limit: int, *, blocking: bool = False) -> KVBatchMeta | None:
         """Claims, and keeps the meta. Returns None if the claim failed."""
-        fields, lease_s = TASKS[task].fields, self._plan.lease_s if TASKS[task].leased else None
+        fields, lease_s = TASKS[task].fields, self._plan.lease_of(task)
         wait_s = _WAIT_LEASES * self._plan.lease_s
         replies: list[KVBatchMeta] = []
 
@@ -265,7 +266,7 @@ class Hands:
             if step.choice < 0.25:
                 self._settle("ack", meta)  # as if the first reply had been lost
             if step.choice > 0.5:
-                self._clear_these(meta.partition_id, meta.sample_ids)
+                self.clear(meta.partition_id, meta.sample_ids)
 
     def _nack(self, step: Step) -> None:
         meta = self._choose(step)
@@ -303,14 +304,15 @@ class Hands:
     # the partition
 
     def _clear(self, step: Step) -> None:
-        self._clear_these(step.partition, self._pick(step))
+        self.clear(step.partition, self._pick(step))
 
-    def _clear_these(self, partition: str, names: Sequence[str]) -> None:
+    def clear(self, partition: str, names: Sequence[str]) -> bool:
+        """Clears samples."""
+
         def act() -> None:
             self._client.clear_samples(list(names), partition)
 
-        if names:
-            self._call("clear", partition, act, samples=list(names))
+        return bool(names) and self._call("clear", partition, act, samples=list(names))
 
     def _clear_all(self, step: Step) -> None:
         def act() -> None:
@@ -348,8 +350,10 @@ def seen_of(rows: Any, names: Sequence[str], fields: Sequence[str]) -> Seen:
     """The versions in the rows of a read."""
     seen: Seen = {name: {} for name in names}
     for field in fields:
-        values = items_of(rows[field]) if field == "o" else rows_of(rows[field], len(names))
-        for name, value in zip(names, values, strict=True):
+        column = rows[field]
+        if not isinstance(column, list):
+            column = items_of(column) if field == "o" else rows_of(column, len(names))
+        for name, value in zip(names, column, strict=True):
             seen[name][field] = version_of(field, name, value)
     return seen
 

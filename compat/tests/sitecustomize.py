@@ -1,4 +1,4 @@
-"""Lets SkyRL be imported by Python 3.11, also in Ray's workers: pydantic refuses ``typing.TypedDict`` before 3.12."""
+"""Lets Python 3.11 import other projects, also in Ray's workers: pydantic refuses ``typing.TypedDict`` before 3.12."""
 
 import sys
 import typing

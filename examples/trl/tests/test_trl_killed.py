@@ -1,0 +1,143 @@
+"""The example on a durable store: all its processes are killed, again and again, and the same command goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from dataplane_core import connect
+from dataplane_integrations.replay import group_of
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
+
+EXAMPLE = Path(__file__).resolve().parents[1]
+KILLS = int(os.environ.get("DATAPLANE_KILLS", "20"))
+STEPS, PROMPTS, ANSWERS = 2 * KILLS, 8, 4
+#: A busy machine may take minutes for a start.
+PATIENCE_S = 900
+
+
+def write_config(folder: Path, **plane: Any) -> Path:
+    """A synchronous run that can be started again, with a listener that shows how far it is."""
+    config = yaml.safe_load((EXAMPLE / "config.yaml").read_text())
+    config |= {"steps": STEPS, "learning_rate": 2.0e-3, "save_steps": 1}
+    config |= {"prompts_per_step": PROMPTS, "answers_per_prompt": ANSWERS}
+    config["rollouts"] |= {"ahead": 0, "prompts_per_claim": 1, "timeout_s": PATIENCE_S}
+    options = {"namespace": f"trl-{folder.name[-20:]}", "capacity_bytes": 64 << 20, "touch_ahead_bytes": 0}
+    config["data_plane"] |= {"attach_wait_s": PATIENCE_S, "options": {**options, **plane}}
+    config["data_plane"]["middleware"] = [{"metrics": {"events_file": str(folder / "events.jsonl")}}]
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def start(config: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, str(EXAMPLE / "train.py"), "--config", str(config), "--out", str(config.parent / "out")]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(run: subprocess.Popen[str]) -> str:
+    try:
+        said, _ = run.communicate(timeout=2 * PATIENCE_S)
+    finally:
+        run.kill()
+    assert run.returncode == 0, said[-4000:]
+    return said
+
+
+def count_events(folder: Path) -> int:
+    events = folder / "events.jsonl"
+    return events.read_bytes().count(b"\n") if events.exists() else 0
+
+
+def wait_for_events(folder: Path, count: int, run: subprocess.Popen[str]) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while count_events(folder) < count:
+        assert time.monotonic() < give_up
+        if run.poll() is not None:
+            pytest.fail(f"the run ended: {run.communicate()[0][-4000:]}")
+        time.sleep(0.005)
+
+
+def kill_all(run: subprocess.Popen[str]) -> None:
+    """Kills the trainer, the rollout processes and the ledger's process, in any order."""
+    run.send_signal(signal.SIGSTOP)
+    family = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+    for process in random.sample(family, len(family)):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    run.communicate()
+    assert not psutil.wait_procs(family[1:], timeout=60)[1]
+
+
+def committed(config: Path) -> dict[int, dict[str, float]]:
+    """Batch -> prompt -> when its answers that are in the store were begun. Nobody has the store open."""
+    plane = yaml.safe_load(config.read_text())["data_plane"]
+    found: dict[int, dict[str, float]] = {}
+    with connect({**plane, "middleware": []}) as client:
+        for name in client.list_partitions():
+            if name.startswith("answers-"):
+                meta = client.list_samples(name)
+                rows = zip(meta.sample_ids, meta.tags or [], strict=True)
+                found[int(name.rpartition("-")[2])] = {group_of(each): tags["began"] for each, tags in rows}
+    return found
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def log_of(out: Path) -> list[dict[str, Any]]:
+    """What the trainer logged, without times."""
+    return [{key: line[key] for key in line if "time" not in key} for line in read_lines(out / "metrics.jsonl")]
+
+
+def test_a_run_that_is_killed_at_random_moments_gives_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
+    killed, uncut = tmp_path / "killed", tmp_path / "uncut"
+    for folder in (killed, uncut):
+        folder.mkdir()
+    config = write_config(killed, durable=str(killed / "store"))
+    left: list[dict[int, dict[str, float]]] = []
+    for _ in range(KILLS):
+        run = start(config)
+        try:
+            wait_for_events(killed, count_events(killed) + random.randint(1, 80), run)
+            kill_all(run)
+        finally:
+            run.kill()
+        left.append(committed(config))
+    said = finish(start(config))
+    out = killed / "out"
+    found = read_lines(out / "found.jsonl")
+    print(said[said.index("after:") :], found)
+    for line in found:  # each batch that a start began again found what was there after the kill before
+        assert line["wanted"] == PROMPTS * ANSWERS
+        assert line["found"] in [len(each[line["step"]]) * ANSWERS for each in left if line["step"] in each]
+
+    made = {span["prompt"]: span["began"] for span in read_lines(out / "timeline.jsonl") if span["what"] == "generate"}
+    assert sorted(int(prompt[1:]) for prompt in made) == list(range(STEPS * PROMPTS))
+    for batches in left:
+        for prompts in batches.values():
+            assert prompts.items() <= made.items(), "committed answers were generated again"
+    assert json.loads((out / "summary.json").read_text())["answers_trained_on"] == STEPS * PROMPTS * ANSWERS
+    assert committed(config) == {}
+
+    finish(start(write_config(uncut)))
+    assert len(log_of(uncut / "out")) == STEPS
+    assert log_of(out) == log_of(uncut / "out")
+    evaluations = [
+        json.loads((folder / "out" / "summary.json").read_text())["evaluation"] for folder in (killed, uncut)
+    ]
+    assert evaluations[0] == evaluations[1]

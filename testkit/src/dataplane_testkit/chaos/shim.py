@@ -1,0 +1,372 @@
+"""A chaos run on any store: through a shim, and judged by what that store promises."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Final
+
+import torch
+
+from dataplane_core._compiler_marks import load_compiler
+from dataplane_core.errors import (
+    BackendError,
+    ConfigError,
+    DataPlaneError,
+    MissingDataError,
+    OperationTimeoutError,
+)
+from dataplane_core.meta import KVBatchMeta
+from dataplane_testkit._author import Disturbance
+from dataplane_testkit._columns import items_of
+from dataplane_testkit._nursery import Nursery
+from dataplane_testkit._timing import Background
+from dataplane_testkit._workers import Worker
+from dataplane_testkit.chaos.checker import check
+from dataplane_testkit.chaos.history import History
+from dataplane_testkit.chaos.page import page
+from dataplane_testkit.chaos.rules import RULES, Finding
+from dataplane_testkit.chaos.run import Settings, Target, Verdict, run_on
+from dataplane_testkit.chaos.schedule import TASKS
+
+#: What a store may promise besides the rules: a put that overlaps a clear commits before it or fails; a committed put
+#: survives the death of the store's processes.
+GUARANTEES: Final = ("fenced", "durable")
+#: What workers can do with each shim, and with one whose claims have leases.
+_STEPS: Final = frozenset(
+    ("put", "put_later", "overwrite", "put_again", "get", "get_one_field", "claim", "list", "clear")
+)
+_LEASED_STEPS: Final = frozenset(("ack",))
+#: Seconds from the end of a call's allowance to when it is given up.
+_GIVE_UP_S: Final = 1.0
+
+#: Sample -> field -> the bytes of a cell.
+Rows = Mapping[str, Mapping[str, bytes]]
+
+
+class Shim(ABC):
+    """The calls of a store that a chaos run needs. Subclass it to have a store of your own checked.
+
+    Each process of a run makes an object of the class, the process that starts the run before all others. One thread at
+    a time uses it, unless a call hangs. Partitions are new names in each run. A call may raise anything: it then counts
+    as one that may have been carried out or not.
+
+    Attributes:
+        promises: What the store promises: a name of `RULES` or `GUARANTEES` -> where it says so. A history is held to
+            these. What else it breaks of the contract is shown as seen, not promised. If it promises ``lease``, claims
+            have leases.
+
+    Args:
+        tasks: Task -> the fields that a sample must have before a claim of the task may give it.
+        options: The options of the run, such as an address.
+
+    Examples:
+        >>> class Table(Shim):
+        ...     promises = {"committed": "a put that has returned can be read"}
+        ...
+        ...     def __init__(self, tasks):
+        ...         self.rows, self.given = {}, set()
+        ...
+        ...     def put(self, partition, rows):
+        ...         for sample, cells in rows.items():
+        ...             self.rows.setdefault((partition, sample), {}).update(cells)
+        ...
+        ...     def get(self, partition, samples, fields):
+        ...         return {each: self.rows.get((partition, each), {}) for each in samples}
+        ...
+        ...     def claim(self, partition, task, fields, limit, lease_s):
+        ...         ready = [each for each, cells in self.rows.items() if {*fields} <= {*cells}]
+        ...         mine = [each for each in ready if each[0] == partition and (*each, task) not in self.given]
+        ...         self.given.update((*each, task) for each in mine[:limit])
+        ...         return [sample for _, sample in mine[:limit]]
+        ...
+        ...     def list(self, partition):
+        ...         return [sample for mine, sample in self.rows if mine == partition]
+        ...
+        ...     def clear(self, partition, samples):
+        ...         for sample in samples:
+        ...             self.rows.pop((partition, sample), None)
+    """
+
+    promises: ClassVar[Mapping[str, str]] = {}
+
+    @abstractmethod
+    def __init__(self, tasks: Mapping[str, Sequence[str]], **options: Any) -> None: ...
+
+    @abstractmethod
+    def put(self, partition: str, rows: Rows) -> None:
+        """Writes cells; those of other fields stay. Returns when the store says that it is done."""
+
+    @abstractmethod
+    def get(self, partition: str, samples: Sequence[str], fields: Sequence[str]) -> Rows:
+        """Reads cells. Leaves out what is not there, and may return more fields."""
+
+    @abstractmethod
+    def claim(
+        self, partition: str, task: str, fields: Sequence[str], limit: int, lease_s: float | None
+    ) -> Sequence[str] | Mapping[str, str]:
+        """Takes up to ``limit`` samples that have these fields, and that the task was not given yet. Does not wait.
+
+        Args:
+            partition: The partition.
+            task: The task.
+            fields: The fields.
+            limit: The most samples.
+            lease_s: Seconds after which a sample that is not acked is given again. None: it is given for good.
+
+        Returns:
+            The samples in the order in which they are given; with a lease, sample -> its token.
+        """
+
+    @abstractmethod
+    def list(self, partition: str) -> Sequence[str]:
+        """The samples of a partition."""
+
+    @abstractmethod
+    def clear(self, partition: str, samples: Sequence[str]) -> None:
+        """Drops samples. The tasks may be given them again when they are put again."""
+
+    def ack(self, partition: str, task: str, tokens: Mapping[str, str]) -> None:
+        """Says that samples are done with, by their tokens. Only of a store that promises ``lease``."""
+        raise NotImplementedError
+
+    def disturbances(self) -> Mapping[str, Disturbance]:
+        """What a run can do to the store itself. Called once, in the process that starts the run. Default: nothing."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027
+        """Ends the connection."""
+
+
+def load_shim(name: str) -> type[Shim]:
+    """The class of a shim: ``FILE.py:Class``, or ``module:Class``.
+
+    Raises:
+        ConfigError: There is no such class, or it promises something that is neither a rule nor a guarantee.
+    """
+    place, _, cls = name.rpartition(":")
+    try:
+        found = getattr(_module(place), cls, None)
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"shim '{name}' cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Shim)):
+        raise ConfigError(f"'{name}' is no shim. Expected FILE.py:Class, where Class is a subclass of Shim.")
+    if unknown := sorted(found.promises.keys() - RULES.keys() - set(GUARANTEES)):
+        known = ", ".join([*RULES, *GUARANTEES])
+        raise ConfigError(f"shim '{name}' promises '{unknown[0]}', which is no rule. Expected some of: {known}.")
+    return found
+
+
+def _module(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    name = f"dataplane_shim_{Path(place).stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(place).absolute())
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+# --- the client of a run ----------------------------------------------------------------------------------------------
+
+
+def _packed(field: str, value: Any) -> bytes:
+    return json.dumps(value).encode() if field == "o" else value.numpy().tobytes()
+
+
+def _unpacked(field: str, data: bytes) -> Any:
+    """The cell, or the bytes if they are none."""
+    try:
+        if field == "o":
+            return json.loads(data)
+        return torch.frombuffer(bytearray(data), dtype=torch.float64 if field == "y" else torch.int64)
+    except ValueError:
+        return data
+
+
+class ShimClient:
+    """What `Hands` call, over a shim. As a context manager it closes the shim.
+
+    Args:
+        shim: The shim.
+        mark: Begins the names of the partitions in the store.
+        give_up_s: Seconds after which a call that has not ended is left alone.
+    """
+
+    def __init__(self, shim: Shim, mark: str, give_up_s: float) -> None:
+        self.shim = shim
+        self._mark = mark
+        self._give_up_s = give_up_s
+
+    def __enter__(self) -> ShimClient:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with suppress(DataPlaneError):
+            self._ask("close")
+
+    def put_samples(self, names: Sequence[str], partition: str, columns: Mapping[str, Any], tags: object) -> None:
+        """Puts columns; the tags are left out."""
+        cells = {field: items_of(column) if field == "o" else column for field, column in columns.items()}
+        rows = {
+            name: {field: _packed(field, column[place]) for field, column in cells.items()}
+            for place, name in enumerate(names)
+        }
+        self._ask("put", self._mark + partition, rows)
+
+    def get_samples(self, names: Sequence[str], partition: str, fields: Sequence[str]) -> dict[str, list[Any]]:
+        """Reads columns as lists of cells."""
+        rows = self._ask("get", self._mark + partition, list(names), list(fields))
+        missing = [f"{name}.{field}" for name in names for field in fields if field not in rows.get(name, {})]
+        if missing:
+            raise MissingDataError(f"not there: {', '.join(missing[:6])}")
+        return {field: [_unpacked(field, rows[name][field]) for name in names] for field in fields}
+
+    def claim_meta(
+        self,
+        partition: str,
+        task: str,
+        fields: Sequence[str],
+        limit: int,
+        *,
+        lease_s: float | None,
+        **_: object,
+    ) -> KVBatchMeta:
+        """Claims what is ready."""
+        given = self._ask("claim", self._mark + partition, task, list(fields), limit, lease_s)
+        tokens = list(given.values()) if isinstance(given, Mapping) else None
+        return KVBatchMeta(partition, task, list(given), lease_tokens=tokens)
+
+    def ack(self, meta: KVBatchMeta) -> None:
+        """Acks a claim."""
+        tokens = dict(zip(meta.sample_ids, meta.lease_tokens or [], strict=True))
+        self._ask("ack", self._mark + meta.partition_id, meta.task_name, tokens)
+
+    def list_samples(self, partition: str) -> KVBatchMeta:
+        """Lists a partition."""
+        return KVBatchMeta(partition, None, list(self._ask("list", self._mark + partition)))
+
+    def clear_samples(self, names: Sequence[str] | None, partition: str) -> None:
+        """Drops samples. None: all; and if the store does not answer, none."""
+        if names is not None:
+            self._ask("clear", self._mark + partition, names)
+            return
+        with suppress(DataPlaneError):
+            self._ask("clear", self._mark + partition, self.list_samples(partition).sample_ids)
+
+    def _ask(self, operation: str, *arguments: Any) -> Any:
+        call = Background(partial(getattr(self.shim, operation), *arguments))
+        try:
+            return call.result(self._give_up_s)
+        except Exception as error:
+            if call.running:
+                raise OperationTimeoutError(f"given up after {self._give_up_s:g} s") from None
+            if isinstance(error, DataPlaneError):
+                raise
+            raise BackendError(f"{type(error).__name__}: {error}") from error
+
+
+def _prepare(name: str) -> None:
+    """Imports what the shim needs, and what else the first nested tensor of a process would import during a call."""
+    load_compiler()
+    load_shim(name)
+
+
+def _opened(name: str, options: Mapping[str, Any], mark: str, give_up_s: float) -> ShimClient:
+    tasks = {task: each.fields for task, each in TASKS.items()}
+    return ShimClient(load_shim(name)(tasks, **options), mark, give_up_s)
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def judged(
+    history: History, promises: Mapping[str, str]
+) -> tuple[list[tuple[Finding, History]], list[tuple[Finding, History]]]:
+    """What a history breaks of what a store promises, and what else it breaks of the contract.
+
+    Nothing that the store does not promise is taken for granted where its promises are judged: not that puts and
+    overwrites are whole, that a put which overlaps a clear fails, or that the store outlives its processes.
+
+    Returns:
+        The findings of both kinds, each with the history in which `check` finds it.
+    """
+    events = tuple(
+        replace(each, loses_data=each.loses_data or not (each.process or "durable" in promises))
+        for each in history.events
+    )
+    held = replace(
+        history,
+        events=events,
+        atomic_overwrite="mixed" in promises,
+        whole_puts="half" in promises,
+        fenced="fenced" in promises,
+    )
+    broken = [each for each in check(held) if each.rule in promises]
+    rules = {each.rule for each in broken}
+    seen = [each for each in check(history) if each.rule not in rules]
+    return [(each, held) for each in broken], [(each, history) for each in seen]
+
+
+def run_shim(
+    name: str,
+    options: Mapping[str, Any],
+    settings: Settings,
+    *,
+    folder: Path,
+    command: str = "",
+    progress: Callable[[str], None] = lambda text: None,
+) -> Verdict:
+    """Runs a random schedule on any store, under kills and stops, and judges its history by what the store promises.
+
+    The store must run, or be started by the shim. It blocks as `run_chaos` does.
+
+    Args:
+        name: The class of the shim, see `load_shim`.
+        options: Its keyword arguments. They must be picklable.
+        settings: How the run goes.
+        folder: If something is found: gets the page, the history of each process, and the schedules.
+        command: The command that repeats the run, for the page.
+        progress: Called a few times a second with what is going on.
+
+    Returns:
+        What was found. `Verdict.findings` are promises that were broken.
+
+    Raises:
+        ConfigError: There is no such shim, or the run asks for a fault or step that is not possible.
+    """
+    promises, give_up_s = load_shim(name).promises, settings.op_timeout_s + settings.allowance_s + _GIVE_UP_S
+    opened = partial(_opened, name, dict(options), f"chaos-{uuid.uuid4().hex[:8]}-", give_up_s)
+    progress("connecting")
+    _prepare(name)
+    with ExitStack() as stack:
+        client = stack.enter_context(opened())
+        nursery = Nursery.of(name.rpartition(":")[0], partial(_prepare, name))
+        stack.callback(nursery.release)
+        target = Target(
+            client=client,
+            op_timeout_s=settings.op_timeout_s,
+            new_worker=partial(Worker, nursery, opened),
+            steps=_STEPS | (_LEASED_STEPS if "lease" in promises else frozenset()),
+            disturbances=client.shim.disturbances(),
+            tags=False,
+        )
+        write = partial(page, name.rpartition(":")[2], command, promises=promises)
+        return run_on(target, settings, None, partial(judged, promises=promises), write, folder, progress)

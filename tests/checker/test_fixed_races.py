@@ -1,0 +1,120 @@
+"""The checker finds the known races of a store written by hand, each in a fixed order of requests, and none of ours."""
+
+import itertools
+
+import pytest
+import redis
+from in_turn import Race
+
+from dataplane_testkit.chaos.schedule import BASE, TASKS
+from dataplane_testkit.chaos.shim import load_shim
+
+FIELDS = {task: each.fields for task, each in TASKS.items()}
+SHIMS = ("redis_hash.py:RedisHash", "dataplane_client.py:Dataplane")
+
+
+def put(*names):
+    return lambda client: client.write("p0", names, BASE, "v", [3] * len(names))
+
+
+def read(*names):
+    return lambda client: client.read("p0", names, BASE)
+
+
+def claim(count, task="once"):
+    return lambda client: client.claim("p0", task, count)
+
+
+@pytest.fixture
+def race(redis_url, shims, tmp_path, monkeypatch):
+    """Makes races of clients "A", "B" and "audit": of the store written by hand, or of redis_store."""
+    right, made = redis.connection.AbstractConnection.send_packed_command, []
+
+    def send(self, command, check_health=True):
+        if made:
+            made[-1].turns.take()
+        return right(self, command, check_health)
+
+    monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", send)
+
+    def make(ours=False):
+        folder = tmp_path / f"race{len(made)}"
+        folder.mkdir()
+        options = {"backend": "redis_store", "namespace": folder.name} if ours else {}
+        cls = load_shim(f"{shims}/{SHIMS[ours]}")
+        opened = {name: cls(FIELDS, url=redis_url, **options) for name in ("audit", "A", "B")}
+        made.append(Race(folder, **opened))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def torn(race, order="AAB"):
+    """B reads a sample while A replaces it."""
+    put("s")(race["B"])
+    race.together(order, A=put("s"), B=read("s"))
+
+
+def claimed_at_once(race, order="ABAB"):
+    """A and B claim two of four samples each, then the rest is claimed."""
+    put("s0", "s1", "s2", "s3")(race["A"])
+    race.together(order, A=claim(2), B=claim(2))
+    race.audit("once")
+
+
+def put_at_once(race, order="AB"):
+    """A and B put the same new sample, then all is claimed."""
+    race.together(order, A=put("s"), B=put("s"))
+    race.audit("once")
+
+
+def killed_in_a_put(race, order="AAAAA"):
+    """A is killed before it says that a sample is ready, B reads it, then all is claimed."""
+    race.together(order, cut="A", A=put("s"))
+    read("s")(race["B"])
+    race.audit("once")
+
+
+RACES = {
+    torn: "mixed",
+    claimed_at_once: "at most one claim",
+    put_at_once: "given once",
+    killed_in_a_put: "at most one claim",
+}
+
+
+@pytest.mark.parametrize("act", RACES, ids=lambda act: act.__name__)
+def test_a_race_of_a_store_written_by_hand_is_found_each_time(act, race):
+    for _ in range(3):
+        mine = race()
+        act(mine)
+        broken, seen = mine.rules()
+        assert not broken, "Redis keeps what it promises"
+        assert RACES[act] in seen
+
+
+def test_two_claims_at_once_are_given_the_same(race):
+    mine = race()
+    claimed_at_once(mine)
+    assert mine.rules()[1] == {"given once", "at most one claim", "ready"}
+
+
+def test_the_same_calls_one_after_the_other_break_nothing(race):
+    for act in (torn, claimed_at_once, put_at_once):
+        mine = race()
+        act(mine, order="A" * 40)
+        assert mine.rules() == (set(), set())
+
+
+ORDERS = list(map("".join, itertools.product("AB", repeat=3)))
+
+
+@pytest.mark.parametrize("act", RACES, ids=lambda act: act.__name__)
+def test_no_order_of_requests_breaks_a_rule_of_redis_store(act, race):
+    orders = ["A" * count for count in range(4)] if act is killed_in_a_put else ORDERS
+    for order in orders:
+        mine = race(ours=True)
+        act(mine, order=order)
+        assert mine.rules() == (set(), set()), order

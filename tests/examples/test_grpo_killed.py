@@ -1,0 +1,240 @@
+"""The GRPO example on a durable store: all its processes are killed, again and again, and the same command goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from grpo.config import RunConfig, load_config
+from grpo.errors import UserError
+from grpo.model import ModelConfig, build_model
+from grpo.plane_path import DataPlanePath, PlaneRolloutWorker
+from grpo.weights import pack_weights
+from grpo_runs import Finished, finish, read_metrics, results, start, without_ray_agents, write_config
+
+from dataplane_core import DataPlaneClient, connect
+from dataplane_integrations import DataPlanePolicy
+from dataplane_integrations.rollout import FoundRollouts
+from dataplane_integrations.trainer.groups import InProcessWorkerGroup
+
+ROWS = 32  # of a step
+#: A busy machine may take minutes for a start.
+PATIENCE = {"start_timeout_s": 400, "step_timeout_s": 400}
+Config = dict[str, Any]
+
+
+def durable(folder: Path) -> Config:
+    options = {"namespace": f"killed-{uuid.uuid4().hex[:8]}", "capacity_bytes": 64 << 20, "touch_ahead_bytes": 0}
+    return {"backend": "shm_store", "options": {**options, "durable": str(folder / "store")}}
+
+
+def write_killed_config(folder: Path, plane: Config, **sections: Any) -> Path:
+    return write_config(folder, saving={"every": 1, "resume": True}, data_plane=plane, **sections)
+
+
+def committed(plane: Config) -> dict[int, int]:
+    """How many rollouts of each step are in the store. Nobody has it open."""
+    with connect({**plane, "middleware": []}) as client:
+        return {int(name.removeprefix("train-")): client.list_samples(name).size for name in client.list_partitions()}
+
+
+def wait_for(condition: Callable[[], object], run: subprocess.Popen[str]) -> None:
+    give_up = time.monotonic() + 400
+    while not condition():
+        assert time.monotonic() < give_up
+        if run.poll() is not None:
+            pytest.fail(f"the run ended: {run.communicate()}")
+        time.sleep(0.005)
+
+
+def processes_of(run: subprocess.Popen[str], plane: Config) -> list[int]:
+    """The driver, its actors, and the ledger's process. Reads what the run prints until it names the actors."""
+    assert run.stdout is not None
+    line = next((line for line in run.stdout if line.startswith("running over ")), None)
+    assert line is not None, run.communicate()
+    ledger = json.loads((Path(plane["options"]["durable"]) / "lock").read_bytes())["pid"]
+    return [run.pid, ledger, *map(int, re.findall(r"pid (\d+)", line))]
+
+
+def kill(pids: list[int]) -> None:
+    random.shuffle(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def found_lines(out: Path) -> list[dict[str, int]]:
+    return [json.loads(line) for line in (out / "found.jsonl").read_text().splitlines()]
+
+
+def check_generated_once(out: Path) -> None:
+    """No row was written by a rollout worker twice."""
+    rows: Counter[str] = Counter()
+    for line in (out / "events.jsonl").read_text().splitlines():
+        event = json.loads(line or "{}")
+        if event.get("op") == "put_samples" and "input_ids" in event["fields"]:
+            rows[event["partition"]] += event["rows"]
+    assert max(rows.values()) <= ROWS, rows
+
+
+class Run:
+    """A start of a run, without its training: a path with its rollout worker, in this process."""
+
+    def __init__(self, client: DataPlaneClient, config: RunConfig, found: Path) -> None:
+        sizes = ModelConfig(**config.model.model_dump())
+        worker = PlaneRolloutWorker(sizes, max_new_tokens=6, temperature=1.0, seed=config.seed, prompts_per_put=2)
+        worker.setup_data_plane(client)
+        worker.load_weights(pack_weights(build_model(sizes, seed=1)))
+        self.generated: list[int] = []
+        generate_portion = worker.generate_portion
+
+        def noted(step: int, prompts: list[str], answers: int, first: int) -> Any:
+            self.generated.append(first)
+            return generate_portion(step, prompts, answers, first)
+
+        worker.generate_portion = noted  # type: ignore[method-assign]
+        self.path = DataPlanePath(config, found=FoundRollouts(found))
+        self.path._policy = DataPlanePolicy(InProcessWorkerGroup([SimpleNamespace(setup_data_plane=id)]), client)
+        self.path._on_rollout = lambda name, *given, doing: getattr(worker, name)(*given)  # type: ignore[method-assign]
+
+    def answers(self) -> list[str]:
+        return self.path.generate(3, ["1=", "22=", "333=", "4444=", "5="]).answers
+
+
+def rows_of(client: DataPlaneClient) -> dict[str, list[Any]]:
+    ids = sorted(client.list_sample_ids("train-3"))
+    rows = client.get_samples(ids, "train-3", ["input_ids", "generation_logprobs"])
+    return {
+        each: [row["input_ids"].tolist(), row["generation_logprobs"].tolist()]
+        for each, row in zip(ids, rows, strict=True)
+    }
+
+
+def test_a_step_that_is_begun_again_generates_what_is_missing_and_the_same(tmp_path: Path) -> None:
+    file, found = write_killed_config(tmp_path, {"backend": "noop"}), tmp_path / "found.jsonl"
+    config = load_config(file, {})
+    with connect({"backend": "noop"}) as client:
+        first = Run(client, config, found)
+        answers, rows = first.answers(), rows_of(client)
+        assert first.generated == [0, 2, 4]
+        assert len(rows) == 5 * 4
+        client.clear_samples([f"s3_p{prompt}_g{answer}" for prompt in (2, 3) for answer in range(4)], "train-3")
+        again = Run(client, config, found)
+        assert again.answers() == answers
+        assert again.generated == [2]
+        assert rows_of(client) == rows
+        assert str(FoundRollouts(found)).startswith("12 of 20 ")
+
+        other = Run(client, load_config(file, {"grpo.learning_rate": 0.5}), found)
+        with pytest.raises(UserError, match="the store holds rows of another run in 'train-3'"):
+            other.answers()
+        again.path.saved(2)
+        assert client.list_partitions() == ["train-3"]
+        again.path.saved(3)
+        assert client.list_partitions() == []
+
+
+@pytest.mark.timeout(1800)  # four starts, and the run that tests share
+def test_a_run_whose_processes_are_all_killed_gives_the_losses_of_one_that_was_not(
+    tmp_path: Path, in_memory: Finished, ray_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(Path(__file__).with_name("hang.py"), tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    plane = {**durable(tmp_path), "middleware": [{"metrics": {"on_event": "hang:on_event"}}]}
+    config, out = write_killed_config(tmp_path, plane, ray={"address": ray_server, **PATIENCE}), tmp_path / "out"
+    points: list[tuple[dict[str, Any], dict[int, int]]] = [
+        # the rollout worker, before there is a save
+        ({"op": "put_samples", "partition": "train-1", "field": "input_ids", "nth": 3}, {1: 24}),
+        # a policy worker: all rows are there
+        ({"op": "put_samples", "partition": "train-2", "field": "prev_logprobs", "nth": 1}, {2: ROWS}),
+        # the driver, between the save of a step and the end of its rows: it asks which partitions there are
+        ({"op": "list_partitions", "partition": "", "field": "", "nth": 5}, {3: ROWS}),
+        ({"op": "never", "partition": "", "field": "", "nth": 0}, {}),
+    ]
+    for point, left in points:
+        (tmp_path / "hang.json").write_text(json.dumps(point))
+        (tmp_path / "hangs").unlink(missing_ok=True)
+        run = start(config, out, path="shm_store")
+        if not left:
+            code, said, err = finish(run, 400)
+            break
+        with run:
+            try:
+                wait_for((tmp_path / "hangs").exists, run)
+                kill(processes_of(run, plane))
+            finally:
+                run.kill()
+        assert committed(plane) == left
+    assert (code, err) == (0, "")
+    assert found_lines(out) == [{"step": 1, "wanted": ROWS, "found": 24}, {"step": 2, "wanted": ROWS, "found": ROWS}]
+    assert "56 of 64 rollouts of interrupted steps were found committed: 88 % of generation saved" in said
+    check_generated_once(out)
+    assert committed(plane) == {}
+    assert results(read_metrics(out)) == results(read_metrics(in_memory.folder))
+
+
+def kill_all(run: subprocess.Popen[str]) -> None:
+    """Kills a run with all its processes, those of its Ray too, in any order. Meanwhile it can start no others."""
+    run.send_signal(signal.SIGSTOP)
+    family = psutil.Process(run.pid).children(recursive=True)
+    lasting = without_ray_agents(family)
+    for process in random.sample([psutil.Process(run.pid), *family], len(family) + 1):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    run.communicate()
+    _, alive = psutil.wait_procs(lasting, timeout=150)
+    assert not alive
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_a_run_that_is_killed_at_twenty_random_moments_gives_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
+    plane, kills = durable(tmp_path), int(os.environ.get("DATAPLANE_KILLS", "20"))
+    steps = 2 * kills
+    config, out = write_killed_config(tmp_path, plane, grpo={"steps": steps}, ray=PATIENCE), tmp_path / "out"
+    left: list[dict[int, int]] = []
+    for _ in range(kills):
+        run = start(config, out, path="shm_store")
+        try:
+            if random.random() < 0.2:  # while it starts
+                time.sleep(random.uniform(0, 10))
+            else:
+                lines = count_events(out) + random.randint(1, 60)
+                wait_for(lambda lines=lines: count_events(out) >= lines, run)
+            kill_all(run)
+        finally:
+            run.kill()
+        left.append(committed(plane))
+    code, said, err = finish(start(config, out, path="shm_store"), 400)
+    assert (code, err) == (0, "")
+    found = found_lines(out)
+    print(said[said.index("after GRPO") :], left, found)
+    check_generated_once(out)
+    # each step that a start began again found what was there after the kill before
+    seen = [each for each in left if each]
+    for line in found:
+        assert {line["step"]: line["found"]} in seen, (line, left)
+    assert sum(line["wanted"] for line in found) == ROWS * len(found)
+    uncut = tmp_path / "uncut"
+    plain = write_config(tmp_path, grpo={"steps": steps}, ray=PATIENCE)
+    assert finish(start(plain, uncut), 400)[0] == 0
+    assert results(read_metrics(out)) == results(read_metrics(uncut))
+
+
+def count_events(out: Path) -> int:
+    events = out / "events.jsonl"
+    return events.read_bytes().count(b"\n") if events.exists() else 0

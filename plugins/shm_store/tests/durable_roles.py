@@ -137,7 +137,11 @@ def fork(config):
 
 def main(role, config, path):
     if role == "check":
-        check(config, notes_in(Path(path)))
+        notes = notes_in(Path(path))
+        before = set(notes["clearing"])
+        check(config, notes)
+        with Path(path, "check.notes").open("a") as file:  # for the next one, which is another process
+            file.write(" ".join(["clearing", *(notes["clearing"].keys() - before)]) + "\n")
     elif role == "fork":
         fork(config)
     else:

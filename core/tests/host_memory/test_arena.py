@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane_core.host_memory import Arena
+from dataplane_core.host_memory import Arena, Uses
 
 ATTACH = """
 import sys
@@ -114,3 +114,17 @@ def test_bytes_are_in_the_file_when_they_are_synced(tmp_path):
     arena.sync(5000, 9002)
     data = (tmp_path / "arena").read_bytes()
     assert data[5000:5003] + data[9000:9002] == bytes([1, 2, 3, 4, 5])
+
+
+def test_uses_of_several_processes_are_told_in_order_and_an_empty_one_holds_no_other():
+    arena = Arena.create(1 << 20)
+    first, second = Uses(arena.fd), Uses(arena.fd)
+    first.begin(5000, 6000)
+    second.begin(100, 200)
+    second.begin(300, 300)  # a column without elements
+    assert arena.used_by_others(0, 1 << 20) == [(100, 200), (300, 301), (5000, 6000)]
+    assert arena.used_by_others(150, 5500) == [(150, 200), (300, 301), (5000, 5500)]
+    second.begin(400, 500)
+    second.end(300)
+    assert arena.used_by_others(0, 1 << 20) == [(100, 200), (400, 500), (5000, 6000)]
+    assert arena.used_by_others(200, 400) == []

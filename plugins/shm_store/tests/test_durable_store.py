@@ -12,7 +12,7 @@ import pytest
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError, CorruptDataError
 from dataplane_core.host_memory import Arena, Uses
-from dataplane_core.hosting import KeptExtents, Layout, durable
+from dataplane_core.hosting import KeptExtents, Layout, durable, kept_extents
 from dataplane_core.journal.file import JournalFile
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
@@ -241,6 +241,78 @@ def test_memory_in_which_a_client_of_the_life_before_still_writes_is_given_to_no
     write_id, _ = life.begin(["next"], 3000)
     life.begin(["one more"], 3000)
     assert start in {place_of(life, each)[0] for each in (write_id, write_id + 1)}, "it is free now"
+    life.kill()
+
+
+def test_room_that_views_of_the_life_before_held_is_there_again_when_they_have_ended(folder):
+    capacity = CAPACITY // 64
+    life = Life(folder, capacity)
+    life.register()
+    life.put(["viewed"], 9 << 10, 1)
+    uses = Uses(life.store._extents.arena.fd)
+    ((start, stop),) = (place_of(life, each) for each in life.store._extents._payloads)
+    uses.begin(start, stop)
+    life.clear(["viewed"])
+    life.kill()
+    life = Life(folder, capacity)
+    with pytest.raises(CapacityExceededError, match="do not fit into the arena"):
+        life.put(["large"], 9 << 10, 2)
+    life.put(["small"], 64, 3)
+    assert life.store._extents._extents.allocate(64).offset != start, "a view's place is not cut into pieces"
+    uses.end(start)
+    life.put(["large"], 9 << 10, 2)
+    assert life.read(["small", "large"]) == [bytes([3]) * 64, bytes([2]) * (9 << 10)]
+    life.kill()
+
+
+def test_views_of_several_processes_stay_whatever_the_order_in_which_they_began(folder, monkeypatch):
+    monkeypatch.setattr(kept_extents, "_BLOCK", 4096)
+    life = Life(folder)
+    life.register()
+    for each in range(3):
+        life.put([f"s{each}"], 80 << 10, each + 1)
+    arena = life.store._extents.arena
+    places = sorted(place_of(life, each) for each in life.store._extents._payloads)
+    holders = [Uses(arena.fd), Uses(arena.fd)]
+    for holder, (start, stop) in zip(holders, (places[2], places[0]), strict=True):
+        holder.begin(start, stop)
+    life.clear([f"s{each}" for each in range(3)])
+    life.kill()
+    life = Life(folder)
+    seen = [set(arena.bytes[start : start + (80 << 10)].tolist()) for start, _ in places]
+    assert (seen[0], seen[2]) == ({1}, {3})
+    assert seen[1] == {0}, "what nobody uses is given back"
+    life.kill()
+
+
+def test_a_larger_store_has_the_rows_of_before_also_those_without_a_digest(folder):
+    life = Life(folder)
+    life.register()
+    life.put(["large"], 100_000, 7)
+    life.kill()
+    life = Life(folder, 2 * CAPACITY)
+    assert life.read(["large"]) == [bytes([7]) * 100_000]
+    life.kill()
+
+
+def test_damage_is_found_again_if_it_cannot_be_noted(folder, monkeypatch):
+    life = Life(folder)
+    life.register()
+    life.put(["bad"], 100, 7)
+    life.close()
+    with (folder / "arena").open("r+b") as file:
+        file.write(b"x")
+    life = Life(folder)
+
+    def full(*_args, **_kwargs):
+        raise BackendUnavailableError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(life.store._recorded, "note", full)
+        assert not life.store.work_aside(), "the server goes on"
+        with pytest.raises(BackendUnavailableError):
+            life.read(["bad"])
+    assert life.read(["bad"]) == [None]
     life.kill()
 
 

@@ -6,11 +6,12 @@ Backends use it for payload, the codec for what reads return. Nothing here knows
 
 from dataplane_core.host_memory.arena import Arena, Uses
 from dataplane_core.host_memory.copying import Copy, copy_arrays, default_copy_threads, in_threads
-from dataplane_core.host_memory.extents import Extent, Extents
+from dataplane_core.host_memory.extents import GRANULE, Extent, Extents
 from dataplane_core.host_memory.limits import MemoryLimit, arena_bytes_for, check_capacity, memory_limit
 from dataplane_core.host_memory.recycled import recycled_bytes
 
 __all__ = [
+    "GRANULE",
     "Arena",
     "Copy",
     "Extent",

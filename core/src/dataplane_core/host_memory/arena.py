@@ -165,13 +165,21 @@ class Arena:
         start = start // mmap.PAGESIZE * mmap.PAGESIZE
         self._mapping.flush(start, stop - start)
 
-    def used_by_others(self, start: int, stop: int) -> tuple[int, int] | None:
-        """A part of these bytes that somebody says to use (`Uses`), or None. Also who got this arena's descriptor."""
+    def used_by_others(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Parts of these bytes that somebody says to use (`Uses`), also who got this descriptor; ascending."""
         import fcntl  # Windows has none
 
-        asked = _lock_words(fcntl.F_WRLCK, start, stop)
-        kind, _, at, count, _ = _LOCK_WORDS.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked))
-        return None if kind == fcntl.F_UNLCK else (max(at, start), min(at + count, stop) if count else stop)
+        found, asked = [], [(start, stop)]
+        while asked:  # the kernel tells any one of the uses
+            start, stop = asked.pop()
+            if start < stop:
+                words = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, _lock_words(fcntl.F_WRLCK, start, stop))
+                kind, _, at, count, _ = _LOCK_WORDS.unpack(words)
+                if kind != fcntl.F_UNLCK:
+                    first, last = max(at, start), min(at + count, stop) if count else stop
+                    found.append((first, last))
+                    asked += [(start, first), (last, stop)]
+        return sorted(found)
 
     def window(self, start: int, size_bytes: int, owner: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """A view of some bytes that keeps ``owner`` alive, as do all arrays and tensors that are made from it.
@@ -200,10 +208,10 @@ class Uses:
         >>> uses = Uses(arena.fd)
         >>> uses.begin(64, 128)
         >>> arena.used_by_others(0, 1 << 20)
-        (64, 128)
+        [(64, 128)]
         >>> uses.end(64)
-        >>> arena.used_by_others(0, 1 << 20) is None
-        True
+        >>> arena.used_by_others(0, 1 << 20)
+        []
     """
 
     def __init__(self, fd: int) -> None:
@@ -243,7 +251,7 @@ _LOCK_WORDS: Final = struct.Struct("hhqqi4x")
 
 
 def _lock_words(kind: int, start: int, stop: int) -> bytes:
-    return _LOCK_WORDS.pack(kind, os.SEEK_SET, start, stop - start, 0)
+    return _LOCK_WORDS.pack(kind, os.SEEK_SET, start, max(stop - start, 1), 0)  # a length of 0 means all that follows
 
 
 class _Window:

@@ -16,7 +16,8 @@ from typing import Final
 
 from sortedcontainers import SortedList
 
-_GRANULE: Final = 64
+#: Offsets and sizes of extents are multiples of it.
+GRANULE: Final = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +58,7 @@ class Extents:
     """
 
     def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes // _GRANULE * _GRANULE
+        self.size_bytes = size_bytes // GRANULE * GRANULE
         self.used_bytes = 0
         #: Where the highest extent so far ended: the memory that was ever used lies below.
         self.high_water = 0
@@ -82,12 +83,7 @@ class Extents:
         made._remove_hole(0)
         end = 0
         for offset, size in places:
-            if (
-                not end <= offset <= offset + size <= made.size_bytes
-                or offset % _GRANULE
-                or size % _GRANULE
-                or not size
-            ):
+            if not end <= offset <= offset + size <= made.size_bytes or offset % GRANULE or size % GRANULE or not size:
                 raise ValueError(f"an extent of {size} bytes at {offset} does not fit behind one that ends at {end}")
             made._add_hole(end, offset - end)
             extent = made._extents[offset] = Extent(offset, size)
@@ -104,7 +100,7 @@ class Extents:
 
     def allocate(self, size_bytes: int) -> Extent | None:
         """A new extent of at least ``size_bytes``, in the smallest hole that it fits. None if it fits none."""
-        size_bytes = max(-(-size_bytes // _GRANULE), 1) * _GRANULE
+        size_bytes = max(-(-size_bytes // GRANULE), 1) * GRANULE
         at = self._by_size.bisect_left((size_bytes, 0))
         if at == len(self._by_size):
             return None
@@ -125,7 +121,7 @@ class Extents:
 
     def shrink(self, extent: Extent, size_bytes: int) -> None:
         """Frees the end of an extent: all but its first ``size_bytes``."""
-        size_bytes = max(-(-size_bytes // _GRANULE), 1) * _GRANULE
+        size_bytes = max(-(-size_bytes // GRANULE), 1) * GRANULE
         freed = extent.size_bytes - size_bytes
         assert freed >= 0
         extent.size_bytes = size_bytes

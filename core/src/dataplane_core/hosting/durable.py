@@ -145,11 +145,11 @@ def open_extents(
         most_bytes,
         notes,
         live,
-        same_memory=memory == now,
+        same_memory=_is_same(before, now),
         sync=sync,
         touch_ahead_bytes=touch_ahead_bytes,
     )
-    notes.note(_MEMORY_NOTE, now)
+    notes.note(_MEMORY_NOTE, msgspec.msgpack.encode(now))
     return extents
 
 
@@ -207,7 +207,12 @@ class _Memory(msgspec.Struct, array_like=True):
     boot_id: str = ""
 
 
-def _memory_of(arena: Arena) -> bytes:
+def _is_same(before: _Memory, now: _Memory) -> bool:
+    """Whether it is the memory of before, perhaps longer now."""
+    return msgspec.structs.replace(before, size_bytes=now.size_bytes) == now
+
+
+def _memory_of(arena: Arena) -> _Memory:
     status = os.fstat(arena.fd)
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return msgspec.msgpack.encode(_Memory(_VERSION, status.st_size, status.st_dev, status.st_ino, boot_id))
+    return _Memory(_VERSION, status.st_size, status.st_dev, status.st_ino, boot_id)

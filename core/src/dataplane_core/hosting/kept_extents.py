@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError
-from dataplane_core.host_memory import Arena, Extent, Extents
+from dataplane_core.host_memory import GRANULE, Arena, Extent, Extents
 from dataplane_core.hosting.extents import ExtentService, Holds, Payload, Place, Wanted
 from dataplane_core.hosting.layout import Bytes, Layout
 
@@ -129,8 +129,11 @@ class KeptExtents(ExtentService):
                 self._forget_note(write_id)
             in_order = sorted(kept, key=lambda write_id: kept[write_id].offset)
             places = [(kept[write_id].offset, kept[write_id].size_bytes) for write_id in in_order]
-            self._extents, extents = Extents.of(self._arena.size_bytes, places)
-            for write_id, extent in zip(in_order, extents, strict=True):
+            held = self._held_between(places)
+            self._extents, extents = Extents.of(self._arena.size_bytes, sorted([*places, *held]))
+            self._left = [each for each in extents if (each.offset, each.size_bytes) in held]
+            noted = [each for each in extents if (each.offset, each.size_bytes) not in held]
+            for write_id, extent in zip(in_order, noted, strict=True):
                 self._payloads[write_id] = _payload_of(kept[write_id], extent, None if live is None else live[write_id])
         except (ValueError, msgspec.MsgspecError) as error:
             raise CorruptDataError(
@@ -238,9 +241,10 @@ class KeptExtents(ExtentService):
         digest = self._to_check.get(write_id)
         if digest is None:
             return True
-        self._end_hashing(write_id)
         whole = digest == _digest(self._bytes_of(self._payloads[write_id].extent))
-        if not whole:
+        if whole:
+            self._end_hashing(write_id)
+        else:
             self._lose(write_id)
         return whole
 
@@ -258,16 +262,16 @@ class KeptExtents(ExtentService):
         if done + _STEP < len(data):
             return True
         self._hashing = None
-        wanted = self._to_check.pop(write_id, None)
-        if wanted is None:
-            try:
-                self._note(write_id, state.digest())
-            except BackendUnavailableError as error:  # no room on the disk: later
-                _log.warning("a digest is not kept yet: %s", error)
-                return False
-            del self._to_hash[write_id]
-        elif state.digest() != wanted:
-            self._lose(write_id)
+        wanted = self._to_check.get(write_id, state.digest())
+        try:
+            if write_id in self._to_hash:
+                self._note(write_id, wanted)
+            elif state.digest() != wanted:
+                self._lose(write_id)
+        except BackendUnavailableError as error:  # no room on the disk: later
+            _log.warning("a digest is not kept yet: %s", error)
+            return False
+        self._end_hashing(write_id)
         return True
 
     def finish(self) -> None:
@@ -290,6 +294,7 @@ class KeptExtents(ExtentService):
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _allocate(self, size_bytes: int) -> Extent | None:
+        self._free_left()
         if self.used_bytes + size_bytes > self._most_bytes and not self._make_room(size_bytes):
             return None
         return self._new_extent(size_bytes)
@@ -330,7 +335,7 @@ class KeptExtents(ExtentService):
 
     def _give_room(self, extent: Extent) -> None:
         """Has the file system set room aside for an extent. Raises `OSError` if it has none."""
-        first, last = _blocks(extent)
+        first, last = _blocks(extent.offset, extent.offset + extent.size_bytes)
         if self._has_room[first:last].all():
             return
         missing = first + np.flatnonzero(~self._has_room[first:last])
@@ -350,32 +355,37 @@ class KeptExtents(ExtentService):
         self._settle_notes()
         spare = self._has_room.copy()
         for extent in self._extents.all:
-            spare[slice(*_blocks(extent))] = False
-        for start, stop in self._unused(_runs(np.flatnonzero(spare))):
+            spare[slice(*_blocks(extent.offset, extent.offset + extent.size_bytes))] = False
+        for used in self._arena.used_by_others(0, self._arena.size_bytes):
+            spare[slice(*_blocks(*used))] = False
+        for start, stop in _runs(np.flatnonzero(spare)):
             with suppress(OSError):
                 self._arena.give_back(start * _BLOCK, min(stop * _BLOCK, self._arena.size_bytes))
                 self._has_room[start:stop] = False
 
     # --- clients of the process before --------------------------------------------------------------------------------
 
-    def _unused(self, runs: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Of runs of blocks, those parts in which nobody writes or reads any more."""
-        for start, stop in runs:
-            while start < stop:
-                used = self._arena.used_by_others(start * _BLOCK, stop * _BLOCK)
-                if used is None:
-                    yield start, stop
-                    break
-                if start < used[0] // _BLOCK:
-                    yield start, used[0] // _BLOCK
-                start = -(-used[1] // _BLOCK)
+    def _held_between(self, places: list[tuple[int, int]]) -> set[tuple[int, int]]:
+        """The offset and size of what is used between extents: its rows do not exist any more, but views of them do."""
+        held = set()
+        size_bytes = self._arena.size_bytes // GRANULE * GRANULE
+        used = self._arena.used_by_others(0, size_bytes)
+        end = 0
+        for offset, size in [*places, (size_bytes, 0)]:
+            for start, stop in used:
+                start = max(start // GRANULE * GRANULE, end)
+                stop = min(-(-stop // GRANULE) * GRANULE, offset)
+                if start < stop:
+                    held.add((start, stop - start))
+                    end = stop
+            end = offset + size
+        return held
 
     def _is_used(self, extent: Extent) -> bool:
-        return self._arena.used_by_others(extent.offset, extent.offset + extent.size_bytes) is not None
+        return bool(self._arena.used_by_others(extent.offset, extent.offset + extent.size_bytes))
 
     def _new_extent(self, size_bytes: int) -> Extent | None:
         """An extent in which nobody writes or reads any more."""
-        self._free_left()
         while (extent := self._extents.allocate(size_bytes)) is not None and self._is_used(extent):
             self._left.append(extent)
         return extent
@@ -408,8 +418,8 @@ def _digest(data: Bytes) -> bytes:
     return xxhash.xxh3_128_digest(data.data)
 
 
-def _blocks(extent: Extent) -> tuple[int, int]:
-    return extent.offset // _BLOCK, -(-(extent.offset + extent.size_bytes) // _BLOCK)
+def _blocks(start: int, stop: int) -> tuple[int, int]:
+    return start // _BLOCK, -(-stop // _BLOCK)
 
 
 def _runs(blocks: Any) -> list[tuple[int, int]]:

@@ -660,6 +660,8 @@ class UnitBook:
             self._lives[number] = _Held(unit, started)
         else:
             held = self._lives[number]
+            if held.unit is not unit and held.unit.life == number:
+                held.unit.life = None  # it was served under another name before
             held.unit, held.started, held.alive, held.served = unit, started, True, True
         unit.life = number
         if unit.state != "draining":

@@ -65,6 +65,10 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
     def open(self, *, must_exist: bool = False) -> Line:
         """Makes the ledger, and begins to answer. Returns `line`. Raises as `make_ledger`."""
         self._host = ControllerHost(self._make_ledger(must_exist=must_exist), places=self._places)
+        if not must_exist:  # a controller that dies before it is told of its units must not look for those of before
+            for name in (_DESCRIPTION_NOTE, _KEEPER_NOTE):
+                if self._host.noted(name) is not None:
+                    self._host.note(name, None)
         ip, token = _privates.node_ip(self), new_token()
         listener = listen_on(ip)
         self._line: Line = ip, listener.getsockname()[1], token
@@ -95,14 +99,13 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
     def store_config(self, conf: Any) -> None:
         """As TransferQueue's. A controller that is started again has it too."""
         self._host.note(_DESCRIPTION_NOTE, pickle.dumps(conf))
-        if self._keeps is not None:
-            self._host.note(_KEEPER_NOTE, self._keeps)
         _privates.store_config(self, conf)
 
     def keep_units(self, instance: Any, config: Any, units: list[tuple[str, str, Started]]) -> None:
         """Starts to watch the storage units of an instance of this class: names, actors, and what they said."""
         self._keeps = pickle.dumps((instance, config))
         self._make_keeper().begin(units)
+        self._host.note(_KEEPER_NOTE, self._keeps)
 
     def _make_keeper(self) -> Keeper:
         assert self._keeps is not None

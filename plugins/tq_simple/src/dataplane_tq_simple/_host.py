@@ -95,10 +95,14 @@ class ControllerHost(LedgerHost):
         if self._journal is not None and UNITS_NOTE in self._journal.notes:
             self.book.restore(self._journal.notes, self._journal.payload(), self._journal.next_number)
 
-    def note(self, name: str, value: bytes) -> None:
-        """Keeps a value for a controller that is started again. Nothing happens without a journal."""
+    def note(self, name: str, value: bytes | None) -> None:
+        """Keeps a value, and the book as it is now, for a controller that is started again. None: no value any more.
+
+        Nothing happens without a journal.
+        """
         if self._journal is not None:
             with self.book.lock:
+                self._save_book()
                 self._journal.note(name, value)
                 self.settle()
 

@@ -104,6 +104,7 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
             extents = ExtentService(arena, self._touch_ahead_bytes)
             host, aside = ExtentHost(extents), None
         else:
+            self._place = self._place_here(self._place)
             extents, notes, token = open_place(
                 self._place,
                 self._size_bytes,
@@ -120,6 +121,16 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
         node = ray.get_runtime_context().get_node_id()
         kept = self._place is not None
         return Started(token, ip, port, node, wire.getsockname()[1], name, secret, extents.most_bytes, kept)
+
+    def _place_here(self, place: Place) -> Place:
+        """The place, or, if Ray started this unit again on a node that lacks it, one of that node's own.
+
+        The rows of a place are where its name says so. Two places of one name would hide each other's.
+        """
+        context = ray.get_runtime_context()
+        if Path(place.folder, place.name).exists() or not context.was_current_actor_reconstructed:
+            return place
+        return place._replace(name=f"{place.name}-{context.get_node_id()[:12]}")
 
     def _default_bytes(self) -> int:
         return max(memory_limit().available_bytes // (2 * self._share), _LEAST_BYTES)

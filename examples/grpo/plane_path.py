@@ -209,7 +209,10 @@ class DataPlanePath(DataPath):
         if self._keeps_rows:
             missing = missing_groups(client, self._partition, uids, group_size)
             if self._interrupted and self._found is not None:
-                self._found.add(step, len(uids) * group_size, (len(uids) - len(missing)) * group_size)
+                size = self._config.rollouts.prompts_per_put or len(uids)
+                portions = [uids[first : first + size] for first in range(0, len(uids), size)]
+                whole = [uid for portion in portions if set(missing).isdisjoint(portion) for uid in portion]
+                self._found.add(step, len(uids) * group_size, len(whole) * group_size)
         if missing:
             tags = {"step": step, **self._row_tags}
             draw = step + generation * _FURTHER_DRAWS

@@ -156,6 +156,7 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
 
             trainer.run(on_step)
             evaluation["after"] = trainer.evaluate(eval_problems)
+            path.saved(config.grpo.steps)  # nobody begins the last steps again
         finally:
             path.close()
 
@@ -202,9 +203,10 @@ def _data_path(config: RunConfig, args: argparse.Namespace) -> DataPath:
     recording = None if args.record is None else Path(args.record or args.out / "recording").resolve()
     if in_memory and (recording is not None or args.replay is not None):
         raise UserError("a recording is made, and replayed, by the data plane. Leave out --in-memory.")
-    if args.replay is not None and (ahead or config.dynamic_sampling.enabled or args.resume):
+    going_on = args.resume or config.saving.resume
+    if args.replay is not None and (ahead or config.dynamic_sampling.enabled or going_on):
         raise UserError("--replay is for synchronous runs from their start: leave out the other modes and --resume.")
-    if recording is not None and is_recording(recording) and not args.resume:
+    if recording is not None and is_recording(recording) and not going_on:
         raise UserError(f"--record: {recording} has a recording already. Name another folder, or remove it.")
     if in_memory and ahead:
         raise UserError("rollouts run ahead through the data plane. Leave out --in-memory or --mode async.")

@@ -58,7 +58,7 @@ class DataPlaneRollouts:
     So the weights that made an answer are at most ``ahead`` versions older than those that are trained on it.
 
     Use it as a context manager around ``trainer.train()``. At its end, also after an error, all partitions are dropped,
-    which ends the rollout processes.
+    which ends the rollout processes. With ``run``, after an error the answers stay for the next start.
 
     Args:
         client: The trainer's client.
@@ -116,6 +116,8 @@ class DataPlaneRollouts:
             steps * args.gradient_accumulation_steps for steps in (trainer.state.global_step, trainer.state.max_steps)
         )
         batch = begun // passes if first else self._batch + 1  # not 0, if it goes on from a checkpoint
+        if first and begun % passes:
+            raise ValueError("the checkpoint lies within a generation batch. Expected save_steps at the end of one.")
         wanted = _prompts(trainer, batch)
         if prompts != [prompt for prompt in wanted.values() for _ in range(answers)]:
             raise ValueError(
@@ -144,8 +146,11 @@ class DataPlaneRollouts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         dropped = [PROMPTS, WEIGHTS]
-        if error is None or self._run is None:  # else the next start needs the answers
+        if self._run is None:
             dropped += map(self._answers, [*self._kept, *range(max(self._batch, 0), self._asked)])
+        elif error is None:  # also of a start that was killed after its last checkpoint; the next start needs none
+            prefix = self._answers("")
+            dropped += [name for name in self._client.list_partitions() if name.startswith(prefix)]
         try:
             if error is None:
                 self._finish()
@@ -194,7 +199,7 @@ class DataPlaneRollouts:
             columns = {"prompt": [prompts[uid] for uid in missing]}
             client.put_samples(missing, PROMPTS, columns, tags=[tags | seed for seed in seeds])
 
-    def _answers(self, batch: int) -> str:
+    def _answers(self, batch: int | str) -> str:
         """The partition of a generation batch's answers."""
         return f"answers-{batch}" if self._run is None else f"answers-{self._run}-{batch}"
 

@@ -37,6 +37,9 @@ from trl import GRPOConfig, GRPOTrainer
 from dataplane_core import DataPlaneError, connect
 from dataplane_integrations.rollout import FoundRollouts
 
+#: Settings that change no result.
+_ANY = ("data_plane", "steps", "save_steps", "asynchronous", "processes", "lease_s", "timeout_s")
+
 
 class StepLines(TrainerCallback):
     """Prints a line for every tenth step."""
@@ -62,7 +65,8 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
     print(f"before: held-out prompts: sampled {before['sampled']:.3f}, greedy {before['greedy']:.3f}", flush=True)
 
     dataset = Dataset.from_dict({"prompt": draw_prompts(config["steps"] * config["prompts_per_step"], config["seed"])})
-    name, found, going_on = name_of(config), FoundRollouts(out / "found.jsonl"), {}
+    name, going_on = name_of(config), {}
+    found = FoundRollouts(out / f"found-{name}.jsonl")
     checkpoints = Checkpoints(out / "checkpoints" / name)
     if config["save_steps"]:
         going_on = {"run": name, "saved": checkpoints.step, "found": found}
@@ -117,7 +121,8 @@ def training_arguments(config: dict[str, Any], out: Path) -> GRPOConfig:
 
 def name_of(config: dict[str, Any]) -> str:
     """The name of a run: another one if the results may be others."""
-    decides = {key: value for key, value in config.items() if key not in ("data_plane", "steps")}
+    decides = {key: value for key, value in config.items() if key not in _ANY}
+    decides["rollouts"] = {key: value for key, value in config["rollouts"].items() if key not in _ANY}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
 
 

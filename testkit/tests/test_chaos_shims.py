@@ -258,6 +258,18 @@ def test_a_store_without_promises_breaks_none():
     assert judged(history, {})[0] == []
 
 
+def test_a_store_of_which_no_put_succeeds_does_not_pass():
+    failed = [_put(number, number, number + 0.5, number, outcome="StoreError", error="no") for number in range(40)]
+    assert _rules(each for each, _ in judged(History(calls=tuple(failed)), {})[0]) == {"puts"}
+
+
+def test_shims_in_files_of_one_name_are_two(store, tmp_path):
+    other = tmp_path / "other" / store.name
+    other.parent.mkdir()
+    other.write_text(store.read_text())
+    assert load_shim(f"{store}:Files") is not load_shim(f"{other}:Files")
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 

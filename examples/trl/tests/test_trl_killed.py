@@ -120,7 +120,8 @@ def test_a_run_that_is_killed_at_random_moments_gives_the_losses_of_one_that_was
         left.append(committed(config))
     said = finish(start(config))
     out = killed / "out"
-    found = read_lines(out / "found.jsonl")
+    (path,) = out.glob("found-*.jsonl")
+    found = read_lines(path)
     print(said[said.index("after:") :], found)
     for line in found:  # each batch that a start began again found what was there after the kill before
         assert line["wanted"] == PROMPTS * ANSWERS

@@ -490,7 +490,7 @@ class _Run(ExitStack):
 
     def _put_again(self, heir: Hands) -> None:
         """Puts what killed workers were putting."""
-        for partition in PARTITIONS:
+        for partition in PARTITIONS if "register" in self._target.steps else ():
             heir.register(partition, "keep")
         for call in self._calls():
             if call.operation == "put" and call.outcome == UNKNOWN:

@@ -532,7 +532,7 @@ def test_a_freeze_that_was_cut_off_is_completed_by_another_process(open_store, m
             await store.put(entry("late", rollout_id=rollout_id))
         return await store.freeze(rollout_id)
 
-    for operation in ("describe", "get_samples", "put_samples", "clear_samples"):
+    for operation in ("get_samples", "put_samples", "clear_samples"):
         snapshot = asyncio.run(run(operation, operation))
         assert call_ids(snapshot) == ["c"]
         assert not snapshot.incomplete

@@ -33,7 +33,7 @@ class Watch:
         self.inside, self.calls = [], Counter()
         self.pause_s, self.together = 0.0, None
 
-    def __call__(self, *what):
+    def __call__(self, copies):
         me = threading.current_thread()
         self.calls[me is self.caller] += 1
         if self.together is not None:
@@ -41,12 +41,12 @@ class Watch:
             self.together = None
         if me is self.caller:
             time.sleep(self.pause_s / 2)
-            self.copy(*what)
+            self.copy(copies)
             return
         self.inside.append(me)
         try:
             time.sleep(self.pause_s)
-            self.copy(*what)
+            self.copy(copies)
         finally:
             self.inside.remove(me)
 

@@ -201,7 +201,7 @@ def test_a_killed_writer_leaves_neither_rows_nor_bytes(owner, config, other_proc
     code = """
 from dataplane_shm import _backend
 client.register_partition("w", ["x"], None, [])
-def stop(*_):
+def stop(*_, **__):
     print("ready", flush=True)
     time.sleep(1000)
 _backend.copy_arrays = stop

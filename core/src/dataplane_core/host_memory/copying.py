@@ -76,7 +76,11 @@ def copy_arrays(
         _copy(copies)
         return
     share_bytes = -(-size_bytes // (max(most, 1) * _SHARES * _PAGE)) * _PAGE
-    in_threads((partial(_copy, share, copied) for share in _shares(copies, share_bytes)), max(most, 1))
+    work = (
+        partial(_copy, share) if copied is None else partial(_copy_and_tell, share, copied)
+        for share in _shares(copies, share_bytes)
+    )
+    in_threads(work, max(most, 1))
 
 
 def in_threads(work: Iterable[Callable[[], None]], threads: int, cancel: Callable[[], None] = lambda: None) -> None:
@@ -105,13 +109,16 @@ def in_threads(work: Iterable[Callable[[], None]], threads: int, cancel: Callabl
         raise errors[0]
 
 
-def _copy(
-    copies: Sequence[Copy], copied: Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], None] | None = None
-) -> None:
+def _copy(copies: Iterable[Copy]) -> None:
     for target, source in copies:
         target[:] = source
-    if copied is not None and copies:
-        copied(copies[0][0], copies[-1][0])
+
+
+def _copy_and_tell(copies: list[Copy], copied: Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], None]) -> None:
+    _copy(copies)
+    targets = [target for target, _ in copies if target.nbytes]
+    if targets:
+        copied(targets[0], targets[-1])
 
 
 def _do(left: deque[Callable[[], None]], errors: list[BaseException], cancel: Callable[[], None]) -> None:

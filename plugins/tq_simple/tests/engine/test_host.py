@@ -75,7 +75,7 @@ def controller(tmp_path: Path) -> Controller:
 
 def test_the_book_is_where_it_was(controller: Controller) -> None:
     first = controller.put()
-    controller.host.book.ended("unit-0", "0a")
+    controller.host.book.ended("unit-0", started(0))
     controller.put()
     controller.host.book.started("unit-0", started(0, "b"))
     third = controller.begin()
@@ -103,7 +103,7 @@ def test_the_number_of_a_spread_is_never_used_again(controller: Controller) -> N
     """A client may still know what it was."""
     write_id = controller.put()
     for unit in range(3):
-        controller.host.book.ended(f"unit-{unit}", f"{unit}a")
+        controller.host.book.ended(f"unit-{unit}", started(unit))
     controller.call(commands.ClearRequest("p", None))
     controller.call(commands.Collected([(write_id, row) for row in range(6)]))
     view = controller.call(ViewUnits(-1))
@@ -143,7 +143,7 @@ def test_a_call_that_is_repeated_is_done_once(controller: Controller, killed: bo
 def test_a_put_that_was_refused_is_refused_again(controller: Controller, killed: bool) -> None:
     """The refusal aborts the put. A repeated call does not take what the abort freed for a commit."""
     begun = controller.begin()
-    controller.host.book.ended("unit-0", "0a")
+    controller.host.book.ended("unit-0", started(0))
     commit = commands.CommitPut(begun)
     with pytest.raises(UnitsGoneError):
         controller.call(commit)
@@ -268,7 +268,7 @@ def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(either: Controller)
     )
     assert [unit.num_rows for unit in either.units()[0]] == [4, 4, 10]
     either.call(commands.CommitPut(kept))
-    either.host.book.ended("unit-0", "0a")
+    either.host.book.ended("unit-0", started(0))
     with pytest.raises(UnitsGoneError, match="Nothing was written"):
         either.call(commands.CommitPut(lost))
     assert set(either.call(commands.ListRequest("p")).sample_ids) == {f"1{each}" for each in IDS}
@@ -278,3 +278,16 @@ def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(either: Controller)
     either.call(commands.CommitPut(near))  # it has no row on the unit that ended
     either.call(commands.Collected([(kept, row) for row in range(6)]))
     assert held(either) == [(0, 0), (0, 0), (6, 0)]
+
+
+def test_a_place_that_is_served_under_another_name_is_of_that_unit_alone() -> None:
+    """Who bootstraps again may name the units of the places in another order than before."""
+    kept = [started(unit)._replace(kept=True) for unit in range(3)]
+    controller = Controller(None)
+    book = controller.host.book
+    for unit in range(3):
+        book.started(f"unit-{unit}", kept[unit])
+    controller.put()
+    book.started("unit-0", kept[1])
+    book.started("unit-1", kept[0])
+    assert [(each.state, each.num_lost) for each in controller.units()[0]] == [("serving", 0)] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from dataplane_core.errors import (
     ClaimTimeoutError,
     OperationTimeoutError,
 )
-from dataplane_testkit.chaos import RULES, Call, Event, History, check, shrunk
+from dataplane_testkit.chaos import RULES, Call, Event, History, check, schedule, shrunk
 from dataplane_testkit.chaos.history import Recorder, outcome_of, read_calls, to_json
 from dataplane_testkit.chaos.page import page
 from dataplane_testkit.chaos.schedule import DISRUPTIONS, Plan, disruptions, steps
@@ -473,3 +474,10 @@ def test_the_same_seed_gives_the_same_schedule_and_another_one_does_not():
 def test_a_step_that_the_backend_cannot_take_is_not_in_the_schedule():
     plan = Plan(1, 0.05, 1.0, steps=frozenset({"put", "get"}))
     assert {each.kind for each in _first(steps(plan, 0, 0))} == {"put", "get"}
+
+
+def test_a_choice_is_always_of_something_that_is_there(monkeypatch):
+    highest = random.Random()
+    monkeypatch.setattr(highest, "random", lambda: math.nextafter(1, 0))
+    monkeypatch.setattr(schedule.random, "Random", lambda *_: highest)
+    assert all(each.choice < 1 for each in _first(steps(Plan(1, 0.05, 1.0), 0, 0), 3))

@@ -99,7 +99,7 @@ class Step:
         partition: Where.
         count: How many samples.
         task: For which task.
-        choice: Chooses among what there is, from 0 to 1.
+        choice: Chooses among what there is, from 0 to less than 1.
         lengths: The rows of field ``x`` have so many elements.
     """
 
@@ -131,7 +131,7 @@ def steps(plan: Plan, worker: int, life: int) -> Iterator[Step]:
             partition=rng.choices(PARTITIONS, (3, 1))[0],
             count=count,
             task=rng.choice((*plan.tasks, plan.tasks[0])),
-            choice=round(rng.random(), 4),
+            choice=_choice(rng),
             lengths=tuple(rng.choice((1, 3, 200, 1000)) for _ in range(count)),
         )
 
@@ -149,7 +149,7 @@ class Disruption:
         kind: ``kill``, ``stop``, or ``disturb``.
         worker: Which worker.
         for_s: How long it lasts.
-        choice: Chooses among the disturbances that the author supplies, from 0 to 1.
+        choice: Chooses among the disturbances that the author supplies, from 0 to less than 1.
     """
 
     at_s: float
@@ -177,3 +177,8 @@ def disruptions(plan: Plan, workers: int, every_s: float, kinds: Sequence[str]) 
         # some stops outlast the leases
         for_s = rng.choice((0.2, 0.5, 1.5, 3.0)) * plan.lease_s
         yield Disruption(round(at_s, 3), kind, rng.randrange(workers), for_s, rng.random())
+
+
+def _choice(rng: random.Random) -> float:
+    """From 0 to less than 1, with few digits: a rounded number may be 1, and choose what is not there."""
+    return int(rng.random() * 10_000) / 10_000

@@ -158,6 +158,9 @@ def restart(parent: Path, rows: int, size: float) -> None:
         process.start()
         process.join()
         begun = time.perf_counter()
+        with connect(config_of("empty")):
+            empty_s = time.perf_counter() - begun
+        begun = time.perf_counter()
         with connect(config) as client:
             started = time.perf_counter()
             column = client.get_samples(["s0", f"s{rows - 1}"], "bench", ["x"])["x"]
@@ -166,7 +169,7 @@ def restart(parent: Path, rows: int, size: float) -> None:
             assert column[0, 0] == 1, column
         print(
             f"\n{rows} rows, {size / 1e9:.1f} GB in {parent}: start {started - begun:.2f} s, first read of 2 rows "
-            f"{(read - started) * 1e3:.0f} ms",
+            f"{(read - started) * 1e3:.0f} ms; start of an empty plain store {empty_s:.2f} s",
             flush=True,
         )
 

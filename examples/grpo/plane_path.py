@@ -36,7 +36,7 @@ from .config import RunConfig
 from .data_path import DataPath, Draw, Traffic, batching_of, summarize_training
 from .errors import UserError
 from .megatron_workers import MegatronPolicyWorker
-from .rollout import RolloutCarry, RolloutWorker
+from .rollout import RolloutCarry, RolloutWorker, portions
 from .task import PAD_ID
 from .workers import LossFunction, PolicyWorker
 
@@ -96,7 +96,7 @@ class PlaneRolloutWorker(_CountsTraffic, DataPlaneRolloutMixin, RolloutWorker):
             missing: Those of the prompts to answer. The others are there.
             tags: Tags of all rows. To these are added the answer and the length.
         """
-        for portion in self.portions(len(prompts)):
+        for portion in portions(len(prompts), self.prompts_per_put):
             if set(missing).isdisjoint(uids[portion]):
                 continue
             batch, carry = self.generate_portion(step, prompts[portion], answers_per_prompt, portion.start)
@@ -209,10 +209,9 @@ class DataPlanePath(DataPath):
         if self._keeps_rows:
             missing = missing_groups(client, self._partition, uids, group_size)
             if self._interrupted and self._found is not None:
-                size = self._config.rollouts.prompts_per_put or len(uids)
-                portions = [uids[first : first + size] for first in range(0, len(uids), size)]
-                whole = [uid for portion in portions if set(missing).isdisjoint(portion) for uid in portion]
-                self._found.add(step, len(uids) * group_size, len(whole) * group_size)
+                together = [uids[each] for each in portions(len(uids), self._config.rollouts.prompts_per_put)]
+                whole = sum(len(each) for each in together if set(missing).isdisjoint(each))
+                self._found.add(step, len(uids) * group_size, whole * group_size)
         if missing:
             tags = {"step": step, **self._row_tags}
             draw = step + generation * _FURTHER_DRAWS

@@ -18,7 +18,7 @@ from .model import ModelConfig, Transformer
 from .task import PAD_ID, Problem, decode, encode
 from .weights import PackedWeights, load_packed_weights
 
-__all__ = ["RolloutCarry", "RolloutWorker", "draw_problems", "step_seed"]
+__all__ = ["RolloutCarry", "RolloutWorker", "draw_problems", "portions", "step_seed"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,12 @@ def step_seed(seed: int, stream: str, step: int) -> int:
     # Not hash(): Python salts the hashes of strings per process.
     digest = hashlib.sha256(f"{seed}/{stream}/{step}".encode()).digest()
     return int.from_bytes(digest[:8], "little") % 2**63
+
+
+def portions(num_prompts: int, prompts_per_put: int | None) -> Iterator[slice]:
+    """The prompts of a step that are answered together: always the same ones. None: all."""
+    size = prompts_per_put or num_prompts
+    return (slice(first, first + size) for first in range(0, num_prompts, size))
 
 
 def draw_problems(config: RunConfig, problems: Sequence[Problem], step: int, generation: int) -> list[Problem]:
@@ -93,17 +99,12 @@ class RolloutWorker:
         """
         made = [
             self.generate_portion(step, prompts[portion], answers_per_prompt, portion.start)
-            for portion in self.portions(len(prompts))
+            for portion in portions(len(prompts), self.prompts_per_put)
         ]
         batch = BatchedDataDict.from_batches([batch for batch, _ in made], {"input_ids": PAD_ID})
         carries = [carry for _, carry in made]
         answers = [answer for carry in carries for answer in carry.answers]
         return batch, RolloutCarry(answers, [length for carry in carries for length in carry.input_lengths])
-
-    def portions(self, num_prompts: int) -> Iterator[slice]:
-        """The prompts of a step that are answered together: always the same ones."""
-        size = self.prompts_per_put or num_prompts
-        return (slice(first, first + size) for first in range(0, num_prompts, size))
 
     def generate_portion(
         self, step: int, prompts: Sequence[str], answers_per_prompt: int, first: int

@@ -38,7 +38,7 @@ from dataplane_core import DataPlaneError, connect
 from dataplane_integrations.rollout import FoundRollouts
 
 #: Settings that change no result.
-_ANY = ("data_plane", "steps", "save_steps", "asynchronous", "processes", "lease_s", "timeout_s")
+_CHANGE_NO_RESULT = ("data_plane", "steps", "save_steps", "asynchronous", "processes", "lease_s", "timeout_s")
 
 
 class StepLines(TrainerCallback):
@@ -121,8 +121,8 @@ def training_arguments(config: dict[str, Any], out: Path) -> GRPOConfig:
 
 def name_of(config: dict[str, Any]) -> str:
     """The name of a run: another one if the results may be others."""
-    decides = {key: value for key, value in config.items() if key not in _ANY}
-    decides["rollouts"] = {key: value for key, value in config["rollouts"].items() if key not in _ANY}
+    decides = {key: value for key, value in config.items() if key not in _CHANGE_NO_RESULT}
+    decides["rollouts"] = {key: value for key, value in config["rollouts"].items() if key not in _CHANGE_NO_RESULT}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
 
 

@@ -139,8 +139,9 @@ class ExtentClient:
             copy_arrays(copies, threads)
             self.session.call(what, deadline, Written(put))
         finally:
-            for offset in used:
-                self._uses.end(offset)  # type: ignore[union-attr]  # it was begun
+            if self._uses is not None:
+                for offset in used:
+                    self._uses.end(offset)
             held.release()
 
     def get(self, reads: Sequence[ExtentRead], specs: Mapping[str, FieldSpec], deadline: float) -> list[StoredRows]:

@@ -2,9 +2,11 @@
 
 A unit that is started again has lost its rows, so rows belong to a *life* of a unit, from one start to its end. If it
 keeps its rows in a folder, its life goes on in the next process that finds them there: after a while in which nobody
-serves them, at another address, perhaps under the name of another unit. A
-*spread* is a list of lives over which the rows of a put are dealt out. The number of its spread is part of the id of a
-write, so the id says where each row is. Spreads never change. When a unit ends or comes, later puts get other spreads.
+serves them, at another address, perhaps under the name of another unit. A *spread* is a list of lives over which the
+rows of a put are dealt out. The number of its spread is part of the id of a write, so the id says where each row is.
+Spreads never change. When a unit ends or comes, later puts get other spreads.
+
+The module is long because units, lives and spreads change together, under one lock, and are saved together.
 """
 
 from __future__ import annotations

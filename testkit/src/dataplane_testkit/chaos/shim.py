@@ -139,7 +139,7 @@ class Shim(ABC):
 
     def ack(self, partition: str, task: str, tokens: Mapping[str, str]) -> None:
         """Says that samples are done with, by their tokens. Only of a store that promises ``lease``."""
-        raise NotImplementedError
+        raise NotImplementedError  # nobody calls it unless the store promises `lease`
 
     def disturbances(self) -> Mapping[str, Disturbance]:
         """What a run can do to the store itself. Called once, in the process that starts the run. Default: nothing."""

@@ -425,6 +425,13 @@ def test_the_ledgers_process_may_open_as_many_files_as_the_system_allows(fresh):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_the_ledgers_process_imports_no_torch(owner):
+    """So it starts in a fraction of the time, and stays small."""
+    maps = Path(f"/proc/{backend_of(owner)._process.pid}/maps").read_text()
+    assert "msgspec" in maps
+    assert "libtorch" not in maps
+
+
 def test_a_ledgers_process_without_file_descriptors_serves_on_rests_and_accepts_later(owner, config):
     pid = backend_of(owner)._process.pid
     _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)

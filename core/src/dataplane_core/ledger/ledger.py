@@ -52,7 +52,7 @@ from dataplane_core.ledger.done import DoneRequests
 from dataplane_core.ledger.partition import Partition, Task, UndoLog
 from dataplane_core.ledger.put_writes import PutWrites
 from dataplane_core.ledger.room import RoomQueue
-from dataplane_core.ledger.rows import Cells, Ref, Row, group_of, positions_in
+from dataplane_core.ledger.rows import Cells, Ref, Row, group_of, positions_by_write, positions_in
 from dataplane_core.spec import (
     Claim,
     Command,
@@ -186,38 +186,39 @@ class Ledger:
             write_id: (list(write.row_bytes), set()) for write_id, write in self._writes.items()
         }
         for partition in self._partitions.values():
-            for row in partition.rows.values():
-                for write_id, position in row.refs:
-                    held[write_id][1].add(position)
+            for write_id, positions in positions_by_write(partition.rows.values()):
+                held[write_id][1].update(positions)
         for first, pending in self._pending.items():
             for write_id, write in pending.put.by_id(first).items():
                 held[write_id] = (list(write.row_bytes), set(range(len(write.row_bytes))))
         for write_id, position in self._garbage:
             held.setdefault(write_id, (None, set()))[1].add(position)
-        return {write_id: (row_bytes, sorted(positions)) for write_id, (row_bytes, positions) in held.items()}
+        return {write_id: (row_bytes, sorted(kept)) for write_id, (row_bytes, kept) in held.items()}
 
     def recount(self) -> None:
         """Counts again what follows from the rows and from the puts that are begun."""
         self.held_bytes = sum(pending.put.size_bytes for pending in self._pending.values())
-        sharers: Counter[Ref] = Counter()
+        sharers: dict[int, Counter[int]] = {}
         for partition in self._partitions.values():
             partition.derive()
             partition.held_bytes = 0
-            for ref in [ref for row in partition.rows.values() for ref in row.refs]:
-                sharers[ref] += 1
-                if sharers[ref] == 1:
-                    partition.held_bytes += self._writes[ref[0]].row_bytes[ref[1]]
+            for write_id, positions in positions_by_write(partition.rows.values()):
+                counts = sharers.setdefault(write_id, Counter())
+                row_bytes = self._writes[write_id].row_bytes
+                partition.held_bytes += sum([row_bytes[each] for each in set(positions) - counts.keys()])
+                counts.update(positions)
             self.held_bytes += partition.held_bytes
-        live = Counter(write_id for write_id, _ in sharers)
-        self._writes = {write_id: write for write_id, write in self._writes.items() if write_id in live}
+        self._writes = {write_id: write for write_id, write in self._writes.items() if write_id in sharers}
         for write_id, write in self._writes.items():
-            write.num_live, write.num_sharers = live[write_id], {}
-        for (write_id, pos), count in sharers.items():
-            if count > 1:
-                self._writes[write_id].num_sharers[pos] = count
+            counts = sharers[write_id]
+            write.num_live = len(counts)
+            write.num_sharers = {position: count for position, count in counts.items() if count > 1}
         begun = {write_id for first, each in self._pending.items() for write_id in each.put.by_id(first)}
-        garbage = self._garbage.items()
-        self._garbage = {ref: put for ref, put in garbage if ref not in sharers and ref[0] not in begun}
+        self._garbage = {
+            (write_id, position): put
+            for (write_id, position), put in self._garbage.items()
+            if position not in sharers.get(write_id, ()) and write_id not in begun
+        }
 
     @singledispatchmethod
     def _apply(self, command: Command[Any], now: float) -> Any:

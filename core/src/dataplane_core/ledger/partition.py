@@ -201,8 +201,9 @@ class Partition:
         for task in self.tasks.values():
             task.views.clear()
             task.num_held = task.num_done = 0
+        for names, count in Counter([tuple(row.cells.fields) for row in rows]).items():
+            self.num_rows.update(dict.fromkeys(names, count))
         for row in rows:
-            self.num_rows.update(row.cells.fields.keys())
             if row.group is not None:
                 self.groups.setdefault(row.group, Group(row.seq)).members[row.sample_id] = row
             for task_name, hold in row.holds.items():

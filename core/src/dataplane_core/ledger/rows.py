@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
@@ -178,6 +178,16 @@ class Row:
     def rows(self) -> Collection[Row]:
         """The row alone, as `Group.rows`."""
         return (self,)
+
+
+def positions_by_write(rows: Iterable[Row]) -> Iterator[tuple[int, list[int]]]:
+    """The refs of rows, as write ids and positions in the write. A write may come several times."""
+    grouped: dict[int, tuple[Cells, list[int | tuple[int, ...]]]] = {}
+    for row in rows:
+        grouped.setdefault(id(row.cells), (row.cells, []))[1].append(row.positions)
+    for cells, positions in grouped.values():
+        for number, write_id in enumerate(cells.write_ids):
+            yield write_id, positions_in([number], positions)
 
 
 class Holder:

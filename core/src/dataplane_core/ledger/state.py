@@ -19,7 +19,7 @@ The queue for room is not saved either, since waiting puts report again and agai
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any, Final, Literal, TypedDict
 
 import msgspec
@@ -29,7 +29,7 @@ from dataplane_core.ledger.batches import Batch, RankBatches
 from dataplane_core.ledger.checks import check_command
 from dataplane_core.ledger.ledger import Ledger, LiveWrite, Pending, slots_of
 from dataplane_core.ledger.partition import Partition, Task
-from dataplane_core.ledger.rows import NO_CELLS, Cells, Hold, Holder, Join, Ref, Row, group_of, packed_positions
+from dataplane_core.ledger.rows import NO_CELLS, Cells, Hold, Holder, Ref, Row, group_of, packed_positions
 from dataplane_core.spec import FieldSpec, PartitionInfo, Seconds, TagValue, fits
 
 
@@ -325,18 +325,19 @@ def _restore_rows(partition: Partition, section: Mapping[str, Any], write_ids: l
     last = next((row.seq for row in reversed(partition.rows.values())), 0)
     if any(seq <= before for before, seq in pairwise([last, *section["seqs"]])):
         raise ValueError("its rows are not in order")
-    if any(len(flat) % 3 or min(flat, default=0) < 0 for flat in section["cells"]):
+    if any(len(flat) % 3 for flat in section["cells"]) or min(chain.from_iterable(section["cells"]), default=0) < 0:
         raise ValueError("its cells refer to no write")
-    found: dict[tuple[int, ...], tuple[Cells, Join]] = {}
+    found: dict[tuple[int, ...], tuple[Cells, list[int]]] = {}  # and where a row's positions are in its numbers
     columns = _columns(section, "sample_ids", "seqs", "tags", "cells", "ages_s")
     for sample_id, seq, tags, flat, age_s in columns:
         shared = (*flat[0::3], *flat[1::3])
         known = found.get(shared)
         if known is None:
             writes = [(write_ids[place], patterns[each]) for each, place in zip(flat[0::3], flat[1::3], strict=True)]
-            known = found[shared] = NO_CELLS.joined(writes)
-        cells, joint = known
-        positions = packed_positions([flat[3 * number + 2] for number in joint.sources])
+            joined, joint = NO_CELLS.joined(writes)
+            known = found[shared] = joined, [3 * number + 2 for number in joint.sources]
+        cells, places = known
+        positions = packed_positions([flat[place] for place in places])
         group = group_of(sample_id) if grouped else None
         row = partition.rows[sample_id] = Row(sample_id, seq, group, now - age_s, cells, positions, tags)
         rows.append(row)

@@ -17,9 +17,8 @@ from dataplane_core.errors import DataPlaneError
 from dataplane_core.host_memory import Arena, arena_bytes_for
 from dataplane_core.hosting import ExtentService, Server, listen_at
 from dataplane_core.ledger import LedgerService
-from dataplane_shm._messages import Options, packed_failure
+from dataplane_shm._messages import FAILURE, SOCKET, Options, packed_failure
 from dataplane_shm._store import Store
-from dataplane_shm.config import FAILURE, SOCKET
 
 
 def main(words: str) -> None:

@@ -34,9 +34,9 @@ from dataplane_core.hosting import Pin, Place, Session
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, Scope, SharedRows, WireColumn, WireFormat
 from dataplane_shm._diagnosis import diagnose
-from dataplane_shm._messages import Begin, Drop, Find, Options, PutWhole, Statistics, Status, raise_failure
+from dataplane_shm._messages import FAILURE, Begin, Drop, Find, Options, PutWhole, Statistics, Status, raise_failure
 from dataplane_shm._opening import open_store
-from dataplane_shm.config import FAILURE, ShmConfig, store_folder
+from dataplane_shm.config import ShmConfig, store_folder
 
 _POLL_S: Final = 0.005
 #: Seconds in which a durable store may finish the digests of its rows at its end.

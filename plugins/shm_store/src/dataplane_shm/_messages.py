@@ -11,6 +11,10 @@ from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.hosting import Layout, Messages, Place, Request
 from dataplane_core.ledger import Located, Ref, check_command, commands
 
+#: In the folder of a running store: where the ledger's process listens, and why it could not start.
+SOCKET: Final = "ledger.sock"
+FAILURE: Final = "failure"
+
 
 class Options(msgspec.Struct):
     """What the owner of a store tells the ledger's process at its start. The others as in `ShmConfig`.

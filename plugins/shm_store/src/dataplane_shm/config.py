@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from dataplane_core.backends import CapacityOptions, PrivateFolder, SizeBytes
+from dataplane_shm._messages import SOCKET
 
-__all__ = ["FAILURE", "SOCKET", "ShmConfig", "store_folder"]
-
-#: In the folder of a running store: where the ledger's process listens, and why it could not start.
-SOCKET: Final = "ledger.sock"
-FAILURE: Final = "failure"
+__all__ = ["ShmConfig", "store_folder"]
 
 
 class ShmConfig(CapacityOptions):

@@ -269,15 +269,7 @@ def _deal(
     *,
     largest_first: bool,
 ) -> None:
-    """Adds a chunk's bins to the plan, dealt out in the packer's order.
-
-    Args:
-        plan: Grows by one chunk.
-        items: The rows, bin after bin.
-        counts: Per bin its rows.
-        tokens: Per bin its tokens.
-        largest_first: Sort the bins of each shard by falling tokens.
-    """
+    """Adds a chunk to the plan: its rows, bin after bin, with the rows and the tokens of each bin."""
     assert plan.micro_batch_indices is not None
     assert plan.micro_batch_lengths is not None
     assert plan.elem_counts_per_gb is not None
@@ -308,17 +300,7 @@ def _deal(
 
 
 def _chunks(num_rows: int, shards: int, batch_size: int | None, *, equal: bool) -> list[tuple[int, int]]:
-    """The chunks ``[start, end)`` of a batch: of ``batch_size`` rows, or one of everything.
-
-    Args:
-        num_rows: Rows of the batch.
-        shards: Number of shards.
-        batch_size: Rows of a chunk.
-        equal: Whether each shard must get the same number of rows of a chunk.
-
-    Raises:
-        InvalidRequestError: Sizes are not multiples, or there are no rows.
-    """
+    """The chunks ``[start, end)`` of a batch: of ``batch_size`` rows, or one of all. ``equal``: for each shard."""
     if shards < 1:
         raise InvalidRequestError(f"sharding refused: shards is {shards}. Expected 1 or more.")
     if num_rows < 1:

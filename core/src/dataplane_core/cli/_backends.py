@@ -36,11 +36,7 @@ def run(*, load: bool, as_json: bool) -> int:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """Imports a backend and returns what it declares.
-
-    Raises:
-        PluginError: It cannot be loaded.
-    """
+    """Imports a backend and returns what it declares."""
     cls = load_backend(name)
     return {
         "scope": str(cls.scope),

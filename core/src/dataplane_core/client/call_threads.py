@@ -19,13 +19,7 @@ _R = TypeVar("_R")
 
 
 class Call(Generic[_R]):
-    """A function that a thread runs.
-
-    Attributes:
-        error: What it raised, if it has ended.
-        result: What it returned, if it has ended without an error.
-        ended: Whether it has ended. Changed and read on the event loop.
-    """
+    """A function that a thread runs. ``ended`` belongs to the event loop; then it has a result or an error."""
 
     error: BaseException | None = None
     result: _R
@@ -68,14 +62,8 @@ class Call(Generic[_R]):
 
 
 class CallThreads:
-    """Threads that run calls in the order in which they come. They start when they are needed.
-
-    Calls that end at about the same time wake the event loop once, which is what makes many small calls cheap.
-
-    Args:
-        name: The names of the threads begin with it.
-        most: How many threads there are at most.
-    """
+    """At most so many threads, which run calls in the order in which they come, and start when they are needed. Calls
+    that end at about the same time wake the event loop once, which is what makes many small calls cheap."""
 
     def __init__(self, name: str, most: int) -> None:
         self._name = name

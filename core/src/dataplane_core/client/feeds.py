@@ -165,11 +165,7 @@ class _AnyFeed:
         return self._asked_at
 
     def _read(self, meta: KVBatchMeta) -> Item:
-        """Reads what was claimed. Blocks.
-
-        Raises:
-            ClientClosedError: The stream was closed meanwhile.
-        """
+        """Reads what was claimed. Blocks. Raises if the stream was closed meanwhile."""
         self._waiters.check()
         if meta.sample_ids:
             columns = self._sync.get_data(meta, self._terms.fields)

@@ -173,12 +173,9 @@ class _Judge:
     # --- one task -----------------------------------------------------------------------------------------------------
 
     def of_task(self, task: _Task, reach: int) -> Verdict | None:
-        """Judges a task. None: it is being judged, so that it waits for itself.
-
-        ``reach``: 0: what it waits for itself; 1: also whether the store is full because of another task; 2: also
-        whether another task is the reason why nobody has written a field. Others are judged with a smaller reach, so
-        that no two are each other's reason.
-        """
+        """Judges a task. None: it is being judged, so that it waits for itself. Reach 0: what it waits for itself; 1:
+        also whether another task fills the store; 2: also whether another one is why nobody writes a field. Others are
+        judged with a smaller reach, so that no two are each other's reason."""
         if (task, reach) not in self._verdicts:
             self._verdicts[task, reach] = None
             self._path.append(task)

@@ -113,11 +113,7 @@ def _interleave(headers: bytes, header_size: int, payload: memoryview, starts: _
 
 
 def ragged_of_items(items: Sequence[Any], name: str, *, allow_pickle: bool = False) -> Ragged:
-    """Encodes items as uint8 rows, joined end to end.
-
-    Raises:
-        InvalidTypeError: An item is outside the closed set.
-    """
+    """Encodes items as uint8 rows, joined end to end."""
     encoded = encode_items(items, name, allow_pickle=allow_pickle)
     data = bytearray().join(encoded)
     lengths = torch.tensor([len(each) for each in encoded], dtype=torch.int64, device="cpu")
@@ -125,18 +121,9 @@ def ragged_of_items(items: Sequence[Any], name: str, *, allow_pickle: bool = Fal
 
 
 def unframe_ragged(frames: Sequence[BytesLike], dtype: torch.dtype | None = None) -> tuple[int, Ragged | torch.Tensor]:
-    """Reads frames into new memory: their kind, and the rows joined end to end.
-
-    Scalars are returned as a dense (N,) tensor, objects as their encoded bytes.
-
-    Args:
-        frames: One per row, of one kind, dtype, rank and trailing shape.
-        dtype: The dtype of the field. Its frames may be narrower, and differ in that: then the rows are returned in
-            this dtype.
-
-    Raises:
-        FrameError: There is no frame, one is malformed, or the frames do not fit one column.
-    """
+    """Reads frames of one kind, dtype, rank and trailing shape into new memory: their kind, and the rows joined end to
+    end (scalars: dense; objects: their bytes). Frames of a field of ``dtype`` may be narrower; if their widths differ,
+    the rows are returned in this dtype."""
     views: list[BytesLike] = [_flat(frame) for frame in frames]
     if not views:
         raise FrameError("a column has no frames. Expected one per row.")

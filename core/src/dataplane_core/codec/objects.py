@@ -91,16 +91,7 @@ def _name(kind: type) -> str:
 
 
 def check_items(items: Sequence[Any], field: str, *, allow_pickle: bool = False) -> None:
-    """Refuses items outside the closed set.
-
-    Args:
-        items: One item per row.
-        field: The field, for error messages.
-        allow_pickle: Accept every item.
-
-    Raises:
-        InvalidTypeError: Names the field, the row, the place in the item, and the type.
-    """
+    """Refuses items outside the closed set. Names the field, the row, the place in the item, and the type."""
     if allow_pickle or set(map(type, items)) <= _ATOMS:
         return
     for row, item in enumerate(items):
@@ -152,16 +143,7 @@ def _pack_tensor(value: Any) -> msgpack.ExtType:
 
 
 def encode_items(items: Sequence[Any], field: str, *, allow_pickle: bool = False) -> list[bytes]:
-    """One byte string per item, never empty.
-
-    Args:
-        items: One item per row.
-        field: The field, for error messages.
-        allow_pickle: Pickle items outside the closed set instead of refusing them.
-
-    Raises:
-        InvalidTypeError: An item is outside the closed set, or cannot be pickled.
-    """
+    """One byte string per item, never empty. Items outside the closed set are refused, or pickled."""
     pack = _packer()
     encoded = []
     for row, item in enumerate(items):
@@ -201,11 +183,7 @@ def encode_item(item: Any, field: str = "", *, allow_pickle: bool = False) -> by
 
 
 def decode_items(encoded: Sequence[BytesLike], *, allow_pickle: bool = False) -> list[Any]:
-    """Reads `encode_items`' bytes. The items share no memory with them.
-
-    Raises:
-        FrameError: The bytes are malformed, or an item is pickled and ``allow_pickle`` is not set.
-    """
+    """Reads `encode_items`' bytes. The items share no memory with them."""
     hook = _ext_with_pickle if allow_pickle else _ext
     items = []
     for row, data in enumerate(encoded):

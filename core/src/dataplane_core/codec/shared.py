@@ -30,12 +30,8 @@ _SAMPLES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Which rows of a column are equal.
-
-    Attributes:
-        firsts: The U rows that differ from all rows before them.
-        index: For each of the N rows, its place among these.
-    """
+    """Which rows of a column are equal: the U rows that differ from all before them, and for each row its place among
+    these."""
 
     firsts: list[int]
     index: list[int]
@@ -89,11 +85,8 @@ def _memory_of(row: Any) -> Hashable:
 
 
 def equal_rows(column: Ragged | torch.Tensor) -> Repeats | None:
-    """Rows with equal bytes. None: there are none, or the cells are small.
-
-    Reads a few bytes of each cell, and all bytes only of those whose few bytes are equal. A hash (XXH3) finds the equal
-    ones, and a comparison confirms it.
-    """
+    """Rows with equal bytes. None: there are none, or the cells are small. Reads a few bytes of each cell, and all only
+    of those whose few bytes are equal. A hash (XXH3) finds the equal ones, and a comparison confirms it."""
     values, num_rows = (column.values, column.num_rows) if isinstance(column, Ragged) else (column, column.shape[0])
     if num_rows < 2 or values.nbytes < LARGE_CELL_BYTES * num_rows:
         return None

@@ -37,12 +37,8 @@ class _Manager(pluggy.PluginManager):
 
 
 def build_manager(backend: Backend, middleware: Sequence[Any]) -> pluggy.PluginManager:
-    """Registers a backend and, around it, middleware (outermost first).
-
-    Raises:
-        PluginSignatureError: A hook's name or signature is wrong. The message names plugin, hook and argument.
-        ConfigError: A middleware object is listed twice.
-    """
+    """Registers a backend and, around it, middleware (outermost first). Refuses wrong hooks, and an object listed
+    twice."""
     check_backend_class(type(backend), backend.name)
     manager = _Manager("dataplane")
     manager.add_hookspecs(DataPlaneSpec)

@@ -200,13 +200,8 @@ def _attach_or_bootstrap(open_client: Callable[..., DataPlaneClient]) -> DataPla
 
 
 def _retry(give_up: float, deadline: float, open_client: Callable[[], DataPlaneClient]) -> DataPlaneClient:
-    """Tries to open a client until there is something to attach to.
-
-    Args:
-        give_up: When to give up, on `time.monotonic`'s clock, in seconds.
-        deadline: The latest time to give up if another process bootstraps meanwhile.
-        open_client: Tries once.
-    """
+    """Tries to open a client until there is something to attach to, or until ``deadline`` if another process
+    bootstraps."""
     other_bootstraps = False
     pause_s = _AGAIN_FIRST_S
     not_found: BackendUnavailableError | None = None

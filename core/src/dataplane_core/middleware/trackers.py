@@ -12,8 +12,6 @@ from typing import Any
 
 from dataplane_core.middleware.events import OperationEvent
 
-__all__ = ["TensorBoardListener", "WandbListener"]
-
 
 class _StepListener(ABC):
     """Adds up events until the trainer says that a step has ended. Several clients may share it."""
@@ -37,12 +35,8 @@ class _StepListener(ABC):
                 self._sums[key] = self._sums.get(key, 0) + value
 
     def step(self, step: int, **values: float) -> None:
-        """Logs what this process did since the last call; 0 for operations that it did before, but not since.
-
-        Args:
-            step: The number of the step that has ended.
-            values: Further scalars, such as ``staleness``, logged as ``dataplane/staleness``.
-        """
+        """Logs what this process did since the last call, and ``values`` such as ``staleness``, for a step that has
+        ended. 0 for operations that it did before, but not since."""
         with self._lock:
             sums = self._sums
             self._sums = dict.fromkeys(sums, 0)

@@ -99,11 +99,8 @@ def write_save(
 
 
 def _named_rows(path: Path, kind: str) -> str | None:
-    """The file of rows that the folder's manifest names. None if it is damaged, not there, or of another version.
-
-    Raises:
-        InvalidRequestError: The manifest is not that of a save of this kind.
-    """
+    """The file of rows that the folder's manifest names. None: it is damaged, missing or old. Refuses one of another
+    kind."""
     try:
         data = read_regular(path / MANIFEST)
     except FileNotFoundError:
@@ -224,12 +221,7 @@ class SavedFiles:
 
 
 def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
-    """The body of the manifest in a folder, checked.
-
-    Raises:
-        MissingDataError, UnsupportedOperationError, CorruptDataError: As `SavedFiles`.
-        OSError: It cannot be read.
-    """
+    """The body of the manifest in a folder, checked. Raises as `SavedFiles`, and `OSError`."""
     manifest = path / MANIFEST
     try:
         head_line, _, rest = read_regular(manifest).partition(b"\n")
@@ -278,11 +270,7 @@ def read_head(manifest: Path, text: bytes, kind: str, version: int) -> dict[str,
 
 
 def _checked(body: Any) -> dict[str, Any]:
-    """The body, if it is one.
-
-    Raises:
-        ValueError, KeyError, TypeError: It is none.
-    """
+    """The body, if it is one. Raises `ValueError` and its like."""
     if not fits(body, _Body):
         raise ValueError("it has a part of a wrong type")
     if not _ROWS_NAME.fullmatch(body["rows_file"]):

@@ -146,11 +146,8 @@ class Placing:
 
 
 def _buckets(namespace: str, count: int) -> tuple[list[bytes], list[int]]:
-    """The key prefixes of the buckets, and their slots.
-
-    All slots are cut into as many windows as there are buckets. The tag of a window is the first number that falls into
-    it. The windows follow one another in the order of their reversed bits: each halves the largest gap.
-    """
+    """The key prefixes of the buckets, and their slots. All slots are cut into as many windows, and the tag of a window
+    is the first number that falls into it. They follow in the order of reversed bits: each halves the largest gap."""
     width = _NUM_SLOTS // count
     bits = count.bit_length() - 1
     found: dict[int, tuple[bytes, int]] = {}
@@ -189,15 +186,9 @@ class Payload:
     # --- writes -------------------------------------------------------------------------------------------------------
 
     def write(self, what: str, write: bytes, tables: Sequence[Table], deadline: float, keep_s: float) -> None:
-        """Writes all rows of a put to the nodes. They then stay until they are deleted. Raises as `Nodes.exchange`.
-
-        The nodes give the put up so many seconds after the deadline, as the ledger does.
-
-        Raises:
-            LostNodeError: A node was lost, so some rows may be. They must be written under another id: what is still
-                on its way to the lost node would give the rows an expiry again.
-            OperationTimeoutError: Too few replicas of a node have the rows.
-        """
+        """Writes all rows of a put to the nodes. They then stay until they are deleted. The nodes give the put up
+        ``keep_s`` after the deadline, as the ledger does. After a `LostNodeError` the rows must be written under
+        another id: what is still on its way to the lost node would give them an expiry again."""
         nodes, placing, label = self._nodes(), self.placing, self._session.connected()[0].label
         jobs, counts = [], Counter[int]()
         for bucket, first, frames in self.chunks(write, tables):
@@ -299,10 +290,7 @@ class Payload:
                 deleted = self._delete(given, until) if given else []
 
     def look(self, deadline: float) -> None:
-        """Collects what others left, in a cluster.
-
-        After a failover, or if the list of what to delete was lost, also looks for payload that the ledger lacks.
-        """
+        """Collects what others left in a cluster; after a failover, also payload that the ledger lacks."""
         if not self.placing.is_spread:
             return
         self.collect(1, deadline)

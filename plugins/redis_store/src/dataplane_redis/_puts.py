@@ -320,10 +320,7 @@ class Puts(Backend):
 
     def _undo(self, write: bytes, deadline: float) -> bool:
         """Undoes a failed put before its deadline, or else before this client's next put. Returns whether it is undone.
-
-        If this client makes no other put, a later script of any client gives the failed one up, and its rows expire. A
-        put that was committed stays, even if the reply to its commit was lost.
-        """
+        If no other put comes, a later script of any client gives it up. A put that was committed stays."""
         try:
             with self._session.quietly():
                 until = min(deadline, time.monotonic() + _UNDO_S)

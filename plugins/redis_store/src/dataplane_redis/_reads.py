@@ -138,12 +138,8 @@ class Reads(Backend):
         num_cells: Sequence[int],
         sent: Sequence[Any] | None,
     ) -> tuple[dict[str, WireColumn | SharedRows], list[tuple[bytes, int, int, Any]]]:
-        """Fetches what `_plan` picked of each row's refs, unless the script sent the payload of all refs.
-
-        Returns:
-            The columns; and for each place that was empty: write, position, row of the request, (column, slot) pairs.
-            If any was, there are no columns.
-        """
+        """Fetches what `_plan` picked of each row's refs, unless the script sent the payload. Returns the columns; or
+        no columns, and for each place that was empty: write, position, row of the request, (column, slot) pairs."""
         uses: dict[_Place, list[tuple[int, Any]]] = {}  # place -> rows of the request, each with (column, slot) pairs
         wanted: list[tuple[bytes, int, int]] = []
         payload: list[Any] = []

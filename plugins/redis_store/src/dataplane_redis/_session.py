@@ -41,12 +41,8 @@ _MOST_CLOCK_ASKS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """An instance in its namespace.
-
-    Its id are random bits, drawn when the namespace was empty and kept as long as its data. If the namespace holds
-    another id or none, it is no longer the store that this client connected to: it was emptied, or another server took
-    over the address.
-    """
+    """An instance in its namespace. Its id are random bits, drawn when the namespace was empty and kept as long as its
+    data. With another id or none, it is no longer the store that this client connected to."""
 
     capacity_bytes: int | None  # of payload; None: no limit
     on_full: str  # what a put does when there is no room: ``block`` or ``raise``
@@ -136,10 +132,7 @@ def _capacity_of(text: bytes) -> int | None:
 
 
 class Session:
-    """The link and the instance; both are None until the backend is started.
-
-    A private server, which nobody starts again, has no acknowledgements. ``base`` is the prefix of all keys.
-    """
+    """The link and the instance; None until the backend is started. A private server has no acknowledgements."""
 
     def __init__(self, namespace: str, acknowledgements: Acknowledgements | None = None) -> None:
         self.base = base_of(namespace)
@@ -163,15 +156,9 @@ class Session:
         confirms: Confirms | None = None,
         **asked: Any,
     ) -> Any:
-        """Runs a script on the values that its file names, and on rows, and returns the reply.
-
-        If ``confirms`` says that the reply acknowledges something, waits for replicas, if it should.
-
-        Raises:
-            UnknownPartitionError, UnknownTaskError: They are not registered.
-            StalePartitionError: The namespace now holds another store than the one that this client connected to; or it
-                went back behind what this client was told is done.
-        """
+        """Runs a script on the values that its file names, and on rows, and returns the reply. If ``confirms`` says
+        that it acknowledges something, waits for replicas, if it should. Raises if the partition or task is not
+        registered, or the namespace holds another store or an older state."""
         link, _ = self.connected()
         packed = SCRIPTS[script].pack(asked)
         with self.receipt(confirms) as receipt:

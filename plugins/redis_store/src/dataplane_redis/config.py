@@ -14,8 +14,6 @@ from redis.exceptions import RedisError
 from dataplane_core.backends import CapacityOptions
 from dataplane_redis._sentinel import SENTINEL_SCHEMES, Service
 
-__all__ = ["RedisConfig", "base_of"]
-
 _SCHEMES = ("redis://", "rediss://", "unix://", *(f"{scheme}://" for scheme in SENTINEL_SCHEMES))
 
 
@@ -25,10 +23,8 @@ def base_of(namespace: str) -> bytes:
 
 
 def _is_parsed_as_intended(url: str) -> bool:
-    """Whether redis-py accepts the URL and finds its parts where the user put them.
-
-    A reserved character ends the password early; redis-py then takes the rest of it for host, port or path.
-    """
+    """Whether redis-py accepts the URL and finds its parts where the user put them: a reserved character ends the
+    password early, and the rest is then taken for host, port or path."""
     try:
         parts = urlsplit(url)
         service = Service.of(url)

@@ -16,19 +16,6 @@ from typing import Any, Final, NamedTuple
 
 from dataplane_core.errors import ConfigError, preview
 
-__all__ = [
-    "DISTRIBUTIONS",
-    "NodeMemory",
-    "check_distributions",
-    "check_library",
-    "check_machine",
-    "check_master",
-    "check_memory",
-    "check_rdma",
-    "installed",
-    "master_path",
-]
-
 #: The wheels that install the module ``mooncake``, and what each is built for. This package depends on none of them.
 DISTRIBUTIONS: Final[Mapping[str, str]] = {
     "mooncake-transfer-engine-non-cuda": "no CUDA",

@@ -425,8 +425,7 @@ class LedgerBackend(Backend, ABC):
             raise
 
     def _undo(self, write_id: int, deadline: float) -> None:
-        """Tries to undo a failed put in the time that is left; if that fails, the next call does. What was committed
-        stays."""
+        """Tries to undo a failed put in the time that is left; else the next call does. What was committed stays."""
         deadline = min(deadline, time.monotonic() + _UNDO_S)
         if time.monotonic() < deadline:
             with suppress(Exception):  # the caller gets the error of the put, not of this

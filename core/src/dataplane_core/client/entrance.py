@@ -44,8 +44,7 @@ class Entrance:
             self._inside.discard(this)
 
     def guard(self, manager: pluggy.PluginManager, backend: Backend) -> None:
-        """Lets the hooks of a backend be called through this. pluggy has no other way to put something around the
-        innermost."""
+        """Lets the hooks of a backend be called through this. pluggy can put nothing else around the innermost one."""
         for caller in manager.get_hookcallers(backend) or ():
             for hook in caller.get_hookimpls():
                 if hook.plugin is backend:

@@ -33,8 +33,7 @@ class FieldNames:
         self._known: dict[str, set[str]] = {"put": set(_OPTIONAL), "claim": set()}
 
     def unknown(self, use: str, names: Iterable[str], info: PartitionInfo | None) -> list[str]:
-        """The names for a ``put`` or ``claim`` that are not registered (if ``info`` names any) and of which nothing was
-        said yet."""
+        """The names for a ``put`` or ``claim`` that are not registered, if any are, and that were not told yet."""
         if self._silent or (info is not None and not info.fields):
             return []
         known = set() if info is None else set(info.fields)

@@ -62,8 +62,7 @@ class HeldMetas:
 
 
 def _of_held(call: Callable[[KVBatchMeta], object], meta: KVBatchMeta) -> KVBatchMeta | None:
-    """Calls with the samples whose leases are still held: others may have been acked or cleared. Returns them; None: no
-    lease is held."""
+    """Calls with the samples whose leases are held, as far as is known, and returns them. None: no lease is held."""
     while True:
         try:
             call(meta)

@@ -161,8 +161,7 @@ def _blocks_of(client: _Client, partition_id: str, saved: list[dict[str, Any]]) 
 def _read(
     client: _Client, partition_id: str, sample_ids: Sequence[str], specs: dict[str, FieldSpec]
 ) -> tuple[list[tuple[list[str], dict[str, Any]]], set[str]]:
-    """Ids and columns of rows, those with the same fields together; and which rows were cleared meanwhile. Adds to
-    ``specs``."""
+    """Ids and columns of rows, those with the same fields together; and the rows that are gone. Adds to ``specs``."""
     ids, gone = list(sample_ids), set[str]()
     what = f"save: get_samples('{partition_id}', {len(ids)} samples)"
     while ids:

@@ -95,8 +95,7 @@ def _workers(clients: Iterable[ClientInfo], operation: str, partition_id: str | 
 
 
 def _call_of(client: ClientInfo, operation: str | None, least_s: float) -> float | None:
-    """The seconds for which a client has had an operation under way, if they are so many. None stands for all that do
-    not wait for others."""
+    """The seconds for which a client has had an operation (None: any that waits for nobody) under way, if so many."""
     for call in client.calls:
         wanted = call.operation == operation if operation else call.operation not in _WAITING
         # not since: most that were under way when it announced itself have ended
@@ -131,8 +130,7 @@ def _count(number: int, what: str = "sample") -> str:
 
 
 def _meant(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant by an unknown one. Not one that differs in a number or a lone
-    letter only."""
+    """The known name that was probably meant by an unknown one, unless it differs in a number or a lone letter only."""
     near = difflib.get_close_matches(name, set(known), n=1, cutoff=0.75)
     bare = [re.sub(_PLACE, "", each) for each in (name, *near)]
     return near[0] if len(set(bare)) > 1 else None

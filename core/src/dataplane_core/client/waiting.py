@@ -89,8 +89,7 @@ class ClaimWait:
         return self.request
 
     def pause_s(self, claim: Claim) -> float | None:
-        """Seconds until the next question after this answer. None: the claim is complete. Raises when the timeout
-        passed."""
+        """Seconds until the next question after this answer. None: the claim is complete. Raises at the timeout."""
         if claim.answered:
             return None
         request = self.request

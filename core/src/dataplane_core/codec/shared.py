@@ -30,8 +30,7 @@ _SAMPLES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Which rows of a column are equal: the U rows that differ from all before them, and for each row its place among
-    these."""
+    """Which rows of a column are equal: the U rows unlike all before them, and for each row its place among these."""
 
     firsts: list[int]
     index: list[int]

@@ -37,8 +37,7 @@ class _Manager(pluggy.PluginManager):
 
 
 def build_manager(backend: Backend, middleware: Sequence[Any]) -> pluggy.PluginManager:
-    """Registers a backend and, around it, middleware (outermost first). Refuses wrong hooks, and an object listed
-    twice."""
+    """Registers a backend and middleware around it, outermost first. Refuses wrong hooks, and repeated objects."""
     check_backend_class(type(backend), backend.name)
     manager = _Manager("dataplane")
     manager.add_hookspecs(DataPlaneSpec)

@@ -99,8 +99,7 @@ def write_save(
 
 
 def _named_rows(path: Path, kind: str) -> str | None:
-    """The file of rows that the folder's manifest names. None: it is damaged, missing or old. Refuses one of another
-    kind."""
+    """The file of rows that the manifest names. None: it is damaged, missing or old. Refuses one of another kind."""
     try:
         data = read_regular(path / MANIFEST)
     except FileNotFoundError:

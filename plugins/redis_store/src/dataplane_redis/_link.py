@@ -241,8 +241,8 @@ class Link:
     # --- the nodes of a cluster ---------------------------------------------------------------------------------------
 
     def follow(self, what: str, deadline: float, key: bytes) -> Any:
-        """Switches to the node that serves ``key``. Returns the reply to CLUSTER SLOTS; None if the server is not a
-        cluster, or the ACL forbids the command."""
+        """Switches to the node that serves ``key``. Returns the reply to CLUSTER SLOTS; None: no cluster, or it is
+        forbidden."""
         self.command(what, deadline, b"EXISTS", key)
         if self._service is not None:
             return None

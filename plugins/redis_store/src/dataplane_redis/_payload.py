@@ -92,8 +92,7 @@ class Placing:
         return not self.is_spread or size_bytes <= _SMALL_ROW_BYTES * num_rows
 
     def new_write(self) -> bytes:
-        """The id of a write whose rows lie with the ledger: random, so that it is unique even if the server loses its
-        data."""
+        """The id of a write whose rows lie with the ledger: random, so unique even if the server loses its data."""
         return _HEAD.pack(0, 0, 0) + os.urandom(_RANDOM_BYTES) if self.is_spread else os.urandom(16)
 
     def new_spread_write(self, num_rows: int, size_bytes: int) -> bytes:
@@ -301,8 +300,8 @@ class Payload:
                 self._sweep(history, deadline)
 
     def _sweep(self, history: str, deadline: float) -> None:
-        """Has payload deleted that the ledger does not know. If this fails, or while another client does it, the next
-        call asks again."""
+        """Has payload deleted that the ledger does not know. If this fails, or another client does it, the next call
+        asks again."""
 
         def ask(action: str, writes: Sequence[bytes] = ()) -> Any:
             return self._session.run("sweep", deadline, "sweep", action=action, history=history, writes=writes)[1]

@@ -187,8 +187,7 @@ class Puts(Backend):
                 self._write(put, write, commit)
 
     def _put_spread(self, put: _Put) -> None:
-        """Reserves, writes the rows to the nodes, commits. If a node is lost before the commit, undoes the put and
-        begins again, until the deadline."""
+        """Reserves, writes the rows to the nodes, commits. If a node is lost, undoes the put and begins again."""
         deadline = put.request.deadline
         num_rows = sum(len(each.row_bytes) for each in put.writes)
         while True:
@@ -212,8 +211,8 @@ class Puts(Backend):
                 time.sleep(_LOST_PAUSE_S)
 
     def _begin(self, put: _Put, write: bytes) -> dict[str, Any] | None:
-        """Reserves. Returns the commit that follows the rows, or None if the request was carried out before: then this
-        confirms it."""
+        """Reserves. Returns the commit that follows the rows; None: it has confirmed a request that was carried out
+        before."""
         reply = self._reserve(put, "begin", write)
         if reply[0] == b"done":
             self._commit(put, put.asked("commit", write))

@@ -218,8 +218,7 @@ class Reads(Backend):
 def _plan(
     key: tuple[int, ...], layouts: Sequence[Mapping[str, FieldSpec]], fields: Sequence[str]
 ) -> list[tuple[int, list[tuple[int, int]]]] | None:
-    """Which refs of a row a read needs, and which of their cells: (index of the ref, [(column, slot), ...]) each. None
-    if a cell is not produced."""
+    """Which refs of a row a read needs: (index of the ref, [(column, slot), ...]) each. None: a cell is missing."""
     slots = [{name: slot for slot, name in enumerate(layouts[number])} for number in key]
     found: dict[int, list[tuple[int, int]]] = {}
     for column, name in enumerate(fields):
@@ -299,8 +298,7 @@ def _raise_missing(
 
 
 def _raise_lost(what: str, request: GetRequest, lost: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> NoReturn:
-    """The partition lists rows whose payload is gone: each by its index in the request, with the (column, slot) pairs
-    that were asked for."""
+    """The payload of listed rows is gone: of each, its index in the request and the (column, slot) pairs asked for."""
     columns: dict[int, set[int]] = {}
     for row, pairs in sorted(lost):
         columns.setdefault(row, set()).update(column for column, _ in pairs)

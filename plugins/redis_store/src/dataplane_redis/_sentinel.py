@@ -45,8 +45,8 @@ class Service:
 
     @classmethod
     def of(cls, url: str) -> Service | None:
-        """The service of a URL, ``redis+sentinel://[user:password@]host:port,host:port/service[/db]``. None: another
-        kind of URL."""
+        """The service of ``redis+sentinel://[user:password@]host:port,host:port/service[/db]``. None: another kind of
+        URL."""
         scheme = SENTINEL_SCHEMES.get(url.partition("://")[0])
         if scheme is None:
             return None

@@ -189,8 +189,7 @@ class Session:
         return instance.id + os.urandom(16) + now + (b"" if receipt is None else receipt.mark)
 
     def accept(self, what: str, receipt: Receipt | None, reply: Any) -> None:
-        """Notes what a script's reply acknowledges. Raises if too few replicas have it, or if the server has another
-        store."""
+        """Notes what a reply acknowledges. Raises if too few replicas have it, or the server has another store."""
         label = self.connected()[0].label
         if reply[0] == b"other_history":
             raise StalePartitionError(

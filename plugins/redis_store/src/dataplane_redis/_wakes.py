@@ -134,8 +134,7 @@ class Wakes:
         return self.client + to_bytes(token)
 
     def listens(self, deadline: float) -> bool:
-        """Whether this client listens, called when something waits. The first call starts it, and blocks until then for
-        a short time."""
+        """Whether this client listens, asked when something waits. The first call starts it, and blocks a little."""
         if self._refused or self._closed:
             return False
         if not self._tried.is_set():

@@ -46,8 +46,7 @@ _LET_GO_S: Final = 30.0
 
 
 class Described(NamedTuple):
-    """What a storage unit says about itself: the id of its process and node, address, and available memory. It has no
-    port."""
+    """What a storage unit says about itself: ids of its process and node, address, available memory. It has no port."""
 
     life: str
     node: str

@@ -297,8 +297,7 @@ class Engine(QueueEngine):
 
 
 class _Watch:
-    """While a call takes long, asks Ray whether the storage units are alive, and looks at a master that nobody starts
-    again."""
+    """While a call takes long, asks Ray whether the storage units live, and looks at a master that nobody restarts."""
 
     def __init__(self, instance: MooncakeInstance, master: MasterWatch | None) -> None:
         self._instance: str = instance.config.instance

@@ -122,8 +122,7 @@ def _silence_log(library: Any) -> None:
 
 
 class Store:
-    """This process's engine for one master, without a segment of its own. Thread-safe. `release` once for each
-    `acquire`."""
+    """This process's engine for one master, without a segment. Thread-safe. `release` once for each `acquire`."""
 
     _shared: ClassVar[dict[tuple[int, StoreSettings], Store]] = {}
     _setting_up: ClassVar[dict[tuple[int, StoreSettings], threading.Lock]] = {}  # held by who sets an engine up
@@ -157,8 +156,7 @@ class Store:
 
     @classmethod
     def acquire(cls, settings: StoreSettings, units: Collection[Endpoint], *, deadline: float) -> Store:
-        """This process's engine for these settings, set up by the first caller. ``units``: where its storage units
-        listen."""
+        """This process's engine for these settings, set up by the first caller. ``units``: where these listen."""
         key = (os.getpid(), settings)
         what = f"connecting to the mooncake_master at {settings.master}"
         with cls._shared_lock:

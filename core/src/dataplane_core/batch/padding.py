@@ -58,7 +58,7 @@ def find_cut(
 
 
 def _starts(where: str, mask: Any, counts: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """The place of each row's first token by an attention mask (N, S), which may lack tokens. None: there is no mask."""
+    """The place of each row's first token by an attention mask (N, S), which may lack some. None: there is no mask."""
     if not isinstance(mask, torch.Tensor) or mask.is_nested or mask.dim() != 2 or len(mask) != len(counts):
         return None
     host = host_tensor(mask, ATTENTION_MASK_FIELD)

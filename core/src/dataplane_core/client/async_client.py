@@ -150,20 +150,7 @@ class AsyncDataPlaneClient(ClientFacts):
 
     @classmethod
     async def _open(cls, connect: Callable[[], DataPlaneClient], threads: int) -> Self:
-        opener = CallThreads("dataplane-async-connect", 1)
-        opening = opener.submit(connect)
-        try:
-            await opening.end()
-        except asyncio.CancelledError:
-            await _end_of(opening)
-            if opening.error is None:
-                await _end_of(opener.submit(opening.result.close))
-            raise
-        finally:
-            opener.close()
-        if opening.error is not None:
-            raise opening.error
-        return cls(opening.result, threads)
+        return cls(await _in_own_thread("dataplane-async-connect", connect, DataPlaneClient.close), threads)
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -210,17 +197,7 @@ class AsyncDataPlaneClient(ClientFacts):
 
     async def close(self) -> None:
         """As `DataPlaneClient.close`. Claims that wait end with `ClientClosedError`. Idempotent."""
-        closer = CallThreads("dataplane-async-close", 1)
-        closing = closer.submit(self._close)
-        try:
-            await closing.end()
-        except asyncio.CancelledError:
-            await _end_of(closing)
-            raise
-        finally:
-            closer.close()
-        if closing.error is not None:
-            raise closing.error
+        await _in_own_thread("dataplane-async-close", self._close, lambda _: None)
 
     def _close(self) -> None:
         try:
@@ -376,6 +353,24 @@ class AsyncDataPlaneClient(ClientFacts):
 
         claim = partial(self._client._claim, request)
         return await self._run("claim_meta", claim, until=request.deadline, if_cancelled=if_cancelled)
+
+
+async def _in_own_thread(name: str, function: Callable[[], _R], undo: Callable[[_R], object]) -> _R:
+    """Calls a function in a thread of its own, and waits for its end also if it is cancelled. Then it is undone."""
+    threads = CallThreads(name, 1)
+    call = threads.submit(function)
+    try:
+        await call.end()
+    except asyncio.CancelledError:
+        await _end_of(call)
+        if call.error is None:
+            await _end_of(threads.submit(partial(undo, call.result)))
+        raise
+    finally:
+        threads.close()
+    if call.error is not None:
+        raise call.error
+    return call.result
 
 
 async def _end_of(call: Call[Any]) -> None:

@@ -193,17 +193,7 @@ def read_to_save(
     client: _Client, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str], specs: dict[str, FieldSpec]
 ) -> dict[str, Any]:
     """Reads columns for `dataplane_core.saves.pack_rows`: rows that the store shares are read once, and saved once.
-
-    Args:
-        client: Reads the rows.
-        sample_ids: The rows.
-        partition_id: Their partition.
-        fields: The columns.
-        specs: The specs of the partition's fields, as far as known. New ones are added.
-
-    Raises:
-        MissingDataError: A row, or one of its columns, is not there.
-    """
+    ``specs``: those of the partition's fields, as far as known; new ones are added."""
     columns = client.get_samples(sample_ids, partition_id, fields, share_rows=True)
     if any(name not in specs for name in fields):
         specs.update(client.describe(partition_id).specs)

@@ -40,18 +40,9 @@ _WAITING: Final = ("claim_meta", "put_samples")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known of a store.
-
-    Attributes:
-        partitions: Partition -> what it holds.
-        answers: Partition and task -> what the claim that `question_of` finds would be given.
-        clients: Those that announced themselves, also if they ended. Empty if the backend does not list them.
-        tags: Partition and sample -> its tags, of those that a shortfall names.
-        members: Partition and group -> the members that are there, of those that a shortfall names.
-        held_bytes: Payload of all partitions. 0 if that was not asked for.
-        capacity_bytes: How many the store may hold, or None.
-        patience_s: See above.
-    """
+    """What is known of a store: what its partitions hold, what the claims that `question_of` finds would be given, who
+    announced themselves (also if they ended), tags of the samples and members of the groups that shortfalls name, and
+    its bytes."""
 
     partitions: Mapping[str, PartitionDescription]
     answers: Mapping[tuple[str, str], Answer | None] = field(default_factory=dict)

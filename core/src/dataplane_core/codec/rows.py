@@ -132,15 +132,8 @@ def take_rows(column: Any, positions: Sequence[int], jagged: JaggedColumns | Non
 
 
 def join_parts(parts: Sequence[Any], order: Sequence[int]) -> Any:
-    """Rows of one field that were read apart, in the order of a read.
-
-    Args:
-        parts: Columns that `decode_columns` returned.
-        order: For each row of the result, its place among the rows of all parts.
-
-    Returns:
-        Tensors in new memory, in the wider of their dtypes; or one object per row, if a part has these.
-    """
+    """Rows of one field that were read apart, in the order of a read: ``order`` has each one's place among all. Tensors
+    are in new memory, in the wider of their dtypes; if a part has objects, all are objects."""
     if not all(isinstance(part, torch.Tensor) for part in parts):
         items = [row for part in parts for row in (part.unbind() if isinstance(part, torch.Tensor) else part.tolist())]
         return object_column([items[row] for row in order])

@@ -128,7 +128,7 @@ def host_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
         )
     tensor = tensor.detach()
     if type(tensor) is not torch.Tensor:
-        if _is_wrapper(tensor) or tensor.untyped_storage().device.type == "meta":
+        if is_traceable_wrapper_subclass(tensor) or tensor.untyped_storage().device.type == "meta":
             raise InvalidTypeError(
                 f"{what} is a {type(tensor).__name__}, which wraps other tensors. Expected a plain tensor; for a "
                 "DTensor call .full_tensor() or .to_local()."
@@ -140,10 +140,6 @@ def host_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
     # dims of size 1 may have unusual strides, for which a view of another dtype fails
     strides = _strides(tensor.shape)
     return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
-
-
-def _is_wrapper(tensor: object) -> bool:
-    return is_traceable_wrapper_subclass(tensor)
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -194,16 +190,8 @@ def ragged_of_nested(nested: torch.Tensor, what: str) -> Ragged | torch.Tensor:
 
 
 def ragged_of_rows(rows: Sequence[torch.Tensor], what: str) -> Ragged | torch.Tensor:
-    """Rows joined end to end. Dense (N,) if they are scalars.
-
-    Args:
-        rows: One tensor per row; at least one.
-        what: The subject of error messages.
-
-    Raises:
-        SchemaMismatchError: Rows differ in dtype, rank, or a dim other than their first.
-        InvalidTypeError: As `host_tensor`.
-    """
+    """At least one row, joined end to end; dense (N,) if they are scalars. Refuses rows that differ in dtype, rank, or
+    a dim other than their first (`SchemaMismatchError`), and what `host_tensor` refuses. ``what`` begins messages."""
     plain: Sequence[torch.Tensor] = rows
     if {(type(row), row.device.type, row.layout, row.is_nested) for row in rows} != _PLAIN:
         plain = [host_tensor(row, what) for row in rows]
@@ -258,14 +246,8 @@ def byte_slices(starts: torch.Tensor, lengths: torch.Tensor, step: int) -> list[
 def gather_rows(
     values: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, slices: Sequence[slice] | None = None
 ) -> Ragged:
-    """Copies rows from ``values`` and joins them end to end in new memory.
-
-    Args:
-        values: (T, *trailing), contiguous, on the host.
-        starts: (N,) int64, where each row starts in ``values``.
-        offsets: (N + 1,) int64, where each row starts and ends in the result.
-        slices: `byte_slices` of the rows, if known already.
-    """
+    """Copies rows that start at ``starts`` in contiguous host values (T, *trailing) end to end to new memory, where
+    ``offsets`` say. ``slices``: their `byte_slices`, if known."""
     shape = (int(offsets[-1]), *values.shape[1:])
     step = values.dtype.itemsize * math.prod(values.shape[1:])
     if slices is None:
@@ -307,15 +289,8 @@ def bounds_of(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[int, int]:
 
 
 def to_nested(ragged: Ragged, bounds: tuple[int, int] | None = None) -> torch.Tensor:
-    """One jagged nested tensor with cached min and max length. Aliases ``ragged``.
-
-    Calls the private constructor, as torch's own operations do: `torch.nested.nested_tensor_from_jagged` takes longer,
-    because it makes a view that autograd tracks.
-
-    Args:
-        ragged: The rows.
-        bounds: `bounds_of` their lengths, if known already.
-    """
+    """One jagged nested tensor with cached min and max length (``bounds``). Aliases ``ragged``. Calls the private
+    constructor, as torch does: `nested_tensor_from_jagged` takes longer, since it makes a view that autograd tracks."""
     shortest, longest = bounds_of(ragged.lengths) if bounds is None else bounds
     kept = {"min_seqlen": _kept_length(shortest), "max_seqlen": _kept_length(longest)}
     return NestedTensor(ragged.values, ragged.offsets, _metadata_cache=kept)

@@ -55,16 +55,8 @@ def build_manager(backend: Backend, middleware: Sequence[Any]) -> pluggy.PluginM
 
 
 def check_backend_class(cls: type[Backend], name: str = "") -> None:
-    """Checks a backend class against the hook specs.
-
-    Args:
-        cls: The class.
-        name: Its entry-point name, for messages.
-
-    Raises:
-        PluginSignatureError: The class is not a `Backend`, is written for a newer contract, lacks an operation, has an
-            operation whose signature is not ``(self, request)``, or a public method with almost an operation's name.
-    """
+    """Refuses a class that is no `Backend`, is written for a newer contract, lacks an operation, has one whose
+    signature is not ``(self, request)``, or a public method with almost an operation's name."""
     label = f"backend '{name or getattr(cls, '__name__', cls)}'"
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
         raise PluginSignatureError(

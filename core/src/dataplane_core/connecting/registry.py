@@ -39,14 +39,7 @@ _FASTER_S: Final = 10.0
 
 
 def load_backend(name: str) -> type[Backend]:
-    """Imports the backend of that name and checks its hooks.
-
-    Raises:
-        UnknownBackendError: Not installed. The message lists the names found, and the pip command if the name is known.
-        DuplicatePluginError: Two distributions register the name.
-        PluginImportError: Its import fails. The cause is the original error.
-        PluginSignatureError: Its hooks do not fit.
-    """
+    """Imports the backend of that name and checks its hooks. Raises a `PluginError` that says what is wrong."""
     cls = load_plugin(BACKEND_GROUP, name, "backend")
     check_backend_class(cls, name)
     loaded: type[Backend] = cls

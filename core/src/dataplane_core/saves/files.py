@@ -148,21 +148,9 @@ def _write_blocks(path: Path, blocks: Iterable[bytes | bytearray]) -> list[dict[
 
 
 class SavedFiles:
-    """The newest save in a folder, checked. Holds its file open, so close it, or use it in a ``with`` statement.
-
-    Args:
-        folder: The folder.
-        kind: The name of the save's format.
-
-    Attributes:
-        body: The body that was passed to `write_save`.
-
-    Raises:
-        MissingDataError: The folder has no save.
-        UnsupportedOperationError: Another version of this package wrote the save.
-        CorruptDataError: The manifest is not that of a save, or was changed, or the file of rows is missing.
-        SaveError: They cannot be read.
-    """
+    """The newest save in a folder, checked, with the ``body`` that its writer gave. Holds its file open, so close it,
+    or use it in a ``with``. Raises if there is none (`MissingDataError`), it is of another version, damaged, or cannot
+    be read."""
 
     def __init__(self, folder: str | os.PathLike[str], kind: str) -> None:
         self._path = Path(folder)
@@ -242,18 +230,8 @@ def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
 
 
 def read_head(manifest: Path, text: bytes, kind: str, version: int) -> dict[str, Any]:
-    """The JSON object that says format and version of a manifest.
-
-    Args:
-        manifest: The file, for messages.
-        text: The object.
-        kind: The format that it should have.
-        version: The version that it should have.
-
-    Raises:
-        CorruptDataError: It is damaged, or that of something else.
-        UnsupportedOperationError: Another version of this package wrote it.
-    """
+    """The JSON object ``text`` of a manifest, if it says this format and version. `CorruptDataError`: it is damaged, or
+    that of something else; `UnsupportedOperationError`: another version of this package wrote it."""
     try:
         head: dict[str, Any] = json.loads(text)
         known, found = head["format"] == kind, int(head["version"])

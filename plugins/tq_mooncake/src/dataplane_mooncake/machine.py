@@ -43,10 +43,7 @@ def installed() -> dict[str, str]:
 
 
 def check_distributions() -> None:
-    """Checks that exactly one of the three wheels is installed, of a version that was tried.
-
-    Several overwrite each other's files.
-    """
+    """Checks that exactly one of the wheels, which overwrite each other, is installed, of a version that was tried."""
     found = installed()
     if not found:
         raise ConfigError(
@@ -55,7 +52,7 @@ def check_distributions() -> None:
             f"need one for CUDA: {' or '.join(_FOR_CUDA)}, in this version.",
         )
     if len(found) > 1:
-        names = [name for name in (_WITH_WHEEL, *found) if name in found or _is_installed(name)]
+        names = [name for name in (_WITH_WHEEL, *found) if name in found or any(metadata.distributions(name=name))]
         (kept, *_) = [name for name in found if name != _PLAIN]  # other libraries may need this one
         raise ConfigError(
             f"{len(found)} distributions install the module mooncake over each other: "
@@ -71,16 +68,8 @@ def check_distributions() -> None:
         )
 
 
-def _is_installed(name: str) -> bool:
-    return any(True for _ in metadata.distributions(name=name))
-
-
 def check_library() -> Any:
-    """Checks that Mooncake's library loads.
-
-    Returns:
-        The module ``mooncake.store``.
-    """
+    """Checks that Mooncake's library loads, and returns the module ``mooncake.store``."""
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as error:
@@ -98,11 +87,7 @@ def check_library() -> Any:
 
 
 def master_path() -> Path:
-    """The path of the installed ``mooncake_master``. It comes with the wheel, and need not be on the PATH.
-
-    Raises:
-        ConfigError: The wheel has none.
-    """
+    """The path of the installed ``mooncake_master``. It comes with the wheel, and need not be on the PATH."""
     spec = util.find_spec("mooncake")
     for folder in (spec and spec.submodule_search_locations) or ():
         path = Path(folder) / "mooncake_master"
@@ -125,13 +110,7 @@ def check_master() -> None:
 
 
 def check_rdma(devices: Sequence[str] = ()) -> None:
-    """Checks that this machine has RDMA devices, including the named ones.
-
-    Without devices, Mooncake itself would report success and use TCP.
-
-    Args:
-        devices: Names; empty: any device is enough.
-    """
+    """Checks that this machine has these RDMA devices, or any: without, Mooncake would report success and use TCP."""
     there = sorted(each.name for each in _DEVICES.iterdir()) if _DEVICES.is_dir() else []
     missing = [name for name in devices if name not in there]
     if missing or not there:
@@ -151,13 +130,7 @@ def check_machine(protocol: str, devices: Sequence[str]) -> None:
 
 
 class NodeMemory(NamedTuple):
-    """A node's available memory, and the storage units that will use it.
-
-    Attributes:
-        node: Its name in messages.
-        available_bytes: Available memory.
-        num_units: Storage units on the node.
-    """
+    """A node's available memory, and the number of storage units that will use it."""
 
     node: str
     available_bytes: int
@@ -167,14 +140,7 @@ class NodeMemory(NamedTuple):
 def check_memory(
     nodes: Sequence[NodeMemory], *, segment_size_bytes: int, local_buffer_size_bytes: int, clients_per_node: int
 ) -> None:
-    """Checks that every node has the memory for its units' segments and its clients' buffers.
-
-    Args:
-        nodes: The nodes with units.
-        segment_size_bytes: Per unit.
-        local_buffer_size_bytes: Per client.
-        clients_per_node: Expected clients on a node.
-    """
+    """Checks that every node has the memory for its units' segments and its clients' buffers."""
     for node in nodes:
         segments = node.num_units * segment_size_bytes
         buffers = clients_per_node * local_buffer_size_bytes

@@ -57,11 +57,8 @@ _NO_LIBRARY = re.compile(r"([\w.+-]+\.so[\w.]*): cannot open shared object file"
 
 
 def missing_library(error: BaseException) -> str | None:
-    """The shared library that an import did not find, such as ``libibverbs.so.1``. None: it failed for another reason.
-
-    Args:
-        error: What the import raised. Its causes and contexts are searched too.
-    """
+    """The shared library that an import did not find, such as ``libibverbs.so.1``, by its error and the causes. Else
+    None."""
     seen: BaseException | None = error
     while seen is not None:
         found = _NO_LIBRARY.search(str(seen))

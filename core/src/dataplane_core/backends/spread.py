@@ -52,12 +52,7 @@ def _routed(operation: str) -> Any:
 
 
 class SpreadBackend(Backend):
-    """Several stores as one. `spread_over` makes the class for a backend.
-
-    Attributes:
-        store_class: The class of the stores.
-        num_ledgers: How many stores.
-    """
+    """So many stores of ``store_class`` as one. `spread_over` makes the class for a backend."""
 
     store_class: ClassVar[type[Backend]] = Backend
     num_ledgers: ClassVar[int] = 1

@@ -186,14 +186,8 @@ class _AnyFeed:
 
 
 class Feed(_AnyFeed):
-    """The batches of a `Stream`, or of an iteration of a `StreamingDataset`.
-
-    Args:
-        client: Claims and reads.
-        terms: What it claims and reads.
-        batch_indexes: Which batches of a rank it claims. Default: those that the client was not given yet.
-        closes: Whether the client ends with the feed.
-    """
+    """The batches of a `Stream`, or of an iteration of a `StreamingDataset`: of a rank, those of ``batch_indexes``, or
+    by default those that the client was not given yet. ``closes``: the client ends with it."""
 
     def __init__(
         self,

@@ -237,18 +237,8 @@ def join_row(frames: Sequence[BytesLike]) -> bytes:
 
 
 def join_rows(tables: Sequence[Sequence[Sequence[BytesLike]]]) -> tuple[memoryview, _Int64]:
-    """`join_row` for many rows at once, for engines where each stored value has a cost.
-
-    Args:
-        tables: Tables of C columns of N frames each. C and N may differ from table to table.
-
-    Returns:
-        The rows of all tables end to end, and their int64 offsets in bytes, one more than there are rows. Large rows
-        are in memory that is used again once nobody holds it.
-
-    Raises:
-        InvalidRequestError: The columns of a table differ in length, or it has none.
-    """
+    """`join_row` for many rows at once: of tables of C columns of N frames each, which may differ from table to table.
+    Returns the rows of all tables end to end, and their int64 offsets in bytes. Large rows are in recycled memory."""
     parts: list[BytesLike] = []
     sizes = []
     for columns in tables:
@@ -272,15 +262,7 @@ def join_rows(tables: Sequence[Sequence[Sequence[BytesLike]]]) -> tuple[memoryvi
 
 def split_rows(rows: Sequence[BytesLike]) -> list[list[BytesLike]]:
     """The frames of each row: large ones as views of the row's memory, small ones as byte strings.
-
-    ``zip(*split_rows(rows))`` gives columns.
-
-    Args:
-        rows: What `join_row` returned, or slices of `join_rows`' buffer: bytes-like or uint8 arrays.
-
-    Raises:
-        FrameError: A row has a wrong magic or version, is truncated, or its sizes do not add up. With its number.
-    """
+    ``zip(*split_rows(rows))`` gives columns. A `FrameError` has the number of the row."""
     split = []
     for number, row in enumerate(rows):
         view = memoryview(_flat(row))

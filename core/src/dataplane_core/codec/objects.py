@@ -116,10 +116,7 @@ def _refusal(field: str, row: int | None, error: _OutsideError) -> InvalidTypeEr
 
 
 def copy_item(item: Any) -> Any:
-    """A deep copy that shares no memory with ``item``. Tensors become plain, contiguous, detached host tensors.
-
-    Items outside the closed set are copied with `copy.deepcopy`; `check_items` decides whether they are allowed.
-    """
+    """A deep copy that shares no memory with ``item``. Tensors become plain, contiguous, detached host tensors."""
     kind = type(item)
     if kind in _FLAT:
         return item

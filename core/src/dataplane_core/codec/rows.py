@@ -83,11 +83,7 @@ def object_column(items: Sequence[Any]) -> NonTensorStack:
 
 
 def empty_columns(specs: Mapping[str, FieldSpec], names: Iterable[str]) -> TensorDict:
-    """Columns of no rows, of the dtypes that fields have.
-
-    Returns:
-        Per field a tensor of shape ``(0,)``, or ``(0, 0, *trailing)``; objects as a ``NonTensorStack``.
-    """
+    """Columns of no rows: per field a tensor (0,) or (0, 0, *trailing) of its dtype, or an empty ``NonTensorStack``."""
     columns = TensorDict(batch_size=[0])
     for name in names:
         spec = specs[name]
@@ -105,17 +101,8 @@ def empty_rows(spec: FieldSpec, count: int) -> Any:
 
 
 def take_rows(column: Any, positions: Sequence[int], jagged: JaggedColumns | None = None) -> Any:
-    """The rows at ``positions``, in that order. Repeats are allowed.
-
-    Args:
-        column: What `decode_columns` returns.
-        positions: Row numbers, not negative.
-        jagged: The jagged columns of the same read.
-
-    Returns:
-        Tensors in new memory: dense if all rows taken have the same shape, else jagged. A repeated item of a
-        ``NonTensorStack`` is copied, so that rows stay independent.
-    """
+    """The rows of a decoded column at ``positions``, in that order; repeats are allowed. Tensors are in new memory:
+    dense if all rows have the same shape, else jagged. A repeated item is copied, so that rows stay independent."""
     if isinstance(column, torch.Tensor):
         if not column.is_nested:
             return take_dense(host_tensor(column, "a column"), positions)

@@ -125,15 +125,8 @@ def _samples(data: ByteArray, starts: Any, sizes: Any) -> Any:
 
 
 def spread(column: Any, index: Sequence[int], jagged: JaggedColumns, *, share: bool) -> Any:
-    """The N rows of a decoded column of U rows.
-
-    Args:
-        column: A tensor, or a ``NonTensorStack`` of items.
-        index: The row of ``column`` that each row of the result is.
-        jagged: The jagged columns of the same read.
-        share: Return a ``NonTensorStack`` of row tensors or items, in which equal rows are one object. If False, every
-            row has memory of its own.
-    """
+    """The N rows of a decoded column of U rows, by ``index``. With ``share``, a ``NonTensorStack`` of row tensors or
+    items, in which equal rows are one object; else every row has memory of its own."""
     if not share:
         return take_rows(column, index, jagged)
     rows: Sequence[Any] = column.unbind() if isinstance(column, torch.Tensor) else column.tolist()

@@ -61,19 +61,9 @@ def write_save(
     body: Mapping[str, Any],
     blocks: Iterable[bytes | bytearray],
 ) -> None:
-    """Replaces the save in a folder. Creates the folder if needed. Only one process may do this at a time.
-
-    Args:
-        folder: The folder.
-        kind: The name of the save's format.
-        body: JSON values.
-        blocks: The content, consumed one by one, so that it need not fit in memory. ``body`` is read after them.
-
-    Raises:
-        InvalidRequestError: The folder's manifest is that of something else. Nothing was written.
-        SaveError: The save cannot be written. It says whether the former save is unchanged.
-        DataPlaneError: What ``blocks`` raised. The former save is unchanged.
-    """
+    """Replaces the save in a folder, which is created if needed. Only one process may do this at a time. ``blocks`` are
+    consumed one by one, so that they need not fit in memory; ``body`` (JSON values) is read after them. Refuses a
+    folder whose manifest is that of something else. A `SaveError` says whether the former save is unchanged."""
     path, kept = Path(folder), "A former save is as it was."
     try:
         os.makedirs(path, exist_ok=True)

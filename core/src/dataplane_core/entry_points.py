@@ -71,10 +71,8 @@ class PluginRecord:
 
 
 def find_plugins(group: str = BACKEND_GROUP) -> list[PluginRecord]:
-    """Lists the installed plugins, sorted by name. Imports nothing.
-
-    A name that two distributions register is listed twice.
-    """
+    """Lists the installed plugins, sorted by name; one that two distributions register is listed twice. Imports
+    nothing."""
     records: dict[tuple[str, str, str], PluginRecord] = {}
     for point in entry_points(group=group):
         record = _record(point)

@@ -102,16 +102,9 @@ def is_jagged(tensor: torch.Tensor) -> bool:
 
 
 def host_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """The tensor as plain, contiguous, detached host memory. Aliases ``tensor`` if it is that already.
-
-    Args:
-        tensor: On any device but meta. Conj and neg bits are resolved.
-        what: The subject of error messages, such as ``field 'x'``.
-
-    Raises:
-        InvalidTypeError: The tensor is a nested, meta-device, sparse or quantised one, a wrapper subclass, or of a
-            dtype that is not carried.
-    """
+    """The tensor as plain, contiguous, detached host memory, without conj and neg bits. Aliases it if it is that
+    already. Refuses nested, meta-device, sparse and quantised tensors, wrapper subclasses, and dtypes that are not
+    carried (`InvalidTypeError`). ``what`` begins messages, such as ``field 'x'``."""
     if tensor.is_nested:
         raise InvalidTypeError(f"{what} is a nested tensor. Expected a plain tensor for each row.")
     if tensor.dtype not in DTYPE_CODES:

@@ -174,9 +174,9 @@ def _pickled(item: Any, field: str, row: int) -> bytes:
         ) from error
 
 
-def encode_item(item: Any, field: str = "") -> bytes:
+def encode_item(item: Any, field: str = "", *, allow_pickle: bool = False) -> bytes:
     """One item as bytes; see `encode_items`."""
-    return encode_items([item], field)[0]
+    return encode_items([item], field, allow_pickle=allow_pickle)[0]
 
 
 def decode_items(encoded: Sequence[BytesLike], *, allow_pickle: bool = False) -> list[Any]:
@@ -199,9 +199,9 @@ def decode_items(encoded: Sequence[BytesLike], *, allow_pickle: bool = False) ->
     return items
 
 
-def decode_item(data: BytesLike) -> Any:
+def decode_item(data: BytesLike, *, allow_pickle: bool = False) -> Any:
     """Reads `encode_item`'s bytes; see `decode_items`."""
-    return decode_items([data])[0]
+    return decode_items([data], allow_pickle=allow_pickle)[0]
 
 
 class _Pickled:

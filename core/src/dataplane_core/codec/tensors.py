@@ -121,7 +121,7 @@ def host_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
         )
     tensor = tensor.detach()
     if type(tensor) is not torch.Tensor:
-        if is_traceable_wrapper_subclass(tensor) or tensor.untyped_storage().device.type == "meta":
+        if _is_wrapper(tensor) or tensor.untyped_storage().device.type == "meta":
             raise InvalidTypeError(
                 f"{what} is a {type(tensor).__name__}, which wraps other tensors. Expected a plain tensor; for a "
                 "DTensor call .full_tensor() or .to_local()."
@@ -133,6 +133,10 @@ def host_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
     # dims of size 1 may have unusual strides, for which a view of another dtype fails
     strides = _strides(tensor.shape)
     return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
+
+
+def _is_wrapper(tensor: object) -> bool:  # the type checker takes torch's own answer for a contradiction
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

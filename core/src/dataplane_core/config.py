@@ -162,8 +162,16 @@ def yaml_problem(error: yaml.YAMLError | ValueError) -> str:
 
 
 def validate_model(model: type[M], values: Mapping[str, Any], label: str) -> M:
-    """Validates a mapping. The `ConfigError`, which begins with ``label``, names every wrong key, and the nearest known
-    one."""
+    """Validates a mapping, turning pydantic's report into a `ConfigError` that names the nearest key.
+
+    Args:
+        model: The pydantic model.
+        values: Keys and values.
+        label: What is being read. The message begins with it.
+
+    Raises:
+        ConfigError: A key is unknown or missing, or a value is wrong. The message names every such key.
+    """
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:

@@ -71,8 +71,10 @@ class PluginRecord:
 
 
 def find_plugins(group: str = BACKEND_GROUP) -> list[PluginRecord]:
-    """Lists the installed plugins, sorted by name; one that two distributions register is listed twice. Imports
-    nothing."""
+    """Lists the installed plugins, sorted by name. Imports nothing.
+
+    A name that two distributions register is listed twice.
+    """
     records: dict[tuple[str, str, str], PluginRecord] = {}
     for point in entry_points(group=group):
         record = _record(point)
@@ -89,8 +91,18 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def load_plugin(group: str, name: str, kind: str) -> Any:
-    """Imports what the entry point of that name refers to. ``kind`` (backend, middleware or command) is for messages.
-    Raises if none or several distributions register the name, or its import fails."""
+    """Imports the object that the entry point of that name refers to.
+
+    Args:
+        group: `BACKEND_GROUP`, `MIDDLEWARE_GROUP` or `COMMAND_GROUP`.
+        name: Its name.
+        kind: ``backend``, ``middleware`` or ``command``, for messages.
+
+    Raises:
+        UnknownBackendError: Not installed. The message lists the names found, and the pip command if the name is known.
+        DuplicatePluginError: Two distributions register the name.
+        PluginImportError: Its import fails. The cause is the original error.
+    """
     points = {(_record(point).distribution, point.value): point for point in entry_points(group=group, name=name)}
     if not points:
         raise unknown_plugin(group, name, kind)

@@ -125,8 +125,15 @@ MESSAGE_LOG_FIELDS: Final = (INPUT_IDS_FIELD, TURN_LENGTHS_FIELD, TURN_ROLES_FIE
 
 
 def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool) -> list[str]:
-    """The fields to read, in a new list: ``routed_experts`` is appended once if router replay is on (``enabled``). A
-    read then raises if the column was not written."""
+    """The fields to read, with the routed experts where router replay is on.
+
+    Args:
+        fields: Field names.
+        enabled: Whether router replay is on. A read of the result then raises if the column was not written.
+
+    Returns:
+        A new list; ``routed_experts`` is appended once if ``enabled``.
+    """
     names = list(fields)
     if enabled and ROUTED_EXPERTS_FIELD not in names:
         names.append(ROUTED_EXPERTS_FIELD)
@@ -134,7 +141,13 @@ def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool)
 
 
 def padded_length(length: _Length, *multiples: int) -> _Length:
-    """The smallest length in tokens, or array of lengths, that is at least ``length`` and a multiple of each of
-    ``multiples``. All code that pads ranks to one length uses it."""
+    """The smallest length that is at least ``length`` and a multiple of each of ``multiples``.
+
+    All code that pads ranks to one length uses it.
+
+    Args:
+        length: In tokens, 0 or more. For an array of lengths, the result is an array.
+        multiples: 1 or more each.
+    """
     multiple = math.lcm(*multiples)
     return -(-length // multiple) * multiple

@@ -57,8 +57,11 @@ _NO_LIBRARY = re.compile(r"([\w.+-]+\.so[\w.]*): cannot open shared object file"
 
 
 def missing_library(error: BaseException) -> str | None:
-    """The shared library that an import did not find, such as ``libibverbs.so.1``, by its error and the causes. Else
-    None."""
+    """The shared library that an import did not find, such as ``libibverbs.so.1``. None: it failed for another reason.
+
+    Args:
+        error: What the import raised. Its causes and contexts are searched too.
+    """
     seen: BaseException | None = error
     while seen is not None:
         found = _NO_LIBRARY.search(str(seen))
@@ -78,9 +81,17 @@ def never_reachable(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | 
 
 
 def check_announced_address(address: str, who: str, hint: str) -> Finding:
-    """Checks whether other hosts can reach this one at the address, or a name of it, that ``who`` (such as ``Ray``)
-    announces. An error: it is link-local, not that of a host, or on no interface of this machine. A warning: it is a
-    loopback address. ``hint``: how to announce another one."""
+    """Checks whether other hosts can reach this one at the address that it announces.
+
+    Args:
+        address: An IP address of this host, or a name that resolves to one.
+        who: The software that announces it, such as ``Ray``. The message begins with it.
+        hint: How to announce another one.
+
+    Returns:
+        An error if the address is link-local, not the address of a host, or on no interface of this machine. A warning
+        if it is a loopback address, which only this host can reach. Else ok.
+    """
     said = f"{who} announces this host as {address}"
     try:
         numbers = {item[4][0] for item in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}

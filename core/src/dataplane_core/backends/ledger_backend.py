@@ -119,7 +119,14 @@ class RefsGoneError(DataPlaneError):
 
 @dataclass(slots=True)
 class _Ticket:
-    """A put's place in the queue for room, by a random id."""
+    """A put's place in the queue for room.
+
+    Attributes:
+        id: Random bits.
+        queued_at: When the put last said that it waits, on `time.monotonic`'s clock. None: it is not in the queue.
+        waited: Whether it ever was in the queue.
+        refusal: What the store said when it had no room, until the put begins to commit: before that it wrote nothing.
+    """
 
     id: str = field(default_factory=new_id)
     queued_at: float | None = None
@@ -425,7 +432,11 @@ class LedgerBackend(Backend, ABC):
             raise
 
     def _undo(self, write_id: int, deadline: float) -> None:
-        """Tries to undo a failed put in the time that is left; else the next call does. What was committed stays."""
+        """Tries to undo a failed put in the time that is left. If that fails, the next call tries again.
+
+        A put that was committed although the reply was lost stays: the ledger then frees nothing. If no client undoes a
+        put, the ledger ends it later, and a clear collects its payload.
+        """
         deadline = min(deadline, time.monotonic() + _UNDO_S)
         if time.monotonic() < deadline:
             with suppress(Exception):  # the caller gets the error of the put, not of this

@@ -95,7 +95,11 @@ class PrivateFolder:
         return self.path.with_name(f".{self.path.name}.lock")
 
     def check_home(self) -> None:
-        """Refuses a folder above this one that others can access: they could have put anything there."""
+        """Refuses a folder above this one that others can access: they could have put anything there.
+
+        Raises:
+            BackendUnavailableError: They can.
+        """
         home = self.path.parent
         status = home.lstat()
         if not home.is_dir() or home.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -105,7 +109,12 @@ class PrivateFolder:
             )
 
     def claim(self, deadline: float) -> None:
-        """Locks the folder and makes it new and empty. `AlreadyRunningError`, retryable: another process owns it."""
+        """Locks the folder and makes it new and empty.
+
+        Raises:
+            BackendUnavailableError: Other users can access the folder above it.
+            AlreadyRunningError: Another process owns the folder. Retryable.
+        """
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         self.check_home()
         give_up = min(deadline, time.monotonic() + _CLEANUP_S)

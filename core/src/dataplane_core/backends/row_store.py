@@ -112,7 +112,11 @@ def _add_place(error: FrameError, located: Located) -> None:
 
 
 def framed_columns(columns: Mapping[str, WireColumn]) -> list[list[Any]]:
-    """The columns of a put, in order, if they are lists of frames. Refuses others with `BackendError`."""
+    """Checks that the columns of a put are lists of frames. Returns them in order.
+
+    Raises:
+        BackendError: A column is not a list.
+    """
     framed: list[list[Any]] = []
     for name, column in columns.items():
         if not isinstance(column, list):

@@ -52,7 +52,12 @@ def _routed(operation: str) -> Any:
 
 
 class SpreadBackend(Backend):
-    """So many stores of ``store_class`` as one. `spread_over` makes the class for a backend."""
+    """Several stores as one. `spread_over` makes the class for a backend.
+
+    Attributes:
+        store_class: The class of the stores.
+        num_ledgers: How many stores.
+    """
 
     store_class: ClassVar[type[Backend]] = Backend
     num_ledgers: ClassVar[int] = 1
@@ -180,9 +185,22 @@ def _named(number: int, unit: UnitInfo) -> UnitInfo:
 
 
 def spread_over(cls: type[Backend], num_ledgers: int) -> type[Backend]:
-    """The backend class whose partitions are spread over at least 2 stores of a class. It has that class's options,
-    capabilities and wire format, and needs its classmethod ``isolated_options(options, tag)``, which gives options of a
-    store that shares nothing with that of ``options``."""
+    """The backend class whose partitions are spread over several stores of a class.
+
+    Args:
+        cls: The backend. It needs a classmethod ``isolated_options(options, tag)``, which gives options of a store that
+            shares nothing with that of ``options``.
+        num_ledgers: How many stores, at least 2.
+
+    Returns:
+        A class with the options, the capabilities and the wire format of ``cls``.
+
+    Examples:
+        >>> from dataplane_core.backends import spread_over
+        >>> from dataplane_shm import ShmBackend
+        >>> spread_over(ShmBackend, 4).num_ledgers
+        4
+    """
     same = ("wire", "capabilities", "scope", "why_not_declared", "opens_in_forks", "contract_version", "Config")
     members = {name: getattr(cls, name) for name in same}
     members |= {

@@ -29,10 +29,18 @@ def writes_of(
     row_cost_bytes: int | None,
     apart_share: float = APART_SHARE,
 ) -> list[commands.Write]:
-    """The writes of a put: first the columns that are stored together, if any, then each one that is apart.
-    `SharedRows` always are. ``row_cost_bytes``: what a stored row costs beside its bytes, as the bytes that are moved
-    in the same time (``benchmarks/columns.py`` prints it); None: nothing else is apart. ``apart_share``: what the rows
-    apart may cost, as a share of the put."""
+    """The writes of a put: first the columns that are stored together, if there are any, then each one that is apart.
+
+    Args:
+        columns: The columns of the put, encoded. `SharedRows` are always apart.
+        num_samples: N.
+        row_cost_bytes: What a stored row costs beside its bytes, as the bytes that are moved in the same time;
+            ``benchmarks/columns.py`` prints it. None: only `SharedRows` are apart.
+        apart_share: How much the rows of the columns that are apart may cost, as a share of the put.
+
+    Raises:
+        BackendError: Shared rows do not give each sample a row, or have rows that no sample has.
+    """
     plain = {name: column for name, column in columns.items() if not isinstance(column, SharedRows)}
     if len(plain) == len(columns) and (row_cost_bytes is None or len(plain) < 2):  # the usual case of few columns
         return [commands.Write(tuple(plain), row_nbytes(plain, num_samples))] if plain else []

@@ -26,8 +26,23 @@ class _TensorForm:
 
 
 def all_gather_columns(columns: Mapping[str, Any], group: Any) -> dict[str, Any]:
-    """`BatchedDataDict.all_gather` on plain columns. All ranks learn before the first tensor is sent if one cannot
-    send, or disagrees. They then all raise, and none waits for the others."""
+    """Concatenates the columns of all ranks, in rank order. Collective, and blocks.
+
+    All ranks learn before the first tensor is sent if a rank cannot send its columns, or if ranks disagree. They then
+    all raise, and none waits for the others.
+
+    Args:
+        columns: Tensors, lists or arrays; the leading size may differ between ranks. A rank may have no columns at all.
+        group: The process group; None: the default one. Lists and object arrays are pickled between its ranks.
+
+    Returns:
+        The joined columns. Tensors are on the device of this rank's column; on a rank without columns, on the group's
+        device.
+
+    Raises:
+        InvalidRequestError: On every rank: the ranks disagree on names, dtypes or trailing shapes, or one of them has
+            columns of unequal length, or items that cannot be pickled.
+    """
     import torch.distributed as dist
 
     everyone: list[Any] = [None] * dist.get_world_size(group)

@@ -117,7 +117,14 @@ def pack_jagged_fields(
 
 
 def to_tensordict(columns: Mapping[str, Any], num_samples: int | None) -> TensorDict:
-    """Columns, by `as_column`, as a TensorDict of N rows. None: those of the first column. Errors name the field."""
+    """Columns as a TensorDict of batch size [N]; `codec.inputs.as_column` says what lists and arrays become.
+
+    N is ``num_samples``, or if that is None, the rows of the first column.
+
+    Raises:
+        InvalidRequestError: A column of another number of rows; names it.
+        InvalidTypeError: A column that is neither a tensor nor one object per row.
+    """
     ready: dict[str, Any] = {}
     for name, column in columns.items():
         if isinstance(column, NonTensorData) and isinstance(column.data, np.ndarray):

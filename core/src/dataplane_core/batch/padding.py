@@ -36,10 +36,23 @@ _BLOCK: Final = 256
 def find_cut(
     where: str, columns: Mapping[str, Any], lengths: Sequence[int] | None, declared: Collection[str] | None
 ) -> tuple[list[str], torch.Tensor | None]:
-    """The names of the columns to cut to the tokens of their rows, and where these begin, (N,) int64; None: all at 0.
-    Only what is ``declared`` is cut if ``lengths`` is None. What is cut off declared columns is not looked at; if none
-    are declared, see `kv_first_write`. Raises if mask and lengths contradict each other, or what would be cut off does
-    not look like padding."""
+    """The columns to cut to the tokens of their rows, and where these begin.
+
+    Args:
+        where: The call. Messages begin with it.
+        columns: Columns of N rows. Only dense tensors are cut.
+        lengths: The tokens of each row. None: not known, so nothing is cut that is not declared.
+        declared: Names of the columns to cut. What is cut off them is not looked at. None: dense columns as wide as
+            ``input_ids`` (`token_columns`) that are named in `schema.PER_TOKEN_FIELDS`, or hold only padding outside
+            the rows' tokens.
+
+    Returns:
+        Names, and the place of each row's first token, (N,) int64. None: all begin at 0.
+
+    Raises:
+        InvalidRequestError: The attention mask and the lengths contradict each other; or without a mask, what would be
+            cut off a row does not look like padding. Names the row.
+    """
     named = [name for name in columns if name in (declared or ()) and not is_per_sample(name, columns[name])]
     if not lengths:
         return named if lengths is None else [], None
@@ -58,7 +71,10 @@ def find_cut(
 
 
 def _starts(where: str, mask: Any, counts: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """The place of each row's first token by an attention mask (N, S), which may lack some. None: there is no mask."""
+    """The place of each row's first token by an attention mask (N, S). None: there is no such mask.
+
+    A mask may leave out tokens of a right-padded row.
+    """
     if not isinstance(mask, torch.Tensor) or mask.is_nested or mask.dim() != 2 or len(mask) != len(counts):
         return None
     host = host_tensor(mask, ATTENTION_MASK_FIELD)
@@ -103,9 +119,11 @@ def _padded_columns(
 def _is_padded(
     where: str, name: str, column: torch.Tensor, counts: NDArray[np.int64], starts: NDArray[np.int64] | None
 ) -> bool:
-    """Whether a column as wide as the tokens holds only padding outside of them: zeros, or, if rows are shifted, one
-    value for each row. A shifted column with anything else is refused: its cells would no longer be beside their
-    tokens."""
+    """Whether a column that is as wide as the tokens holds only padding outside of them.
+
+    Padding is zeros. If tokens begin at other places than 0, it may also be one value for each row; and a column with
+    anything else is refused, since its cells would no longer be beside their tokens.
+    """
     cells = _cells(column)
     places = np.arange(cells.shape[1])
     firsts = np.zeros_like(counts) if starts is None else starts
@@ -126,9 +144,14 @@ def _is_padded(
 
 
 def _check_right_padded(where: str, name: str, column: torch.Tensor, counts: NDArray[np.int64]) -> None:
-    """Refuses rows whose end does not look like padding: one value for each row. Of token ids, it must be the same for
-    all rows, and none may begin with it, since a single token is one value too. Nor may all rows begin with zeros that
-    their ends lack."""
+    """Checks that what follows the tokens of each row looks like padding.
+
+    It must be one value for each row. Of token ids, it must be the same one for all rows, and none may begin with it,
+    since a single token is one value too. And rows may not all begin with zeros that their ends lack.
+
+    Raises:
+        InvalidRequestError: It does not. Names the row.
+    """
     cells = _cells(column)
     width = cells.shape[1]
     if not cells.size or width < counts.max(initial=0):

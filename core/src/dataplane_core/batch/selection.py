@@ -30,7 +30,11 @@ class UnsupportedColumnError(InvalidTypeError, NotImplementedError):
 
 
 def checked_num_rows(key: str, column: Any) -> int:
-    """Number of rows, as `num_rows`, of what a `BatchedDataDict` can hold. Refuses all else."""
+    """Number of rows, as `num_rows`, of what a `BatchedDataDict` can hold.
+
+    Raises:
+        UnsupportedColumnError: It is not a column.
+    """
     found = type(column).__name__
     if not isinstance(column, torch.Tensor | np.ndarray | list):
         raise UnsupportedColumnError(
@@ -53,7 +57,11 @@ def slice_rows(key: str, column: Any, start: int, end: int) -> Any:
 
 
 def select_rows(columns: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """The rows at ``rows``, each of which lies in ``[0, N)``. Copies tensors and arrays, not the items of lists."""
+    """The rows at ``rows``, each of which lies in ``[0, N)``. Copies tensors and arrays, not the items of lists.
+
+    Raises:
+        UnsupportedColumnError: The rows of a nested tensor are not joined end to end.
+    """
     index = np.asarray(rows, dtype=np.int64)
     by_device: dict[torch.device, torch.Tensor] = {}
     picked: dict[str, Any] = {}
@@ -123,8 +131,20 @@ def objects_of(column: Any, what: str = "a column") -> np.ndarray[Any, Any]:
 
 
 def concatenate(key: str, columns: Sequence[Any], pad_value: float) -> Column:
-    """Joins at least one column along dim 0. Tensors of 2 and more dims are right-padded on dim 1 to the widest. Mixed
-    dtypes are promoted, as `torch.cat` does. Raises as `BatchedDataDict.from_batches`."""
+    """Joins columns along dim 0. Tensors of 2 and more dims are right-padded on dim 1 to the widest.
+
+    Mixed dtypes are promoted, as `torch.cat` does: int64 joined with float32 gives float32.
+
+    Args:
+        key: The column's name, for errors.
+        columns: At least one.
+        pad_value: What tensors are padded with.
+
+    Raises:
+        UnsupportedColumnError: A column has another type, or the types differ.
+        InvalidRequestError: Tensors or arrays differ in number of dims, trailing dims or device, or no dtype holds the
+            values of all of them, or theirs does not hold the pad value.
+    """
     for column in columns:
         checked_num_rows(key, column)
     if all(isinstance(column, torch.Tensor) for column in columns):
@@ -141,8 +161,20 @@ def concatenate(key: str, columns: Sequence[Any], pad_value: float) -> Column:
 
 
 def join_ragged(key: str, columns: Sequence[Any | None], sizes: Sequence[int]) -> Column:
-    """Joins columns whose rows differ in their first dim, row by row, without padding. None: a batch whose samples have
-    nothing there. An array if all rows are arrays of one shape; a list if a batch has objects; else a tensor."""
+    """Joins columns whose rows differ in their first dim, row by row, without padding: dense if all rows are equal.
+
+    Args:
+        key: The column's name, for errors.
+        columns: At least one that is not None. None: a batch whose samples have nothing there.
+        sizes: Rows per batch. What a batch without rows holds does not count, unless no batch has rows.
+
+    Returns:
+        An array if all batches have arrays whose rows have one shape; a list of the items if a batch has objects there,
+        or no batch has a tensor or numbers; else a tensor.
+
+    Raises:
+        InvalidRequestError: Rows differ in device, dtype, rank, or a dim other than their first.
+    """
     filled = [(column, size) for column, size in zip(columns, sizes, strict=True) if size]
     if not filled:
         nothing: Column = slice_rows(key, next(column for column in columns if column is not None), 0, 0)
@@ -223,7 +255,11 @@ def _require_equal(key: str, forms: Iterable[tuple[Any, ...]]) -> None:
 
 
 def check_pad_value(what: str, value: Any, dtype: torch.dtype) -> None:
-    """Refuses a pad value that a dtype cannot hold: an integer exactly, a float without becoming infinite."""
+    """Refuses a pad value that a dtype cannot hold: an integer exactly, a float without becoming infinite.
+
+    Raises:
+        InvalidRequestError: The dtype cannot. The message begins with ``what``.
+    """
     message = f"{what} of {dtype} cannot be padded with {value!r}."
     try:
         stored = torch.full((), value, dtype=dtype, device="cpu")

@@ -77,7 +77,11 @@ def row_lengths(column: Any, dim: int = 1) -> torch.Tensor | None:
 
 
 def as_lengths(caller: str, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """Row lengths as (N,) int64 on the host, also of (N, 1). Refuses all but one integer per row."""
+    """Row lengths as (N,) int64 on the host. Also accepts (N, 1).
+
+    Raises:
+        InvalidRequestError: There is not one integer per row.
+    """
     try:
         counts = torch.as_tensor(lengths, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:  # torch's words for what is no number

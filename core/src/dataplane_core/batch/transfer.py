@@ -340,7 +340,17 @@ def _packed(
     declared: Collection[str] | None,
     lacks: str,
 ) -> Columns:
-    """The columns of what was given as they are written. ``lacks`` says what has no lengths, if they are None."""
+    """The columns of what was given as they are written. Adds the call to the message of a refusal.
+
+    Args:
+        where: The call.
+        given: What the caller gave.
+        columns: Its columns.
+        num_rows: Their number of rows.
+        lengths: The tokens of each row, if they are known.
+        declared: Names of the columns to cut, if the caller named them.
+        lacks: What says the lengths, and was not there, if they are not known.
+    """
     aligned, starts = find_cut(where, columns, lengths if num_rows else [], declared)
     if aligned and lengths is None:
         raise InvalidRequestError(

@@ -59,7 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Command | None]:
-    """The parser, with the arguments of the command that the words name, and what runs it. Imports no other command."""
+    """The parser, with the arguments of the command that the words name, and what runs it. Imports no other command.
+
+    Raises:
+        PluginError: The package of the command is not installed, or cannot be imported, or two packages have one of
+            its name.
+    """
     parser = argparse.ArgumentParser(
         prog="dataplane",
         description="Lists, checks, tests and creates backends of the data plane, and shows what they do.",

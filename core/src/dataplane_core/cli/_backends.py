@@ -39,7 +39,11 @@ def run(*, load: bool, as_json: bool) -> int:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """Imports a backend and returns what it declares."""
+    """Imports a backend and returns what it declares.
+
+    Raises:
+        PluginError: It cannot be loaded.
+    """
     cls = load_backend(name)
     return {
         "scope": str(cls.scope),

@@ -23,7 +23,16 @@ _WIDTH: Final = 118
 
 
 def run(name: str | None, *, config_path: str | None, as_json: bool) -> int:
-    """Prints the findings about a backend: the named one, that of the config, or all. Returns 1 if one is an error."""
+    """Prints the findings. Returns 1 if one is an error, or if nothing is installed; else 0.
+
+    Args:
+        name: Entry-point name of the backend. None: that of the config, else all installed backends.
+        config_path: A config file. None: the default options.
+        as_json: Print JSON.
+
+    Raises:
+        ConfigError: The config cannot be read, or is for another backend than ``name``.
+    """
     config = None if config_path is None else load_config(config_path)
     if config is not None and name not in (None, config.backend):
         raise ConfigError(f"doctor refused: '{name}' was asked for, but '{config_path}' is for '{config.backend}'.")

@@ -29,7 +29,15 @@ def diagnose_all(names: Sequence[str]) -> list[list[dict[str, Any]]]:
 
 
 def diagnose(name: str, options: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The findings about one backend, as plain values. Without ``options``, with their defaults, if all have one."""
+    """The findings about one backend, as plain values. Runs in this process.
+
+    Args:
+        name: Its entry-point name.
+        options: Its options. None: their defaults, if all have one.
+
+    Raises:
+        PluginError: It is not installed, or its hooks do not match the hook specs.
+    """
     try:
         cls = load_backend(name)
     except PluginImportError as error:

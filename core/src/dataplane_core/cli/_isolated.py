@@ -15,8 +15,19 @@ _CODE = "from dataplane_core.cli._isolated import answer; answer()"
 
 
 def ask(target: str, **arguments: Any) -> Any:
-    """Calls ``module:function`` in a new process, with plain values, which go through a pipe: no list of processes
-    shows them. Raises `DataPlaneError` if the function does, does not return in time, or ends its process."""
+    """Calls a function in a new process.
+
+    Args:
+        target: ``module:function``.
+        arguments: Plain values. They are sent through a pipe, so that a secret does not show in a list of processes.
+
+    Returns:
+        The function's result, which must be plain values.
+
+    Raises:
+        DataPlaneError: The function raised it, did not return within two minutes, or ended its process; or an argument
+            is not a plain value.
+    """
     try:
         asked = json.dumps({"target": target, "arguments": arguments})
     except (TypeError, ValueError) as error:

@@ -164,8 +164,11 @@ class _Client(Protocol):
 
 
 class Announcer:
-    """Announces a client every ``period_s`` seconds, or less often if the store has many, in a thread of its own, which
-    does not keep a client alive that nobody uses. A failed announcement disturbs nothing, and is not repeated."""
+    """Announces a client every ``period_s`` seconds, or less often if the store has many, in a thread of its own.
+
+    A failed announcement is not repeated before the next one is due, and disturbs nothing else. The thread does not
+    keep a client alive that nobody uses any longer.
+    """
 
     def __init__(self, client: _Client, period_s: float) -> None:
         self._client = weakref.ref(client)

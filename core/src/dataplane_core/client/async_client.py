@@ -241,10 +241,21 @@ class AsyncDataPlaneClient(ClientFacts):
         until: float = math.inf,
         if_cancelled: Callable[[_R], tuple[Outcome, Any]] = lambda result: ("done", result),
     ) -> _R:
-        """Calls a function in a thread: that of a put, of a stream's renewals, or of the others. If no thread is free
-        by ``until``, it raises. If it is cancelled meanwhile, it waits for the end, has ``if_cancelled`` say what is
-        left of the result, and raises the cancellation with an `OperationCancelledError` as its cause. With
-        ``several``, each operation in it has an ``op_timeout_s`` of its own."""
+        """Calls a function in a thread. If it is cancelled meanwhile, waits for its end.
+
+        Args:
+            what: The operation, for messages.
+            function: The function.
+            writes: Whether it is a put.
+            renews: Whether it renews the leases of a stream, or gives them back.
+            several: Whether it makes several operations, each with an ``op_timeout_s`` of its own.
+            until: When to give up, on `time.monotonic`'s clock, if that is before ``op_timeout_s`` is over.
+            if_cancelled: Called in a thread with the result of a cancelled call. Returns what is left of it.
+
+        Raises:
+            OperationTimeoutError: No thread was free in time.
+            asyncio.CancelledError: It was cancelled. The cause, an `OperationCancelledError`, says what became of it.
+        """
         until = min(until, time.monotonic() + self.config.op_timeout_s)
 
         def in_time() -> _R:

@@ -19,7 +19,13 @@ _R = TypeVar("_R")
 
 
 class Call(Generic[_R]):
-    """A function that a thread runs. ``ended`` belongs to the event loop; then it has a result or an error."""
+    """A function that a thread runs.
+
+    Attributes:
+        error: What it raised, if it has ended.
+        result: What it returned, if it has ended without an error.
+        ended: Whether it has ended. Changed and read on the event loop.
+    """
 
     error: BaseException | None = None
     result: _R
@@ -62,8 +68,14 @@ class Call(Generic[_R]):
 
 
 class CallThreads:
-    """At most so many threads, which run calls in the order in which they come, and start when they are needed. Calls
-    that end at about the same time wake the event loop once, which is what makes many small calls cheap."""
+    """Threads that run calls in the order in which they come. They start when they are needed.
+
+    Calls that end at about the same time wake the event loop once, which is what makes many small calls cheap.
+
+    Args:
+        name: The names of the threads begin with it.
+        most: How many threads there are at most.
+    """
 
     def __init__(self, name: str, most: int) -> None:
         self._name = name

@@ -365,7 +365,14 @@ class Connection(ClientFacts):
             )
 
     def _call_once(self, operation: str, request: Callable[[], Any], reply_type: type[_R], deadline: float) -> _R:
-        """Calls a hook with copies of a request with an id, again if its reply was lost: see `carry_out_once`."""
+        """Calls a hook that has request ids. Repeats the call if its reply was lost. See `carry_out_once`.
+
+        Args:
+            operation: The hook.
+            request: Makes a copy of the request, since middleware changes the requests that it is given.
+            reply_type: The type of its reply.
+            deadline: That of the request.
+        """
         return carry_out_once(
             lambda: self._call(operation, request(), reply_type), deadline, Capability.REPEATABLE in self._capabilities
         )
@@ -404,8 +411,11 @@ _exits = False
 
 @atexit.register
 def _end_calls() -> None:
-    """Has the calls of daemon threads end before the interpreter does: one that came back from C++ after that would
-    abort."""
+    """Has the calls of daemon threads end before the interpreter does.
+
+    Python ends each thread that comes back to it after that. Where it comes from C++, such as a copy of torch's, that
+    aborts the process, and its status is lost.
+    """
     global _exits
     _exits = True
     until = time.monotonic() + _EXIT_S

@@ -16,8 +16,11 @@ _R = TypeVar("_R")
 
 
 class Entrance:
-    """The way into the backend of one client. A signal handler, a logging handler or a ``__del__`` may come between any
-    two lines of a backend, and would then wait for ever for a lock that its own thread has."""
+    """The way into the backend of one client.
+
+    A signal handler, a logging handler or a ``__del__`` may come between any two lines of a backend, and would then
+    wait for ever for a lock that its own thread has.
+    """
 
     def __init__(self) -> None:
         self._inside: set[int] = set()  # ids of threads
@@ -28,7 +31,11 @@ class Entrance:
         return threading.get_ident() in self._inside
 
     def enter(self, what: str, function: Callable[..., _R], *args: Any) -> _R:
-        """Calls a part of the backend. Refuses if this thread is in the middle of another one."""
+        """Calls a part of the backend.
+
+        Raises:
+            UnsupportedOperationError: This thread is in the middle of another one.
+        """
         this = threading.get_ident()
         if this in self._inside:
             raise UnsupportedOperationError(
@@ -44,7 +51,10 @@ class Entrance:
             self._inside.discard(this)
 
     def guard(self, manager: pluggy.PluginManager, backend: Backend) -> None:
-        """Lets the hooks of a backend be called through this. pluggy can put nothing else around the innermost one."""
+        """Lets the hooks of a backend be called through this.
+
+        pluggy declares the function of a hook as final, but has no other way to put something around the innermost one.
+        """
         for caller in manager.get_hookcallers(backend) or ():
             for hook in caller.get_hookimpls():
                 if hook.plugin is backend:

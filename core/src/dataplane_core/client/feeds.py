@@ -165,7 +165,11 @@ class _AnyFeed:
         return self._asked_at
 
     def _read(self, meta: KVBatchMeta) -> Item:
-        """Reads what was claimed. Blocks. Raises if the stream was closed meanwhile."""
+        """Reads what was claimed. Blocks.
+
+        Raises:
+            ClientClosedError: The stream was closed meanwhile.
+        """
         self._waiters.check()
         if meta.sample_ids:
             columns = self._sync.get_data(meta, self._terms.fields)
@@ -186,8 +190,14 @@ class _AnyFeed:
 
 
 class Feed(_AnyFeed):
-    """The batches of a `Stream`, or of an iteration of a `StreamingDataset`: of a rank, those of ``batch_indexes``, or
-    by default those that the client was not given yet. ``closes``: the client ends with it."""
+    """The batches of a `Stream`, or of an iteration of a `StreamingDataset`.
+
+    Args:
+        client: Claims and reads.
+        terms: What it claims and reads.
+        batch_indexes: Which batches of a rank it claims. Default: those that the client was not given yet.
+        closes: Whether the client ends with the feed.
+    """
 
     def __init__(
         self,

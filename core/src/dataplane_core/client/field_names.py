@@ -24,8 +24,13 @@ _OPTIONAL: Final = schema.MULTIMODAL_FIELDS | {
 
 
 class FieldNames:
-    """The field names that a client was told of. If it is ``strict``, others than the registered ones are refused; else
-    each is logged once, unless puts and claims register partitions: then nobody chose the names."""
+    """The field names that a client was told of.
+
+    Args:
+        strict: Whether other names than the registered ones are refused. If not, each is logged once.
+        open_partitions: Whether puts and claims register partitions. Then nobody chose the names that are registered,
+            and none is logged.
+    """
 
     def __init__(self, *, strict: bool, open_partitions: bool) -> None:
         self.strict = strict
@@ -33,14 +38,24 @@ class FieldNames:
         self._known: dict[str, set[str]] = {"put": set(_OPTIONAL), "claim": set()}
 
     def unknown(self, use: str, names: Iterable[str], info: PartitionInfo | None) -> list[str]:
-        """The names for a ``put`` or ``claim`` that are not registered, if any are, and that were not told yet."""
+        """The names that are not registered and of which nothing was said yet.
+
+        Args:
+            use: ``put`` or ``claim``.
+            names: The names.
+            info: The registration. None: not known yet. If it names no fields, all names are good.
+        """
         if self._silent or (info is not None and not info.fields):
             return []
         known = set() if info is None else set(info.fields)
         return [name for name in names if name not in known and (self.strict or name not in self._known[use])]
 
     def tell(self, use: str, where: str, names: Collection[str], info: PartitionInfo, written: Iterable[str]) -> None:
-        """Logs names, each once, or raises if the client is strict. Says nothing of those that are written already."""
+        """Logs names, each once. Nothing is said of those that are written already.
+
+        Raises:
+            InvalidRequestError: Names are neither registered nor written, and the client is strict.
+        """
         known = dict.fromkeys([*info.fields, *written])
         wrong = [name for name in names if name not in known]
         self._known[use].update(() if self.strict else names)

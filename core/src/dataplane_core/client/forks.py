@@ -48,7 +48,15 @@ def _all_open() -> list[_Client]:
 
 
 def refuse_in_fork(backend_class: type[Backend], name: str) -> None:
-    """Refuses to open a backend in a fork of a process that has it open, if its engine does not survive a fork."""
+    """Refuses to open a backend in a fork of a process that has it open, if its engine does not survive a fork.
+
+    Args:
+        backend_class: The backend's class.
+        name: Its name in errors.
+
+    Raises:
+        BackendUnavailableError: Not retryable. The message says what to do.
+    """
     if backend_class.opens_in_forks:
         return
     for client in _all_open():

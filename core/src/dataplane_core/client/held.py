@@ -13,7 +13,13 @@ from dataplane_core.meta import KVBatchMeta
 
 
 class HeldMetas:
-    """Metas of claims that are not acked yet, as far as the client knows, which renews them. Safe for threads."""
+    """Metas of claims that are not acked yet, as far as it knows. Safe for threads.
+
+    Args:
+        client: The client that renews their leases, and gives them back.
+        lease_s: How long a renewed lease lasts, in seconds.
+        most_held_s: Seconds after which a meta is given back.
+    """
 
     def __init__(self, client: DataPlaneClient, lease_s: float, most_held_s: float = math.inf) -> None:
         self._client = client
@@ -62,7 +68,11 @@ class HeldMetas:
 
 
 def _of_held(call: Callable[[KVBatchMeta], object], meta: KVBatchMeta) -> KVBatchMeta | None:
-    """Calls with the samples whose leases are held, as far as is known, and returns them. None: no lease is held."""
+    """Calls with the samples whose leases are still held: others may have been acked one by one, or cleared.
+
+    Returns:
+        These samples, or None if no lease is held.
+    """
     while True:
         try:
             call(meta)

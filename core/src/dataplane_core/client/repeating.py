@@ -27,8 +27,18 @@ _SAYS: Final[dict[Outcome, str]] = {
 
 
 def carry_out_once(call: Callable[[], _R], deadline: float, repeatable: bool) -> _R:
-    """Returns what a call returns. If its reply was lost, and the backend carries out a repeated request once, calls
-    again until the deadline. The error at the end says by ``outcome`` and message whether it was carried out."""
+    """Returns what a call returns. If its reply was lost, calls again until the deadline.
+
+    Args:
+        call: Calls the hook, each time with a request of the same id.
+        deadline: On `time.monotonic`'s clock, in seconds.
+        repeatable: Whether the backend carries out a repeated request once. If not, it is not repeated.
+
+    Raises:
+        LostReplyError: A reply was lost, and the store did not answer until the deadline.
+        OperationTimeoutError, BackendUnavailableError: ``outcome`` and the message say whether it was carried out.
+        Exception: Anything else that the call raises.
+    """
     lost: LostReplyError | None = None
     pause_s = _FIRST_PAUSE_S
     while True:

@@ -161,7 +161,17 @@ def _blocks_of(client: _Client, partition_id: str, saved: list[dict[str, Any]]) 
 def _read(
     client: _Client, partition_id: str, sample_ids: Sequence[str], specs: dict[str, FieldSpec]
 ) -> tuple[list[tuple[list[str], dict[str, Any]]], set[str]]:
-    """Ids and columns of rows, those with the same fields together; and the rows that are gone. Adds to ``specs``."""
+    """Reads rows: fields of the same rows together. Leaves out the rows that were cleared meanwhile.
+
+    Args:
+        client: Reads the rows.
+        partition_id: The partition.
+        sample_ids: The rows.
+        specs: The specs of its fields, as far as known. New ones are added.
+
+    Returns:
+        Ids and columns of each set of rows; and the rows that are gone.
+    """
     ids, gone = list(sample_ids), set[str]()
     what = f"save: get_samples('{partition_id}', {len(ids)} samples)"
     while ids:
@@ -193,7 +203,17 @@ def read_to_save(
     client: _Client, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str], specs: dict[str, FieldSpec]
 ) -> dict[str, Any]:
     """Reads columns for `dataplane_core.saves.pack_rows`: rows that the store shares are read once, and saved once.
-    ``specs``: those of the partition's fields, as far as known; new ones are added."""
+
+    Args:
+        client: Reads the rows.
+        sample_ids: The rows.
+        partition_id: Their partition.
+        fields: The columns.
+        specs: The specs of the partition's fields, as far as known. New ones are added.
+
+    Raises:
+        MissingDataError: A row, or one of its columns, is not there.
+    """
     columns = client.get_samples(sample_ids, partition_id, fields, share_rows=True)
     if any(name not in specs for name in fields):
         specs.update(client.describe(partition_id).specs)
@@ -236,7 +256,11 @@ def load(client: _Client, folder: str | os.PathLike[str], partitions: Sequence[s
 
 
 def _entries_of(body: Mapping[str, Any], folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The partitions of a save, checked."""
+    """The partitions of a save, checked.
+
+    Raises:
+        CorruptDataError: The manifest is not one that `save` wrote.
+    """
     entries: Any = body.get("partitions")
     good = fits(entries, Sequence[_Entry]) and fits(body.get("metadata"), Mapping[str, Any])
     counts = [entry["num_blocks"] for entry in entries] if good else []
@@ -249,8 +273,10 @@ def _entries_of(body: Mapping[str, Any], folder: str | os.PathLike[str]) -> list
 def _load_partition(
     client: _Client, entry: Mapping[str, Any], blocks: Iterator[bytes], again: Iterator[bytes] | None = None
 ) -> None:
-    """Registers a partition without tasks, so that none can claim, writes its rows, and adds the tasks at last. With
-    ``open_partitions``, a claim may add its task meanwhile: so rows come without columns first, and these by ``again``.
+    """Registers a partition without tasks, so that none can claim, writes its rows, and adds the tasks at last.
+
+    With ``open_partitions``, a claim may add its task meanwhile. So the rows are written without columns first, and
+    what the tasks have consumed is set before ``again``, the same blocks once more, gives the columns.
     """
     partition_id = entry["partition_id"]
     names = Registration.__annotations__
@@ -292,8 +318,10 @@ def _unpacked(
 
 
 def _clear_again(client: _Client, partition_id: str, entry: Mapping[str, Any]) -> None:
-    """Writes and clears what had been cleared: so it counts for ``num_samples``, and its groups count as broken. A
-    group without rows and known ids needs this only if ids of it may still be written."""
+    """Writes and clears what had been cleared: so it counts for ``num_samples``, and its groups count as broken.
+
+    A group that has neither rows nor known ids needs this only if ids of it may still be written.
+    """
     grouped = entry["registration"]["grpo_group_size"] is not None
     open_ended = entry["registration"]["num_samples"] is None
     members: dict[str, list[str]] = {f"{group}_g": [] for group in entry["broken_groups"]}

@@ -40,9 +40,18 @@ _WAITING: Final = ("claim_meta", "put_samples")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known of a store: what its partitions hold, what the claims that `question_of` finds would be given, who
-    announced themselves (also if they ended), tags of the samples and members of the groups that shortfalls name, and
-    its bytes."""
+    """What is known of a store.
+
+    Attributes:
+        partitions: Partition -> what it holds.
+        answers: Partition and task -> what the claim that `question_of` finds would be given.
+        clients: Those that announced themselves, also if they ended. Empty if the backend does not list them.
+        tags: Partition and sample -> its tags, of those that a shortfall names.
+        members: Partition and group -> the members that are there, of those that a shortfall names.
+        held_bytes: Payload of all partitions. 0 if that was not asked for.
+        capacity_bytes: How many the store may hold, or None.
+        patience_s: See above.
+    """
 
     partitions: Mapping[str, PartitionDescription]
     answers: Mapping[tuple[str, str], Answer | None] = field(default_factory=dict)
@@ -86,7 +95,8 @@ def _workers(clients: Iterable[ClientInfo], operation: str, partition_id: str | 
 
 
 def _call_of(client: ClientInfo, operation: str | None, least_s: float) -> float | None:
-    """The seconds for which a client has had an operation (None: any that waits for nobody) under way, if so many."""
+    """The seconds for which a client has had an operation under way, if they are so many. None stands for all that do
+    not wait for others."""
     for call in client.calls:
         wanted = call.operation == operation if operation else call.operation not in _WAITING
         # not since: most that were under way when it announced itself have ended
@@ -121,7 +131,8 @@ def _count(number: int, what: str = "sample") -> str:
 
 
 def _meant(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant by an unknown one, unless it differs in a number or a lone letter only."""
+    """The known name that was probably meant by an unknown one. Not one that differs in a number or a lone
+    letter only."""
     near = difflib.get_close_matches(name, set(known), n=1, cutoff=0.75)
     bare = [re.sub(_PLACE, "", each) for each in (name, *near)]
     return near[0] if len(set(bare)) > 1 else None
@@ -162,9 +173,12 @@ class _Judge:
     # --- one task -----------------------------------------------------------------------------------------------------
 
     def of_task(self, task: _Task, reach: int) -> Verdict | None:
-        """Judges a task. None: it is being judged, so that it waits for itself. Reach 0: what it waits for itself; 1:
-        also whether another task fills the store; 2: also whether another one is why nobody writes a field. Others are
-        judged with a smaller reach, so that no two are each other's reason."""
+        """Judges a task. None: it is being judged, so that it waits for itself.
+
+        ``reach``: 0: what it waits for itself; 1: also whether the store is full because of another task; 2: also
+        whether another task is the reason why nobody has written a field. Others are judged with a smaller reach, so
+        that no two are each other's reason.
+        """
         if (task, reach) not in self._verdicts:
             self._verdicts[task, reach] = None
             self._path.append(task)

@@ -22,9 +22,21 @@ _LAST_ASK_S: Final = 1.0
 
 
 class ClaimWait:
-    """A blocking claim that waits: what to ask next, when, and until when. It neither asks nor sleeps itself, and waits
-    while the ``with`` of `woken_by` lasts. ``timeout_s`` counts from ``since``, which may change: infinity, it does not
-    count yet. After ``warn_after_s``, and each time that it has waited twice as long, its user is told why."""
+    """A blocking claim that waits: what to ask next, when, and until when. It neither asks nor sleeps itself.
+
+    The synchronous and the asyncio client use it. It waits while the ``with`` of `woken_by` lasts.
+
+    Args:
+        request: The request. This object changes it before each question, except for its token.
+        timeout_s: How long to wait, in seconds.
+        pacer: Shared by all claims that wait on this client.
+        wakes: Whether the backend wakes claims.
+        entrance: The way into the backend.
+        since: The moment from which ``timeout_s`` counts; it may change. Infinity: it does not count yet. Default: now.
+        work: Where it is noted that the claim waits.
+        warn_after_s: Seconds after which its user is told why it waits, and again each time that it has waited twice as
+            long, or somewhat later. None: never.
+    """
 
     def __init__(
         self,
@@ -89,7 +101,11 @@ class ClaimWait:
         return self.request
 
     def pause_s(self, claim: Claim) -> float | None:
-        """Seconds until the next question after this answer. None: the claim is complete. Raises at the timeout."""
+        """Seconds until the next question after this answer. None: the claim is complete.
+
+        Raises:
+            ClaimTimeoutError: The timeout passed. The message says why the samples were not ready.
+        """
         if claim.answered:
             return None
         request = self.request
@@ -112,7 +128,14 @@ class ClaimWait:
 
 
 class Waiters:
-    """What waits on a client or a stream, to be woken when that closes. ``told``: the error then. Safe for threads."""
+    """What waits on a client or a stream, to be woken when that closes. Safe for threads.
+
+    Args:
+        told: What the error says that a waiter gets then.
+
+    Attributes:
+        closed: Whether it was closed.
+    """
 
     def __init__(self, told: str = "the client was closed while a claim waited.") -> None:
         self._told = told
@@ -149,7 +172,18 @@ class Waiters:
 def wait_for_claim(
     wait: ClaimWait, ask: Callable[[ClaimRequest], Claim], waiters: Waiters, warn: Callable[[], None]
 ) -> Claim:
-    """Asks until the hook ``claim`` hands out samples, or the partition can give no more. ``warn`` says why."""
+    """Asks until the hook ``claim`` hands out samples, or the partition can give no more.
+
+    Args:
+        wait: The claim.
+        ask: Calls the hook once, and does not change the request.
+        waiters: Those of the client.
+        warn: Tells the user why it waits.
+
+    Raises:
+        ClaimTimeoutError: The timeout passed.
+        ClientClosedError: The client was closed.
+    """
     bell = Bell()
     with wait.woken_by(bell.ring), waiters.waiting(bell.ring):
         while True:

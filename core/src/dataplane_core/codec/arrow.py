@@ -126,8 +126,13 @@ def _lengths(lists: Any) -> torch.Tensor:
 
 
 def _values_of_extension(what: str, column: Any, metadata: Mapping[bytes, bytes]) -> Any:
-    """What an array of an extension type stands for: a tensor of N rows, or a list of N items. Of a type that this
-    process does not know, ``metadata`` says it."""
+    """What an array of an extension type stands for: a tensor of N rows, or a list of N items.
+
+    Args:
+        what: As for `column_of_arrow`.
+        column: An array of the type; or what its values are stored as, with ``metadata``.
+        metadata: As for `column_of_arrow`.
+    """
     import pyarrow as pa
 
     source, storage = metadata.get(_PARAMETERS, b""), column

@@ -28,9 +28,17 @@ _Sums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def cell_digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> _Sums:
-    """A digest of each cell of a column encoded for the wire, (N,) uint64. On a wire of tensors: of the cells' bytes in
-    the dtype that was put, whatever their container and width; a scalar of up to 8 bytes is its own digest. On a wire
-    of bytes: of the frames. An object that only pickle could encode has the digest of no bytes."""
+    """A digest of each cell, (N,) uint64.
+
+    On a wire of tensors they are digests of the cells' bytes in the dtype that was put, whatever their container and
+    their width on the wire. A scalar of up to 8 bytes is its own digest. On a wire of bytes they are digests of the
+    frames. An object that only pickle could encode has the digest of no bytes.
+
+    Args:
+        column: Encoded for the wire.
+        spec: Its spec.
+        wire: The form of the column.
+    """
     if isinstance(column, SharedRows):
         digests: _Sums = cell_digests(column.rows, spec, wire)[np.asarray(column.index)]
         return digests

@@ -113,7 +113,11 @@ def _interleave(headers: bytes, header_size: int, payload: memoryview, starts: _
 
 
 def ragged_of_items(items: Sequence[Any], name: str, *, allow_pickle: bool = False) -> Ragged:
-    """Encodes items as uint8 rows, joined end to end."""
+    """Encodes items as uint8 rows, joined end to end.
+
+    Raises:
+        InvalidTypeError: An item is outside the closed set.
+    """
     encoded = encode_items(items, name, allow_pickle=allow_pickle)
     data = bytearray().join(encoded)
     lengths = torch.tensor([len(each) for each in encoded], dtype=torch.int64, device="cpu")
@@ -121,9 +125,18 @@ def ragged_of_items(items: Sequence[Any], name: str, *, allow_pickle: bool = Fal
 
 
 def unframe_ragged(frames: Sequence[BytesLike], dtype: torch.dtype | None = None) -> tuple[int, Ragged | torch.Tensor]:
-    """Reads frames of one kind, dtype, rank and trailing shape into new memory: their kind, and the rows joined end to
-    end (scalars: dense; objects: their bytes). Frames of a field of ``dtype`` may be narrower; if their widths differ,
-    the rows are returned in this dtype."""
+    """Reads frames into new memory: their kind, and the rows joined end to end.
+
+    Scalars are returned as a dense (N,) tensor, objects as their encoded bytes.
+
+    Args:
+        frames: One per row, of one kind, dtype, rank and trailing shape.
+        dtype: The dtype of the field. Its frames may be narrower, and differ in that: then the rows are returned in
+            this dtype.
+
+    Raises:
+        FrameError: There is no frame, one is malformed, or the frames do not fit one column.
+    """
     views: list[BytesLike] = [_flat(frame) for frame in frames]
     if not views:
         raise FrameError("a column has no frames. Expected one per row.")
@@ -237,8 +250,18 @@ def join_row(frames: Sequence[BytesLike]) -> bytes:
 
 
 def join_rows(tables: Sequence[Sequence[Sequence[BytesLike]]]) -> tuple[memoryview, _Int64]:
-    """`join_row` for many rows at once: of tables of C columns of N frames each, which may differ from table to table.
-    Returns the rows of all tables end to end, and their int64 offsets in bytes. Large rows are in recycled memory."""
+    """`join_row` for many rows at once, for engines where each stored value has a cost.
+
+    Args:
+        tables: Tables of C columns of N frames each. C and N may differ from table to table.
+
+    Returns:
+        The rows of all tables end to end, and their int64 offsets in bytes, one more than there are rows. Large rows
+        are in memory that is used again once nobody holds it.
+
+    Raises:
+        InvalidRequestError: The columns of a table differ in length, or it has none.
+    """
     parts: list[BytesLike] = []
     sizes = []
     for columns in tables:
@@ -262,7 +285,15 @@ def join_rows(tables: Sequence[Sequence[Sequence[BytesLike]]]) -> tuple[memoryvi
 
 def split_rows(rows: Sequence[BytesLike]) -> list[list[BytesLike]]:
     """The frames of each row: large ones as views of the row's memory, small ones as byte strings.
-    ``zip(*split_rows(rows))`` gives columns. A `FrameError` has the number of the row."""
+
+    ``zip(*split_rows(rows))`` gives columns.
+
+    Args:
+        rows: What `join_row` returned, or slices of `join_rows`' buffer: bytes-like or uint8 arrays.
+
+    Raises:
+        FrameError: A row has a wrong magic or version, is truncated, or its sizes do not add up. With its number.
+    """
     split = []
     for number, row in enumerate(rows):
         view = memoryview(_flat(row))

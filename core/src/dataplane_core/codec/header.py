@@ -33,7 +33,15 @@ MAX_CELL_BYTES: Final = 2**48
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a frame of a tensor or an object, which has the shape of its uint8 bytes. Sizes are in bytes."""
+    """The header of a frame.
+
+    Attributes:
+        kind: `KIND_TENSOR` or `KIND_OBJECT`.
+        dtype: The tensor's dtype; uint8 for an object.
+        shape: The cell's shape; for an object, the number of its encoded bytes.
+        size: Bytes of the header, which the payload follows.
+        payload_size: Bytes of the payload.
+    """
 
     kind: int
     dtype: torch.dtype
@@ -47,7 +55,12 @@ def pack_header(kind: int, dtype: torch.dtype, shape: Sequence[int]) -> bytes:
 
 
 def parse_header(frame: BytesLike) -> Header:
-    """Reads and checks one frame's header, and that the frame has the size that the header says."""
+    """Reads and checks one frame's header, and checks that the frame has the size that the header says.
+
+    Raises:
+        FrameError: The frame is truncated or too long; the magic, version, kind or dtype is wrong; a dim is negative or
+            too large.
+    """
     length = len(frame)
     if length < HEADER_SIZE:
         raise FrameError(f"frame of {length} bytes is truncated: a header has at least {HEADER_SIZE}.")
@@ -88,14 +101,22 @@ def parse_header(frame: BytesLike) -> Header:
 
 
 def pack_tensor(tensor: torch.Tensor, what: str) -> bytes:
-    """One tensor of any rank as a frame."""
+    """One tensor of any rank as a frame.
+
+    Raises:
+        InvalidTypeError: As `host_tensor`, or a rank above `MAX_RANK`.
+    """
     plain = host_tensor(tensor, what)
     check_extent(plain.dtype, plain.shape, what)
     return pack_header(KIND_TENSOR, plain.dtype, plain.shape) + byte_view(plain)
 
 
 def unpack_tensor(frame: BytesLike) -> torch.Tensor:
-    """Reads `pack_tensor`'s bytes into new memory."""
+    """Reads `pack_tensor`'s bytes into new memory.
+
+    Raises:
+        FrameError: The frame is malformed, or holds an object.
+    """
     header = parse_header(frame)
     if header.kind != KIND_TENSOR:
         raise FrameError("frame holds an object. Expected a tensor.")
@@ -103,7 +124,11 @@ def unpack_tensor(frame: BytesLike) -> torch.Tensor:
 
 
 def check_extent(dtype: torch.dtype, shape: Sequence[int], what: str) -> None:
-    """Refuses cells that are too large for a frame: more than `MAX_RANK` dims or `MAX_CELL_BYTES` bytes."""
+    """Refuses cells that are too large for a frame.
+
+    Raises:
+        InvalidTypeError: The cell has more than `MAX_RANK` dims or `MAX_CELL_BYTES` bytes.
+    """
     if len(shape) > MAX_RANK or dtype.itemsize * math.prod(max(dim, 1) for dim in shape) > MAX_CELL_BYTES:
         raise InvalidTypeError(
             f"{what} is {dtype} of shape {tuple(shape)}. Expected at most {MAX_RANK} dims and {MAX_CELL_BYTES} bytes."

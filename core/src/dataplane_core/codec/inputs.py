@@ -122,8 +122,10 @@ def _columns_of_table(where: str, table: Any) -> Columns:
 
 
 def _columns_of_dataset(dataset: Any) -> Any:
-    """The columns of a ``datasets.Dataset``, whatever its format: as Arrow. Only where its features decode what is
-    stored, as of images and audio, they are what the format makes of them."""
+    """The columns of a ``datasets.Dataset``: as Arrow, or, where its features decode what is stored, what they give.
+
+    So a column is the same whatever the format is. Only images, audio and the like are what the format makes of them.
+    """
     form = dataset.format
     if form["type"] in ("custom", "arrow"):
         return dataset[:]

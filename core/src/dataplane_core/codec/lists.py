@@ -89,9 +89,18 @@ def column_of_list(
 
 
 def list_as(items: Sequence[Any], spec: FieldSpec) -> torch.Tensor | NonTensorStack | None:
-    """A list as the column of a field that holds ``spec``. None: it does not fit. Ints go to a field of floats, or of
-    smaller ints, if it holds them exactly; floats to one of other floats; any list but one of tensors to one of
-    objects."""
+    """A list as the column of a field of which more is known than the list itself says.
+
+    Ints are written to a field of floats, or of smaller ints, if it holds them exactly; floats to one of other floats;
+    any list but one of tensors to a field of objects.
+
+    Args:
+        items: One per row.
+        spec: What the field holds.
+
+    Returns:
+        The column, or None if the list does not fit.
+    """
     items = _plain(items)
     kinds = set(map(type, items))
     if spec.kind == "object":

@@ -91,7 +91,16 @@ def _name(kind: type) -> str:
 
 
 def check_items(items: Sequence[Any], field: str, *, allow_pickle: bool = False) -> None:
-    """Refuses items outside the closed set. Names the field, the row, the place in the item, and the type."""
+    """Refuses items outside the closed set.
+
+    Args:
+        items: One item per row.
+        field: The field, for error messages.
+        allow_pickle: Accept every item.
+
+    Raises:
+        InvalidTypeError: Names the field, the row, the place in the item, and the type.
+    """
     if allow_pickle or set(map(type, items)) <= _ATOMS:
         return
     for row, item in enumerate(items):
@@ -116,7 +125,10 @@ def _refusal(field: str, row: int | None, error: _OutsideError) -> InvalidTypeEr
 
 
 def copy_item(item: Any) -> Any:
-    """A deep copy that shares no memory with ``item``. Tensors become plain, contiguous, detached host tensors."""
+    """A deep copy that shares no memory with ``item``. Tensors become plain, contiguous, detached host tensors.
+
+    Items outside the closed set are copied with `copy.deepcopy`; `check_items` decides whether they are allowed.
+    """
     kind = type(item)
     if kind in _FLAT:
         return item
@@ -140,7 +152,16 @@ def _pack_tensor(value: Any) -> msgpack.ExtType:
 
 
 def encode_items(items: Sequence[Any], field: str, *, allow_pickle: bool = False) -> list[bytes]:
-    """One byte string per item, never empty. Items outside the closed set are refused, or pickled."""
+    """One byte string per item, never empty.
+
+    Args:
+        items: One item per row.
+        field: The field, for error messages.
+        allow_pickle: Pickle items outside the closed set instead of refusing them.
+
+    Raises:
+        InvalidTypeError: An item is outside the closed set, or cannot be pickled.
+    """
     pack = _packer()
     encoded = []
     for row, item in enumerate(items):
@@ -180,7 +201,11 @@ def encode_item(item: Any, field: str = "", *, allow_pickle: bool = False) -> by
 
 
 def decode_items(encoded: Sequence[BytesLike], *, allow_pickle: bool = False) -> list[Any]:
-    """Reads `encode_items`' bytes. The items share no memory with them."""
+    """Reads `encode_items`' bytes. The items share no memory with them.
+
+    Raises:
+        FrameError: The bytes are malformed, or an item is pickled and ``allow_pickle`` is not set.
+    """
     hook = _ext_with_pickle if allow_pickle else _ext
     items = []
     for row, data in enumerate(encoded):

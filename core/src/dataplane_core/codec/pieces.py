@@ -61,9 +61,18 @@ def merge_pieces(
     dtype: torch.dtype | None = None,
     copies: list[Copy] | None = None,
 ) -> WireColumn:
-    """The column of a read of at least one piece, in new memory: a dense tensor if all rows have one shape and were
-    stored so, else jagged, with the offsets of ``jagged``; or a list of copied items. Integers may be narrower than
-    ``dtype``. What must be copied is left to the caller in ``copies``, if given: until then the values are undefined.
+    """The column of a read, in new memory.
+
+    Args:
+        pieces: At least one. Their positions together are 0 to n - 1.
+        jagged: The jagged columns of the same read.
+        dtype: The dtype of the result. Integer columns may be narrower (`WireFormat.narrow`). None: that of the first.
+        copies: Gets the copies that are left to the caller, who can then make those of all columns at once. The column
+            has undefined values until then. None: this function makes them.
+
+    Returns:
+        A dense tensor if all rows have one shape and were stored so, else one jagged tensor. A list for items, which
+        are copied.
     """
     first, rows, positions = pieces[0]
     if len(pieces) == 1 and isinstance(first, torch.Tensor) and first.nbytes < _SMALL_BYTES:

@@ -83,7 +83,11 @@ def object_column(items: Sequence[Any]) -> NonTensorStack:
 
 
 def empty_columns(specs: Mapping[str, FieldSpec], names: Iterable[str]) -> TensorDict:
-    """Columns of no rows: per field a tensor (0,) or (0, 0, *trailing) of its dtype, or an empty ``NonTensorStack``."""
+    """Columns of no rows, of the dtypes that fields have.
+
+    Returns:
+        Per field a tensor of shape ``(0,)``, or ``(0, 0, *trailing)``; objects as a ``NonTensorStack``.
+    """
     columns = TensorDict(batch_size=[0])
     for name in names:
         spec = specs[name]
@@ -101,8 +105,17 @@ def empty_rows(spec: FieldSpec, count: int) -> Any:
 
 
 def take_rows(column: Any, positions: Sequence[int], jagged: JaggedColumns | None = None) -> Any:
-    """The rows of a decoded column at ``positions``, in that order; repeats are allowed. Tensors are in new memory:
-    dense if all rows have the same shape, else jagged. A repeated item is copied, so that rows stay independent."""
+    """The rows at ``positions``, in that order. Repeats are allowed.
+
+    Args:
+        column: What `decode_columns` returns.
+        positions: Row numbers, not negative.
+        jagged: The jagged columns of the same read.
+
+    Returns:
+        Tensors in new memory: dense if all rows taken have the same shape, else jagged. A repeated item of a
+        ``NonTensorStack`` is copied, so that rows stay independent.
+    """
     if isinstance(column, torch.Tensor):
         if not column.is_nested:
             return take_dense(host_tensor(column, "a column"), positions)
@@ -119,8 +132,15 @@ def take_rows(column: Any, positions: Sequence[int], jagged: JaggedColumns | Non
 
 
 def join_parts(parts: Sequence[Any], order: Sequence[int]) -> Any:
-    """Rows of one field that were read apart, in the order of a read: ``order`` has each one's place among all. Tensors
-    are in new memory, in the wider of their dtypes; if a part has objects, all are objects."""
+    """Rows of one field that were read apart, in the order of a read.
+
+    Args:
+        parts: Columns that `decode_columns` returned.
+        order: For each row of the result, its place among the rows of all parts.
+
+    Returns:
+        Tensors in new memory, in the wider of their dtypes; or one object per row, if a part has these.
+    """
     if not all(isinstance(part, torch.Tensor) for part in parts):
         items = [row for part in parts for row in (part.unbind() if isinstance(part, torch.Tensor) else part.tolist())]
         return object_column([items[row] for row in order])

@@ -30,7 +30,12 @@ _SAMPLES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Which rows of a column are equal: the U rows unlike all before them, and for each row its place among these."""
+    """Which rows of a column are equal.
+
+    Attributes:
+        firsts: The U rows that differ from all rows before them.
+        index: For each of the N rows, its place among these.
+    """
 
     firsts: list[int]
     index: list[int]
@@ -84,8 +89,11 @@ def _memory_of(row: Any) -> Hashable:
 
 
 def equal_rows(column: Ragged | torch.Tensor) -> Repeats | None:
-    """Rows with equal bytes. None: there are none, or the cells are small. Reads a few bytes of each cell, and all only
-    of those whose few bytes are equal. A hash (XXH3) finds the equal ones, and a comparison confirms it."""
+    """Rows with equal bytes. None: there are none, or the cells are small.
+
+    Reads a few bytes of each cell, and all bytes only of those whose few bytes are equal. A hash (XXH3) finds the equal
+    ones, and a comparison confirms it.
+    """
     values, num_rows = (column.values, column.num_rows) if isinstance(column, Ragged) else (column, column.shape[0])
     if num_rows < 2 or values.nbytes < LARGE_CELL_BYTES * num_rows:
         return None
@@ -125,8 +133,15 @@ def _samples(data: ByteArray, starts: Any, sizes: Any) -> Any:
 
 
 def spread(column: Any, index: Sequence[int], jagged: JaggedColumns, *, share: bool) -> Any:
-    """The N rows of a decoded column of U rows, by ``index``. With ``share``, a ``NonTensorStack`` of row tensors or
-    items, in which equal rows are one object; else every row has memory of its own."""
+    """The N rows of a decoded column of U rows.
+
+    Args:
+        column: A tensor, or a ``NonTensorStack`` of items.
+        index: The row of ``column`` that each row of the result is.
+        jagged: The jagged columns of the same read.
+        share: Return a ``NonTensorStack`` of row tensors or items, in which equal rows are one object. If False, every
+            row has memory of its own.
+    """
     if not share:
         return take_rows(column, index, jagged)
     rows: Sequence[Any] = column.unbind() if isinstance(column, torch.Tensor) else column.tolist()

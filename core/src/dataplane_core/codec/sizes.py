@@ -14,8 +14,16 @@ from dataplane_core.spec import SharedRows, WireColumn
 
 
 def row_nbytes(columns: Mapping[str, WireColumn | SharedRows], num_samples: int) -> list[int]:
-    """Payload bytes per row, summed over all encoded columns: exact for tensors and frames; of native objects, the size
-    of their values without Python's overhead."""
+    """Payload bytes per row, summed over all columns.
+
+    Args:
+        columns: Encoded columns of ``num_samples`` rows each.
+        num_samples: N.
+
+    Returns:
+        N integers. Exact for tensors and frames. For native objects, the size of their values without Python's
+        overhead.
+    """
     total = np.zeros(num_samples, dtype=np.int64)
     for column in columns.values():
         total += cell_nbytes(column, num_samples)

@@ -102,9 +102,16 @@ def is_jagged(tensor: torch.Tensor) -> bool:
 
 
 def host_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """The tensor as plain, contiguous, detached host memory, without conj and neg bits. Aliases it if it is that
-    already. Refuses nested, meta-device, sparse and quantised tensors, wrapper subclasses, and dtypes that are not
-    carried (`InvalidTypeError`). ``what`` begins messages, such as ``field 'x'``."""
+    """The tensor as plain, contiguous, detached host memory. Aliases ``tensor`` if it is that already.
+
+    Args:
+        tensor: On any device but meta. Conj and neg bits are resolved.
+        what: The subject of error messages, such as ``field 'x'``.
+
+    Raises:
+        InvalidTypeError: The tensor is a nested, meta-device, sparse or quantised one, a wrapper subclass, or of a
+            dtype that is not carried.
+    """
     if tensor.is_nested:
         raise InvalidTypeError(f"{what} is a nested tensor. Expected a plain tensor for each row.")
     if tensor.dtype not in DTYPE_CODES:
@@ -187,8 +194,16 @@ def ragged_of_nested(nested: torch.Tensor, what: str) -> Ragged | torch.Tensor:
 
 
 def ragged_of_rows(rows: Sequence[torch.Tensor], what: str) -> Ragged | torch.Tensor:
-    """At least one row, joined end to end; dense (N,) if they are scalars. Refuses rows that differ in dtype, rank, or
-    a dim other than their first (`SchemaMismatchError`), and what `host_tensor` refuses. ``what`` begins messages."""
+    """Rows joined end to end. Dense (N,) if they are scalars.
+
+    Args:
+        rows: One tensor per row; at least one.
+        what: The subject of error messages.
+
+    Raises:
+        SchemaMismatchError: Rows differ in dtype, rank, or a dim other than their first.
+        InvalidTypeError: As `host_tensor`.
+    """
     plain: Sequence[torch.Tensor] = rows
     if {(type(row), row.device.type, row.layout, row.is_nested) for row in rows} != _PLAIN:
         plain = [host_tensor(row, what) for row in rows]
@@ -243,8 +258,14 @@ def byte_slices(starts: torch.Tensor, lengths: torch.Tensor, step: int) -> list[
 def gather_rows(
     values: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, slices: Sequence[slice] | None = None
 ) -> Ragged:
-    """Copies rows that start at ``starts`` in contiguous host values (T, *trailing) end to end to new memory, where
-    ``offsets`` say. ``slices``: their `byte_slices`, if known."""
+    """Copies rows from ``values`` and joins them end to end in new memory.
+
+    Args:
+        values: (T, *trailing), contiguous, on the host.
+        starts: (N,) int64, where each row starts in ``values``.
+        offsets: (N + 1,) int64, where each row starts and ends in the result.
+        slices: `byte_slices` of the rows, if known already.
+    """
     shape = (int(offsets[-1]), *values.shape[1:])
     step = values.dtype.itemsize * math.prod(values.shape[1:])
     if slices is None:
@@ -286,8 +307,15 @@ def bounds_of(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[int, int]:
 
 
 def to_nested(ragged: Ragged, bounds: tuple[int, int] | None = None) -> torch.Tensor:
-    """One jagged nested tensor with cached min and max length (``bounds``). Aliases ``ragged``. Calls the private
-    constructor, as torch does: `nested_tensor_from_jagged` takes longer, since it makes a view that autograd tracks."""
+    """One jagged nested tensor with cached min and max length. Aliases ``ragged``.
+
+    Calls the private constructor, as torch's own operations do: `torch.nested.nested_tensor_from_jagged` takes longer,
+    because it makes a view that autograd tracks.
+
+    Args:
+        ragged: The rows.
+        bounds: `bounds_of` their lengths, if known already.
+    """
     shortest, longest = bounds_of(ragged.lengths) if bounds is None else bounds
     kept = {"min_seqlen": _kept_length(shortest), "max_seqlen": _kept_length(longest)}
     return NestedTensor(ragged.values, ragged.offsets, _metadata_cache=kept)

@@ -93,12 +93,30 @@ def encode_columns(
     allow_pickle: bool = False,
     narrow: bool | Mapping[str, bool] = True,
 ) -> tuple[dict[str, WireColumn | SharedRows], dict[str, FieldSpec]]:
-    """Converts columns of ``num_samples`` rows, as `as_columns` makes them, to the form that a backend's hooks take:
-    encoded columns, contiguous and detached, and the spec of each one's cells before that. Large equal rows are
-    `SharedRows`, if the wire has them. ``narrow``: whether integers are sent narrower, where the wire takes that; per
-    field, or for all. Tensors that need no conversion alias the caller's memory, and native items are the caller's
-    objects: a backend that keeps them must copy them. Frames and encoded objects are new memory. Raises
-    `InvalidRequestError`, `SchemaMismatchError` or `InvalidTypeError` for what cannot be carried."""
+    """Converts a batch to the form that a backend's hooks take.
+
+    Args:
+        fields: Columns of ``num_samples`` rows: tensors of any device but meta, dense or nested, contiguous or not;
+            object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``; in a mapping also `TensorRows` and
+            `EmptyLists`. `codec.inputs.as_columns` makes these of what callers have.
+        num_samples: N.
+        wire: The backend's wire format.
+        allow_pickle: Accept object items outside the closed set.
+        narrow: Whether integers are sent narrower, on wires that take them so. Per field, or for all; a field that is
+            not named is.
+
+    Returns:
+        Field -> column, contiguous and detached; and field -> spec of the cells before the conversion. The rows of a
+        column may be views of one buffer. Large equal rows of a column are `SharedRows`, if the wire has them. Tensors
+        that need no conversion alias the caller's memory, and native object items are the caller's objects: a backend
+        that keeps them must copy them (`objects.copy_item`). Frames and encoded objects are new memory.
+
+    Raises:
+        InvalidRequestError: A column does not have one row per sample.
+        SchemaMismatchError: The rows of a column differ in dtype, rank, or a dim other than their first.
+        InvalidTypeError: A leaf is no tensor; a tensor is a meta-device, sparse or quantised one, or of a dtype that is
+            not carried; an object item is outside the closed set.
+    """
     columns: dict[str, WireColumn | SharedRows] = {}
     specs: dict[str, FieldSpec] = {}
     for name in fields.keys():
@@ -299,12 +317,29 @@ def decode_columns(
     allow_pickle: bool = False,
     share_rows: bool = False,
 ) -> dict[str, Any]:
-    """Checks what a backend returned for at least one sample, and converts it to what the caller gets. It takes
-    ownership: what needs no conversion is returned as it is. The container may differ from what `encode_columns` made
-    (a dense column may come back as jagged or as rows); the cells may not. Columns are dense if all rows have the same
-    shape, else jagged, with shared offsets where lengths are equal; objects are ``NonTensorStack``, and so are
-    `SharedRows` with ``share_rows``, whose equal rows are one object. Raises `BackendError` for a column that is not as
-    its spec says, and `FrameError` for malformed bytes."""
+    """Checks what a backend returned and converts it to what the caller gets.
+
+    Args:
+        columns: Field -> encoded column of ``num_samples`` rows. This function takes ownership: what needs no
+            conversion is returned as it is. The container may differ from the one that `encode_columns` made (a dense
+            column may come back as jagged or as rows); the cells may not.
+        specs: Field -> the spec of its cells, as in `WireBatch`. Must have every key of ``columns``.
+        num_samples: N, at least 1.
+        wire: The backend's wire format.
+        allow_pickle: Unpickle object items that were pickled.
+        share_rows: Return the rows of `SharedRows` as one object each. If False, each row gets memory of its own.
+
+    Returns:
+        Field -> a dense tensor if all rows have the same shape, else one ``torch.jagged`` nested tensor with cached min
+        and max length; objects as ``NonTensorStack``. Contiguous and detached. Jagged columns of equal lengths share
+        their offsets, so that torch can combine them. With ``share_rows``, `SharedRows` become a ``NonTensorStack`` of
+        row tensors or items.
+
+    Raises:
+        BackendError: A column does not have one row per sample, or its dtype, rank or trailing shape differs from the
+            spec.
+        FrameError: The bytes are malformed.
+    """
     decoded: dict[str, Any] = {}
     jagged = JaggedColumns()
     for name, column in columns.items():

@@ -37,7 +37,12 @@ class _Manager(pluggy.PluginManager):
 
 
 def build_manager(backend: Backend, middleware: Sequence[Any]) -> pluggy.PluginManager:
-    """Registers a backend and middleware around it, outermost first. Refuses wrong hooks, and repeated objects."""
+    """Registers a backend and, around it, middleware (outermost first).
+
+    Raises:
+        PluginSignatureError: A hook's name or signature is wrong. The message names plugin, hook and argument.
+        ConfigError: A middleware object is listed twice.
+    """
     check_backend_class(type(backend), backend.name)
     manager = _Manager("dataplane")
     manager.add_hookspecs(DataPlaneSpec)
@@ -55,8 +60,16 @@ def build_manager(backend: Backend, middleware: Sequence[Any]) -> pluggy.PluginM
 
 
 def check_backend_class(cls: type[Backend], name: str = "") -> None:
-    """Refuses a class that is no `Backend`, is written for a newer contract, lacks an operation, has one whose
-    signature is not ``(self, request)``, or a public method with almost an operation's name."""
+    """Checks a backend class against the hook specs.
+
+    Args:
+        cls: The class.
+        name: Its entry-point name, for messages.
+
+    Raises:
+        PluginSignatureError: The class is not a `Backend`, is written for a newer contract, lacks an operation, has an
+            operation whose signature is not ``(self, request)``, or a public method with almost an operation's name.
+    """
     label = f"backend '{name or getattr(cls, '__name__', cls)}'"
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
         raise PluginSignatureError(

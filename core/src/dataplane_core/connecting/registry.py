@@ -39,7 +39,14 @@ _FASTER_S: Final = 10.0
 
 
 def load_backend(name: str) -> type[Backend]:
-    """Imports the backend of that name and checks its hooks. Raises a `PluginError` that says what is wrong."""
+    """Imports the backend of that name and checks its hooks.
+
+    Raises:
+        UnknownBackendError: Not installed. The message lists the names found, and the pip command if the name is known.
+        DuplicatePluginError: Two distributions register the name.
+        PluginImportError: Its import fails. The cause is the original error.
+        PluginSignatureError: Its hooks do not fit.
+    """
     cls = load_plugin(BACKEND_GROUP, name, "backend")
     check_backend_class(cls, name)
     loaded: type[Backend] = cls
@@ -194,7 +201,13 @@ def _attach_or_bootstrap(open_client: Callable[..., DataPlaneClient]) -> DataPla
 
 
 def _retry(give_up: float, deadline: float, open_client: Callable[[], DataPlaneClient]) -> DataPlaneClient:
-    """Tries to open a client until there is a store to attach to; until ``deadline`` if another process bootstraps."""
+    """Tries to open a client until there is something to attach to.
+
+    Args:
+        give_up: When to give up, on `time.monotonic`'s clock, in seconds.
+        deadline: The latest time to give up if another process bootstraps meanwhile.
+        open_client: Tries once.
+    """
     other_bootstraps = False
     pause_s = _AGAIN_FIRST_S
     not_found: BackendUnavailableError | None = None

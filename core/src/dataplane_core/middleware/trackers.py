@@ -35,8 +35,12 @@ class _StepListener(ABC):
                 self._sums[key] = self._sums.get(key, 0) + value
 
     def step(self, step: int, **values: float) -> None:
-        """Logs what this process did since the last call, and ``values`` such as ``staleness``, for a step that has
-        ended. 0 for operations that it did before, but not since."""
+        """Logs what this process did since the last call; 0 for operations that it did before, but not since.
+
+        Args:
+            step: The number of the step that has ended.
+            values: Further scalars, such as ``staleness``, logged as ``dataplane/staleness``.
+        """
         with self._lock:
             sums = self._sums
             self._sums = dict.fromkeys(sums, 0)

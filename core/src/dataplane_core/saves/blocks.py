@@ -50,7 +50,14 @@ class _Block(TypedDict):
 def pack_rows(
     columns: Mapping[str, Any], num_rows: int, head: Mapping[str, Any], *, allow_pickle: bool = False
 ) -> bytes:
-    """Packs columns of ``num_rows`` rows, as for the codec (or none), with further values for msgpack in ``head``."""
+    """Packs columns.
+
+    Args:
+        columns: Columns of ``num_rows`` rows, as for the codec. May be empty.
+        num_rows: N.
+        head: Further values for msgpack, which `unpack_rows` returns.
+        allow_pickle: As for the codec.
+    """
     packed: list[dict[str, Any]] = []
     frames: list[BytesLike] = []
     encoded, specs = encode_columns(columns, num_rows, _FRAMES, allow_pickle=allow_pickle) if columns else ({}, {})
@@ -68,8 +75,17 @@ def pack_rows(
 def unpack_rows(
     block: bytes, *, allow_pickle: bool = False, rows: Callable[[Mapping[str, Any]], Sequence[int]] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads what `pack_rows` packed: the columns, whose equal large rows share memory, and the head. ``rows`` says from
-    the head which rows to read, by number; None: all. Raises `CorruptDataError`."""
+    """Reads what `pack_rows` packed: the columns, whose equal large rows share memory, and the head.
+
+    Args:
+        block: What `pack_rows` returned.
+        allow_pickle: As for the codec.
+        rows: From the head, which rows to read, by number. None: all.
+
+    Raises:
+        CorruptDataError: The block is not of that form.
+        BackendError: A column is not as its spec says.
+    """
     view = memoryview(block)
     try:
         (size,) = _SIZE.unpack_from(view)

@@ -8,8 +8,15 @@ from pathlib import Path
 
 
 def write_file(path: Path, parts: Iterable[bytes | bytearray]) -> None:
-    """Writes a new file, of parts consumed one by one, and syncs its content. Its name is durable only after
-    `sync_folder`. After an `OSError`, a part of the file may exist."""
+    """Writes a new file and syncs its content to the disk. Its name is durable only after `sync_folder`.
+
+    Args:
+        path: The file.
+        parts: Its content, consumed one by one, so that it need not fit in memory.
+
+    Raises:
+        OSError: The write failed. A part of the file may exist.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NONBLOCK", 0), 0o666)
     try:
         for part in parts:
@@ -22,7 +29,11 @@ def write_file(path: Path, parts: Iterable[bytes | bytearray]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs the names in a folder to the disk."""
+    """Syncs the names in a folder to the disk.
+
+    Raises:
+        OSError: The sync failed.
+    """
     if os.name == "nt":
         return  # Windows opens no folders, and keeps names by itself
     descriptor = os.open(folder, os.O_RDONLY)

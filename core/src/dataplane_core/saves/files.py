@@ -61,9 +61,19 @@ def write_save(
     body: Mapping[str, Any],
     blocks: Iterable[bytes | bytearray],
 ) -> None:
-    """Replaces the save in a folder, which is created if needed. Only one process may do this at a time. ``blocks`` are
-    consumed one by one, so that they need not fit in memory; ``body`` (JSON values) is read after them. Refuses a
-    folder whose manifest is that of something else. A `SaveError` says whether the former save is unchanged."""
+    """Replaces the save in a folder. Creates the folder if needed. Only one process may do this at a time.
+
+    Args:
+        folder: The folder.
+        kind: The name of the save's format.
+        body: JSON values.
+        blocks: The content, consumed one by one, so that it need not fit in memory. ``body`` is read after them.
+
+    Raises:
+        InvalidRequestError: The folder's manifest is that of something else. Nothing was written.
+        SaveError: The save cannot be written. It says whether the former save is unchanged.
+        DataPlaneError: What ``blocks`` raised. The former save is unchanged.
+    """
     path, kept = Path(folder), "A former save is as it was."
     try:
         os.makedirs(path, exist_ok=True)
@@ -89,7 +99,11 @@ def write_save(
 
 
 def _named_rows(path: Path, kind: str) -> str | None:
-    """The file of rows that the manifest names. None: it is damaged, missing or old. Refuses one of another kind."""
+    """The file of rows that the folder's manifest names. None if it is damaged, not there, or of another version.
+
+    Raises:
+        InvalidRequestError: The manifest is not that of a save of this kind.
+    """
     try:
         data = read_regular(path / MANIFEST)
     except FileNotFoundError:
@@ -138,9 +152,21 @@ def _write_blocks(path: Path, blocks: Iterable[bytes | bytearray]) -> list[dict[
 
 
 class SavedFiles:
-    """The newest save in a folder, checked, with the ``body`` that its writer gave. Holds its file open, so close it,
-    or use it in a ``with``. Raises if there is none (`MissingDataError`), it is of another version, damaged, or cannot
-    be read."""
+    """The newest save in a folder, checked. Holds its file open, so close it, or use it in a ``with`` statement.
+
+    Args:
+        folder: The folder.
+        kind: The name of the save's format.
+
+    Attributes:
+        body: The body that was passed to `write_save`.
+
+    Raises:
+        MissingDataError: The folder has no save.
+        UnsupportedOperationError: Another version of this package wrote the save.
+        CorruptDataError: The manifest is not that of a save, or was changed, or the file of rows is missing.
+        SaveError: They cannot be read.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], kind: str) -> None:
         self._path = Path(folder)
@@ -198,7 +224,12 @@ class SavedFiles:
 
 
 def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
-    """The body of the manifest in a folder, checked. Raises as `SavedFiles`, and `OSError`."""
+    """The body of the manifest in a folder, checked.
+
+    Raises:
+        MissingDataError, UnsupportedOperationError, CorruptDataError: As `SavedFiles`.
+        OSError: It cannot be read.
+    """
     manifest = path / MANIFEST
     try:
         head_line, _, rest = read_regular(manifest).partition(b"\n")
@@ -220,8 +251,18 @@ def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
 
 
 def read_head(manifest: Path, text: bytes, kind: str, version: int) -> dict[str, Any]:
-    """The JSON object ``text`` of a manifest, if it says this format and version. `CorruptDataError`: it is damaged, or
-    that of something else; `UnsupportedOperationError`: another version of this package wrote it."""
+    """The JSON object that says format and version of a manifest.
+
+    Args:
+        manifest: The file, for messages.
+        text: The object.
+        kind: The format that it should have.
+        version: The version that it should have.
+
+    Raises:
+        CorruptDataError: It is damaged, or that of something else.
+        UnsupportedOperationError: Another version of this package wrote it.
+    """
     try:
         head: dict[str, Any] = json.loads(text)
         known, found = head["format"] == kind, int(head["version"])
@@ -237,7 +278,11 @@ def read_head(manifest: Path, text: bytes, kind: str, version: int) -> dict[str,
 
 
 def _checked(body: Any) -> dict[str, Any]:
-    """The body, if it is one. Raises `ValueError` and its like."""
+    """The body, if it is one.
+
+    Raises:
+        ValueError, KeyError, TypeError: It is none.
+    """
     if not fits(body, _Body):
         raise ValueError("it has a part of a wrong type")
     if not _ROWS_NAME.fullmatch(body["rows_file"]):

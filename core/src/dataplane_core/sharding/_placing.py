@@ -73,8 +73,17 @@ def _place_by_class(sizes: Ints, capacity: int, seed: int | None) -> _Placed:
 def _pair_with_medium(
     falling: list[int], first: int, end: int, room: list[int], groups: Iterable[tuple[int, int]]
 ) -> tuple[list[int], list[int]]:
-    """Phase 2. Room (changed in place) rises from bin to bin, so the sizes that fit form a stack with the largest on
-    top. ``groups``: neighbouring bins with the same room. Returns the ordinals that were placed, and the bin of each.
+    """Phase 2. Room rises from bin to bin, so the sizes that fit form a stack with the largest on top.
+
+    Args:
+        falling: All sizes.
+        first: Where the medium ones begin.
+        end: Where they end.
+        room: Room of each bin. Changed in place.
+        groups: Neighbouring bins with the same room, as (first, end).
+
+    Returns:
+        The ordinals that were placed, and the bin of each.
     """
     placed: list[int] = []
     bins: list[int] = []
@@ -100,7 +109,9 @@ def _pair_with_two_small(
     falling: list[int], first: int, end: int, room: list[int], with_medium: set[int]
 ) -> tuple[list[int], list[int]]:
     """Phase 3. Room falls from bin to bin and the smallest size rises, so the largest that fits beside it only falls.
-    Skips bins ``with_medium``. Returns as `_pair_with_medium`."""
+
+    Arguments and result are as in `_pair_with_medium`. ``with_medium`` are bins to skip.
+    """
     placed: list[int] = []
     bins: list[int] = []
     largest, smallest = first, end - 1
@@ -121,9 +132,19 @@ def _pair_with_two_small(
 
 
 def _fill_up(falling: Ints, left: Ints, room: Ints) -> tuple[Ints, Ints, Ints]:
-    """Phase 4. Equal sizes are one entry; one that is used up points to the next smaller one. Neighbouring bins with
-    the same room choose the same size while there is enough of it, so they are one group. When it runs out, those that
-    got some continue first, as if each had been filled alone. Returns ordinals, their bins, and what is left."""
+    """Phase 4. Equal sizes are one entry. An entry that is used up points to the next smaller one.
+
+    Neighbouring bins with the same room choose the same size while there is enough of it, so they are handled as one
+    group. When the size runs out, the bins that got some continue first, as if each bin had been filled alone.
+
+    Args:
+        falling: All sizes.
+        left: The ordinals that are not placed yet.
+        room: Room of each bin.
+
+    Returns:
+        The ordinals that were placed, the bin of each, and the ordinals that are left, in order.
+    """
     sizes, counts = _runs(falling[left])
     if not sizes:
         return left, left, left
@@ -218,10 +239,12 @@ def _first_fit(sizes: list[int], capacity: int) -> list[int]:
 
 
 def _first_fit_of_runs(sizes: list[int], counts: list[int], capacity: int) -> Ints:
-    """First fit of falling sizes, each with its count; the bin of each sequence. Neighbouring bins with the same room
-    are one group, named by its first bin, and a run of equal sizes fills a group at once. Since sizes fall, a group
-    with room for this size has room for all later ones until it is filled. A heap holds the groups that have room; the
-    others wait for the first size that fits."""
+    """First fit of falling sizes, each with its count; the bin of each sequence.
+
+    Neighbouring bins with the same room are one group, named by its first bin, and a run of equal sizes fills a group
+    at once. Since sizes fall, a group with room for this size has room for all later ones until it is filled. A heap
+    holds the groups that have room; the others wait for the first size that fits.
+    """
     if not sizes:
         return np.empty(0, np.int64)
     rising, least = sizes[::-1], sizes[-1]

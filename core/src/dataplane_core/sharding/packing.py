@@ -116,7 +116,22 @@ def pack_flat(
     bin_count_multiple: int = 1,
     seed: int | None = 0,
 ) -> tuple[Ints, Ints]:
-    """As the packer of that name, without lists: the positions of all bins, bin after bin, and how many each has."""
+    """Packs with the packer of that name, as `concatenative` and the others do, without building lists.
+
+    Args:
+        algorithm: One of `PACKERS`, in any case.
+        lengths: Tokens per sequence.
+        capacity: Most tokens of a bin.
+        min_bin_count: Fewest bins.
+        bin_count_multiple: The number of bins is a multiple of this.
+        seed: For `first_fit_shuffle`.
+
+    Returns:
+        The positions of all bins, bin after bin, and the number of sequences of each bin.
+
+    Raises:
+        InvalidRequestError: The algorithm is unknown, a length is over the capacity, or there are too few sequences.
+    """
     if seed is not None and not 0 <= seed < 1 << 32:
         raise InvalidRequestError(f"packing refused: seed is {seed}. Expected 0 to {(1 << 32) - 1}, or None.")
     place = PLACERS.get(algorithm.lower())
@@ -282,7 +297,16 @@ def _check(lengths: Sequence[int] | Ints, capacity: int, min_bin_count: int, bin
 
 
 def as_sizes(what: str, each: str, lengths: Sequence[int] | Ints) -> Ints:
-    """The lengths, if they are integers of 0 or more. Errors say ``what`` refuses them, and what ``each`` is."""
+    """Tokens per row.
+
+    Args:
+        what: What refuses others.
+        each: What has a length.
+        lengths: The lengths.
+
+    Raises:
+        InvalidRequestError: They are not integers of 0 or more.
+    """
     sizes = np.asarray(lengths)
     if sizes.ndim != 1 or (len(sizes) and sizes.dtype.kind not in "iu"):
         raise InvalidRequestError(

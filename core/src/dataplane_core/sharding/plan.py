@@ -132,9 +132,23 @@ def plan_uneven_shards(num_rows: int, shards: int) -> ShardPlan:
 def plan_dynamic_batches(
     lengths: Sequence[int], width: int | None, shards: int, batch_size: int | None, args: Mapping[str, Any]
 ) -> ShardPlan:
-    """Sorts each chunk by length, deals its rows out to the shards in turn, and cuts microbatches by token count: rows
-    x padded length is at most ``max_tokens_per_microbatch``, where all shards pad to the longest of their rows, and at
-    most to ``width`` (None or 0: the largest length). Refuses a row over the limit or the width."""
+    """Sorts each chunk by length, deals its rows out to the shards in turn, and cuts microbatches by token count.
+
+    Args:
+        lengths: Tokens per row.
+        width: Length of the padded batch; no microbatch is longer. None or 0: the largest length.
+        shards: Number of shards.
+        batch_size: Rows of a chunk over all shards, or None for one chunk.
+        args: `DynamicBatchingArgs`.
+
+    Returns:
+        The plan. In every microbatch, rows x padded length is at most ``max_tokens_per_microbatch``. The padded length
+        is that of the longest row in this microbatch over all shards.
+
+    Raises:
+        InvalidRequestError: A single row is over the limit or longer than the width (the message has both numbers), or
+            sizes are not multiples.
+    """
     what = "dynamic_batching_args"
     _check_keys(what, args, _DYNAMIC_KEYS)
     limit = _at_least(1, what, args, "max_tokens_per_microbatch")
@@ -189,10 +203,24 @@ def _cut(rounded: list[int], limit: int) -> tuple[list[int], list[int]]:
 def plan_packed_batches(
     lengths: Sequence[int], shards: int, batch_size: int | None, args: Mapping[str, Any]
 ) -> ShardPlan:
-    """Packs each chunk into bins and deals them out to the shards in turn: bin i goes to shard ``i % shards``. Each
-    shard gets the same number of bins of each chunk, at least one; its rows are those of its bins, in order. A row
-    takes its own length, rounded up; those of a bin sum up to ``max_tokens_per_microbatch`` at most. Refuses a longer
-    row, and a chunk with fewer rows than it needs bins."""
+    """Packs each chunk into bins and deals them out to the shards in turn: bin i goes to shard ``i % shards``.
+
+    Each shard gets the same number of bins of each chunk, at least one. Its rows are those of its bins, in order. The
+    width of the padded batch has no effect: a packed row takes its own length, rounded up.
+
+    Args:
+        lengths: Tokens per row.
+        shards: Number of shards.
+        batch_size: Rows of a chunk over all shards, or None for one chunk. Need not be a multiple of ``shards``.
+        args: `SequencePackingArgs`.
+
+    Returns:
+        The plan. The rounded lengths of a bin sum up to ``max_tokens_per_microbatch`` at most.
+
+    Raises:
+        InvalidRequestError: A rounded length is over the limit (the message has both numbers), a chunk has fewer rows
+            than it needs bins, or sizes are not multiples.
+    """
     what = "sequence_packing_args"
     _check_keys(what, args, _PACKING_KEYS, _OPTIONAL_PACKING_KEYS)
     limit = _at_least(1, what, args, "max_tokens_per_microbatch")
@@ -241,7 +269,15 @@ def _deal(
     *,
     largest_first: bool,
 ) -> None:
-    """Adds a chunk to the plan: its rows, bin after bin, with the rows and the tokens of each bin."""
+    """Adds a chunk's bins to the plan, dealt out in the packer's order.
+
+    Args:
+        plan: Grows by one chunk.
+        items: The rows, bin after bin.
+        counts: Per bin its rows.
+        tokens: Per bin its tokens.
+        largest_first: Sort the bins of each shard by falling tokens.
+    """
     assert plan.micro_batch_indices is not None
     assert plan.micro_batch_lengths is not None
     assert plan.elem_counts_per_gb is not None
@@ -272,7 +308,17 @@ def _deal(
 
 
 def _chunks(num_rows: int, shards: int, batch_size: int | None, *, equal: bool) -> list[tuple[int, int]]:
-    """The chunks ``[start, end)`` of a batch: of ``batch_size`` rows, or one of all. ``equal``: for each shard."""
+    """The chunks ``[start, end)`` of a batch: of ``batch_size`` rows, or one of everything.
+
+    Args:
+        num_rows: Rows of the batch.
+        shards: Number of shards.
+        batch_size: Rows of a chunk.
+        equal: Whether each shard must get the same number of rows of a chunk.
+
+    Raises:
+        InvalidRequestError: Sizes are not multiples, or there are no rows.
+    """
     if shards < 1:
         raise InvalidRequestError(f"sharding refused: shards is {shards}. Expected 1 or more.")
     if num_rows < 1:

@@ -248,9 +248,11 @@ class Acknowledgements:
         return history == self._history
 
     def meet(self, history: bytes, ask: Callable[..., Any]) -> None:
-        """Called with each new connection before it is used, and with what sends a command on it. A failover or a
-        restart begins another history, which need not be an older state: a server also begins one when its first
-        replica joins. So only the marks that it has now tell what was lost, of calls acknowledged before it was asked.
+        """Called with each new connection before it is used, and with what sends a command on it.
+
+        A failover or a restart begins another history. It need not be an older state: a server also begins one when its
+        first replica joins. So only the marks that it has now tell what was lost, and only of calls that were
+        acknowledged before it was asked.
         """
         with self._lock:
             if history == self._history and not self._unjudged:

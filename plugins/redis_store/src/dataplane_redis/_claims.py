@@ -187,8 +187,8 @@ class Claims(Backend):
     def _wait(
         self, what: str, request: ClaimRequest, question: Question, version: str | None, ask_again_s: float
     ) -> Claim:
-        """The answer to a claim that has to wait. With ``explain`` it says what the samples lack, as far as there is
-        time."""
+        """The answer to a claim that has to wait. With ``explain`` it says what the samples lack, or, if the deadline
+        comes first, what was counted so far."""
         if not request.explain:
             return Claim(version=version, ask_again_s=ask_again_s)
         num_ready, shortfall = self._explain(what, request.deadline, question)

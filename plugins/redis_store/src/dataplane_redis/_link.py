@@ -128,10 +128,13 @@ class Stream:
 
 
 def fetch_arrays(streams: Sequence[Stream], reads: Sequence[Sequence[Read]]) -> Iterator[tuple[int, int, Any]]:
-    """Sends the reads of each stream and receives the arrays without a copy. Yields the numbers of stream and read, and
-    the array: views of one buffer, None for a string that does not exist; or the error that came instead. Two chunks of
-    commands of each stream are in flight at a time: a server that got all at once would copy every reply before it
-    sends the first."""
+    """Sends the reads of each stream and receives the arrays without a copy.
+
+    Each stream has two chunks of commands in flight at a time, and all streams work at the same time. If a server got
+    all commands at once, it would copy every reply before it sends the first, and the client would wait. Yields the
+    numbers of the stream and of its read, and the array: byte strings, as views of one buffer, and None for one that
+    does not exist. Or the error that came instead.
+    """
     readers = [
         ArrayReader(stream.connection._sock, sum(read.size_bytes for read in mine), stream.deadline)
         for stream, mine in zip(streams, reads, strict=True)
@@ -213,8 +216,14 @@ class Idle:
 
 
 class Link:
-    """A pool of connections to the server of a URL, which no message shows. Thread-safe. A connection serves one call
-    at a time. ``told`` hears of the history that each new connection meets, and may refuse calls."""
+    """A pool of connections to the server. Thread-safe. A connection serves one call at a time.
+
+    Args:
+        url: The server, a service of Sentinel, or any node of a cluster. Only the connections keep it; no message
+            shows it.
+        label: What messages call the server. None: its place, without user, password and query.
+        told: Is told of the history that each new connection meets, and may refuse calls.
+    """
 
     def __init__(self, url: str, label: str | None = None, told: Acknowledgements | None = None) -> None:
         self._service = Service.of(url)
@@ -241,8 +250,8 @@ class Link:
     # --- the nodes of a cluster ---------------------------------------------------------------------------------------
 
     def follow(self, what: str, deadline: float, key: bytes) -> Any:
-        """Switches to the node that serves ``key``. Returns the reply to CLUSTER SLOTS; None: no cluster, or it is
-        forbidden."""
+        """Switches to the node that serves ``key``. Returns the reply to CLUSTER SLOTS; None if the server is not a
+        cluster, or the ACL forbids the command."""
         self.command(what, deadline, b"EXISTS", key)
         if self._service is not None:
             return None
@@ -339,9 +348,15 @@ class Link:
     def commands(
         self, what: str, deadline: float, packed: Iterable[Parts], count: int, receipt: Receipt | None = None
     ) -> list[Any]:
-        """Sends packed commands on one connection, while they are made, and returns as many replies, or refusals. If
-        the last reply acknowledges what replicas must have, the wait for them follows. After `BackendUnavailableError`,
-        nothing was sent; after other errors, the commands may have run or not."""
+        """Sends packed commands on one connection, while they are made, and returns as many replies, or refusals.
+
+        If the last reply acknowledges what replicas must have, the wait for them follows, for the receipt.
+
+        Raises:
+            OperationTimeoutError: The deadline passed; the commands may have run or not.
+            LostReplyError: The connection was lost; the commands may have run or not.
+            BackendUnavailableError: The server cannot be reached. Nothing was sent.
+        """
         try:
             connection = self._acquire(what, deadline)
         except (BackendUnavailableError, OperationTimeoutError) as error:

@@ -144,9 +144,16 @@ class Nodes:
         last: Callable[[], Parts] | None = None,
     ) -> list[Any]:
         """Sends each job to the node that serves its slot: first all of them, then it reads the replies, which the jobs
-        keep, also refusals that are no reason to wait. With ``again``, a job is sent again if the connection was lost,
-        and may run twice; else `LostNodeError` is raised. ``last`` makes a command for each node after its jobs;
-        returns the replies to these."""
+        keep. A refusal that is no reason to wait is one of them.
+
+        With ``again``, a job is sent again if the connection was lost, and may run twice. ``last`` makes a command that
+        is sent to each node after its jobs; their replies are returned.
+
+        Raises:
+            LostNodeError: A connection was lost, and the jobs may not run twice.
+            BackendUnavailableError: No node served a slot until the deadline.
+            OperationTimeoutError: A node did not answer in time.
+        """
         last_replies: list[Any] = []
         asked: _Asked = dict.fromkeys(range(len(jobs)))
         num_rounds = 0

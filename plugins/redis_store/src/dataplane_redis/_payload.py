@@ -92,7 +92,8 @@ class Placing:
         return not self.is_spread or size_bytes <= _SMALL_ROW_BYTES * num_rows
 
     def new_write(self) -> bytes:
-        """The id of a write whose rows lie with the ledger: random, so unique even if the server loses its data."""
+        """The id of a write whose rows lie with the ledger: random, so that it is unique even if the server loses its
+        data."""
         return _HEAD.pack(0, 0, 0) + os.urandom(_RANDOM_BYTES) if self.is_spread else os.urandom(16)
 
     def new_spread_write(self, num_rows: int, size_bytes: int) -> bytes:
@@ -145,8 +146,11 @@ class Placing:
 
 
 def _buckets(namespace: str, count: int) -> tuple[list[bytes], list[int]]:
-    """The key prefixes of the buckets, and their slots. All slots are cut into as many windows, and the tag of a window
-    is the first number that falls into it. They follow in the order of reversed bits: each halves the largest gap."""
+    """The key prefixes of the buckets, and their slots.
+
+    All slots are cut into as many windows as there are buckets. The tag of a window is the first number that falls into
+    it. The windows follow one another in the order of their reversed bits: each halves the largest gap.
+    """
     width = _NUM_SLOTS // count
     bits = count.bit_length() - 1
     found: dict[int, tuple[bytes, int]] = {}
@@ -185,9 +189,15 @@ class Payload:
     # --- writes -------------------------------------------------------------------------------------------------------
 
     def write(self, what: str, write: bytes, tables: Sequence[Table], deadline: float, keep_s: float) -> None:
-        """Writes all rows of a put to the nodes. They then stay until they are deleted. The nodes give the put up
-        ``keep_s`` after the deadline, as the ledger does. After a `LostNodeError` the rows must be written under
-        another id: what is still on its way to the lost node would give them an expiry again."""
+        """Writes all rows of a put to the nodes. They then stay until they are deleted. Raises as `Nodes.exchange`.
+
+        The nodes give the put up so many seconds after the deadline, as the ledger does.
+
+        Raises:
+            LostNodeError: A node was lost, so some rows may be. They must be written under another id: what is still
+                on its way to the lost node would give the rows an expiry again.
+            OperationTimeoutError: Too few replicas of a node have the rows.
+        """
         nodes, placing, label = self._nodes(), self.placing, self._session.connected()[0].label
         jobs, counts = [], Counter[int]()
         for bucket, first, frames in self.chunks(write, tables):
@@ -285,7 +295,10 @@ class Payload:
                 deleted = self._delete(given, until) if given else []
 
     def look(self, deadline: float) -> None:
-        """Collects what others left in a cluster; after a failover, also payload that the ledger lacks."""
+        """Collects what others left, in a cluster.
+
+        After a failover, or if the list of what to delete was lost, also looks for payload that the ledger lacks.
+        """
         if not self.placing.is_spread:
             return
         self.collect(1, deadline)
@@ -296,8 +309,8 @@ class Payload:
                 self._sweep(history, deadline)
 
     def _sweep(self, history: str, deadline: float) -> None:
-        """Has payload deleted that the ledger does not know. If this fails, or another client does it, the next call
-        asks again."""
+        """Has payload deleted that the ledger does not know. If this fails, or while another client does it, the next
+        call asks again."""
 
         def ask(action: str, writes: Sequence[bytes] = ()) -> Any:
             return self._session.run("sweep", deadline, "sweep", action=action, history=history, writes=writes)[1]

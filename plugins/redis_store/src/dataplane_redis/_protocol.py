@@ -107,9 +107,11 @@ def row_overhead(num_columns: int) -> int:
 
 
 def pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]], keep_s: float) -> list[Any]:
-    """Packs an HSET of rows under their positions, from ``first`` on: ``frames`` is one list per column, not copied.
-    The hash expires in ``keep_s`` seconds, at the same moment as it is written: should this client die, the rows are
-    dropped."""
+    """Packs an HSET of rows under their positions, from ``first`` on: ``frames`` is one list per column.
+
+    The hash then expires in ``keep_s`` seconds, at the same moment as it is written: so should this client die, the
+    server drops the rows. Frames are not copied.
+    """
     num_columns, num_rows = len(frames), len(frames[0])
     sizes = np.empty((num_rows, num_columns), dtype="<i8")
     for number, column in enumerate(frames):
@@ -146,7 +148,13 @@ class ArrayReader:
         return self._start == self._stop
 
     def read(self) -> list[memoryview | None]:
-        """The next reply. Raises what redis-py raises: refused, no array of byte strings, late or lost."""
+        """The next reply.
+
+        Raises:
+            ResponseError: The server refused the command.
+            InvalidResponse: The reply is no array of byte strings.
+            TimeoutError, OSError: The deadline passed; the connection was lost.
+        """
         count = self._number(b"*")
         strings: list[memoryview | None] = []
         for _ in range(count):
@@ -195,7 +203,10 @@ class ArrayReader:
             self._stop += count
 
     def _grow(self, size: int) -> None:
-        """Continues in a new buffer, of at most twice what was received: a forged size reserves no memory."""
+        """Continues in a new buffer, of at most twice what was received: a forged size reserves no memory.
+
+        Views of the old one stay valid.
+        """
         rest = self._buffer[self._start : self._stop]
         self._buffer = np.empty(2 * min(size, len(rest)) + _SLACK_BYTES, dtype=np.uint8).data
         self._buffer[: len(rest)] = rest

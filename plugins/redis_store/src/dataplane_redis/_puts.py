@@ -187,7 +187,8 @@ class Puts(Backend):
                 self._write(put, write, commit)
 
     def _put_spread(self, put: _Put) -> None:
-        """Reserves, writes the rows to the nodes, commits. If a node is lost, undoes the put and begins again."""
+        """Reserves, writes the rows to the nodes, commits. If a node is lost before the commit, undoes the put and
+        begins again, until the deadline."""
         deadline = put.request.deadline
         num_rows = sum(len(each.row_bytes) for each in put.writes)
         while True:
@@ -211,8 +212,8 @@ class Puts(Backend):
                 time.sleep(_LOST_PAUSE_S)
 
     def _begin(self, put: _Put, write: bytes) -> dict[str, Any] | None:
-        """Reserves. Returns the commit that follows the rows; None: it has confirmed a request that was carried out
-        before."""
+        """Reserves. Returns the commit that follows the rows, or None if the request was carried out before: then this
+        confirms it."""
         reply = self._reserve(put, "begin", write)
         if reply[0] == b"done":
             self._commit(put, put.asked("commit", write))
@@ -319,7 +320,10 @@ class Puts(Backend):
 
     def _undo(self, write: bytes, deadline: float) -> bool:
         """Undoes a failed put before its deadline, or else before this client's next put. Returns whether it is undone.
-        If no other put comes, a later script of any client gives it up. A put that was committed stays."""
+
+        If this client makes no other put, a later script of any client gives the failed one up, and its rows expire. A
+        put that was committed stays, even if the reply to its commit was lost.
+        """
         try:
             with self._session.quietly():
                 until = min(deadline, time.monotonic() + _UNDO_S)

@@ -138,8 +138,12 @@ class Reads(Backend):
         num_cells: Sequence[int],
         sent: Sequence[Any] | None,
     ) -> tuple[dict[str, WireColumn | SharedRows], list[tuple[bytes, int, int, Any]]]:
-        """Fetches what `_plan` picked of each row's refs, unless the script sent the payload. Returns the columns; or
-        no columns, and for each place that was empty: write, position, row of the request, (column, slot) pairs."""
+        """Fetches what `_plan` picked of each row's refs, unless the script sent the payload of all refs.
+
+        Returns:
+            The columns; and for each place that was empty: write, position, row of the request, (column, slot) pairs.
+            If any was, there are no columns.
+        """
         uses: dict[_Place, list[tuple[int, Any]]] = {}  # place -> rows of the request, each with (column, slot) pairs
         wanted: list[tuple[bytes, int, int]] = []
         payload: list[Any] = []
@@ -218,7 +222,8 @@ class Reads(Backend):
 def _plan(
     key: tuple[int, ...], layouts: Sequence[Mapping[str, FieldSpec]], fields: Sequence[str]
 ) -> list[tuple[int, list[tuple[int, int]]]] | None:
-    """Which refs of a row a read needs: (index of the ref, [(column, slot), ...]) each. None: a cell is missing."""
+    """Which refs of a row a read needs, and which of their cells: (index of the ref, [(column, slot), ...]) each. None
+    if a cell is not produced."""
     slots = [{name: slot for slot, name in enumerate(layouts[number])} for number in key]
     found: dict[int, list[tuple[int, int]]] = {}
     for column, name in enumerate(fields):
@@ -298,7 +303,8 @@ def _raise_missing(
 
 
 def _raise_lost(what: str, request: GetRequest, lost: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> NoReturn:
-    """The payload of listed rows is gone: of each, its index in the request and the (column, slot) pairs asked for."""
+    """The partition lists rows whose payload is gone: each by its index in the request, with the (column, slot) pairs
+    that were asked for."""
     columns: dict[int, set[int]] = {}
     for row, pairs in sorted(lost):
         columns.setdefault(row, set()).update(column for column, _ in pairs)

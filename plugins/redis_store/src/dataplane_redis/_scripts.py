@@ -89,9 +89,12 @@ class Script:
 
 
 class _Piece:
-    """An operation or definition: its lines, and in ``wanted`` the libraries' names that it uses, by the number of the
-    line before which they are defined: the first of the block after an ``if`` that has all uses, or one for each
-    branch. All else, also what only a ``for`` uses, is defined before the piece, at 0."""
+    """An operation, or a definition of a library: its lines, and the names of the libraries that it uses.
+
+    ``wanted`` has names by the number of the line before which they are defined: the first one of the block after an
+    ``if`` that has all uses, or one for each branch. All else is defined before the piece, at 0: also what only a block
+    in a ``for`` uses, which would define it again and again.
+    """
 
     def __init__(self, text: str, libraries: set[str]) -> None:
         found = _NAMES.match(text)

@@ -45,8 +45,12 @@ class Service:
 
     @classmethod
     def of(cls, url: str) -> Service | None:
-        """The service of ``redis+sentinel://[user:password@]host:port,host:port/service[/db]``. None: another kind of
-        URL."""
+        """The service of a URL, ``redis+sentinel://[user:password@]host:port,host:port/service[/db]``. None for another
+        kind of URL.
+
+        Raises:
+            ValueError: It names no service, or a port is not a number.
+        """
         scheme = SENTINEL_SCHEMES.get(url.partition("://")[0])
         if scheme is None:
             return None
@@ -77,7 +81,13 @@ class Service:
 
     def primary(self, deadline: float) -> tuple[str, int]:
         """Host and port of the server that is the primary now. Skips sentinels that missed a failover of which another
-        one told: they name an old primary. Raises if none names one or knows the service, or one refuses the user."""
+        one told: they name an old primary.
+
+        Raises:
+            NoPrimaryError: No sentinel names one.
+            UnknownServiceError: They do not know the service.
+            AuthenticationError, NoPermissionError: A sentinel refuses the user.
+        """
         reasons: list[str] = []
         known: set[str] = set()
         behind: list[tuple[int, tuple[str, int], dict[str, Any]]] = []

@@ -129,7 +129,8 @@ class PrivateServer:
         self._wait(deadline)
 
     def stop(self, until: float = math.inf) -> None:
-        """Ends the server by its process id, by force at ``until``, and removes the folder. May be called again."""
+        """Ends the server by its process id, which is killed then at the latest, and removes the folder. May be called
+        again."""
         if self._folder.is_claimed:
             self._end_process(until)
             self._folder.release()

@@ -41,8 +41,12 @@ _MOST_CLOCK_ASKS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """An instance in its namespace. Its id are random bits, drawn when the namespace was empty and kept as long as its
-    data. With another id or none, it is no longer the store that this client connected to."""
+    """An instance in its namespace.
+
+    Its id are random bits, drawn when the namespace was empty and kept as long as its data. If the namespace holds
+    another id or none, it is no longer the store that this client connected to: it was emptied, or another server took
+    over the address.
+    """
 
     capacity_bytes: int | None  # of payload; None: no limit
     on_full: str  # what a put does when there is no room: ``block`` or ``raise``
@@ -132,7 +136,10 @@ def _capacity_of(text: bytes) -> int | None:
 
 
 class Session:
-    """The link and the instance; None until the backend is started. A private server has no acknowledgements."""
+    """The link and the instance; both are None until the backend is started.
+
+    A private server, which nobody starts again, has no acknowledgements. ``base`` is the prefix of all keys.
+    """
 
     def __init__(self, namespace: str, acknowledgements: Acknowledgements | None = None) -> None:
         self.base = base_of(namespace)
@@ -156,9 +163,15 @@ class Session:
         confirms: Confirms | None = None,
         **asked: Any,
     ) -> Any:
-        """Runs a script on the values that its file names, and on rows, and returns the reply. If ``confirms`` says
-        that it acknowledges something, waits for replicas, if it should. Raises if the partition or task is not
-        registered, or the namespace holds another store or an older state."""
+        """Runs a script on the values that its file names, and on rows, and returns the reply.
+
+        If ``confirms`` says that the reply acknowledges something, waits for replicas, if it should.
+
+        Raises:
+            UnknownPartitionError, UnknownTaskError: They are not registered.
+            StalePartitionError: The namespace now holds another store than the one that this client connected to; or it
+                went back behind what this client was told is done.
+        """
         link, _ = self.connected()
         packed = SCRIPTS[script].pack(asked)
         with self.receipt(confirms) as receipt:
@@ -189,7 +202,8 @@ class Session:
         return instance.id + os.urandom(16) + now + (b"" if receipt is None else receipt.mark)
 
     def accept(self, what: str, receipt: Receipt | None, reply: Any) -> None:
-        """Notes what a reply acknowledges. Raises if too few replicas have it, or the server has another store."""
+        """Notes what a script's reply acknowledges. Raises if too few replicas have it, or if the server has another
+        store."""
         label = self.connected()[0].label
         if reply[0] == b"other_history":
             raise StalePartitionError(

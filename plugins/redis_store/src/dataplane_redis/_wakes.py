@@ -134,7 +134,10 @@ class Wakes:
         return self.client + to_bytes(token)
 
     def listens(self, deadline: float) -> bool:
-        """Whether this client listens, asked when something waits. The first call starts it, and blocks a little."""
+        """Called when a claim or a put waits. Whether this client listens.
+
+        Starts to listen if nothing waited before, and blocks until it does, for a short time at most.
+        """
         if self._refused or self._closed:
             return False
         if not self._tried.is_set():

@@ -23,8 +23,10 @@ def base_of(namespace: str) -> bytes:
 
 
 def _is_parsed_as_intended(url: str) -> bool:
-    """Whether redis-py accepts the URL and finds its parts where the user put them: a reserved character ends the
-    password early, and the rest is then taken for host, port or path."""
+    """Whether redis-py accepts the URL and finds its parts where the user put them.
+
+    A reserved character ends the password early; redis-py then takes the rest of it for host, port or path.
+    """
     try:
         parts = urlsplit(url)
         service = Service.of(url)

@@ -150,9 +150,24 @@ def bounded(
     closed: Callable[[], bool] = lambda: False,
     on_give_up: Callable[[], None] = lambda: None,
 ) -> _Result:
-    """Runs engine calls in a thread, and waits for them until the deadline. ``work`` must not use memory that the
-    caller may change after this returns. ``undo`` gets its result if it ends after it was given up; ``hold`` makes what
-    is entered meanwhile. ``watch`` makes a watch over the processes of the engine, for calls that take long."""
+    """Runs engine calls in a thread, and waits for them until the deadline.
+
+    Args:
+        what: The operation, for messages.
+        work: Makes the calls. It must not use memory that the caller may change after this returns.
+        deadline: On `time.monotonic`'s clock, in seconds.
+        undo: Called if the work ends after the call was given up: with its result, or None if it raised.
+        hold: Makes what is entered for the time of the work and of ``undo``. What it raises, this raises.
+        watch: Makes a watch over the processes that the engine talks to, for calls that take long.
+        closed: Whether the client was closed.
+        on_give_up: Called in the caller's thread when the call was given up.
+
+    Raises:
+        OperationTimeoutError: The deadline passed.
+        ClientClosedError: The client was closed.
+        BackendUnavailableError: The watch found one of the processes dead.
+        Exception: What ``work`` raised.
+    """
     if deadline <= time.monotonic():
         raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
     call = Call()

@@ -46,7 +46,15 @@ _LET_GO_S: Final = 30.0
 
 
 class Described(NamedTuple):
-    """What a storage unit says about itself: ids of its process and node, address, available memory. It has no port."""
+    """What a storage unit says about itself.
+
+    Attributes:
+        life: An id of its process.
+        node: The id of its node.
+        ip: Its address.
+        available_bytes: The memory available there, in bytes.
+        port: It has none.
+    """
 
     life: str
     node: str
@@ -56,8 +64,14 @@ class Described(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A mounted segment: its name, the endpoint that is the place of its rows, where its engine listens, and the key of
-    a row in it, which exists as long as it is mounted."""
+    """A segment that a storage unit has mounted.
+
+    Attributes:
+        name: Its name, which a put may ask for.
+        endpoint: Identifies it as the place of a row.
+        listening: Where the engine listens for transfers.
+        sign: The key of a row in it: the segment is mounted as long as the row exists.
+    """
 
     name: str
     endpoint: str
@@ -74,7 +88,11 @@ def this_nodes_address(config: TQMooncakeConfig) -> str:
 
 
 class SegmentHost:
-    """A storage unit: a Ray actor that provides a segment of memory to Mooncake."""
+    """A storage unit: a Ray actor that provides a segment of memory to Mooncake.
+
+    Args:
+        config: The options, as a dict.
+    """
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = TQMooncakeConfig(**config)
@@ -82,7 +100,11 @@ class SegmentHost:
         self._life = new_id()
 
     def describe(self) -> Described:
-        """Checks its machine, and describes itself."""
+        """Checks its machine, and describes itself.
+
+        Raises:
+            ConfigError: As `check_machine`; or other nodes cannot reach its address.
+        """
         check_machine(self._config.protocol, self._config.rdma_devices)
         node = ray.get_runtime_context().get_node_id()
         return Described(self._life, node, this_nodes_address(self._config), memory_limit().available_bytes)
@@ -98,8 +120,13 @@ class SegmentHost:
             engine.close()
 
     def open(self, master: str, sign: str, dead: Collection[str]) -> Segment:
-        """Mounts a segment, in place of a mounted one, and leaves a row ``sign`` in it. It must not have an endpoint of
-        ``dead``, where the master may still list segments."""
+        """Mounts a segment, instead of one that is mounted.
+
+        Args:
+            master: ``host:port`` of the master.
+            sign: The key of a row that it leaves in the store.
+            dead: Endpoints that it must not have: the master may still list segments of dead units there.
+        """
         config = self._config
         address = this_nodes_address(config)
         settings = StoreSettings(master, address, config.protocol, config.rdma_devices, 0, config.store_memcpy)
@@ -124,8 +151,12 @@ class SegmentHost:
 
 
 class MooncakeInstance(Instance):
-    """An instance of ``tq_mooncake``. Its ``details``: ``master``, ``prefix`` of the keys, ``owns_master`` (the
-    instance starts it again), ``segments``, and ``dead`` names and endpoints, which the master may still list."""
+    """An instance of ``tq_mooncake``.
+
+    ``details`` holds ``master`` (host:port), ``prefix`` (of this instance's keys), ``owns_master`` (whether the
+    instance started the master, and starts it again), ``segments`` (each `Segment` that is mounted, as a tuple), and
+    ``dead`` (names and endpoints of segments of dead units, which the master may still list).
+    """
 
     prefix = "tqm-"
     distribution = "dataplane-mooncake-backend"
@@ -209,7 +240,10 @@ class MooncakeInstance(Instance):
             self._keeper = Keeper(self, self._master, units, self.config.master_start_s)
 
     def refresh(self, *, deadline: float) -> None:
-        """Asks the controller for the details anew, unless this process keeps them: segments come and go."""
+        """Asks the controller for the details anew: segments may have been mounted, or their units died.
+
+        Has no effect in the process that keeps them.
+        """
         if self._keeper is not None:
             return
         description = get_within(self._controller.get_config.remote(), "ask for details", deadline)
@@ -279,10 +313,20 @@ class _Unit:
 
 
 class Keeper:
-    """Watches the units and the master (None: somebody else's) of an instance, in a thread of the process that
-    bootstrapped it. A unit that Ray started again mounts a new segment. A put that began with a dead master may still
-    write to memory that the new one has given to other rows: so all segments are unmounted before it starts, and new
-    ones mounted."""
+    """Watches the units and the master of an instance, in a thread of the process that bootstrapped it.
+
+    A unit that died is started again by Ray. Then it mounts a new segment.
+
+    A put that began with a dead master may still write, late, to memory that the new one has given to other rows. So
+    the segments are unmounted and their memory is freed before the new master starts, and new ones are mounted: late
+    writes find nobody.
+
+    Args:
+        instance: The instance, whose segments are mounted.
+        master: A master that runs. None: it belongs to somebody else.
+        units: Handle, and id of the process, of each unit; by actor.
+        start_s: Seconds that the start of the master, and mounting, may take.
+    """
 
     def __init__(
         self, instance: MooncakeInstance, master: Master | None, units: Mapping[str, tuple[Any, str]], start_s: float

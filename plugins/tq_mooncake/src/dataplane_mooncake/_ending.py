@@ -26,8 +26,13 @@ def listening_ports() -> set[int]:
 
 
 def end_connections(peers: Collection[Endpoint]) -> int:
-    """Shuts down this process's connections to these peers, whose names are resolved: a call that waits for one fails
-    at once. Returns how many were not shut down before."""
+    """Shuts down this process's connections to these peers. A call that waits for one of them fails at once.
+
+    Host names are resolved.
+
+    Returns:
+        How many connections were shut down that were not before.
+    """
     num_ended = 0
     wanted = {(address, port) for host, port in peers for address in _addresses(host)}
     for each in psutil.Process().net_connections("tcp"):
@@ -49,8 +54,11 @@ def _addresses(host: str) -> set[str]:
 
 
 def skip_cpp_teardown() -> None:
-    """Lets this process exit without the destructors of C++ libraries, if the C library has ``on_exit``. Call it from
-    an ``atexit`` handler. Python shuts down as usual, files are flushed, and the exit status is kept."""
+    """Lets this process exit without running the destructors of C++ libraries. Its exit status is kept.
+
+    Call it from a Python ``atexit`` handler. Python then shuts down as usual; after that the C library flushes its
+    files and exits. Has no effect if the C library has no ``on_exit``.
+    """
     libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):
         # the one registered last runs first

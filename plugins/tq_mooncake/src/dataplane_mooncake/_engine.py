@@ -61,7 +61,11 @@ class Engine(QueueEngine):
         self._master: MasterWatch | None = None  # of a master that is not started again if it dies
 
     def call(self, request: Any, deadline: float, wake: Callable[[], object] | None = None) -> Any:
-        """As `QueueEngine.call`, but first checks a master that is not started again: without it, the rows are lost."""
+        """As `QueueEngine.call`, but first checks a master that is not started again: without it, the rows are lost.
+
+        Raises:
+            BackendUnavailableError: Also if that master is dead.
+        """
         if self._master is not None:
             self._master.check()
         return super().call(request, deadline, wake)
@@ -109,8 +113,10 @@ class Engine(QueueEngine):
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def put_rows(self, handles: Sequence[int], buffer: Any, offsets: npt.NDArray[np.int64], *, deadline: float) -> None:
-        """As `RowStoreBackend.put_rows`. Each handle is used only once, and no row is empty. If it times out, its
-        thread may store more rows, and deletes these itself: the caller must not change the bytes, even after an error.
+        """As `RowStoreBackend.put_rows`. Each handle is used only once in the instance, and no row is empty.
+
+        If it times out, its thread may store more rows later, and deletes these itself. So the caller must not change
+        the bytes, even after an error.
         """
         keys = self._keys(handles)
         store = self._require_store()
@@ -186,8 +192,11 @@ class Engine(QueueEngine):
         *,
         undo: Callable[[Any], None] | None = None,
     ) -> Any:
-        """Makes a call. Repeats it, but for a put, when the master has died and is back. ``check_units`` raises if the
-        death of a storage unit is the reason why it failed."""
+        """Makes a call. Repeats it, but for a put, when the master has died meanwhile and is back.
+
+        ``check_units`` raises if the death of a storage unit is the reason why a transfer failed, or a segment had no
+        room.
+        """
         while True:
             try:
                 return self._bounded(
@@ -204,8 +213,13 @@ class Engine(QueueEngine):
                 time.sleep(_COMES_BACK_S)
 
     def _master_came_back(self, store: Store, what: str, error: EngineError, deadline: float) -> bool:
-        """Whether a call failed because the master had died, waiting until it is back with its segments. False also if
-        the master does not say so in time: what made the call fail is then the better answer."""
+        """Whether a call failed because the master had died. If so, waits until it is back and has its segments.
+
+        False if the master does not say so in time: what made the call fail is then the better answer.
+
+        Raises:
+            BackendUnavailableError: It is not back by the deadline, or the instance is dead.
+        """
         if self._master is not None:
             return False
 
@@ -297,7 +311,8 @@ class Engine(QueueEngine):
 
 
 class _Watch:
-    """While a call takes long, asks Ray whether the storage units live, and looks at a master that nobody restarts."""
+    """While a call takes long, asks Ray whether the storage units are alive, and looks at a master that nobody starts
+    again."""
 
     def __init__(self, instance: MooncakeInstance, master: MasterWatch | None) -> None:
         self._instance: str = instance.config.instance

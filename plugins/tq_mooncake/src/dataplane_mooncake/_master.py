@@ -37,7 +37,14 @@ _SETTINGS: Final = {
 
 
 class Master:
-    """A `mooncake_master` of this process, which listens on this IP. ``address``: ``host:port`` of its RPC service."""
+    """A `mooncake_master` that belongs to this process.
+
+    Args:
+        ip: The address that it listens on.
+
+    Attributes:
+        address: ``host:port`` of its RPC service.
+    """
 
     def __init__(self, ip: str) -> None:
         self._ip = ip
@@ -58,7 +65,13 @@ class Master:
         return self._process is None or self._process.ended
 
     def start(self, deadline: float) -> None:
-        """Starts it on free ports and waits until it answers."""
+        """Starts it on free ports and waits until it answers.
+
+        Raises:
+            ConfigError: There is no ``mooncake_master``, or it is not executable.
+            BackendUnavailableError: It ended at every start.
+            OperationTimeoutError: It did not answer in time.
+        """
         check_master()
         try:
             for _ in range(_NUM_STARTS):
@@ -75,7 +88,12 @@ class Master:
             raise
 
     def start_again(self, deadline: float) -> None:
-        """Starts it at the same address, after it has ended. It knows nothing of what its predecessor held."""
+        """Starts it at the same address, after it has ended. It knows nothing of what its predecessor held.
+
+        Raises:
+            BackendUnavailableError: It ended, for example because another process has the port now.
+            OperationTimeoutError: It did not answer in time.
+        """
         self._end_process()
         try:
             if self._launch(deadline):
@@ -134,7 +152,12 @@ class Master:
 
 
 class MasterWatch:
-    """Notices that the master of an instance, at ``host:port``, is dead. Thread-safe."""
+    """Notices that the master of an instance is dead. Thread-safe.
+
+    Args:
+        instance: The instance's name, for messages.
+        address: ``host:port`` of the master.
+    """
 
     def __init__(self, instance: str, address: str) -> None:
         self._instance = instance
@@ -143,8 +166,13 @@ class MasterWatch:
         self._checked_at = float("-inf")  # on the monotonic clock
 
     def check(self, *, every_s: float = 1.0) -> None:
-        """Raises if nothing listens at the master's address; looks once in ``every_s`` at most, and blocks at most
-        `_PROBE_S`. A master that is suspended or cannot be reached does not count as dead."""
+        """Checks that something listens at the master's address, at most once in ``every_s`` seconds.
+
+        Blocks at most `_PROBE_S`. A master that is suspended or cannot be reached does not count as dead.
+
+        Raises:
+            BackendUnavailableError: The master is dead.
+        """
         with self._lock:
             now = time.monotonic()
             if now - self._checked_at < every_s:

@@ -61,8 +61,16 @@ _BYTES_PER_TRANSFER: Final = 256 << 20
 
 
 class StoreSettings(NamedTuple):
-    """The settings of an engine of this process. ``devices``: empty: all. ``local_buffer_size_bytes``: of the
-    registered buffer, over RDMA. ``memcpy``: whether rows are copied within a process without the transport."""
+    """The settings of an engine of this process.
+
+    Attributes:
+        master: ``host:port`` of the master.
+        address: The address that this process announces.
+        protocol: ``tcp`` or ``rdma``.
+        devices: RDMA devices; empty: all.
+        local_buffer_size_bytes: Size of the registered buffer, over RDMA.
+        memcpy: Whether rows are copied within a process without the transport.
+    """
 
     master: str
     address: str
@@ -73,7 +81,11 @@ class StoreSettings(NamedTuple):
 
 
 class EngineError(Exception):
-    """Mooncake refused some keys of a call, or failed for them. ``code``: the most frequent one."""
+    """Mooncake refused some keys of a call, or failed for them.
+
+    Attributes:
+        code: The most frequent code.
+    """
 
     def __init__(self, call: str, codes: Sequence[int]) -> None:
         counts = collections.Counter(codes).most_common()
@@ -86,8 +98,19 @@ class RowsMissing(Exception):
 
 
 def open_engine(settings: StoreSettings, *, segment_size_bytes: int) -> Any:
-    """Sets up an engine, with a segment or, of size 0, without. It reads settings from the environment, which must be
-    this node's: a Ray actor inherits the environment of its driver, which may run on another node."""
+    """Sets up an engine.
+
+    The engine reads settings from the environment when it is set up. They must be this node's: a Ray actor inherits the
+    environment of its driver, which may run on another node.
+
+    Args:
+        settings: The settings.
+        segment_size_bytes: Memory to hold rows in; 0: none.
+
+    Raises:
+        ConfigError: Mooncake's library does not load.
+        BackendUnavailableError: The engine refused, or there is no master.
+    """
     os.environ["MC_TCP_BIND_ADDRESS"] = settings.address
     os.environ["MC_STORE_MEMCPY"] = str(int(settings.memcpy))
     if settings.protocol == "rdma":
@@ -115,14 +138,20 @@ def open_engine(settings: StoreSettings, *, segment_size_bytes: int) -> Any:
 
 
 def _silence_log(library: Any) -> None:
-    """Unless ``MC_LOG_LEVEL`` is set: the library logs every start, each time with an error though nothing is wrong."""
+    """Silences the library's log on standard error, unless ``MC_LOG_LEVEL`` is set.
+
+    The library logs every start, each time with an error although nothing is wrong. Our errors say what matters.
+    """
     if "MC_LOG_LEVEL" not in os.environ:
         with contextlib.suppress(ValueError, OSError):  # another build of the library may not export it
             ctypes.c_int.in_dll(ctypes.CDLL(library.__file__), _LOG_THRESHOLD).value = 3
 
 
 class Store:
-    """This process's engine for one master, without a segment. Thread-safe. `release` once for each `acquire`."""
+    """This process's engine for one master, without a segment of its own. Thread-safe.
+
+    Call `acquire` to get one, and `release` once for each `acquire`.
+    """
 
     _shared: ClassVar[dict[tuple[int, StoreSettings], Store]] = {}
     _setting_up: ClassVar[dict[tuple[int, StoreSettings], threading.Lock]] = {}  # held by who sets an engine up
@@ -156,7 +185,18 @@ class Store:
 
     @classmethod
     def acquire(cls, settings: StoreSettings, units: Collection[Endpoint], *, deadline: float) -> Store:
-        """This process's engine for these settings, set up by the first caller. ``units``: where these listen."""
+        """This process's engine for these settings, set up by the first caller.
+
+        Args:
+            settings: The settings.
+            units: Addresses on which the caller's storage units listen.
+            deadline: On `time.monotonic`'s clock, in seconds.
+
+        Raises:
+            ConfigError: Mooncake's library does not load.
+            BackendUnavailableError: The engine cannot be set up.
+            OperationTimeoutError: It was not set up in time.
+        """
         key = (os.getpid(), settings)
         what = f"connecting to the mooncake_master at {settings.master}"
         with cls._shared_lock:
@@ -214,8 +254,10 @@ class Store:
                 self._idle.notify_all()
 
     def end_given_up(self) -> None:
-        """Ends calls that were given up by shutting down their connections, once no other call uses these. Otherwise a
-        transfer to a suspended process would keep a core busy, and its slot, for a minute."""
+        """Ends calls that were given up, by shutting down their connections, once no other call uses these.
+
+        Otherwise a transfer to a suspended process would keep a core busy, and its slot of the buffer, for a minute.
+        """
         with self._lock:
             if self._ending:
                 return
@@ -247,10 +289,20 @@ class Store:
         segments: Mapping[str, str] | None = None,
         shared: bool = False,
     ) -> None:
-        """Stores rows, of which none is empty, under keys never used before: row i is ``buffer[offsets[i]:offsets[i +
-        1]]``. ``segments``: names and endpoints of those that may hold them; None: any. ``shared``: the master has
-        segments of other instances, and a row that it puts there is refused. After an `EngineError`, some rows may be
-        stored."""
+        """Stores rows.
+
+        Args:
+            call: The call that this runs in.
+            keys: N keys, never used before.
+            buffer: The bytes.
+            offsets: (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``. No row is empty: the engine refuses empty
+                rows.
+            segments: Names and endpoints of the segments that may hold the rows; None: any segment of the master.
+            shared: Whether the master has segments of other instances: a row that it puts there is refused.
+
+        Raises:
+            EngineError: Some rows were not stored; others may be.
+        """
         source = np.frombuffer(buffer, dtype=np.uint8)
         names = list(segments or ())
         for first, stop in self._parts(np.diff(offsets)):
@@ -272,8 +324,21 @@ class Store:
                 self._check_placed(list(keys[first:stop]), set(segments.values()))
 
     def get(self, call: Call, keys: Sequence[str], *, dead: Collection[str] = ()) -> list[memoryview]:
-        """Reads rows, in the order of the keys, as views of one new buffer. Rows at ``dead`` endpoints count as failed
-        without a try, which would take a second. `RowsMissing`: one does not exist, or was deleted meanwhile."""
+        """Reads rows, in the order of the keys.
+
+        Args:
+            call: The call that this runs in.
+            keys: The keys.
+            dead: Endpoints of segments of dead units: rows there count as failed without a try, which would take a
+                second.
+
+        Returns:
+            Views of one new buffer.
+
+        Raises:
+            RowsMissing: A row does not exist, or was deleted while it was read.
+            EngineError: Some rows could not be read.
+        """
         sizes = self._sizes(keys, dead)
         offsets = np.zeros(len(keys) + 1, dtype=np.int64)
         np.cumsum(sizes, out=offsets[1:])
@@ -305,8 +370,14 @@ class Store:
         return [view[start:stop] for start, stop in itertools.pairwise(cuts)]
 
     def delete(self, call: Call, keys: Sequence[str]) -> None:
-        """Deletes rows. Ignores keys that do not exist, and rows that a given-up put is still writing: the thread of
-        that put deletes them, or the master drops them some minutes after its process has ended."""
+        """Deletes rows. Ignores keys that do not exist.
+
+        Also ignores rows that a given-up put is still writing: the thread of that put deletes them, or the master drops
+        them some minutes after its process has ended.
+
+        Raises:
+            EngineError: Some rows could not be deleted.
+        """
         for part in _requests(keys):
             call.check()
             codes = self._engine.batch_remove(part, True)  # forced: does not wait for readers, see `get`
@@ -326,8 +397,11 @@ class Store:
     # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _tries(self, call: Call) -> Iterator[None]:
-        """How often a failed transfer is tried again: once, and once for each connection that was shut down, since the
-        engine keeps these too for later transfers."""
+        """How often a transfer that failed is tried again: once, and once for each connection that was shut down.
+
+        The engine keeps connections for later transfers, also those that were shut down, and a transfer over such a one
+        fails.
+        """
         for _ in range(_MOST_TRIES):
             call.check()
             yield

@@ -43,7 +43,10 @@ def installed() -> dict[str, str]:
 
 
 def check_distributions() -> None:
-    """Checks that exactly one of the wheels, which overwrite each other, is installed, of a version that was tried."""
+    """Checks that exactly one of the three wheels is installed, of a version that was tried.
+
+    Several overwrite each other's files.
+    """
     found = installed()
     if not found:
         raise ConfigError(
@@ -69,7 +72,11 @@ def check_distributions() -> None:
 
 
 def check_library() -> Any:
-    """Checks that Mooncake's library loads, and returns the module ``mooncake.store``."""
+    """Checks that Mooncake's library loads.
+
+    Returns:
+        The module ``mooncake.store``.
+    """
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as error:
@@ -87,7 +94,11 @@ def check_library() -> Any:
 
 
 def master_path() -> Path:
-    """The path of the installed ``mooncake_master``. It comes with the wheel, and need not be on the PATH."""
+    """The path of the installed ``mooncake_master``. It comes with the wheel, and need not be on the PATH.
+
+    Raises:
+        ConfigError: The wheel has none.
+    """
     spec = util.find_spec("mooncake")
     for folder in (spec and spec.submodule_search_locations) or ():
         path = Path(folder) / "mooncake_master"
@@ -110,7 +121,13 @@ def check_master() -> None:
 
 
 def check_rdma(devices: Sequence[str] = ()) -> None:
-    """Checks that this machine has these RDMA devices, or any: without, Mooncake would report success and use TCP."""
+    """Checks that this machine has RDMA devices, including the named ones.
+
+    Without devices, Mooncake itself would report success and use TCP.
+
+    Args:
+        devices: Names; empty: any device is enough.
+    """
     there = sorted(each.name for each in _DEVICES.iterdir()) if _DEVICES.is_dir() else []
     missing = [name for name in devices if name not in there]
     if missing or not there:
@@ -130,7 +147,13 @@ def check_machine(protocol: str, devices: Sequence[str]) -> None:
 
 
 class NodeMemory(NamedTuple):
-    """A node's available memory, and the number of storage units that will use it."""
+    """A node's available memory, and the storage units that will use it.
+
+    Attributes:
+        node: Its name in messages.
+        available_bytes: Available memory.
+        num_units: Storage units on the node.
+    """
 
     node: str
     available_bytes: int
@@ -140,7 +163,14 @@ class NodeMemory(NamedTuple):
 def check_memory(
     nodes: Sequence[NodeMemory], *, segment_size_bytes: int, local_buffer_size_bytes: int, clients_per_node: int
 ) -> None:
-    """Checks that every node has the memory for its units' segments and its clients' buffers."""
+    """Checks that every node has the memory for its units' segments and its clients' buffers.
+
+    Args:
+        nodes: The nodes with units.
+        segment_size_bytes: Per unit.
+        local_buffer_size_bytes: Per client.
+        clients_per_node: Expected clients on a node.
+    """
     for node in nodes:
         segments = node.num_units * segment_size_bytes
         buffers = clients_per_node * local_buffer_size_bytes

@@ -10,17 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
-__all__ = [
-    "check_columns",
-    "check_count",
-    "check_dict",
-    "check_iterable",
-    "check_list",
-    "check_meta",
-    "check_number",
-    "takes",
-]
-
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 

@@ -10,19 +10,6 @@ from typing import Any, Final
 
 from dataplane_core.errors import DuplicatePluginError, PluginImportError, UnknownBackendError
 
-__all__ = [
-    "BACKEND_GROUP",
-    "COMMAND_GROUP",
-    "KNOWN_BACKENDS",
-    "KNOWN_COMMANDS",
-    "MIDDLEWARE_GROUP",
-    "PluginRecord",
-    "find_plugins",
-    "load_plugin",
-    "nearest",
-    "unknown_plugin",
-]
-
 BACKEND_GROUP: Final = "dataplane.backends"
 MIDDLEWARE_GROUP: Final = "dataplane.middleware"
 COMMAND_GROUP: Final = "dataplane.commands"

@@ -6,14 +6,14 @@ import copy
 import html
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, Final, TypeVar
 
 from dataplane_core.arguments import check_dict, check_list, check_meta
 from dataplane_core.errors import InvalidRequestError, preview, printable
 
-__all__ = ["KVBatchMeta", "values_at"]
+__all__ = ["KVBatchMeta", "rows_of"]
 
 _T = TypeVar("_T")
 
@@ -112,17 +112,9 @@ class KVBatchMeta:
         Raises:
             InvalidRequestError: An index is no integer (a mask is not taken), or lies outside ``[-size, size)``.
         """
-        rows = self._row_numbers("subset", indices)
-        return KVBatchMeta(
-            partition_id=self.partition_id,
-            task_name=self.task_name,
-            sample_ids=values_at(self.sample_ids, rows),
-            fields=None if self.fields is None else list(self.fields),
-            sequence_lengths=None if self.sequence_lengths is None else values_at(self.sequence_lengths, rows),
-            extra_info=copy.deepcopy(self.extra_info),
-            tags=None if self.tags is None else [dict(self.tags[row]) for row in rows],  # values are primitives
-            lease_tokens=None if self.lease_tokens is None else values_at(self.lease_tokens, rows),
-        )
+        picked = rows_of(self, self._row_numbers("subset", indices), self.extra_info)
+        picked.tags = None if picked.tags is None else list(map(dict, picked.tags))  # values are primitives
+        return picked
 
     def slice(self, start: int, stop: int) -> KVBatchMeta:
         """The rows ``[start, stop)``, by the rules of Python slices."""
@@ -223,8 +215,20 @@ def _names(names: Iterable[str]) -> str:
     return preview(list(dict.fromkeys(names)), limit=_SHOWN) or "none"
 
 
-def values_at(column: Sequence[_T], rows: Sequence[int]) -> list[_T]:
-    """The values of these rows, in their order."""
+def rows_of(meta: KVBatchMeta, rows: Sequence[int], extra_info: Mapping[str, Any]) -> KVBatchMeta:
+    """The rows of a meta at ``rows``, with a copy of ``extra_info``. Their dicts of tags are shared with it."""
+    return replace(
+        meta,
+        sample_ids=_values_at(meta.sample_ids, rows),
+        fields=None if meta.fields is None else list(meta.fields),
+        sequence_lengths=None if meta.sequence_lengths is None else _values_at(meta.sequence_lengths, rows),
+        extra_info=copy.deepcopy(dict(extra_info)),
+        tags=None if meta.tags is None else _values_at(meta.tags, rows),
+        lease_tokens=None if meta.lease_tokens is None else _values_at(meta.lease_tokens, rows),
+    )
+
+
+def _values_at(column: Sequence[_T], rows: Sequence[int]) -> list[_T]:
     # takes half the time of a comprehension; for a single row, itemgetter returns the value and no tuple
     return list(itemgetter(*rows)(column)) if len(rows) > 1 else [column[row] for row in rows]
 

@@ -8,8 +8,6 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["open_regular", "read_regular"]
-
 
 def open_regular(path: Path) -> BinaryIO:
     """Opens a regular file for reading. Never waits for a writer.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, Final, cast
 
-from dataplane_core.backends.base import Backend
+from dataplane_core.backends.base import Backend, required_operations
 from dataplane_core.backends.diagnosis import Finding
 from dataplane_core.errors import ConfigError, InvalidRequestError
 from dataplane_core.spec import (
@@ -127,26 +127,6 @@ class SpreadBackend(Backend):
         if errors:
             raise errors[0]
 
-    # --- one partition ------------------------------------------------------------------------------------------------
-
-    register_partition = _routed("register_partition")
-    describe_partition = _routed("describe_partition")
-    put_samples = _routed("put_samples")
-    get_samples = _routed("get_samples")
-    claim = _routed("claim")
-    ack = _routed("ack")
-    nack = _routed("nack")
-    renew = _routed("renew")
-    check_consumption = _routed("check_consumption")
-    clear_samples = _routed("clear_samples")
-    list_samples = _routed("list_samples")
-    inspect_partition = _routed("inspect_partition")
-    list_fields = _routed("list_fields")
-    export_partition = _routed("export_partition")
-    set_cursor = _routed("set_cursor")
-
-    # --- all stores ---------------------------------------------------------------------------------------------------
-
     def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:
         """The partitions of all stores."""
         found = [store.list_partitions(replace(request)) for store in self._all()]
@@ -223,4 +203,7 @@ def spread_over(cls: type[Backend], num_ledgers: int) -> type[Backend]:
     """
     same = ("wire", "capabilities", "scope", "why_not_declared", "opens_in_forks", "contract_version", "Config")
     members = {name: getattr(cls, name) for name in same}
+    members |= {
+        name: _routed(name) for name in required_operations(cls.capabilities) if name not in vars(SpreadBackend)
+    }
     return type(cls.__name__, (SpreadBackend,), {**members, "store_class": cls, "num_ledgers": num_ledgers})

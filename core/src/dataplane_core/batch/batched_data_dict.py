@@ -16,7 +16,6 @@ import torch
 from dataplane_core.arguments import check_dict, check_iterable, check_number, takes
 from dataplane_core.batch.exports import to_arrow, to_numpy
 from dataplane_core.batch.selection import (
-    Column,
     checked_num_rows,
     concatenate,
     join_ragged,
@@ -38,8 +37,6 @@ from dataplane_core.spec import TagValue
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-__all__ = ["BatchedDataDict", "Column", "SlicedDataDict"]
 
 _B = TypeVar("_B", bound="BatchedDataDict")
 

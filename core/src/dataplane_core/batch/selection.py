@@ -189,7 +189,7 @@ def join_ragged(key: str, columns: Sequence[Any | None], sizes: Sequence[int]) -
             rows += [None] * size
         else:
             rows += column.unbind() if isinstance(column, torch.Tensor) else list(column)
-    if any(not (row is None or isinstance(row, torch.Tensor) or _is_empty(row)) for row in rows):
+    if any(not (row is None or isinstance(row, torch.Tensor) or (isinstance(row, list) and not row)) for row in rows):
         return [[] if row is None else row for row in rows]
     _require_equal(key, ((str(row.device),) for row in rows if isinstance(row, torch.Tensor)))
     return rows_as_column([row if isinstance(row, torch.Tensor) else None for row in rows], f"column '{key}'")
@@ -213,10 +213,6 @@ def rows_as_column(rows: Sequence[torch.Tensor | None], what: str) -> torch.Tens
     joined = ragged_of_rows([empty if row is None else row for row in rows], what)
     column = joined if isinstance(joined, torch.Tensor) else dense_or_jagged(joined)
     return column.to(like.device)
-
-
-def _is_empty(item: Any) -> bool:
-    return isinstance(item, list) and not item
 
 
 def _concatenate_tensors(key: str, columns: Sequence[torch.Tensor], pad_value: float) -> torch.Tensor:

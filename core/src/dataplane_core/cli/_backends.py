@@ -25,7 +25,10 @@ def run(*, load: bool, as_json: bool) -> int:
         if sum(other.name == record.name for other in records) > 1:
             row["error"] = "the name is claimed by more than one distribution"
         elif load:
-            row.update(_load(record.name))
+            try:
+                row.update(ask(f"{__name__}:describe", name=record.name))
+            except DataPlaneError as error:
+                row["error"] = str(error)
         failed = failed or "error" in row
         rows.append(row)
     if as_json:
@@ -51,14 +54,6 @@ def describe(name: str) -> dict[str, Any]:
             for key, info in cls.Config.model_fields.items()
         },
     }
-
-
-def _load(name: str) -> dict[str, Any]:
-    try:
-        declared: dict[str, Any] = ask(f"{__name__}:describe", name=name)
-    except DataPlaneError as error:
-        return {"error": str(error)}
-    return declared
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

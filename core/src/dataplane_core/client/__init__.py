@@ -4,7 +4,6 @@ Trainers use it through `dataplane_core.connect`; the registry makes it.
 """
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
-from dataplane_core.arguments import check_count
 from dataplane_core.client.announcing import program_name
 from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
 from dataplane_core.client.checks import check_seconds
@@ -27,7 +26,6 @@ __all__ = [
     "StreamBatch",
     "Terms",
     "Uneven",
-    "check_count",
     "check_seconds",
     "common_fields",
     "program_name",

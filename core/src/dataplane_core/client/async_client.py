@@ -19,12 +19,11 @@ from typing import Any, Concatenate, Final, Literal, NoReturn, ParamSpec, Self, 
 from dataplane_core.client.call_threads import Call, CallThreads
 from dataplane_core.client.claims import ADVICE_S
 from dataplane_core.client.client import DataPlaneClient
-from dataplane_core.client.connection import LATEST_END
+from dataplane_core.client.connection import LATEST_END, ClientFacts
 from dataplane_core.client.waiting import Waiters
-from dataplane_core.config import DataPlaneConfig
 from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, OperationTimeoutError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
+from dataplane_core.spec import Claim, ClaimRequest
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -111,49 +110,7 @@ class _LoopWaiter:
         self._woken.clear()
 
 
-class _Deadlines:
-    """Gives up the calls of an event loop for which no thread is free in time.
-
-    One timer serves all calls. One for each made small operations of 500 tasks about 5 % slower.
-
-    Args:
-        give_up: Called on the event loop with the operation's name and its call.
-    """
-
-    def __init__(self, give_up: Callable[[str, Call[Any]], None]) -> None:
-        self._give_up = give_up
-        self._loop = asyncio.get_running_loop()
-        self._until: dict[Call[Any], tuple[float, str]] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = math.inf  # on `time.monotonic`'s clock
-
-    def add(self, call: Call[Any], until: float, what: str) -> None:
-        """Gives the call up at ``until``, unless it is discarded before."""
-        self._until[call] = until, what
-        if until < self._timer_at:
-            self._set_timer(until)
-
-    def discard(self, call: Call[Any]) -> None:
-        """The call has ended, or nobody waits for it."""
-        self._until.pop(call, None)
-
-    def _set_timer(self, at: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer, self._timer_at = self._loop.call_later(at - time.monotonic(), self._look), at
-
-    def _look(self) -> None:
-        self._timer, self._timer_at = None, math.inf
-        now = time.monotonic()
-        for call, (until, what) in list(self._until.items()):
-            if until <= now:
-                del self._until[call]
-                self._give_up(what, call)
-        if self._until:
-            self._set_timer(min(until for until, _ in self._until.values()))
-
-
-class AsyncDataPlaneClient:
+class AsyncDataPlaneClient(ClientFacts):
     """A `DataPlaneClient` whose operations are coroutines. `dataplane_core.connect_async` makes it.
 
     The operations have the arguments, results and errors of `DataPlaneClient`. They run in ``threads`` threads for
@@ -186,24 +143,14 @@ class AsyncDataPlaneClient:
         self._writers = CallThreads("dataplane-async-put", threads)
         self._others = CallThreads("dataplane-async", threads)
         self._renewers = CallThreads("dataplane-async-renew", 1)  # leases end while other calls take all threads
-        self._deadlines: dict[asyncio.AbstractEventLoop, _Deadlines] = {}
+
+    @property
+    def _connection(self) -> DataPlaneClient:
+        return self._client
 
     @classmethod
     async def _open(cls, connect: Callable[[], DataPlaneClient], threads: int) -> Self:
-        opener = CallThreads("dataplane-async-connect", 1)
-        opening = opener.submit(connect)
-        try:
-            await opening.end()
-        except asyncio.CancelledError:
-            await _end_of(opening)
-            if opening.error is None:
-                await _end_of(opener.submit(opening.result.close))
-            raise
-        finally:
-            opener.close()
-        if opening.error is not None:
-            raise opening.error
-        return cls(opening.result, threads)
+        return cls(await _in_own_thread("dataplane-async-connect", connect, DataPlaneClient.close), threads)
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -250,17 +197,7 @@ class AsyncDataPlaneClient:
 
     async def close(self) -> None:
         """As `DataPlaneClient.close`. Claims that wait end with `ClientClosedError`. Idempotent."""
-        closer = CallThreads("dataplane-async-close", 1)
-        closing = closer.submit(self._close)
-        try:
-            await closing.end()
-        except asyncio.CancelledError:
-            await _end_of(closing)
-            raise
-        finally:
-            closer.close()
-        if closing.error is not None:
-            raise closing.error
+        await _in_own_thread("dataplane-async-close", self._close, lambda _: None)
 
     def _close(self) -> None:
         try:
@@ -278,43 +215,6 @@ class AsyncDataPlaneClient:
 
     def __repr__(self) -> str:
         return f"<async {self._client!r}>"
-
-    # --- what it is ---------------------------------------------------------------------------------------------------
-
-    @property
-    def backend_name(self) -> str:
-        """Entry-point name of the backend."""
-        return self._client.backend_name
-
-    @property
-    def capabilities(self) -> frozenset[Capability]:
-        """What the backend declares."""
-        return self._client.capabilities
-
-    @property
-    def scope(self) -> Scope:
-        """Where clients of this store can be."""
-        return self._client.scope
-
-    @property
-    def opens_anywhere(self) -> bool:
-        """Whether other processes may open a client too, although the scope is ``process``: see `Backend`."""
-        return self._client.opens_anywhere
-
-    @property
-    def bootstrapped(self) -> bool:
-        """True: this client started what the backend needs, and ends it on close. False: it attached."""
-        return self._client.bootstrapped
-
-    @property
-    def config(self) -> DataPlaneConfig:
-        """The config that this client was connected with."""
-        return self._client.config
-
-    @property
-    def middleware(self) -> tuple[Any, ...]:
-        """The middleware objects around the backend, outermost first."""
-        return self._client.middleware
 
     # --- what its process does ----------------------------------------------------------------------------------------
 
@@ -366,8 +266,7 @@ class AsyncDataPlaneClient:
         with self._client._operation():
             threads = self._renewers if renews else self._writers if writes else self._others
             call = threads.submit(in_time)
-            deadlines = self._deadlines.get(asyncio.get_running_loop()) or self._new_deadlines()
-            deadlines.add(call, until, what)
+            late = asyncio.get_running_loop().call_later(until - time.monotonic(), self._give_up, what, call)
             try:
                 await call.end()
             except asyncio.CancelledError:
@@ -383,7 +282,7 @@ class AsyncDataPlaneClient:
                     outcome, result = ("failed", None) if error is not None else left.result
                 self._raise_cancelled(f"{what} was cancelled. {_TOLD[outcome]}", outcome, result, error)
             finally:
-                deadlines.discard(call)
+                late.cancel()
             if call.error is not None:
                 raise call.error
             return call.result
@@ -396,12 +295,6 @@ class AsyncDataPlaneClient:
         told.__cause__ = error
         # not a subclass: `asyncio.timeout` and task groups of Python 3.11 know a cancellation by its exact type
         raise asyncio.CancelledError(told.message) from told
-
-    def _new_deadlines(self) -> _Deadlines:
-        for closed in [loop for loop in list(self._deadlines) if loop.is_closed()]:
-            self._deadlines.pop(closed, None)
-        made = self._deadlines[asyncio.get_running_loop()] = _Deadlines(self._give_up)
-        return made
 
     def _give_up(self, what: str, call: Call[Any]) -> None:
         """Ends a call that no thread runs yet."""
@@ -471,6 +364,24 @@ class AsyncDataPlaneClient:
 
         claim = partial(self._client._claim, request)
         return await self._run("claim_meta", claim, until=request.deadline, if_cancelled=if_cancelled)
+
+
+async def _in_own_thread(name: str, function: Callable[[], _R], undo: Callable[[_R], object]) -> _R:
+    """Calls a function in a thread of its own, and waits for its end also if it is cancelled. Then it is undone."""
+    threads = CallThreads(name, 1)
+    call = threads.submit(function)
+    try:
+        await call.end()
+    except asyncio.CancelledError:
+        await _end_of(call)
+        if call.error is None:
+            await _end_of(threads.submit(partial(undo, call.result)))
+        raise
+    finally:
+        threads.close()
+    if call.error is not None:
+        raise call.error
+    return call.result
 
 
 async def _end_of(call: Call[Any]) -> None:

@@ -55,8 +55,51 @@ _EXIT_S: Final = 5.0
 _LOOK_S: Final = 0.002
 
 
+class ClientFacts:
+    """What a client is: the same of a `DataPlaneClient` and of an `AsyncDataPlaneClient`, which has one."""
+
+    @property
+    def _connection(self) -> Connection:
+        raise NotImplementedError
+
+    @property
+    def backend_name(self) -> str:
+        """Entry-point name of the backend."""
+        return self._connection._config.backend
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What the backend declares."""
+        return self._connection._capabilities
+
+    @property
+    def scope(self) -> Scope:
+        """Where clients of this store can be."""
+        return type(self._connection._backend).scope
+
+    @property
+    def opens_anywhere(self) -> bool:
+        """Whether other processes may open a client too, although the scope is ``process``: see `Backend`."""
+        return type(self._connection._backend).opens_anywhere
+
+    @property
+    def bootstrapped(self) -> bool:
+        """True: this client started what the backend needs, and ends it on close. False: it attached."""
+        return self._connection._bootstrapped
+
+    @property
+    def config(self) -> DataPlaneConfig:
+        """The config that this client was connected with."""
+        return self._connection._config
+
+    @property
+    def middleware(self) -> tuple[Any, ...]:
+        """The middleware objects around the backend, outermost first."""
+        return tuple(self._connection._middleware)
+
+
 @with_methods_not_compiled
-class Connection:
+class Connection(ClientFacts):
     """The base of `DataPlaneClient`: a started backend with its middleware."""
 
     def __init__(self) -> None:
@@ -138,42 +181,9 @@ class Connection:
         self._waiters = Waiters()
         self._pacer = Pacer()  # of all claims that wait on this client
 
-    # --- what it is ---------------------------------------------------------------------------------------------------
-
     @property
-    def backend_name(self) -> str:
-        """Entry-point name of the backend."""
-        return self._config.backend
-
-    @property
-    def capabilities(self) -> frozenset[Capability]:
-        """What the backend declares."""
-        return self._capabilities
-
-    @property
-    def scope(self) -> Scope:
-        """Where clients of this store can be."""
-        return type(self._backend).scope
-
-    @property
-    def opens_anywhere(self) -> bool:
-        """Whether other processes may open a client too, although the scope is ``process``: see `Backend`."""
-        return type(self._backend).opens_anywhere
-
-    @property
-    def bootstrapped(self) -> bool:
-        """True: this client started what the backend needs, and ends it on close. False: it attached."""
-        return self._bootstrapped
-
-    @property
-    def config(self) -> DataPlaneConfig:
-        """The config that this client was connected with."""
-        return self._config
-
-    @property
-    def middleware(self) -> tuple[Any, ...]:
-        """The middleware objects around the backend, outermost first."""
-        return tuple(self._middleware)
+    def _connection(self) -> Connection:
+        return self
 
     # --- what its process does ----------------------------------------------------------------------------------------
 

@@ -47,7 +47,6 @@ class Header:
     dtype: torch.dtype
     shape: tuple[int, ...]
     size: int
-    payload_size: int
 
 
 def pack_header(kind: int, dtype: torch.dtype, shape: Sequence[int]) -> bytes:
@@ -98,7 +97,7 @@ def parse_header(frame: BytesLike) -> Header:
             f"frame of {length} bytes is {word}: {dtype} of shape {shape} takes {payload} bytes after a header of "
             f"{size}."
         )
-    return Header(kind, dtype, shape, size, payload)
+    return Header(kind, dtype, shape, size)
 
 
 def pack_tensor(tensor: torch.Tensor, what: str) -> bytes:

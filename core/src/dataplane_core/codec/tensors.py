@@ -142,7 +142,7 @@ def host_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
     return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
 
 
-def _is_wrapper(tensor: object) -> bool:
+def _is_wrapper(tensor: object) -> bool:  # the type checker takes torch's own answer for a contradiction
     return is_traceable_wrapper_subclass(tensor)
 
 

@@ -19,7 +19,7 @@ Shape legend: ``N`` rows, ``T`` elements of all rows together on the ragged dim,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final
@@ -119,7 +119,8 @@ def encode_columns(
     """
     columns: dict[str, WireColumn | SharedRows] = {}
     specs: dict[str, FieldSpec] = {}
-    for name, leaf in _leaves(fields):
+    for name in fields.keys():
+        leaf: Any = fields.get(name)
         if isinstance(leaf, (torch.Tensor, TensorRows)):
             column, repeats = _ingest(name, leaf, num_samples, wire)
             is_open = isinstance(fields, Columns) and name in fields.ints and _are_ints_for_floats(column)
@@ -137,14 +138,6 @@ def encode_columns(
             encoded, repeats = _encode_objects(items, name, wire, allow_pickle)
         columns[name] = encoded if repeats is None else SharedRows(encoded, repeats.index)
     return columns, specs
-
-
-def _leaves(fields: TensorDictBase | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    if not isinstance(fields, TensorDictBase):
-        yield from fields.items()
-        return
-    for name in fields.keys():
-        yield name, fields.get(name)
 
 
 def _ingest(

@@ -10,8 +10,9 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel
 
 from dataplane_core._compiler_marks import load_compiler
+from dataplane_core.arguments import check_count
 from dataplane_core.backends import Backend, spread_over
-from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient, check_count, program_name, refuse_in_fork
+from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient, program_name, refuse_in_fork
 from dataplane_core.config import ConfigSource, DataPlaneConfig, load_config, validate_model
 from dataplane_core.connecting.manager import build_manager, check_backend_class
 from dataplane_core.entry_points import BACKEND_GROUP, MIDDLEWARE_GROUP, load_plugin

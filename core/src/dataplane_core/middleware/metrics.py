@@ -35,8 +35,6 @@ from dataplane_core.spec import (
     hookimpl,
 )
 
-__all__ = ["Metrics", "MetricsConfig", "merge_snapshots"]
-
 #: Buckets of times per doubling. A bucket is then 9 % wide, which limits the error of a percentile.
 _PER_DOUBLING: Final = 8
 #: Shorter times, in milliseconds, count as this one.

@@ -26,8 +26,6 @@ except ImportError as error:
         "the middleware 'opentelemetry' needs opentelemetry-api: pip install 'dataplane-core[opentelemetry]'"
     ) from error
 
-__all__ = ["OpenTelemetry", "OpenTelemetryConfig"]
-
 #: Begins the names of the tags that carry the context of a put. The rest is the first of its fields, so that puts of
 #: several stages to a sample each keep theirs.
 _TAG: Final = "~trace."

@@ -30,8 +30,6 @@ except ImportError as error:
         "the middleware 'prometheus' needs prometheus_client: pip install 'dataplane-core[prometheus]'"
     ) from error
 
-__all__ = ["Prometheus", "PrometheusConfig"]
-
 _LABELS: Final = ("backend", "operation")
 _BUCKETS_S: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 #: A claim that waits and did not ask for this many seconds no longer counts. It asks every 10 s at least.

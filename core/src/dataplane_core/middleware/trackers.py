@@ -12,8 +12,6 @@ from typing import Any
 
 from dataplane_core.middleware.events import OperationEvent
 
-__all__ = ["TensorBoardListener", "WandbListener"]
-
 
 class _StepListener(ABC):
     """Adds up events until the trainer says that a step has ended. Several clients may share it."""

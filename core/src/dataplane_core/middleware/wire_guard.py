@@ -44,8 +44,6 @@ from dataplane_core.spec import (
     hookimpl,
 )
 
-__all__ = ["WireGuard"]
-
 #: What a checksum column's name begins with; the name of the field follows.
 _PREFIX: Final = "~xxh3."
 

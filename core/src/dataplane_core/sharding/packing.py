@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
-from typing import Final
+from itertools import islice
+from typing import Any, Final
 
 import numpy as np
 
@@ -49,7 +50,7 @@ def concatenative(
     Raises:
         InvalidRequestError: A length is over the capacity, or there are too few sequences for the number of bins.
     """
-    return _bins("concatenative", lengths, capacity, min_bin_count, bin_count_multiple, None)
+    return _bins("concatenative", lengths, capacity, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple)
 
 
 def first_fit_decreasing(
@@ -59,7 +60,9 @@ def first_fit_decreasing(
 
     Arguments, result and errors are those of `concatenative`.
     """
-    return _bins("first_fit_decreasing", lengths, capacity, min_bin_count, bin_count_multiple, None)
+    return _bins(
+        "first_fit_decreasing", lengths, capacity, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple
+    )
 
 
 def first_fit_shuffle(
@@ -75,7 +78,8 @@ def first_fit_shuffle(
     Arguments, result and errors are those of `concatenative`. ``seed``, from 0 to 2**32 - 1, gives the same order on
     every machine. None draws a new seed.
     """
-    return _bins("first_fit_shuffle", lengths, capacity, min_bin_count, bin_count_multiple, seed)
+    options = {"min_bin_count": min_bin_count, "bin_count_multiple": bin_count_multiple, "seed": seed}
+    return _bins("first_fit_shuffle", lengths, capacity, **options)
 
 
 def modified_first_fit_decreasing(
@@ -94,7 +98,13 @@ def modified_first_fit_decreasing(
 
     Arguments, result and errors are those of `concatenative`.
     """
-    return _bins("modified_first_fit_decreasing", lengths, capacity, min_bin_count, bin_count_multiple, None)
+    return _bins(
+        "modified_first_fit_decreasing",
+        lengths,
+        capacity,
+        min_bin_count=min_bin_count,
+        bin_count_multiple=bin_count_multiple,
+    )
 
 
 def pack_flat(
@@ -136,27 +146,10 @@ def pack_flat(
     return _raise_bin_count(items, counts, min_bin_count, bin_count_multiple)
 
 
-def _bins(
-    algorithm: str,
-    lengths: Sequence[int] | Ints,
-    capacity: int,
-    min_bin_count: int,
-    bin_count_multiple: int,
-    seed: int | None,
-) -> list[list[int]]:
-    items, counts = pack_flat(
-        algorithm,
-        lengths,
-        capacity,
-        min_bin_count=min_bin_count,
-        bin_count_multiple=bin_count_multiple,
-        seed=seed,
-    )
-    flat, start, bins = items.tolist(), 0, []
-    for count in counts.tolist():
-        bins.append(flat[start : start + count])
-        start += count
-    return bins
+def _bins(algorithm: str, lengths: Sequence[int] | Ints, capacity: int, **options: Any) -> list[list[int]]:
+    items, counts = pack_flat(algorithm, lengths, capacity, **options)
+    flat = iter(items.tolist())
+    return [list(islice(flat, count)) for count in counts.tolist()]
 
 
 #: The packers by name.
@@ -188,9 +181,8 @@ class SequencePacker:
 
     def pack(self, sequence_lengths: Sequence[int] | Ints) -> list[list[int]]:
         """Bins of positions into ``sequence_lengths``. Errors are those of `concatenative`."""
-        bins = _bins(
-            self.algorithm, sequence_lengths, self.bin_capacity, self.min_bin_count, self.bin_count_multiple, 0
-        )
+        options = {"min_bin_count": self.min_bin_count, "bin_count_multiple": self.bin_count_multiple}
+        bins = _bins(self.algorithm, sequence_lengths, self.bin_capacity, **options)
         if self.metrics is not None:
             self.metrics.append(packing_metrics(bins, sequence_lengths, self.bin_capacity))
         return bins

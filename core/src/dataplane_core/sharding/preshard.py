@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from dataplane_core.arguments import check_dict, check_meta, check_number, takes
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.meta import KVBatchMeta, values_at
+from dataplane_core.meta import KVBatchMeta, rows_of
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PLAN_KEYS
 from dataplane_core.sharding.plan import ShardPlan, plan_dynamic_batches, plan_even_shards, plan_packed_batches
 
@@ -89,18 +87,8 @@ def _apply_plan(meta: KVBatchMeta, plan: ShardPlan) -> list[KVBatchMeta]:
     inherited = {key: value for key, value in meta.extra_info.items() if key not in PLAN_KEYS}
     shards = []
     for rank, rows in enumerate(plan.rows):
-        extra_info = copy.deepcopy(inherited)
+        shard = rows_of(meta, rows, inherited)
         if plan.micro_batch_indices is not None:
-            extra_info |= plan.of_shard(rank)
-        shards.append(
-            dataclasses.replace(
-                meta,
-                sample_ids=values_at(meta.sample_ids, rows),
-                fields=None if meta.fields is None else list(meta.fields),
-                sequence_lengths=None if meta.sequence_lengths is None else values_at(meta.sequence_lengths, rows),
-                extra_info=extra_info,
-                tags=None if meta.tags is None else values_at(meta.tags, rows),
-                lease_tokens=None if meta.lease_tokens is None else values_at(meta.lease_tokens, rows),
-            )
-        )
+            shard.extra_info |= plan.of_shard(rank)
+        shards.append(shard)
     return shards

@@ -281,10 +281,6 @@ class Payload:
             parts = self._session.connected()[0].fetch(what, deadline, [read for _, read in reads])
         return places, [row for part in parts for row in part]
 
-    def refresh(self, deadline: float) -> None:
-        """Asks again who serves which slot: a node that was replaced may not know it yet."""
-        self._nodes().refresh(deadline)
-
     # --- deletions ----------------------------------------------------------------------------------------------------
 
     def collect(self, left: int, deadline: float) -> None:

@@ -85,8 +85,8 @@ class Reads(Backend):
             if lost:
                 _raise_lost(what, request, [(row, pairs) for _, _, row, pairs in lost])
             moved.update(each[:2] for each in empty)
-            if self._payload.placing.is_spread:
-                self._payload.refresh(request.deadline)
+            if self._payload.nodes is not None:  # a node that was replaced may not know it yet
+                self._payload.nodes.refresh(request.deadline)
             if time.monotonic() >= request.deadline:
                 raise OperationTimeoutError(
                     f"{what} timed out: the rows were overwritten faster than they could be read."

@@ -14,8 +14,6 @@ from redis.exceptions import RedisError
 from dataplane_core.backends import CapacityOptions
 from dataplane_redis._sentinel import SENTINEL_SCHEMES, Service
 
-__all__ = ["RedisConfig", "base_of"]
-
 _SCHEMES = ("redis://", "rediss://", "unix://", *(f"{scheme}://" for scheme in SENTINEL_SCHEMES))
 
 

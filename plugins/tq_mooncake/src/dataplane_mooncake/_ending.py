@@ -36,7 +36,7 @@ def end_connections(peers: Collection[Endpoint]) -> int:
     num_ended = 0
     wanted = {(address, port) for host, port in peers for address in _addresses(host)}
     for each in psutil.Process().net_connections("tcp"):
-        if each.fd < 0 or not each.raddr or (_plain(each.raddr.ip), each.raddr.port) not in wanted:
+        if each.fd < 0 or not each.raddr or (each.raddr.ip.removeprefix("::ffff:"), each.raddr.port) not in wanted:
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.fd)) as connection:
             # the descriptor may belong to another connection by now
@@ -51,10 +51,6 @@ def _addresses(host: str) -> set[str]:
         return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
     except OSError:
         return {host}
-
-
-def _plain(ip: str) -> str:
-    return ip.removeprefix("::ffff:")
 
 
 def skip_cpp_teardown() -> None:

@@ -387,9 +387,7 @@ class Store:
 
     def placed_in(self, keys: Sequence[str], endpoints: Collection[str]) -> list[str]:
         """The keys of rows in these segments."""
-        found: dict[str, Any] = {}
-        for part in _requests(keys):
-            found.update(self._engine.batch_get_replica_desc(part))
+        found = self._described(keys)
         return [key for key in keys if key in found and endpoint_of(found[key]) in endpoints]
 
     def there(self, keys: Sequence[str]) -> bool:
@@ -455,10 +453,13 @@ class Store:
         if code != 0:
             raise EngineError(f"register_buffer of {memory.nbytes} bytes", [code])
 
+    def _described(self, keys: Sequence[str]) -> dict[str, Any]:
+        return {
+            key: each for part in _requests(keys) for key, each in self._engine.batch_get_replica_desc(part).items()
+        }
+
     def _sizes(self, keys: Sequence[str], dead: Collection[str]) -> npt.NDArray[np.int64]:
-        found: dict[str, Any] = {}
-        for part in _requests(keys):
-            found.update(self._engine.batch_get_replica_desc(part))
+        found = self._described(keys)
         if len(found) != len(keys):
             self._check_there([key for key in keys if key not in found])
             raise RowsMissing  # they exist now, but did not at the first question
@@ -478,10 +479,8 @@ class Store:
 
     def _check_placed(self, keys: Sequence[str], endpoints: set[str]) -> None:
         """Refuses rows that the master put into segments of other instances, because ours had no room."""
-        placed = self._engine.batch_get_replica_desc(list(keys))
-        for replicas in placed.values():
-            if endpoint_of(replicas) not in endpoints:
-                raise EngineError("batch_put_from, with rows in another instance's segments,", [FULL])
+        if any(endpoint_of(replicas) not in endpoints for replicas in self._described(keys).values()):
+            raise EngineError("batch_put_from, with rows in another instance's segments,", [FULL])
 
 
 def pinned_in(segment: str | None) -> Any:

@@ -10,8 +10,6 @@ from dataplane_core.backends import SizeBytes
 from dataplane_tq_simple import QueueConfig
 from dataplane_tq_simple.addresses import parse_announced
 
-__all__ = ["TQMooncakeConfig"]
-
 _MIB: Final = 1024 * 1024
 _OWN: Final = frozenset({"announce_address", "rdma_devices", "local_buffer_size_bytes"})
 

@@ -16,19 +16,6 @@ from typing import Any, Final, NamedTuple
 
 from dataplane_core.errors import ConfigError, preview
 
-__all__ = [
-    "DISTRIBUTIONS",
-    "NodeMemory",
-    "check_distributions",
-    "check_library",
-    "check_machine",
-    "check_master",
-    "check_memory",
-    "check_rdma",
-    "installed",
-    "master_path",
-]
-
 #: The wheels that install the module ``mooncake``, and what each is built for. This package depends on none of them.
 DISTRIBUTIONS: Final[Mapping[str, str]] = {
     "mooncake-transfer-engine-non-cuda": "no CUDA",
@@ -68,7 +55,7 @@ def check_distributions() -> None:
             f"need one for CUDA: {' or '.join(_FOR_CUDA)}, in this version.",
         )
     if len(found) > 1:
-        names = [name for name in (_WITH_WHEEL, *found) if name in found or _is_installed(name)]
+        names = [name for name in (_WITH_WHEEL, *found) if name in found or any(metadata.distributions(name=name))]
         (kept, *_) = [name for name in found if name != _PLAIN]  # other libraries may need this one
         raise ConfigError(
             f"{len(found)} distributions install the module mooncake over each other: "
@@ -82,10 +69,6 @@ def check_distributions() -> None:
             f"{name} {version} is installed, with which this package was not tried. Expected {' or '.join(TRIED)}.",
             hint=f"Run: pip install {name}=={TRIED[-1]}",
         )
-
-
-def _is_installed(name: str) -> bool:
-    return any(True for _ in metadata.distributions(name=name))
 
 
 def check_library() -> Any:

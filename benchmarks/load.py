@@ -35,12 +35,12 @@ from typing import Any
 
 import numpy as np
 import psutil
+from configs import attaching
 from server_cost import OPTIONS, ROW_VALUES, STEPS, batch, cpu_s, server_pids
 
 from dataplane_core import DataPlaneClient, connect
 from dataplane_core.backends import ledger_of
 from dataplane_core.errors import DataPlaneError
-from dataplane_testkit import backend_of
 
 LONG_S = 300.0
 LEASE_S = 600.0
@@ -225,8 +225,7 @@ def main() -> None:
         if arguments.backend == "noop":
             load = Load([client] * arguments.connections, 0, arguments)
         else:
-            found = getattr(backend_of(client), "attach_options", dict)()
-            load = Processes({**config, "options": {**options, **found}}, arguments)
+            load = Processes(attaching(client, config), arguments)
         print(f"{arguments.connections} clients attached in {time.perf_counter() - start:.1f} s", file=sys.stderr)
         load.start()
         time.sleep(min(arguments.period, 20.0) or 5.0)

@@ -18,13 +18,6 @@ from dataplane_testkit._timing import STARTS_S, eventually
 
 
 @pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, announce_s: null, options: {capacity_bytes: 50MB}, middleware: [metrics]}")
-    return str(path)
-
-
-@pytest.fixture
 def client(config):
     """A store with the partition ``step-1``: 6 of 8 samples written, 2 consumed, 2 leased, one without its reward."""
     with connect(config) as client:

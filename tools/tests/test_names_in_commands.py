@@ -27,13 +27,6 @@ SHOWN = "\\x1b[2J\\x9b1m\\nfaked: line\\r\\x00\\u202egnp.exe [bold]x[/bold] <b>&
 
 
 @pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, options: {capacity_bytes: 50MB}, announce_s: null}")
-    return str(path)
-
-
-@pytest.fixture
 def client(config):
     with connect(config) as client:
         client.register_partition(EVIL, [EVIL], None, [EVIL])

@@ -36,13 +36,6 @@ def read(*arguments):
     assert run(parser.parse_args(list(arguments))) == 0
 
 
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, announce_s: null, options: {capacity_bytes: 50MB}, middleware: [metrics]}")
-    return str(path)
-
-
 TOKENS = [list(b"2+2=4."), list(b"2+2=5"), list(b"7+1=8."), list(b"7+1=9.")]
 IDS = ["q0_g0", "q0_g1", "q1_g0", "q1_g1"]
 

@@ -24,17 +24,7 @@ import msgspec
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, printable
 from dataplane_core.middleware import Recording, is_followed
 from dataplane_core.regular_files import read_regular
-from dataplane_tools._charts import (
-    COLORS,
-    STYLE,
-    Bars,
-    Panel,
-    escape,
-    picture,
-    show_bytes,
-    show_count,
-    show_seconds,
-)
+from dataplane_tools._charts import COLORS, STYLE, Bars, Panel, escape, picture, show_bytes, show_count, show_seconds
 
 #: Where a run keeps its events, beside its other files.
 _EVENTS_NAME: Final = "events.jsonl"

@@ -21,13 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import (
-    DataPlaneError,
-    InvalidRequestError,
-    UnsupportedOperationError,
-    Verdict,
-    printable,
-)
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, UnsupportedOperationError, Verdict, printable
 from dataplane_core.spec import Capability, ClientInfo, Scope
 from dataplane_tools._inspect import attach
 

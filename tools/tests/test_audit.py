@@ -6,7 +6,6 @@ One long file, since each fault is seeded in the same few runs, whose helpers st
 import argparse
 import json
 import shutil
-from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -26,18 +25,6 @@ def recorded(folder, *, role="trainer", payload="all", bootstrap=True, max_bytes
     recorder = {"folder": str(folder), "payload": payload, "max_bytes": max_bytes}
     config = {"backend": "noop", "role": role, "middleware": [{"recorder": recorder}, *inner], **config}
     return connect(config, bootstrap=bootstrap)
-
-
-@contextmanager
-def begun(folder, *others, group_size=2, tasks=("trainer",), **options):
-    """A client that records, with the partition. With roles of ``others``: it and clients of theirs, on one store."""
-    if others:
-        options |= {"backend": "shm_store", "options": {"capacity_bytes": "10MB", "namespace": "audit"}}
-    with ExitStack() as stack:
-        clients = [stack.enter_context(recorded(folder, **options))]
-        clients += [stack.enter_context(recorded(folder, bootstrap=False, **options, role=role)) for role in others]
-        clients[0].register_partition("train", ["x", "reward", "text"], None, tasks, group_size)
-        yield clients if others else clients[0]
 
 
 def put(client, names, version=0, shift=0.0):
@@ -62,7 +49,8 @@ def step_on(client, number, count, loss=0.5):
 
 def train(folder, groups, first_step=1, shift=0.0, **options):
     """A session of a run: a step for each list of prompts, on weights that are one step old from the second step on."""
-    with begun(folder, **options) as client:
+    with recorded(folder, **options) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
         for number, names in enumerate(groups, first_step):
             ids = put(client, names, version=max(0, number - 2), shift=shift)
             step_on(client, number, len(ids))
@@ -220,7 +208,8 @@ def test_numbers_that_jump_are_no_fault(tmp_path, look):
 
 
 def test_prompts_that_were_generated_before_a_resume_and_never_again(tmp_path, look):
-    with begun(tmp_path) as client:
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
         put(client, q(0, 1, 2, 3))
         step_on(client, 1, 4)
     train(tmp_path, [q(4, 5), q(6, 7)], first_step=2)
@@ -240,7 +229,8 @@ def test_prompts_of_a_step_that_was_undone_and_not_given_again(tmp_path, look):
 
 def test_a_step_that_a_resume_cut_off_does_not_count(tmp_path, look):
     """Its samples were acked, but no mark says that it ended. They are given again, rightly."""
-    with begun(tmp_path) as client:
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
         put(client, q(0, 1, 2, 3))
         step_on(client, 1, 4)
         client.claim_meta("train", "trainer", ["x"], 4)
@@ -256,7 +246,8 @@ def test_a_step_that_a_resume_cut_off_does_not_count(tmp_path, look):
 
 
 def test_how_stale_a_step_was(tmp_path, look):
-    with begun(tmp_path) as client:
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
         for number, more in ((1, {}), (2, {"staleness": 5})):
             for version in (number, number + 2):
                 put(client, q(10 * number + version), version=version)
@@ -312,7 +303,12 @@ def untrained(found):
 
 def test_samples_that_were_not_trained_on(tmp_path, look):
     """Each with what became of it, and by whom."""
-    with begun(tmp_path, "buffer", group_size=None) as (trainer, buffer):
+    store = {"backend": "shm_store", "options": {"capacity_bytes": "10MB", "namespace": "audit"}}
+    with (
+        recorded(tmp_path, **store) as trainer,
+        recorded(tmp_path, role="buffer", bootstrap=False, **store) as buffer,
+    ):
+        trainer.register_partition("train", ["x", "reward", "text"], None, ["trainer"])
         old, trained = put(buffer, q(0, 1), version=0), put(buffer, q(2), version=7)
         fresh = {"tag_filter": {"weight_version": (">=", 7)}}
         meta = trainer.claim_meta("train", "trainer", ["x", "reward"], 2, lease_s=600.0, **fresh)
@@ -356,7 +352,8 @@ def test_samples_that_were_not_trained_on(tmp_path, look):
 
 def test_a_claim_that_got_nothing_tells_the_filter(tmp_path, look):
     """Such claims are recorded once, also if they come again."""
-    with begun(tmp_path) as client:
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
         put(client, q(0), version=5)
         step_on(client, 1, 2)
         stale = [*put(client, q(1), version=1), *put(client, q(2), version=2)]
@@ -386,7 +383,8 @@ class Loses(OperationMiddleware):
 
 
 def test_samples_that_the_store_lost(tmp_path, look):
-    with begun(tmp_path, inner=[Loses()]) as client:
+    with recorded(tmp_path, inner=[Loses()]) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
         put(client, q(0))
         meta = client.claim_meta("train", "trainer", ["x"], 2, lease_s=600.0)
         with pytest.raises(LostSamplesError):
@@ -401,7 +399,8 @@ def test_samples_that_the_store_lost(tmp_path, look):
 
 
 def test_a_sample_that_was_given_again_to_a_task(tmp_path, look):
-    with begun(tmp_path) as client:
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
         put(client, q(0))
         for number in (1, 2):
             meta = client.claim_meta("train", "trainer", ["x"], 2)
@@ -416,7 +415,8 @@ def test_a_sample_that_was_given_again_to_a_task(tmp_path, look):
 
 def test_a_further_pass_without_a_resume_is_no_fault(tmp_path, look):
     """Also with the same ids, and for samples that are evaluated after each step."""
-    with begun(tmp_path, group_size=None) as client:
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"])
         client.register_partition("eval", ["x", "reward"], None, ["eval"])
         for number, names in enumerate([q(0), q(1), q(0), q(1)], 1):
             put(client, names)
@@ -430,7 +430,8 @@ def test_a_further_pass_without_a_resume_is_no_fault(tmp_path, look):
 
 
 def test_samples_given_back_and_given_again_are_trained_on_once(tmp_path, look):
-    with begun(tmp_path) as client:
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
         put(client, q(0))
         client.nack(client.claim_meta("train", "trainer", ["x"], 2, lease_s=600.0))
         meta = client.claim_meta("train", "trainer", ["x"], 2, lease_s=600.0)
@@ -463,7 +464,8 @@ def test_without_marks_the_batches_of_a_task_are_counted(tmp_path, look):
 
 
 def test_without_tasks_a_step_is_of_what_was_read(tmp_path, look):
-    with begun(tmp_path, tasks=(), group_size=None) as client:
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, [])
         ids = put(client, q(0, 1, 2))
         for number, place in enumerate((0, 2), 1):
             client.get_samples(ids[place : place + 2], "train", ["x"])
@@ -494,7 +496,12 @@ def test_without_tasks_a_driver_that_reads_at_the_end_does_not_train_in_place_of
 
 
 def test_without_tasks_only_what_the_trainer_read_is_of_a_step(tmp_path, look):
-    with begun(tmp_path, "reward", tasks=(), group_size=None) as (trainer, reward):
+    store = {"backend": "shm_store", "options": {"capacity_bytes": "10MB", "namespace": "audit"}}
+    with (
+        recorded(tmp_path, **store) as trainer,
+        recorded(tmp_path, role="reward", bootstrap=False, **store) as reward,
+    ):
+        trainer.register_partition("train", ["x", "reward", "text"], None, [])
         ids = put(trainer, q(0, 1))
         reward.get_samples(ids, "train", ["x"])
         trainer.get_samples(ids[:2], "train", ["x"])
@@ -591,7 +598,12 @@ def test_resumes_are_not_judged_where_lines_were_lost(tmp_path, look):
 
 def test_a_put_that_is_recorded_after_others_trained_on_it(tmp_path, look):
     """The reply of a put may come late: others have claimed, acked and cleared its samples by then."""
-    with begun(tmp_path, "rollout") as (trainer, rollout):
+    store = {"backend": "shm_store", "options": {"capacity_bytes": "10MB", "namespace": "audit"}}
+    with (
+        recorded(tmp_path, **store) as trainer,
+        recorded(tmp_path, role="rollout", bootstrap=False, **store) as rollout,
+    ):
+        trainer.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
         put(rollout, q(0))
         step_on(trainer, 1, 2)
 
@@ -610,7 +622,12 @@ def test_a_put_that_is_recorded_after_others_trained_on_it(tmp_path, look):
 @pytest.mark.parametrize("skew", [0.5, -0.5, 90.0, -90.0])  # seconds
 def test_hosts_whose_clocks_differ_are_not_accused(tmp_path, look, skew):
     for first in (1, 4):
-        with begun(tmp_path, "rollout") as (trainer, rollout):
+        store = {"backend": "shm_store", "options": {"capacity_bytes": "10MB", "namespace": "audit"}}
+        with (
+            recorded(tmp_path, **store) as trainer,
+            recorded(tmp_path, role="rollout", bootstrap=False, **store) as rollout,
+        ):
+            trainer.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
             for number in range(first, first + 3):
                 put(rollout, q(number))
                 step_on(trainer, number, 2)
@@ -630,7 +647,8 @@ def test_hosts_whose_clocks_differ_are_not_accused(tmp_path, look, skew):
 
 
 def test_a_trainer_whose_clock_is_ahead_is_not_said_to_have_trained_on_nothing(tmp_path, look):
-    with begun(tmp_path) as trainer:
+    with recorded(tmp_path) as trainer:
+        trainer.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
         put(trainer, q(0))
         meta = trainer.claim_meta("train", "trainer", ["x"], 2)
         trainer.mark_step(1)
@@ -698,7 +716,8 @@ def test_two_runs_that_are_equal(tmp_path, look):
 
 def test_the_first_step_and_column_in_which_two_runs_differ(tmp_path, look):
     for name, change in (("a", 0.0), ("b", 0.5)):
-        with begun(tmp_path / name, payload="digests") as client:
+        with recorded(tmp_path / name, payload="digests") as client:
+            client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
             for number in (1, 2, 3):
                 ids = put(client, q(number), shift=change if number == 3 else 0.0)
                 if number == 3:

@@ -555,12 +555,13 @@ def test_damaged_bytes_are_never_given_as_weights(noop, which):
     assert_same(reader.newest(), model(3))
 
 
-def test_weights_are_never_mixed_while_versions_follow_fast(client):
+@pytest.mark.parametrize("options", [{}, {"delta": True, "anchor_every": 3}], ids=["whole", "deltas"])
+def test_weights_are_never_mixed_while_versions_follow_fast(client, options):
     reader, ended = WeightReader(client, "r"), threading.Event()
 
     def publish():
         for version in range(40):
-            publish_weights(client, version, model(version), delta=True, anchor_every=3)
+            publish_weights(client, version, model(version), **options)
         ended.set()
 
     thread = threading.Thread(target=publish)

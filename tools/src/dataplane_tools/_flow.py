@@ -59,12 +59,7 @@ def draw_files(paths: Sequence[str], *, folder: str | None) -> int:
 
 
 def draw_store(config_path: str, *, seconds: float, folder: str | None) -> int:
-    """Draws what a running store holds, looking at it once a second.
-
-    Args:
-        config_path: The config file that its processes use.
-        seconds: For how long.
-        folder: Where to write. None: here.
+    """Draws what a running store holds, looking at it once a second. Its arguments are those of the command.
 
     Raises:
         BackendUnavailableError: No store runs.

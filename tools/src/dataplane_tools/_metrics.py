@@ -47,12 +47,7 @@ _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}), _N
 
 
 def run(config_path: str, *, host: str, port: int) -> int:
-    """Serves the page until it is interrupted.
-
-    Args:
-        config_path: The config file that the processes use.
-        host: The address to listen on.
-        port: Its port. 0: a free one, which is printed.
+    """Serves the page until it is interrupted. Its arguments are those of the command.
 
     Raises:
         BackendUnavailableError: No store runs.

@@ -310,7 +310,7 @@ class Store:
         if_exists: Literal["replace", "keep"] = "replace",
         followers: Sequence[str] = (),
     ) -> str:
-        """Registers a partition that is cleared when the test ends: by default a new one, with ``x``, of the shared client.
+        """Registers a partition that the test's end clears: by default a new one, with ``x``, of the shared client.
 
         Returns:
             The partition's id.

@@ -33,12 +33,6 @@ def fill(client, partition_id="step-1"):
     client.put_samples(list(REWARDS), partition_id, columns, tags=[{"version": number} for number in range(4)])
 
 
-@pytest.fixture
-def client(config):
-    with connect(config) as client:
-        yield client
-
-
 def letters(ids):
     return "".join(map(chr, ids))
 
@@ -85,8 +79,8 @@ def browse(config, check, partition_id=None, wish=None, size=(140, 40)):
     asyncio.run(run())
 
 
-def test_stages_samples_and_the_text_of_the_chosen_one(client, config):
-    fill(client)
+def test_stages_samples_and_the_text_of_the_chosen_one(store, config):
+    fill(store)
 
     async def check(screen):
         await screen.shows(*REWARDS)
@@ -104,19 +98,19 @@ def test_stages_samples_and_the_text_of_the_chosen_one(client, config):
     browse(config, check)
 
 
-def test_it_takes_nothing_from_a_task(client, config):
-    fill(client)
+def test_it_takes_nothing_from_a_task(store, config):
+    fill(store)
 
     async def check(screen):
         await screen.shows(*REWARDS)
         await screen.until(lambda: "q0_g0" in screen.text("#sample"), "the text")
 
     browse(config, check)
-    assert client.claim_meta("step-1", "train", ["reward"], 4).sample_ids == list(REWARDS)
+    assert store.claim_meta("step-1", "train", ["reward"], 4).sample_ids == list(REWARDS)
 
 
-def test_sorting_by_keys_and_by_a_click(client, config):
-    fill(client)
+def test_sorting_by_keys_and_by_a_click(store, config):
+    fill(store)
 
     async def check(screen):
         await screen.shows(*REWARDS)
@@ -136,8 +130,8 @@ def test_sorting_by_keys_and_by_a_click(client, config):
     browse(config, check)
 
 
-def test_filters_and_those_that_are_refused(client, config):
-    fill(client)
+def test_filters_and_those_that_are_refused(store, config):
+    fill(store)
 
     async def enter(screen, condition):
         await screen.press("slash")
@@ -164,8 +158,8 @@ def test_filters_and_those_that_are_refused(client, config):
     browse(config, check, wish=Wish(where=parse_where("reward == 1")))
 
 
-def test_a_group_alone(client, config):
-    fill(client)
+def test_a_group_alone(store, config):
+    fill(store)
 
     async def check(screen):
         await screen.shows(*REWARDS)
@@ -177,72 +171,72 @@ def test_a_group_alone(client, config):
     browse(config, check)
 
 
-def test_new_rows_new_columns_and_rows_that_are_cleared(client, config):
-    fill(client)
+def test_new_rows_new_columns_and_rows_that_are_cleared(store, config):
+    fill(store)
 
     async def check(screen):
         await screen.shows(*REWARDS)
         await screen.press("down")
-        client.put_samples(["new"], "step-1", {"reward": torch.zeros(1)})
+        store.put_samples(["new"], "step-1", {"reward": torch.zeros(1)})
         await screen.shows(*REWARDS, "new")
         assert screen.table.chosen == "q0_g1"  # it stays
-        client.put_samples(["q0_g0", "new"], "step-1", {"later": torch.tensor([7, 8])})
+        store.put_samples(["q0_g0", "new"], "step-1", {"later": torch.tensor([7, 8])})
         await screen.until(lambda: ["q0_g0", "0", "0.5", "7"] in screen.lines(), "a new column")
-        client.clear_samples(["q0_g0"], "step-1")
+        store.clear_samples(["q0_g0"], "step-1")
         await screen.shows("q0_g1", "q1_g0", "q1_g1", "new")
         assert screen.table.chosen == "q0_g1"
         await screen.press("end")
-        client.put_samples(["newer"], "step-1", {"reward": torch.zeros(1)})
+        store.put_samples(["newer"], "step-1", {"reward": torch.zeros(1)})
         await screen.until(lambda: screen.table.chosen == "newer", "the last row, which end follows")
-        client.clear_samples(["q0_g1", "q1_g0", "q1_g1", "new", "newer"], "step-1")
+        store.clear_samples(["q0_g1", "q1_g0", "q1_g1", "new", "newer"], "step-1")
         await screen.shows()
         await screen.until(lambda: not screen.text("#sample"), "no text")
 
     browse(config, check)
 
 
-def test_an_empty_partition_and_the_next_one(client, config):
-    client.register_partition("step-0", ["x"], None, [])
+def test_an_empty_partition_and_the_next_one(store, config):
+    store.register_partition("step-0", ["x"], None, [])
 
     async def check(screen):
         await screen.until(lambda: "step-0: 0 of 0" in screen.text("#state"), "an empty partition")
         for key in ("down", "end", "home", "pagedown", "g", "s", "r"):
             await screen.press(key)
-        fill(client)
+        fill(store)
         await screen.until(lambda: len(screen.app._seen.partition_ids) == 2, "two partitions")
         await screen.press("p")
         await screen.until(lambda: len(screen.table.ids) == 4, "the samples of the next one")
-        client.clear_samples(None, "step-1")
+        store.clear_samples(None, "step-1")
         await screen.until(lambda: "step-0: 0 of 0" in screen.text("#state"), "the one that is left")
-        client.clear_samples(None, "step-0")
+        store.clear_samples(None, "step-0")
         await screen.until(lambda: screen.text("#state") == "empty", "none")
 
     browse(config, check)
 
 
-def test_a_store_that_ends_and_the_next_one(config):
-    stores = [connect(config)]
+def test_a_store_that_ends_and_the_next_one(nowhere):
+    stores = [connect(nowhere)]
     fill(stores[0])
 
     async def check(screen):
         await screen.shows(*REWARDS)
         stores.pop().close()
         await screen.until(lambda: "waiting for the store: " in screen.text("#drawn"), "that it waits")
-        stores.append(connect(config))
+        stores.append(connect(nowhere))
         fill(stores[0], "step-2")
         await screen.until(lambda: "step-2: 4 of 4" in screen.text("#state"), "the next store")
         await screen.shows(*REWARDS)
 
     try:
-        browse(config, check)
+        browse(nowhere, check)
     finally:
         stores.pop().close()
 
 
-def test_only_the_rows_on_the_screen_are_read(client, config):
+def test_only_the_rows_on_the_screen_are_read(store, config):
     ids = [f"s{row}" for row in range(10_000)]
-    client.register_partition("step-1", ["x"], None, [])
-    client.put_samples(ids, "step-1", {"x": torch.arange(10_000), "input_ids": torch.zeros(10_000, 8)})
+    store.register_partition("step-1", ["x"], None, [])
+    store.put_samples(ids, "step-1", {"x": torch.arange(10_000), "input_ids": torch.zeros(10_000, 8)})
 
     async def check(screen):
         await screen.until(lambda: screen.lines()[1] == ["s0", "0"], "the first row")
@@ -256,8 +250,8 @@ def test_only_the_rows_on_the_screen_are_read(client, config):
     browse(config, check)
 
 
-def test_top_shows_the_stages_alone_at_first(client, config):
-    fill(client)
+def test_top_shows_the_stages_alone_at_first(store, config):
+    fill(store)
 
     async def check(screen):
         await screen.until(lambda: not screen.app.query_one("#right").display, "no samples")
@@ -274,7 +268,7 @@ def test_in_a_pipe_it_refers_to_another_command(config, capsys, command, other):
     assert f"needs a terminal. In a pipe, use dataplane {other}." in capsys.readouterr().err
 
 
-def test_an_unknown_partition_is_refused_at_once(client, config):
+def test_an_unknown_partition_is_refused_at_once(store, config):
     with pytest.raises(UnknownPartitionError):
         Watcher(config, "step-9").open()
 
@@ -308,8 +302,8 @@ def terminal(python, *words):
         os.close(inside)
 
 
-def test_the_command_in_a_terminal_quits_and_leaves_it_as_it_was(client, config, python):
-    fill(client)
+def test_the_command_in_a_terminal_quits_and_leaves_it_as_it_was(store, config, python):
+    fill(store)
     with terminal(python, "browse", config, "--sort", "reward") as (outside, read_until, process, is_restored):
         assert "q1_g1" in read_until("q1_g1")
         assert not is_restored()
@@ -319,7 +313,7 @@ def test_the_command_in_a_terminal_quits_and_leaves_it_as_it_was(client, config,
         assert is_restored()
 
 
-def test_a_condition_that_cannot_be_read_is_refused(client, config, python):
+def test_a_condition_that_cannot_be_read_is_refused(store, config, python):
     with terminal(python, "browse", config, "--where", "reward <") as (_, read_until, process, _):
         assert '--where "reward <" refused' in read_until("refused")
         assert process.wait() == 1

@@ -32,7 +32,7 @@ def store(opened):
 
 @pytest.fixture
 def nowhere(tmp_path):
-    """The path of the config of a store that is not there."""
+    """The path of the config of a store that is not there, unless the test starts it."""
     path = tmp_path / "nowhere.yaml"
     path.write_text("{backend: shm_store, attach_wait_s: 0, options: {namespace: nowhere, capacity_bytes: 50MB}}")
     return str(path)

@@ -72,16 +72,29 @@ def held_bytes(client, version):
 
 
 @pytest.fixture(
-    params=["noop", "shm_store", *(pytest.param(each, marks=pytest.mark.long) for each in ("redis_store", "tq_simple"))]
+    scope="module",
+    params=[
+        "noop",
+        "shm_store",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("redis_store", "tq_simple")),
+    ],
 )
-def client(request):
+def store(request):
     config = {"backend": request.param}
     if request.param == "tq_simple":
         request.getfixturevalue("local_ray")
         config |= {"op_timeout_s": 60, "options": {"instance": "weight-deltas"}}
+    elif request.param != "noop":
+        config["options"] = {"namespace": "weight-deltas"}
     with connect(config) as client:
-        open_weights(client)
         yield client
+
+
+@pytest.fixture
+def client(store):
+    open_weights(store)
+    yield store
+    open_weights(store)  # drops the copy that the next delta would be of
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ from typing import Any
 
 import psutil
 import torch
+from configs import attaching
 
 from dataplane_core import AsyncDataPlaneClient, DataPlaneClient, connect, connect_async
 from dataplane_core.errors import ClientClosedError
 from dataplane_core.spec import Scope
-from dataplane_testkit import backend_of
 
 SPAWN = multiprocessing.get_context("spawn")
 NUM_TASKS, PER_TASK = 500, 4
@@ -41,9 +41,9 @@ def config(backend: str) -> dict[str, Any]:
     return {"backend": backend, "options": options.get(backend, {})}
 
 
-def claimer(config: dict[str, Any], options: dict[str, Any], told: Any, num_threads: int) -> None:
+def claimer(config: dict[str, Any], told: Any, num_threads: int) -> None:
     """Threads of one process that claim one sample after the other, and say when they got it."""
-    client = connect({**config, "options": options}, bootstrap=False)
+    client = connect(config, bootstrap=False)
 
     def claim() -> None:
         while True:
@@ -63,9 +63,8 @@ def claimer(config: dict[str, Any], options: dict[str, Any], told: Any, num_thre
 def woken(client: DataPlaneClient, made: dict[str, Any]) -> None:
     """Commit to return, with 64 claims that wait in four processes."""
     told = SPAWN.Queue()
-    backend = backend_of(client)
-    options = backend.attach_options() if hasattr(backend, "attach_options") else made["options"]
-    processes = [SPAWN.Process(target=claimer, args=(made, options, told, 16)) for _ in range(4)]
+    attach = attaching(client, made)
+    processes = [SPAWN.Process(target=claimer, args=(attach, told, 16)) for _ in range(4)]
     for process in processes:
         process.start()
     time.sleep(15.0)

@@ -82,17 +82,9 @@ def remake_steps(columns: TensorDict) -> tuple[Step, Step, Step]:
 
 def compare(contestants: dict[str, tuple[Step, Step, Step]], rounds: int) -> None:
     """Prints the contestants' medians."""
-    medians = medians_ms(contestants, rounds)
-    raw, tcp, copied = medians["raw kv_batch"], medians["TCP, 1"], medians["copy"]
-    heads = ["put ms", "get ms", "put x raw", "get x raw", "put / TCP", "get / TCP", "put / copy", "get / copy"]
-    print(f"{'':18}" + "".join(f"{head:>12}" for head in heads))
-    for name, (put_ms, get_ms) in medians.items():
-        cells = [
-            *(f"{put_ms:.1f}", f"{get_ms:.1f}", f"{raw[0] / max(put_ms, 0.01):.1f}", f"{raw[1] / get_ms:.1f}"),
-            *(f"{put_ms / tcp[0]:.1f}", f"{get_ms / tcp[1]:.1f}"),
-            *(f"{put_ms / copied[0]:.1f}", f"{get_ms / copied[1]:.1f}"),
-        ]
-        print(f"{name:18}" + "".join(f"{cell:>12}" for cell in cells), flush=True)
+    print(f"{'':18}{'put ms':>12}{'get ms':>12}")
+    for name, (put_ms, get_ms) in medians_ms(contestants, rounds).items():
+        print(f"{name:18}{put_ms:12.1f}{get_ms:12.1f}", flush=True)
 
 
 def small_put_us(client: DataPlaneClient, repeats: int = 500) -> float:

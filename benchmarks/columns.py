@@ -164,26 +164,19 @@ def print_equal_cells(client: DataPlaneClient, rounds: int) -> None:
             f"  64 groups of 16, {name}: put {shared_put:.1f} ms ({shared_put / put:.2f}x), get {shared_get:.1f} ms "
             f"({shared_get / get:.2f}x)"
         )
-    print(
-        f"  held: 64 images {held(client, contestants['64 images'])}, groups {held(client, contestants['same memory'])}"
-    )
+    images, groups = (held(client, name, contestants[name]) for name in ("64 images", "same memory"))
+    print(f"  held: 64 images {images}, groups {groups}")
     contestant = contestants["64 images"]
     wire = replace(client._wire, shared_rows=False)
     took = medians_ms({"looked": contestant, "not": with_attribute(contestant, client, "_wire", wire)}, rounds)
     print(f"  no equal cells: put {took['looked'][0] / took['not'][0]:.3f}x of a put that does not look for them")
 
 
-def held(client: DataPlaneClient, contestant: tuple[Step, Step, Step]) -> str:
-    """The bytes that a put holds, by the ledger's count of payload."""
+def held(client: DataPlaneClient, partition: str, contestant: tuple[Step, Step, Step]) -> str:
+    """The payload bytes that a put holds."""
     put, _, clear = contestant
     put()
-    backend: Any = backend_of(client)
-    if hasattr(backend, "_service"):
-        text = f"{backend._service._ledger.held_bytes / 1e6:.1f} MB"
-    elif hasattr(backend, "statistics"):
-        text = f"{backend.statistics(time.monotonic() + 10).held_bytes / 1e6:.1f} MB"
-    else:
-        text = "not asked"
+    text = f"{client.describe(partition).held_bytes / 1e6:.1f} MB"
     clear()
     return text
 

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from configs import CONFIGS
+from configs import CONFIGS, attaching
 
 from dataplane_core import connect
-from dataplane_testkit import backend_of
 
 DEFAULT = ["copies", "shm_store", "tq_simple", "tq_simple wire"]
 
@@ -116,9 +115,7 @@ def measure(name: str, size_bytes: int) -> None:
     config = {"op_timeout_s": 300.0, **CONFIGS.get(backend, {"backend": backend})}
     spawning = multiprocessing.get_context("spawn")
     with connect(config) as owner:
-        attach = getattr(backend_of(owner), "attach_options", dict)()
-        config = {**config, "options": {**config.get("options", {}), **attach}}
-        config["options"].pop("server", None)
+        config = attaching(owner, config)
         barrier, results, calls = spawning.Barrier(3), spawning.SimpleQueue(), spawning.SimpleQueue()
         target, settings = (large, (config,)) if name == backend else (copy, ())
         work = [

@@ -1,7 +1,7 @@
 """A store under many connections: rates, latencies, and what its server takes.
 
 Run:  python benchmarks/load.py --backend tq_simple [--connections 1024] [--period 40] [--seconds 30] [--size 16]
-      [--fields 8] [--processes 4] [--partitions 1] [--ledgers 1] [--options '{"journal": "/a/folder"}'] [--json]
+      [--fields 8] [--processes 4] [--partitions 1] [--ledgers 1] [--options '{"journal": "/a/folder"}']
 
 Every connection is a client of its own, with its own thread, in one of a few processes. Each puts samples, claims as
 many with a lease, gets them, acks them and clears them, and does so once per ``--period`` seconds; with 0, again at
@@ -35,12 +35,12 @@ from typing import Any
 
 import numpy as np
 import psutil
+from configs import attaching
 from server_cost import OPTIONS, ROW_VALUES, STEPS, batch, cpu_s, server_pids
 
 from dataplane_core import DataPlaneClient, connect
 from dataplane_core.backends import ledger_of
 from dataplane_core.errors import DataPlaneError
-from dataplane_testkit import backend_of
 
 LONG_S = 300.0
 LEASE_S = 600.0
@@ -210,7 +210,6 @@ def main() -> None:
     parser.add_argument("--partitions", type=int, default=1)
     parser.add_argument("--ledgers", type=int, default=1)
     parser.add_argument("--options", type=json.loads, default={}, help="more options of the backend, as JSON")
-    parser.add_argument("--json", action="store_true", help="prints one line of JSON")
     arguments = parser.parse_args()
     allow_open_files()
     options = OPTIONS.get(arguments.backend, {}) | arguments.options
@@ -225,8 +224,7 @@ def main() -> None:
         if arguments.backend == "noop":
             load = Load([client] * arguments.connections, 0, arguments)
         else:
-            found = getattr(backend_of(client), "attach_options", dict)()
-            load = Processes({**config, "options": {**options, **found}}, arguments)
+            load = Processes(attaching(client, config), arguments)
         print(f"{arguments.connections} clients attached in {time.perf_counter() - start:.1f} s", file=sys.stderr)
         load.start()
         time.sleep(min(arguments.period, 20.0) or 5.0)
@@ -241,34 +239,19 @@ def main() -> None:
     times = {step: [value for each, _ in results for value in each[step]] for step in STEPS}
     errors = sum((found for _, found in results), Counter[str]())
     num_samples = sum(map(len, times.values())) / len(STEPS) * arguments.size
-    report = {
-        "backend": arguments.backend,
-        "connections": arguments.connections,
-        "size": arguments.size,
-        "calls_per_s": sum(map(len, times.values())) / measured_s,
-        "samples_per_s": num_samples / measured_s,
-        "p50_ms": {step: percentile_ms(values, 50) for step, values in times.items()},
-        "p99_ms": {step: percentile_ms(values, 99) for step, values in times.items()},
-        "server_connections": connections,
-        "server_cpu_percent": {name: 100 * each / measured_s for name, each in spent.items()},
-        "server_cpu_us_per_sample": {name: each / num_samples * 1e6 for name, each in spent.items()},
-        "errors": dict(errors),
-    }
-    if arguments.json:
-        print(json.dumps(report))
-        return
     print(
         f"{arguments.backend}: {arguments.connections} connections, calls of {arguments.size} samples of "
         f"{arguments.fields} fields of {ROW_VALUES} float32"
     )
-    print(f"{report['calls_per_s']:.0f} calls/s, {report['samples_per_s']:.0f} samples/s through all five calls")
+    calls_per_s, samples_per_s = sum(map(len, times.values())) / measured_s, num_samples / measured_s
+    print(f"{calls_per_s:.0f} calls/s, {samples_per_s:.0f} samples/s through all five calls")
     print(f"{'':10}{'p50 ms':>9}{'p99 ms':>9}")
-    for step in STEPS:
-        print(f"{step:10}{report['p50_ms'][step]:9.2f}{report['p99_ms'][step]:9.2f}")
-    for name in pids:
+    for step, values in times.items():
+        print(f"{step:10}{percentile_ms(values, 50):9.2f}{percentile_ms(values, 99):9.2f}")
+    for name, used_s in spent.items():
         print(
-            f"{name}: {connections[name]} connections, {report['server_cpu_percent'][name]:.1f} % of a core, "
-            f"{report['server_cpu_us_per_sample'][name]:.1f} us for each sample"
+            f"{name}: {connections[name]} connections, {100 * used_s / measured_s:.1f} % of a core, "
+            f"{used_s / num_samples * 1e6:.1f} us for each sample"
         )
     for error, count in errors.items():
         print(f"{count} times {error}")

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 from batches import batch, client_steps, size_bytes
-from configs import CONFIGS
+from configs import CONFIGS, attaching
 
 from dataplane_core import connect
-from dataplane_testkit import backend_of
 
 DEFAULT = ["shm_store", "shm_store views", "tq_simple", "tq_simple views", "tq_simple wire", "redis_store"]
 COPY = "copy"
@@ -68,9 +67,7 @@ def main() -> None:
             config = CONFIGS.get(name, {"backend": name})
             client = stack.enter_context(connect(config, "auto"))
             client_steps(client, columns)[0]()
-            found = getattr(backend_of(client), "attach_options", dict)()
-            configs[name] = {**config, "options": {**config.get("options", {}), **found}}
-            configs[name]["options"].pop("server", None)
+            configs[name] = attaching(client, config)
         arguments = (shared, configs, barrier, options.rounds)
         readers = [spawning.Process(target=read, args=arguments, daemon=True) for _ in range(options.readers)]
         for reader in readers:

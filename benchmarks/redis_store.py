@@ -11,19 +11,17 @@ Then claims of 512 out of 10,000 and of 1,000,000 ready samples of one scalar ea
 finds them, and the median of later ones.
 
 Then operations of 60,000 rows: how many scripts each takes, and the CPU of the server's main thread, which a busy
-machine does not stretch; and how long another process' reads of 8 rows of another partition take meanwhile.
+machine does not stretch.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import time
 import uuid
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import redis
@@ -96,22 +94,6 @@ def compare_claims(client: DataPlaneClient, sizes: list[int], claims: int) -> No
         )
 
 
-def read_others(config: dict[str, Any], pipe: Connection) -> None:
-    """A process that reads 8 rows of another partition, again and again; when told, it sends the times so far."""
-    with connect(config, bootstrap=False) as client:
-        pipe.send([])
-        while True:
-            times: list[float] = []
-            while not times or not pipe.poll():
-                start = time.perf_counter()
-                client.get_samples([f"r{i}" for i in range(8)], "others", ["x"])
-                times.append((time.perf_counter() - start) * 1e3)
-                time.sleep(0.002)
-            if pipe.recv() == "end":
-                return
-            pipe.send(times)
-
-
 def run_operations(client: DataPlaneClient, count: int, timed: Callable[[str, Callable[[], Any]], Any]) -> None:
     """Operations of ``count`` rows, each by ``timed(name, act)``."""
     ids = [f"s{number}" for number in range(count)]
@@ -129,10 +111,8 @@ def run_operations(client: DataPlaneClient, count: int, timed: Callable[[str, Ca
     timed("clear", lambda: client.clear_samples(ids, "rows"))
 
 
-def time_scripts(config: dict[str, Any], server: redis.Redis, client: DataPlaneClient, count: int) -> None:
-    """Prints what operations of ``count`` rows cost the server, and how long others' reads take meanwhile."""
-    used: dict[str, tuple[float, int]] = {}
-    reads: dict[str, list[float]] = {}
+def time_scripts(server: redis.Redis, client: DataPlaneClient, count: int) -> None:
+    """Prints what operations of ``count`` rows cost the server."""
 
     def use() -> tuple[float, int]:
         cpu, stats = server.info("cpu"), server.info("commandstats")
@@ -143,38 +123,13 @@ def time_scripts(config: dict[str, Any], server: redis.Redis, client: DataPlaneC
         seconds, scripts = use()
         found = act()
         after, more = use()
-        used[name] = ((after - seconds) * 1e3, more - scripts)
+        cpu_ms, ran = (after - seconds) * 1e3, more - scripts
+        print(f"  {name:10} {ran:4} scripts, {cpu_ms:7.1f} ms, {cpu_ms / max(1, ran):6.1f} ms each")
         return found
-
-    def beside(name: str, act: Callable[[], Any]) -> Any:
-        ask()
-        found = act()
-        reads.setdefault(name, []).extend(ask())
-        return found
-
-    def ask() -> list[float]:
-        here.send("times")
-        return here.recv()
 
     run_operations(client, 8, lambda _, act: act())  # the server learns the scripts
+    print(f"{count:,} rows: scripts, and CPU of the server's main thread")
     run_operations(client, count, cost)
-    client.register_partition("others", ["x"], None, ["t"])
-    client.put_samples([f"r{i}" for i in range(8)], "others", TensorDict({"x": torch.ones(8)}, batch_size=[8]))
-    here, there = multiprocessing.Pipe()
-    reader = multiprocessing.get_context("spawn").Process(target=read_others, args=(config, there))
-    reader.start()
-    here.recv()
-    beside("nothing", lambda: time.sleep(1.0))
-    run_operations(client, count, beside)
-    here.send("end")
-    reader.join()
-    print(f"{count:,} rows: scripts, and CPU of the server's main thread; others' reads meanwhile")
-    for name, times in reads.items():
-        cpu_ms, scripts = used.get(name, (0.0, 0))
-        print(
-            f"  {name:10} {scripts:4} scripts, {cpu_ms:7.1f} ms, {cpu_ms / max(1, scripts):6.1f} ms each"
-            f"   reads: p99 {sorted(times)[int(0.99 * len(times))]:7.1f} ms, most {max(times):7.1f} ms"
-        )
 
 
 def main() -> None:
@@ -207,7 +162,7 @@ def main() -> None:
         compare_claims(client, options.samples, 19)
         print()
         if options.rows:
-            time_scripts(config, server, client, options.rows)
+            time_scripts(server, client, options.rows)
         server.close()
     print(f"\n{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
 

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from batches import NUM_SAMPLES, Step, batch, client_steps, medians_ms, size_bytes
+from server_cost import cpu_s
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
@@ -141,12 +142,6 @@ def by_threads(name: str) -> None:
             print(f"batch {name}, {what:18}{put_ms:8.2f} ms put{get_ms:8.2f} ms get")
 
 
-def cpu_of(pid: int) -> float:
-    """Seconds of CPU that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def private_bytes() -> int:
     """Memory of this process that it shares with no other."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -210,11 +205,12 @@ def main() -> None:
         for first in range(0, total, 50_000):
             some = [f"c{i}" for i in range(first, min(first + 50_000, total))]
             client.put_samples(some, "claims", TensorDict({"x": torch.ones(len(some))}, batch_size=[len(some)]))
-        cpu_s = cpu_of(backend_of(client)._process.pid)
+        ledger = backend_of(client)._process.pid
+        before_s = cpu_s(ledger)
         rate, count, clients_s = together(many_claims, 4, options.seconds)
-        cpu_s = cpu_of(backend_of(client)._process.pid) - cpu_s
+        ledger_s = cpu_s(ledger) - before_s
         print(f"claims of one sample, 4 processes: {rate:.0f} a second")
-        server_us, client_us = cpu_s / count * 1e6, clients_s / count * 1e6
+        server_us, client_us = ledger_s / count * 1e6, clients_s / count * 1e6
         print(f"CPU per claim: {server_us:.0f} us in the ledger's process, {client_us:.0f} us in the client")
     print(f"\n{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
 

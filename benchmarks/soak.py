@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from configs import attaching
 
 from dataplane_core import DataPlaneClient, connect
 from dataplane_core.errors import DataPlaneError
@@ -140,8 +141,7 @@ def load(
         threads += [threading.Thread(target=work, args=(client, n, latencies, ended.is_set)) for n in range(1, WORKERS)]
     for thread in threads:
         thread.start()
-    found = getattr(backend_of(client), "attach_options", dict)()
-    attach = {**config, "options": {**config["options"], **found}}
+    attach = attaching(client, config)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "tensordict", "dataplane_core.client", "dataplane_core.connecting"])
     processes: list[Any] = []

@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 import torch
+from configs import attaching
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, connect
@@ -92,8 +93,7 @@ def waiting(client: DataPlaneClient, config: dict[str, Any], kind: str, count: i
         yield
         return
     context = multiprocessing.get_context("spawn")
-    found = getattr(backend_of(client), "attach_options", dict)()
-    attach = {**config, "options": {**config["options"], **found}}
+    attach = attaching(client, config)
     started = []
     try:
         for place in range(PROCESSES):

@@ -30,16 +30,23 @@ def any_tensor(dtype, shape):
     return (flat % 2 if dtype is torch.bool else flat).view(dtype).view(shape)
 
 
-@pytest.fixture(params=["noop", "shm_store", "redis_store"])
+@pytest.fixture(scope="module", params=["noop", "shm_store", "redis_store"])
 def config(request):
     return {"backend": request.param, "options": {} if request.param == "noop" else {"namespace": "areal"}}
 
 
-@pytest.fixture
-def store(config):
+@pytest.fixture(scope="module")
+def opened(config):
     store = RTensorStore(config, bootstrap=True)
     yield store
     store.close()
+
+
+@pytest.fixture
+def store(opened):
+    """An empty store."""
+    yield opened
+    opened.client.clear_samples(opened.client.list_samples("areal").sample_ids, "areal")
 
 
 def held(store):
@@ -165,8 +172,8 @@ def test_tensors_outlive_the_worker_that_stored_them(store, config):
     assert held(store)[0] == 0
 
 
-def test_after_close_calls_are_refused(config):
-    store = RTensorStore(config, bootstrap=True)
+def test_after_close_calls_are_refused():
+    store = RTensorStore({"backend": "noop"}, bootstrap=True)
     store.close()
     store.close()
     with pytest.raises(DataPlaneError):

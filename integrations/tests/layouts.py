@@ -56,11 +56,6 @@ def shards_of(meta: KVBatchMeta, batching: Batching, dp_size: int, width: int) -
 def train_as_rank(make_worker: Callable[[], Any], config: Any, shards: Shards) -> dict[str, Any]:
     """Logprobs, some training steps and a split step of one rank. Collective over all ranks.
 
-    Args:
-        make_worker: Makes a worker; every one with the same weights.
-        config: What the worker attaches to, with the middleware metrics.
-        shards: The rows.
-
     Returns:
         What it saw, to assert.
     """
@@ -119,11 +114,6 @@ def try_split_step(
     make_worker: Callable[[], Any], whole: KVBatchMeta, portions: Sequence[KVBatchMeta]
 ) -> dict[str, Any]:
     """Compares a step over portions with one over all rows, from the same weights. Collective over all ranks.
-
-    Args:
-        make_worker: Makes an attached worker; every one with the same weights.
-        whole: This rank's rows.
-        portions: The same rows in several metas, each with a plan of its own.
 
     Returns:
         Facts to assert: refusals, and differences between the two ways.

@@ -11,12 +11,7 @@ import torch
 
 from dataplane_core import KVBatchMeta, connect, kv_first_write
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import (
-    ConfigError,
-    InvalidRequestError,
-    InvalidTypeError,
-    LostSamplesError,
-)
+from dataplane_core.errors import ConfigError, InvalidRequestError, InvalidTypeError, LostSamplesError
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import DP_TRAIN_FIELDS, GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations import DataPlanePolicy

@@ -12,11 +12,7 @@ import pytest
 
 from dataplane_core.errors import ConfigError, UnknownBackendError
 from dataplane_integrations.errors import PlacementError
-from dataplane_integrations.ray import (
-    backend_runtime_env,
-    check_backend_on_nodes,
-    require_backend_on_nodes,
-)
+from dataplane_integrations.ray import backend_runtime_env, check_backend_on_nodes, require_backend_on_nodes
 
 METADATA = "Metadata-Version: 2.1\nName: dataplane-elsewhere\nVersion: {version}\n"
 WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"

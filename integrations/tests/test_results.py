@@ -12,12 +12,7 @@ from dataplane_core import KVBatchMeta
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations import DataPlanePolicy
-from dataplane_integrations.errors import (
-    ReplayTimeoutError,
-    ReplicaLeaderError,
-    WorkerFailedError,
-    WorkerTimeoutError,
-)
+from dataplane_integrations.errors import ReplayTimeoutError, ReplicaLeaderError, WorkerFailedError, WorkerTimeoutError
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup, check_dp_ranks
 from dataplane_integrations.trainer.results import aggregate_training_results, theoretical_tflops
 

@@ -72,16 +72,29 @@ def held_bytes(client, version):
 
 
 @pytest.fixture(
-    params=["noop", "shm_store", *(pytest.param(each, marks=pytest.mark.long) for each in ("redis_store", "tq_simple"))]
+    scope="module",
+    params=[
+        "noop",
+        "shm_store",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("redis_store", "tq_simple")),
+    ],
 )
-def client(request):
+def store(request):
     config = {"backend": request.param}
     if request.param == "tq_simple":
         request.getfixturevalue("local_ray")
         config |= {"op_timeout_s": 60, "options": {"instance": "weight-deltas"}}
+    elif request.param != "noop":
+        config["options"] = {"namespace": "weight-deltas"}
     with connect(config) as client:
-        open_weights(client)
         yield client
+
+
+@pytest.fixture
+def client(store):
+    open_weights(store)
+    yield store
+    open_weights(store)  # drops the copy that the next delta would be of
 
 
 @pytest.fixture
@@ -555,12 +568,13 @@ def test_damaged_bytes_are_never_given_as_weights(noop, which):
     assert_same(reader.newest(), model(3))
 
 
-def test_weights_are_never_mixed_while_versions_follow_fast(client):
+@pytest.mark.parametrize("options", [{}, {"delta": True, "anchor_every": 3}], ids=["whole", "deltas"])
+def test_weights_are_never_mixed_while_versions_follow_fast(client, options):
     reader, ended = WeightReader(client, "r"), threading.Event()
 
     def publish():
         for version in range(40):
-            publish_weights(client, version, model(version), delta=True, anchor_every=3)
+            publish_weights(client, version, model(version), **options)
         ended.set()
 
     thread = threading.Thread(target=publish)

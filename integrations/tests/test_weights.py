@@ -2,7 +2,6 @@
 
 import io
 import subprocess
-import threading
 
 import numpy as np
 import pytest
@@ -124,27 +123,6 @@ def test_a_dropped_partition_ends_the_wait(client):
     client.clear_samples(None, WEIGHTS)
     with pytest.raises(UnknownPartitionError):
         waiting.result(STARTS_S)
-
-
-def test_weights_are_never_mixed_while_versions_follow_fast(client):
-    reader = WeightReader(client, "r")
-    ended = threading.Event()
-
-    def publish():
-        for version in range(20):
-            publish_weights(client, version, weights_of(version))
-        ended.set()
-
-    thread = threading.Thread(target=publish)
-    thread.start()
-    seen = []
-    while not ended.is_set() or not seen:
-        found = reader.newest()
-        if found is not None:
-            assert_is_version(found, reader.version)
-            seen.append(reader.version)
-    thread.join()
-    assert seen == sorted(set(seen))
 
 
 @pytest.mark.parametrize(("version", "weights", "keep"), [(-1, weights_of(0), 2), (0, weights_of(0), 1), (0, {}, 2)])

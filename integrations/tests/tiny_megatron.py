@@ -28,11 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from dataplane_core.batch import BatchedDataDict
 from dataplane_integrations.trainer.megatron import MegatronDataPlaneMixin
-from dataplane_integrations.trainer.router_replay import (
-    RoutingReplay,
-    context_parallel_tokens,
-    lay_out_routed_experts,
-)
+from dataplane_integrations.trainer.router_replay import RoutingReplay, context_parallel_tokens, lay_out_routed_experts
 
 LAYERS = 2
 LEARNING_RATE = 0.1

@@ -220,34 +220,35 @@ def _claim(task: str, token: str, **others: Any) -> commands.ClaimRequest:
     return commands.ClaimRequest("p", task, ["x"], 2, **asked)
 
 
+def _begin(partition: str, ids: list[str], write_id: int, *others: Any, **more: Any) -> commands.BeginPut:
+    """A put of ``x``."""
+    write = commands.Write(["x"], [8] * len(ids))
+    return commands.BeginPut(partition, ids, {"x": _X}, [write], *others, write_id=write_id, ttl_s=9.0, **more)
+
+
+def _begin_apart(
+    partition: str, ids: list[str], names: str, specs: list[FieldSpec], write_id: int
+) -> commands.BeginPut:
+    """A put of two fields that are stored apart, the second one once for both rows."""
+    one, other = names
+    writes = [commands.Write([one], [8, 8]), commands.Write([other], [8], [0, 0])]
+    fields = dict(zip(names, specs, strict=True))
+    return commands.BeginPut(partition, ids, fields, writes, write_id=write_id, ttl_s=9.0)
+
+
 #: What a ledger holds before a forged command: samples of two writes, a lease, an acked group, a begun put, garbage.
 _BEFORE: Final[Sequence[Command[Any]]] = (
     commands.RegisterRequest("p", ["x", "o"], 6, ["t", "u"], 2, {"e": ["a"]}, "epoch"),
-    commands.BeginPut(
-        *("p", ["q0_g0", "q0_g1"], {"x": _X}, [commands.Write(["x"], [8, 8])], [{"n": 1}, {"n": 2, "s": "a"}], "epoch"),
-        write_id=100,
-        ttl_s=9.0,
-    ),
+    _begin("p", ["q0_g0", "q0_g1"], 100, [{"n": 1}, {"n": 2, "s": "a"}], "epoch"),
     commands.CommitPut(100),
-    commands.BeginPut(
-        *(
-            "p",
-            ["q1_g0", "q1_g1"],
-            {"x": _X, "o": _O},
-            [commands.Write(["x"], [8, 8]), commands.Write(["o"], [8], [0, 0])],
-        ),
-        write_id=200,
-        ttl_s=9.0,
-    ),
+    _begin_apart("p", ["q1_g0", "q1_g1"], "xo", [_X, _O], 200),
     commands.CommitPut(200),
     _claim("t", "k"),
     _claim("t", "l", dp_rank=0, dp_size=1, sampler="balanced"),
     commands.AckRequest("p", "t", ["q1_g0", "q1_g1"], ["l", "l"]),
-    commands.BeginPut(
-        "p", ["q2_g0", "q2_g1"], {"x": _X}, [commands.Write(["x"], [8, 8])], write_id=300, ticket="w", ttl_s=9.0
-    ),
+    _begin("p", ["q2_g0", "q2_g1"], 300, ticket="w"),
     commands.RegisterRequest("d", ["x"], None, ["t"], None, {}, "other"),
-    commands.BeginPut("d", ["a"], {"x": _X}, [commands.Write(["x"], [8])], write_id=400, ttl_s=9.0),
+    _begin("d", ["a"], 400),
     commands.CommitPut(400),
     commands.ClearRequest("d", ["a"]),
 )
@@ -255,9 +256,7 @@ _BEFORE: Final[Sequence[Command[Any]]] = (
 _THEN: Final[Sequence[Command[Any]]] = (
     commands.RegisterRequest("p", ["x", "y"], None, ["v"], 2, {}, "later", if_exists="keep"),
     commands.DescribeRequest("p"),
-    commands.CheckPut(
-        commands.BeginPut("p", ["q3_g0"], {"x": _X}, [commands.Write(["x"], [8])], [{}], write_id=500, ttl_s=9.0), 100
-    ),
+    commands.CheckPut(_begin("p", ["q3_g0"], 500, [{}]), 100),
     commands.WaitForRoom("w", 8, wait_s=1.0),
     commands.CommitPut(300),
     commands.AbortPut(300),
@@ -309,14 +308,8 @@ def _use(ledger: LedgerService) -> None:
     for command in (
         *(commands.Due(), commands.ListPartitionsRequest(), commands.InspectRequest("p"), commands.ExportRequest("p")),
         *(commands.ListRequest("p", {"n": (">=", 0)}), _claim("u", "n", explain=True), _claim("t", "n")),
-        *(
-            commands.Locate("p", ["q1_g0"], ["x", "o"]),
-            commands.ConsumptionRequest("p", ["t", "u"]),
-            commands.CommitPut(300),
-        ),
-        commands.BeginPut(
-            "p", ["q5_g0", "q5_g1"], {"x": _X}, [commands.Write(["x"], [8, 8])], [{}, {}], write_id=10**6, ttl_s=9.0
-        ),
+        *(commands.Locate("p", ["q1_g0"], ["x", "o"]), commands.ConsumptionRequest("p", ["t", "u"])),
+        *(commands.CommitPut(300), _begin("p", ["q5_g0", "q5_g1"], 10**6, [{}, {}])),
     ):
         attempt(functools.partial(ledger.call, command))
     attempt(lambda: ledger.call(commands.CommitPut(10**6)))
@@ -369,12 +362,8 @@ class _Journaled:
 def _use_journal(journal: Journal) -> None:
     """What other clients do then."""
     deadline = time.monotonic() + 60.0
-    for command in (
-        commands.ListPartitionsRequest(),
-        commands.InspectRequest("p"),
-        commands.ListRequest("p"),
-        _claim("u", "n"),
-    ):
+    looks = commands.ListPartitionsRequest(), commands.InspectRequest("p"), commands.ListRequest("p")
+    for command in (*looks, _claim("u", "n")):
         attempt(functools.partial(journal.call, deadline, command))
     attempt(lambda: journal.call(deadline, commands.ClearRequest("p", None)))
 
@@ -436,20 +425,12 @@ def _blocks() -> list[bytes]:
         "big": torch.ones(1, 40_000).expand(3, 40_000),
     }
     head = {"sample_ids": ["a", "b", "c"], "created": ["a"], "tags": [{"n": 1}], "consumed": {"t": ["a"]}}
-    columns_of_objects = {"o": _items()[1:4]}
     return [
         pack_rows({name: columns[name] for name in "xrs"}, 3, head),
         pack_rows(columns, 3, head),
-        pack_rows({"o": connect_object(columns_of_objects["o"])}, 3, head),
+        pack_rows({"o": object_column(_items()[1:4])}, 3, head),
         pack_rows({}, 3, head),
     ]
-
-
-def connect_object(items: list[Any]) -> Any:
-    """An object column."""
-    from tensordict import NonTensorStack
-
-    return NonTensorStack(*items)
 
 
 def _load_block(data: bytes) -> Any:
@@ -520,7 +501,7 @@ def _exported() -> Path:
     folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="dpfuzz"))) / "export"
     with connect({"backend": "noop"}) as client:
         client.register_partition("p", ["x", "o"], 3, ["t"], enums={"e": ["y"]})
-        columns = {"x": [[1], [], [2, 3]], "o": connect_object([b"1", {"a": [1]}, None]), "e": ["y"] * 3}
+        columns = {"x": [[1], [], [2, 3]], "o": object_column([b"1", {"a": [1]}, None]), "e": ["y"] * 3}
         columns["b"] = torch.ones(3, 2, 2, dtype=torch.bfloat16)
         client.put_samples(["a", "b", "c"], "p", columns, tags=[{"n": 1}, {}, {"n": 2}])
         export_partition(client, "p", folder)
@@ -589,10 +570,6 @@ def _import(manifest: bytes, shard: bytes | None = None) -> object:
             client.clear_samples(None, name)
 
 
-def _read_export(data: bytes) -> object:
-    return _import(data)
-
-
 def _read_shard_head(data: bytes) -> object:
     table, made = parquet.read_table(_exported() / "part-00000.parquet"), io.BytesIO()
     parquet.write_table(table.replace_schema_metadata({b"dataplane": data}), made)
@@ -627,14 +604,8 @@ def _ragged_layout(num_rows: int) -> Layout:
 
 
 def _shm_requests() -> list[bytes]:
-    put = commands.BeginPut(
-        "d", ["b", "c"], {"x": _X}, [commands.Write(["x"], [8, 8])], [{"n": 1}, {}], write_id=1000, ttl_s=9.0
-    )
-    apart = commands.BeginPut(
-        *("d", ["e", "f"], {"x": _X, "y": _X}, [commands.Write(["x"], [8, 8]), commands.Write(["y"], [8], [0, 0])]),
-        write_id=2000,
-        ttl_s=9,
-    )
+    put = _begin("d", ["b", "c"], 1000, [{"n": 1}, {}])
+    apart = _begin_apart("d", ["e", "f"], "xy", [_X, _X], 2000)
     made: list[Any] = [
         shm.PutWhole(put, _layout(2), bytes(16)),
         shm.Begin(apart, [_layout(2), _layout(1)]),
@@ -657,8 +628,7 @@ def _read_shm_request(data: bytes) -> None:
     store = Store(ExtentService(_arena()), LedgerService(capacity_bytes=_ARENA_BYTES))
     other, forger = store.begin_session(), store.begin_session()
     store.answer(commands.RegisterRequest("d", ["x"], None, ["t"], None, {}, "other"), other)
-    kept = commands.BeginPut("d", ["a"], {"x": _X}, [commands.Write(["x"], [8])], write_id=400, ttl_s=9.0)
-    store.answer(shm.PutWhole(kept, _layout(1), b"12345678"), other)
+    store.answer(shm.PutWhole(_begin("d", ["a"], 400), _layout(1), b"12345678"), other)
     for command in _BEFORE[:1]:
         store.answer(command, other)
     for command in (_BEFORE[1], _BEFORE[3]):
@@ -999,24 +969,8 @@ REDIS_REPLY: Final = Form(
     lambda data: [data[0], _replies_in(data[1:])],
     lambda tree: bytes([tree[0] % 256]) + b"".join(map(_resp, tree[1])),
     [
-        None,
-        0,
-        1,
-        -1,
-        2**62,
-        b"",
-        b"a",
-        b"ok",
-        b"again",
-        b"changed",
-        b"part",
-        b"1e999",
-        b"nan",
-        b"{}",
-        b"[]",
-        [],
-        [b"a"],
-        [[]],
+        *(None, 0, 1, -1, 2**62, b"", b"a", b"ok", b"again", b"changed", b"part", b"1e999", b"nan", b"{}", b"[]"),
+        *([], [b"a"], [[]]),
     ],
 )
 
@@ -1094,13 +1048,8 @@ def _encoded_items() -> list[bytes]:
 
 
 def _specs() -> list[bytes]:
-    made = [
-        FieldSpec("tensor", "bfloat16", 2, (16,)),
-        FieldSpec("tensor", "int64"),
-        _O,
-        FieldSpec("tensor", "bool", 3, (2, 3)),
-    ]
-    return [each.to_text().encode() for each in made]
+    made = [FieldSpec("tensor", "bfloat16", 2, (16,)), FieldSpec("tensor", "int64"), _O]
+    return [each.to_text().encode() for each in (*made, FieldSpec("tensor", "bool", 3, (2, 3)))]
 
 
 TARGETS: Final[dict[str, Target]] = {
@@ -1117,7 +1066,7 @@ TARGETS: Final[dict[str, Target]] = {
         Target("save block", _blocks, unpack_rows, Form(_load_block, _dump_block)),
         Target("save manifest", _whole_manifests, _read_manifest),
         Target("save", _manifests, _read_save, JSON),
-        Target("export", _exports, _read_export, JSON),
+        Target("export", _exports, _import, JSON),
         Target("shard of an export", _shard_heads, _read_shard_head, JSON),
         Target("recording", _recorded_lines, _read_recording, JSON),
         Target("shm request", _shm_requests, _read_shm_request, SHM_REQUEST),

@@ -26,24 +26,11 @@ WAITS_S = 120.0
 REWARDS = {"q0_g0": 0.5, "q0_g1": 0.1, "q1_g0": 1.0, "q1_g1": 0.3}
 
 
-@pytest.fixture
-def path(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, announce_s: null, options: {capacity_bytes: 50MB}}")
-    return str(path)
-
-
 def fill(client, partition_id="step-1"):
     client.register_partition(partition_id, ["input_ids", "token_mask", "reward", "later"], 8, ["train"])
     columns = {"input_ids": [list(b"2+2=4.")] * 4, "token_mask": [[0, 0, 0, 0, 1, 1]] * 4}
     columns["reward"] = torch.tensor(list(REWARDS.values()))
     client.put_samples(list(REWARDS), partition_id, columns, tags=[{"version": number} for number in range(4)])
-
-
-@pytest.fixture
-def client(path):
-    with connect(path) as client:
-        yield client
 
 
 def letters(ids):
@@ -78,11 +65,11 @@ class Screen:
         await self.until(lambda: self.table.ids == list(ids), f"the samples {ids}")
 
 
-def browse(path, check, partition_id=None, wish=None, size=(140, 40)):
+def browse(config, check, partition_id=None, wish=None, size=(140, 40)):
     """Runs a check on a browser."""
 
     async def run():
-        watcher = Watcher(path, partition_id, letters)
+        watcher = Watcher(config, partition_id, letters)
         watcher.open()
         app = Browser(watcher, wish)
         async with app.run_test(size=size) as pilot:
@@ -92,8 +79,8 @@ def browse(path, check, partition_id=None, wish=None, size=(140, 40)):
     asyncio.run(run())
 
 
-def test_stages_samples_and_the_text_of_the_chosen_one(client, path):
-    fill(client)
+def test_stages_samples_and_the_text_of_the_chosen_one(store, config):
+    fill(store)
 
     async def check(screen):
         await screen.shows(*REWARDS)
@@ -108,22 +95,22 @@ def test_stages_samples_and_the_text_of_the_chosen_one(client, path):
         await screen.until(lambda: screen.text("#sample").startswith("q1_g0\n"), "the third one")
         assert "step-1: 4 of 4" in screen.text("#state")
 
-    browse(path, check)
+    browse(config, check)
 
 
-def test_it_takes_nothing_from_a_task(client, path):
-    fill(client)
+def test_it_takes_nothing_from_a_task(store, config):
+    fill(store)
 
     async def check(screen):
         await screen.shows(*REWARDS)
         await screen.until(lambda: "q0_g0" in screen.text("#sample"), "the text")
 
-    browse(path, check)
-    assert client.claim_meta("step-1", "train", ["reward"], 4).sample_ids == list(REWARDS)
+    browse(config, check)
+    assert store.claim_meta("step-1", "train", ["reward"], 4).sample_ids == list(REWARDS)
 
 
-def test_sorting_by_keys_and_by_a_click(client, path):
-    fill(client)
+def test_sorting_by_keys_and_by_a_click(store, config):
+    fill(store)
 
     async def check(screen):
         await screen.shows(*REWARDS)
@@ -140,11 +127,11 @@ def test_sorting_by_keys_and_by_a_click(client, path):
         await screen.pilot.click(Samples, offset=(9, 0))
         await screen.shows(*reversed(REWARDS))
 
-    browse(path, check)
+    browse(config, check)
 
 
-def test_filters_and_those_that_are_refused(client, path):
-    fill(client)
+def test_filters_and_those_that_are_refused(store, config):
+    fill(store)
 
     async def enter(screen, condition):
         await screen.press("slash")
@@ -168,11 +155,11 @@ def test_filters_and_those_that_are_refused(client, path):
         await screen.shows(*REWARDS)
         assert "colour" not in screen.text("#state")
 
-    browse(path, check, wish=Wish(where=parse_where("reward == 1")))
+    browse(config, check, wish=Wish(where=parse_where("reward == 1")))
 
 
-def test_a_group_alone(client, path):
-    fill(client)
+def test_a_group_alone(store, config):
+    fill(store)
 
     async def check(screen):
         await screen.shows(*REWARDS)
@@ -181,75 +168,75 @@ def test_a_group_alone(client, path):
         await screen.press("g")
         await screen.shows(*REWARDS)
 
-    browse(path, check)
+    browse(config, check)
 
 
-def test_new_rows_new_columns_and_rows_that_are_cleared(client, path):
-    fill(client)
+def test_new_rows_new_columns_and_rows_that_are_cleared(store, config):
+    fill(store)
 
     async def check(screen):
         await screen.shows(*REWARDS)
         await screen.press("down")
-        client.put_samples(["new"], "step-1", {"reward": torch.zeros(1)})
+        store.put_samples(["new"], "step-1", {"reward": torch.zeros(1)})
         await screen.shows(*REWARDS, "new")
         assert screen.table.chosen == "q0_g1"  # it stays
-        client.put_samples(["q0_g0", "new"], "step-1", {"later": torch.tensor([7, 8])})
+        store.put_samples(["q0_g0", "new"], "step-1", {"later": torch.tensor([7, 8])})
         await screen.until(lambda: ["q0_g0", "0", "0.5", "7"] in screen.lines(), "a new column")
-        client.clear_samples(["q0_g0"], "step-1")
+        store.clear_samples(["q0_g0"], "step-1")
         await screen.shows("q0_g1", "q1_g0", "q1_g1", "new")
         assert screen.table.chosen == "q0_g1"
         await screen.press("end")
-        client.put_samples(["newer"], "step-1", {"reward": torch.zeros(1)})
+        store.put_samples(["newer"], "step-1", {"reward": torch.zeros(1)})
         await screen.until(lambda: screen.table.chosen == "newer", "the last row, which end follows")
-        client.clear_samples(["q0_g1", "q1_g0", "q1_g1", "new", "newer"], "step-1")
+        store.clear_samples(["q0_g1", "q1_g0", "q1_g1", "new", "newer"], "step-1")
         await screen.shows()
         await screen.until(lambda: not screen.text("#sample"), "no text")
 
-    browse(path, check)
+    browse(config, check)
 
 
-def test_an_empty_partition_and_the_next_one(client, path):
-    client.register_partition("step-0", ["x"], None, [])
+def test_an_empty_partition_and_the_next_one(store, config):
+    store.register_partition("step-0", ["x"], None, [])
 
     async def check(screen):
         await screen.until(lambda: "step-0: 0 of 0" in screen.text("#state"), "an empty partition")
         for key in ("down", "end", "home", "pagedown", "g", "s", "r"):
             await screen.press(key)
-        fill(client)
+        fill(store)
         await screen.until(lambda: len(screen.app._seen.partition_ids) == 2, "two partitions")
         await screen.press("p")
         await screen.until(lambda: len(screen.table.ids) == 4, "the samples of the next one")
-        client.clear_samples(None, "step-1")
+        store.clear_samples(None, "step-1")
         await screen.until(lambda: "step-0: 0 of 0" in screen.text("#state"), "the one that is left")
-        client.clear_samples(None, "step-0")
+        store.clear_samples(None, "step-0")
         await screen.until(lambda: screen.text("#state") == "empty", "none")
 
-    browse(path, check)
+    browse(config, check)
 
 
-def test_a_store_that_ends_and_the_next_one(path):
-    stores = [connect(path)]
+def test_a_store_that_ends_and_the_next_one(nowhere):
+    stores = [connect(nowhere)]
     fill(stores[0])
 
     async def check(screen):
         await screen.shows(*REWARDS)
         stores.pop().close()
         await screen.until(lambda: "waiting for the store: " in screen.text("#drawn"), "that it waits")
-        stores.append(connect(path))
+        stores.append(connect(nowhere))
         fill(stores[0], "step-2")
         await screen.until(lambda: "step-2: 4 of 4" in screen.text("#state"), "the next store")
         await screen.shows(*REWARDS)
 
     try:
-        browse(path, check)
+        browse(nowhere, check)
     finally:
         stores.pop().close()
 
 
-def test_only_the_rows_on_the_screen_are_read(client, path):
+def test_only_the_rows_on_the_screen_are_read(store, config):
     ids = [f"s{row}" for row in range(10_000)]
-    client.register_partition("step-1", ["x"], None, [])
-    client.put_samples(ids, "step-1", {"x": torch.arange(10_000), "input_ids": torch.zeros(10_000, 8)})
+    store.register_partition("step-1", ["x"], None, [])
+    store.put_samples(ids, "step-1", {"x": torch.arange(10_000), "input_ids": torch.zeros(10_000, 8)})
 
     async def check(screen):
         await screen.until(lambda: screen.lines()[1] == ["s0", "0"], "the first row")
@@ -260,11 +247,11 @@ def test_only_the_rows_on_the_screen_are_read(client, path):
         await screen.until(lambda: screen.text("#sample").startswith(f"{screen.table.chosen}\n"), "its text")
         assert 0 < screen.table.cursor < screen.table.size.height
 
-    browse(path, check)
+    browse(config, check)
 
 
-def test_top_shows_the_stages_alone_at_first(client, path):
-    fill(client)
+def test_top_shows_the_stages_alone_at_first(store, config):
+    fill(store)
 
     async def check(screen):
         await screen.until(lambda: not screen.app.query_one("#right").display, "no samples")
@@ -272,18 +259,18 @@ def test_top_shows_the_stages_alone_at_first(client, path):
         await screen.press("t")
         await screen.shows(*REWARDS)
 
-    browse(path, check, wish=Wish(samples=False))
+    browse(config, check, wish=Wish(samples=False))
 
 
 @pytest.mark.parametrize(("command", "other"), [("top", "inspect"), ("browse", "read")])
-def test_in_a_pipe_it_refers_to_another_command(path, capsys, command, other):
-    assert main([command, path]) == 1
+def test_in_a_pipe_it_refers_to_another_command(config, capsys, command, other):
+    assert main([command, config]) == 1
     assert f"needs a terminal. In a pipe, use dataplane {other}." in capsys.readouterr().err
 
 
-def test_an_unknown_partition_is_refused_at_once(client, path):
+def test_an_unknown_partition_is_refused_at_once(store, config):
     with pytest.raises(UnknownPartitionError):
-        Watcher(path, "step-9").open()
+        Watcher(config, "step-9").open()
 
 
 @contextmanager
@@ -315,9 +302,9 @@ def terminal(python, *words):
         os.close(inside)
 
 
-def test_the_command_in_a_terminal_quits_and_leaves_it_as_it_was(client, path, python):
-    fill(client)
-    with terminal(python, "browse", path, "--sort", "reward") as (outside, read_until, process, is_restored):
+def test_the_command_in_a_terminal_quits_and_leaves_it_as_it_was(store, config, python):
+    fill(store)
+    with terminal(python, "browse", config, "--sort", "reward") as (outside, read_until, process, is_restored):
         assert "q1_g1" in read_until("q1_g1")
         assert not is_restored()
         os.write(outside, b"q")
@@ -326,7 +313,7 @@ def test_the_command_in_a_terminal_quits_and_leaves_it_as_it_was(client, path, p
         assert is_restored()
 
 
-def test_a_condition_that_cannot_be_read_is_refused(client, path, python):
-    with terminal(python, "browse", path, "--where", "reward <") as (_, read_until, process, _):
+def test_a_condition_that_cannot_be_read_is_refused(store, config, python):
+    with terminal(python, "browse", config, "--where", "reward <") as (_, read_until, process, _):
         assert '--where "reward <" refused' in read_until("refused")
         assert process.wait() == 1

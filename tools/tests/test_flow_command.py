@@ -205,26 +205,23 @@ def test_names_are_escaped(tmp_path):
     assert list(table) == ["claim &lt;b&gt;&amp;"]
 
 
-def test_a_running_store_is_looked_at_for_a_while(tmp_path, capsys):
-    config = tmp_path / "config.yaml"
-    config.write_text("{backend: shm_store, options: {capacity_bytes: 50000000}}")
-    with connect(str(config)) as client:
-        client.register_partition("train", ["x"], None, ["policy"])
-        stop = threading.Event()
+def test_a_running_store_is_looked_at_for_a_while(store, config, tmp_path, capsys):
+    store.register_partition("train", ["x"], None, ["policy"])
+    stop = threading.Event()
 
-        def write():
-            row = 0
-            while not stop.wait(0.01):
-                client.put_samples([f"s{row}"], "train", {"x": torch.zeros(1, 4)})
-                row += 1
+    def write():
+        row = 0
+        while not stop.wait(0.01):
+            store.put_samples([f"s{row}"], "train", {"x": torch.zeros(1, 4)})
+            row += 1
 
-        writer = threading.Thread(target=write)
-        writer.start()
-        try:
-            assert main(["flow", str(config), "--seconds", "2.5", "-o", str(tmp_path)]) == 0
-        finally:
-            stop.set()
-            writer.join()
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert main(["flow", config, "--seconds", "2.5", "-o", str(tmp_path)]) == 0
+    finally:
+        stop.set()
+        writer.join()
     (looks,) = re.findall(r": (\d+) looks over ", capsys.readouterr().out)
     assert int(looks) >= 2  # a busy machine has fewer than one per second
     texts, table, _ = page(tmp_path)
@@ -240,10 +237,8 @@ def test_the_time_to_look_is_checked(tmp_path, capsys, seconds):
     assert "Expected a number above 0." in capsys.readouterr().err
 
 
-def test_what_was_seen_of_a_store_that_ends_is_drawn(tmp_path, capsys, monkeypatch):
-    config = tmp_path / "config.yaml"
-    config.write_text("{backend: shm_store, options: {capacity_bytes: 50000000}}")
-    client = connect(str(config))
+def test_what_was_seen_of_a_store_that_ends_is_drawn(nowhere, tmp_path, capsys, monkeypatch):
+    client = connect(nowhere)
     client.register_partition("train", ["x"], None, ["policy"])
     look = _inspect.look
 
@@ -253,7 +248,7 @@ def test_what_was_seen_of_a_store_that_ends_is_drawn(tmp_path, capsys, monkeypat
         return seen
 
     monkeypatch.setattr(_inspect, "look", look_and_end)
-    assert main(["flow", str(config), "--seconds", "60", "-o", str(tmp_path)]) == 0
+    assert main(["flow", nowhere, "--seconds", "60", "-o", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert re.search(r" and flow.svg: 1 look over ", out)
     assert "The store could not be looked at any more: " in err

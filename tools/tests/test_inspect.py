@@ -18,23 +18,15 @@ from dataplane_testkit._timing import STARTS_S, eventually
 
 
 @pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, announce_s: null, options: {capacity_bytes: 50MB}, middleware: [metrics]}")
-    return str(path)
-
-
-@pytest.fixture
-def client(config):
+def client(store):
     """A store with the partition ``step-1``: 6 of 8 samples written, 2 consumed, 2 leased, one without its reward."""
-    with connect(config) as client:
-        client.register_partition("step-1", ["tokens", "reward", "later"], 8, ["train", "score"], 2)
-        ids = [f"p{row // 2}_g{row % 2}" for row in range(6)]
-        client.put_samples(ids, "step-1", {"tokens": torch.arange(60).view(6, 10)})
-        client.put_samples(ids[:5], "step-1", {"reward": torch.zeros(5)})
-        client.claim_meta("step-1", "train", ["reward"], 2)
-        client.claim_meta("step-1", "train", ["reward"], 2, lease_s=60.0)
-        yield client
+    store.register_partition("step-1", ["tokens", "reward", "later"], 8, ["train", "score"], 2)
+    ids = [f"p{row // 2}_g{row % 2}" for row in range(6)]
+    store.put_samples(ids, "step-1", {"tokens": torch.arange(60).view(6, 10)})
+    store.put_samples(ids[:5], "step-1", {"reward": torch.zeros(5)})
+    store.claim_meta("step-1", "train", ["reward"], 2)
+    store.claim_meta("step-1", "train", ["reward"], 2, lease_s=60.0)
+    return store
 
 
 def test_counts_and_what_a_task_waits_for(client, config, capsys):
@@ -104,9 +96,8 @@ def test_it_changes_nothing(client, config, capsys):
     assert seen() == before
 
 
-def test_an_empty_store(config, capsys):
-    with connect(config):
-        assert main(["inspect", config, "--interval", "0"]) == 0
+def test_an_empty_store(store, config, capsys):
+    assert main(["inspect", config, "--interval", "0"]) == 0
     assert capsys.readouterr().out == "shm_store: 0 partitions, 0 B of 50.0 MB\n"
 
 
@@ -142,11 +133,10 @@ def test_it_ends_quietly_when_it_is_interrupted(client, config, capsys, monkeypa
     assert capsys.readouterr() == ("", "")
 
 
-def test_no_store_no_partition_and_no_config(client, config, tmp_path, capsys):
+def test_no_store_no_partition_and_no_config(client, config, nowhere, tmp_path, capsys):
     assert main(["inspect", config, "step-2"]) == 1
     assert "'step-2'" in capsys.readouterr().err
-    client.close()
-    assert main(["inspect", config]) == 1
+    assert main(["inspect", nowhere]) == 1
     assert "shm_store" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "none.yaml")]) == 1
     assert "none.yaml" in capsys.readouterr().err

@@ -11,7 +11,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_core.errors import UnknownPartitionError
 from dataplane_core.spec import UnitInfo
@@ -27,19 +26,11 @@ SHOWN = "\\x1b[2J\\x9b1m\\nfaked: line\\r\\x00\\u202egnp.exe [bold]x[/bold] <b>&
 
 
 @pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, options: {capacity_bytes: 50MB}, announce_s: null}")
-    return str(path)
-
-
-@pytest.fixture
-def client(config):
-    with connect(config) as client:
-        client.register_partition(EVIL, [EVIL], None, [EVIL])
-        client.put_samples([EVIL, "b"], EVIL, {EVIL: torch.zeros(2)})
-        client.claim_meta(EVIL, EVIL, [EVIL], 1, lease_s=60.0)
-        yield client
+def client(store):
+    store.register_partition(EVIL, [EVIL], None, [EVIL])
+    store.put_samples([EVIL, "b"], EVIL, {EVIL: torch.zeros(2)})
+    store.claim_meta(EVIL, EVIL, [EVIL], 1, lease_s=60.0)
+    return store
 
 
 def check(text):

@@ -36,13 +36,6 @@ def read(*arguments):
     assert run(parser.parse_args(list(arguments))) == 0
 
 
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, announce_s: null, options: {capacity_bytes: 50MB}, middleware: [metrics]}")
-    return str(path)
-
-
 TOKENS = [list(b"2+2=4."), list(b"2+2=5"), list(b"7+1=8."), list(b"7+1=9.")]
 IDS = ["q0_g0", "q0_g1", "q1_g0", "q1_g1"]
 
@@ -58,11 +51,10 @@ def fill(client):
 
 
 @pytest.fixture
-def client(config):
+def client(store):
     """A store that other clients can attach to."""
-    with connect(config) as client:
-        fill(client)
-        yield client
+    fill(store)
+    return store
 
 
 @pytest.fixture
@@ -220,7 +212,7 @@ def test_a_name_that_is_not_there_is_refused(local, asked, said):
     assert said in str(caught.value)
 
 
-def test_fields_partitions_and_limits_are_checked(client, config, tmp_path):
+def test_fields_partitions_and_limits_are_checked(client, config, nowhere):
     with pytest.raises(InvalidRequestError, match="has no field 'rewrad'"):
         read(config, "step-1", "--fields", "reward,rewrad")
     with pytest.raises(InvalidRequestError, match="--limit 0"):
@@ -230,9 +222,8 @@ def test_fields_partitions_and_limits_are_checked(client, config, tmp_path):
     client.register_partition("step-2", ["x"], None, [])
     with pytest.raises(InvalidRequestError, match="There are 2: 'step-1', 'step-2'"):
         read(config)
-    client.close()
     with pytest.raises(BackendUnavailableError):
-        read(config, "step-1")
+        read(nowhere, "step-1")
 
 
 def test_an_empty_partition_and_one_sample(client, config, capsys):
@@ -327,7 +318,7 @@ def test_a_save_is_read_as_the_store_is(client, config, tmp_path, capsys):
     client.save(tmp_path / "save")
     read(config, "step-1", "--json", "--sort", "reward")
     expected = capsys.readouterr().out
-    client.close()
+    client.clear_samples(None, "step-1")
     read(str(tmp_path / "save"), "step-1", "--json", "--sort", "reward")
     assert capsys.readouterr().out == expected
 

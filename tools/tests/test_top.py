@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 from dataplane_core import connect
-from dataplane_core.cli import main
 from dataplane_core.config import load_config
 from dataplane_testkit._timing import STARTS_S, eventually
 from dataplane_tools._top import Looks, screen
@@ -153,13 +152,6 @@ def test_a_killed_stage_is_the_one_that_lags_and_is_shown_as_gone(tmp_path, pyth
             for stage in stages.values():
                 stage.kill()
                 stage.wait()
-
-
-def test_in_a_pipe_it_refers_to_inspect(tmp_path, capsys):
-    path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store}")
-    assert main(["top", str(path)]) == 1
-    assert "needs a terminal. In a pipe, use dataplane inspect." in capsys.readouterr().err
 
 
 def read_until(terminal, text):

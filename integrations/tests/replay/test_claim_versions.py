@@ -13,10 +13,17 @@ from dataplane_integrations.replay import claim_versions
 PATTERN = "train_v{version}"
 
 
-@pytest.fixture(params=["noop", "redis_store", "shm_store"])
-def client(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
+@pytest.fixture(scope="module", params=["noop", "redis_store", "shm_store"])
+def store(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
     with connect({"backend": request.param}) as client:
         yield client
+
+
+@pytest.fixture
+def client(store: DataPlaneClient) -> Iterator[DataPlaneClient]:
+    yield store
+    for partition in store.list_partitions():
+        store.clear_samples(None, partition)
 
 
 def write(client: DataPlaneClient, version: int, count: int = 2, name: str = PATTERN, **registration: Any) -> None:

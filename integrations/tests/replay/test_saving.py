@@ -23,7 +23,6 @@ from dataplane_core.errors import (
     InvalidTypeError,
     MissingDataError,
     OperationTimeoutError,
-    SaveError,
     UnsupportedOperationError,
 )
 from dataplane_core.spec import Capability
@@ -496,24 +495,6 @@ def test_the_manifest_is_renamed_only_after_all_that_it_names_is_on_the_disk(
         patch.setattr(os, "replace", note_replace)
         save_replay(saved, client, buffer=buffer)
     assert steps == ["sync rows", "sync manifest.json.new", "sync save", "replace", "sync save"]
-
-
-def test_a_full_disk_is_said_and_the_former_save_stays(
-    saved: Path, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    buffer = buffer_of(client)
-    restore_replay(saved, client, buffer=buffer)
-
-    def refuse(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", refuse)
-        with pytest.raises(SaveError, match=r"No space left on device\. A former save is as it was"):
-            save_replay(saved, client, buffer=buffer)
-    assert restored_ids(saved, client) == IDS
-    save_replay(saved, client, buffer=buffer, registration=SMALL)
-    assert len(list(saved.iterdir())) == 2
 
 
 @pytest.mark.parametrize("error", [OperationTimeoutError("no answer"), BackendUnavailableError("gone")])

@@ -253,12 +253,7 @@ with connect({"backend": "$name"$options}) as client:
 
 
 def run(name: str, *, folder: str | None, journal: bool = False) -> int:
-    """Writes the project and prints the next commands.
-
-    Args:
-        name: Entry-point name of the new backend.
-        journal: Whether the backend has options and a journal, so that several processes can share a store.
-        folder: Where to write. Created if it does not exist. None: ``dataplane-NAME`` in the working directory.
+    """Writes the project and prints the next commands. Its arguments are those of the command.
 
     Raises:
         ConfigError: The name is not valid or is taken, or the folder is not empty or cannot be written.

@@ -310,18 +310,7 @@ class Store:
         if_exists: Literal["replace", "keep"] = "replace",
         followers: Sequence[str] = (),
     ) -> str:
-        """Registers a partition that is cleared when the test ends.
-
-        Args:
-            fields: Default: ``x``.
-            num_samples: As for the client's `register_partition`.
-            tasks: The consumer tasks.
-            group_size: The client's ``grpo_group_size``.
-            enums: As for the client's `register_partition`.
-            partition_id: Default: a new one.
-            client: Default: the shared client.
-            if_exists: As for the client's `register_partition`.
-            followers: Those of the tasks that follow the others.
+        """Registers a partition that the test's end clears: by default a new one, with ``x``, of the shared client.
 
         Returns:
             The partition's id.

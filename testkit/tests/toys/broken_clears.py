@@ -6,9 +6,7 @@ from dataclasses import replace
 
 from broken import Broken
 
-from dataplane_core.errors import (
-    DataPlaneError,
-)
+from dataplane_core.errors import DataPlaneError
 from dataplane_core.ledger import commands
 from dataplane_core.spec import PartitionInfo, RegisterRequest, SampleList
 from dataplane_noop import NoopBackend

@@ -9,12 +9,7 @@ from typing import ClassVar
 
 from broken import Broken
 
-from dataplane_core.errors import (
-    CapacityExceededError,
-    DataPlaneError,
-    OperationTimeoutError,
-    RoomTimeoutError,
-)
+from dataplane_core.errors import CapacityExceededError, DataPlaneError, OperationTimeoutError, RoomTimeoutError
 from dataplane_core.ledger import commands
 from dataplane_core.spec import AnnounceReply, Capability, SampleList
 from dataplane_noop import NoopBackend

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 from broken import Broken
 
-from dataplane_core.errors import (
-    LeaseExpiredError,
-)
+from dataplane_core.errors import LeaseExpiredError
 from dataplane_core.spec import SettleReply, new_id
 from dataplane_noop import NoopBackend
 

@@ -7,11 +7,7 @@ from dataclasses import replace
 
 from broken import Broken
 
-from dataplane_core.errors import (
-    InvalidRequestError,
-    LeaseExpiredError,
-    OperationTimeoutError,
-)
+from dataplane_core.errors import InvalidRequestError, LeaseExpiredError, OperationTimeoutError
 from dataplane_core.ledger import commands
 from dataplane_core.spec import new_id
 from dataplane_noop import NoopBackend

@@ -11,10 +11,7 @@ from dataclasses import replace
 import torch
 from broken import Broken
 
-from dataplane_core.errors import (
-    DataPlaneError,
-    SchemaMismatchError,
-)
+from dataplane_core.errors import DataPlaneError, SchemaMismatchError
 from dataplane_core.ledger import commands
 from dataplane_core.spec import Capability, PutReply, new_id
 from dataplane_noop import NoopBackend

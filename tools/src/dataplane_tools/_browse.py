@@ -39,15 +39,7 @@ def run(
     sort: str | None = None,
     descending: bool = False,
 ) -> int:
-    """Shows the store of a config until it is left.
-
-    Args:
-        command: ``browse``, or ``top``, which shows the stages alone at first.
-        config_path: The config file that the store's processes use.
-        partition_id: The partition to show. None: those that were written last.
-        tokenizer: As for `Tokenizer`. None: token ids are shown.
-        where: As for `parse_where`.
-        sort: As for `Rows.find`, and so is ``descending``.
+    """Shows the store of a config until it is left. Its arguments are those of the command.
 
     Raises:
         BackendUnavailableError: No store runs at the start. Once one ends, it is waited for the next.

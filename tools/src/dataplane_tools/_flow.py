@@ -24,17 +24,7 @@ import msgspec
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, printable
 from dataplane_core.middleware import Recording, is_followed
 from dataplane_core.regular_files import read_regular
-from dataplane_tools._charts import (
-    COLORS,
-    STYLE,
-    Bars,
-    Panel,
-    escape,
-    picture,
-    show_bytes,
-    show_count,
-    show_seconds,
-)
+from dataplane_tools._charts import COLORS, STYLE, Bars, Panel, escape, picture, show_bytes, show_count, show_seconds
 
 #: Where a run keeps its events, beside its other files.
 _EVENTS_NAME: Final = "events.jsonl"
@@ -69,12 +59,7 @@ def draw_files(paths: Sequence[str], *, folder: str | None) -> int:
 
 
 def draw_store(config_path: str, *, seconds: float, folder: str | None) -> int:
-    """Draws what a running store holds, looking at it once a second.
-
-    Args:
-        config_path: The config file that its processes use.
-        seconds: For how long.
-        folder: Where to write. None: here.
+    """Draws what a running store holds, looking at it once a second. Its arguments are those of the command.
 
     Raises:
         BackendUnavailableError: No store runs.

@@ -34,14 +34,7 @@ _MOST_INTERVAL_S: Final = 86400.0
 
 
 def run(config_path: str, partition_id: str | None, *, interval_s: float, as_json: bool, stacks: bool) -> int:
-    """Prints what the store of a config holds.
-
-    Args:
-        config_path: The config file that its processes use.
-        partition_id: A partition, which is shown with its fields and with what its tasks wait for. None: all.
-        interval_s: Seconds between the two looks that rates come from. 0: one look, and no rates.
-        as_json: Print JSON.
-        stacks: Also print what each thread of the clients on this host does.
+    """Prints what the store of a config holds. Its arguments are those of the command.
 
     Raises:
         InvalidRequestError: The interval is below 0, or above a day.

@@ -21,13 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import (
-    DataPlaneError,
-    InvalidRequestError,
-    UnsupportedOperationError,
-    Verdict,
-    printable,
-)
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, UnsupportedOperationError, Verdict, printable
 from dataplane_core.spec import Capability, ClientInfo, Scope
 from dataplane_tools._inspect import attach
 
@@ -53,12 +47,7 @@ _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}), _N
 
 
 def run(config_path: str, *, host: str, port: int) -> int:
-    """Serves the page until it is interrupted.
-
-    Args:
-        config_path: The config file that the processes use.
-        host: The address to listen on.
-        port: Its port. 0: a free one, which is printed.
+    """Serves the page until it is interrupted. Its arguments are those of the command.
 
     Raises:
         BackendUnavailableError: No store runs.

@@ -11,12 +11,7 @@ from typing import Any, Final, Self
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import load_config, size_bytes
-from dataplane_core.errors import (
-    InvalidRequestError,
-    MissingDataError,
-    StalePartitionError,
-    preview,
-)
+from dataplane_core.errors import InvalidRequestError, MissingDataError, StalePartitionError, preview
 from dataplane_core.spec import FieldSpec
 from dataplane_tools import _columns as arrow
 from dataplane_tools._columns import pa

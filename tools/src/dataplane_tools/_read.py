@@ -40,21 +40,7 @@ def run(
     html: str | None,
     images: str | None,
 ) -> int:
-    """Shows samples of a running store, of a save or of a recording.
-
-    Args:
-        config_path: The config file that the store's processes use, or the folder of a save or of a recording.
-        partition_id: The partition. None: the only one.
-        tokenizer: As for `Tokenizer`. None: token ids are shown.
-        fields: Read these only.
-        where: As for `parse_where`.
-        sort: As for `Rows.find`, and so are ``descending`` and ``group``.
-        descending: The greatest first.
-        group: Only this group.
-        limit: The most samples. None: 20, or 2,000 on a page.
-        as_json: Print JSON.
-        html: Write a page to this file instead.
-        images: Write pictures of image cells to this folder.
+    """Shows samples of a running store, of a save or of a recording. Its arguments are those of the command.
 
     Raises:
         DataPlaneError: As `opened`, `Rows`, `Tokenizer` and `parse_where`; or a file cannot be written.

@@ -16,12 +16,7 @@ from typing import Any, Final, TypeVar
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.connecting import connect
-from dataplane_core.errors import (
-    InvalidRequestError,
-    LostSamplesError,
-    MissingDataError,
-    preview,
-)
+from dataplane_core.errors import InvalidRequestError, LostSamplesError, MissingDataError, preview
 from dataplane_core.middleware import is_recording
 from dataplane_core.spec import Capability, FieldSpec, TagFilter
 from dataplane_tools._inspect import attach

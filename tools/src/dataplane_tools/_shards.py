@@ -20,13 +20,7 @@ from pathlib import Path
 from typing import Any, Final, TypedDict
 from uuid import uuid4
 
-from dataplane_core.errors import (
-    CorruptDataError,
-    InvalidRequestError,
-    MissingDataError,
-    SaveError,
-    preview,
-)
+from dataplane_core.errors import CorruptDataError, InvalidRequestError, MissingDataError, SaveError, preview
 from dataplane_core.regular_files import open_regular, read_regular
 from dataplane_core.saves import read_head, sync_folder, write_file
 from dataplane_core.spec import Registration, fits

@@ -13,11 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import (
-    UnknownPartitionError,
-    Verdict,
-    printable,
-)
+from dataplane_core.errors import UnknownPartitionError, Verdict, printable
 from dataplane_core.spec import Capability, PartitionDescription
 from dataplane_tools._inspect import (
     call_text,

@@ -12,14 +12,7 @@ from dataplane_tools._inspect import attach, size_text, table
 
 
 def run(config_path: str, *, add: int = 0, remove: str | None = None, now: bool = False, as_json: bool = False) -> int:
-    """Adds or removes storage units, if asked to. Prints all units.
-
-    Args:
-        config_path: The config file that the processes of the store use.
-        add: How many to start.
-        remove: The one that is to end.
-        now: Whether it ends at once, and its rows are lost.
-        as_json: Print JSON.
+    """Adds or removes storage units, if asked to. Prints all units. Its arguments are those of the command.
 
     Raises:
         BackendUnavailableError: No store runs, or a unit could not be started.

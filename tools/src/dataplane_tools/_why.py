@@ -30,14 +30,7 @@ def run(
     as_json: bool = False,
     watch: bool = False,
 ) -> int:
-    """Prints how the tasks of the store of a config fare.
-
-    Args:
-        config_path: The config file that its processes use.
-        task_name: A task. None: all.
-        partition_id: A partition. None: all.
-        as_json: Print JSON.
-        watch: Look until a task is starved, or all are done. Prints what changed.
+    """Prints how the tasks of the store of a config fare. Its arguments are those of the command.
 
     Returns:
         0, `STARVED` or `UNKNOWN`.

@@ -14,13 +14,7 @@ from typing import Any, Final, Literal
 
 from dataplane_core.batch import BatchedDataDict, pad_columns, read_columns
 from dataplane_core.client import RENEWED_AFTER, DataPlaneClient
-from dataplane_core.errors import (
-    ClaimTimeoutError,
-    DataPlaneError,
-    InvalidRequestError,
-    LeaseExpiredError,
-    preview,
-)
+from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestError, LeaseExpiredError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import TagFilter
 from dataplane_integrations.ahead import check_depth, read_ahead

@@ -24,13 +24,7 @@ class Shards:
     """Divides the rows of a call among the ranks."""
 
     def __init__(self, dp_world: int, batching: Batching, replace_lost: ReplaceLost | None) -> None:
-        """Takes what all calls have in common.
-
-        Args:
-            dp_world: Number of data-parallel ranks.
-            batching: How rows become microbatches.
-            replace_lost: As for `DataPlanePolicy`.
-        """
+        """Takes what all calls have in common."""
         self._dp_world = dp_world
         self._batching = batching
         self._replace_lost = replace_lost
@@ -64,15 +58,7 @@ class Shards:
     def divided(
         self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str], gbs: int | None, lost: Sequence[str]
     ) -> tuple[KVBatchMeta, list[KVBatchMeta]]:
-        """The rows and their shards. If some rows were lost and the others do not divide, more are left out.
-
-        Args:
-            meta: The rows.
-            stage: What they are for.
-            fields: The fields to read.
-            gbs: Global batch size in rows.
-            lost: The samples that were lost in this call, for the error if no rows are left.
-        """
+        """The rows and their shards. If some rows were lost and the others do not divide, more are left out."""
         while True:
             try:
                 return meta, self.shard(meta, stage, fields, batch_size(meta, gbs))

@@ -308,27 +308,21 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         data.micro_batch_indices, data.micro_batch_lengths, data.elem_counts_per_gb = plan
         return data, meta
 
-    def _apply_packing_prep(
-        self, data: BatchedDataDict, stage: Stage = "train", gbs: int | None = None
-    ) -> BatchedDataDict:
+    def _planned(
+        self, data: BatchedDataDict, stage: Stage, gbs: int | None
+    ) -> tuple[BatchedDataDict, list[int] | None]:
         """Plans microbatches from ``self.cfg`` (see `Batching.from_config`). Without such settings, changes nothing.
 
         Ranks that plan separately may get different numbers of microbatches, and would then deadlock. So this compares
         the numbers over `_get_data_parallel_group`. If there is such a group, this is a collective call.
 
         Returns:
-            The rows with their plan, perhaps in another order.
+            The rows with their plan, and their order; None: it is as it was.
 
         Raises:
             InvalidRequestError: Data-parallel ranks got different numbers of microbatches, or one of them could not
                 plan, for example because a row is over the token limit.
         """
-        return self._planned(data, stage, gbs)[0]
-
-    def _planned(
-        self, data: BatchedDataDict, stage: Stage, gbs: int | None
-    ) -> tuple[BatchedDataDict, list[int] | None]:
-        """As `_apply_packing_prep`, with the order of the rows; None: it is as it was."""
         batching = Batching.from_config(getattr(self, "cfg", None) or {})
         if not batching.plans:
             return data, None

@@ -23,17 +23,7 @@ from dataplane_testkit._store import Deployment
 from dataplane_testkit._timing import Background
 from dataplane_testkit._workers import Worker
 from dataplane_testkit.chaos.checker import check, shrunk
-from dataplane_testkit.chaos.history import (
-    OK,
-    REFUSED,
-    UNKNOWN,
-    Call,
-    Event,
-    History,
-    Recorder,
-    read_calls,
-    to_json,
-)
+from dataplane_testkit.chaos.history import OK, REFUSED, UNKNOWN, Call, Event, History, Recorder, read_calls, to_json
 from dataplane_testkit.chaos.nemesis import Nemesis
 from dataplane_testkit.chaos.page import page
 from dataplane_testkit.chaos.rules import Finding

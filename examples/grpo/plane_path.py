@@ -192,9 +192,9 @@ class DataPlanePath(DataPath):
             meta = client.list_samples(name, {"run": ("!=", self._row_tags["run"])})
             if meta.size:
                 raise UserError(
-                    f"the store holds rows of another run in '{name}', and keeps them for it. Go on with that run: with "
-                    "its configuration, and its --out. Or name another folder in data_plane. Or remove the folder, if "
-                    "nobody needs that run."
+                    f"the store holds rows of another run in '{name}', which that run needs to go on. Start it again "
+                    "with its configuration and its --out; or name another folder in data_plane; or remove this one, "
+                    "if the rows are not needed."
                 )
 
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:

@@ -49,7 +49,7 @@ def write_killed_config(folder: Path, plane: Config, every: int = 1, **sections:
 
 
 def committed(plane: Config) -> dict[int, int]:
-    """How many rollouts of each step are in the store. Nobody has it open, but for what still ends of who was killed."""
+    """How many rollouts of each step are in the store. Nobody has it open, but for what still ends of a killed run."""
     with connect_when_free({**plane, "middleware": []}) as client:
         return {int(name.removeprefix("train-")): client.list_samples(name).size for name in client.list_partitions()}
 
@@ -167,7 +167,7 @@ def test_a_store_that_holds_rows_of_another_run_is_refused_and_keeps_them(
         first = Run(client, load_config(file, {}), found)
         first.answers()
         rows = rows_of(client)
-        with pytest.raises(UserError, match=r"holds rows of another run in 'train-3'.* Go on with that run"):
+        with pytest.raises(UserError, match=r"holds rows of another run in 'train-3'.* Start it again with"):
             Run(client, load_config(file, other), found)
         assert rows_of(client) == rows
         Run(client, load_config(file, {"grpo.steps": 50, "data_plane.backend": "redis_store"}), found)  # the same run

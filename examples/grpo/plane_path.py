@@ -180,7 +180,22 @@ class DataPlanePath(DataPath):
                 read_ahead=self._config.portions.read_ahead,
                 clear_on_failure=not self._keeps_rows,
             )
+            self._refuse_other_runs()
             self._on_rollout("setup_data_plane", self._plane, doing="attaching to the data plane")
+
+    def _refuse_other_runs(self) -> None:
+        """Refuses a store that holds rows which another run keeps: a resume would drop them as its own."""
+        client = self._require().client
+        for name in client.list_partitions() if self._keeps_rows else ():
+            if not name.startswith(f"{self.partition}-"):
+                continue
+            meta = client.list_samples(name, {"run": ("!=", self._row_tags["run"])})
+            if meta.size:
+                raise UserError(
+                    f"the store holds rows of another run in '{name}', which that run needs to go on. Start it again "
+                    "with its configuration and its --out; or name another folder in data_plane; or remove this one, "
+                    "if the rows are not needed."
+                )
 
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
         with reporting():
@@ -196,11 +211,6 @@ class DataPlanePath(DataPath):
         self._require().prepare_step(
             num_samples, group_size, partition_id=self._partition, fields=_FIELDS, keep_rows=self._keeps_rows
         )
-        if self._keeps_rows and client.list_samples(self._partition, {"run": ("!=", self._row_tags["run"])}).size:
-            raise UserError(
-                f"the store holds rows of another run in '{self._partition}'. Name another folder in data_plane, or go "
-                "on with that run: with its configuration, and its --out."
-            )
 
     def _generate(self, step: int, generation: int, prompts: Sequence[str]) -> tuple[KVBatchMeta, RolloutCarry]:
         client, group_size = self._require().client, self._config.grpo.answers_per_prompt

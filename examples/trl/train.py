@@ -74,7 +74,11 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
         rollouts = DataPlaneRollouts(
             client, ahead=options["ahead"], lease_s=options["lease_s"], timeout_s=options["timeout_s"], **going_on
         )
-        checkpoints.attach(rollouts)
+        newest = None  # without save_steps, checkpoints of an earlier run are left alone
+        if going_on:
+            checkpoints.attach(rollouts)
+            newest = checkpoints.newest()
+        ended = newest is not None and checkpoints.step() >= config["steps"]
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=reward,
@@ -85,7 +89,6 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
             callbacks=[StepLines(), checkpoints],
         )
         trainer.remove_callback(PrinterCallback)  # `StepLines` prints
-        newest, ended = checkpoints.newest(), checkpoints.step() >= config["steps"]
         with rollout_processes(0 if ended else options["processes"], "--config", config_file), rollouts:
             trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
 

@@ -147,13 +147,17 @@ def test_a_store_that_breaks_a_promise_is_found_out(store, tmp_path):
     verdict = _run(store, "Forgets", tmp_path, faults=frozenset())
     assert "committed" in _rules(verdict.findings), verdict
     assert "committed" not in _rules(verdict.seen)
-    assert "The store: here" in verdict.page.read_text()
+    assert "The store: here\n" in verdict.page.read_text()
 
 
 def test_what_is_lost_with_the_store_counts_only_where_it_promises_to_outlive_its_processes(store, tmp_path):
     verdict = _run(store, "Files", tmp_path, faults=frozenset({"lose all"}), pause_s=0.003)
     assert verdict.passed, verdict
     assert "committed" in _rules(verdict.seen), verdict
+    text = verdict.page.read_text()
+    assert text.startswith("# 0 faults of Files under chaos")
+    assert ". Seen, not promised: committed" in text
+    assert "takes for granted what the store does not promise: `" in text
     durable, _ = judged(verdict.history, load_shim(f"{store}:Files").promises | {"durable": "here"})
     assert "committed" in {each.rule for each, _ in durable}
 

@@ -27,16 +27,30 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session")
-def in_memory(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ray_server: str) -> Finished:
-    """A run that nothing disturbed: what others are compared with. Processes that run tests side by side share it."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "in-memory"
+def _shared_run(
+    factory: pytest.TempPathFactory, worker_id: str, ray_server: str, *arguments: str, path: str
+) -> Finished:
+    """A run that nothing disturbed. Processes that run tests side by side share it."""
+    base = factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / path
     printed = folder / "printed.txt"
     with FileLock(f"{folder}.lock"):
         if not printed.exists():
             folder.mkdir(exist_ok=True)
-            code, out, err = finish(start(write_config(folder, ray={"address": ray_server}), folder / "out"))
+            config = write_config(folder, ray={"address": ray_server})
+            code, out, err = finish(start(config, folder / "out", *arguments, path=path))
             assert (code, err) == (0, "")
             printed.write_text(out)
     return Finished(folder / "out", printed.read_text())
+
+
+@pytest.fixture(scope="session")
+def in_memory(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ray_server: str) -> Finished:
+    """A run without a data plane: what others are compared with."""
+    return _shared_run(tmp_path_factory, worker_id, ray_server, path="in-memory")
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ray_server: str) -> Finished:
+    """A run over shm_store, with a recording."""
+    return _shared_run(tmp_path_factory, worker_id, ray_server, "--record", path="shm_store")

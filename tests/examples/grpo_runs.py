@@ -44,11 +44,15 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
     return path
 
 
-def start(config: Path, out: Path, *arguments: str, path: str = "in-memory") -> subprocess.Popen[str]:
-    """Starts the program over ``path``: ``in-memory``, or a backend's name."""
+def start(
+    config: Path, out: Path, *arguments: str, path: str = "in-memory", python: Any = None
+) -> subprocess.Popen[str]:
+    """Starts the program over ``path``: ``in-memory``, or a backend's name. With the fixture `python`, it has the
+    imports behind it."""
     over = ["--in-memory"] if path == "in-memory" else ["--backend", path]
-    command = [sys.executable, str(TRAIN), "--config", str(config), *over, "--out", str(out), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=out.parent)
+    words = [str(TRAIN), "--config", str(config), *over, "--out", str(out), *arguments]
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": out.parent}
+    return subprocess.Popen([sys.executable, *words], **how) if python is None else python.start(*words, **how)
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 240.0) -> tuple[int, str, str]:

@@ -28,6 +28,7 @@ from grpo.weights import pack_weights
 from grpo_runs import Finished, finish, read_metrics, results, start, without_ray_agents, write_config
 
 from dataplane_core import DataPlaneClient, connect
+from dataplane_core.errors import AlreadyRunningError
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.rollout import FoundRollouts
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
@@ -43,14 +44,24 @@ def durable(folder: Path) -> Config:
     return {"backend": "shm_store", "options": {**options, "durable": str(folder / "store")}}
 
 
-def write_killed_config(folder: Path, plane: Config, **sections: Any) -> Path:
-    return write_config(folder, saving={"every": 1, "resume": True}, data_plane=plane, **sections)
+def write_killed_config(folder: Path, plane: Config, every: int = 1, **sections: Any) -> Path:
+    return write_config(folder, saving={"every": every, "resume": True}, data_plane=plane, **sections)
 
 
 def committed(plane: Config) -> dict[int, int]:
-    """How many rollouts of each step are in the store. Nobody has it open."""
-    with connect({**plane, "middleware": []}) as client:
+    """How many rollouts of each step are in the store. Nobody has it open, but for what still ends of a killed run."""
+    with connect_when_free({**plane, "middleware": []}) as client:
         return {int(name.removeprefix("train-")): client.list_samples(name).size for name in client.list_partitions()}
+
+
+def connect_when_free(plane: Config) -> DataPlaneClient:
+    give_up = time.monotonic() + 60
+    while True:
+        try:
+            return connect(plane)
+        except AlreadyRunningError:
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
 
 
 def wait_for(condition: Callable[[], object], run: subprocess.Popen[str]) -> None:
@@ -109,6 +120,7 @@ class Run:
         worker.generate_portion = noted  # type: ignore[method-assign]
         self.path = DataPlanePath(config, found=FoundRollouts(found))
         self.path._policy = DataPlanePolicy(InProcessWorkerGroup([SimpleNamespace(setup_data_plane=id)]), client)
+        self.path._refuse_other_runs()
         self.path._on_rollout = lambda name, *given, doing: getattr(worker, name)(*given)  # type: ignore[method-assign]
 
     def answers(self) -> list[str]:
@@ -139,36 +151,48 @@ def test_a_step_that_is_begun_again_generates_what_is_missing_and_the_same(tmp_p
         assert rows_of(client) == rows
         assert str(FoundRollouts(found)).startswith("12 of 20 ")
 
-        other = Run(client, load_config(file, {"grpo.learning_rate": 0.5}), found)
-        with pytest.raises(UserError, match="the store holds rows of another run in 'train-3'"):
-            other.answers()
         again.path.saved(2)
+        again.path.restore(tmp_path, 2)
         assert client.list_partitions() == ["train-3"]
-        again.path.saved(3)
+        again.path.restore(tmp_path, 3)  # the start before was killed between this save and `saved`
         assert client.list_partitions() == []
 
 
-@pytest.mark.timeout(1800)  # four starts, and the run that tests share
+@pytest.mark.parametrize("other", [{"seed": 6}, {"grpo.learning_rate": 0.5}, {"model.width": 16}], ids=str)
+def test_a_store_that_holds_rows_of_another_run_is_refused_and_keeps_them(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    file, found = write_killed_config(tmp_path, {"backend": "noop"}), tmp_path / "found.jsonl"
+    with connect({"backend": "noop"}) as client:
+        first = Run(client, load_config(file, {}), found)
+        first.answers()
+        rows = rows_of(client)
+        with pytest.raises(UserError, match=r"holds rows of another run in 'train-3'.* Start it again with"):
+            Run(client, load_config(file, other), found)
+        assert rows_of(client) == rows
+        Run(client, load_config(file, {"grpo.steps": 50, "data_plane.backend": "redis_store"}), found)  # the same run
+
+
+@pytest.mark.timeout(1800)  # three starts, and the run that tests share
 def test_a_run_whose_processes_are_all_killed_gives_the_losses_of_one_that_was_not(
-    tmp_path: Path, in_memory: Finished, ray_server: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, in_memory: Finished, ray_server: str, python: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(Path(__file__).with_name("hang.py"), tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     plane = {**durable(tmp_path), "middleware": [{"metrics": {"on_event": "hang:on_event"}}]}
-    config, out = write_killed_config(tmp_path, plane, ray={"address": ray_server, **PATIENCE}), tmp_path / "out"
+    out = tmp_path / "out"
+    config = write_killed_config(tmp_path, plane, every=2, ray={"address": ray_server, **PATIENCE})
     points: list[tuple[dict[str, Any], dict[int, int]]] = [
         # the rollout worker, before there is a save
         ({"op": "put_samples", "partition": "train-1", "field": "input_ids", "nth": 3}, {1: 24}),
-        # a policy worker: all rows are there
-        ({"op": "put_samples", "partition": "train-2", "field": "prev_logprobs", "nth": 1}, {2: ROWS}),
-        # the driver, between the save of a step and the end of its rows: it asks which partitions there are
-        ({"op": "list_partitions", "partition": "", "field": "", "nth": 5}, {3: ROWS}),
+        # a policy worker, two steps after the save
+        ({"op": "put_samples", "partition": "train-4", "field": "prev_logprobs", "nth": 1}, {3: ROWS, 4: ROWS}),
         ({"op": "never", "partition": "", "field": "", "nth": 0}, {}),
     ]
     for point, left in points:
         (tmp_path / "hang.json").write_text(json.dumps(point))
         (tmp_path / "hangs").unlink(missing_ok=True)
-        run = start(config, out, path="shm_store")
+        run = start(config, out, path="shm_store", python=python)
         if not left:
             code, said, err = finish(run, 400)
             break
@@ -180,8 +204,9 @@ def test_a_run_whose_processes_are_all_killed_gives_the_losses_of_one_that_was_n
                 run.kill()
         assert committed(plane) == left
     assert (code, err) == (0, "")
-    assert found_lines(out) == [{"step": 1, "wanted": ROWS, "found": 24}, {"step": 2, "wanted": ROWS, "found": ROWS}]
-    assert "56 of 64 rollouts of interrupted steps were found committed: 88 % of generation saved" in said
+    found = [(line["step"], line["found"], line["wanted"]) for line in found_lines(out)]
+    assert found == [(1, 24, ROWS), (3, ROWS, ROWS), (4, ROWS, ROWS)]
+    assert "88 of 96 rollouts of interrupted steps were found committed: 92 % of generation saved" in said
     check_generated_once(out)
     assert committed(plane) == {}
     assert results(read_metrics(out)) == results(read_metrics(in_memory.folder))

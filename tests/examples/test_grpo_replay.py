@@ -2,51 +2,46 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grpo.train import main
-from grpo_runs import TRAIN, finish, read_metrics, results, start, write_config
+from grpo_runs import Finished, finish, read_metrics, results, start, write_config
 
 from dataplane_core.middleware import Recording
 
-#: A recorded run, and one that replays it.
+#: A recorded run, which tests share, and one that replays it.
 pytestmark = pytest.mark.timeout(540)
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory, ray_server: str) -> Path:
-    """The folder of a recorded run."""
-    folder = tmp_path_factory.mktemp("recorded")
-    code, _, err = finish(
-        start(write_config(folder, ray={"address": ray_server}), folder / "out", "--record", path="shm_store")
-    )
-    assert (code, err) == (0, "")
-    return folder / "out"
+@pytest.fixture
+def replay(ray_server: str, python: Any) -> Callable[..., tuple[int, str, str]]:
+    """Replays a recording to its end."""
+
+    def replay(recording: Path, folder: Path, **sections: dict[str, Any]) -> tuple[int, str, str]:
+        config = write_config(folder, ray={"address": ray_server}, **sections)
+        return finish(start(config, folder / "out", "--replay", str(recording), path="recording", python=python))
+
+    return replay
 
 
-def replay(recording: Path, folder: Path, ray_server: str, **sections: dict[str, object]) -> tuple[int, str, str]:
-    config = write_config(folder, ray={"address": ray_server}, **sections)
-    command = [sys.executable, str(TRAIN), "--config", str(config), "--out", "out", "--replay", str(recording)]
-    return finish(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder))
-
-
-def test_a_replay_gives_the_losses_of_the_run_bit_for_bit(recorded: Path, tmp_path: Path, ray_server: str) -> None:
-    code, out, err = replay(recorded / "recording", tmp_path, ray_server)
+def test_a_replay_gives_the_losses_of_the_run_bit_for_bit(
+    recorded: Finished, tmp_path: Path, replay: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, err = replay(recorded.folder / "recording", tmp_path)
     assert (code, err) == (0, "")
     assert "running over recording: " in out
-    assert results(read_metrics(tmp_path / "out")) == results(read_metrics(recorded))
-    assert [record.values["loss"] for record in Recording(recorded / "recording").records() if record.op == "step"] == [
-        record["loss"] for record in read_metrics(recorded)
-    ]
+    metrics, records = read_metrics(recorded.folder), Recording(recorded.folder / "recording").records()
+    assert results(read_metrics(tmp_path / "out")) == results(metrics)
+    assert [each.values["loss"] for each in records if each.op == "step"] == [each["loss"] for each in metrics]
 
 
 def test_another_learning_rate_is_named_where_it_first_makes_a_difference(
-    recorded: Path, tmp_path: Path, ray_server: str
+    recorded: Finished, tmp_path: Path, replay: Callable[..., tuple[int, str, str]]
 ) -> None:
-    code, out, err = replay(recorded / "recording", tmp_path, ray_server, grpo={"learning_rate": 1e-3})
+    code, out, err = replay(recorded.folder / "recording", tmp_path, grpo={"learning_rate": 1e-3})
     assert code == 1
     assert "\nstep 1/4" in out  # its update comes after its loss
     assert "\nstep 2/4" not in out
@@ -55,11 +50,11 @@ def test_another_learning_rate_is_named_where_it_first_makes_a_difference(
 
 
 def test_a_flipped_byte_is_named_with_the_step_whose_rows_it_changed(
-    recorded: Path, tmp_path: Path, ray_server: str
+    recorded: Finished, tmp_path: Path, replay: Callable[..., tuple[int, str, str]]
 ) -> None:
     recording = tmp_path / "recording"
     recording.mkdir()
-    for file in (recorded / "recording").iterdir():
+    for file in (recorded.folder / "recording").iterdir():
         (recording / file.name).write_bytes(file.read_bytes())
     put = next(each for each in Recording(recording).records() if each.ids[:1] == ["s3_p0_g0"])
     assert put.block is not None
@@ -67,7 +62,7 @@ def test_a_flipped_byte_is_named_with_the_step_whose_rows_it_changed(
     data = bytearray(rows.read_bytes())
     data[sum(put.block[:2]) - 1] ^= 1
     rows.write_bytes(data)
-    code, out, err = replay(recording, tmp_path, ray_server)
+    code, out, err = replay(recording, tmp_path)
     assert code == 1
     assert "\nstep 2/4" in out
     assert f"segment {put.segment} in '{recording}' are not as they were written. The run put them after step 2." in err

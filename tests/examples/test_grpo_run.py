@@ -66,37 +66,40 @@ def test_a_run_trains_reports_and_evaluates(in_memory: Finished) -> None:
     assert "after GRPO" in out
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "shm_store",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("tq_simple", "redis_store", "tq_mooncake")),
-    ],
-)
+def test_a_recorded_run_over_shm_store_equals_the_run_in_memory_bit_for_bit(
+    in_memory: Finished, recorded: Finished
+) -> None:
+    assert_like(in_memory, recorded, "shm_store")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["shm_store", "tq_simple", "redis_store", "tq_mooncake"])
 def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(
     tmp_path: Path, in_memory: Finished, ray_server: str, backend: str
 ) -> None:
     config = write_config(tmp_path, ray={"address": ray_server})
     code, out, err = finish(start(config, tmp_path / "out", path=backend))
     assert (code, err) == (0, "")
-    assert f"running over {backend}: " in out
-    records = read_metrics(tmp_path / "out")
+    assert_like(in_memory, Finished(tmp_path / "out", out), backend)
+
+
+def assert_like(in_memory: Finished, run: Finished, backend: str) -> None:
+    """The run over a backend has the results of that in memory, and wrote its pages and the rows of its last step."""
+    assert f"running over {backend}: " in run.printed
+    records = read_metrics(run.folder)
     assert {record["path"] for record in records} == {backend}
     assert all(record["bytes_put"] > 0 and record["bytes_get"] > 0 for record in records)
     assert results(records) == results(read_metrics(in_memory.folder))
-    flow = (tmp_path / "out" / "flow.html").read_text()
+    flow = (run.folder / "flow.html").read_text()
     assert flow.count(" 4 steps.") == 1
     assert "put advantages" in flow  # of the driver
     assert "put input_ids +4" in flow  # of the rollout worker
     assert "put prev_logprobs" in flow  # of the policy workers
     assert not (in_memory.folder / "flow.html").exists()
-    evaluations = [
-        json.loads((folder / "summary.json").read_text())["evaluation"]
-        for folder in (in_memory.folder, tmp_path / "out")
-    ]
+    evaluations = [json.loads((each.folder / "summary.json").read_text())["evaluation"] for each in (in_memory, run)]
     assert evaluations[0] == evaluations[1]
-    assert_kept(tmp_path / "out" / "last_step", records[-1]["reward"])
-    assert "<title>train: 32 samples" in (tmp_path / "out" / "answers.html").read_text()
+    assert_kept(run.folder / "last_step", records[-1]["reward"])
+    assert "<title>train: 32 samples" in (run.folder / "answers.html").read_text()
     assert not (in_memory.folder / "last_step").exists()
 
 

@@ -68,7 +68,7 @@ def wait_for_events(folder: Path, count: int, run: subprocess.Popen[str]) -> Non
         assert time.monotonic() < give_up
         if run.poll() is not None:
             pytest.fail(f"the run ended: {run.communicate()[0][-4000:]}")
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def kill_all(run: subprocess.Popen[str]) -> None:

@@ -18,14 +18,16 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(540)]
 
 EXAMPLE = Path(__file__).resolve().parents[1]
 STEPS, PROMPTS, ANSWERS = 30, 16, 8
+#: A busy machine may take minutes for a start.
+PATIENCE_S = 400
 
 
 def write_config(folder: Path, processes: int = 2, **data_plane: Any) -> Path:
     """The example's configuration with fewer steps, which are larger, and a short lease."""
     config = yaml.safe_load((EXAMPLE / "config.yaml").read_text())
     config |= {"steps": STEPS, "learning_rate": 2.0e-3}
-    config["rollouts"] |= {"processes": processes, "lease_s": 3}
-    config["data_plane"] |= data_plane
+    config["rollouts"] |= {"processes": processes, "lease_s": 3, "timeout_s": PATIENCE_S}
+    config["data_plane"] |= {"attach_wait_s": PATIENCE_S, **data_plane}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
@@ -39,7 +41,7 @@ def start(program: Path, *arguments: object) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> str:
     """Waits for a process that must end well; what it printed."""
     try:
-        said, _ = process.communicate(timeout=400)
+        said, _ = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     assert process.returncode == 0, said[-4000:]

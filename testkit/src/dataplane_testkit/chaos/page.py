@@ -13,6 +13,8 @@ from dataplane_testkit.chaos.rules import RULES, Finding
 #: The most calls that the page lists per finding, and the most samples that it names per call.
 _MOST_CALLS: Final = 60
 _MOST_SAMPLES: Final = 6
+#: What a store may not promise, and the contract takes for granted where it judges other rules.
+_GRANTED: Final = ("half", "mixed", "fenced", "durable")
 
 
 def page(
@@ -20,6 +22,7 @@ def page(
     command: str,
     findings: Sequence[tuple[Finding, History]],
     facts: str,
+    seen: Sequence[tuple[Finding, History]] = (),
     promises: Mapping[str, str] | None = None,
 ) -> str:
     """The page.
@@ -29,6 +32,7 @@ def page(
         command: The command that runs the same schedule again.
         findings: What was found, each with its shrunk history.
         facts: What ran, in a sentence.
+        seen: As `findings`: what breaks the contract, and no promise of the store.
         promises: As in `Shim`, of a store that does not promise all that the contract says.
 
     Returns:
@@ -37,19 +41,24 @@ def page(
     count = "1 fault" if len(findings) == 1 else f"{len(findings)} faults"
     lines = [f"# {count} of {backend} under chaos", "", facts, "", "The same schedule again (times will differ):", ""]
     lines += [f"    {command}", ""]
-    for number, (found, history) in enumerate(findings, start=1):
-        lines += [f"## {number}. {found.rule}", "", f"**{found.text}**", ""]
+    for number, (found, history) in enumerate([*findings, *seen], start=1):
+        title = found.rule if number <= len(findings) else f"Seen, not promised: {found.rule}"
+        lines += [f"## {number}. {title}", "", f"**{found.text}**", ""]
         lines += [f'The contract: "{RULES[found.rule]}"', ""]
         if promises is not None:
-            lines += [_promised(found, promises), ""]
+            lines += [_promised(found.rule, promises, broken=number <= len(findings)), ""]
         lines += [*table(found, history), ""]
     lines += _LEGEND
     return "\n".join(map(printable, lines)) + "\n"
 
 
-def _promised(found: Finding, promises: Mapping[str, str]) -> str:
-    said = promises.get(found.rule)
-    return f"The store: {said}" if said else "The store does not promise this."
+def _promised(rule: str, promises: Mapping[str, str], *, broken: bool) -> str:
+    if rule not in promises:
+        return "The store does not promise this."
+    if broken:
+        return f"The store: {promises[rule]}"
+    lacks = ", ".join(f"`{name}`" for name in _GRANTED if name not in promises)
+    return f"The store: {promises[rule]}. This finding takes for granted what the store does not promise: {lacks}."
 
 
 _LEGEND: Final = [

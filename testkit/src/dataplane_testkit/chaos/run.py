@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -217,12 +217,13 @@ def _of(deployment: Deployment, settings: Settings) -> Target:
     )
 
 
-#: Gives what a history breaks of what the store promises, and of what it does not, each with the history in which
-#: `check` finds it.
-Judge = Callable[[History], tuple[list[tuple[Finding, History]], list[tuple[Finding, History]]]]
+#: Findings, each with the history in which `check` finds it.
+Found = list[tuple[Finding, History]]
+#: Gives what a history breaks of what the store promises, and of what it does not.
+Judge = Callable[[History], tuple[Found, Found]]
 
 
-def by_the_contract(history: History) -> tuple[list[tuple[Finding, History]], list[tuple[Finding, History]]]:
+def by_the_contract(history: History) -> tuple[Found, Found]:
     """The `Judge` of a store that promises what the contract says."""
     return [(each, history) for each in check(history)], []
 
@@ -277,7 +278,7 @@ def run_on(
     settings: Settings,
     capacity_bytes: int | None,
     judge: Judge,
-    write: Callable[[Sequence[tuple[Finding, History]], str], str],
+    write: Callable[[Found, str, Found], str],
     folder: Path,
     progress: Callable[[str], None],
 ) -> Verdict:
@@ -288,7 +289,7 @@ def run_on(
         settings: As for `run_chaos`.
         capacity_bytes: What the store may hold.
         judge: Judges the history.
-        write: Findings, each with its shrunk history, and the facts -> the page.
+        write: What was found, each with its shrunk history, the facts, and what was seen and not promised -> the page.
         folder: As for `run_chaos`.
         progress: As for `run_chaos`.
     """
@@ -300,7 +301,8 @@ def run_on(
         path = None
         if broken or seen:
             progress("shortening the history")
-            path = run.keep(folder, history, write([(each, shrunk(held, each)) for each, held in broken + seen], facts))
+            found, other = ([(each, shrunk(held, each)) for each, held in part] for part in (broken, seen))
+            path = run.keep(folder, history, write(found, facts, other))
         return Verdict(
             findings=tuple(each for each, _ in broken),
             seen=tuple(each for each, _ in seen),

@@ -36,8 +36,8 @@ from dataplane_testkit._workers import Worker
 from dataplane_testkit.chaos.checker import check
 from dataplane_testkit.chaos.history import History
 from dataplane_testkit.chaos.page import page
-from dataplane_testkit.chaos.rules import RULES, Finding
-from dataplane_testkit.chaos.run import Settings, Target, Verdict, run_on
+from dataplane_testkit.chaos.rules import RULES
+from dataplane_testkit.chaos.run import Found, Settings, Target, Verdict, run_on
 from dataplane_testkit.chaos.schedule import TASKS
 
 #: What a store may promise besides the rules: a put that overlaps a clear commits before it or fails; a committed put
@@ -299,9 +299,7 @@ def _opened(name: str, options: Mapping[str, Any], mark: str, give_up_s: float) 
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def judged(
-    history: History, promises: Mapping[str, str]
-) -> tuple[list[tuple[Finding, History]], list[tuple[Finding, History]]]:
+def judged(history: History, promises: Mapping[str, str]) -> tuple[Found, Found]:
     """What a history breaks of what a store promises, and what else it breaks of the contract.
 
     Nothing that the store does not promise is taken for granted where its promises are judged: not that puts and

@@ -261,8 +261,10 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     head = ["role", "process", "host", "put", "claimed", "read", "cleared", "first", "last", "state"]
     counts = ("put_samples", "claim", "get_samples", "clear_samples")
     rows = [
-        [each["role"], str(each["pid"]), each["host"], *(str(each["samples"][name]) for name in counts)]
-        + [_time(each["begin"]), _time(each["end"]), each["state"]]
+        [
+            *(each["role"], str(each["pid"]), each["host"], *(str(each["samples"][name]) for name in counts)),
+            *(_time(each["begin"]), _time(each["end"]), each["state"]),
+        ]
         for each in report["clients"]
     ]
     lines += ["", *table(head, rows, right=(1, 3, 4, 5, 6))] if rows else []

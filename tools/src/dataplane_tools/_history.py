@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -23,6 +23,9 @@ _BATCHES_KEPT: Final = 64
 #: Findings of one kind that are kept. The others are counted.
 _MOST_FINDINGS: Final = 10
 _MOST_EXAMPLES: Final = 3
+#: Operations that tell something also if they fail: what was asked for, what is lost.
+_TELLING: Final = frozenset(("claim", "get_samples"))
+_UNREAD: Final = " without a read"
 #: Samples that are gone, and are kept for records that come late.
 _MOST_EARLY: Final = 1 << 16
 #: By how much a put may seem to begin after its samples were used: the time of a record is taken a little late.
@@ -80,7 +83,7 @@ class History:
         self._again: list[tuple[Row, Batch, Batch]] = []
         self._newest: int | None = None  # the step that was marked last
         self._marker = ""
-        self._marks = 0
+        self._undone = iter(found.undone)
         self._closing: Step | None = None  # is marked; what its batches consume late is still of it
         self._open = Step()
         self._batches: list[Batch] = []  # without marks: those that are not over
@@ -103,15 +106,13 @@ class History:
                 if self._marker:
                     yield from self._resume()
                 self._marker = client
-            if record.op == "step":
-                if client == self._marker:
-                    yield from self._mark(record)
-            elif record.op == "put_samples" and record.status == "ok":
-                self._put(record)
-            elif record.op in ("get_samples", "claim", "ack", "nack", "set_cursor", "clear_samples"):
-                getattr(self, "_" + record.op)(record)
-            elif record.op == "register_partition" and record.status == "ok":
-                self._register(record)
+            if record.op == "step" and client == self._marker:
+                yield from self._mark(record)
+            elif record.op in _OPERATIONS and (record.status == "ok" or record.op in _TELLING):
+                self._now = record.at
+                held = self._partitions.setdefault(record.partition, _Registration())
+                held.used_at = record.at
+                _OPERATIONS[record.op](self, held, record)
             if not markers:
                 yield from self._batches_over(_BATCHES_KEPT)
         if markers:
@@ -147,8 +148,7 @@ class History:
             yield self._ended(self._closing)
         step, self._open = self._open, Step()
         step.number, step.at, step.values = record.step, record.at, record.values
-        step.is_undone = self.survey.undone[self._marks] if self._marks < len(self.survey.undone) else False
-        self._marks += 1
+        step.is_undone = next(self._undone, False)
         self._newest = self._open.after = record.step
         self._closing = step
 
@@ -204,26 +204,19 @@ class History:
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
-    def _partition(self, record: Record) -> _Registration:
-        self._now = record.at
-        found = self._partitions.get(record.partition)
-        if found is None:
-            found = self._partitions[record.partition] = _Registration()
-        found.used_at = record.at
-        return found
-
-    def _register(self, record: Record) -> None:
-        before = self._partition(record)
-        if before.epoch != record.epoch:
+    def _register(self, held: _Registration, record: Record) -> None:
+        if held.epoch != record.epoch:
             start = record.at - record.seconds  # what others put since may be of the new registration
-            kept = {name: row for name, row in before.rows.items() if row.put is not None and row.put.at >= start}
-            for row in before.rows.values():
-                if row.sample_id not in kept:
-                    self._clear(row, before, record, whole=True)
-            dropped = {name: row for name, row in before.rows.items() if name not in kept and not row.is_used}
-            self._partitions[record.partition] = before = _Registration(rows=kept, dropped=dropped)
-        before.epoch = record.epoch
-        before.tasks = {*before.tasks, *record.consumer_tasks}
+            new = _Registration(record.epoch, record.at)
+            for name, row in held.rows.items():
+                if row.put is not None and row.put.at >= start:
+                    new.rows[name] = row
+                    continue
+                self._clear(row, held, record, whole=True)
+                if not row.is_used:
+                    new.dropped[name] = row
+            held = self._partitions[record.partition] = new
+        held.tasks = {*held.tasks, *record.consumer_tasks}
 
     def _row(self, held: _Registration, record: Record, sample_id: str) -> Row:
         row = held.rows.get(sample_id)
@@ -235,8 +228,7 @@ class History:
             row = held.rows[sample_id] = row or Row(sample_id, record.partition)  # its put seemed to be earlier
         return row
 
-    def _put(self, record: Record) -> None:
-        held = self._partition(record)
+    def _put(self, held: _Registration, record: Record) -> None:
         put = Put(self._num_puts, record.at, record.client, record.specs)
         self._num_puts += 1
         columns: list[tuple[str, list[int] | None]] = []
@@ -280,8 +272,7 @@ class History:
             del self._early[key]
         return row
 
-    def _get_samples(self, record: Record) -> None:
-        held = self._partition(record)
+    def _get_samples(self, held: _Registration, record: Record) -> None:
         lost = record.error == "LostSamplesError"
         if record.status != "ok" and not lost:
             return
@@ -295,8 +286,8 @@ class History:
             if self.survey.marks and not (is_claimed or lost):
                 self._open.rows.setdefault(row, "")
 
-    def _claim(self, record: Record) -> None:
-        held, task = self._partition(record), record.task
+    def _claim(self, held: _Registration, record: Record) -> None:
+        task = record.task
         held.required[task] = record.required_fields
         filters = held.filters.setdefault(task, {})
         filters.pop(text := repr(record.tag_filter), None)
@@ -350,39 +341,26 @@ class History:
                 batch.step = self._open
             batch.step.rows.setdefault(row, batch.task)
 
-    def _ack(self, record: Record) -> None:
-        held = self._partition(record)
-        for sample_id in record.ids if record.status == "ok" else ():
+    def _settle(self, held: _Registration, record: Record) -> None:
+        for sample_id in record.ids:
             row = self._row(held, record, sample_id)
+            row.last = f"{record.op} of '{record.task}'"
             given = row.given.get(record.task)
-            row.last = f"ack of '{record.task}'"
             if given is None or given.batch is None or given.consumed:
                 continue
-            if given.batch.is_filtered and not row.is_read and self._reads(record):
-                given.batch.rows.pop(row, None)
-                given.batch = None
-                row.last = f"ack of '{record.task}' without a read"  # its consumer dropped it, such as for its age
+            if record.op == "ack" and given.batch.is_filtered and not row.is_read and self._reads(record):
+                row.last += _UNREAD  # its consumer dropped it, such as for its age
+            elif record.op == "ack":
+                self._consume(row, given)
                 continue
-            self._consume(row, given)
+            given.batch.rows.pop(row, None)
+            given.batch = None
 
     def _reads(self, record: Record) -> bool:
         """Whether the reads of a client are recorded."""
         return self.survey.counts[record.client.client]["get_samples"] > 0
 
-    def _nack(self, record: Record) -> None:
-        held = self._partition(record)
-        for sample_id in record.ids if record.status == "ok" else ():
-            row = self._row(held, record, sample_id)
-            row.last = f"nack of '{record.task}'"
-            given = row.given.get(record.task)
-            if given is not None and given.batch is not None and not given.consumed:
-                given.batch.rows.pop(row, None)
-                given.batch = None
-
-    def _set_cursor(self, record: Record) -> None:
-        held = self._partition(record)
-        if record.status != "ok":
-            return
+    def _set_cursor(self, held: _Registration, record: Record) -> None:
         ids = set(record.ids)
         for row in held.rows.values():
             given = row.given.setdefault(record.task, Given(None))
@@ -390,19 +368,13 @@ class History:
                 given.before = given.batch
             given.batch, given.consumed = None, row.sample_id in ids
 
-    def _clear_samples(self, record: Record) -> None:
-        if record.status != "ok":
-            return
-        held = self._partition(record)
+    def _clear_samples(self, held: _Registration, record: Record) -> None:
         if record.drops_all:
-            for row in held.rows.values():
-                self._clear(row, held, record, whole=True)
             del self._partitions[record.partition]
-            return
-        for sample_id in record.ids:
+        for sample_id in list(held.rows) if record.drops_all else record.ids:
             cleared = held.rows.pop(sample_id, None)
             if cleared is not None:
-                self._clear(cleared, held, record, whole=False)
+                self._clear(cleared, held, record, whole=record.drops_all)
 
     # --- ends of samples ----------------------------------------------------------------------------------------------
 
@@ -458,7 +430,7 @@ class History:
             missing = [name for name in required if name not in row.cells]
             if row.is_lost:
                 yield task, "loss"
-            elif row.last.endswith("without a read"):
+            elif row.last.endswith(_UNREAD):
                 yield task, "dropped by its consumer"
             elif given is not None and given.batch is not None:
                 yield task, "leased and not acked"
@@ -488,6 +460,19 @@ class History:
         if len(fate["examples"]) < _MOST_EXAMPLES:
             when = "" if self._newest is None or by is None else f" after step {self._newest}"
             fate["examples"].append(f"'{row.sample_id}' of '{row.partition}'{when}")
+
+
+#: What an operation changes.
+_OPERATIONS: Final[Mapping[str, Callable[[History, _Registration, Record], None]]] = {
+    "register_partition": History._register,
+    "put_samples": History._put,
+    "get_samples": History._get_samples,
+    "claim": History._claim,
+    "ack": History._settle,
+    "nack": History._settle,
+    "set_cursor": History._set_cursor,
+    "clear_samples": History._clear_samples,
+}
 
 
 def _keep(kept: dict[tuple[str, str], Any], row: Row, value: Any) -> None:

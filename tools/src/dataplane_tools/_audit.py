@@ -90,7 +90,7 @@ def audit(
     for each in history.steps():
         count += not each.is_undone
         number = each.batch or each.number
-        if bounds is step is None or (number is not None and low <= number <= high):
+        if (bounds is None and step is None) or (number is not None and low <= number <= high):
             rows = {} if step is None else {"rows": _row_reports(each)}
             (first if len(first) < _FIRST else last).append({**_step_report(each), **rows})
     if step is not None and not first:
@@ -111,7 +111,6 @@ def audit(
         "only_step": step,
         "latency": {name: _latency(sorted(values)) for name, values in sorted(history.latency_s.items())},
         "untrained": [] if history.num_misplaced else untrained,
-        "overwritten": dict(history.overwritten),
         "wrong": list(history.wrong()),
         "lacks": _lacks(recording, found, history.num_misplaced),
         "failures": [
@@ -275,16 +274,10 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     ]
     head = ["task", "samples", "median", "p90", "max"]
     failed = [f"{each['operation']} failed: {each['error']}, {each['count']}x." for each in report["failures"]]
+    latency = "From the put that made a sample ready to the claim, in seconds:"
     for title, said in (
-        (
-            "From the put that made a sample ready to the claim, in seconds:",
-            rows and table(head, rows, right=range(1, 5)),
-        ),
+        (latency, table(head, rows, right=range(1, 5)) if rows else []),
         ("Not trained on:", [f"  {_fate(each)}" for each in report["untrained"]]),
-        (
-            "Cells that a later put gave another value:",
-            [f"  '{name}' in {count}" for name, count in report["overwritten"].items()],
-        ),
         ("What the recording lacks, and what failed:", [f"  {each}" for each in (*report["lacks"], *failed)]),
     ):
         lines += ["", title, *said] if said else []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice, zip_longest
-from typing import Any, Final, TypeAlias
+from itertools import chain, islice
+from typing import Any, Final
 
 from dataplane_core.codec import scalar_of_digest
 from dataplane_core.errors import DataPlaneError
@@ -32,8 +33,7 @@ def differences(first: History, second: History) -> dict[str, Any]:
     not_compared: set[str] = set()
     equal = 0
     begins: list[str] = []
-    pairs = _by_number if first.survey.marks and second.survey.marks else _by_batch
-    for one, other in pairs(first, second, begins):
+    for one, other in _pairs(first, second, begins):
         step = str(one or other)
         if one is None or other is None:
             text = f"{step} is in the {'first' if other is None else 'second'} recording only"
@@ -52,54 +52,32 @@ def differences(first: History, second: History) -> dict[str, Any]:
     }
 
 
-#: The same step of both runs. None: the run does not have it.
-_Pair: TypeAlias = tuple[Step | None, Step | None]
+def _pairs(first: History, second: History, begins: list[str]) -> Iterator[tuple[Step | None, Step | None]]:
+    """The steps of one number or batch in both runs, in the order of the first one. None: a run does not have it.
 
-
-def _by_number(first: History, second: History, begins: list[str]) -> Iterator[_Pair]:
-    """Steps whose numbers rise. Those before both runs have begun are passed over, if the runs have steps in common."""
-    surveys = (each.survey for each in (first, second))
+    Steps before both runs have begun are passed over, if the runs have steps in common.
+    """
     numbers = [
-        [step for (_, step, _), undone in zip(each.marks, each.undone, strict=True) if not undone] for each in surveys
+        [step for (_, step, _), is_undone in zip(found.marks, found.undone, strict=True) if not is_undone]
+        for found in (first.survey, second.survey)
     ]
-    least = [min(each, default=0) for each in numbers]
-    start, late = max(zip(least, ("first", "second"), strict=True))
-    if min(least) < start <= min(max(each, default=0) for each in numbers):
+    least, most = ([of(each, default=-math.inf) for each in numbers] for of in (min, max))
+    start = max(least) if max(least) <= min(most) else -math.inf
+    if start > min(least):
+        late = "first" if start == least[0] else "second"
         begins.append(f"The {late} recording begins at step {start}: earlier steps of the other are not compared.")
-    else:
-        start = min(least)
-    runs = [(step for step in _counting(each) if (step.number or 0) >= start) for each in (first, second)]
-    for one, other in zip_longest(*runs):
-        if one is None or other is None or one.number == other.number:
-            yield one, other
-        else:
-            yield (one, None) if (one.number or 0) < (other.number or 0) else (None, other)
-
-
-def _by_batch(first: History, second: History, begins: list[str]) -> Iterator[_Pair]:
-    """Batches of tasks, of which one run may be ahead."""
-    runs = _counting(first), _counting(second)
-    waiting: list[dict[Any, Step]] = [{}, {}]
-    over = [False, False]
-    while not all(over) and max(map(len, waiting)) <= _MOST_AHEAD:
-        for side in (0, 1):
-            step = next(runs[side], None)
-            if step is None:
-                over[side] = True
-                continue
-            match = waiting[1 - side].pop(step.key, None)
-            if match is None:
-                waiting[side][step.key] = step
-            else:
-                yield (step, match) if side == 0 else (match, step)
-    if waiting[0]:
-        yield next(iter(waiting[0].values())), None
-    elif waiting[1]:
-        yield None, next(iter(waiting[1].values()))
-
-
-def _counting(history: History) -> Iterator[Step]:
-    return (step for step in history.steps() if not step.is_undone and step.key[1] is not None)
+    mine, theirs = (
+        (step for step in history.steps() if not step.is_undone and step.key[1] is not None and step.key[1] >= start)
+        for history in (first, second)
+    )
+    waiting: dict[tuple[str, int | None], Step] = {}  # of the second run, which may be ahead in the order of tasks
+    for one in mine:
+        while one.key not in waiting and len(waiting) <= _MOST_AHEAD and (step := next(theirs, None)) is not None:
+            waiting[step.key] = step
+        match = waiting.pop(one.key, None)
+        yield from ((None, step) for step in islice(waiting.values(), 1) if (step.number or 0) < (one.number or 0))
+        yield one, match
+    yield from ((None, step) for step in chain(waiting.values(), theirs))
 
 
 def _in_step(one: Step, other: Step, not_compared: set[str]) -> Iterator[dict[str, Any]]:

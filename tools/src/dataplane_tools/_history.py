@@ -60,7 +60,6 @@ class History:
             of which no task was given samples), ``by`` (who cleared them, or None), ``last`` (their last operation
             before that), and ``examples``: the first few, and the newest step then.
         latency_s: Task -> seconds from the put that made a sample ready to the claim that was given it.
-        overwritten: Field -> how many cells got another value by a later put.
         num_misplaced: How often a sample was used before its put began, or after its partition ended, by the times of
             the records: the clocks of hosts differ.
     """
@@ -69,7 +68,6 @@ class History:
         self.survey = found
         self.untrained: dict[tuple[str, ...], dict[str, Any]] = {}
         self.latency_s: dict[str, array[float]] = {}
-        self.overwritten: Counter[str] = Counter()
         self.num_misplaced = 0
         self._recording, self._check_rows = recording, check_rows
         self._prompts = Prompts()
@@ -247,8 +245,6 @@ class History:
             for name, of_cells in columns:
                 digest = None if of_cells is None else of_cells[place]
                 old = row.cells.get(name)
-                if old is not None and old.digest != digest and None not in (old.digest, digest):
-                    self.overwritten[name] += 1
                 used = row.early.pop(name, None)
                 if used is not None and record.at - record.seconds > used + _LATE_S:
                     self.num_misplaced += 1
@@ -348,17 +344,14 @@ class History:
             given = row.given.get(record.task)
             if given is None or given.batch is None or given.consumed:
                 continue
-            if record.op == "ack" and given.batch.is_filtered and not row.is_read and self._reads(record):
+            reads = self.survey.counts[record.client.client]["get_samples"]  # whether they are recorded
+            if record.op == "ack" and given.batch.is_filtered and not row.is_read and reads:
                 row.last += _UNREAD  # its consumer dropped it, such as for its age
             elif record.op == "ack":
                 self._consume(row, given)
                 continue
             given.batch.rows.pop(row, None)
             given.batch = None
-
-    def _reads(self, record: Record) -> bool:
-        """Whether the reads of a client are recorded."""
-        return self.survey.counts[record.client.client]["get_samples"] > 0
 
     def _set_cursor(self, held: _Registration, record: Record) -> None:
         ids = set(record.ids)

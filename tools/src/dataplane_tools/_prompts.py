@@ -25,14 +25,8 @@ _MEMBER: Final = re.compile(r"(.+)_g(\d{1,4})", re.DOTALL)
 
 
 class Resume(NamedTuple):
-    """A client that began after all earlier ones of its role had ended.
-
-    Attributes:
-        at: When its first operation ended.
-        role: Its role.
-        pid: Its process.
-        after: The greatest step that had been marked. None: none.
-    """
+    """A client that began after all earlier ones of its role had ended: when its first operation ended, its role and
+    process, and the greatest step that had been marked."""
 
     at: float
     role: str

@@ -217,12 +217,19 @@ class History:
         held.tasks = {*held.tasks, *record.consumer_tasks}
 
     def _row(self, held: _Registration, record: Record, sample_id: str) -> Row:
+        """The row of a sample. That of a put may be one that others have trained on and cleared before its record."""
+        key, is_put = (record.partition, sample_id), record.op == "put_samples"
+        row = self._early.get(key) if is_put else None
+        if row is not None and row.awaits(record):
+            if row.early.keys() <= set(record.fields):
+                del self._early[key]
+            return row
         row = held.rows.get(sample_id)
         if row is None:
-            row = None if record.op == "put_samples" else held.dropped.pop(sample_id, None)
-            if row is None and (record.partition, sample_id) in self._unused:
-                del self._unused[record.partition, sample_id]
-                self.num_misplaced += record.op != "put_samples"
+            row = None if is_put else held.dropped.pop(sample_id, None)
+            if row is None and key in self._unused:
+                del self._unused[key]
+                self.num_misplaced += not is_put
             row = held.rows[sample_id] = row or Row(sample_id, record.partition)  # its put seemed to be earlier
         return row
 
@@ -238,7 +245,7 @@ class History:
             for name, column in self._recording.damage(record):
                 damaged.setdefault(name, []).append(column)
         for place, sample_id in enumerate(record.ids):
-            row = self._row_of_put(held, record, sample_id)
+            row = self._row(held, record, sample_id)
             if record.tags is not None:
                 row.tags.update(record.tags[place])
             row.last = "put_samples"
@@ -257,16 +264,6 @@ class History:
             for name in damaged.get(sample_id, ()):
                 where = f"line {record.line} of segment {record.segment}"
                 self._damaged.setdefault(row, []).append((name, str(record.client), where))
-
-    def _row_of_put(self, held: _Registration, record: Record, sample_id: str) -> Row:
-        """The row that a put is of: also one that others have trained on and cleared before its record."""
-        key = record.partition, sample_id
-        row = self._early.get(key)
-        if row is None or not row.awaits(record):
-            return self._row(held, record, sample_id)
-        if row.early.keys() <= set(record.fields):
-            del self._early[key]
-        return row
 
     def _get_samples(self, held: _Registration, record: Record) -> None:
         lost = record.error == "LostSamplesError"
@@ -310,14 +307,10 @@ class History:
             if given is None:
                 since = [row.cells[name].since for name in record.required_fields if name in row.cells]
                 latency_s.append(max(0.0, record.at - max(since, default=record.at)))
-                given = row.given[task] = Given(batch)
+                given = row.given[task] = Given()
             elif given.batch is batch:
                 continue  # another process of a rank that was given it
-            elif given.consumed and given.batch is not None:
-                given.before = given.batch
-            elif given.batch is not None:
-                given.batch.rows.pop(row, None)  # its lease ended
-            given.batch, given.consumed = batch, False
+            given.give(row, batch)  # if it was given before, that lease ended
             row.is_read &= record.tag_filter is None
             batch.rows[row] = (record.dp_rank or 0) * (1 << 32) + place
             if record.lease_s is None:
@@ -350,16 +343,14 @@ class History:
             elif record.op == "ack":
                 self._consume(row, given)
                 continue
-            given.batch.rows.pop(row, None)
-            given.batch = None
+            given.give(row, None)
 
     def _set_cursor(self, held: _Registration, record: Record) -> None:
         ids = set(record.ids)
         for row in held.rows.values():
-            given = row.given.setdefault(record.task, Given(None))
-            if given.consumed and given.batch is not None:
-                given.before = given.batch
-            given.batch, given.consumed = None, row.sample_id in ids
+            given = row.given.setdefault(record.task, Given())
+            given.give(row, None)
+            given.consumed = row.sample_id in ids
 
     def _clear_samples(self, held: _Registration, record: Record) -> None:
         if record.drops_all:

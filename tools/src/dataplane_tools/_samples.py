@@ -50,9 +50,17 @@ class Batch:
 class Given:
     """How far a task is with a row. ``batch`` is None if it was given back; ``before`` is a batch that consumed it."""
 
-    batch: Batch | None
+    batch: Batch | None = None
     consumed: bool = False
     before: Batch | None = None
+
+    def give(self, row: Row, batch: Batch | None) -> None:
+        """Hands the row out once more. None: it is given back."""
+        if self.batch is not None and self.consumed:
+            self.before = self.batch
+        elif self.batch is not None:
+            self.batch.rows.pop(row, None)
+        self.batch, self.consumed = batch, False
 
 
 @dataclass(slots=True, eq=False)

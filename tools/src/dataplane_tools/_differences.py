@@ -61,8 +61,9 @@ def _pairs(first: History, second: History, begins: list[str]) -> Iterator[tuple
         [step for (_, step, _), is_undone in zip(found.marks, found.undone, strict=True) if not is_undone]
         for found in (first.survey, second.survey)
     ]
-    least, most = ([of(each, default=-math.inf) for each in numbers] for of in (min, max))
-    start = max(least) if max(least) <= min(most) else -math.inf
+    least = [min(each, default=-math.inf) for each in numbers]
+    is_common = max(least) <= min(max(each, default=-math.inf) for each in numbers)
+    start = max(least) if is_common else -math.inf
     if start > min(least):
         late = "first" if start == least[0] else "second"
         begins.append(f"The {late} recording begins at step {start}: earlier steps of the other are not compared.")

@@ -234,8 +234,8 @@ class DataPlaneRollouts:
         if self._batch < 0:
             return
         self.timeline.append(self._span())
-        self._client.mark_step(self._batch + 1)
         self._held.close()
+        self._client.mark_step(self._batch + 1)
         self.trained += self._in_training
         self._in_training = []
         self._kept.append(self._batch)

@@ -6,14 +6,16 @@ import json
 import math
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from dataplane_core.errors import DataPlaneError, InvalidRequestError, preview, printable
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, printable
 from dataplane_core.middleware import Recording
+from dataplane_tools._differences import differences, value_of
 from dataplane_tools._history import History
 from dataplane_tools._inspect import table
+from dataplane_tools._prompts import several
 from dataplane_tools._samples import Step
 from dataplane_tools._survey import Survey, survey
 
@@ -23,7 +25,7 @@ UNKNOWN: Final = 2
 #: Steps that are shown unless others are asked for: the first ones and the last ones.
 _FIRST: Final = 10
 _LAST: Final = 30
-_MOST_SHOWN: Final = 10
+_MOST_RESUMES: Final = 10
 
 
 def run(
@@ -82,19 +84,18 @@ def audit(
     found = survey(recording, task)
     history = History(recording, found)
     first: list[dict[str, Any]] = []
-    last: deque[dict[str, Any]] = deque(maxlen=None if all_steps or bounds else _LAST)
-    shown: list[dict[str, Any]] = []
+    last: deque[dict[str, Any]] = deque(maxlen=None if all_steps or bounds or step is not None else _LAST)
+    low, high = (step, step) if step is not None else bounds or (-math.inf, math.inf)
     count = 0
     for each in history.steps():
         count += not each.is_undone
         number = each.batch or each.number
-        if step is not None and number == step:
-            shown.append({**_step_report(each), "rows": _row_reports(each)})
-        if bounds is None or (number is not None and bounds[0] <= number <= bounds[1]):
-            (first if len(first) < _FIRST else last).append(_step_report(each))
-    if step is not None and not shown:
+        if (bounds is None and step is None) or (number is not None and low <= number <= high):
+            rows = {} if step is None else {"rows": _row_reports(each)}
+            (first if len(first) < _FIRST else last).append({**_step_report(each), **rows})
+    if step is not None and not first:
         raise InvalidRequestError(f"audit refused: no step {step} is in '{folder}'. It has {count} steps.")
-    remarks = list(dict.fromkeys(recording.remarks))
+    untrained = sorted(history.untrained.values(), key=lambda fate: -fate["count"])
     return {
         "folder": str(folder),
         "run": recording.run,
@@ -106,24 +107,12 @@ def audit(
         "num_records": found.num_records,
         "clients": _client_reports(found, still_open),
         "resumes": [str(each) for each in found.resumes],
-        "steps": shown if step is not None else first + list(last),
+        "steps": first + list(last),
         "only_step": step,
         "latency": {name: _latency(sorted(values)) for name, values in sorted(history.latency_s.items())},
-        "untrained": [
-            {
-                "count": fate.count,
-                "reason": fate.reason,
-                "task": fate.task,
-                "by": None if fate.by is None else str(fate.by),
-                "last": fate.last,
-                "examples": fate.examples,
-            }
-            for fate in sorted(history.untrained.values(), key=lambda fate: -fate.count)
-            if not history.num_misplaced
-        ],
-        "overwritten": dict(history.overwritten),
-        "wrong": [{"kind": kind, "text": text, **more} for kind, text, more in _wrong(history, found)],
-        "lacks": [*_lacks(recording, found), *_clocks(history), *remarks],
+        "untrained": [] if history.num_misplaced else untrained,
+        "wrong": list(history.wrong()),
+        "lacks": _lacks(recording, found, history.num_misplaced),
         "failures": [
             {"operation": operation, "error": error, "count": number}
             for (operation, error), number in found.failures.most_common()
@@ -133,16 +122,13 @@ def audit(
 
 def compare(folder: str, other: str, *, task: str | None = None) -> dict[str, Any]:
     """Where two recordings differ, as JSON values: see `differences`."""
-    from dataplane_tools._differences import differences
-
     recordings = [Recording(folder), Recording(other)]
-    surveys = [survey(each, task) for each in recordings]
-    histories = [History(*each, check_rows=False) for each in zip(recordings, surveys, strict=True)]
+    histories = [History(each, survey(each, task), check_rows=False) for each in recordings]
     report = differences(*histories)
     lacks = [
         f"The {which} recording: {text}"
-        for which, recording, found in zip(("first", "second"), recordings, surveys, strict=True)
-        for text in dict.fromkeys((*_lacks(recording, found), *recording.remarks))
+        for which, recording, history in zip(("first", "second"), recordings, histories, strict=True)
+        for text in _lacks(recording, history.survey)
     ]
     return {"folders": [str(folder), str(other)], **report, "lacks": lacks, "wrong": report["found"]}
 
@@ -179,8 +165,6 @@ def _step_report(step: Step) -> dict[str, Any]:
 
 
 def _row_reports(step: Step) -> list[dict[str, Any]]:
-    from dataplane_tools._differences import value_of
-
     return [
         {
             "sample": row.sample_id,
@@ -229,47 +213,11 @@ def _latency(values: Sequence[float]) -> dict[str, float]:
     return {"samples": len(values), "median_s": share(0.5), "p90_s": share(0.9), "max_s": share(1.0)}
 
 
-def _wrong(history: History, found: Survey) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """What is wrong: kind, text, and what the text names."""
-    for gap in () if history.num_misplaced else history.prompts.skipped(found.resumes, found.blind_until):
-        text = f"{_several(gap.num_prompts, 'prompt')} skipped over {gap.resume}: {gap.names}"
-        if gap.is_generated:
-            text += ". They were put before it, no step that counts trained on them, and later ones were trained on"
-        yield "skipped", f"{text}.", {"count": gap.num_prompts, "first": gap.first}
-    repeats = list(history.prompts.repeated(found.resumes))
-    for resume in dict.fromkeys(each.resume for each in repeats):
-        here = [each for each in repeats if each.resume == resume]
-        one = here[0]
-        text = f"{_several(len(here), 'prompt')} given twice over {resume}: {preview(each.name for each in here)}"
-        text += f". '{one.name}' was trained on in {one.first} and in {one.second}"
-        yield "given twice", f"{text}.", {"count": len(here), "first": one.name}
-    for sample_id, one_step, another in history.twice[:_MOST_SHOWN]:
-        text = f"'{sample_id}' was trained on twice: in {one_step} and in {another}."
-        yield "trained twice", text, {"sample": sample_id, "steps": [one_step, another]}
-    if history.num_twice > _MOST_SHOWN:
-        yield "trained twice", f"So were {history.num_twice - _MOST_SHOWN} more samples.", {"count": history.num_twice}
-    for each in history.damage[:_MOST_SHOWN]:
-        what = f"column '{each['column']}'" if each["column"] else "an unknown column"
-        where = "no step trained on it" if each["step"] is None else f"trained on in {each['step']}"
-        text = f"the rows of '{each['sample']}' are damaged: {what}, put by {each['writer']}, {where} (line "
-        yield "damaged", f"{text}{each['line']} of segment {each['segment']}).", each
-    if history.num_damaged > _MOST_SHOWN:
-        yield "damaged", f"So are {history.num_damaged - _MOST_SHOWN} more cells.", {"count": history.num_damaged}
-    for fate in history.untrained.values():
-        if fate.reason == "loss":
-            text = f"{_several(fate.count, 'sample')} lost by the store and never trained on: {fate.examples[0]}."
-            yield "lost", text, {"count": fate.count}
-
-
 def _count(count: int, one: str, several: str) -> str:
     return f"{count} {one if count == 1 else several}"
 
 
-def _several(count: int, what: str) -> str:
-    return f"{_count(count, what, f'{what}s')} {'was' if count == 1 else 'were'}"
-
-
-def _lacks(recording: Recording, found: Survey) -> list[str]:
+def _lacks(recording: Recording, found: Survey, num_misplaced: int = 0) -> list[str]:
     lacks = []
     if not found.num_records:
         lacks.append("It has no operation.")
@@ -287,17 +235,13 @@ def _lacks(recording: Recording, found: Survey) -> list[str]:
     without = [str(each) for each in found.writers.values() if each.payload == "none"]
     if without:
         lacks.append(f"No digests were recorded by {', '.join(without[:5])}: equal values cannot be told.")
-    return lacks
-
-
-def _clocks(history: History) -> list[str]:
-    if not history.num_misplaced:
-        return []
-    return [
-        f"{_several(history.num_misplaced, 'use')} of a sample before its put began, or after its partition ended, by "
-        "their times: the clocks of hosts differ. Prompts that were skipped and samples that were not trained on are "
-        "not judged."
-    ]
+    if num_misplaced:
+        lacks.append(
+            f"{several(num_misplaced, 'use')} of a sample before its put began, or after its partition ended, by their "
+            "times: the clocks of hosts differ. Prompts that were skipped and samples that were not trained on are not "
+            "judged."
+        )
+    return [*lacks, *dict.fromkeys(recording.remarks)]
 
 
 # --- as text ----------------------------------------------------------------------------------------------------------
@@ -314,38 +258,29 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
         return [*lines, *_lines_of_wrong(report)]
     lines += _lines_of_steps(report)
     head = ["role", "process", "host", "put", "claimed", "read", "cleared", "first", "last", "state"]
+    counts = ("put_samples", "claim", "get_samples", "clear_samples")
     rows = [
         [
-            each["role"],
-            str(each["pid"]),
-            each["host"],
-            *(str(each["samples"][name]) for name in ("put_samples", "claim", "get_samples", "clear_samples")),
-            _time(each["begin"]),
-            _time(each["end"]),
-            each["state"],
+            *(each["role"], str(each["pid"]), each["host"], *(str(each["samples"][name]) for name in counts)),
+            *(_time(each["begin"]), _time(each["end"]), each["state"]),
         ]
         for each in report["clients"]
     ]
     lines += ["", *table(head, rows, right=(1, 3, 4, 5, 6))] if rows else []
-    resumes = report["resumes"]
-    lines += [f"  {each[0].upper()}{each[1:]}." for each in resumes[-_MOST_SHOWN:]]
-    if report["latency"]:
-        rows = [
-            [name, str(each["samples"]), *(f"{each[key]:.3f}" for key in ("median_s", "p90_s", "max_s"))]
-            for name, each in report["latency"].items()
-        ]
-        lines += ["", "From the put that made a sample ready to the claim, in seconds:"]
-        lines += table(["task", "samples", "median", "p90", "max"], rows, right=range(1, 5))
-    if report["untrained"]:
-        lines += ["", "Not trained on:"]
-        lines += [f"  {_fate(each)}" for each in report["untrained"]]
-    if report["overwritten"]:
-        counts = ", ".join(f"'{name}' in {count}" for name, count in report["overwritten"].items())
-        lines += ["", f"Cells that a later put gave another value: {counts}."]
-    if report["lacks"] or report["failures"]:
-        lines += ["", "What the recording lacks, and what failed:"]
-        lines += [f"  {each}" for each in report["lacks"]]
-        lines += [f"  {each['operation']} failed: {each['error']}, {each['count']}x." for each in report["failures"]]
+    lines += [f"  {each[0].upper()}{each[1:]}." for each in report["resumes"][-_MOST_RESUMES:]]
+    rows = [
+        [name, str(each["samples"]), *(f"{each[key]:.3f}" for key in ("median_s", "p90_s", "max_s"))]
+        for name, each in report["latency"].items()
+    ]
+    head = ["task", "samples", "median", "p90", "max"]
+    failed = [f"{each['operation']} failed: {each['error']}, {each['count']}x." for each in report["failures"]]
+    latency = "From the put that made a sample ready to the claim, in seconds:"
+    for title, said in (
+        (latency, table(head, rows, right=range(1, 5)) if rows else []),
+        ("Not trained on:", [f"  {_fate(each)}" for each in report["untrained"]]),
+        ("What the recording lacks, and what failed:", [f"  {each}" for each in (*report["lacks"], *failed)]),
+    ):
+        lines += ["", title, *said] if said else []
     return [*lines, *(_lines_of_wrong(report) or ["", "Nothing wrong was found."])]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain, islice
 from typing import Any, Final
 
 from dataplane_core.codec import scalar_of_digest
@@ -27,112 +29,86 @@ def differences(first: History, second: History) -> dict[str, Any]:
         ``step``, ``kind`` (``steps``, ``samples``, ``column``, ``tag``, ``value``) and ``text``, and what they name;
         ``not_compared``: columns whose digests a recording lacks; ``begins``: which run begins later, as text.
     """
-    found: list[dict[str, Any]] = []
-    kinds: set[str] = set()
+    found: dict[str, dict[str, Any]] = {}
     not_compared: set[str] = set()
     equal = 0
     begins: list[str] = []
     for one, other in _pairs(first, second, begins):
+        step = str(one or other)
         if one is None or other is None:
-            step = one or other
-            where = "first" if one is not None else "second"
-            text = f"{step} is in the {where} recording only"
-            found.append({"step": str(step), "kind": "steps", "text": text})
+            text = f"{step} is in the {'first' if other is None else 'second'} recording only"
+            found["steps"] = {"step": step, "kind": "steps", "text": text}
             break
-        here = [each for each in _in_step(one, other, not_compared) if each["kind"] not in kinds]
-        kinds |= {each["kind"] for each in here}
-        found += here
-        equal += not here and not found
-        if kinds & {"column", "samples"}:
+        for each in _in_step(one, other, not_compared):
+            found.setdefault(each["kind"], {"step": step, **each})
+        equal += not found
+        if not found.keys().isdisjoint(("column", "samples")):
             break
-    return {"equal_steps": equal, "found": found, "not_compared": sorted(not_compared), "begins": begins}
+    return {
+        "equal_steps": equal,
+        "found": list(found.values()),
+        "not_compared": sorted(not_compared),
+        "begins": begins,
+    }
 
 
 def _pairs(first: History, second: History, begins: list[str]) -> Iterator[tuple[Step | None, Step | None]]:
-    """The steps of the same number or batch. With None: one that the other run does not have."""
-    runs = _counting(first), _counting(second)
-    yield from _by_number(*runs, begins) if first.is_marked and second.is_marked else _by_batch(runs)
+    """The steps of one number or batch in both runs, in the order of the first one. None: a run does not have it.
 
-
-def _by_number(
-    first: Iterator[Step], second: Iterator[Step], begins: list[str]
-) -> Iterator[tuple[Step | None, Step | None]]:
-    """Steps whose numbers rise. Those before both runs have begun are passed over, if the runs have steps in common."""
-    one, other = next(first, None), next(second, None)
-    if one is not None and other is not None and one.number != other.number:
-        low, high, late = (first, other, "second") if _number(one) < _number(other) else (second, one, "first")
-        begins.append(f"The {late} recording begins at {high}: earlier steps of the other are not compared.")
-        step = next((each for each in low if _number(each) >= _number(high)), None)
-        if step is None:
-            begins.clear()
-            step = one if high is other else other
-        one, other = (step, other) if high is other else (one, step)
-    while one is not None or other is not None:
-        if one is not None and other is not None and one.number == other.number:
-            yield one, other
-            one, other = next(first, None), next(second, None)
-        elif other is None or (one is not None and _number(one) < _number(other)):
-            yield one, None
-            one = next(first, None)
-        else:
-            yield None, other
-            other = next(second, None)
-
-
-def _number(step: Step) -> int:
-    return step.number or 0
-
-
-def _by_batch(runs: Sequence[Iterator[Step]]) -> Iterator[tuple[Step | None, Step | None]]:
-    """Batches of tasks, of which one run may be ahead."""
-    waiting: list[dict[Any, Step]] = [{}, {}]
-    over = [False, False]
-    while not all(over) and max(map(len, waiting)) <= _MOST_AHEAD:
-        for side in (0, 1):
-            step = next(runs[side], None)
-            if step is None:
-                over[side] = True
-                continue
-            match = waiting[1 - side].pop(step.key, None)
-            if match is None:
-                waiting[side][step.key] = step
-            else:
-                yield (step, match) if side == 0 else (match, step)
-    left = [next(iter(each.values()), None) for each in waiting]
-    if left[0] is not None:
-        yield left[0], None
-    elif left[1] is not None:
-        yield None, left[1]
-
-
-def _counting(history: History) -> Iterator[Step]:
-    return (step for step in history.steps() if not step.is_undone and step.key[1] is not None)
+    Steps before both runs have begun are passed over, if the runs have steps in common.
+    """
+    numbers = [
+        [step for (_, step, _), is_undone in zip(found.marks, found.undone, strict=True) if not is_undone]
+        for found in (first.survey, second.survey)
+    ]
+    least = [min(each, default=-math.inf) for each in numbers]
+    is_common = max(least) <= min(max(each, default=-math.inf) for each in numbers)
+    start = max(least) if is_common else -math.inf
+    if start > min(least):
+        late = "first" if start == least[0] else "second"
+        begins.append(f"The {late} recording begins at step {start}: earlier steps of the other are not compared.")
+    mine, theirs = (
+        (step for step in history.steps() if not step.is_undone and step.key[1] is not None and step.key[1] >= start)
+        for history in (first, second)
+    )
+    waiting: dict[tuple[str, int | None], Step] = {}  # of the second run, which may be ahead in the order of tasks
+    for one in mine:
+        while one.key not in waiting and len(waiting) <= _MOST_AHEAD and (step := next(theirs, None)) is not None:
+            waiting[step.key] = step
+        match = waiting.pop(one.key, None)
+        yield from ((None, step) for step in islice(waiting.values(), 1) if (step.number or 0) < (one.number or 0))
+        yield one, match
+    yield from ((None, step) for step in chain(waiting.values(), theirs))
 
 
 def _in_step(one: Step, other: Step, not_compared: set[str]) -> Iterator[dict[str, Any]]:
     pairs = _rows(one, other)
     if pairs is None:
-        mine, theirs = ([row.sample_id for row in step.rows] for step in (one, other))
+        mine, theirs = ({row.sample_id: None for row in step.rows} for step in (one, other))
         only = [
-            next((name for name in names if name not in set(rest)), None)
-            for names, rest in ((mine, theirs), (theirs, mine))
+            next((name for name in names if name not in rest), None) for names, rest in ((mine, theirs), (theirs, mine))
         ]
-        text = f"{one} is of {len(mine)} samples in the first recording and of {len(theirs)} in the second"
-        text += "".join(
-            f"; '{name}' is in the {where} only"
-            for name, where in zip(only, ("first", "second"), strict=True)
-            if name is not None
-        )
-        yield {"step": str(one), "kind": "samples", "text": text, "samples": only, "counts": [len(mine), len(theirs)]}
+        counts = [len(one.rows), len(other.rows)]
+        text = f"{one} is of {counts[0]} samples in the first recording and of {counts[1]} in the second"
+        for name, where in zip(only, ("first", "second"), strict=True):
+            text += "" if name is None else f"; '{name}' is in the {where} only"
+        yield {"kind": "samples", "text": text, "samples": only, "counts": counts}
     else:
         yield from _column(one, pairs, not_compared)
-        yield from _tag(one, pairs)
-    for name in dict.fromkeys((*one.values, *other.values)):
-        values = [one.values.get(name), other.values.get(name)]
-        if values[0] != values[1]:
-            text = f"{one}, value '{name}': {values[0]} and {values[1]}"
-            yield {"step": str(one), "kind": "value", "text": text, "value": name, "values": values}
-            break
+        tags = ((row.sample_id, *each) for row, another in pairs for each in _unequal(row.tags, another.tags))
+        for sample_id, name, values in islice(tags, 1):
+            text = f"{one}, tag '{name}' of sample '{sample_id}': {values[0]!r} and {values[1]!r}"
+            yield {"kind": "tag", "text": text, "sample": sample_id, "tag": name, "values": values}
+    for name, values in islice(_unequal(one.values, other.values), 1):
+        text = f"{one}, value '{name}': {values[0]} and {values[1]}"
+        yield {"kind": "value", "text": text, "value": name, "values": values}
+
+
+def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    for name in dict.fromkeys((*one, *other)):
+        values = [one.get(name), other.get(name)]
+        if repr(values[0]) != repr(values[1]):  # NaN is NaN
+            yield name, values
 
 
 def _rows(one: Step, other: Step) -> Sequence[tuple[Row, Row]] | None:
@@ -180,8 +156,8 @@ def _column(step: Step, pairs: Sequence[tuple[Row, Row]], not_compared: set[str]
         text += f"; of {len(pairs)} samples, it differs in {counts[name]}"
         rest = [f"'{each}' in {count}" for each, count in counts.items() if each != name]
         text += f", {', '.join(rest)}" if rest else ""
-        found: dict[str, Any] = {"step": str(step), "kind": "column", "text": text, "sample": row.sample_id}
-        yield found | {"column": name, "values": values, "counts": dict(counts)}
+        found: dict[str, Any] = {"kind": "column", "text": text, "sample": row.sample_id, "column": name}
+        yield found | {"values": values, "counts": dict(counts)}
 
 
 @lru_cache
@@ -192,17 +168,6 @@ def _same_type(*specs: str | None) -> bool:
     except DataPlaneError:
         return True
     return len({each.stored for each in found if each.lists != "empty"}) < 2
-
-
-def _tag(step: Step, pairs: Sequence[tuple[Row, Row]]) -> Iterator[dict[str, Any]]:
-    for mine, theirs in pairs:
-        for name in dict.fromkeys((*mine.tags, *theirs.tags)):
-            values = [mine.tags.get(name), theirs.tags.get(name)]
-            if repr(values[0]) != repr(values[1]):
-                text = f"{step}, tag '{name}' of sample '{mine.sample_id}': {values[0]!r} and {values[1]!r}"
-                found: dict[str, Any] = {"step": str(step), "kind": "tag", "text": text, "sample": mine.sample_id}
-                yield found | {"tag": name, "values": values}
-                return
 
 
 def value_of(name: str, cell: Cell | None) -> str:

@@ -8,46 +8,28 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dataplane_core.middleware import Record, Recording, Writer
 from dataplane_core.spec import matches
-from dataplane_tools._prompts import Prompts
+from dataplane_tools._prompts import Prompts, several
 from dataplane_tools._samples import Batch, Cell, Given, Put, Row, Step
 from dataplane_tools._survey import Survey
 
 #: Claims of ranks for so many batches of a task before the newest one are still told to be of one batch.
 _BATCHES_KEPT: Final = 64
 #: Findings of one kind that are kept. The others are counted.
-_MOST_FINDINGS: Final = 1000
+_MOST_FINDINGS: Final = 10
 _MOST_EXAMPLES: Final = 3
+#: Operations that tell something also if they fail: what was asked for, what is lost.
+_TELLING: Final = frozenset(("claim", "get_samples"))
+_UNREAD: Final = " without a read"
 #: Samples that are gone, and are kept for records that come late.
 _MOST_EARLY: Final = 1 << 16
 #: By how much a put may seem to begin after its samples were used: the time of a record is taken a little late.
 _LATE_S: Final = 1.0
-
-
-@dataclass(slots=True)
-class Fate:
-    """Samples that a task was never trained on, and what became of them.
-
-    Attributes:
-        count: How many.
-        reason: Why, as far as the record can tell.
-        task: The task, or "" in a partition of which no task was given samples.
-        by: Who cleared them. None: nobody, they are still held.
-        last: Their last operation before that.
-        examples: The first few: their ids, and the newest step then.
-    """
-
-    count: int
-    reason: str
-    task: str
-    by: Writer | None
-    last: str
-    examples: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -73,40 +55,33 @@ class History:
         check_rows: Whether to compare recorded rows with their digests.
 
     Attributes:
-        untrained: What became of samples that were not trained on.
+        survey: As it was given.
+        untrained: What became of samples that were not trained on: ``count``, ``reason``, ``task`` ("" in a partition
+            of which no task was given samples), ``by`` (who cleared them, or None), ``last`` (their last operation
+            before that), and ``examples``: the first few, and the newest step then.
         latency_s: Task -> seconds from the put that made a sample ready to the claim that was given it.
-        damage: Sample, column, its put's writer and line, and the step that trained on it, if one did.
-        num_damaged: How many cells are damaged.
-        twice: Sample, and the two steps that trained on it.
-        num_twice: How many there are.
-        overwritten: Field -> how many cells got another value by a later put.
-        prompts: The prompts of the run.
-        is_marked: Whether steps are marked.
         num_misplaced: How often a sample was used before its put began, or after its partition ended, by the times of
             the records: the clocks of hosts differ.
     """
 
     def __init__(self, recording: Recording, found: Survey, *, check_rows: bool = True) -> None:
-        self.untrained: dict[tuple[str, ...], Fate] = {}
+        self.survey = found
+        self.untrained: dict[tuple[str, ...], dict[str, Any]] = {}
         self.latency_s: dict[str, array[float]] = {}
-        self.damage: list[dict[str, Any]] = []
-        self.num_damaged = 0
-        self.twice: list[tuple[str, str, str]] = []
-        self.num_twice = 0
-        self.overwritten: Counter[str] = Counter()
-        self.prompts = Prompts()
-        self.is_marked = bool(found.marks)
         self.num_misplaced = 0
-        self._recording, self._survey, self._check_rows = recording, found, check_rows
+        self._recording, self._check_rows = recording, check_rows
+        self._prompts = Prompts()
+        self._found: dict[str, list[dict[str, Any]]] = {"trained twice": [], "damaged": []}
+        self._num_found: Counter[str] = Counter()
         self._partitions: dict[str, _Registration] = {}
         self._num_puts = 0
         self._early: dict[tuple[str, str], Row] = {}  # cleared, but their puts are not recorded yet
         self._unused: dict[tuple[str, str], None] = {}  # not trained on at the end of their partition
-        self._damaged: dict[Row, list[dict[str, Any]]] = {}
+        self._damaged: dict[Row, list[tuple[str, str, str]]] = {}
         self._again: list[tuple[Row, Batch, Batch]] = []
         self._newest: int | None = None  # the step that was marked last
         self._marker = ""
-        self._marks = 0
+        self._undone = iter(found.undone)
         self._closing: Step | None = None  # is marked; what its batches consume late is still of it
         self._open = Step()
         self._batches: list[Batch] = []  # without marks: those that are not over
@@ -120,24 +95,22 @@ class History:
             CorruptDataError: A record is damaged.
             SaveError: The recording cannot be read.
         """
-        markers = {client for _, _, client in self._survey.marks}
+        markers = {client for _, _, client in self.survey.marks}
         for record in self._recording.records():
             client = record.client.client
-            if (record.segment, record.line) > self._survey.until.get(client, ("", 0)):
+            if (record.segment, record.line) > self.survey.until.get(client, ("", 0)):
                 continue  # it was written since, or says that its client was closed
             if client in markers and client != self._marker:
                 if self._marker:
                     yield from self._resume()
                 self._marker = client
-            if record.op == "step":
-                if client == self._marker:
-                    yield from self._mark(record)
-            elif record.op == "put_samples" and record.status == "ok":
-                self._put(record)
-            elif record.op in ("get_samples", "claim", "ack", "nack", "set_cursor", "clear_samples"):
-                getattr(self, "_" + record.op)(record)
-            elif record.op == "register_partition" and record.status == "ok":
-                self._register(record)
+            if record.op == "step" and client == self._marker:
+                yield from self._mark(record)
+            elif record.op in _OPERATIONS and (record.status == "ok" or record.op in _TELLING):
+                self._now = record.at
+                held = self._partitions.setdefault(record.partition, _Registration())
+                held.used_at = record.at
+                _OPERATIONS[record.op](self, held, record)
             if not markers:
                 yield from self._batches_over(_BATCHES_KEPT)
         if markers:
@@ -146,6 +119,26 @@ class History:
             yield from self._batches_over(0)
         self._close()
 
+    def wrong(self) -> Iterator[dict[str, Any]]:
+        """What is wrong, when all steps were taken: ``kind``, ``text``, and what the text names."""
+        if not self.num_misplaced:
+            yield from self._prompts.skipped(self.survey.resumes, self.survey.blind_until)
+        yield from self._prompts.repeated(self.survey.resumes)
+        for kind, found in self._found.items():
+            yield from found
+            more = self._num_found[kind] - len(found)
+            if more:
+                yield {"kind": kind, "text": f"{more} more were {kind}.", "count": self._num_found[kind]}
+        for fate in self.untrained.values():
+            if fate["reason"] == "loss":
+                text = f"{several(fate['count'], 'sample')} lost by the store and never trained on: "
+                yield {"kind": "lost", "text": f"{text}{fate['examples'][0]}.", "count": fate["count"]}
+
+    def _note(self, kind: str, **found: Any) -> None:
+        self._num_found[kind] += 1
+        if len(self._found[kind]) < _MOST_FINDINGS:
+            self._found[kind].append({"kind": kind, **found})
+
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def _mark(self, record: Record) -> Iterator[Step]:
@@ -153,8 +146,7 @@ class History:
             yield self._ended(self._closing)
         step, self._open = self._open, Step()
         step.number, step.at, step.values = record.step, record.at, record.values
-        step.is_undone = self._survey.undone[self._marks] if self._marks < len(self._survey.undone) else False
-        self._marks += 1
+        step.is_undone = next(self._undone, False)
         self._newest = self._open.after = record.step
         self._closing = step
 
@@ -168,7 +160,7 @@ class History:
         if self._closing is not None:
             yield self._ended(self._closing)
         if self._open.rows:
-            self._open.at = self._survey.end
+            self._open.at = self.survey.end
             yield self._ended(self._open)
 
     def _batches_over(self, kept: int) -> Iterator[Step]:
@@ -191,8 +183,7 @@ class History:
 
     def _ended(self, step: Step) -> Step:
         for row in step.rows:
-            for damage in self._damaged.pop(row, ()):
-                damage["step"] = str(step)
+            self._note_damage(row, str(step))
             if step.is_undone:
                 if row.prompt is not None:
                     row.prompt.is_undone = True
@@ -202,41 +193,47 @@ class History:
                 row.prompt.train(row.life, row.put.at, row.step)
         return step
 
+    def _note_damage(self, row: Row, step: str | None) -> None:
+        for name, writer, where in self._damaged.pop(row, ()):
+            what = f"column '{name}'" if name else "an unknown column"
+            used = "no step trained on it" if step is None else f"trained on in {step}"
+            text = f"the rows of '{row.sample_id}' are damaged: {what}, put by {writer}, {used} ({where})."
+            self._note("damaged", text=text, sample=row.sample_id, column=name, step=step)
+
     # --- operations ---------------------------------------------------------------------------------------------------
 
-    def _partition(self, record: Record) -> _Registration:
-        self._now = record.at
-        found = self._partitions.get(record.partition)
-        if found is None:
-            found = self._partitions[record.partition] = _Registration()
-        found.used_at = record.at
-        return found
-
-    def _register(self, record: Record) -> None:
-        before = self._partition(record)
-        if before.epoch != record.epoch:
+    def _register(self, held: _Registration, record: Record) -> None:
+        if held.epoch != record.epoch:
             start = record.at - record.seconds  # what others put since may be of the new registration
-            kept = {name: row for name, row in before.rows.items() if row.put is not None and row.put.at >= start}
-            for row in before.rows.values():
-                if row.sample_id not in kept:
-                    self._clear(row, before, record, whole=True)
-            dropped = {name: row for name, row in before.rows.items() if name not in kept and not row.is_used}
-            self._partitions[record.partition] = before = _Registration(rows=kept, dropped=dropped)
-        before.epoch = record.epoch
-        before.tasks = {*before.tasks, *record.consumer_tasks}
+            new = _Registration(record.epoch, record.at)
+            for name, row in held.rows.items():
+                if row.put is not None and row.put.at >= start:
+                    new.rows[name] = row
+                    continue
+                self._clear(row, held, record, whole=True)
+                if not row.is_used:
+                    new.dropped[name] = row
+            held = self._partitions[record.partition] = new
+        held.tasks = {*held.tasks, *record.consumer_tasks}
 
     def _row(self, held: _Registration, record: Record, sample_id: str) -> Row:
+        """The row of a sample. That of a put may be one that others have trained on and cleared before its record."""
+        key, is_put = (record.partition, sample_id), record.op == "put_samples"
+        row = self._early.get(key) if is_put else None
+        if row is not None and row.awaits(record):
+            if row.early.keys() <= set(record.fields):
+                del self._early[key]
+            return row
         row = held.rows.get(sample_id)
         if row is None:
-            row = None if record.op == "put_samples" else held.dropped.pop(sample_id, None)
-            if row is None and (record.partition, sample_id) in self._unused:
-                del self._unused[record.partition, sample_id]
-                self.num_misplaced += record.op != "put_samples"
+            row = None if is_put else held.dropped.pop(sample_id, None)
+            if row is None and key in self._unused:
+                del self._unused[key]
+                self.num_misplaced += not is_put
             row = held.rows[sample_id] = row or Row(sample_id, record.partition)  # its put seemed to be earlier
         return row
 
-    def _put(self, record: Record) -> None:
-        held = self._partition(record)
+    def _put(self, held: _Registration, record: Record) -> None:
         put = Put(self._num_puts, record.at, record.client, record.specs)
         self._num_puts += 1
         columns: list[tuple[str, list[int] | None]] = []
@@ -248,62 +245,42 @@ class History:
             for name, column in self._recording.damage(record):
                 damaged.setdefault(name, []).append(column)
         for place, sample_id in enumerate(record.ids):
-            row = self._row_of_put(held, record, sample_id)
+            row = self._row(held, record, sample_id)
             if record.tags is not None:
                 row.tags.update(record.tags[place])
             row.last = "put_samples"
             for name, of_cells in columns:
                 digest = None if of_cells is None else of_cells[place]
                 old = row.cells.get(name)
-                if old is not None and old.digest != digest and None not in (old.digest, digest):
-                    self.overwritten[name] += 1
                 used = row.early.pop(name, None)
                 if used is not None and record.at - record.seconds > used + _LATE_S:
                     self.num_misplaced += 1
                 row.cells[name] = Cell(put, digest, put.at if old is None else old.since)
             if row.put is None:
                 row.put = put
-                row.prompt, row.life = self.prompts.put(sample_id, record.partition, row.tags, put.at)
+                row.prompt, row.life = self._prompts.put(sample_id, record.partition, row.tags, put.at)
                 if row.prompt is not None and row.step:
                     row.prompt.train(row.life, put.at, row.step)
             for name in damaged.get(sample_id, ()):
-                self._note_damage(row, name, record)
+                where = f"line {record.line} of segment {record.segment}"
+                self._damaged.setdefault(row, []).append((name, str(record.client), where))
 
-    def _row_of_put(self, held: _Registration, record: Record, sample_id: str) -> Row:
-        """The row that a put is of: also one that others have trained on and cleared before its record."""
-        key = record.partition, sample_id
-        row = self._early.get(key)
-        if row is None or not row.awaits(record):
-            return self._row(held, record, sample_id)
-        if row.early.keys() <= set(record.fields):
-            del self._early[key]
-        return row
-
-    def _note_damage(self, row: Row, column: str, record: Record) -> None:
-        self.num_damaged += 1
-        if len(self.damage) < _MOST_FINDINGS:
-            found: dict[str, Any] = {"sample": row.sample_id, "column": column, "step": None}
-            found |= {"writer": str(record.client), "segment": record.segment, "line": record.line}
-            self.damage.append(found)
-            self._damaged.setdefault(row, []).append(found)
-
-    def _get_samples(self, record: Record) -> None:
-        held = self._partition(record)
+    def _get_samples(self, held: _Registration, record: Record) -> None:
         lost = record.error == "LostSamplesError"
         if record.status != "ok" and not lost:
             return
-        is_claimed = record.partition in self._survey.claimed
-        if not (lost or is_claimed or record.client.client in self._survey.readers):
+        is_claimed = record.partition in self.survey.claimed
+        if not (lost or is_claimed or record.client.client in self.survey.readers):
             return
         for sample_id in record.ids:
             row = self._row(held, record, sample_id)
             row.use(record.fields if not lost else (), record)
             row.is_read, row.is_lost, row.last = not lost, lost, "get_samples" if not lost else row.last
-            if self._survey.marks and not (is_claimed or lost):
+            if self.survey.marks and not (is_claimed or lost):
                 self._open.rows.setdefault(row, "")
 
-    def _claim(self, record: Record) -> None:
-        held, task = self._partition(record), record.task
+    def _claim(self, held: _Registration, record: Record) -> None:
+        task = record.task
         held.required[task] = record.required_fields
         filters = held.filters.setdefault(task, {})
         filters.pop(text := repr(record.tag_filter), None)
@@ -314,7 +291,7 @@ class History:
         batch = held.batches.get(key) if record.dp_rank is not None else None
         if batch is None:
             batch = Batch(task, is_shared=record.dp_rank is not None, is_filtered=record.tag_filter is not None)
-            if not self._survey.marks and task in self._survey.tasks:
+            if not self.survey.marks and task in self.survey.tasks:
                 self._batches.append(batch)
             if record.dp_rank is not None:
                 held.batches[key] = batch
@@ -330,14 +307,10 @@ class History:
             if given is None:
                 since = [row.cells[name].since for name in record.required_fields if name in row.cells]
                 latency_s.append(max(0.0, record.at - max(since, default=record.at)))
-                given = row.given[task] = Given(batch)
+                given = row.given[task] = Given()
             elif given.batch is batch:
                 continue  # another process of a rank that was given it
-            elif given.consumed and given.batch is not None:
-                given.before = given.batch
-            elif given.batch is not None:
-                given.batch.rows.pop(row, None)  # its lease ended
-            given.batch, given.consumed = batch, False
+            given.give(row, batch)  # if it was given before, that lease ended
             row.is_read &= record.tag_filter is None
             batch.rows[row] = (record.dp_rank or 0) * (1 << 32) + place
             if record.lease_s is None:
@@ -348,68 +321,44 @@ class History:
         if given.consumed or batch is None:
             return
         given.consumed = True
-        if batch.task not in self._survey.tasks:
+        if batch.task not in self.survey.tasks:
             return
         if given.before is not None:
             self._again.append((row, given.before, batch))
-        if self._survey.marks:
+        if self.survey.marks:
             if batch.step is None or batch.step not in (self._closing, self._open):
                 batch.step = self._open
             batch.step.rows.setdefault(row, batch.task)
 
-    def _ack(self, record: Record) -> None:
-        held = self._partition(record)
-        for sample_id in record.ids if record.status == "ok" else ():
+    def _settle(self, held: _Registration, record: Record) -> None:
+        for sample_id in record.ids:
             row = self._row(held, record, sample_id)
+            row.last = f"{record.op} of '{record.task}'"
             given = row.given.get(record.task)
-            row.last = f"ack of '{record.task}'"
             if given is None or given.batch is None or given.consumed:
                 continue
-            if given.batch.is_filtered and not row.is_read and self._reads(record):
-                given.batch.rows.pop(row, None)
-                given.batch = None
-                row.last = f"ack of '{record.task}' without a read"  # its consumer dropped it, such as for its age
+            reads = self.survey.counts[record.client.client]["get_samples"]  # whether they are recorded
+            if record.op == "ack" and given.batch.is_filtered and not row.is_read and reads:
+                row.last += _UNREAD  # its consumer dropped it, such as for its age
+            elif record.op == "ack":
+                self._consume(row, given)
                 continue
-            self._consume(row, given)
+            given.give(row, None)
 
-    def _reads(self, record: Record) -> bool:
-        """Whether the reads of a client are recorded."""
-        return self._survey.counts[record.client.client]["get_samples"] > 0
-
-    def _nack(self, record: Record) -> None:
-        held = self._partition(record)
-        for sample_id in record.ids if record.status == "ok" else ():
-            row = self._row(held, record, sample_id)
-            row.last = f"nack of '{record.task}'"
-            given = row.given.get(record.task)
-            if given is not None and given.batch is not None and not given.consumed:
-                given.batch.rows.pop(row, None)
-                given.batch = None
-
-    def _set_cursor(self, record: Record) -> None:
-        held = self._partition(record)
-        if record.status != "ok":
-            return
+    def _set_cursor(self, held: _Registration, record: Record) -> None:
         ids = set(record.ids)
         for row in held.rows.values():
-            given = row.given.setdefault(record.task, Given(None))
-            if given.consumed and given.batch is not None:
-                given.before = given.batch
-            given.batch, given.consumed = None, row.sample_id in ids
+            given = row.given.setdefault(record.task, Given())
+            given.give(row, None)
+            given.consumed = row.sample_id in ids
 
-    def _clear_samples(self, record: Record) -> None:
-        if record.status != "ok":
-            return
-        held = self._partition(record)
+    def _clear_samples(self, held: _Registration, record: Record) -> None:
         if record.drops_all:
-            for row in held.rows.values():
-                self._clear(row, held, record, whole=True)
             del self._partitions[record.partition]
-            return
-        for sample_id in record.ids:
+        for sample_id in list(held.rows) if record.drops_all else record.ids:
             cleared = held.rows.pop(sample_id, None)
             if cleared is not None:
-                self._clear(cleared, held, record, whole=False)
+                self._clear(cleared, held, record, whole=record.drops_all)
 
     # --- ends of samples ----------------------------------------------------------------------------------------------
 
@@ -422,7 +371,7 @@ class History:
                 _keep(self._unused, row, None)
             self._note_untrained(row, task, reason or self._why_cleared(task, record, whole), record.client)
             if row.prompt is not None and row.put is not None:
-                later = whole and self._survey.first[record.client.client] > row.put.at
+                later = whole and self.survey.first[record.client.client] > row.put.at
                 row.prompt.is_dropped_later |= later
                 row.prompt.is_decided |= not later
 
@@ -436,30 +385,28 @@ class History:
                         row.prompt.is_decided |= reason == "filter"
                         row.prompt.is_dropped_later = True
                         row.prompt.latest = max(row.prompt.latest, held.used_at)
-        for row, first, second in self._again:
-            if (
-                first.step is not None
-                and second.step is not None
-                and not (first.step.is_undone or second.step.is_undone)
-            ):
-                self.num_twice += 1
-                if len(self.twice) < _MOST_FINDINGS:
-                    self.twice.append((row.sample_id, str(first.step), str(second.step)))
+        for row in list(self._damaged):
+            self._note_damage(row, None)
+        for row, *batches in self._again:
+            steps = [str(each.step) for each in batches if each.step is not None and not each.step.is_undone]
+            if len(steps) == 2:
+                text = f"'{row.sample_id}' was trained on twice: in {steps[0]} and in {steps[1]}."
+                self._note("trained twice", text=text, sample=row.sample_id, steps=steps)
 
     def _why_cleared(self, task: str, record: Record, whole: bool) -> str:
         if whole:
             return "end of the partition"
         if not task:
             return "cleared without a read"
-        return "cleared by a consumer" if record.client.client in self._survey.consumers else "evicted"
+        return "cleared by a consumer" if record.client.client in self.survey.consumers else "evicted"
 
     def _not_trained(self, row: Row, held: _Registration) -> Iterator[tuple[str, str]]:
         """Each task that was not trained on a sample, and why, as far as that is known before it is cleared."""
-        if row.partition not in self._survey.claimed:
-            if not row.is_read and self._survey.marks:
+        if row.partition not in self.survey.claimed:
+            if not row.is_read and self.survey.marks:
                 yield "", "loss" if row.is_lost else ""
             return
-        for task in sorted(self._survey.tasks):
+        for task in sorted(self.survey.tasks):
             given = row.given.get(task)
             if (given is not None and given.consumed) or not (task in held.tasks or task in held.required):
                 continue
@@ -467,7 +414,7 @@ class History:
             missing = [name for name in required if name not in row.cells]
             if row.is_lost:
                 yield task, "loss"
-            elif row.last.endswith("without a read"):
+            elif row.last.endswith(_UNREAD):
                 yield task, "dropped by its consumer"
             elif given is not None and given.batch is not None:
                 yield task, "leased and not acked"
@@ -491,13 +438,25 @@ class History:
 
     def _note_untrained(self, row: Row, task: str, reason: str, by: Writer | None) -> None:
         key = (reason, task, "" if by is None else by.client, row.last)
-        fate = self.untrained.get(key)
-        if fate is None:
-            fate = self.untrained[key] = Fate(0, reason, task, by, row.last)
-        fate.count += 1
-        if len(fate.examples) < _MOST_EXAMPLES:
+        about = {"reason": reason, "task": task, "by": None if by is None else str(by), "last": row.last}
+        fate = self.untrained.setdefault(key, {"count": 0, **about, "examples": []})
+        fate["count"] += 1
+        if len(fate["examples"]) < _MOST_EXAMPLES:
             when = "" if self._newest is None or by is None else f" after step {self._newest}"
-            fate.examples.append(f"'{row.sample_id}' of '{row.partition}'{when}")
+            fate["examples"].append(f"'{row.sample_id}' of '{row.partition}'{when}")
+
+
+#: What an operation changes.
+_OPERATIONS: Final[Mapping[str, Callable[[History, _Registration, Record], None]]] = {
+    "register_partition": History._register,
+    "put_samples": History._put,
+    "get_samples": History._get_samples,
+    "claim": History._claim,
+    "ack": History._settle,
+    "nack": History._settle,
+    "set_cursor": History._set_cursor,
+    "clear_samples": History._clear_samples,
+}
 
 
 def _keep(kept: dict[tuple[str, str], Any], row: Row, value: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import Any, Final, NamedTuple
+from itertools import accumulate, pairwise, product
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from dataplane_core.errors import preview
 
 #: Tags that number or name the prompt of a sample, the first one that a sample has counts.
 _TAGS: Final = ("prompt", "prompt_index", "prompt_id")
@@ -17,18 +19,14 @@ _NUMBERED: Final = re.compile(r"(.*?)(\d{1,18})", re.DOTALL)
 _RANDOM: Final = re.compile(r"[0-9a-fA-F-]{32,}")
 _DIGITS: Final = re.compile(r"\d+")
 _MOST_RANGES: Final = 5
+#: Place of a resume -> numbers, each range with its first and its last one.
+_Ranges: TypeAlias = dict[int, list[tuple[int, int]]]
 _MEMBER: Final = re.compile(r"(.+)_g(\d{1,4})", re.DOTALL)
 
 
 class Resume(NamedTuple):
-    """A client that began after all earlier ones of its role had ended.
-
-    Attributes:
-        at: When its first operation ended.
-        role: Its role.
-        pid: Its process.
-        after: The greatest step that had been marked. None: none.
-    """
+    """A client that began after all earlier ones of its role had ended: when its first operation ended, its role and
+    process, and the greatest step that had been marked."""
 
     at: float
     role: str
@@ -67,33 +65,6 @@ class Prompt:
         """Notes that a step that counts trained on it."""
         if not self.trained or self.trained[-1][0] != life:
             self.trained.append((life, put_at, step))
-
-
-class Skipped(NamedTuple):
-    """Prompts that no step that counts trained on, though later ones were.
-
-    Attributes:
-        names: The first few, as text.
-        first: The first one.
-        num_prompts: How many.
-        resume: The resume that skipped them.
-        is_generated: Whether they were put before it.
-    """
-
-    names: str
-    first: str
-    num_prompts: int
-    resume: Resume
-    is_generated: bool
-
-
-class Repeated(NamedTuple):
-    """A prompt that two steps that count were trained on, and the resume between."""
-
-    name: str
-    first: str
-    second: str
-    resume: Resume
 
 
 @dataclass(slots=True)
@@ -136,8 +107,8 @@ class Prompts:
         prompt.latest = at
         return prompt, prompt.lives
 
-    def skipped(self, resumes: Sequence[Resume], blind_until: float) -> Iterator[Skipped]:
-        """The prompts that a resume skipped.
+    def skipped(self, resumes: Sequence[Resume], blind_until: float) -> Iterator[dict[str, Any]]:
+        """The prompts that a resume skipped, as findings.
 
         Numbers that were never put: between one that was put before a resume and one that was put after it; or so
         little below the greatest one before it that they were under way. Nothing is said of them where numbers are
@@ -149,103 +120,105 @@ class Prompts:
             blind_until: Up to then the recording lacks records: nothing is said of that time.
         """
         times = [each.at for each in resumes]
-        for stream in self._streams.values() if resumes else ():
-            for generated, found in (
-                (False, _missing(stream, times, blind_until)),
-                (True, _lost(stream, times, blind_until)),
-            ):
-                for place, ranges in sorted(found.items()):
-                    count = sum(last - first + 1 for first, last in ranges)
-                    yield Skipped(
-                        _text_of(stream, ranges), stream.name_of(ranges[0][0]), count, resumes[place], generated
-                    )
+        for stream, (find, more) in product(self._streams.values() if resumes else (), _SKIPPED):
+            for place, ranges in sorted(find(stream, times, blind_until).items()):
+                count = sum(last - first + 1 for first, last in ranges)
+                names = [" to ".join(map(stream.name_of, dict.fromkeys(pair))) for pair in ranges[:_MOST_RANGES]]
+                names += ["..."] if len(ranges) > _MOST_RANGES else []
+                text = f"{several(count, 'prompt')} skipped over {resumes[place]}: {', '.join(names)}{more}."
+                yield {"kind": "skipped", "text": text, "count": count, "first": stream.name_of(ranges[0][0])}
 
-    def repeated(self, resumes: Sequence[Resume]) -> Iterator[Repeated]:
-        """The prompts that two steps that count were trained on, with a resume between.
+    def repeated(self, resumes: Sequence[Resume]) -> Iterator[dict[str, Any]]:
+        """The prompts that two steps that count were trained on, with a resume between, as a finding for each resume.
 
         Not those of a further pass over all prompts: there no prompt is new any more, and the first one comes again.
         And not those of streams whose numbers come again without a resume: they do not name prompts.
         """
         times = [each.at for each in resumes]
+        of_resume: dict[Resume, list[tuple[str, str, str]]] = {}
         for stream in self._streams.values():
-            found: list[tuple[float, int, Repeated]] = []
-            again = False
+            found: list[tuple[float, int, int, str, str]] = []
             for number, prompt in stream.prompts.items():
                 for (_, before, first), (_, after, second) in pairwise(prompt.trained):
-                    place = bisect_right(times, before)
-                    if place == len(times) or times[place] > after:
-                        again = True
-                    else:
-                        found.append((after, number, Repeated(stream.name_of(number), first, second, resumes[place])))
-            if again or not found:
+                    found.append((after, number, _between(times, before, after), first, second))
+            if any(place == len(times) for _, _, place, _, _ in found):
                 continue
             newest = max(prompt.first for prompt in stream.prompts.values())
-            may_begin_anew = min(stream.prompts) in {number for _, number, _ in found} or stream.disorder > 0
-            yield from (each for at, _, each in sorted(found) if newest > at or not may_begin_anew)
+            may_begin_anew = stream.disorder > 0 or min(stream.prompts) in {number for _, number, *_ in found}
+            for at, number, place, first, second in sorted(found):
+                if newest > at or not may_begin_anew:
+                    of_resume.setdefault(resumes[place], []).append((stream.name_of(number), first, second))
+        for resume, those in of_resume.items():
+            name, first, second = those[0]
+            text = f"{several(len(those), 'prompt')} given twice over {resume}: {preview(each for each, _, _ in those)}"
+            text += f". '{name}' was trained on in {first} and in {second}."
+            yield {"kind": "given twice", "text": text, "count": len(those), "first": name}
 
 
-def _missing(stream: _Stream, times: Sequence[float], blind_until: float) -> dict[int, list[tuple[int, int]]]:
-    """Place of a resume -> the numbers that were never put, as ranges."""
-    found: dict[int, list[tuple[int, int]]] = {}
+def several(count: int, what: str) -> str:
+    """Such as ``2 prompts were``."""
+    return f"{count} {what} was" if count == 1 else f"{count} {what}s were"
+
+
+def _between(times: Sequence[float], before: float, after: float) -> int:
+    """The place of the first resume between two times. The number of all of them: there is none."""
+    place = bisect_right(times, before)
+    return place if place < len(times) and times[place] <= after else len(times)
+
+
+def _missing(stream: _Stream, times: Sequence[float], blind_until: float) -> _Ranges:
+    """The numbers that were never put."""
+    found: _Ranges = {}
     numbers = sorted(stream.prompts)
-    pairs = list(pairwise(numbers))
-    if sum(right - left == 1 for left, right in pairs) * 2 < len(pairs):
-        return {}  # they are not consecutive anyway
+    gaps = [(left, right) for left, right in pairwise(numbers) if right - left > 1]
+    if len(gaps) * 2 > len(numbers) - 1:
+        return found  # they are not consecutive anyway
     newest = [-1] * (len(times) + 1)  # the greatest number before each resume
     for number in numbers:
         place = bisect_right(times, stream.prompts[number].first)
         newest[place] = max(number, newest[place])
     newest = list(accumulate(newest, max))
     widest = 1  # the distance of two numbers between which numbers are missing for another reason
-    gaps: list[tuple[int, int, int]] = []
-    for left, right in pairs:
-        if right - left == 1:
-            continue
+    skipped: list[tuple[int, int, int]] = []
+    for left, right in gaps:
         before, after = stream.prompts[left].first, stream.prompts[right].first
-        place = bisect_right(times, before)
-        crosses = place < len(times) and times[place] <= after
-        if not crosses:
+        place = _between(times, before, after)
+        if place == len(times):  # were they under way?
             place = bisect_right(times, max(before, after))
-            crosses = place < len(times) and newest[place] >= right and newest[place] - left - 1 <= stream.disorder
-        if crosses and before > blind_until:
-            gaps.append((left, right, place))
+            if newest[place] < right or newest[place] - left - 1 > stream.disorder:
+                place = len(times)
+        if place < len(times) and before > blind_until:
+            skipped.append((left, right, place))
         else:
             widest = max(widest, right - left)
-    for left, right, place in gaps:
+    for left, right, place in skipped:
         if widest < right - left <= len(numbers) + 1:
             found.setdefault(place, []).append((left + 1, right - 1))
     return found
 
 
-def _lost(stream: _Stream, times: Sequence[float], blind_until: float) -> dict[int, list[tuple[int, int]]]:
-    """Place of a resume -> the numbers of the prompts that were put before it and are gone, as ranges."""
-    found: dict[int, list[int]] = {}
+def _lost(stream: _Stream, times: Sequence[float], blind_until: float) -> _Ranges:
+    """The numbers of the prompts that were put before a resume and are gone."""
+    found: _Ranges = {}
     trained_later = float("-inf")  # when a prompt with a greater number that was trained on was put, at the latest
     for number in sorted(stream.prompts, reverse=True):
         prompt = stream.prompts[number]
         if prompt.trained:
             trained_later = max(trained_later, prompt.trained[-1][1])
         elif (prompt.is_undone or prompt.is_dropped_later) and not prompt.is_decided and prompt.first > blind_until:
-            place = bisect_right(times, prompt.latest)
-            if place < len(times) and times[place] <= trained_later:
-                found.setdefault(place, []).append(number)
-    return {place: _ranges(numbers[::-1]) for place, numbers in found.items()}
+            place = _between(times, prompt.latest, trained_later)
+            if place < len(times):
+                ranges = found.setdefault(place, [])
+                goes_on = ranges and ranges[-1][0] == number + 1
+                ranges.append((number, ranges.pop()[1] if goes_on else number))
+    return {place: ranges[::-1] for place, ranges in found.items()}
 
 
-def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    ranges: list[tuple[int, int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1] = ranges[-1][0], number
-        else:
-            ranges.append((number, number))
-    return ranges
-
-
-def _text_of(stream: _Stream, ranges: Sequence[tuple[int, int]]) -> str:
-    """Numbers as ``q7 to q9, q12``, the first few."""
-    texts = [" to ".join(map(stream.name_of, dict.fromkeys(pair))) for pair in ranges[:_MOST_RANGES]]
-    return ", ".join(texts) + (", ..." if len(ranges) > _MOST_RANGES else "")
+#: How skipped prompts are found, and what is said of them.
+_SKIPPED: Final[Sequence[tuple[Callable[[_Stream, Sequence[float], float], _Ranges], str]]] = (
+    (_missing, ""),
+    (_lost, ". They were put before it, no step that counts trained on them, and later ones were trained on"),
+)
 
 
 def _named(sample_id: str, tags: Mapping[str, Any]) -> tuple[str, int | None, int]:

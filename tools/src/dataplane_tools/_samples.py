@@ -18,14 +18,7 @@ _EARLY_S: Final = 600.0
 
 
 class Put(NamedTuple):
-    """A put.
-
-    Attributes:
-        order: Its number among all puts.
-        at: When it ended.
-        writer: Who did it.
-        specs: Field -> the text of its spec.
-    """
+    """A put: its number among all puts, when it ended, who did it, and field -> the text of its spec."""
 
     order: int
     at: float
@@ -34,13 +27,8 @@ class Put(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """The value of a field of a sample.
-
-    Attributes:
-        put: The newest put of it.
-        digest: Its digest, if it is recorded.
-        since: When it was first put.
-    """
+    """The value of a field of a sample: the newest put of it, its digest, if that is recorded, and when it was first
+    put."""
 
     put: Put
     digest: int | None
@@ -62,9 +50,17 @@ class Batch:
 class Given:
     """How far a task is with a row. ``batch`` is None if it was given back; ``before`` is a batch that consumed it."""
 
-    batch: Batch | None
+    batch: Batch | None = None
     consumed: bool = False
     before: Batch | None = None
+
+    def give(self, row: Row, batch: Batch | None) -> None:
+        """Hands the row out once more. None: it is given back."""
+        if self.batch is not None and self.consumed:
+            self.before = self.batch
+        elif self.batch is not None:
+            self.batch.rows.pop(row, None)
+        self.batch, self.consumed = batch, False
 
 
 @dataclass(slots=True, eq=False)

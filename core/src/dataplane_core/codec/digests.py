@@ -5,9 +5,7 @@ Shape legend: ``N`` rows.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
@@ -17,14 +15,15 @@ from xxhash import xxh3_64_digest
 from dataplane_core.codec.narrow import is_narrow, widened
 from dataplane_core.codec.objects import encode_item
 from dataplane_core.codec.rows import num_rows
-from dataplane_core.codec.tensors import Ragged, byte_view, host_tensor, ragged_of_nested
+from dataplane_core.codec.tensors import byte_view, host_tensor, is_jagged, jagged_parts
 from dataplane_core.errors import InvalidTypeError
 from dataplane_core.packed import BytesLike
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
 
 #: Narrow cells are hashed in parts of so many elements, which stay in the processor's cache in between.
-_PART: Final = 1 << 15
+_PART: Final = 1 << 16
 _Sums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+_Cuts: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def cell_digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> _Sums:
@@ -86,18 +85,15 @@ def _row_bytes(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> Iterabl
     """The bytes of each cell of an encoded column in any container, in the dtype that was put. Each holds until the
     next one is taken. No copy if they are contiguous, and not narrow."""
     if isinstance(column, torch.Tensor):
-        rows = ragged_of_nested(column, "a column") if column.is_nested else host_tensor(column, "a column")
-        plain, cuts = (
-            (rows.values, (rows.offsets * rows.itemsize).tolist())
-            if isinstance(rows, Ragged)
-            else (rows, range(0, rows.nbytes + 1, max(1, rows.nbytes // len(rows))))
-        )
+        plain = jagged_parts(column)[0] if is_jagged(column) else host_tensor(column, "a column")
         if plain.nbytes == 0:
             return [b""] * num_rows(column)
+        cuts = jagged_parts(column)[1].numpy() if is_jagged(column) else np.arange(len(plain) + 1)
+        cuts = cuts * (plain.nbytes // int(cuts[-1]) // plain.itemsize)  # of elements
         if wire.narrow and spec.kind == "tensor" and is_narrow(plain.dtype, spec.torch_dtype):
             wide = torch.empty(0, dtype=spec.torch_dtype, device="cpu").numpy().dtype
-            return _wide_cells(plain.reshape(-1).numpy(), [cut // plain.itemsize for cut in cuts], wide)
-        return map(byte_view(plain).__getitem__, map(slice, cuts[:-1], cuts[1:]))
+            return _wide_cells(plain.reshape(-1).numpy(), cuts, wide)
+        return _cut(byte_view(plain), cuts * plain.itemsize)
     if wire.bytes:
         return column
     if spec.kind == "object" and wire.objects == "native":
@@ -105,17 +101,22 @@ def _row_bytes(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> Iterabl
     return (byte_view(host_tensor(row, "a row")) for row in column)
 
 
-def _wide_cells(values: np.ndarray[Any, Any], cuts: Sequence[int], dtype: np.dtype[Any]) -> Iterator[BytesLike]:
+def _wide_cells(values: np.ndarray[Any, Any], cuts: _Cuts, dtype: np.dtype[Any]) -> Iterator[BytesLike]:
     """The bytes in ``dtype`` of cells that lie end to end in a narrower one: how narrow differs from put to put."""
-    part = np.empty(max(_PART, max(after - before for before, after in pairwise(cuts))), dtype)
-    data, size, first = part.view(np.uint8).data, dtype.itemsize, 0
+    part = np.empty(max(_PART, int(np.diff(cuts).max())), dtype)
+    data, first = part.view(np.uint8).data, 0
     while first + 1 < len(cuts):
-        start = cuts[first]
-        last = bisect_right(cuts, start + len(part)) - 1
-        part[: cuts[last] - start] = values[start : cuts[last]]
-        for before, after in pairwise(cuts[first : last + 1]):
-            yield data[(before - start) * size : (after - start) * size]
+        start = int(cuts[first])
+        last = int(cuts.searchsorted(start + len(part), "right")) - 1
+        end = int(cuts[last])
+        part[: end - start] = values[start:end]
+        yield from _cut(data, (cuts[first : last + 1] - start) * dtype.itemsize)
         first = last
+
+
+def _cut(data: memoryview, cuts: _Cuts) -> Iterator[BytesLike]:
+    places = cuts.tolist()
+    return map(data.__getitem__, map(slice, places[:-1], places[1:]))
 
 
 def _item_bytes(item: Any) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from dataplane_core.codec.tensors import jagged_parts
+from dataplane_core.codec.tensors import is_jagged, jagged_parts
 from dataplane_core.spec import SharedRows, WireColumn
 
 
@@ -46,7 +46,7 @@ def cell_nbytes(column: WireColumn | SharedRows, num_samples: int) -> Any:
         if set(map(type, column)) <= _BYTES:  # frames: 5 times as fast
             return np.fromiter(map(len, column), dtype=np.int64, count=len(column))
         return np.fromiter((_item_nbytes(item) for item in column), dtype=np.int64, count=len(column))
-    if column.is_nested:
+    if is_jagged(column):  # asking the tensor takes 9 us
         values, offsets, _, _ = jagged_parts(column)
         return np.diff(offsets.numpy()) * (values.dtype.itemsize * math.prod(values.shape[1:]))
     return column.nbytes // max(num_samples, 1)

@@ -163,7 +163,7 @@ def line_of(event: OperationEvent, sample_ids: Sequence[str]) -> dict[str, Any]:
         "status": event.status if failed else "",
         "error": event.error,
         "drops_all": event.drops_all,
-        "ids": list(sample_ids),
+        "ids": sample_ids,
     }
     return {
         "op": event.op,
@@ -207,7 +207,7 @@ class LineFile:
             ValueError: The file is closed.
         """
         line = {"at": round(time.time(), 6), **line}
-        data = (sealed(_compact(line)) if self._sealed else json.dumps(line).encode()) + b"\n"
+        data = (sealed(_compact(line)) if self._sealed else json.dumps(line, default=_plain).encode()) + b"\n"
         descriptor = self._file.fileno()
         end = os.fstat(descriptor).st_size  # 0 for a pipe
         if end and os.pread(descriptor, 1, end - 1) != b"\n":  # half a line, or one that another process is writing
@@ -249,8 +249,13 @@ def is_held(path: Path) -> bool:
 
 def _compact(line: Mapping[str, Any]) -> bytes:
     """A JSON object. Numbers that JSON lacks are as `json` writes them."""
-    text = msgspec.json.encode(line)  # many times as fast as `json`
-    return text if b"null" not in text else json.dumps(line, separators=(",", ":")).encode()
+    text = msgspec.json.encode(line, enc_hook=_plain)  # many times as fast as `json`
+    return text if b"null" not in text else json.dumps(line, separators=(",", ":"), default=_plain).encode()
+
+
+def _plain(value: Any) -> Any:
+    """What a reply has as a sequence or a mapping of another class than `list` and `dict`."""
+    return dict(value) if isinstance(value, Mapping) else list(value)
 
 
 def sealed(text: bytes) -> bytes:

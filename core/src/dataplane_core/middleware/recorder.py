@@ -199,7 +199,7 @@ class Recorder(OperationMiddleware):
     def _content(self, request: PutRequest) -> tuple[dict[str, Any], bytes]:
         """What a line says of the cells of a put, and the block of its rows."""
         names = [name for name in request.columns if not name.startswith("~")]
-        more: dict[str, Any] = {} if request.tags is None else {"tags": list(request.tags)}
+        more: dict[str, Any] = {} if request.tags is None else {"tags": request.tags}
         if not names:
             return more, b""
         more["specs"] = {name: request.specs[name].to_text() for name in names}
@@ -237,7 +237,7 @@ class Recorder(OperationMiddleware):
         found = {name: getattr(request, name) for name in _OF_REQUEST.get(event.op, ())}
         line |= {name: value for name, value in found.items() if value is not None}
         if event.op == "claim" and reply is not None:
-            line |= {"tags": [dict(each) for each in reply.tags], "exhausted": reply.exhausted}
+            line |= {"tags": reply.tags, "exhausted": reply.exhausted}
             if reply.num_ranks is not None:
                 line["num_ranks"] = reply.num_ranks
             if request.batch_epoch not in (None, reply.epoch):

@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from dataplane_core import errors, spec
 from dataplane_core.backends import BlobStore, CapacityOptions
-from dataplane_core.codec import Columns, decode_columns, encode_columns, scalar_of_digest
+from dataplane_core.codec import Columns, decode_columns, encode_columns, scalar_of_digest, take_rows
 from dataplane_core.errors import preview
 from dataplane_core.middleware import row_digests
-from dataplane_recording._differences import cell, in_words, take
+from dataplane_recording._differences import cell, in_words
 from dataplane_recording._replay import Replay
 from dataplane_recording._timeline import Event, Registration, Timeline
 
@@ -338,7 +338,10 @@ class RecordingBackend(BlobStore):
                 f"{what}field '{name}' of {preview(absent)} is not among the recorded rows: payload was "
                 f"{record.client.payload!r}, and {preview(record.left_out) or 'no field'} could only be pickled. {when}"
             )
-        return Columns({name: take(columns[name], [row_of[each] for each in ids])}, ints=columns.ints)
+        rows = [row_of[each] for each in ids]
+        column = columns[name]
+        taken = type(column)(column[row] for row in rows) if isinstance(column, list) else take_rows(column, rows)
+        return Columns({name: taken}, ints=columns.ints)
 
     def _not_put(self, what: str, now: Replay, sample_id: str, name: str) -> errors.MissingDataError:
         puts = now.run.puts.get(sample_id)
@@ -375,19 +378,16 @@ class RecordingBackend(BlobStore):
         pickles = self.allow_pickle
         rows = decode_columns(columns, request.specs, len(ids), self.wire, allow_pickle=pickles, share_rows=True)
         sums, specs = row_digests(rows, request.specs, len(ids), allow_pickle=pickles)
-        digests = {name: each.tolist() for name, each in sums.items()}
-        recorded: dict[tuple[int, str], dict[str, int]] = {}
+        recorded: dict[tuple[int, str], tuple[Any, spec.FieldSpec]] = {}
         different = []
         for (row, name), event in events.items():
             if (event.at, name) not in recorded:
-                theirs = event.record.digests_of(name)
-                pairs = () if theirs is None else zip(event.record.ids, theirs.tolist(), strict=True)
-                recorded[event.at, name] = dict(pairs)
-            known = recorded[event.at, name].get(ids[row])
-            its_spec = spec.FieldSpec.from_text(event.record.specs[name]).stored
-            if known is not None and (known != digests[name][row] or its_spec != specs[name].stored):
-                different.append((row, name, event, scalar_of_digest(known, its_spec)))
-        if not all(recorded.values()):
+                its_spec = spec.FieldSpec.from_text(event.record.specs[name]).stored
+                recorded[event.at, name] = event.record.digests_of(name), its_spec
+            theirs, its_spec = recorded[event.at, name]
+            if theirs is not None and (theirs[event.place] != sums[name][row] or its_spec != specs[name].stored):
+                different.append((row, name, event, scalar_of_digest(int(theirs[event.place]), its_spec)))
+        if any(theirs is None for theirs, _ in recorded.values()):
             self._tell(request.partition_id, "", "puts are not compared: the run recorded payload none")
         if different:
             row, name, event, was = different[0]

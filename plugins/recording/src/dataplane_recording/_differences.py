@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from dataplane_core.codec import take_rows
-
-
-def take(column: Any, rows: Sequence[int]) -> Any:
-    """Rows of a column as `tensor_rows` gives it."""
-    return type(column)([column[row] for row in rows]) if isinstance(column, list) else take_rows(column, rows)
-
 
 def cell(column: Any, row: int) -> Any:
-    """A row of such a column."""
-    one = take(column, [row])
-    if isinstance(one, torch.Tensor):
-        return one.unbind()[0]
-    return (one if isinstance(one, list) else one.tolist())[0]
+    """A row of a column as `tensor_rows` or `decode_columns` gives it."""
+    return (column if isinstance(column, (list, torch.Tensor)) else column.tolist())[row]
 
 
 def in_words(now: Any, was: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -134,13 +134,13 @@ class Replay:
         in the run is not there yet.
         """
         found: dict[str, dict[str, Any]] = {}
-        mine = self.run.first.record.client if self.is_ours else None
+        mine, begin = self.run.first.record.client if self.is_ours else None, self.run.begin
         for sample_id in self.sample_ids():
-            puts = self.run.tags.get(sample_id, ())
-            theirs = [tags for (at, record), tags in puts if at < self.run.begin or record.client is not mine]
+            puts = self.run.puts.get(sample_id, ())
+            theirs = [each for each in puts if each.at < begin or each.record.client is not mine]
             if theirs or sample_id in self.tags:
-                both = (*theirs, self.tags.get(sample_id, {}))
-                found[sample_id] = {name: value for tags in both for name, value in tags.items()}
+                tags = [each.record.tags[each.place] for each in theirs if each.record.tags is not None]
+                found[sample_id] = dict(ChainMap(self.tags.get(sample_id, {}), *tags[::-1]))
         return found
 
     def fields_of(self, sample_id: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from dataplane_core.codec import Columns
 from dataplane_core.errors import InvalidRequestError, MissingDataError, preview
@@ -16,10 +16,11 @@ _BLOCKS: Final = 4
 
 
 class Event(NamedTuple):
-    """A record, and its place among all records."""
+    """A record, its place among all records, and of a put the place of a sample in it."""
 
     at: int
     record: Record
+    place: int = 0
 
 
 @dataclass
@@ -35,7 +36,6 @@ class Registration:
         enums: Field -> the strings that it may hold.
         is_finished: Whether the run said later how many samples there are.
         puts: Sample -> the puts of it.
-        tags: Sample -> the tags that were put, in their order, each with the put.
         reads: Sample -> the reads of it.
         clears: Sample -> the places of the clears that name it.
         claims: Task -> rank and index of a batch, or None and the claim's place -> the first claim that was given it.
@@ -49,7 +49,6 @@ class Registration:
     enums: dict[str, dict[str, None]] = field(default_factory=dict)
     is_finished: bool = False
     puts: dict[str, list[Event]] = field(default_factory=dict)
-    tags: dict[str, list[tuple[Event, dict[str, Any]]]] = field(default_factory=dict)
     reads: dict[str, list[Event]] = field(default_factory=dict)
     clears: dict[str, list[int]] = field(default_factory=dict)
     claims: dict[str, dict[tuple[int | None, int], Event]] = field(default_factory=dict)
@@ -65,12 +64,11 @@ class Registration:
 
     def add(self, event: Event) -> None:
         """Notes what the run did next."""
-        at, record = event
+        at, record, _ = event
         match record.op:
             case "clear_samples" if at < self.begin:
                 for sample_id in record.ids:
                     self.puts.pop(sample_id, None)
-                    self.tags.pop(sample_id, None)
             case "claim" | "get_samples" if at < self.begin or not (record.ids or record.exhausted):
                 pass
             case "register_partition":
@@ -83,9 +81,8 @@ class Registration:
                 key = record.dp_rank, at if record.dp_rank is None else record.batch_index
                 self.claims.setdefault(record.task, {}).setdefault(key, event)
             case "put_samples":
-                for sample_id, tags in zip(record.ids, record.tags or [{}] * len(record.ids), strict=True):
-                    self.puts.setdefault(sample_id, []).append(event)
-                    self.tags.setdefault(sample_id, []).append((event, tags))
+                for place, sample_id in enumerate(record.ids):
+                    self.puts.setdefault(sample_id, []).append(Event(at, record, place))
             case "get_samples":
                 for sample_id in record.ids:
                     self.reads.setdefault(sample_id, []).append(event)
@@ -112,7 +109,7 @@ class Timeline:
         self._early: dict[str, list[Event]] = {}  # before any registration
         self._blocks: dict[int, tuple[dict[str, int], Columns]] = {}
         epochs: dict[tuple[str, str], Registration] = {}
-        events = [*map(Event._make, enumerate(self._recording.records()))]
+        events = [Event(at, record) for at, record in enumerate(self._recording.records())]
         self._steps = [(event.at, event.record.step) for event in events if event.record.step is not None]
         begin = -1 if after_step is None else max((at for at, step in self._steps if step == after_step), default=-1)
         if after_step is not None and begin < 0:

@@ -634,7 +634,9 @@ class UnitBook:
             for number, (name, started, alive, served) in packed["lives"].items():
                 unit = self._units.get(name) or _Unit(name, "", state="removed")
                 self._lives[number] = _Held(unit, Started(*started), alive, served)
-            self._next_spread, version = pickle.loads(notes[_NEXT_SPREAD_NOTE])
+            version = 0
+            if _NEXT_SPREAD_NOTE in notes:  # else there was no put yet
+                self._next_spread, version = pickle.loads(notes[_NEXT_SPREAD_NOTE])
             self._version = max(self._version, version) + 1
             for name, note in notes.items():
                 if name.startswith(_SPREAD_NOTE):

@@ -102,6 +102,13 @@ def test_the_book_is_where_it_was(controller: Controller) -> None:
     assert controller.units()[0][0].num_lost == 0
 
 
+def test_a_book_without_a_put_comes_back(controller: Controller) -> None:
+    before = controller.units()
+    controller.again()
+    assert controller.units() == before
+    controller.put()
+
+
 def test_the_number_of_a_spread_is_never_used_again(controller: Controller) -> None:
     """A client may still know what it was."""
     write_id = controller.put()

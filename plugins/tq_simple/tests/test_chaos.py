@@ -1,8 +1,12 @@
 """tq_simple keeps the contract in a random history of processes that are killed and stopped."""
 
+import os
+import signal
+from contextlib import contextmanager, suppress
+
 import pytest
 
-from dataplane_testkit import AuthorsClass, Settings, run_chaos
+from dataplane_testkit import AuthorsClass, Disturbance, Settings, run_chaos
 
 
 class TQSimple(AuthorsClass):
@@ -13,4 +17,45 @@ class TQSimple(AuthorsClass):
 def test_a_random_history_keeps_the_contract(ray_address, tmp_path):
     options = {"instance": "random", "ray_address": ray_address}
     verdict = run_chaos(TQSimple(), options, Settings.brief(), folder=tmp_path)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_random_history_keeps_the_contract_though_units_and_the_controller_are_killed(ray_address, tmp_path, pid_of):
+    """Nothing is lost, since they keep what they have in a folder."""
+
+    class Durable(TQSimple):
+        def disturbances(self, backend):
+            name = f"tq-{backend.config.instance}"
+            units = [f"{name}/unit-0", f"{name}/unit-1"]
+
+            def killing(actors):
+                @contextmanager
+                def kill():
+                    for pid in [pid_of(each) for each in actors]:
+                        with suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+                    yield
+
+                return Disturbance(kill, lasts=False)
+
+            victims = {
+                "unit-0": units[:1],
+                "unit-1": units[1:],
+                "the controller": [name],
+                "all of them": [name, *units],
+            }
+            return {f"{what} is killed": killing(actors) for what, actors in victims.items()}
+
+    options = {
+        "instance": "killed",
+        "ray_address": ray_address,
+        "num_storage_units": 2,
+        "near_writer": False,
+        "unit_bytes": 64 << 20,
+        "durable": str(tmp_path / "durable"),
+    }
+    verdict = run_chaos(Durable(), options, Settings.brief(), folder=tmp_path)
+    print(verdict.facts, *verdict.table(), sep="\n")
     assert verdict.passed, verdict

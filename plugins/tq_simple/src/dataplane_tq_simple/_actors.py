@@ -65,11 +65,9 @@ def nodes_for_units() -> list[str]:
 
 def on_nodes(nodes: Iterable[str], function: Callable[..., Any], *args: Any) -> dict[str, Any]:
     """Calls a function on each node. Returns Ray references to what it returns, by the node."""
-    task = ray.remote(function).options(num_cpus=0)
-    return {
-        node: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(*args)
-        for node in nodes
-    }
+    task = ray.remote(function)
+    there = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
+    return {node: task.options(num_cpus=0, scheduling_strategy=each).remote(*args) for node, each in there.items()}
 
 
 def was_started_before() -> bool:

@@ -327,18 +327,17 @@ class UnitBook:
                 self._fail(unit, why)
                 self._forget()
 
-    def stuck(self, name: str, why: str) -> bool:
-        """A unit cannot serve. One whose rows are kept may yet, when somebody has mended that: whoever waits is told.
-        Any other has failed. Returns whether it is to try again."""
+    def waits(self, name: str, why: str) -> bool:
+        """A unit that runs cannot serve, or not yet. Returns whether it has rows that are kept: then it may, when
+        somebody has mended that. Whoever waits for them is told why, if that is not ``""``."""
         with self.lock:
             unit = self._units.get(name)
-            if unit is not None and unit.life is not None:
-                if unit.why != why:
-                    unit.why = why
-                    self._changes()
-                return True
-        self.failed(name, why)
-        return False
+            if unit is None or unit.life is None:
+                return False
+            if unit.why != why:
+                unit.why = why
+                self._changes()
+            return True
 
     def live(self) -> list[tuple[str, str, Started]]:
         """The units that run: names, actors, and what they said."""

@@ -248,13 +248,15 @@ class Keeper:
             self._book.failed(name, str(error).strip().splitlines()[0])
         except ray.exceptions.RayTaskError as error:
             known = data_plane_error(error)
-            if (known is None or not known.retryable) and not self._book.stuck(name, cause(error)):
+            if (known is None or not known.retryable) and not self._book.waits(name, cause(error)):
+                self._book.failed(name, cause(error))
                 ray.kill(self._handles.pop(actor), no_restart=True)
         except ray.exceptions.RayError:
             return  # says nothing about the actor
         else:
             if isinstance(started, Place):
-                self._searches.setdefault(name, _Search(started.name, time.monotonic() + self._wait_s))
+                wait_s = self._wait_s if self._book.waits(name, "") else 0.0
+                self._searches.setdefault(name, _Search(started.name, time.monotonic() + wait_s))
                 return
             self._searches.pop(name, None)
             ear = self._ears.get(name)

@@ -3,6 +3,7 @@
 import os
 import signal
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
@@ -56,6 +57,7 @@ def test_a_random_history_keeps_the_contract_though_units_and_the_controller_are
         "unit_bytes": 64 << 20,
         "durable": str(tmp_path / "durable"),
     }
-    verdict = run_chaos(Durable(), options, Settings.brief(), folder=tmp_path)
+    settings = replace(Settings.brief(), schedule_s=60.0)
+    verdict = run_chaos(Durable(), options, settings, folder=tmp_path)
     print(verdict.facts, *verdict.table(), sep="\n")
     assert verdict.passed, verdict

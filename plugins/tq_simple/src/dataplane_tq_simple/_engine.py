@@ -317,6 +317,9 @@ class Engine(QueueEngine):
         if unit is not None:
             return unit
         life = self._places.life(number)
+        if life is not None and life.why:  # it may be mended by now
+            self._places.refresh(deadline)
+            life = self._places.life(number)
         if life is None:
             raise UnitsGoneError("a storage unit ended. What it held is lost.")
         if life.why:

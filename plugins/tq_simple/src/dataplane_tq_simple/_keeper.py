@@ -72,7 +72,7 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Search:
-    """For the node that has the place of a unit, which Ray has started on another one.
+    """A search for the node that has the place of a unit, which Ray has started on another one.
 
     Attributes:
         place: The name of the place.
@@ -273,9 +273,7 @@ class Keeper:
             if actor is None or self._places is None:
                 del self._searches[name]
                 continue
-            for ref in (
-                ray.wait(list(search.asked), num_returns=len(search.asked), timeout=0)[0] if search.asked else ()
-            ):
+            for ref in [each for each in search.asked if ray.wait([each], timeout=0)[0]]:
                 node = search.asked.pop(ref)
                 with suppress(ray.exceptions.RayError):  # the node ends
                     if search.place in ray.get(ref, timeout=0):
@@ -311,9 +309,7 @@ class Keeper:
                     ray.get(ref)
                     del self._to_retain[name]
                 except ray.exceptions.RayError as error:  # else what nobody can read would fill its memory
-                    _logger.warning(
-                        "%s does not drop the rows that are not needed; trying again: %s", name, cause(error)
-                    )
+                    _logger.warning("%s keeps rows that nobody needs; telling it again: %s", name, cause(error))
 
     def _create(self) -> None:
         """Creates the units that were asked for, on the nodes with the fewest units."""

@@ -26,6 +26,8 @@ def test_a_random_history_keeps_the_contract(ray_address, tmp_path):
 def test_a_random_history_keeps_the_contract_though_units_and_the_controller_are_killed(ray_address, tmp_path, pid_of):
     """Nothing is lost, since they keep what they have in a folder."""
 
+    faults = [f"kill {what}" for what in ("the controller", "unit-0", "unit-1", "all three")]
+
     class Durable(TQSimple):
         def disturbances(self, backend):
             name = f"tq-{backend.config.instance}"
@@ -57,7 +59,7 @@ def test_a_random_history_keeps_the_contract_though_units_and_the_controller_are
         "unit_bytes": 64 << 20,
         "durable": str(tmp_path / "durable"),
     }
-    settings = replace(Settings.brief(), schedule_s=60.0)
+    settings = replace(Settings.brief(), schedule_s=60.0, faults=frozenset(faults))
     verdict = run_chaos(Durable(), options, settings, folder=tmp_path)
     print(verdict.facts, *verdict.table(), sep="\n")
     assert verdict.passed, verdict

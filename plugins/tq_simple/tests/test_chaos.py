@@ -43,13 +43,7 @@ def test_a_random_history_keeps_the_contract_though_units_and_the_controller_are
 
                 return Disturbance(kill, lasts=False)
 
-            victims = {
-                "unit-0": units[:1],
-                "unit-1": units[1:],
-                "the controller": [name],
-                "all of them": [name, *units],
-            }
-            return {f"{what} is killed": killing(actors) for what, actors in victims.items()}
+            return dict(zip(faults, map(killing, ([name], units[:1], units[1:], [name, *units])), strict=True))
 
     options = {
         "instance": "killed",

@@ -6,8 +6,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
+import ray
 
 from dataplane_testkit import AuthorsClass, Disturbance, Settings, run_chaos
+from dataplane_testkit._timing import eventually
 
 
 class TQSimple(AuthorsClass):
@@ -28,6 +30,10 @@ def test_a_random_history_keeps_the_contract_though_units_and_the_controller_are
 
     faults = [f"kill {what}" for what in ("the controller", "unit-0", "unit-1", "all three")]
 
+    def pid_if_it_runs(actor):
+        with suppress(ray.exceptions.ActorUnavailableError):  # it is being started again
+            return pid_of(actor)
+
     class Durable(TQSimple):
         def disturbances(self, backend):
             name = f"tq-{backend.config.instance}"
@@ -36,7 +42,7 @@ def test_a_random_history_keeps_the_contract_though_units_and_the_controller_are
             def killing(actors):
                 @contextmanager
                 def kill():
-                    for pid in [pid_of(each) for each in actors]:
+                    for pid in [eventually(lambda each=each: pid_if_it_runs(each), 120.0, each) for each in actors]:
                         with suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
                     yield

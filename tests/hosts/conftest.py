@@ -36,13 +36,18 @@ class Host:
     def __init__(self, name: str, address: str) -> None:
         self.name = name
         self.address = address
+        self._mount: tuple[str, ...] = ()
+
+    def mount(self, own: Path, seen_at: Path) -> None:
+        """What is started from now on sees a folder of this host's own where all hosts have one."""
+        self._mount = ("sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', str(own), str(seen_at))
 
     def start(self, *words: str, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
         """Starts a program on this host."""
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         inherited["MC_TCP_BIND_ADDRESS"] = "169.254.7.1"  # as from elsewhere
         options = {"stdin": subprocess.DEVNULL, "text": True, "env": {**inherited, **_ENV, **(env or {})}, **options}
-        return subprocess.Popen(["ip", "netns", "exec", self.name, *words], **options)
+        return subprocess.Popen(["ip", "netns", "exec", self.name, *self._mount, *words], **options)
 
     def run(self, *words: str) -> str:
         """Runs a program on this host to its end."""

@@ -125,6 +125,10 @@ class Worker:
         """How far it is."""
         return {"rounds": self.rounds, "failure": self.failure}
 
+    def so_far(self) -> list[str]:
+        """What is done."""
+        return list(self.done)
+
     def stop(self) -> dict[str, Any]:
         """Ends it."""
         self._stop.set()
@@ -137,7 +141,7 @@ class Owner:
 
     def __init__(self, client: DataPlaneClient) -> None:
         self._client = client
-        client.register_partition("p", ["x"], None, ["leased", "taken"])
+        client.register_partition("p", ["x"], None, ["leased", "taken"], if_exists="keep")
 
     def put(self, ids: list[str]) -> None:
         """Puts samples."""

@@ -216,6 +216,49 @@ def test_a_node_dies_with_the_controller_and_a_unit(
         run.close()
 
 
+def test_nodes_with_durable_units_die_and_come_back(mortal_pair: Any, tmp_path: Path) -> None:
+    """First one node with all its processes, then both at once, each with a folder of its own. Nothing is lost."""
+    pair, folder = mortal_pair, tmp_path / "durable"
+    folder.mkdir()
+    for host in (pair.here, pair.there):
+        own = tmp_path / f"of {host.name}"
+        own.mkdir()
+        host.mount(own, folder)
+
+    def start_nodes() -> None:
+        pair.start_head()
+        pair.start_node(pair.there)
+
+    start_nodes()
+    hosts = dict.fromkeys(("own", *_ACTS), pair.here)
+    with Run(pair, tmp_path, hosts, "tq_simple", durable=str(folder), unit_bytes=64 << 20) as run:
+        for turn in range(int(os.environ.get("DATAPLANE_KILL_ROUNDS", "1"))):
+            run.all_go_on()
+            put_before = run.owner.ask("samples")
+            pair.there.kill()
+            meanwhile = [f"m{turn}-{row}" for row in range(6)]
+            eventually(lambda: "starting" in run.owner.ask("states_of_units"), "nobody notices")
+            run.owner.ask("put", meanwhile)
+            assert run.owner.ask("lost", meanwhile) == [], "the other node serves on"
+            pair.start_node(pair.there)
+            run.eventually_two_units()
+            run.all_go_on()
+            assert run.owner.ask("lost", put_before) == []
+        done = {each.what: each.ask("so_far") for each in run.workers}
+        committed = run.owner.ask("samples")
+        pair.there.kill()
+        pair.here.kill()
+        start_nodes()
+        owner = run.start("own", pair.here)
+        assert owner.hear() == "connected"
+        samples = owner.ask("samples")
+        assert set(committed) <= set(samples)
+        assert owner.ask("lost", samples) == []
+        for task, act in (("leased", "lease"), ("taken", "take")):
+            assert not set(owner.ask("rest", task)) & set(done[act]), f"{task}: given again"
+        owner.close()
+
+
 @pytest.mark.parametrize("backend", ["tq_simple", "tq_mooncake"])
 @pytest.mark.parametrize("controller", ["here", "there"])
 def test_the_network_is_cut_and_joined(

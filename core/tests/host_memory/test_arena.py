@@ -128,3 +128,35 @@ def test_uses_of_several_processes_are_told_in_order_and_an_empty_one_holds_no_o
     second.end(300)
     assert arena.used_by_others(0, 1 << 20) == [(100, 200), (400, 500), (5000, 6000)]
     assert arena.used_by_others(200, 400) == []
+
+
+def test_bytes_are_used_in_a_block_or_as_long_as_an_object_lives():
+    arena, said = Arena.create(1 << 20), []
+    uses = Uses(arena.fd)
+
+    def used():
+        return arena.used_by_others(0, 1 << 20)
+
+    with uses.during([(0, 64), (128, 192)], lambda: said.append(used())):
+        assert used() == [(0, 64), (128, 192)]
+    assert not used()
+    assert said == [[(0, 64), (128, 192)]], "the owner is asked when others would see it already"
+
+    def has_ended():
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError), uses.during([(0, 64)], has_ended):
+        pytest.fail("the block runs although the owner has ended")
+    assert not used()
+
+    class Holder:
+        pass
+
+    holder = Holder()
+    uses.as_long_as(holder, [(0, 64), (0, 32)], lambda: None)
+    assert used() == [(0, 64)]
+    del holder
+    assert not used()
+    with pytest.raises(RuntimeError):
+        uses.as_long_as(Holder(), [(0, 64)], has_ended)
+    assert not used()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -21,8 +22,9 @@ import pytest
 from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError, LostSamplesError
-from dataplane_core.hosting import lock_folder
+from dataplane_core.hosting import lock_folder, owner_of
 from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
+from dataplane_tq_simple._errors import UnitsGoneError
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "shm_store" / "tests"))
@@ -106,6 +108,54 @@ def test_a_unit_the_controller_and_another_unit_are_killed_at_once_under_load(
         load.goes_on()
         eventually(lambda: states(client) == [("serving", 3), ("serving", 2)], "the units are not started again")
     check(client, load)
+
+
+def test_a_unit_waits_for_its_folder_and_says_what_is_wrong_with_it(
+    client: DataPlaneClient, tmp_path: Path, pid_of: Callable[[str], int], kill: Callable[..., None]
+) -> None:
+    put(client, IDS)
+    pid = pid_of(f"tq-{NAME}/unit-0")
+    (place,) = [each for each in places(tmp_path) if owner_of(each).pid == pid]
+    aside = place.rename(tmp_path / "aside")
+    place.write_text("this is no folder")
+    kill("unit-0")
+
+    def refusal(ids: list[str]) -> BackendUnavailableError | None:
+        try:
+            assert right(client, ids)
+        except UnitsGoneError:
+            pass
+        except BackendUnavailableError as error:
+            return error
+        return None
+
+    refused = eventually(lambda: refusal(IDS), "nobody is told")
+    assert not refused.retryable
+    assert re.search(rf"unit-0 cannot bring its rows back: .*{place} cannot be used", str(refused))
+    put(client, ["more-1"])
+    place.unlink()  # now it looks for the node that has it
+    assert len(places(tmp_path)) == 1
+    aside.rename(place)
+    eventually(lambda: refusal(IDS) is None, "it does not find it")
+    assert right(client, [*IDS, "more-1"])
+    assert [state for state, _ in states(client)] == ["serving", "serving"]
+    assert len(places(tmp_path)) == 2
+
+
+def test_a_unit_whose_folder_does_not_come_begins_without_it(
+    config: dict[str, Any], tmp_path: Path, kill: Callable[..., None]
+) -> None:
+    config["options"]["node_wait_s"] = 0.0
+    with connect(config, bootstrap=True) as client:
+        client.register_partition("p", ["x"], None, TASKS)
+        put(client, IDS)
+        for each in places(tmp_path):
+            each.rename(tmp_path / each.name)
+        kill("unit-0", "unit-1")
+        eventually(lambda: [state for state, _ in states(client)] == ["serving"] * 2, "they wait for it")
+        assert lost(client, IDS) == IDS
+        put(client, IDS)
+        assert right(client, IDS)
 
 
 # --- all processes end ------------------------------------------------------------------------------------------------

@@ -5,9 +5,8 @@ wire.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -121,27 +120,17 @@ class ExtentClient:
             sources = [array for plan in plans.values() for array in _whole(plan)]
             self.session.call(what, deadline, Fill(put), sources=sources)
             return
-        used: list[int] = []
         held = self.session.new_pin()  # nobody gets the memory while it is written, even if the put is given up
         try:
             offsets = self.session.call(what, deadline, Allocate(put, writes, held.number))
-            if self._uses is not None:
-                for offset, plan in zip(offsets, plans.values(), strict=True):
-                    self._uses.begin(offset, offset + plan.layout.size_bytes)
-                    used.append(offset)
-                self.check(what)  # if it lives now, no later owner has given the memory to others
-            memory = self._arena.bytes
-            copies = [
-                copy
-                for offset, plan in zip(offsets, plans.values(), strict=True)
-                for copy in plan.copies_into(memory[offset:])
-            ]
-            copy_arrays(copies, threads)
-            self.session.call(what, deadline, Written(put))
+            placed = list(zip(offsets, plans.values(), strict=True))
+            bounds = [(offset, offset + plan.layout.size_bytes) for offset, plan in placed]
+            with nullcontext() if self._uses is None else self._uses.during(bounds, lambda: self.check(what)):
+                memory = self._arena.bytes
+                copies = [copy for offset, plan in placed for copy in plan.copies_into(memory[offset:])]
+                copy_arrays(copies, threads)
+                self.session.call(what, deadline, Written(put))
         finally:
-            if self._uses is not None:
-                for offset in used:
-                    self._uses.end(offset)
             held.release()
 
     def get(self, reads: Sequence[ExtentRead], specs: Mapping[str, FieldSpec], deadline: float) -> list[StoredRows]:
@@ -167,15 +156,13 @@ class ExtentClient:
             pin.release()  # the traceback refers to it
             raise
         if self._views and self._uses is not None:
-            for place in found.places.values():
-                self._uses.begin(place.offset, place.offset + place.layout.size_bytes)
-                weakref.finalize(pin, self._uses.end, place.offset).atexit = False
-            self.check("get_samples")
+            bounds = [place.bounds for place in found.places.values()]
+            self._uses.as_long_as(pin, bounds, lambda: self.check("get_samples"))
         memory = self._seen.window(0, self._seen.size_bytes, owner=pin)
         parts = []
         for read, moved in zip(reads, found.rows, strict=True):
             place = found.places[read.write_id]
-            extent = memory[place.offset : place.offset + place.layout.size_bytes]
+            extent = memory[slice(*place.bounds)]
             columns = stored_columns(extent, place.layout, place.num_rows, read.slots, specs)
             rows = read.positions if moved is None else moved
             parts.append(StoredRows(columns, rows, read.rows, in_place=self._views))

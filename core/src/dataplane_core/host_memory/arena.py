@@ -14,6 +14,7 @@ import os
 import struct
 import threading
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -238,6 +239,29 @@ class Uses:
             if not stops:
                 del self._stops[start]
                 self._set(start, stop, begin=False)
+
+    @contextlib.contextmanager
+    def during(self, places: Iterable[tuple[int, int]], check: Callable[[], object]) -> Iterator[None]:
+        """Uses these bytes in a block.
+
+        Args:
+            places: Where they begin and end.
+            check: Raises if the owner of before has ended: a later one may have given the bytes to others, since
+                nobody had said that they are used. Called when that is said.
+        """
+        with contextlib.ExitStack() as used:
+            for start, stop in places:
+                self.begin(start, stop)
+                used.callback(self.end, start)
+            check()  # if it lives now, no later owner has given the bytes to others
+            yield
+
+    def as_long_as(self, holder: object, places: Iterable[tuple[int, int]], check: Callable[[], object]) -> None:
+        """Uses these bytes until an object is gone. ``places`` and ``check`` as for `during`."""
+        for start, stop in places:
+            self.begin(start, stop)
+            weakref.finalize(holder, self.end, start).atexit = False
+        check()
 
     def _set(self, start: int, stop: int, *, begin: bool) -> None:
         import fcntl  # Windows has none

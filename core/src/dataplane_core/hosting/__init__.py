@@ -13,6 +13,7 @@ from dataplane_core.hosting.durable import (
     lock_folder,
     open_extents,
     owner_of,
+    sync_path,
 )
 from dataplane_core.hosting.extent_host import (
     Allocate,
@@ -104,4 +105,5 @@ __all__ = [
     "offsets_at",
     "open_extents",
     "owner_of",
+    "sync_path",
 ]

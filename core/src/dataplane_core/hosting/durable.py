@@ -75,7 +75,7 @@ def lock_folder(folder: Path, holds: str, patience_s: float) -> int:
         BackendUnavailableError: It holds something else.
         OSError: It cannot be used.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_folder(folder)
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         _wait_for_lock(lock, folder, patience_s)
@@ -92,6 +92,22 @@ def lock_folder(folder: Path, holds: str, patience_s: float) -> int:
         os.close(lock)
         raise
     return lock
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        sync_path(folder.parent)
+
+
+def sync_path(path: Path) -> None:
+    """Returns when the disk has a file, or which entries a folder has. Raises `OSError`."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _wait_for_lock(lock: int, folder: Path, patience_s: float) -> None:
@@ -189,11 +205,7 @@ def _open_arena(path: Path, size_bytes: int, before: _Memory) -> Arena:
         )
     arena = Arena.open(path, size_bytes)
     for each in (path, path.parent):  # the file must be there after a loss of power, with its size
-        fd = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_path(each)
     return arena
 
 

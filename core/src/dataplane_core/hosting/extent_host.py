@@ -315,7 +315,7 @@ class ExtentHost(Host):
         for place, slots, rows in reads:
             if not all(0 <= slot < len(place.layout.columns) for slot in slots):
                 raise InvalidRequestError("a put has other columns than those that are asked for.")
-            extent = self._extents.arena.bytes[place.offset : place.offset + place.layout.size_bytes]
+            extent = self._extents.arena.bytes[slice(*place.bounds)]
             columns.append([place.layout.columns[slot] for slot in slots])
             for column in columns[-1]:
                 sources += arrays_of_rows(extent, column, place.num_rows, rows)

@@ -37,6 +37,11 @@ class Place(msgspec.Struct, array_like=True):
     layout: Layout
     num_rows: int
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Where its extent begins and ends in the arena."""
+        return self.offset, self.offset + self.layout.size_bytes
+
 
 class Wanted(NamedTuple):
     """An extent to be allocated: the write that it is for, its layout, and its rows."""

@@ -6,9 +6,8 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, cast
 
@@ -247,22 +246,16 @@ class ShmBackend(LedgerBackend):
             return  # it went with the request that began the put
         offset, plan = self._placed.pop(write_id)
         session = self._connected()  # held until the copy ends: the extent is free when the session ends
-        arena, uses, end = self._memory(), self._uses, offset + plan.layout.size_bytes
+        arena, end = self._memory(), offset + plan.layout.size_bytes
         synced = self.config.sync == "commit"
-        if uses is not None:  # the next owner of the folder gives no memory away in which this process still writes
-            uses.begin(offset, end)
-        try:
-            if uses is not None:
-                session.check("put_samples")
+        # the next owner of the folder gives no memory away in which this process still writes
+        uses = self._uses
+        with uses.during([(offset, end)], lambda: session.check("put_samples")) if uses is not None else nullcontext():
             # the disk works while the rest is copied, and this process waits for it, so that the ledger's need not
             copied = arena.begin_sync if synced else None
             copy_arrays(plan.copies_into(arena.bytes[offset:]), self.config.copy_threads, copied=copied)
             if synced:
                 arena.sync(offset, end)
-        finally:
-            if uses is not None:
-                uses.end(offset)
-        del session
 
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         assert isinstance(located, _PlacedCells)
@@ -270,25 +263,22 @@ class ShmBackend(LedgerBackend):
             raise RefsGoneError(f"{len(located.gone)} rows are gone", refs=located.gone)
         session, memory = self._connected(), self._memory().bytes
         read_only = self._read_only
-        uses = self._uses
         if read_only is not None:
-            if uses is not None:
-                for place in located.places.values():
-                    uses.begin(place.offset, place.offset + place.layout.size_bytes)
-                    weakref.finalize(located.pin, uses.end, place.offset).atexit = False
-                session.check("get_samples")
+            if self._uses is not None:
+                bounds = [place.bounds for place in located.places.values()]
+                self._uses.as_long_as(located.pin, bounds, lambda: session.check("get_samples"))
             memory = read_only.window(0, read_only.size_bytes, owner=located.pin)
         parts = []
         for part in located.parts:
             place = located.places[part.write_id]
-            extent = memory[place.offset : place.offset + place.layout.size_bytes]
+            extent = memory[slice(*place.bounds)]
             slots = dict(zip(part.fields, part.slots, strict=True))
             columns = stored_columns(extent, place.layout, place.num_rows, slots, located.specs)
             parts.append(StoredRows(columns, part.positions, part.rows, in_place=read_only is not None))
         try:
             return read_stored(located.specs, parts, num_samples, self.config.copy_threads)
         finally:
-            if uses is not None:  # else the next owner of the folder may have given the memory to others meanwhile
+            if self._uses is not None:  # else the next owner of the folder may have given it to others meanwhile
                 session.check("get_samples")
 
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:

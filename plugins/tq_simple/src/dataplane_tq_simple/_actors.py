@@ -6,10 +6,13 @@ Importing this module imports Ray.
 from __future__ import annotations
 
 import time
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import ray
 import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
 from dataplane_tq_simple.addresses import host_and_port, refuses
@@ -58,6 +61,20 @@ def nodes_for_units() -> list[str]:
     alive = [node for node in ray.nodes() if node["Alive"]]
     workers = [node["NodeID"] for node in alive if node["Resources"].get("CPU", 0) > 0]
     return sorted(workers or [node["NodeID"] for node in alive], key=lambda node: (node != here, node))
+
+
+def on_nodes(nodes: Iterable[str], function: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """Calls a function on each node. Returns Ray references to what it returns, by the node."""
+    task = ray.remote(function)
+    there = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
+    return {node: task.options(num_cpus=0, scheduling_strategy=each).remote(*args) for node, each in there.items()}
+
+
+def was_started_before() -> bool:
+    """Whether Ray has started this process's actor again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own code, on something that it uses itself
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def get_within(ref: Any, what: str, deadline: float) -> Any:

@@ -11,6 +11,7 @@ The module is long because units, lives and spreads change together, under one l
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import threading
 from collections import Counter
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
-from dataplane_core.errors import InvalidRequestError, preview
+from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, preview
 from dataplane_core.ledger import Ref, commands
 from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple._errors import UnitsGoneError
@@ -41,6 +42,8 @@ _SLACK: Final = 1 / 8
 _FILLED: Final = 3 / 4
 #: The rows of a put are dealt out in so many blocks for each life, or somewhat more: so all get about as many.
 _BLOCKS: Final = 4
+#: Writes that are listed at once: while the lock is held, nobody is answered.
+_PORTION: Final = 1000
 
 
 class Started(NamedTuple):
@@ -76,12 +79,14 @@ class Life(NamedTuple):
         unit: The unit.
         alive: Whether its rows exist.
         served: Whether a process serves them. If not, one is started that does.
+        why: Why the one that was started cannot serve them, if that will not change by itself.
         ip, data_port, socket, secret: See `Started`.
     """
 
     unit: str
     alive: bool
     served: bool
+    why: str
     ip: str
     data_port: int
     socket: str
@@ -158,6 +163,7 @@ class _Unit:
     state: Literal["serving", "starting", "draining", "removed"] = "starting"
     created: bool = True
     num_starts: int = 0
+    why: str = ""  # it cannot open what it keeps
 
 
 @dataclass(slots=True)
@@ -290,19 +296,28 @@ class UnitBook:
             self._changes()
 
     def rows_of(self, name: str) -> dict[int, list[int]]:
-        """Of the life of a unit, the rows that are not collected: write id -> positions there."""
+        """Of the life of a unit, the rows that are not collected: write id -> positions there.
+
+        The lock is not held all the time. So rows may be among them that were collected meanwhile, and are deleted.
+        """
         with self.lock:
             unit = self._units.get(name)
-            found: dict[int, list[int]] = {}
-            for write_id, stored in self._stored.items():
-                spread = self._spreads[write_id >> SPREAD_BITS]
-                if unit is None or unit.life not in spread.lives:
-                    continue
-                left = [position for position, is_left in enumerate(stored.left) if is_left]
-                mine = spread.split(write_id, left).get(unit.life, ())
-                if mine:
-                    found[write_id] = [position for _, position in mine]
-            return found
+            life = None if unit is None else unit.life
+            write_ids = iter(list(self._stored))
+        found: dict[int, list[int]] = {}
+        while portion := list(itertools.islice(write_ids, _PORTION)):
+            with self.lock:
+                some = [
+                    (write_id, self._spreads[write_id >> SPREAD_BITS], bytes(self._stored[write_id].left))
+                    for write_id in portion
+                    if write_id in self._stored
+                ]
+            for write_id, spread, left in some:
+                if life in spread.lives:
+                    here = spread.split(write_id, [position for position, is_left in enumerate(left) if is_left])
+                    if mine := here.get(life):
+                        found[write_id] = [position for _, position in mine]
+        return found
 
     def failed(self, name: str, why: str) -> None:
         """A unit ended for good, or could not be created."""
@@ -311,6 +326,18 @@ class UnitBook:
             if unit is not None:
                 self._fail(unit, why)
                 self._forget()
+
+    def waits(self, name: str, why: str) -> bool:
+        """A unit that runs cannot serve, or not yet. Returns whether it has rows that are kept: then it may, when
+        somebody has mended that. Whoever waits for them is told why, if that is not ``""``."""
+        with self.lock:
+            unit = self._units.get(name)
+            if unit is None or unit.life is None:
+                return False
+            if unit.why != why:
+                unit.why = why
+                self._changes()
+            return True
 
     def live(self) -> list[tuple[str, str, Started]]:
         """The units that run: names, actors, and what they said."""
@@ -368,6 +395,7 @@ class UnitBook:
 
         Raises:
             UnitsGoneError: No unit takes rows at the moment.
+            BackendUnavailableError: Nor will one, until somebody mends what they keep.
         """
         with self.lock:
             choice = self._choices.get(node)
@@ -399,7 +427,11 @@ class UnitBook:
         }
         serving = {life: held for life, held in serving.items() if life not in full} or serving
         if not serving:
-            names = [unit.name for unit in self._units.values() if unit.state == "starting"]
+            starting = [unit for unit in self._units.values() if unit.state == "starting"]
+            if starting and all(unit.why for unit in starting):
+                why = "; ".join(f"{unit.name}: {unit.why}" for unit in starting)
+                raise BackendUnavailableError(f"no storage unit takes rows. {why}", retryable=False)
+            names = [unit.name for unit in starting]
             raise UnitsGoneError(
                 f"no storage unit takes rows: {preview(names) or 'none'} of {len(self._units)} are starting."
             )
@@ -476,6 +508,7 @@ class UnitBook:
                     held.unit.name,
                     held.alive,
                     held.served,
+                    "" if held.served else held.unit.why,
                     held.started.ip,
                     held.started.data_port,
                     held.started.socket,
@@ -600,7 +633,9 @@ class UnitBook:
             for number, (name, started, alive, served) in packed["lives"].items():
                 unit = self._units.get(name) or _Unit(name, "", state="removed")
                 self._lives[number] = _Held(unit, Started(*started), alive, served)
-            self._next_spread, version = pickle.loads(notes[_NEXT_SPREAD_NOTE])
+            version = 0
+            if _NEXT_SPREAD_NOTE in notes:  # else there was no put yet
+                self._next_spread, version = pickle.loads(notes[_NEXT_SPREAD_NOTE])
             self._version = max(self._version, version) + 1
             for name, note in notes.items():
                 if name.startswith(_SPREAD_NOTE):
@@ -669,6 +704,7 @@ class UnitBook:
         if unit.state != "draining":
             unit.state = "serving"
         unit.num_starts += 1
+        unit.why = ""
         self._changes()
 
     def _end(self, unit: _Unit) -> None:

@@ -152,6 +152,11 @@ class Instance(ABC):
         """Further arguments of a unit."""
         return {}
 
+    @classmethod
+    def places(cls, config: Any, nodes: Sequence[str]) -> dict[str, Any]:
+        """The names of the places of units on each node: Ray references, by the node."""
+        return {}
+
     def _prepare(self, answers: Sequence[Any], deadline: float) -> None:  # noqa: B027  (most units need nothing)
         """Called by the bootstrapping process when the actors run, with the units' answers."""
 

@@ -14,15 +14,13 @@ from __future__ import annotations
 import functools
 import pickle
 import threading
-import warnings
 from pathlib import Path
 from typing import Any, TypeAlias
-
-import ray
 
 from dataplane_core.hosting import Server, listen_on, new_token
 from dataplane_core.spec import new_id
 from dataplane_tq_simple import _privates
+from dataplane_tq_simple._actors import was_started_before
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._keeper import Keeper
@@ -58,7 +56,7 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
         self._places = places
         self._make_ledger = functools.partial(make_ledger, journal, capacity_bytes, sync, durable=durable)
         self._durable = durable
-        if journal is not None and _was_started_before():
+        if journal is not None and was_started_before():
             self.open(must_exist=True)
             self._come_back()
 
@@ -112,10 +110,5 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
         instance, config = pickle.loads(self._keeps)
         identity = self.identity() if self._durable else None
         create = functools.partial(instance.create_unit, config, identity=identity, added=True)
-        return Keeper(self._host, instance.unit_prefix(config), create, discards=self._durable)
-
-
-def _was_started_before() -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own code, on something that it uses itself
-        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        kept = functools.partial(instance.places, config) if self._durable else None
+        return Keeper(self._host, instance.unit_prefix(config), create, kept, wait_s=config.node_wait_s)

@@ -317,8 +317,17 @@ class Engine(QueueEngine):
         if unit is not None:
             return unit
         life = self._places.life(number)
+        if life is not None and life.why:  # it may be mended by now
+            self._places.refresh(deadline)
+            life = self._places.life(number)
         if life is None:
             raise UnitsGoneError("a storage unit ended. What it held is lost.")
+        if life.why:
+            raise BackendUnavailableError(
+                f"storage {life.unit} cannot bring its rows back: {life.why}",
+                retryable=False,
+                hint="They are not lost. It tries again until it can.",
+            )
         if not life.served:
             raise UnitsGoneError(f"storage {life.unit} is being started again, and brings its rows back.")
         new = self._connect(number, life, deadline)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_core.hosting import CallId, Client, LedgerHost, lock_folder
+from dataplane_core.hosting import CallId, Client, LedgerHost, lock_folder, sync_path
 from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_tq_simple._book import UNITS_NOTE, UnitBook, View
@@ -67,6 +67,7 @@ def _durable_ledger(journal: Path, capacity_bytes: int | None, sync: bool, must_
             f"the folder {journal.parent} cannot be used: {error}.", retryable=False
         ) from error
     ledger = RecordedLedger(journal, capacity_bytes, sync=sync, must_exist=must_exist)
+    sync_path(journal.parent)  # which has the journal now
     if not must_exist:  # the clients of the instance before are gone
         ledger.end_holds()
         ledger.commit()

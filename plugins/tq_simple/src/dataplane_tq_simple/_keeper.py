@@ -13,7 +13,8 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -23,9 +24,10 @@ import zmq as _zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dataplane_tq_simple import _privates
-from dataplane_tq_simple._actors import lookup, named_actors, nodes_for_units
+from dataplane_tq_simple._actors import cause, data_plane_error, lookup, named_actors, nodes_for_units
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost
+from dataplane_tq_simple._kept import Place
 from dataplane_tq_simple.addresses import refuses, with_port
 
 _logger = logging.getLogger(__name__)
@@ -36,6 +38,10 @@ _BUSY_S: Final = 0.05
 _IDLE_S: Final = 0.5
 #: Seconds between two questions to a unit that does not run.
 _ASK_S: Final = 0.2
+#: Seconds between two questions to the nodes for the place of a unit.
+_SEARCH_S: Final = 1.0
+#: Seconds after which a unit that failed to drop rows is told again.
+_RETAIN_AGAIN_S: Final = 5.0
 #: Seconds that a try to reach a unit may take.
 _REACH_S: Final = 0.5
 #: Seconds that a unit may take to delete what it keeps.
@@ -59,8 +65,36 @@ class _Ear:
 class _Asked:
     """A question to the actor of a unit."""
 
+    handle: Any = None
     ref: Any = None
     ask_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class _Search:
+    """A search for the node that has the place of a unit, which Ray has started on another one.
+
+    Attributes:
+        place: The name of the place.
+        give_up: When the unit begins without it.
+        asked: Nodes by the references to their answers.
+        node: The node that has it.
+    """
+
+    place: str
+    give_up: float
+    asked: dict[Any, str] = field(default_factory=dict)
+    ask_at: float = field(default_factory=time.monotonic)
+    node: str | None = None
+
+
+@dataclass(slots=True)
+class _Retained:
+    """A unit that is to be told which of its rows exist, or is told so now."""
+
+    started: Started
+    ref: Any = None
+    tell_at: float = field(default_factory=time.monotonic)
 
 
 class Keeper:
@@ -69,26 +103,38 @@ class Keeper:
     Args:
         host: Has the book, and knows which rows are garbage.
         prefix: What the actor names of the units start with.
-        create: Creates the actor of a unit, by its name and the id of its node. Its creator owns it.
-        discards: Whether units that are removed delete what they keep.
+        create: Creates the actor of a unit, by its name, the id of its node, and its place. Its creator owns it.
+        places: If units keep rows: asks nodes for the places that lie there. See `Instance.places`.
+        wait_s: Seconds that a unit waits for a node with its place.
     """
 
-    def __init__(self, host: ControllerHost, prefix: str, create: Callable[[str, str], Any], *, discards: bool) -> None:
+    def __init__(
+        self,
+        host: ControllerHost,
+        prefix: str,
+        create: Callable[..., Any],
+        places: Callable[[Sequence[str]], dict[str, Any]] | None,
+        *,
+        wait_s: float,
+    ) -> None:
         self._host = host
         self._prefix = prefix
         self._create_unit = create
-        self._discards = discards
+        self._places = places
+        self._wait_s = wait_s
         self._book = host.book
         self._context = zmq.Context()
         self._ears: dict[str, _Ear] = {}
         self._asked: dict[str, _Asked] = {}
+        self._searches: dict[str, _Search] = {}
+        self._to_retain: dict[str, _Retained] = {}
         self._handles: dict[str, Any] = {}  # by actor; Ray ends an actor that this created when its handle is gone
 
     def begin(self, units: list[tuple[str, str, Started]]) -> None:
         """Takes over the units that run, and starts the thread."""
         self._handles = {actor: lookup(actor) for _, actor, _ in units}
         self._book.begin(self._prefix, units)
-        self._retain([(name, self._handles[actor], started) for name, actor, started in units])
+        self._begin_to_retain(units)
         self._start()
 
     def come_back(self) -> None:
@@ -101,7 +147,7 @@ class Keeper:
         for actor in running.keys() - mine:  # the controller died while it created or ended this one
             ray.kill(running[actor], no_restart=True)
         # the controller may have died before it told one that had come back
-        self._retain([(name, self._handles[actor], started) for name, actor, started in self._book.live()])
+        self._begin_to_retain(self._book.live())
         self._start()
 
     def _start(self) -> None:
@@ -115,6 +161,8 @@ class Keeper:
                 self._listen()
                 self._judge()
                 self._ask()
+                self._search()
+                self._retain()
                 self._create()
                 self._end_removed()
             except Exception:
@@ -123,7 +171,12 @@ class Keeper:
 
     def _wait(self) -> None:
         """Waits for news of a connection, or a moment."""
-        busy = self._book.changed.is_set() or self._asked or any(ear.suspect for ear in self._ears.values())
+        busy = (
+            self._book.changed.is_set()
+            or self._asked
+            or self._to_retain
+            or any(ear.suspect for ear in self._ears.values())
+        )
         poller = zmq.Poller()
         for ear in self._ears.values():
             poller.register(ear.monitor, zmq.POLLIN)
@@ -173,37 +226,90 @@ class Keeper:
             if name not in actors:
                 del self._asked[name]
             elif asked.ref is None:
-                if now >= asked.ask_at:
-                    asked.ref = self._handles[actors[name]].describe.remote()
+                handle = self._handles.get(actors[name])
+                if now >= asked.ask_at and handle is not None:
+                    search = self._searches.get(name)
+                    anew = search is not None and now >= search.give_up
+                    asked.handle, asked.ref = handle, handle.describe.remote(anew=anew)
                     asked.ask_at = now + _ASK_S
             elif ray.wait([asked.ref], timeout=0)[0]:
                 ref, asked.ref = asked.ref, None
                 asked.ask_at = now + _ASK_S
-                self._hear(name, self._handles[actors[name]], ref)
+                if asked.handle is self._handles.get(actors[name]):  # else another one was created in its place
+                    self._hear(name, actors[name], ref)
 
-    def _hear(self, name: str, handle: Any, ref: Any) -> None:
+    def _hear(self, name: str, actor: str, ref: Any) -> None:
         """What the actor of a unit answered, or Ray in its place."""
         try:
-            started: Started = ray.get(ref, timeout=0)
+            started: Started | Place = ray.get(ref, timeout=0)
         except ray.exceptions.ActorUnavailableError:
             return  # it may be starting
         except ray.exceptions.RayActorError as error:
             self._book.failed(name, str(error).strip().splitlines()[0])
+        except ray.exceptions.RayTaskError as error:
+            known = data_plane_error(error)
+            if (known is None or not known.retryable) and not self._book.waits(name, cause(error)):
+                self._book.failed(name, cause(error))
+                ray.kill(self._handles.pop(actor), no_restart=True)
         except ray.exceptions.RayError:
             return  # says nothing about the actor
         else:
+            if isinstance(started, Place):
+                wait_s = self._wait_s if self._book.waits(name, "") else 0.0
+                self._searches.setdefault(name, _Search(started.name, time.monotonic() + wait_s))
+                return
+            self._searches.pop(name, None)
             ear = self._ears.get(name)
             if ear is not None and ear.started == started:
                 ear.suspect = False
             self._book.started(name, started)
             if ear is None or ear.started != started:
-                self._retain([(name, handle, started)])
+                self._begin_to_retain([(name, actor, started)])
 
-    def _retain(self, units: list[tuple[str, Any, Started]]) -> None:
+    def _search(self) -> None:
+        """Looks for nodes that have the places of units which Ray has started elsewhere, and moves the units there."""
+        for name, search in list(self._searches.items()):
+            actor = self._book.actors().get(name)
+            if actor is None or self._places is None:
+                del self._searches[name]
+                continue
+            for ref in [each for each in search.asked if ray.wait([each], timeout=0)[0]]:
+                node = search.asked.pop(ref)
+                with suppress(ray.exceptions.RayError):  # the node ends
+                    if search.place in ray.get(ref, timeout=0):
+                        search.node = node
+            if search.node is not None:
+                handle = self._handles.pop(actor, None)
+                if handle is not None:
+                    ray.kill(handle, no_restart=True)
+                with suppress(ValueError):  # Ray has not freed its name yet
+                    self._handles[actor] = self._create_unit(actor, search.node, place=search.place)
+                    del self._searches[name]
+            elif time.monotonic() >= search.ask_at:
+                search.ask_at = time.monotonic() + _SEARCH_S
+                asked = self._places([node for node in nodes_for_units() if node not in search.asked.values()])
+                search.asked.update((ref, node) for node, ref in asked.items())
+
+    def _begin_to_retain(self, units: list[tuple[str, str, Started]]) -> None:
+        self._to_retain |= {name: _Retained(started) for name, _, started in units if started.kept}
+
+    def _retain(self) -> None:
         """Tells units that keep rows which of those that an earlier process left there exist. They serve already."""
-        for name, handle, started in units:
-            if started.kept:
-                handle.retain.remote(self._book.rows_of(name))
+        live = {name: (actor, started) for name, actor, started in self._book.live()}
+        for name, each in list(self._to_retain.items()):
+            actor, started = live.get(name, ("", None))
+            if started != each.started:
+                del self._to_retain[name]
+            elif each.ref is None:
+                if time.monotonic() >= each.tell_at:
+                    each.ref = self._handles[actor].retain.remote(self._book.rows_of(name))
+            elif ray.wait([each.ref], timeout=0)[0]:
+                ref, each.ref, each.tell_at = each.ref, None, time.monotonic() + _RETAIN_AGAIN_S
+                try:
+                    ray.get(ref)
+                    del self._to_retain[name]
+                except ray.exceptions.RayError as error:  # else what nobody can read would fill its memory
+                    _logger.warning("%s keeps rows that nobody needs; telling it again: %s", name, cause(error))
 
     def _create(self) -> None:
         """Creates the units that were asked for, on the nodes with the fewest units."""
@@ -222,6 +328,6 @@ class Keeper:
         for actor in self._host.end_removed():
             handle = self._handles.pop(actor, None)
             if handle is not None:  # it may have been removed before it was created
-                if self._discards:
+                if self._places is not None:
                     ray.wait([handle.discard.remote()], timeout=_DISCARD_S)
                 ray.kill(handle, no_restart=True)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -24,6 +26,8 @@ _UNITS: Final = "units"
 _NOTES: Final = "notes"
 #: What a place that is damaged is named with, so that nobody opens it again.
 _DAMAGED: Final = "damaged-"
+#: What a place that is being deleted is named with, so that nobody finds a part of it.
+_DELETED: Final = "deleted-"
 #: Seconds that a process which had a place or the journal may take to end.
 ENDING_S: Final = 10.0
 
@@ -38,11 +42,13 @@ class Place(NamedTuple):
         folder: The folder of the instance's units on its node.
         name: The name of the place in it.
         instance: Identifies the instance.
+        found: Whether a node has it. Where it is not there, it is elsewhere.
     """
 
     folder: str
     name: str
     instance: str
+    found: bool = False
 
 
 class Opened(NamedTuple):
@@ -72,9 +78,18 @@ def units_of(folder: str, instance: str) -> Path:
 def places_in(units: Path) -> list[str]:
     """The places of units on this node."""
     try:
-        return sorted(each for each in os.listdir(units) if not each.startswith(_DAMAGED))
+        return sorted(each for each in os.listdir(units) if not each.startswith((_DAMAGED, _DELETED)))
     except FileNotFoundError:
         return []
+
+
+def delete_place(place: Place) -> None:
+    """Deletes a place with what is in it, and what was left of others whose process ended while it deleted them."""
+    units = Path(place.folder)
+    with suppress(FileNotFoundError):
+        units.joinpath(place.name).rename(units / f"{_DELETED}{place.name}-{new_id()}")
+    for each in units.glob(f"{_DELETED}*"):
+        shutil.rmtree(each, ignore_errors=True)
 
 
 def open_place(

@@ -6,7 +6,6 @@ Importing this module imports Ray and TransferQueue.
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 from dataplane_core.host_memory import Arena, arena_bytes_for, memory_limit
@@ -34,10 +32,10 @@ from dataplane_core.hosting import (
 )
 from dataplane_core.spec import new_id
 from dataplane_tq_simple import _privates
-from dataplane_tq_simple._actors import NAMESPACE, get_within, lookup, nodes_for_units
+from dataplane_tq_simple._actors import NAMESPACE, get_within, lookup, nodes_for_units, on_nodes, was_started_before
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._cluster import Home, Instance
-from dataplane_tq_simple._kept import Place, open_place, places_in, units_of
+from dataplane_tq_simple._kept import Place, delete_place, open_place, places_in, units_of
 from dataplane_tq_simple.config import TQSimpleConfig
 
 #: Seconds between two looks of a unit that no process owns whether its instance still runs.
@@ -90,23 +88,34 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
             own = ray.get_runtime_context().get_actor_name()
             threading.Thread(target=_follow, args=(own, *follows), name="dataplane-follow", daemon=True).start()
 
-    def describe(self) -> Started:
-        """Where it is reached, and its life. Tries again to open a place that could not be opened, as `open_place`."""
+    def describe(self, *, anew: bool = True) -> Started | Place:
+        """Where it is reached, and its life. Tries again to open a place that could not be opened, as `open_place`.
+
+        Args:
+            anew: Whether to begin a new life where this node lacks its place. If not, that place is the answer.
+        """
         if self._started is None:
-            self._started = self._serve()
+            place = self._place
+            if place is not None and self._is_elsewhere(place):
+                if not anew:
+                    return place
+                # the rows of a place are where its name says so: two of one name would hide each other's
+                node = ray.get_runtime_context().get_node_id()
+                place = place._replace(name=f"{place.name}-{node[:12]}", found=False)
+            self._started = self._serve(place)
+            self._place = place
         return self._started
 
-    def _serve(self) -> Started:
+    def _serve(self, place: Place | None) -> Started:
         extents: ExtentService
-        if self._place is None:
+        if place is None:
             token = _privates.unit_id(self)
             arena = Arena.create(self._size_bytes or self._default_bytes())
             extents = ExtentService(arena, self._touch_ahead_bytes)
             host, aside = ExtentHost(extents), None
         else:
-            self._place = self._place_here(self._place)
             extents, notes, token = open_place(
-                self._place,
+                place,
                 self._size_bytes,
                 self._default_bytes,
                 sync=self._sync,
@@ -119,25 +128,22 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
         server = Server(host, listen_as(name), wire, token=secret, between=extents.touch_ahead, aside=aside)
         threading.Thread(target=server.run, name="dataplane-rows", daemon=True).start()
         node = ray.get_runtime_context().get_node_id()
-        kept = self._place is not None
-        return Started(token, ip, port, node, wire.getsockname()[1], name, secret, extents.most_bytes, kept)
+        size_bytes = extents.most_bytes
+        return Started(token, ip, port, node, wire.getsockname()[1], name, secret, size_bytes, kept=place is not None)
 
-    def _place_here(self, place: Place) -> Place:
-        """The place, or, if Ray started this unit again on a node that lacks it, one of that node's own.
-
-        The rows of a place are where its name says so. Two places of one name would hide each other's.
-        """
-        context = ray.get_runtime_context()
-        if Path(place.folder, place.name).exists() or not context.was_current_actor_reconstructed:
-            return place
-        return place._replace(name=f"{place.name}-{context.get_node_id()[:12]}")
+    def _is_elsewhere(self, place: Place) -> bool:
+        """Whether Ray started this unit on a node that lacks its place."""
+        was_there = place.found or was_started_before()
+        return was_there and not Path(place.folder, place.name).exists()
 
     def _default_bytes(self) -> int:
         return max(memory_limit().available_bytes // (2 * self._share), _LEAST_BYTES)
 
     def retain(self, live: dict[int, list[int]]) -> None:
         """See `Retain`."""
-        started, deadline = self.describe(), time.monotonic() + _RETAIN_S
+        started, deadline = self._started, time.monotonic() + _RETAIN_S
+        if started is None:
+            raise BackendUnavailableError("this process does not serve yet.")
         address = _Own(started.socket, token=started.secret)
         session = Session(address, ExtentHost.messages, deadline)
         try:
@@ -150,7 +156,7 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
     def discard(self) -> None:
         """Deletes what it keeps, before it is ended."""
         if self._place is not None:
-            shutil.rmtree(Path(self._place.folder, self._place.name), ignore_errors=True)
+            delete_place(self._place)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +188,7 @@ class SimpleStorageInstance(Instance):
 
     prefix = "tq-"
     distribution = "dataplane-tq-simple"
-    protocol = 9
+    protocol = 10
     unit_class = StorageUnit
     keeps_units = True
 
@@ -204,15 +210,18 @@ class SimpleStorageInstance(Instance):
         """As that of `Instance`. A node that has places gets a unit for each of them."""
         if config.durable is None:
             return super()._homes_of_units(config, identity, deadline)
-        nodes = nodes_for_units()
+        nodes, here = nodes_for_units(), ray.get_runtime_context().get_node_id()
         homes: list[Home] = []
         known: set[str] = set()
-        for node, names in zip(nodes, _places_on(nodes, config, deadline), strict=True):
-            mine = [each for each in names if each not in known]  # the nodes may share the folder
+        asked = cls.places(config, [node for node in nodes if node != here])
+        found = dict(zip(asked, get_within(list(asked.values()), "look for kept rows", deadline), strict=True))
+        found[here] = places_in(units_of(config.durable, config.instance))
+        for node in nodes:
+            mine = [each for each in found[node] if each not in known]  # the nodes may share the folder
             known.update(mine)
             homes += [Home(node, each) for each in mine]
         while len(homes) < config.num_storage_units:
-            homes.append(Home(min(nodes, key=lambda node: sum(home.node == node for home in homes)), new_id()))
+            homes.append(Home(min(nodes, key=lambda node: sum(home.node == node for home in homes))))
         return homes
 
     @classmethod
@@ -220,20 +229,9 @@ class SimpleStorageInstance(Instance):
         if config.durable is None or identity is None:
             return {}
         folder = str(units_of(config.durable, config.instance))
-        return {"place": Place(folder, place or new_id(), identity)}
+        return {"place": Place(folder, place or new_id(), identity, found=place is not None)}
 
-
-def _places_on(nodes: Sequence[str], config: TQSimpleConfig, deadline: float) -> list[list[str]]:
-    """The places of an instance's units on each node. The first node is this one."""
-    assert config.durable is not None
-    units = units_of(config.durable, config.instance)
-    here = ray.get_runtime_context().get_node_id()
-    asked = {
-        node: ray.remote(places_in)
-        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-        .remote(units)
-        for node in nodes
-        if node != here
-    }
-    found = dict(zip(asked, get_within(list(asked.values()), "look for kept rows", deadline), strict=True))
-    return [places_in(units) if node == here else found[node] for node in nodes]
+    @classmethod
+    def places(cls, config: TQSimpleConfig, nodes: Sequence[str]) -> dict[str, Any]:
+        """As that of `Instance`."""
+        return {} if config.durable is None else on_nodes(nodes, places_in, units_of(config.durable, config.instance))

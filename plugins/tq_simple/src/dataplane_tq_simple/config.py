@@ -91,6 +91,10 @@ class TQSimpleConfig(QueueConfig):
     """Only with ``durable``, of rows and of the journal. With ``commit``, a put, and each other call that changes
     something, returns when that is on the disk: it also survives the end of the machine."""
 
+    node_wait_s: float = Field(default=120.0, ge=0)
+    """Only with ``durable``. Ray starts the units of a node that died on other nodes. For so many seconds, such a unit
+    waits for a node that has its folder. Then it begins without rows, and those that it had are named as lost."""
+
     share_memory: bool = True
     """Whether this client shares the memory of the units on its node. If not, or where it cannot, rows go over the
     wire. An option of each client."""

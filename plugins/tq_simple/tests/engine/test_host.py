@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from dataplane_core.errors import BackendUnavailableError, DataPlaneError, Inval
 from dataplane_core.hosting import CallId, ClaimOrWait, Client
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
+from dataplane_tq_simple import _book
 from dataplane_tq_simple._book import SPREAD_BITS, Spread, Started, UnitBook
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._host import ControllerHost, make_ledger
@@ -97,6 +100,13 @@ def test_the_book_is_where_it_was(controller: Controller) -> None:
     for write_id in (first, third):
         controller.call(commands.Collected([(write_id, row) for row in range(6)]))
     assert controller.units()[0][0].num_lost == 0
+
+
+def test_a_book_without_a_put_comes_back(controller: Controller) -> None:
+    before = controller.units()
+    controller.again()
+    assert controller.units() == before
+    controller.put()
 
 
 def test_the_number_of_a_spread_is_never_used_again(controller: Controller) -> None:
@@ -291,3 +301,65 @@ def test_a_place_that_is_served_under_another_name_is_of_that_unit_alone() -> No
     book.started("unit-0", kept[1])
     book.started("unit-1", kept[0])
     assert [(each.state, each.num_lost) for each in controller.units()[0]] == [("serving", 0)] * 3
+
+
+def test_the_rows_of_a_unit_are_listed_while_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = Controller(None)
+    book = controller.host.book
+    writes = [controller.put() for _ in range(6)]
+    monkeypatch.setattr(_book, "_PORTION", 2)
+    held, split = [], Spread.split
+
+    def is_held() -> bool:
+        if book.lock.acquire(blocking=False):
+            book.lock.release()
+            return False
+        return True
+
+    def listing(self: Spread, write_id: int, positions: Sequence[int]) -> Any:
+        with ThreadPoolExecutor(1) as other:
+            held.append(other.submit(is_held).result())
+            if write_id == writes[0]:  # meanwhile rows come and go, of this portion and of a later one
+                gone = [(each, row) for each in (writes[1], writes[4]) for row in range(6)]
+                controller.call(commands.Collected(gone))
+                controller.put()
+        return split(self, write_id, positions)
+
+    monkeypatch.setattr(Spread, "split", listing)
+    found = {unit: book.rows_of(f"unit-{unit}") for unit in range(3)}
+    assert held
+    assert not any(held), "nobody is answered while it lists"
+    left = [each for each in writes if each not in (writes[1], writes[4])]
+    for write_id in left:
+        assert sum(len(each.get(write_id, ())) for each in found.values()) == 6
+    assert not any(writes[4] in each for each in found.values())
+
+
+def test_who_waits_for_a_unit_that_cannot_open_its_folder_is_told_why() -> None:
+    controller = Controller(None)
+    book = controller.host.book
+    kept = [started(unit)._replace(kept=True) for unit in range(3)]
+    for unit in range(3):
+        book.started(f"unit-{unit}", kept[unit])
+    write_id = controller.put()
+    for unit in range(3):
+        book.ended(f"unit-{unit}", kept[unit])
+    for unit, why in enumerate(["Permission denied", "No space left"]):
+        assert book.waits(f"unit-{unit}", why), "it tries again"
+        with pytest.raises(UnitsGoneError, match="are starting"):
+            book.place(1, 10, None)
+    assert sorted(life.why for life in controller.call(ViewUnits(-1)).lives.values()) == [
+        "",
+        "No space left",
+        "Permission denied",
+    ]
+    book.waits("unit-2", "gone")
+    with pytest.raises(BackendUnavailableError) as refused:
+        book.place(1, 10, None)
+    assert not refused.value.retryable
+    assert "unit-0: Permission denied; unit-1: No space left; unit-2: gone" in str(refused.value)
+    book.started("unit-2", kept[2])
+    assert sorted(life.why for life in controller.call(ViewUnits(-1)).lives.values() if life.served) == [""]
+    assert book.place(1, 10, None) > write_id
+    controller.call(AddUnits(1))
+    assert not book.waits("unit-3", "Permission denied"), "it has no rows"

@@ -1,0 +1,49 @@
+"""What the keeper of units does with their answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray
+
+from dataplane_core.ledger import LedgerService
+from dataplane_testkit._timing import eventually
+from dataplane_tq_simple import _keeper
+from dataplane_tq_simple._book import Started
+from dataplane_tq_simple._host import ControllerHost
+from dataplane_tq_simple._keeper import Keeper
+
+
+class Unit:
+    """Fails to drop rows, and does it when it is told again."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def retain(self, live: Any) -> None:
+        self.told.append(live)
+        if len(self.told) == 1:
+            raise OSError("no room for notes")
+
+    def get(self) -> list[Any]:
+        return self.told
+
+
+def test_a_unit_that_fails_to_drop_rows_is_told_again(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_keeper, "_RETAIN_AGAIN_S", 0.0)
+    host = ControllerHost(LedgerService())
+    started = Started("token", "10.0.0.1", 1, "node", size_bytes=1 << 20, kept=True)
+    units = [("unit-0", "actor", started)]
+    host.book.begin("actor-", units)
+    keeper = Keeper(host, "actor-", lambda *_: None, None, wait_s=0.0)
+    unit = keeper._handles["actor"] = ray.remote(Unit).options(num_cpus=0).remote()
+    keeper._begin_to_retain(units)
+
+    def is_done() -> bool:
+        keeper._retain()
+        return not keeper._to_retain
+
+    eventually(is_done, 60.0, "it goes on")
+    keeper._context.term()
+    assert ray.get(unit.get.remote()) == [{}, {}]

@@ -24,7 +24,7 @@ with contextlib.suppress(ImportError):  # Windows has none, and no backend that 
 
 _POLL_S: Final = 0.01
 #: Seconds that the watcher of a killed owner may take to remove the folder and the lock.
-_CLEANUP_S: Final = 0.5
+_CLEANUP_S: Final = 2.0
 #: The longest path of a unix socket that all systems take.
 _MAX_PATH: Final = 100
 

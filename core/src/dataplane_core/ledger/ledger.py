@@ -205,7 +205,7 @@ class Ledger:
             for write_id, positions in positions_by_write(partition.rows.values()):
                 counts = sharers.setdefault(write_id, Counter())
                 row_bytes = self._writes[write_id].row_bytes
-                partition.held_bytes += sum([row_bytes[each] for each in set(positions) - counts.keys()])
+                partition.held_bytes += sum([row_bytes[each] for each in set(positions) if each not in counts])
                 counts.update(positions)
             self.held_bytes += partition.held_bytes
         self._writes = {write_id: write for write_id, write in self._writes.items() if write_id in sharers}

@@ -222,7 +222,7 @@ def rows_of(meta: KVBatchMeta, rows: Sequence[int], extra_info: Mapping[str, Any
         sample_ids=_values_at(meta.sample_ids, rows),
         fields=None if meta.fields is None else list(meta.fields),
         sequence_lengths=None if meta.sequence_lengths is None else _values_at(meta.sequence_lengths, rows),
-        extra_info=copy.deepcopy(dict(extra_info)),
+        extra_info=copy.deepcopy(extra_info),
         tags=None if meta.tags is None else _values_at(meta.tags, rows),
         lease_tokens=None if meta.lease_tokens is None else _values_at(meta.lease_tokens, rows),
     )

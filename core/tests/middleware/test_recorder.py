@@ -235,6 +235,16 @@ def test_tags_of_any_text_and_number_come_back(folder):
     assert {name: repr(value) for name, value in put.tags[0].items()} == {k: repr(v) for k, v in tags.items()}
 
 
+def test_names_of_a_class_of_their_own_are_recorded_as_they_are(folder):
+    partition, task = np.array(["step-1", "trainer"])
+    with recorded(folder) as client:
+        client.register_partition(partition, ["x"], 1, [task])
+        client.put_samples(["a"], partition, {"x": [1]})
+        client.claim_meta(partition, task, ["x"], 1)
+    assert [each.partition for each in records(folder)][:3] == ["step-1"] * 3
+    assert [each.task for each in records(folder, "claim")] == ["trainer"]
+
+
 # --- kills, full disks, bounds ----------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """The wire guard: what was put comes back, and what was not is caught and named, on every form of the wire."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -222,6 +223,35 @@ def test_claims_and_tags_are_as_without_it(guarded):
     assert meta.sample_ids == IDS
     assert meta.fields == ["reward"]
     assert [row["n"] for row in meta.tags] == [9, 1, 2]
+
+
+def window(rows):
+    """Jagged rows in a larger buffer of the backend."""
+    values = torch.cat([torch.full((3,), 99), *rows, torch.full((50,), 99)])
+    offsets = torch.tensor([3, *(3 + torch.tensor([len(row) for row in rows]).cumsum(0)).tolist()])
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+def gaps(rows):
+    """Jagged rows with room between them."""
+    lengths = torch.tensor([len(row) for row in rows])
+    values = torch.cat([torch.cat([row, torch.full((2,), 99)]) for row in rows])
+    offsets = torch.tensor([0, *(lengths + 2).cumsum(0).tolist()])
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths=lengths)
+
+
+@pytest.mark.parametrize("form", [window, gaps, torch.nested.nested_tensor])
+def test_a_backend_may_answer_with_nested_tensors_of_any_layout(form):
+    class Answers(NoopBackend):
+        def get_samples(self, request):
+            reply = super().get_samples(request)
+            return replace(reply, columns={**reply.columns, "x": form(list(reply.columns["x"].unbind()))})
+
+    with connect_backend(Answers, DataPlaneConfig(backend="noop", middleware=["wire_guard"])) as client:
+        client.register_partition("p", [], None, [])
+        client.put_samples(IDS, "p", {"x": [[1, 2, 3], [4], [5, 6]]})
+        rows = client.get_samples(IDS, "p", ["x"])["x"].unbind()
+        assert [row.tolist() for row in rows] == [[1, 2, 3], [4], [5, 6]]
 
 
 def test_items_that_are_only_allowed_by_allow_pickle_pass():

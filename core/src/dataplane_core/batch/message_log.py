@@ -9,7 +9,7 @@ Shape legend: ``N`` samples, ``S`` padded sequence length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,18 +28,21 @@ from dataplane_core.schema import (
 )
 
 
-def split_message_logs(message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+def split_message_logs(
+    message_logs: Sequence[Sequence[Mapping[str, Any]]], *, response_roles: Collection[str] = ("assistant",)
+) -> dict[str, Any]:
     """The turns of N samples as columns.
 
     Args:
         message_logs: Per sample its turns, in the order of its tokens. A turn has ``role``, and may have ``content``
             (else ``""``) and ``token_ids`` (1-D tensor or list; else it has no tokens). Other keys are dropped: write
             values per token as columns.
+        response_roles: The roles whose turns are responses.
 
     Returns:
         ``turn_lengths``, ``turn_roles``, ``turn_contents``: per sample a list with one entry per turn (tokens, str, any
         object item), the last in an object array; ``response_token_lengths``: (N,) int64, the tokens of the first
-        turn of the assistant that has any, else 0. Contents are referenced, not copied.
+        response that has any, else 0. Contents are referenced, not copied.
 
     Raises:
         InvalidRequestError: A turn lacks its role, or its ``token_ids`` are not one-dimensional. The message names
@@ -57,7 +60,7 @@ def split_message_logs(message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> d
         lengths.append(counts)
         roles.append([turn["role"] for turn in log])
         contents.append([turn.get("content", "") for turn in log])
-        found = (count for count, turn in zip(counts, log, strict=True) if turn["role"] == "assistant" and count)
+        found = (count for count, turn in zip(counts, log, strict=True) if turn["role"] in response_roles and count)
         responses.append(next(found, 0))
     return {
         TURN_LENGTHS_FIELD: lengths,

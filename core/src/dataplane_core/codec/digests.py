@@ -15,7 +15,7 @@ from xxhash import xxh3_64_digest
 from dataplane_core.codec.narrow import is_narrow, widened
 from dataplane_core.codec.objects import encode_item
 from dataplane_core.codec.rows import num_rows
-from dataplane_core.codec.tensors import byte_view, host_tensor, is_jagged, jagged_parts
+from dataplane_core.codec.tensors import Ragged, byte_view, host_tensor, ragged_of_nested
 from dataplane_core.errors import InvalidTypeError
 from dataplane_core.packed import BytesLike
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
@@ -85,11 +85,12 @@ def _row_bytes(column: WireColumn, spec: FieldSpec, wire: WireFormat) -> Iterabl
     """The bytes of each cell of an encoded column in any container, in the dtype that was put. Each holds until the
     next one is taken. No copy if they are contiguous, and not narrow."""
     if isinstance(column, torch.Tensor):
-        plain = jagged_parts(column)[0] if is_jagged(column) else host_tensor(column, "a column")
+        rows = ragged_of_nested(column, "a column") if column.is_nested else host_tensor(column, "a column")
+        plain = rows.values if isinstance(rows, Ragged) else rows
         if plain.nbytes == 0:
             return [b""] * num_rows(column)
-        cuts = jagged_parts(column)[1].numpy() if is_jagged(column) else np.arange(len(plain) + 1)
-        cuts = cuts * (plain.nbytes // int(cuts[-1]) // plain.itemsize)  # of elements
+        cuts = rows.offsets.numpy() if isinstance(rows, Ragged) else np.arange(len(rows) + 1)
+        cuts = cuts * (plain.numel() // len(plain))  # of elements
         if wire.narrow and spec.kind == "tensor" and is_narrow(plain.dtype, spec.torch_dtype):
             wide = torch.empty(0, dtype=spec.torch_dtype, device="cpu").numpy().dtype
             return _wide_cells(plain.reshape(-1).numpy(), cuts, wide)

@@ -40,7 +40,6 @@ class Header:
         dtype: The tensor's dtype; uint8 for an object.
         shape: The cell's shape; for an object, the number of its encoded bytes.
         size: Bytes of the header, which the payload follows.
-        payload_size: Bytes of the payload.
     """
 
     kind: int

@@ -85,6 +85,23 @@ class OperationMiddleware(Middleware):
         ...         return reply
     """
 
+    register_partition = _wrapped("register_partition")
+    describe_partition = _wrapped("describe_partition")
+    put_samples = _wrapped("put_samples")
+    get_samples = _wrapped("get_samples")
+    claim = _wrapped("claim")
+    ack = _wrapped("ack")
+    nack = _wrapped("nack")
+    renew = _wrapped("renew")
+    check_consumption = _wrapped("check_consumption")
+    clear_samples = _wrapped("clear_samples")
+    list_samples = _wrapped("list_samples")
+    list_partitions = _wrapped("list_partitions")
+    inspect_partition = _wrapped("inspect_partition")
+    list_fields = _wrapped("list_fields")
+    export_partition = _wrapped("export_partition")
+    set_cursor = _wrapped("set_cursor")
+
     def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
         """Wraps an operation, as the body of a wrapper of pluggy: ``reply = yield``, then ``return reply``.
 
@@ -93,11 +110,3 @@ class OperationMiddleware(Middleware):
             request: Its request.
         """
         return (yield)
-
-
-for _operation in (
-    *("register_partition", "describe_partition", "put_samples", "get_samples", "clear_samples"),
-    *("claim", "ack", "nack", "renew", "check_consumption", "export_partition", "set_cursor"),
-    *("list_samples", "list_partitions", "inspect_partition", "list_fields"),
-):
-    setattr(OperationMiddleware, _operation, _wrapped(_operation))

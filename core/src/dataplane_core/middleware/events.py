@@ -254,8 +254,14 @@ def _compact(line: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What a reply has as a sequence or a mapping of another class than `list` and `dict`."""
-    return dict(value) if isinstance(value, Mapping) else list(value)
+    """What a request or reply has as a string, sequence or mapping of another class than JSON knows."""
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Iterable):
+        return list(value)
+    raise TypeError(f"a {type(value).__name__} cannot be recorded")
 
 
 def sealed(text: bytes) -> bytes:

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
-import msgspec
-
 from dataplane_core.errors import LeaseHolder, Shortfall, printable
 from dataplane_core.spec.columns import SharedRows, WireColumn
 from dataplane_core.spec.field_spec import FieldSpec
@@ -51,12 +49,20 @@ class PartitionInfo:
     @classmethod
     def of(cls, epoch: str, registration: Mapping[str, Any]) -> PartitionInfo:
         """A registration from what `registration` returned. Further keys are ignored."""
-        return msgspec.convert({**registration, "epoch": epoch}, cls)
+        return cls(
+            epoch=epoch,
+            fields=tuple(registration["fields"]),
+            num_samples=registration["num_samples"],
+            consumer_tasks=tuple(registration["consumer_tasks"]),
+            grpo_group_size=registration["grpo_group_size"],
+            enums={name: tuple(words) for name, words in registration["enums"].items()},
+            followers=tuple(registration["followers"]),
+        )
 
     @classmethod
     def requested(cls, request: Any) -> PartitionInfo:
         """The registration that a `RegisterRequest`, or an object with the same attributes, asks for."""
-        return msgspec.convert(request, cls, from_attributes=True)
+        return cls.of(request.epoch, {name: getattr(request, name) for name in Registration.__annotations__})
 
     def registration(self) -> Registration:
         """The arguments of ``register_partition`` besides the id, as values that JSON and msgpack can keep."""

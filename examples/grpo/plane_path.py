@@ -193,8 +193,8 @@ class DataPlanePath(DataPath):
             if meta.size:
                 raise UserError(
                     f"the store holds rows of another run in '{name}', which that run needs to go on. Start it again "
-                    "with its configuration and its --out; or name another folder in data_plane; or remove this one, "
-                    "if the rows are not needed."
+                    "with its configuration and its --out; or name another folder or namespace in "
+                    "data_plane; or remove the rows, if nobody needs them."
                 )
 
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
@@ -211,6 +211,7 @@ class DataPlanePath(DataPath):
         self._require().prepare_step(
             num_samples, group_size, partition_id=self._partition, fields=_FIELDS, keep_rows=self._keeps_rows
         )
+        self._refuse_other_runs()  # one that was started beside this one
 
     def _generate(self, step: int, generation: int, prompts: Sequence[str]) -> tuple[KVBatchMeta, RolloutCarry]:
         client, group_size = self._require().client, self._config.grpo.answers_per_prompt

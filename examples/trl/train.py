@@ -74,11 +74,6 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
         rollouts = DataPlaneRollouts(
             client, ahead=options["ahead"], lease_s=options["lease_s"], timeout_s=options["timeout_s"], **going_on
         )
-        newest = None  # without save_steps, checkpoints of an earlier run are left alone
-        if going_on:
-            checkpoints.attach(rollouts)
-            newest = checkpoints.newest()
-        ended = newest is not None and checkpoints.step() >= config["steps"]
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=reward,
@@ -89,6 +84,11 @@ def run(config: dict[str, Any], config_file: Path, out: Path) -> None:
             callbacks=[StepLines(), checkpoints],
         )
         trainer.remove_callback(PrinterCallback)  # `StepLines` prints
+        newest = None
+        if going_on:  # else checkpoints of an earlier run are left alone
+            checkpoints.attach(rollouts)
+            newest = checkpoints.newest()
+        ended = newest is not None and checkpoints.step() >= config["steps"]
         with rollout_processes(0 if ended else options["processes"], "--config", config_file), rollouts:
             trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
 

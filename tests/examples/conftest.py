@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,8 @@ def _shared_run(
     printed = folder / "printed.txt"
     with FileLock(f"{folder}.lock"):
         if not printed.exists():
-            folder.mkdir(exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that failed in another process
+            folder.mkdir()
             config = write_config(folder, ray={"address": ray_server})
             code, out, err = finish(start(config, folder / "out", *arguments, path=path))
             assert (code, err) == (0, "")

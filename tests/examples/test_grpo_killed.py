@@ -173,6 +173,15 @@ def test_a_store_that_holds_rows_of_another_run_is_refused_and_keeps_them(
         Run(client, load_config(file, {"grpo.steps": 50, "data_plane.backend": "redis_store"}), found)  # the same run
 
 
+def test_of_two_runs_that_were_started_on_an_empty_store_one_is_refused(tmp_path: Path) -> None:
+    file, found = write_killed_config(tmp_path, {"backend": "noop"}), tmp_path / "found.jsonl"
+    with connect({"backend": "noop"}) as client:
+        first, second = (Run(client, load_config(file, {"seed": seed}), found) for seed in (5, 6))
+        first.answers()
+        with pytest.raises(UserError, match="holds rows of another run"):
+            second.answers()
+
+
 @pytest.mark.timeout(1800)  # three starts, and the run that tests share
 def test_a_run_whose_processes_are_all_killed_gives_the_losses_of_one_that_was_not(
     tmp_path: Path, in_memory: Finished, ray_server: str, python: Any, monkeypatch: pytest.MonkeyPatch

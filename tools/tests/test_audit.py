@@ -515,6 +515,21 @@ def test_without_tasks_only_what_the_trainer_read_is_of_a_step(tmp_path, look):
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 
+def test_weights_are_no_samples(tmp_path, look):
+    """As `publish_weights` writes them, and a `WeightReader` reads them."""
+    with recorded(tmp_path) as client:
+        client.register_partition("train", ["x", "reward", "text"], None, ["trainer"], 2)
+        client.register_partition("weights", ["w"], None, [])
+        for number in (1, 2):
+            tags = [{"weight_version": number, "weight_anchor": number}]
+            client.put_samples([f"v{number}"], "weights", {"w": torch.ones(1, 3)}, tags=tags)
+            client.get_samples([f"v{number}"], "weights", ["w"])
+            step_on(client, number, len(put(client, q(number))))
+    _, found = look(tmp_path, "--json")
+    assert [each["samples"] for each in found["steps"]] == [2, 2]
+    assert (found["wrong"], found["untrained"]) == ([], [])
+
+
 def test_a_flipped_byte_of_the_rows(tmp_path, look):
     train(tmp_path, [q(0, 1), q(2, 3)])
     (path,) = tmp_path.glob("*.rows")

@@ -39,7 +39,7 @@ def ledger_of(config):
     return json.loads((Path(config["options"]["durable"]) / "lock").read_bytes())["pid"]
 
 
-def rounds(python, config, tmp_path, how_many):
+def rounds(python, runs, config, tmp_path, how_many):
     """Runs the processes, kills all of them at a random moment, and so on. Looks at the store after each round."""
     noted = defaultdict(Counter)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -62,21 +62,21 @@ def rounds(python, config, tmp_path, how_many):
             random.shuffle(victims)
             for pid in victims:
                 os.kill(pid, signal.SIGKILL)
-            wait_for(lambda pids=victims: not any(Path(f"/proc/{pid}").exists() for pid in pids), "their end")
+            wait_for(lambda pids=victims: not any(map(runs, pids)), "their end")
             for word, ids in notes_in(folder).items():
                 noted[word].update(ids)
             check(config, noted)
     assert forks.returncode == 0
 
 
-def test_all_processes_may_be_killed_at_any_moment(python, config, tmp_path):
-    rounds(python, config, tmp_path, 2)
+def test_all_processes_may_be_killed_at_any_moment(python, runs, config, tmp_path):
+    rounds(python, runs, config, tmp_path, 2)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-def test_all_processes_may_be_killed_a_thousand_times(python, config, tmp_path):
-    rounds(python, config, tmp_path, int(os.environ.get("DATAPLANE_KILL_ROUNDS", "1000")))
+def test_all_processes_may_be_killed_a_thousand_times(python, runs, config, tmp_path):
+    rounds(python, runs, config, tmp_path, int(os.environ.get("DATAPLANE_KILL_ROUNDS", "1000")))
 
 
 def test_a_store_that_was_closed_comes_back_and_others_are_refused_meanwhile(config):

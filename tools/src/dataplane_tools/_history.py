@@ -23,6 +23,8 @@ _BATCHES_KEPT: Final = 64
 #: Findings of one kind that are kept. The others are counted.
 _MOST_FINDINGS: Final = 10
 _MOST_EXAMPLES: Final = 3
+#: Damaged samples of which it is told which step trained on them. The others are counted.
+_MOST_DAMAGED: Final = 1000
 #: Operations that tell something also if they fail: what was asked for, what is lost.
 _TELLING: Final = frozenset(("claim", "get_samples"))
 _UNREAD: Final = " without a read"
@@ -106,6 +108,8 @@ class History:
                 self._marker = client
             if record.op == "step" and client == self._marker:
                 yield from self._mark(record)
+            elif record.partition in self.survey.weights:
+                continue
             elif record.op in _OPERATIONS and (record.status == "ok" or record.op in _TELLING):
                 self._now = record.at
                 held = self._partitions.setdefault(record.partition, _Registration())
@@ -263,7 +267,10 @@ class History:
                     row.prompt.train(row.life, put.at, row.step)
             for name in damaged.get(sample_id, ()):
                 where = f"line {record.line} of segment {record.segment}"
-                self._damaged.setdefault(row, []).append((name, str(record.client), where))
+                if row in self._damaged or len(self._damaged) < _MOST_DAMAGED:
+                    self._damaged.setdefault(row, []).append((name, str(record.client), where))
+                else:
+                    self._num_found["damaged"] += 1
 
     def _get_samples(self, held: _Registration, record: Record) -> None:
         lost = record.error == "LostSamplesError"

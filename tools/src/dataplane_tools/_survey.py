@@ -6,9 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from dataplane_core.middleware import Recording, Writer
 from dataplane_tools._prompts import Resume
+
+#: A tag that each row of `dataplane_integrations.weights` has.
+_WEIGHTS: Final = "weight_anchor"
 
 
 @dataclass(slots=True)
@@ -23,6 +27,7 @@ class Survey:
         undone: For each of them, whether the run went on from an earlier step later.
         others: Marks that do not count, since two clients marked steps at the same time.
         claimed: Partitions of which a task was given samples.
+        weights: Partitions of weights: their rows are no samples.
         tasks: The tasks that train: those that the client that marks steps claims for; else its role; else all.
         consumers: Clients that were given samples of these tasks.
         readers: Clients whose reads of other partitions train, of those that read in most steps: the one that marks
@@ -44,6 +49,7 @@ class Survey:
     undone: list[bool] = field(default_factory=list)
     others: int = 0
     claimed: set[str] = field(default_factory=set)
+    weights: set[str] = field(default_factory=set)
     tasks: set[str] = field(default_factory=set)
     consumers: set[str] = field(default_factory=set)
     readers: set[str] = field(default_factory=set)
@@ -85,10 +91,14 @@ def survey(recording: Recording, task: str | None = None) -> Survey:
             found.blind_until = max(found.blind_until, record.at)
         elif record.status != "ok":
             found.failures[record.op, record.error] += 1
+        elif record.op == "put_samples" and any(_WEIGHTS in tags for tags in record.tags or ()):
+            found.weights.add(record.partition)
         elif record.op == "claim" and record.ids:
             claimed.add((record.partition, record.task, client))
         elif record.op == "get_samples" and record.ids:
             read.setdefault((record.partition, client), set()).add(len(found.marks))
+    claimed = {each for each in claimed if each[0] not in found.weights}
+    read = {key: each for key, each in read.items() if key[0] not in found.weights}
     _choose_marks(found)
     markers = {client for _, _, client in found.marks}
     roles = {found.writers[client].role for client in markers}

@@ -58,7 +58,9 @@ def _promised(rule: str, promises: Mapping[str, str], *, broken: bool) -> str:
     if broken:
         return f"The store: {promises[rule]}"
     lacks = ", ".join(f"`{name}`" for name in _GRANTED if name not in promises)
-    return f"The store: {promises[rule]}. This finding takes for granted what the store does not promise: {lacks}."
+    return (
+        f"The store: {promises[rule]}. This finding takes for granted some of what the store does not promise: {lacks}."
+    )
 
 
 _LEGEND: Final = [

@@ -154,3 +154,15 @@ def test_an_asynchronous_run_learns_from_what_other_processes_generate(tmp_path:
     assert {line["batch/samples_per_step"] for line in lines} == {PROMPTS * ANSWERS}
     assert 0 < summary["staleness"] <= 4
     assert all(line["rollout/samples_total"] > 0 for line in lines)
+
+
+def test_without_save_steps_a_run_begins_anew_beside_checkpoints_of_an_earlier_one(tmp_path: Path) -> None:
+    path = write_config(tmp_path, options={"namespace": f"trl-anew-{os.getpid()}"})
+    config = yaml.safe_load(path.read_text())
+    config |= {"steps": 2, "prompts_per_step": 4}
+    config["rollouts"]["prompts_per_claim"] = 1
+    for save_steps in (1, 0):
+        path.write_text(yaml.safe_dump({**config, "save_steps": save_steps}))
+        finish(start(EXAMPLE / "train.py", "--config", path, "--out", tmp_path))
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        assert summary["answers_trained_on"] == 2 * 4 * ANSWERS

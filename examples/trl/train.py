@@ -152,7 +152,8 @@ def common_arguments(config: dict[str, Any], out: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def rollout_processes(number: int, *options: object) -> Iterator[None]:
-    """Starts rollout processes. They end by themselves when the run needs no more; if it fails, they are ended."""
+    """Starts rollout processes. They end by themselves when the run needs no more. If it fails, they are ended, and so
+    is one that came after the end of a short run, since it waits for the start of another one."""
     program = [sys.executable, str(Path(__file__).with_name("rollout_process.py")), *map(str, options)]
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -161,7 +162,8 @@ def rollout_processes(number: int, *options: object) -> Iterator[None]:
             print(f"rollout-{index} (pid {processes[-1].pid})", flush=True)
         yield
         for process in processes:
-            process.wait(60)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
     finally:
         for process in processes:
             process.terminate()

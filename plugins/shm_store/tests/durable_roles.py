@@ -21,6 +21,8 @@ from dataplane_core import connect
 from dataplane_core.errors import DataPlaneError
 
 PARTITION = "train"
+#: Samples that a check leaves to the next round, at most: with more, each round would take longer than the one before.
+MOST = 500
 
 
 def content(sample_id):
@@ -94,11 +96,14 @@ def check(config, notes):
         rows = client.get_samples(there, PARTITION, ["x"])["x"] if there else []
         for each, row in zip(there, rows, strict=True):
             assert torch.equal(row, content(each)), each
-        claimed = client.claim_meta(PARTITION, "trainer", ["x"], len(there) + 1, blocking=False, lease_s=1.0)
+        claimed = client.claim_meta(PARTITION, "trainer", ["x"], len(there) + 1, blocking=False, lease_s=600.0)
         again = set(claimed.sample_ids)
         assert not again & acked.keys(), "an acked sample is given again"
         assert put.keys() & set(there) <= again | acking.keys(), "a sample that was not acked is not given again"
-        if again:
+        if len(again) > MOST:
+            client.ack(claimed)
+            acked.update(again)
+        elif again:
             client.nack(claimed)
         done = sorted(set(there) & acked.keys())  # else they would fill the store
         client.clear_samples(done, PARTITION)

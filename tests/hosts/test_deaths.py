@@ -235,11 +235,13 @@ def test_nodes_with_durable_units_die_and_come_back(mortal_pair: Any, tmp_path: 
         for turn in range(int(os.environ.get("DATAPLANE_KILL_ROUNDS", "1"))):
             run.all_go_on()
             put_before = run.owner.ask("samples")
+            run.owner.ask("put_apart")
             pair.there.kill()
             meanwhile = [f"m{turn}-{row}" for row in range(6)]
             eventually(lambda: "starting" in run.owner.ask("states_of_units"), "nobody notices")
             run.owner.ask("put", meanwhile)
             assert run.owner.ask("lost", meanwhile) == [], "the other node serves on"
+            run.owner.ask("clear_apart")
             pair.start_node(pair.there)
             run.eventually_two_units()
             run.all_go_on()

@@ -47,7 +47,7 @@ class Life:
         self._opened = open_place(place, SIZE, lambda: SIZE, sync=sync)
         self._controller = ControllerHost(self._ledger)
         self._unit = KeptExtentHost(self._opened.extents, self._opened.notes.commit_or_end)
-        started = Started(self._opened.token, "10.0.0.1", 1, "node", size_bytes=SIZE, kept=True)
+        started = Started(self._opened.token, "10.0.0.1", 1, "node", size_bytes=SIZE, place="place")
         self._controller.book.begin("actor-", [("unit-0", "actor-unit-0", started)])
         self._sessions = [each.begin_session() for each in (self._controller, self._unit)]
         self.together = False

@@ -228,9 +228,7 @@ class Engine(QueueEngine):
                 self._places.refresh(deadline)
                 drops, left = self._drops(positions, deadline)
 
-    def _drops(
-        self, positions: Mapping[int, Sequence[int]], deadline: float
-    ) -> tuple[dict[int, list[Ref]], set[Ref]]:
+    def _drops(self, positions: Mapping[int, Sequence[int]], deadline: float) -> tuple[dict[int, list[Ref]], set[Ref]]:
         """Which rows each life that is served is to drop, by their positions there; and the refs of those that nobody
         serves now. The rows of lives that have ended went with them."""
         drops: dict[int, list[Ref]] = {}

@@ -33,7 +33,7 @@ class Unit:
 def test_a_unit_that_fails_to_drop_rows_is_told_again(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_keeper, "_RETAIN_AGAIN_S", 0.0)
     host = ControllerHost(LedgerService())
-    started = Started("token", "10.0.0.1", 1, "node", size_bytes=1 << 20, kept=True)
+    started = Started("token", "10.0.0.1", 1, "node", size_bytes=1 << 20, place="place")
     units = [("unit-0", "actor", started)]
     host.book.begin("actor-", units)
     keeper = Keeper(host, "actor-", lambda *_: None, None, wait_s=0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -113,31 +113,30 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
         return self._started
 
     def _serve(self, place: Place | None) -> Started:
-        extents: ExtentService
         if place is None:
-            token = _privates.unit_id(self)
             arena = Arena.create(self._size_bytes or self._default_bytes())
             extents = ExtentService(arena, self._touch_ahead_bytes)
-            host, aside = ExtentHost(extents), None
-        else:
-            extents, notes, token = open_place(
-                place,
-                self._size_bytes,
-                self._default_bytes,
-                sync=self._sync,
-                touch_ahead_bytes=self._touch_ahead_bytes,
-            )
-            host, aside = KeptExtentHost(extents, notes.commit_or_end), extents.work_aside
+            return self._start_server(_privates.unit_id(self), ExtentHost(extents), extents, None, "")
+        opened = open_place(
+            place, self._size_bytes, self._default_bytes, sync=self._sync, touch_ahead_bytes=self._touch_ahead_bytes
+        )
+        try:
+            host = KeptExtentHost(opened.extents, opened.notes.commit_or_end)
+            return self._start_server(opened.token, host, opened.extents, opened.extents.work_aside, place.name)
+        except BaseException:
+            opened.close()  # it is tried again
+            raise
+
+    def _start_server(
+        self, token: str, host: ExtentHost, extents: ExtentService, aside: Callable[[], bool] | None, place: str
+    ) -> Started:
         ip, port = _privates.unit_server(self)
+        node = ray.get_runtime_context().get_node_id()
         name, secret = new_socket_name(), new_token()
         wire = listen_on(ip)
         server = Server(host, listen_as(name), wire, token=secret, between=extents.touch_ahead, aside=aside)
         threading.Thread(target=server.run, name="dataplane-rows", daemon=True).start()
-        node = ray.get_runtime_context().get_node_id()
-        size_bytes = extents.most_bytes
-        return Started(
-            token, ip, port, node, wire.getsockname()[1], name, secret, size_bytes, place.name if place else ""
-        )
+        return Started(token, ip, port, node, wire.getsockname()[1], name, secret, extents.most_bytes, place)
 
     def _is_elsewhere(self, place: Place) -> bool:
         """Whether Ray started this unit on a node that lacks its place."""

@@ -164,6 +164,13 @@ def test_a_unit_whose_folder_does_not_come_begins_without_it(
         assert lost(client, IDS) == IDS
         put(client, IDS)
         assert right(client, IDS)
+        first = [(each, tmp_path / NAME / "units" / each.name) for each in tmp_path.iterdir() if each.name != NAME]
+        assert len(first) == 2
+        for each, back in first:
+            each.rename(back)
+        kill("unit-0", "unit-1")
+        eventually(lambda: states(client) == [("serving", 3)] * 2, "they are not started again")
+        assert right(client, IDS), "they go on with what they began"
 
 
 # --- all processes end ------------------------------------------------------------------------------------------------

@@ -234,7 +234,7 @@ def test_a_place_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(
             said.add(str(caught.value))
         assert len(said) == 1, "clients would be told something new again and again"
 
-    unit = object.__new__(_units.StorageUnit)
+    unit: Any = object.__new__(_units.StorageUnit)
     unit._place, unit._started, unit._size_bytes, unit._sync, unit._touch_ahead_bytes = place, None, SIZE, False, 0
     node = SimpleNamespace(get_node_id=lambda: "node")
     monkeypatch.setattr(_units, "ray", SimpleNamespace(get_runtime_context=lambda: node))

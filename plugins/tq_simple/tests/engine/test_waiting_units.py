@@ -62,10 +62,10 @@ class Client:
     def __init__(self, host: ControllerHost) -> None:
         session = host.begin_session()
         self.dropped = [0, 0]
-        engine = object.__new__(Engine)
-        engine.call = lambda request, deadline: host.answer(request, session)  # type: ignore[method-assign]
+        engine: Any = object.__new__(Engine)
+        engine.call = lambda request, deadline: host.answer(request, session)
         engine._places = Places(lambda version, deadline: host.book.view(version), lambda numbers: None)
-        engine._units = {number: SimpleNamespace(drop=self._drop(number)) for number in range(2)}  # type: ignore[misc]
+        engine._units = {number: SimpleNamespace(drop=self._drop(number)) for number in range(2)}
         engine._current = threading.local()
         self._backend = TQSimpleBackend(TQSimpleConfig())
         self._backend._engine = engine
@@ -353,7 +353,7 @@ def test_a_process_of_a_unit_opens_the_place_of_its_life(tmp_path: Path, monkeyp
         return started(1, place=place.name)
 
     def process() -> Any:
-        unit = object.__new__(_units.StorageUnit)
+        unit: Any = object.__new__(_units.StorageUnit)
         unit._place, unit._started, unit._serve = Place(str(tmp_path), "Y", "identity"), None, serve
         return unit
 

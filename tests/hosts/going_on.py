@@ -147,6 +147,16 @@ class Owner:
         """Puts samples."""
         put(self._client, ids)
 
+    def put_apart(self) -> None:
+        """Puts samples that nobody else looks at, over all units."""
+        self._client.register_partition("apart", ["x"], None, [])
+        for row in range(20):
+            self._client.put_samples([f"apart-{row}"], "apart", {"x": torch.ones(1, 100)})
+
+    def clear_apart(self) -> None:
+        """Clears them."""
+        self._client.clear_samples(None, "apart")
+
     def lost(self, ids: list[str]) -> list[str]:
         """Reads samples; those that are lost."""
         return read(self._client, ids)

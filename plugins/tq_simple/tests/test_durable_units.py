@@ -120,26 +120,34 @@ def test_a_unit_waits_for_its_folder_and_says_what_is_wrong_with_it(
     place.write_text("this is no folder")
     kill("unit-0")
 
-    def refusal(ids: list[str]) -> BackendUnavailableError | None:
+    def refusal() -> BackendUnavailableError | None:
         try:
-            assert right(client, ids)
-        except UnitsGoneError:
-            pass
+            assert right(client, IDS)
         except BackendUnavailableError as error:
-            return error
+            return None if isinstance(error, UnitsGoneError) else error
         return None
 
-    refused = eventually(lambda: refusal(IDS), "nobody is told")
+    def is_back() -> bool:
+        with suppress(BackendUnavailableError):
+            return right(client, IDS[2:])
+        return False
+
+    refused = eventually(refusal, "nobody is told")
     assert not refused.retryable
     assert re.search(rf"unit-0 cannot bring its rows back: .*{place} cannot be used", str(refused))
-    put(client, ["more-1"])
+    put(client, ["more-1", "more-2", "more-3"])
+    client.clear_samples(["more-2", IDS[0]], "p")
+    client.clear_samples(["more-3"], "p")
     place.unlink()  # now it looks for the node that has it
     assert len(places(tmp_path)) == 1
+    client.clear_samples([IDS[1]], "p")
     aside.rename(place)
-    eventually(lambda: refusal(IDS) is None, "it does not find it")
-    assert right(client, [*IDS, "more-1"])
+    eventually(is_back, "it does not find it")
+    assert right(client, ["more-1"])
     assert [state for state, _ in states(client)] == ["serving", "serving"]
     assert len(places(tmp_path)) == 2
+    client.clear_samples(None, "p")
+    assert [each.num_rows for each in client.list_units()] == [0, 0], "also what could not be deleted before"
 
 
 def test_a_unit_whose_folder_does_not_come_begins_without_it(
@@ -156,6 +164,13 @@ def test_a_unit_whose_folder_does_not_come_begins_without_it(
         assert lost(client, IDS) == IDS
         put(client, IDS)
         assert right(client, IDS)
+        first = [(each, tmp_path / NAME / "units" / each.name) for each in tmp_path.iterdir() if each.name != NAME]
+        assert len(first) == 2
+        for each, back in first:
+            each.rename(back)
+        kill("unit-0", "unit-1")
+        eventually(lambda: states(client) == [("serving", 3)] * 2, "they are not started again")
+        assert right(client, IDS), "they go on with what they began"
 
 
 # --- all processes end ------------------------------------------------------------------------------------------------

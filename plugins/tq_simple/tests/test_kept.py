@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -9,15 +10,16 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dataplane_core.errors import CapacityExceededError
+from dataplane_core.errors import BackendUnavailableError, CapacityExceededError
 from dataplane_core.hosting import KeptExtentHost, KeptExtents, Layout, Wanted, extent_host
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
-from dataplane_tq_simple import _host, _kept
+from dataplane_tq_simple import _host, _kept, _privates, _units
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._kept import Place, delete_place, open_place, places_in
@@ -47,7 +49,7 @@ class Life:
         self._opened = open_place(place, SIZE, lambda: SIZE, sync=sync)
         self._controller = ControllerHost(self._ledger)
         self._unit = KeptExtentHost(self._opened.extents, self._opened.notes.commit_or_end)
-        started = Started(self._opened.token, "10.0.0.1", 1, "node", size_bytes=SIZE, kept=True)
+        started = Started(self._opened.token, "10.0.0.1", 1, "node", size_bytes=SIZE, place="place")
         self._controller.book.begin("actor-", [("unit-0", "actor-unit-0", started)])
         self._sessions = [each.begin_session() for each in (self._controller, self._unit)]
         self.together = False
@@ -210,3 +212,42 @@ def test_a_place_is_deleted_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path) == ["second"]
     delete_place(places[1])
     assert os.listdir(tmp_path) == []
+
+
+def test_a_place_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process tries it again until it can."""
+    place = Place(str(tmp_path), "place", "identity")
+    open_place(place, SIZE, lambda: SIZE).close()
+    (tmp_path / "place" / "arena").unlink()
+
+    def full(path: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path), None, str(target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", full)
+        said = set()
+        for _ in range(2):
+            with pytest.raises(BackendUnavailableError, match="No space left on device") as caught:
+                open_place(place, SIZE, lambda: SIZE)
+            said.add(str(caught.value))
+        assert len(said) == 1, "clients would be told something new again and again"
+
+    unit: Any = object.__new__(_units.StorageUnit)
+    unit._place, unit._started, unit._size_bytes, unit._sync, unit._touch_ahead_bytes = place, None, SIZE, False, 0
+    node = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(_units, "ray", SimpleNamespace(get_runtime_context=lambda: node))
+    monkeypatch.setattr(_units, "was_started_before", lambda: False)
+    monkeypatch.setattr(_privates, "unit_server", lambda unit: ("127.0.0.1", 1))
+    with monkeypatch.context() as patch:
+
+        def no_port(ip: str) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        patch.setattr(_units, "listen_on", no_port)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Too many open files"):
+                unit.describe()
+    open_place(place, SIZE, lambda: SIZE).close()
+    assert [each for each in os.listdir(tmp_path) if each.startswith("damaged-place-")]

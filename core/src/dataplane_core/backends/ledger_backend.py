@@ -11,7 +11,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -177,8 +177,9 @@ class LedgerBackend(Backend, ABC):
         """
 
     @abstractmethod
-    def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
-        """Deletes payload. Ignores refs that do not exist."""
+    def delete_refs(self, refs: Sequence[Ref], deadline: float) -> Collection[Ref] | None:
+        """Deletes payload. Ignores refs that do not exist. Returns those that cannot be reached now: a later clear
+        deletes them. None: all are deleted."""
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -454,8 +455,10 @@ class LedgerBackend(Backend, ABC):
 
     def _collect(self, refs: Sequence[Ref], deadline: float) -> None:
         if refs:
-            self.delete_refs(refs, deadline)
-            self.call_ledger(deadline, commands.Collected(refs))
+            left = self.delete_refs(refs, deadline)
+            gone = [ref for ref in refs if ref not in left] if left else refs
+            if gone:
+                self.call_ledger(deadline, commands.Collected(gone))
 
     def _collect_if_possible(self, refs: Sequence[Ref], deadline: float) -> None:
         """Deletes payload after what is done, and so must not fail now. A later clear deletes what is left."""

@@ -94,11 +94,12 @@ def lock_folder(folder: Path, holds: str, patience_s: float) -> int:
     return lock
 
 
-def _make_folder(folder: Path) -> None:
+def _make_folder(folder: Path, mode: int = 0o700) -> None:
     if not folder.is_dir():
-        _make_folder(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        sync_path(folder.parent)
+        _make_folder(folder.parent, 0o777)  # as others make them
+        folder.mkdir(mode=mode, exist_ok=True)
+        with contextlib.suppress(PermissionError):  # a folder may be one that can be written, and not listed
+            sync_path(folder.parent)
 
 
 def sync_path(path: Path) -> None:

@@ -5,6 +5,7 @@ Importing this module imports Ray.
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -63,9 +64,12 @@ def nodes_for_units() -> list[str]:
     return sorted(workers or [node["NodeID"] for node in alive], key=lambda node: (node != here, node))
 
 
+_task = functools.cache(ray.remote)  # each remote function is exported to all workers, and kept
+
+
 def on_nodes(nodes: Iterable[str], function: Callable[..., Any], *args: Any) -> dict[str, Any]:
     """Calls a function on each node. Returns Ray references to what it returns, by the node."""
-    task = ray.remote(function)
+    task = _task(function)
     there = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
     return {node: task.options(num_cpus=0, scheduling_strategy=each).remote(*args) for node, each in there.items()}
 

@@ -210,8 +210,8 @@ class TQSimpleBackend(QueueBackend["Engine"]):
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         return self._connected().fetch(located, num_samples, deadline)
 
-    def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
-        self._connected().delete(refs, deadline)
+    def delete_refs(self, refs: Sequence[Ref], deadline: float) -> set[Ref]:
+        return self._connected().delete(refs, deadline)
 
     def list_units(self, request: ListUnitsRequest) -> UnitList:
         """Asks the controller."""

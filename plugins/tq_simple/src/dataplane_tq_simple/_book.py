@@ -58,7 +58,8 @@ class Started(NamedTuple):
         socket: The name of the Unix socket where it serves them.
         secret: What clients show there.
         size_bytes: The size of its memory.
-        kept: Whether its rows outlive its process: then the token is that of the place where they lie.
+        place: The name of the place where its rows lie, if they outlive its process: then the token is that of the
+            place. Else ``""``.
     """
 
     token: str
@@ -69,7 +70,12 @@ class Started(NamedTuple):
     socket: str = ""
     secret: bytes = b""
     size_bytes: int = 0
-    kept: bool = False
+    place: str = ""
+
+    @property
+    def kept(self) -> bool:
+        """Whether its rows outlive its process."""
+        return bool(self.place)
 
 
 class Life(NamedTuple):
@@ -338,6 +344,12 @@ class UnitBook:
                 unit.why = why
                 self._changes()
             return True
+
+    def place_of(self, name: str) -> str:
+        """The name of the place of a unit's life, or ``""`` if it has none."""
+        with self.lock:
+            unit = self._units.get(name)
+            return "" if unit is None or unit.life is None else self._lives[unit.life].started.place
 
     def live(self) -> list[tuple[str, str, Started]]:
         """The units that run: names, actors, and what they said."""
@@ -661,7 +673,8 @@ class UnitBook:
             held.size_bytes += sizes[position]
 
     def come_back(self, running: Iterable[str]) -> None:
-        """After `restore`: the actors that run. The units of others ended, or were never created."""
+        """After `restore`: the actors that run. Of the others, units that keep rows are to be started again. The rest
+        ended, or were never created."""
         actors = set(running)
         with self.lock:
             for unit in self._units.values():
@@ -671,6 +684,8 @@ class UnitBook:
                     unit.created = True
                 elif unit.num_starts == 0 and unit.state == "starting":
                     unit.created = False
+                elif unit.life is not None and self._lives[unit.life].started.kept:
+                    self.ended(unit.name, self._lives[unit.life].started)
                 else:
                     self._fail(unit, "its actor ended")
             self._forget()

@@ -201,8 +201,11 @@ class Engine(QueueEngine):
                 time.sleep(PATIENCE_S)
                 self._places.refresh(deadline)
 
-    def delete(self, refs: Sequence[Ref], deadline: float) -> None:
+    def delete(self, refs: Sequence[Ref], deadline: float) -> set[Ref]:
         """Deletes rows, and frees their memory. Ignores rows that do not exist.
+
+        Returns:
+            Those that are left: nobody serves them now, and a unit may bring them back.
 
         Raises:
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
@@ -210,21 +213,35 @@ class Engine(QueueEngine):
         positions: dict[int, list[int]] = {}
         for write_id, position in refs:
             positions.setdefault(write_id, []).append(position)
+        drops, left = self._drops(positions, deadline)
+        if left:  # this client may not know that they are served again
+            self._places.refresh(deadline)
+            drops, left = self._drops(positions, deadline)
         while True:
-            drops: dict[int, list[Ref]] = {}
-            for write_id, some in positions.items():
-                spread = self._places.spread(write_id, deadline)
-                for number, found in ({} if spread is None else spread.split(write_id, some)).items():
-                    if self._places.life(number) is not None:  # the rows of others went with them
-                        drops.setdefault(number, []).extend((write_id, there) for _, there in found)
             try:
                 self._each(drops, lambda _, unit, some: unit.drop(some, deadline), deadline)
-                return
+                return left
             except UnitsGoneError:
                 if time.monotonic() + PATIENCE_S >= deadline:
                     raise
                 time.sleep(PATIENCE_S)
                 self._places.refresh(deadline)
+                drops, left = self._drops(positions, deadline)
+
+    def _drops(self, positions: Mapping[int, Sequence[int]], deadline: float) -> tuple[dict[int, list[Ref]], set[Ref]]:
+        """Which rows each life that is served is to drop, by their positions there; and the refs of those that nobody
+        serves now. The rows of lives that have ended went with them."""
+        drops: dict[int, list[Ref]] = {}
+        left: set[Ref] = set()
+        for write_id, some in positions.items():
+            spread = self._places.spread(write_id, deadline)
+            for number, found in ({} if spread is None else spread.split(write_id, some)).items():
+                life = self._places.life(number)
+                if life is not None and life.served:
+                    drops.setdefault(number, []).extend((write_id, there) for _, there in found)
+                elif life is not None:
+                    left.update((write_id, some[index]) for index, _ in found)
+        return drops, left
 
     def _reads(self, located: Located, deadline: float) -> dict[int, list[ExtentRead]]:
         """What to read from which life. Raises `RefsGoneError` for rows of those that have ended."""

@@ -62,12 +62,12 @@ def make_ledger(
 def _durable_ledger(journal: Path, capacity_bytes: int | None, sync: bool, must_exist: bool) -> RecordedLedger:
     try:
         lock_folder(journal.parent, journal.name, ENDING_S)  # until this process ends
+        ledger = RecordedLedger(journal, capacity_bytes, sync=sync, must_exist=must_exist)
+        sync_path(journal.parent)  # which has the journal now
     except OSError as error:
         raise BackendUnavailableError(
             f"the folder {journal.parent} cannot be used: {error}.", retryable=False
         ) from error
-    ledger = RecordedLedger(journal, capacity_bytes, sync=sync, must_exist=must_exist)
-    sync_path(journal.parent)  # which has the journal now
     if not must_exist:  # the clients of the instance before are gone
         ledger.end_holds()
         ledger.commit()

@@ -72,17 +72,20 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Search:
-    """A search for the node that has the place of a unit, which Ray has started on another one.
+    """A search for the node that has the place of a unit. It lasts until the unit serves.
 
     Attributes:
         place: The name of the place.
         give_up: When the unit begins without it.
+        looks: Whether nodes are to be asked. Not while the unit is being started on the one that has it.
         asked: Nodes by the references to their answers.
+        ask_at: When they are asked next.
         node: The node that has it.
     """
 
     place: str
     give_up: float
+    looks: bool = True
     asked: dict[Any, str] = field(default_factory=dict)
     ask_at: float = field(default_factory=time.monotonic)
     node: str | None = None
@@ -226,11 +229,13 @@ class Keeper:
             if name not in actors:
                 del self._asked[name]
             elif asked.ref is None:
-                handle = self._handles.get(actors[name])
-                if now >= asked.ask_at and handle is not None:
+                handle, place = self._handles.get(actors[name]), self._book.place_of(name)
+                if handle is None and place:  # it ended, or was ended, and was not created again
+                    self._look_for(name, place)
+                elif now >= asked.ask_at and handle is not None:
                     search = self._searches.get(name)
                     anew = search is not None and now >= search.give_up
-                    asked.handle, asked.ref = handle, handle.describe.remote(anew=anew)
+                    asked.handle, asked.ref = handle, handle.describe.remote(place=place, anew=anew)
                     asked.ask_at = now + _ASK_S
             elif ray.wait([asked.ref], timeout=0)[0]:
                 ref, asked.ref = asked.ref, None
@@ -241,52 +246,68 @@ class Keeper:
     def _hear(self, name: str, actor: str, ref: Any) -> None:
         """What the actor of a unit answered, or Ray in its place."""
         try:
-            started: Started | Place = ray.get(ref, timeout=0)
+            answer: Started | Place | ray.exceptions.RayTaskError = ray.get(ref, timeout=0)
         except ray.exceptions.ActorUnavailableError:
             return  # it may be starting
         except ray.exceptions.RayActorError as error:
             self._book.failed(name, str(error).strip().splitlines()[0])
+            return
         except ray.exceptions.RayTaskError as error:
-            known = data_plane_error(error)
-            if (known is None or not known.retryable) and not self._book.waits(name, cause(error)):
-                self._book.failed(name, cause(error))
-                ray.kill(self._handles.pop(actor), no_restart=True)
+            answer = error
         except ray.exceptions.RayError:
             return  # says nothing about the actor
-        else:
-            if isinstance(started, Place):
-                wait_s = self._wait_s if self._book.waits(name, "") else 0.0
-                self._searches.setdefault(name, _Search(started.name, time.monotonic() + wait_s))
-                return
+        ear = self._ears.get(name)
+        if isinstance(answer, Started):
             self._searches.pop(name, None)
-            ear = self._ears.get(name)
-            if ear is not None and ear.started == started:
+            if ear is not None and ear.started == answer:
                 ear.suspect = False
-            self._book.started(name, started)
-            if ear is None or ear.started != started:
-                self._begin_to_retain([(name, actor, started)])
+            self._book.started(name, answer)
+            if ear is None or ear.started != answer:
+                self._begin_to_retain([(name, actor, answer)])
+            return
+        if ear is not None:  # this is another process, which does not serve
+            self._book.ended(name, ear.started)
+        if isinstance(answer, Place):
+            self._look_for(name, answer.name)
+            return
+        known = data_plane_error(answer)
+        if (known is None or not known.retryable) and not self._book.waits(name, cause(answer)):
+            self._book.failed(name, cause(answer))
+            ray.kill(self._handles.pop(actor), no_restart=True)
+
+    def _look_for(self, name: str, place: str) -> None:
+        """Begins to look for the place of a unit, or goes on with it."""
+        has_rows = self._book.waits(name, "")
+        if name not in self._searches:
+            self._searches[name] = _Search(place, time.monotonic() + (self._wait_s if has_rows else 0.0))
+        self._searches[name].looks = True
 
     def _search(self) -> None:
-        """Looks for nodes that have the places of units which Ray has started elsewhere, and moves the units there."""
+        """Looks for nodes that have the places of units which run elsewhere or nowhere, and moves the units there."""
         for name, search in list(self._searches.items()):
             actor = self._book.actors().get(name)
             if actor is None or self._places is None:
                 del self._searches[name]
+                continue
+            if not search.looks:
                 continue
             for ref in [each for each in search.asked if ray.wait([each], timeout=0)[0]]:
                 node = search.asked.pop(ref)
                 with suppress(ray.exceptions.RayError):  # the node ends
                     if search.place in ray.get(ref, timeout=0):
                         search.node = node
+            now, runs = time.monotonic(), self._handles.get(actor)
+            if now >= search.give_up:  # it begins where it runs, or on any node
+                search.node = None if runs else search.node or self._emptiest_node()
             if search.node is not None:
-                handle = self._handles.pop(actor, None)
-                if handle is not None:
-                    ray.kill(handle, no_restart=True)
+                if runs:
+                    ray.kill(runs, no_restart=True)
+                    del self._handles[actor]
                 with suppress(ValueError):  # Ray has not freed its name yet
                     self._handles[actor] = self._create_unit(actor, search.node, place=search.place)
-                    del self._searches[name]
-            elif time.monotonic() >= search.ask_at:
-                search.ask_at = time.monotonic() + _SEARCH_S
+                    search.looks, search.node, search.asked, search.ask_at = False, None, {}, now + _SEARCH_S
+            elif search.ask_at <= now < search.give_up:
+                search.ask_at = now + _SEARCH_S
                 asked = self._places([node for node in nodes_for_units() if node not in search.asked.values()])
                 search.asked.update((ref, node) for node, ref in asked.items())
 
@@ -316,12 +337,14 @@ class Keeper:
         while (new := self._book.new_unit()) is not None:
             name, actor = new
             try:
-                count = collections.Counter(started.node for _, _, started in self._book.live())
-                node = min(nodes_for_units(), key=lambda each: count[each])
-                self._handles[actor] = self._create_unit(actor, node)
+                self._handles[actor] = self._create_unit(actor, self._emptiest_node())
             except Exception as error:
                 _logger.exception("creating %s failed", actor)
                 self._book.failed(name, f"{type(error).__name__}: {error}")
+
+    def _emptiest_node(self) -> str:
+        count = collections.Counter(started.node for _, _, started in self._book.live())
+        return min(nodes_for_units(), key=lambda each: count[each])
 
     def _end_removed(self) -> None:
         """Ends the units that are drained."""

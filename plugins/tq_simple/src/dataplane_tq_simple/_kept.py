@@ -58,11 +58,18 @@ class Opened(NamedTuple):
         extents: Its rows.
         notes: Where it notes them.
         token: Identifies the place, and what is in it.
+        lock: The file descriptor that keeps others away.
     """
 
     extents: KeptExtents
     notes: NotesFile
     token: str
+    lock: int
+
+    def close(self) -> None:
+        """Gives it up. Its rows are not used any more."""
+        self.notes.close()
+        os.close(self.lock)
 
 
 def folder_of(folder: str, instance: str) -> Path:
@@ -117,17 +124,19 @@ def open_place(
         while True:
             lock = lock_folder(path, _NOTES, ENDING_S)
             try:
-                return _open(place, path, size_bytes, default_bytes, sync, touch_ahead_bytes)
-            except CorruptDataError as error:
-                aside = path.with_name(f"{_DAMAGED}{place.name}-{new_id()}")
+                return _open(place, path, size_bytes, default_bytes, sync, touch_ahead_bytes, lock)
+            except BaseException as error:
+                try:
+                    if not isinstance(error, CorruptDataError):
+                        raise
+                    aside = path.with_name(f"{_DAMAGED}{place.name}-{new_id()}")
+                    path.rename(aside)
+                finally:
+                    os.close(lock)
                 _logger.error("the rows of a storage unit are lost: %s They are left in %s.", error, aside)
-                path.rename(aside)
-                os.close(lock)
-            except BaseException:
-                os.close(lock)
-                raise
     except OSError as error:
-        raise BackendUnavailableError(f"the folder {path} cannot be used: {error}.", retryable=False) from error
+        why = error.strerror or error  # not the name that a damaged place would have got, which is another each time
+        raise BackendUnavailableError(f"the folder {path} cannot be used: {why}.", retryable=False) from error
 
 
 def _open(
@@ -137,6 +146,7 @@ def _open(
     default_bytes: Callable[[], int],
     sync: bool,
     touch_ahead_bytes: int,
+    lock: int,
 ) -> Opened:
     notes = NotesFile(path / _NOTES, sync=sync)
     try:
@@ -157,4 +167,4 @@ def _open(
     except BaseException:
         notes.close()
         raise
-    return Opened(extents, notes, token.decode())
+    return Opened(extents, notes, token.decode(), lock)

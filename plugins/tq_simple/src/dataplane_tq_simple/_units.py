@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -66,6 +66,8 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
             actor has ended for good.
     """
 
+    _new_name = ""  # of the place that it makes where it lacks its own
+
     def __init__(
         self,
         config: Any,
@@ -88,48 +90,53 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
             own = ray.get_runtime_context().get_actor_name()
             threading.Thread(target=_follow, args=(own, *follows), name="dataplane-follow", daemon=True).start()
 
-    def describe(self, *, anew: bool = True) -> Started | Place:
+    def describe(self, *, place: str = "", anew: bool = True) -> Started | Place:
         """Where it is reached, and its life. Tries again to open a place that could not be opened, as `open_place`.
 
         Args:
+            place: The name of the place of its life, which may have begun since this unit was created; ``""``: the one
+                that it was created with.
             anew: Whether to begin a new life where this node lacks its place. If not, that place is the answer.
         """
         if self._started is None:
-            place = self._place
-            if place is not None and self._is_elsewhere(place):
+            if self._place is not None and place:
+                self._place = self._place._replace(name=place, found=True)
+            own = self._place
+            if own is not None and self._is_elsewhere(own):
                 if not anew:
-                    return place
+                    return own
                 # the rows of a place are where its name says so: two of one name would hide each other's
-                node = ray.get_runtime_context().get_node_id()
-                place = place._replace(name=f"{place.name}-{node[:12]}", found=False)
-            self._started = self._serve(place)
-            self._place = place
+                self._new_name = self._new_name or new_id()
+                own = own._replace(name=self._new_name, found=False)
+            self._started = self._serve(own)
+            self._place = own
         return self._started
 
     def _serve(self, place: Place | None) -> Started:
-        extents: ExtentService
         if place is None:
-            token = _privates.unit_id(self)
             arena = Arena.create(self._size_bytes or self._default_bytes())
             extents = ExtentService(arena, self._touch_ahead_bytes)
-            host, aside = ExtentHost(extents), None
-        else:
-            extents, notes, token = open_place(
-                place,
-                self._size_bytes,
-                self._default_bytes,
-                sync=self._sync,
-                touch_ahead_bytes=self._touch_ahead_bytes,
-            )
-            host, aside = KeptExtentHost(extents, notes.commit_or_end), extents.work_aside
+            return self._start_server(_privates.unit_id(self), ExtentHost(extents), extents, None, "")
+        opened = open_place(
+            place, self._size_bytes, self._default_bytes, sync=self._sync, touch_ahead_bytes=self._touch_ahead_bytes
+        )
+        try:
+            host = KeptExtentHost(opened.extents, opened.notes.commit_or_end)
+            return self._start_server(opened.token, host, opened.extents, opened.extents.work_aside, place.name)
+        except BaseException:
+            opened.close()  # it is tried again
+            raise
+
+    def _start_server(
+        self, token: str, host: ExtentHost, extents: ExtentService, aside: Callable[[], bool] | None, place: str
+    ) -> Started:
         ip, port = _privates.unit_server(self)
+        node = ray.get_runtime_context().get_node_id()
         name, secret = new_socket_name(), new_token()
         wire = listen_on(ip)
         server = Server(host, listen_as(name), wire, token=secret, between=extents.touch_ahead, aside=aside)
         threading.Thread(target=server.run, name="dataplane-rows", daemon=True).start()
-        node = ray.get_runtime_context().get_node_id()
-        size_bytes = extents.most_bytes
-        return Started(token, ip, port, node, wire.getsockname()[1], name, secret, size_bytes, kept=place is not None)
+        return Started(token, ip, port, node, wire.getsockname()[1], name, secret, extents.most_bytes, place)
 
     def _is_elsewhere(self, place: Place) -> bool:
         """Whether Ray started this unit on a node that lacks its place."""

@@ -292,7 +292,7 @@ def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(either: Controller)
 
 def test_a_place_that_is_served_under_another_name_is_of_that_unit_alone() -> None:
     """Who bootstraps again may name the units of the places in another order than before."""
-    kept = [started(unit)._replace(kept=True) for unit in range(3)]
+    kept = [started(unit)._replace(place=f"place-{unit}") for unit in range(3)]
     controller = Controller(None)
     book = controller.host.book
     for unit in range(3):
@@ -338,7 +338,7 @@ def test_the_rows_of_a_unit_are_listed_while_others_are_answered(monkeypatch: py
 def test_who_waits_for_a_unit_that_cannot_open_its_folder_is_told_why() -> None:
     controller = Controller(None)
     book = controller.host.book
-    kept = [started(unit)._replace(kept=True) for unit in range(3)]
+    kept = [started(unit)._replace(place=f"place-{unit}") for unit in range(3)]
     for unit in range(3):
         book.started(f"unit-{unit}", kept[unit])
     write_id = controller.put()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray.remote_function import RemoteFunction
 
 from dataplane_core.ledger import LedgerService
 from dataplane_testkit._timing import eventually
 from dataplane_tq_simple import _keeper
+from dataplane_tq_simple._actors import nodes_for_units, on_nodes
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost
 from dataplane_tq_simple._keeper import Keeper
+from dataplane_tq_simple._kept import places_in
 
 
 class Unit:
@@ -33,7 +37,7 @@ class Unit:
 def test_a_unit_that_fails_to_drop_rows_is_told_again(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_keeper, "_RETAIN_AGAIN_S", 0.0)
     host = ControllerHost(LedgerService())
-    started = Started("token", "10.0.0.1", 1, "node", size_bytes=1 << 20, kept=True)
+    started = Started("token", "10.0.0.1", 1, "node", size_bytes=1 << 20, place="place")
     units = [("unit-0", "actor", started)]
     host.book.begin("actor-", units)
     keeper = Keeper(host, "actor-", lambda *_: None, None, wait_s=0.0)
@@ -47,3 +51,20 @@ def test_a_unit_that_fails_to_drop_rows_is_told_again(ray_cluster: str, monkeypa
     eventually(is_done, 60.0, "it goes on")
     keeper._context.term()
     assert ray.get(unit.get.remote()) == [{}, {}]
+
+
+def test_the_nodes_are_asked_by_one_remote_function(
+    ray_cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray exports each new one to all workers, and keeps it."""
+    used = []
+    options = RemoteFunction.options
+
+    def counted(self: RemoteFunction, **own: Any) -> Any:
+        used.append(self)
+        return options(self, **own)
+
+    monkeypatch.setattr(RemoteFunction, "options", counted)
+    for _ in range(2):
+        assert ray.get(list(on_nodes(nodes_for_units(), places_in, tmp_path).values())) == [[]]
+    assert len(used) > len(set(used)) == 1

@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from batches import NUM_SAMPLES, batch, client_steps, describe, medians_ms, size_bytes
 
@@ -189,8 +190,12 @@ def main() -> None:
     if options.only in (None, "writers"):
         many_writers(options.disk, options.seconds)
     if options.only in (None, "restart"):
+        size = options.gigabytes * 1e9
         for parent in (MEMORY, options.disk):
-            restart(parent, options.rows, options.gigabytes * 1e9)
+            if parent == MEMORY and psutil.virtual_memory().available < 1.2 * size:
+                print(f"\nThe memory is too small for {size / 1e9:.1f} GB in {parent}.")
+            else:
+                restart(parent, options.rows, size)
 
 
 if __name__ == "__main__":

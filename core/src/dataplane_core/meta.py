@@ -215,7 +215,7 @@ def _names(names: Iterable[str]) -> str:
     return preview(list(dict.fromkeys(names)), limit=_SHOWN) or "none"
 
 
-def rows_of(meta: KVBatchMeta, rows: Sequence[int], extra_info: Mapping[str, Any]) -> KVBatchMeta:
+def rows_of(meta: KVBatchMeta, rows: Sequence[int], extra_info: dict[str, Any]) -> KVBatchMeta:
     """The rows of a meta at ``rows``, with a copy of ``extra_info``. Their dicts of tags are shared with it."""
     return replace(
         meta,

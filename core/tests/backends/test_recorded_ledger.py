@@ -163,7 +163,8 @@ def test_a_call_that_is_repeated_is_not_done_again(client: Client, killed: bool)
 
 def test_a_snapshot_keeps_all_of_it(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A random history, opened again at any moment, is the history that was never interrupted."""
-    monkeypatch.setattr("dataplane_core.journal.shortening._TAIL_BYTES", 2000)
+    monkeypatch.setattr("dataplane_core.journal.recorded_ledger._TAIL_BYTES", 2000)
+    client.again()
     chance = random.Random(7)
     whole = Client(client.folder.parent / "whole")
     whole.register()
@@ -201,11 +202,12 @@ def test_a_snapshot_keeps_all_of_it(client: Client, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_outcome_outlives_the_record_that_it_is_of(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataplane_core.journal.recorded_ledger._TAIL_BYTES", 100)
+    client.again()
     client.put("a", "b")
     assert client.claim("t1") == ["a", "b"]
     other = Client.__new__(Client)
     other.folder, other.name, other.serial, other.ledger = client.folder, "other", 0, client.ledger
-    monkeypatch.setattr("dataplane_core.journal.shortening._TAIL_BYTES", 100)
     for turn in range(50):
         other.put(f"s{turn}")
         finish_snapshots(client.ledger)
@@ -327,7 +329,8 @@ def test_a_journal_that_is_shortened_while_it_is_taken_is_taken_whole(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process that had it deletes a snapshot after the new one has read that the journal names it."""
-    monkeypatch.setattr("dataplane_core.journal.shortening._TAIL_BYTES", 500)
+    monkeypatch.setattr("dataplane_core.journal.recorded_ledger._TAIL_BYTES", 500)
+    client.again()
     late, listdir = client.ledger, os.listdir
 
     for turn in range(6):

@@ -25,7 +25,7 @@ def step(client, number):
 
 
 def test_a_file_in_which_no_row_is_left_does_not_grow(tmp_path, monkeypatch):
-    monkeypatch.setattr("dataplane_core.journal.shortening._TAIL_BYTES", 8_000)
+    monkeypatch.setattr("dataplane_core.backends.blob_store._TAIL_BYTES", 8_000)
     path = tmp_path / "store.sqlite"
     with open_client(path) as client:
         client.register_partition("p", ["x"], None, ["t"])

@@ -26,6 +26,8 @@ _CAPABILITIES: Final = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
 #: Commands that end an operation, so the journal may be shortened after them. A claim or a renewal is not one of them:
 #: the time would be lost from the lease.
 _LAST: Final = (commands.CommitPut, commands.PutTags, commands.AckRequest, commands.NackRequest, commands.Collected)
+#: The fewest bytes of records that are worth a snapshot. Each process that opens the store replays them.
+_TAIL_BYTES: Final = 1 << 16
 #: What `BlobStore.seconds_left` returns outside an operation.
 _NO_OPERATION_S: Final = 60.0
 
@@ -48,7 +50,7 @@ class BlobStore(RowStoreBackend):
         self._journal = Journal(self, self.config.capacity_bytes) if _has_journal(type(self)) else None
         self._shortener: Shortener | None = None
         if self._journal is not None and type(self).trim is not BlobStore.trim:
-            self._shortener = Shortener(self._journal, self, self._until)
+            self._shortener = Shortener(self._journal, self, self._until, _TAIL_BYTES)
         self._service = LedgerService(self.config.capacity_bytes)
         self._deadlines = threading.local()
 

@@ -29,12 +29,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import msgpack
-
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
 from dataplane_core.hosting import CallId
 from dataplane_core.journal.records import DIGEST_BYTES, seal, unseal
-from dataplane_core.packed import unpack_msgpack
+from dataplane_core.packed import pack_msgpack, unpack_msgpack
 from dataplane_core.regular_files import open_regular, read_regular
 
 _log = logging.getLogger(__name__)
@@ -73,6 +71,7 @@ class JournalFile:
     Attributes:
         entry: Of the record that was read or appended last.
         next_call: The call that the next record is of.
+        next_seq: The number of the next record.
         notes: Name -> the newest value.
         head: What the head holds. Empty if there is none.
         make_head: Gives the head of a shortened file.
@@ -89,7 +88,7 @@ class JournalFile:
         self._lock = threading.Lock()
         self._dirty = False
         self._torn = False  # whether a part of a frame may follow the last whole one
-        self._next_seq = 0
+        self.next_seq = 0
         self._last = b""
         self._last_entry = Entry(0.0, None)
         self.entry = Entry(0.0, None)
@@ -143,7 +142,7 @@ class JournalFile:
             elif "note" in frame:
                 self._take_note(frame["note"], frame["value"])
             else:
-                self._next_seq, self._last = frame["seq"] + 1, frame["record"]
+                self.next_seq, self._last = frame["seq"] + 1, frame["record"]
                 self._last_entry = _entry(frame)
         if not end:
             raise CorruptDataError(f"the journal in {self._root} is empty.", hint="Bootstrap the instance again.")
@@ -197,19 +196,19 @@ class JournalFile:
         """Adds a record, which is of `next_call`. See `BlobStore.append`."""
         call, self.next_call = self.next_call, None
         with self._lock:
-            if seq != self._next_seq:
+            if seq != self.next_seq:
                 return False
             self.entry = Entry(self.now(), call)
             self._write({"seq": seq, "record": record}, self.entry)
-            self._next_seq, self._last, self._last_entry = seq + 1, record, self.entry
+            self.next_seq, self._last, self._last_entry = seq + 1, record, self.entry
             return True
 
     def read(self, from_seq: int) -> Iterator[bytes]:
         """The records from a number on. See `BlobStore.read`."""
         with self._lock:
-            if from_seq >= self._next_seq - 1:
+            if from_seq >= self.next_seq - 1:
                 self.entry = self._last_entry
-                return iter([self._last] if from_seq < self._next_seq else [])
+                return iter([self._last] if from_seq < self.next_seq else [])
             data = self._read()
         return self._records(data, from_seq)
 
@@ -397,7 +396,7 @@ class NotesFile(JournalFile):
         super().note(name, value, call, outcome)
         if self._end > self._most_bytes:
             try:
-                self.trim(self._next_seq)
+                self.trim(self.next_seq)
             except OSError as error:  # what is noted is noted
                 _log.warning("the notes in %s could not be shortened, and go on growing: %s", self._root, error)
             self._most_bytes = max(_NOTES_BYTES, 2 * self._end)
@@ -409,7 +408,7 @@ def _entry(frame: dict[str, Any]) -> Entry:
 
 
 def _pack(frame: dict[str, Any]) -> bytes:
-    body = seal(msgpack.packb(frame))
+    body = seal(pack_msgpack(frame))
     return _LENGTH.pack(len(body), _check(len(body))) + body
 
 

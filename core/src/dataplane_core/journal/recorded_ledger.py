@@ -37,6 +37,8 @@ _Result = TypeVar("_Result")
 _NUMBERED: Final = 1 << 40
 #: Seconds that a command may wait for the thread that packs a snapshot, and that a snapshot may take.
 _PACKING_S: Final = 600.0
+#: The fewest bytes of records that are worth a snapshot. They are replayed once, when the process is started again.
+_TAIL_BYTES: Final = 1 << 20
 #: Commands that no client asked for.
 _OWN: Final = (commands.Expire, Begin, Plan, Snapshot)
 #: The outcomes that no client may ask for any more are dropped whenever so many were added.
@@ -62,7 +64,7 @@ class RecordedLedger:
     ) -> None:
         self._file = JournalFile(folder, sync=sync, must_exist=must_exist)
         self._journal = _HostJournal(self._file, capacity_bytes)
-        self._shortener = Shortener(self._journal, self._file, lambda _: nullcontext())
+        self._shortener = Shortener(self._journal, self._file, lambda _: nullcontext(), _TAIL_BYTES)
         # The thread that writes snapshots is there from the start: a call that starts one may be cut off while it does.
         self._aside: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=_run_all, args=(self._aside,), name="dataplane-snapshot", daemon=True)
@@ -231,6 +233,11 @@ class _HostJournal(Journal):
             self._at = None
         if due is not None:
             self.append(commands.Expire(due.leases, due.writes))
+
+    def catch_up(self, deadline: float) -> None:
+        """As `Journal.catch_up`. Only this process adds records."""
+        if self._next_seq != self._file.next_seq:
+            super().catch_up(deadline)
 
     def take_numbers(self, count: int) -> int:
         number, self.next_number = self.next_number, self.next_number + count

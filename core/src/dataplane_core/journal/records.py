@@ -19,7 +19,6 @@ from dataclasses import dataclass, fields
 from types import UnionType
 from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
-import msgpack
 import msgspec
 
 from dataplane_core.errors import CorruptDataError
@@ -35,7 +34,7 @@ from dataplane_core.ledger import (
     unpack_write_id,
     unpack_writes,
 )
-from dataplane_core.packed import unpack_msgpack
+from dataplane_core.packed import pack_msgpack, unpack_msgpack
 from dataplane_core.spec import FieldSpec
 
 #: The version of the format.
@@ -162,7 +161,7 @@ class Record:
         """The record as it is stored. Its first `DIGEST_BYTES` are its digest."""
         op = self.command.op
         packed = {name: kind.pack(getattr(self.command, name)) for name, kind in OPS[op].items()}
-        return seal(msgpack.packb({"v": VERSION, "seq": self.seq, "prev": self.prev, "op": op, **packed}))
+        return seal(pack_msgpack({"v": VERSION, "seq": self.seq, "prev": self.prev, "op": op, **packed}))
 
     @classmethod
     def from_bytes(cls, data: bytes, seq: int) -> Record:

@@ -28,8 +28,7 @@ from dataplane_core.spec import new_id
 
 _log = logging.getLogger(__name__)
 
-#: A snapshot is due when the records since the last one exceed both this many bytes and this share of its size.
-_TAIL_BYTES: Final = 1 << 16
+#: A snapshot is due when the records since the last one exceed both some bytes and this share of its size.
 _TAIL_SHARE: Final = 0.25
 #: The ``snapshot`` record holds up to this many bytes of records that others made while the snapshot was written. More
 #: are written as a chunk first. That takes time, in which others take the next number in the journal.
@@ -57,10 +56,15 @@ class Shortener:
         journal: The journal.
         store: Its store.
         until: Sets the deadline of the store's methods in this thread.
+        tail_bytes: The fewest bytes of records that are worth a snapshot.
     """
 
     def __init__(
-        self, journal: Journal, store: ShorteningStore, until: Callable[[float], AbstractContextManager[None]]
+        self,
+        journal: Journal,
+        store: ShorteningStore,
+        until: Callable[[float], AbstractContextManager[None]],
+        tail_bytes: int,
     ) -> None:
         self._journal = journal
         self._store = store
@@ -68,7 +72,8 @@ class Shortener:
         self._busy = threading.Lock()
         self._again_at = 0  # after a failure: the size of the tail at which to try again
         self._failed_behind: tuple[str, int] | None = None  # the newest snapshot then; `_again_at` is for it
-        self._step = _TAIL_BYTES  # tail growth until the next try; doubled after a failure
+        self._tail_bytes = tail_bytes
+        self._step = tail_bytes  # tail growth until the next try; doubled after a failure
         self._mine: str | None = None  # a plan of this process that it did not finish
 
     def run(self, deadline: float) -> None:
@@ -80,7 +85,7 @@ class Shortener:
             deadline = now + (deadline - now) / 2
             with self._until(deadline):
                 self._shorten(deadline)
-            self._step = _TAIL_BYTES
+            self._step = self._tail_bytes
         except _GivenUpError:
             pass
         except Exception as error:  # the operation itself is done, and must not fail
@@ -95,7 +100,7 @@ class Shortener:
     def is_due(self) -> bool:
         """Whether `run` would do something, unless another thread does it."""
         known = self._journal.snapshots
-        worth = max(_TAIL_BYTES, _TAIL_SHARE * known.nbytes)
+        worth = max(self._tail_bytes, _TAIL_SHARE * known.nbytes)
         if known.tail_nbytes < max(worth, self._again_at if known.current == self._failed_behind else 0):
             return False
         if known.plan is None or known.plan == self._mine:

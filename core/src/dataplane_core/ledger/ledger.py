@@ -347,7 +347,9 @@ class Ledger:
                 f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused: the partition was "
                 "registered again since the put was checked. Nothing was written.",
             )
-        known = [partition.rows.get(sample_id) for sample_id in put.sample_ids]
+        known: list[Row | None] = [None] * len(put.sample_ids)
+        if not partition.rows.keys().isdisjoint(put.sample_ids):  # the rows of the usual put are new
+            known = [partition.rows.get(sample_id) for sample_id in put.sample_ids]
         self._check_put(partition, put, known)
         self._check_capacity(put, bound, now)
         return partition, known

@@ -18,7 +18,7 @@ from dataplane_testkit import backend_of
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     """A snapshot is due after a few records, and has many chunks."""
-    monkeypatch.setattr("dataplane_core.journal.shortening._TAIL_BYTES", 2_000)
+    monkeypatch.setattr("dataplane_core.backends.blob_store._TAIL_BYTES", 2_000)
     monkeypatch.setattr("dataplane_core.journal.snapshot._CHUNK_BYTES", 400)
     monkeypatch.setattr("dataplane_core.ledger.state._SECTION_ITEMS", 3)
 
@@ -383,7 +383,7 @@ def test_no_snapshot_is_written_in_the_time_of_a_lease(monkeypatch):
     with open_client(cls) as client:
         client.register_partition("p", ["x"], None, ["t"])
         with monkeypatch.context() as patched:
-            patched.setattr("dataplane_core.journal.shortening._TAIL_BYTES", 1 << 30)
+            patched.setattr(backend_of(client)._shortener, "_tail_bytes", 1 << 30)
             client.put_samples([f"s{i}" for i in range(1_000)], "p", column(*range(1_000)))
         meta = client.claim_meta("p", "t", ["x"], 1, lease_s=60)
         client.renew(meta, 60)

@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from blob_stores import Clock, journaled, open_client
 
-from dataplane_core.journal import shortening as journal_shortening
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 from dataplane_testkit import backend_of
@@ -83,9 +82,9 @@ def main():
     os.getpid, socket.gethostname = (lambda: 4711), (lambda: "host-a")  # who claims
     with open_client(Untrimmed) as client:
         fill(client)
-        journal_shortening._TAIL_BYTES = 1
+        backend_of(client)._shortener._tail_bytes = 1
         client.put_samples(["k_g0"], "p", tags=[{"late": 2}])
-        journal_shortening._TAIL_BYTES = 1 << 30
+        backend_of(client)._shortener._tail_bytes = 1 << 30
         client.put_samples(["k_g1"], "p", tags=[{"late": 3}])
         blobs = {key: base64.b64encode(data).decode() for key, data in backend_of(client).blobs.items()}
         records = [base64.b64encode(Untrimmed.journal[seq]).decode() for seq in sorted(Untrimmed.journal)]

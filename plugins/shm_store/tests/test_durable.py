@@ -18,7 +18,8 @@ import torch
 from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_core.errors import AlreadyRunningError, ConfigError
-from dataplane_core.hosting import is_open
+from dataplane_core.host_memory import Arena
+from dataplane_core.hosting import Session, is_open
 from dataplane_shm._diagnosis import diagnose
 from dataplane_shm.config import ShmConfig
 
@@ -116,6 +117,27 @@ def test_a_folder_that_became_read_only_is_refused_and_kept(config, tmp_path):
 def test_sync_without_a_folder_is_refused():
     with pytest.raises(ConfigError, match="'sync' needs 'durable'"):
         connect({"backend": "shm_store", "options": {"sync": "commit"}})
+
+
+def test_a_client_syncs_and_digests_what_it_wrote_before_it_commits(config, monkeypatch, tmp_path):
+    """The ledger's process relies on that. A copy of the folder, which other memory has, is served if digests agree."""
+    done = []
+    sync, call = Arena.sync, Session.call
+    monkeypatch.setattr(Arena, "sync", lambda *args: done.append("sync") or sync(*args))
+    monkeypatch.setattr(
+        Session, "call", lambda self, what, *args, **how: done.append(what) or call(self, what, *args, **how)
+    )
+    lengths = (1, 1 << 20)
+    with connect(config | {"options": {**config["options"], "sync": "commit"}}) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        for length in lengths:
+            done.clear()
+            client.put_samples([str(length)], "p", {"x": torch.full((1, length), length)})
+            assert done[done.index("begin_put") : done.index("commit_put") + 1] == ["begin_put", "sync", "commit_put"]
+        shutil.copytree(config["options"]["durable"], tmp_path / "copy")
+    with connect(config | {"options": {**config["options"], "durable": str(tmp_path / "copy")}}) as client:
+        for length in lengths:
+            assert client.get_samples([str(length)], "p", ["x"])["x"].tolist() == [[length] * length]
 
 
 def test_the_doctor_says_what_is_in_a_folder_and_who_has_it(config):

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError, CorruptDataError
-from dataplane_core.host_memory import Uses
-from dataplane_core.hosting import KeptExtents, Layout, durable, kept_extents
+from dataplane_core.host_memory import Uses, extent_bytes
+from dataplane_core.hosting import KeptExtents, Layout, digest_of, durable, kept_extents
 from dataplane_core.journal.file import JournalFile
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 from dataplane_shm import _durable
 from dataplane_shm._durable import DurableStore
-from dataplane_shm._messages import Begin, Find, PutWhole
+from dataplane_shm._messages import Begin, CommitSynced, Find, PutWhole
 
 sys.path.insert(0, str(Path(__file__).parent))
 from power_loss import Disk
@@ -89,7 +89,15 @@ class Life:
     def put(self, ids, length, number):
         write_id, data = self.begin(ids, length)
         data[:] = number
-        self.call(commands.CommitPut(write_id))
+        commit = commands.CommitPut(write_id)
+        if self.store.sync == "commit":  # as a client does
+            arena = self.store._extents.arena
+            start = data.ctypes.data - arena.address
+            end = start + extent_bytes(len(data))
+            arena.sync(start, end)
+            self.call(CommitSynced(commit, [digest_of(arena.bytes[start:end])]))
+        else:
+            self.call(commit)
 
     def put_whole(self, ids, length, number):
         put, layout = self.put_of(ids, length)

@@ -6,7 +6,7 @@ Backends use it for payload, the codec for what reads return. Nothing here knows
 
 from dataplane_core.host_memory.arena import Arena, Uses
 from dataplane_core.host_memory.copying import Copy, copy_arrays, default_copy_threads, in_threads
-from dataplane_core.host_memory.extents import GRANULE, Extent, Extents
+from dataplane_core.host_memory.extents import GRANULE, Extent, Extents, extent_bytes
 from dataplane_core.host_memory.limits import MemoryLimit, arena_bytes_for, check_capacity, memory_limit
 from dataplane_core.host_memory.recycled import recycled_bytes
 
@@ -22,6 +22,7 @@ __all__ = [
     "check_capacity",
     "copy_arrays",
     "default_copy_threads",
+    "extent_bytes",
     "in_threads",
     "memory_limit",
     "recycled_bytes",

@@ -20,6 +20,11 @@ from sortedcontainers import SortedList
 GRANULE: Final = 64
 
 
+def extent_bytes(size_bytes: int) -> int:
+    """The size of an extent that has room for so many bytes."""
+    return max(-(-size_bytes // GRANULE), 1) * GRANULE
+
+
 @dataclass(slots=True, eq=False)
 class Extent:
     """A part of the arena.
@@ -100,7 +105,7 @@ class Extents:
 
     def allocate(self, size_bytes: int) -> Extent | None:
         """A new extent of at least ``size_bytes``, in the smallest hole that it fits. None if it fits none."""
-        size_bytes = max(-(-size_bytes // GRANULE), 1) * GRANULE
+        size_bytes = extent_bytes(size_bytes)
         at = self._by_size.bisect_left((size_bytes, 0))
         if at == len(self._by_size):
             return None
@@ -121,7 +126,7 @@ class Extents:
 
     def shrink(self, extent: Extent, size_bytes: int) -> None:
         """Frees the end of an extent: all but its first ``size_bytes``."""
-        size_bytes = max(-(-size_bytes // GRANULE), 1) * GRANULE
+        size_bytes = extent_bytes(size_bytes)
         freed = extent.size_bytes - size_bytes
         assert freed >= 0
         extent.size_bytes = size_bytes

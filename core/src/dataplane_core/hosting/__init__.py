@@ -31,7 +31,7 @@ from dataplane_core.hosting.extent_host import (
 )
 from dataplane_core.hosting.extents import ExtentService, ExtentStatistics, Holds, Place, Wanted
 from dataplane_core.hosting.host import Client, Host, LedgerHost, Receiving, Sending
-from dataplane_core.hosting.kept_extents import ADDRESSES, KeptExtents
+from dataplane_core.hosting.kept_extents import ADDRESSES, KeptExtents, digest_of
 from dataplane_core.hosting.layout import Bytes, Column, Layout, offsets_at
 from dataplane_core.hosting.messages import (
     VERSION,
@@ -94,6 +94,7 @@ __all__ = [
     "Written",
     "decode_about",
     "decode_welcome",
+    "digest_of",
     "has_extents",
     "is_open",
     "listen_as",

@@ -166,8 +166,14 @@ class ExtentService:
             self._payloads[each.write_id] = Payload(extent, each.layout, *(each.num_rows,) * 3)
         return [extent.offset for extent in extents]
 
-    def keep(self, put: int) -> None:
-        """The bytes of a put are there, which is still pinned. What outlives its process notes where they lie."""
+    def keep(self, put: int, digests: Sequence[bytes] | None = None) -> None:
+        """The bytes of a put are there, which is still pinned. What outlives its process notes where they lie.
+
+        Args:
+            put: The put.
+            digests: `digest_of` the extent of each write, from who wrote the bytes and then had them synced. None: they
+                were not synced.
+        """
 
     def retain(self, live: Mapping[int, Sequence[int]]) -> None:
         """Of what an earlier process left, only these positions exist. Here nothing is."""

@@ -8,8 +8,9 @@ file is longer than the extents may be together, and its pages take room only wh
 Clients may outlive the process, and still write into an extent that was not noted, or read one whose rows are dropped
 now. They say so in a way that outlives it too (`Uses`): no part of the file is given to others while somebody uses it.
 
-Each extent has a digest. It is made when the service has nothing else to do, or at once if the bytes must be on the
-disk before the put is committed. A service that begins again checks it before the extent is read.
+Each extent has a digest. It is made when the service has nothing else to do. If the bytes must be on the disk before
+the put is committed, it is made before that, by the client if the client has synced them. A service that begins again
+checks it before the extent is read.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError
+from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError, InvalidRequestError
 from dataplane_core.host_memory import GRANULE, Arena, Extent, Extents
 from dataplane_core.hosting.extents import ExtentService, Holds, Payload, Place, Wanted
 from dataplane_core.hosting.layout import Bytes, Layout
@@ -43,6 +44,7 @@ _FEW_BYTES: Final = 64 << 10
 _STEP: Final = 4 << 20
 #: Room that no extent needs is freed when it is more than this share of what extents may take.
 _SPARE_SHARE: Final = 0.25
+_DIGEST_BYTES: Final = 16
 _PREFIX: Final = "extent "
 
 
@@ -169,9 +171,16 @@ class KeptExtents(ExtentService):
 
     # --- what is noted ------------------------------------------------------------------------------------------------
 
-    def keep(self, put: int) -> None:
+    def keep(self, put: int, digests: Sequence[bytes] | None = None) -> None:
         """As `ExtentService.keep`. With ``sync``, returns when the bytes are on the disk. Raises `OSError`."""
-        for write_id in self._writes[put]:
+        writes = self._writes[put]
+        if digests is not None:
+            if [len(each) for each in digests] != [_DIGEST_BYTES] * len(writes):
+                raise InvalidRequestError("a put has digests of other extents than its own.")
+            for write_id, digest in zip(writes, digests, strict=True):
+                self._note(write_id, digest)
+            return
+        for write_id in writes:
             extent = self._payloads[write_id].extent
             if self._sync:
                 self._arena.sync(extent.offset, extent.offset + extent.size_bytes)
@@ -182,7 +191,7 @@ class KeptExtents(ExtentService):
 
     def _note_kept(self, write_id: int, *, now: bool) -> None:
         """Notes where a write lies, with a digest of it if that is made now."""
-        self._note(write_id, _digest(self._bytes_of(self._payloads[write_id].extent)) if now else None)
+        self._note(write_id, digest_of(self._bytes_of(self._payloads[write_id].extent)) if now else None)
 
     def _note(self, write_id: int, digest: bytes | None) -> None:
         payload = self._payloads[write_id]
@@ -241,7 +250,7 @@ class KeptExtents(ExtentService):
         digest = self._to_check.get(write_id)
         if digest is None:
             return True
-        whole = digest == _digest(self._bytes_of(self._payloads[write_id].extent))
+        whole = digest == digest_of(self._bytes_of(self._payloads[write_id].extent))
         if whole:
             self._end_hashing(write_id)
         else:
@@ -414,7 +423,8 @@ def _payload_of(kept: _Kept, extent: Extent, live: Sequence[int] | None) -> Payl
     return payload
 
 
-def _digest(data: Bytes) -> bytes:
+def digest_of(data: Bytes) -> bytes:
+    """The digest of the bytes of an extent."""
     return xxhash.xxh3_128_digest(data.data)
 
 

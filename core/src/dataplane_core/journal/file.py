@@ -71,6 +71,7 @@ class JournalFile:
     Attributes:
         entry: Of the record that was read or appended last.
         next_call: The call that the next record is of.
+        next_is_lazy: Whether `commit` need not wait until the disk has the next record.
         next_seq: The number of the next record.
         notes: Name -> the newest value.
         head: What the head holds. Empty if there is none.
@@ -93,6 +94,7 @@ class JournalFile:
         self._last_entry = Entry(0.0, None)
         self.entry = Entry(0.0, None)
         self.next_call: CallId | None = None
+        self.next_is_lazy = False
         self.notes: dict[str, bytes] = {}
         self.head: dict[str, Any] = {}
         self.make_head: Callable[[], dict[str, Any]] = dict
@@ -199,7 +201,9 @@ class JournalFile:
             if seq != self.next_seq:
                 return False
             self.entry = Entry(self.now(), call)
+            was_dirty = self._dirty
             self._write({"seq": seq, "record": record}, self.entry)
+            self._dirty, self.next_is_lazy = was_dirty or not self.next_is_lazy, False
             self.next_seq, self._last, self._last_entry = seq + 1, record, self.entry
             return True
 
@@ -284,7 +288,7 @@ class JournalFile:
                 yield _entry(frame), frame["outcome"]
 
     def commit(self) -> None:
-        """Returns when everything written so far is kept. Call it before anything of it is answered.
+        """Returns when everything written so far is kept, but for lazy records. Call it before anything is answered.
 
         Raises:
             TakenError: Another process has opened the journal since.

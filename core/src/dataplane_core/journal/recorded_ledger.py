@@ -53,6 +53,8 @@ class RecordedLedger:
         capacity_bytes: Limit for the payload bytes held and reserved, or None.
         sync: Whether what was answered also survives the end of the machine, not only that of the process.
         must_exist: Whether there must be a journal in the folder.
+        lazy_begins: Whether `commit` need not wait until the disk has that a put was begun: puts end with this machine,
+            and their write ids are not numbered here.
 
     Raises:
         BackendUnavailableError: There is no journal, or the folder cannot be used.
@@ -60,10 +62,16 @@ class RecordedLedger:
     """
 
     def __init__(
-        self, folder: Path, capacity_bytes: int | None = None, *, sync: bool = True, must_exist: bool = False
+        self,
+        folder: Path,
+        capacity_bytes: int | None = None,
+        *,
+        sync: bool = True,
+        must_exist: bool = False,
+        lazy_begins: bool = False,
     ) -> None:
         self._file = JournalFile(folder, sync=sync, must_exist=must_exist)
-        self._journal = _HostJournal(self._file, capacity_bytes)
+        self._journal = _HostJournal(self._file, capacity_bytes, lazy_begins)
         self._shortener = Shortener(self._journal, self._file, lambda _: nullcontext(), _TAIL_BYTES)
         # The thread that writes snapshots is there from the start: a call that starts one may be cut off while it does.
         self._aside: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -183,8 +191,9 @@ class _HostJournal(Journal):
         next_number: See `RecordedLedger`.
     """
 
-    def __init__(self, file: JournalFile, capacity_bytes: int | None) -> None:
+    def __init__(self, file: JournalFile, capacity_bytes: int | None, lazy_begins: bool) -> None:
         self._file = file
+        self._lazy_begins = lazy_begins
         self.calling: CallId | None = None
         self._at: float | None = None  # the time at which a command runs, if it was recorded earlier
         super().__init__(file, capacity_bytes)
@@ -245,6 +254,7 @@ class _HostJournal(Journal):
 
     def _try_append(self, command: Command[Any]) -> bytes | None:
         self._file.next_call = None if isinstance(command, _OWN) else self.calling
+        self._file.next_is_lazy = self._lazy_begins and isinstance(command, commands.BeginPut)
         return super()._try_append(command)
 
     def _apply(self, command: Command[Reply], data: bytes) -> Reply:

@@ -28,12 +28,23 @@ from dataplane_core.backends import (
     stored_columns,
 )
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_core.host_memory import Arena, Uses, check_capacity, copy_arrays, memory_limit
-from dataplane_core.hosting import Pin, Place, Session
+from dataplane_core.host_memory import Arena, Uses, check_capacity, copy_arrays, extent_bytes, memory_limit
+from dataplane_core.hosting import Pin, Place, Session, digest_of
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, Scope, SharedRows, WireColumn, WireFormat
 from dataplane_shm._diagnosis import diagnose
-from dataplane_shm._messages import FAILURE, Begin, Drop, Find, Options, PutWhole, Statistics, Status, raise_failure
+from dataplane_shm._messages import (
+    FAILURE,
+    Begin,
+    CommitSynced,
+    Drop,
+    Find,
+    Options,
+    PutWhole,
+    Statistics,
+    Status,
+    raise_failure,
+)
 from dataplane_shm._opening import open_store
 from dataplane_shm.config import ShmConfig, store_folder
 
@@ -85,6 +96,7 @@ class ShmBackend(LedgerBackend):
         self._uses: Uses | None = None  # of a store in a folder
         self._begun: dict[int, list[int]] = {}  # puts that are begun and not committed -> their writes
         self._placed: dict[int, tuple[int, ExtentPlan]] = {}  # write id -> where its extent begins, until it is written
+        self._digests: dict[int, bytes] = {}  # write id -> the digest of its extent, with ``sync: commit``
         self._ids_lock = threading.Lock()
         self._next_id = 1
 
@@ -204,8 +216,14 @@ class ShmBackend(LedgerBackend):
         if isinstance(command, commands.AbortPut):
             for write_id in self._begun.pop(command.write_id, ()):
                 self._placed.pop(write_id, None)
-        if isinstance(command, commands.CommitPut) and self._begun.pop(command.write_id, None) is None:
-            return cast("Reply", [])  # it was committed by the request that began it
+                self._digests.pop(write_id, None)
+        if isinstance(command, commands.CommitPut):
+            writes = self._begun.pop(command.write_id, None)
+            if writes is None:
+                return cast("Reply", [])  # it was committed by the request that began it
+            if self.config.sync == "commit":
+                digests = [self._digests.pop(each) for each in writes]
+                return cast("Reply", session.call(command.op, deadline, CommitSynced(command, digests)))
         return session.call(command.op, deadline, command)
 
     def call_ledger_waking(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
@@ -246,15 +264,17 @@ class ShmBackend(LedgerBackend):
             return  # it went with the request that began the put
         offset, plan = self._placed.pop(write_id)
         session = self._connected()  # held until the copy ends: the extent is free when the session ends
-        arena, end = self._memory(), offset + plan.layout.size_bytes
+        arena, end = self._memory(), offset + extent_bytes(plan.layout.size_bytes)
         synced = self.config.sync == "commit"
         # the next owner of the folder gives no memory away in which this process still writes
         uses = self._uses
         with uses.during([(offset, end)], lambda: session.check("put_samples")) if uses is not None else nullcontext():
-            # the disk works while the rest is copied, and this process waits for it, so that the ledger's need not
+            # the disk works while this process copies the rest and makes the digest, and this process waits for it, so
+            # that the ledger's need not
             copied = arena.begin_sync if synced else None
             copy_arrays(plan.copies_into(arena.bytes[offset:]), self.config.copy_threads, copied=copied)
             if synced:
+                self._digests[write_id] = digest_of(arena.bytes[offset:end])
                 arena.sync(offset, end)
 
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:

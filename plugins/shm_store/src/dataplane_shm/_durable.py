@@ -46,7 +46,7 @@ class DurableStore(Store):
     ) -> None:
         try:
             self._lock = lock_folder(folder, _JOURNAL, _ENDING_S)
-            recorded = self._recorded = RecordedLedger(folder / _JOURNAL, capacity_bytes, sync=sync)
+            recorded = self._recorded = RecordedLedger(folder / _JOURNAL, capacity_bytes, sync=sync, lazy_begins=True)
             recorded.end_holds()
             live = {write_id: positions for write_id, (_, positions) in recorded.payload().items()}
             self._kept = open_extents(

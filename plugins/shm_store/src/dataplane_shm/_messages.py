@@ -74,6 +74,23 @@ class Begin(Request[Begun]):
 
 
 @dataclass(frozen=True, slots=True)
+class CommitSynced(Request[list[Ref]]):
+    """Commits a put whose bytes this client has synced. Raises as `commands.CommitPut`.
+
+    Attributes:
+        commit: The command.
+        digests: `digest_of` the extent of each write.
+    """
+
+    commit: commands.CommitPut
+    digests: list[bytes]
+
+    def check(self) -> None:
+        """As `Request.check`."""
+        check_command(self.commit)
+
+
+@dataclass(frozen=True, slots=True)
 class PutWhole(Request[None]):
     """A whole put in one request, for few bytes. Raises as `commands.BeginPut` and `commands.CommitPut`.
 
@@ -152,7 +169,7 @@ class Status(Request[Statistics]):
     """Asks for the statistics."""
 
 
-MESSAGES: Final = Messages(Begin, PutWhole, Find, Drop, Status)
+MESSAGES: Final = Messages(Begin, CommitSynced, PutWhole, Find, Drop, Status)
 #: The length that a message begins with.
 _LENGTH_BYTES: Final = 4
 

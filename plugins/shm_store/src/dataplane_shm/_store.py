@@ -16,6 +16,7 @@ from dataplane_shm._messages import (
     About,
     Begin,
     Begun,
+    CommitSynced,
     Drop,
     Find,
     Placed,
@@ -95,11 +96,14 @@ class Store(LedgerHost):
             client.tickets.discard(put.ticket)
         return Begun(write_id, offsets)
 
-    def _commit(self, command: commands.CommitPut, client: _Client) -> Any:
+    def _commit_synced(self, request: CommitSynced, client: _Client) -> Any:
+        return self._commit(request.commit, client, request.digests)
+
+    def _commit(self, command: commands.CommitPut, client: _Client, digests: list[bytes] | None = None) -> Any:
         if command.write_id not in client.holds.writing:
             raise StalePartitionError("put_samples refused at commit: the put is not begun, or was aborted.")
         try:
-            self._extents.keep(command.write_id)
+            self._extents.keep(command.write_id, digests)
             self._ledger.call(command)
         finally:
             self._extents.stop_writing(client.holds, command.write_id)
@@ -179,6 +183,7 @@ class Store(LedgerHost):
 Store.handlers = {
     **LedgerHost.handlers,
     Begin: Store._begin,
+    CommitSynced: Store._commit_synced,
     PutWhole: Store._put_whole,
     Find: Store._find,
     Release: Store._release,

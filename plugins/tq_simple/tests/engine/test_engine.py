@@ -205,18 +205,17 @@ def test_a_controller_that_stands_still(engine: Engine, note: Note, stopped: Sto
 
 
 def test_a_storage_unit_that_stands_still(
-    client: DataPlaneClient, pid_of: Callable[[str], int], stopped: Stopped
+    client: DataPlaneClient, pid_of: Callable[[str], int], stopped: Stopped, hurries: Stopped
 ) -> None:
     client.put_samples(IDS, "p", {"x": ROWS})
-    options = backend_of(client).config.model_dump()
-    hasty = {"backend": "tq_simple", "options": options, "op_timeout_s": 3.0}
-    with connect(hasty, bootstrap=False) as other:
+    config = {"backend": "tq_simple", "options": backend_of(client).config.model_dump()}
+    with connect(config, bootstrap=False) as other:
         assert len(other.list_units()) == 2  # it is connected to both
         with stopped(pid_of("tq-engine/unit-1")):
-            with pytest.raises(OperationTimeoutError, match="storage unit-1") as error:
+            with hurries(3), pytest.raises(OperationTimeoutError, match="storage unit-1") as error:
                 other.get_samples(IDS, "p", ["x"])
             assert "It has not ended: it is stopped" in str(error.value)
-            with pytest.raises(OperationTimeoutError):
+            with hurries(3), pytest.raises(OperationTimeoutError):
                 other.put_samples(["more1", "more2"], "p", {"x": ROWS[:2]})
             assert backend_of(other)._engine.call(Ping(), soon())
         # What it received meanwhile it carries out late, and no reply of that is taken for another's.
@@ -243,7 +242,6 @@ def test_closing_ends_what_other_threads_wait_for(engine: Engine, stopped: Stopp
 
 def test_a_killed_controller(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls and new clients are told at once, and an owner that would take its place; later it may."""
-    monkeypatch.setattr(_cluster, "_SETTLE_S", 0.5)  # for which a new owner waits for the units to end
     config = TQSimpleConfig(instance="mortal")
     with Engine.open(config, bootstrap=True, deadline=soon()) as engine:
         os.kill(engine.call(Ping(), soon()), signal.SIGKILL)
@@ -254,8 +252,10 @@ def test_a_killed_controller(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) 
         assert isinstance(error.value.__cause__, ray.exceptions.RayActorError)
         with pytest.raises(BackendUnavailableError):
             Engine.open(config, bootstrap=False, deadline=soon(), wait_s=0.5)
-        with pytest.raises(AlreadyRunningError, match="its controller is dead, but its storage units"):
-            Engine.open(config, bootstrap=True, deadline=soon())
+        with monkeypatch.context() as patch:
+            patch.setattr(_cluster, "_SETTLE_S", 0.5)  # for which a new owner waits for the units to end
+            with pytest.raises(AlreadyRunningError, match="its controller is dead, but its storage units"):
+                Engine.open(config, bootstrap=True, deadline=soon())
     with Engine.open(config, bootstrap=True, deadline=soon()) as engine:  # once its owner has closed it
         assert engine.call(Ping(), soon())
 

@@ -30,10 +30,14 @@ def test_every_prompt_is_generated_and_trained_on_once(
 ) -> None:
     buffer = make_buffer(num_prompts=9)
     running: list[int] = [0, 0]  # now, and at most
+    together = asyncio.Event()
 
     async def rollout(reservations: Any) -> Any:
         running[0] += 1
         running[1] = max(running)
+        if running[0] > 1:
+            together.set()
+        await asyncio.wait_for(together.wait(), WAIT_S)  # the first one waits for a second one
         await asyncio.sleep(0.01)
         running[0] -= 1
         return answers(reservations)

@@ -127,7 +127,7 @@ class Server:
         return False
 
     def notices_deaths(self):
-        """From now on its cluster takes a node for dead that is silent for a second, as one may be on a busy machine."""
+        """From now on its cluster takes a node for dead that is silent for a second."""
         self.admin("CONFIG", "SET", "cluster-node-timeout", 1000)
 
     def move_slot(self, slot, target, others=(), whole=True):

@@ -237,9 +237,7 @@ def test_a_dead_unit_loses_its_rows_and_others_are_served_on(two, kill_unit):
     for number, name in enumerate(later):  # at once: the unit may still be away
         client.put_samples([name], "p", values(number, [name]))
     # until its death is known, the old segment is still listed
-    eventually(
-        lambda: len(instance(owner).segments) == 2 and len(places & listening(owner)) == len(places) / 2, 60.0
-    )
+    eventually(lambda: len(instance(owner).segments) == 2 and len(places & listening(owner)) == len(places) / 2, 60.0)
     client.put_samples(lost, "p", values(7, lost))
     for user in (owner, client):
         assert user.get_samples(later, "p", ["x"])["x"][:, 0].tolist() == list(range(40))

@@ -46,14 +46,14 @@ from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 
 ray_constants.SETUP_WORKER_FILENAME = sys.argv[1]
-first = Engine.open(TQSimpleConfig(ray_num_cpus=1), bootstrap=True, deadline=time.monotonic() + 60)
-second = Engine.open(TQSimpleConfig(), bootstrap=False, deadline=time.monotonic() + 60)
+first = Engine.open(TQSimpleConfig(ray_num_cpus=1), bootstrap=True, deadline=time.monotonic() + 240)
+second = Engine.open(TQSimpleConfig(), bootstrap=False, deadline=time.monotonic() + 240)
 assert ray.is_initialized() and ray.cluster_resources()["CPU"] == 1
 for engine in (first, second):
-    assert [each.path for each in engine.units(time.monotonic() + 60)] == ["memory"]
+    assert [each.path for each in engine.units(time.monotonic() + 240)] == ["memory"]
 started = [process.pid for process in psutil.Process().children(recursive=True)]
 unit = ray.get_actor("tq-default/unit-0", namespace="dataplane")
-started += [first.controller_pid(time.monotonic() + 60), ray.get(unit.__ray_call__.remote(lambda _: os.getpid()))]
+started += [first.controller_pid(time.monotonic() + 240), ray.get(unit.__ray_call__.remote(lambda _: os.getpid()))]
 first.close()
 assert ray.is_initialized(), "an engine still uses it"
 second.close()
@@ -69,13 +69,13 @@ from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import Ping
 
 config = TQSimpleConfig(instance="crash", ray_address=sys.argv[1])
-engine = Engine.open(config, bootstrap=True, deadline=time.monotonic() + 60)
-print(engine.call(Ping(), time.monotonic() + 60), flush=True)
+engine = Engine.open(config, bootstrap=True, deadline=time.monotonic() + 240)
+print(engine.call(Ping(), time.monotonic() + 240), flush=True)
 time.sleep(100)
 """
 
 
-def soon(seconds: float = 60.0) -> float:
+def soon(seconds: float = 240.0) -> float:
     return time.monotonic() + seconds
 
 
@@ -198,7 +198,7 @@ from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 for address in (None, '127.0.0.1:1', 'nonsense'):
     try:
-        Engine.open(TQSimpleConfig(ray_address=address), bootstrap=False, deadline=time.monotonic() + 60)
+        Engine.open(TQSimpleConfig(ray_address=address), bootstrap=False, deadline=time.monotonic() + 20)
     except BackendUnavailableError as error:
         print(error)
 """

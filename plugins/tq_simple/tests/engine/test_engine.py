@@ -221,7 +221,7 @@ def test_a_storage_unit_that_stands_still(
         # What it received meanwhile it carries out late, and no reply of that is taken for another's.
         assert torch.equal(other.get_samples(IDS, "p", ["x"])["x"], ROWS)
         other.clear_samples(None, "p")
-        eventually(lambda: held_bytes(backend_of(client)._engine) == 0, 30.0)
+        eventually(lambda: held_bytes(backend_of(client)._engine) == 0, 120.0)
 
 
 def held_bytes(engine: Engine) -> int:
@@ -233,7 +233,7 @@ def test_closing_ends_what_other_threads_wait_for(engine: Engine, stopped: Stopp
     attached = Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon())
     with ThreadPoolExecutor(1) as pool, stopped(engine.call(Ping(), soon())):
         waiting = pool.submit(attached.call, Ping(), soon())
-        eventually(lambda: attached._session is not None and len(attached._session._used) == 1, 30.0)
+        eventually(lambda: attached._session is not None and len(attached._session._used) == 1, 120.0)
         attached.close()
         with pytest.raises(ClientClosedError):
             waiting.result(timeout=10)

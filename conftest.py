@@ -36,7 +36,7 @@ import pytest
 #: Is in the environment of all that this process starts, directly or not.
 _RUN = "DATAPLANE_TEST_RUN"
 #: Seconds that what is ending may take to be gone.
-_GRACE_S = 30.0
+_GRACE_S = 60.0
 #: Processes that serve this one until its end: those of `multiprocessing`.
 _SERVERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 #: Folders that pytest, Ray, torch, `multiprocessing` and the private Redis servers keep for their next start.
@@ -70,6 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # else all that tests start would ignore it too
     os.environ[_RUN] = str(os.getpid())
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("DATAPLANE_CONFORMANCE_PROMPT_S", "60")  # only what hangs takes this long
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", uuid.uuid4().hex)
     if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
@@ -134,7 +135,7 @@ class Python:
         return _Program(self._place, [str(word) for word in words], **kwargs)
 
     def run(
-        self, *words: object, timeout: float = 120, check: bool = True, **kwargs: Any
+        self, *words: object, timeout: float = 300, check: bool = True, **kwargs: Any
     ) -> subprocess.CompletedProcess[str]:
         """Runs a program to its end, and returns its output."""
         with self.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs) as program:

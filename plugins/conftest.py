@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 import psutil
 import pytest
 
+from dataplane_core.client.connection import LATEST_END
+
 
 def _runs(pid: int) -> bool:
     try:
@@ -42,6 +44,21 @@ def stopped() -> Callable[[int], AbstractContextManager[None]]:
             os.kill(pid, signal.SIGCONT)
 
     return stop
+
+
+@pytest.fixture(scope="session")
+def hurries() -> Callable[[float], AbstractContextManager[None]]:
+    """The operations of a block have so many seconds in all; those before it had their usual time."""
+
+    @contextmanager
+    def limit(seconds: float) -> Iterator[None]:
+        before = LATEST_END.set(time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            LATEST_END.reset(before)
+
+    return limit
 
 
 @pytest.fixture(scope="session")

@@ -97,7 +97,7 @@ class Ranks:
             there.close()
             self._processes.append((process, here))
 
-    def outcomes(self, world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 30.0) -> list[Any]:
+    def outcomes(self, world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """Per rank what ``fn(rank, *args)`` returned, or the exception that it raised (EOFError: the rank died)."""
         for name in {fn.__module__, *_HELPERS} & sys.modules.keys():
             cloudpickle.register_pickle_by_value(sys.modules[name])
@@ -126,7 +126,7 @@ class Ranks:
                     pipe.send_bytes(b"all are done")
         return [answers[rank] for rank in range(world)]
 
-    def __call__(self, world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 30.0) -> list[Any]:
+    def __call__(self, world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """Per rank what ``fn(rank, *args)`` returned; raises the first exception."""
         outcomes = self.outcomes(world, fn, *args, timeout_s=timeout_s)
         for outcome in outcomes:

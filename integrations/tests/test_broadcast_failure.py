@@ -40,7 +40,7 @@ def test_siblings_raise_with_the_leaders_error_as_cause(ranks: Any) -> None:
         assert "'a_g0' lacks 'advantages'" in message
         assert cause is MissingDataError
         assert "'a_g0' lacks 'advantages'" in cause_message
-        assert seconds < 10
+        assert seconds < 60, "a wait for the whole time of the group"
 
 
 def test_an_error_that_cannot_be_pickled_is_described(ranks: Any) -> None:
@@ -84,7 +84,7 @@ def test_siblings_of_a_leader_that_dies_raise_instead_of_hanging(ranks: Any) -> 
     def produce() -> BatchedDataDict:
         os._exit(1)
 
-    leader, sibling = ranks.outcomes(2, _run, produce, timeout_s=20)
+    leader, sibling = ranks.outcomes(2, _run, produce)
     assert isinstance(leader, (EOFError, ConnectionResetError))
     assert sibling[0] is ReplicaLeaderError
     assert "its replica group broke" in sibling[1]

@@ -65,7 +65,7 @@ def test_a_mesh_trains_as_one_process_with_one_fetch_per_group_and_one_writer_pe
     plain = store.put_samples(IDS, "train", every_dtype)
     shards = shards_of(meta, batching, shape[0], max(LENGTHS))
 
-    seen = ranks(4, _run, shape, batching.packing is not None, store.config, shards, plain, timeout_s=60)
+    seen = ranks(4, _run, shape, batching.packing is not None, store.config, shards, plain, timeout_s=150)
 
     check_training(seen, shape[0], IDS, *in_one_process(batch, STEPS))
     stored = store.get_samples(IDS, "train", ["prev_logprobs"])["prev_logprobs"]

@@ -74,28 +74,30 @@ def run(local_ray: Any) -> Iterator[tuple[Any, DataPlanePolicy]]:
         port = free.getsockname()[1]
     rollout = ray.remote(Rollout).options(num_cpus=0.5).remote()
     workers = [ray.remote(Worker).options(num_cpus=0.5).remote(rank, port) for rank in range(2)]
-    wait_for_all({f"worker {i}": w.start.remote() for i, w in enumerate(workers)}, timeout_s=60, doing="starting")
+    wait_for_all({f"worker {i}": w.start.remote() for i, w in enumerate(workers)}, timeout_s=120, doing="starting")
     batching = Batching(dynamic=DynamicBatching(train_mb_tokens=16, sequence_length_round=4))
 
     def generate_again(meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
         policy.client.clear_samples(list(lost), meta.partition_id)
         rows = [meta.sample_ids.index(each) for each in lost]
         again = rollout.generate_again.remote(list(lost), rows, meta.partition_id)
-        wait_for_all({"rollout": again}, timeout_s=30, doing="generating again")
+        wait_for_all({"rollout": again}, timeout_s=120, doing="generating again")
         return meta
 
     group = RayWorkerGroup(workers)
-    policy = DataPlanePolicy(group, CONFIG, batching=batching, timeout_s=60, replace_lost=generate_again)
-    wait_for_all({"rollout": rollout.setup_data_plane.remote(policy.client.config)}, timeout_s=30, doing="attaching")
+    policy = DataPlanePolicy(group, CONFIG, batching=batching, timeout_s=120, replace_lost=generate_again)
+    wait_for_all({"rollout": rollout.setup_data_plane.remote(policy.client.config)}, timeout_s=120, doing="attaching")
     yield rollout, policy
-    wait_for_all({"rollout": rollout.close_data_plane.remote()}, timeout_s=30, doing="detaching")
+    wait_for_all({"rollout": rollout.close_data_plane.remote()}, timeout_s=120, doing="detaching")
     policy.close()
     for actor in (rollout, *workers):
         ray.kill(actor)
 
 
 def _generate(rollout: Any, step: int, partition_id: str) -> KVBatchMeta:
-    [receipt] = wait_for_all({"rollout": rollout.generate.remote(step, partition_id)}, timeout_s=30, doing="generating")
+    [receipt] = wait_for_all(
+        {"rollout": rollout.generate.remote(step, partition_id)}, timeout_s=120, doing="generating"
+    )
     assert receipt.carry == {"input_lengths": LENGTHS}
     meta: KVBatchMeta = receipt.meta
     return meta

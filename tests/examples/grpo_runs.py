@@ -55,7 +55,7 @@ def start(
     return subprocess.Popen([sys.executable, *words], **how) if python is None else python.start(*words, **how)
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 240.0) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout_s: float = 400.0) -> tuple[int, str, str]:
     """Exit status, standard output, standard error; a run that does not end is ended and fails the test."""
     try:
         out, err = process.communicate(timeout=timeout_s)

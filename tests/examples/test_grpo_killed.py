@@ -85,7 +85,8 @@ def processes_of(run: subprocess.Popen[str], plane: Config) -> list[int]:
 def kill(pids: list[int]) -> None:
     random.shuffle(pids)
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # some end with the driver
+            os.kill(pid, signal.SIGKILL)
 
 
 def found_lines(out: Path) -> list[dict[str, int]]:

@@ -94,7 +94,7 @@ def put(name):
     except TimeoutError as error:
         return type(error).__name__
 
-client = connect({"backend": "sqlite_example", "options": {"path": sys.argv[1]}, "op_timeout_s": 2})
+client = connect({"backend": "sqlite_example", "options": {"path": sys.argv[1]}, "op_timeout_s": 6})
 client.register_partition("train", ["x"], None, ["trainer"])
 put("before")
 with subprocess.Popen([sys.executable, "-c", HOLDER, sys.argv[1]], stdout=subprocess.PIPE, text=True) as holder:

@@ -67,9 +67,15 @@ class Browser:
             assert time.monotonic() < deadline, "Chromium does not start"
             await asyncio.sleep(0.05)
         address = f"http://127.0.0.1:{port.read_text().split()[0]}"
-        async with self._session.get(f"{address}/json/list") as answer:
-            (target,) = [each for each in await answer.json() if each["type"] == "page"]
+        while not (targets := await self._pages(address)):  # it listens before it has opened its page
+            assert time.monotonic() < deadline, "Chromium opens no page"
+            await asyncio.sleep(0.05)
+        (target,) = targets
         self._socket = await self._session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0)
+
+    async def _pages(self, address):
+        async with self._session.get(f"{address}/json/list") as answer:
+            return [each for each in await answer.json() if each["type"] == "page"]
 
     async def _disconnect(self):
         if self._socket is not None:

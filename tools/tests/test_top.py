@@ -154,15 +154,14 @@ def test_a_killed_stage_is_the_one_that_lags_and_is_shown_as_gone(tmp_path, pyth
                 stage.wait()
 
 
-def read_until(terminal, text):
-    """What the terminal shows, from now until it shows the text."""
+def read_until(terminal, pattern):
+    """What the terminal shows, from now until it shows the text of this pattern."""
     seen = ""
     until = time.monotonic() + 120.0
-    while text not in seen and time.monotonic() < until:
+    while not re.search(pattern, seen) and time.monotonic() < until:
         if select.select([terminal], [], [], 1.0)[0]:
             seen += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(terminal, 65536).decode(errors="replace"))
-    assert text in seen
-    return seen
+    assert re.search(pattern, seen), seen
 
 
 def store(path, partition):
@@ -181,7 +180,7 @@ def test_in_a_terminal_it_waits_for_the_next_store_when_one_ends(tmp_path, pytho
     with store(path, "step-1"):
         top = python.start("-m", "dataplane_core", "top", path, env={**os.environ, **size}, **streams)
         os.close(inside)
-        assert re.search(r"written +1/16", read_until(terminal, "step-1"))
+        read_until(terminal, r"step-1[\s\S]*written +1/16")
     read_until(terminal, "waiting for the store: ")
     with store(path, "step-2"):
         read_until(terminal, "step-2")

@@ -285,7 +285,7 @@ def test_a_timeout_and_the_log_say_the_same(run, caplog):
     eventually(is_closed, SOON_S, "its end")
     caplog.set_level("INFO")
     with pytest.raises(TimeoutError, match=f"process {producer.pid} on .* closed its client") as caught:
-        run.client.claim_meta("step", "trainer", ["x"], 4, timeout_s=4.0)
+        run.client.claim_meta("step", "trainer", ["x"], 4, timeout_s=8.0)
     assert caught.value.verdict.cause == "short"
     assert any(f"process {producer.pid} on " in each.getMessage() for each in caplog.records)
 

@@ -289,9 +289,10 @@ BUSY = r"all 1 threads of this client were busy\. It was not run"
 def test_an_operation_that_finds_no_free_thread_times_out_while_they_are_busy():
     async def main():
         gate = Gate("put_samples")
-        client = await _open(gate, op_timeout_s=1.0, threads=1)
+        client = await _open(gate, threads=1)
         first = asyncio.create_task(_put(client, "a"))
         await gate.is_entered()
+        client._client._config = client.config.model_copy(update={"op_timeout_s": 1.0})
         with pytest.raises(OperationTimeoutError, match=BUSY) as caught:
             await _put(client, "b")
         assert caught.value.outcome == "not_done"

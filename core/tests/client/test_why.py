@@ -39,7 +39,7 @@ def told(events):
 def test_a_claim_that_waits_tells_why_and_again_later(caplog):
     caplog.set_level(logging.INFO)
     events = []
-    with connect(config(events)) as client:
+    with connect(config(events, warn_after_s=0.5)) as client:  # starved: after five times as long
         filled(client)
         waiting = Background(lambda: client.claim_meta(*CLAIM, timeout_s=600.0))
         eventually(
@@ -56,7 +56,7 @@ def test_a_claim_that_waits_tells_why_and_again_later(caplog):
         0,
     )
     assert "2 samples lack 'y', the first one is 'a'" in last.text
-    assert second.waited_s >= 1.9 * first.waited_s
+    assert second.waited_s >= 1.5 * first.waited_s  # twice, but it is told a moment after it is due
     said = [(each.levelno, each.getMessage()) for each in caplog.records]
     assert said[0][0] == logging.INFO
     assert said[-1][0] == logging.WARNING
@@ -143,11 +143,11 @@ def test_a_listener_that_raises_does_not_change_what_the_claim_raises(caplog, mo
     async def claim():
         async with await connect_async(settings) as client:
             await client.register_partition("p", ["x", "y"], None, ["train"])
-            await client.claim_meta(*CLAIM, timeout_s=0.5)
+            await client.claim_meta(*CLAIM, timeout_s=2.0)
 
     def claim_here():
         with connect(settings) as client:
-            filled(client).claim_meta(*CLAIM, timeout_s=0.5)
+            filled(client).claim_meta(*CLAIM, timeout_s=2.0)
 
     with pytest.raises(ClaimTimeoutError):
         claim_here() if mode == "sync" else asyncio.run(claim())

@@ -49,7 +49,7 @@ def train_on(consumer: StreamingConsumer) -> list[list[int]]:
 
 def consumer_of(client: DataPlaneClient, **options: Any) -> StreamingConsumer:
     return StreamingConsumer(
-        client, "replay", "train", ["x"], 4, **{"timeout_s": WAIT_S, "lease_s": 5.0, "read_ahead": DEPTH, **options}
+        client, "replay", "train", ["x"], 4, **{"timeout_s": WAIT_S, "lease_s": 60.0, "read_ahead": DEPTH, **options}
     )
 
 
@@ -196,14 +196,14 @@ def test_rows_that_can_never_be_given_are_named(stream: DataPlaneClient) -> None
     put(stream, range(11))
     stream.put_samples(["untagged_g0"], "replay", {"x": torch.zeros(1, 1, dtype=torch.int64)})
     with pytest.raises(ClaimTimeoutError, match=r"of the 1 rows held.*'weight_version'.*'untagged_g0'"):
-        train_on(consumer_of(stream, max_staleness=1, timeout_s=0.2))
+        train_on(consumer_of(stream, max_staleness=1, timeout_s=1.0))
 
 
 def test_a_consumer_waits_for_a_dead_ones_lease_but_not_without_end(stream: DataPlaneClient) -> None:
     put(stream, range(12))
     dead = stream.claim_meta("replay", "train", ["x"], 4, lease_s=600.0)
-    with pytest.raises(ClaimTimeoutError, match=r"none could be claimed within 0\.2 s.* other consumers"):
-        train_on(consumer_of(stream, timeout_s=0.2))
+    with pytest.raises(ClaimTimeoutError, match=r"none could be claimed within 1 s.* other consumers"):
+        train_on(consumer_of(stream, timeout_s=1.0))
     assert stream.list_samples("replay").sample_ids == dead.sample_ids
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.client.connection import LATEST_END
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
 from dataplane_redis import RedisBackend, _acknowledged, _claims, _wakes
@@ -307,21 +306,6 @@ def only_woken(monkeypatch):
     monkeypatch.setattr(_wakes, "_ASK_MOST_S", 1000.0)
     monkeypatch.setattr(_claims, "_LOOK_AGAIN_WOKEN_S", 1000.0)
     monkeypatch.setattr(_claims, "_COUNT_AFTER_S", 1000.0)
-
-
-@pytest.fixture
-def hurries():
-    """The operations of a block have so many seconds in all; those before it had their usual time."""
-
-    @contextlib.contextmanager
-    def limit(seconds):
-        before = LATEST_END.set(time.monotonic() + seconds)
-        try:
-            yield
-        finally:
-            LATEST_END.reset(before)
-
-    return limit
 
 
 @pytest.fixture

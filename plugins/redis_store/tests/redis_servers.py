@@ -63,7 +63,7 @@ class Server:
         self.sentinel = sentinel
         self.binary = binary
         if cluster:
-            node = ("--cluster-enabled", "yes", "--cluster-port", str(self.bus_port), "--cluster-node-timeout", "1000")
+            node = ("--cluster-enabled", "yes", "--cluster-port", str(self.bus_port), "--cluster-node-timeout", "60000")
             self.settings = (*node, *settings)
         self.process = None
 
@@ -125,6 +125,10 @@ class Server:
         with contextlib.suppress(redis.exceptions.RedisError):
             return b"cluster_state:ok" in self.admin("CLUSTER", "INFO")
         return False
+
+    def notices_deaths(self):
+        """From now on its cluster takes a node for dead that is silent for a second."""
+        self.admin("CONFIG", "SET", "cluster-node-timeout", 1000)
 
     def move_slot(self, slot, target, others=(), whole=True):
         """Moves the keys of a slot to another node; if not whole, the cluster still says that this node serves it."""

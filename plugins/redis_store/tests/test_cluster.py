@@ -110,6 +110,8 @@ def test_another_node_takes_over_from_one_that_was_killed(start_cluster, connect
     write_and_read(client, torch.arange(2))
     nodes[0].replicate_to(replica)  # what it does not have yet would be lost
     nodes[0].kill()
+    for node in (*nodes[1:], replica):
+        node.notices_deaths()
     wait_until(lambda: replica.admin("INFO", "replication")["role"] == "master")
     wait_until(lambda: replica.is_in_cluster() and nodes[1].is_in_cluster() and nodes[2].is_in_cluster())
     write_and_read(client, torch.randn(64, 4096))

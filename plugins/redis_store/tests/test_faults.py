@@ -190,7 +190,7 @@ def a_long_script(server):
 
 def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, hurries):
     server = start_server()
-    made = connect(url=server.url)
+    made = connect(url=server.url, op_timeout_s=60.0)
     hasty = connect(url=server.url)
     made.register_partition("p", ["x"], None, ["train"])
     made.put_samples(["a"], "p", columns(1, 100_000))
@@ -200,7 +200,8 @@ def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, hurrie
         lambda: made.put_samples(["c"], "p", columns(1, 100_000)),
         lambda: made.get_samples(["a"], "p", ["x"]),
         lambda: made.claim_meta("p", "train", ["x"], 1),
-        lambda: connect(url=f"redis://127.0.0.1:{server.port}/1"),  # the database is chosen when a connection opens
+        # the database is chosen when a connection opens
+        lambda: connect(url=f"redis://127.0.0.1:{server.port}/1", op_timeout_s=60.0),
     )
     threads = [threading.Thread(target=lambda call=call: done.append(call())) for call in calls]
     with a_long_script(server):
@@ -210,13 +211,13 @@ def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, hurrie
             hasty.list_samples("p")
         assert caught.value.retryable
         with (
-            hurries(1.0),
+            hurries(3.0),
             pytest.raises(OperationTimeoutError, match=r"is busy with a script that takes long\..* It was not done"),
         ):
             hasty.put_samples(["d"], "p", columns(1))
         assert not done
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert len(done) == len(calls)
 
 
@@ -241,12 +242,12 @@ def test_a_script_that_starts_between_two_steps_is_waited_for(start_server, conn
     assert met == [name]
 
 
-def test_a_dead_server_is_named_and_a_restarted_one_found(start_server, connect):
+def test_a_dead_server_is_named_and_a_restarted_one_found(start_server, connect, hurries):
     server = start_server("--appendonly", "yes", "--appendfsync", "always")
-    made = connect(url=server.url, op_timeout_s=3.0, partition="p")
+    made = connect(url=server.url, op_timeout_s=60.0, partition="p")
     made.put_samples(["a"], "p", columns(1))
     server.kill()
-    with pytest.raises(BackendUnavailableError, match="cannot be reached") as caught:
+    with hurries(3.0), pytest.raises(BackendUnavailableError, match="cannot be reached") as caught:
         made.get_samples(["a"], "p", ["x"])
     assert caught.value.__cause__ is not None
     server.start()
@@ -255,7 +256,7 @@ def test_a_dead_server_is_named_and_a_restarted_one_found(start_server, connect)
 
 def test_a_server_killed_under_load_loses_nothing_committed(start_server, connect):
     server = start_server("--appendonly", "yes", "--appendfsync", "always")
-    made = connect(url=server.url, op_timeout_s=5.0, partition="p")
+    made = connect(url=server.url, op_timeout_s=60.0, partition="p")
     committed, tried, errors, done = [], [], [], threading.Event()
 
     def produce(worker):
@@ -277,14 +278,14 @@ def test_a_server_killed_under_load_loses_nothing_committed(start_server, connec
         thread.start()
     for _ in range(3):
         goal = len(committed) + 12
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + 60
         while len(committed) < goal and time.monotonic() < give_up:
             time.sleep(0.005)
         server.kill()
         server.start()
     done.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert len(committed) >= 36
     assert not [error for error in errors if isinstance(error, LostReplyError)]  # such puts were repeated
     for ids, number in committed:
@@ -333,7 +334,7 @@ def test_undoing_a_put_keeps_its_deadline_and_the_next_put_has_its_room(start_se
     monkeypatch.setattr(backend_of(made), "_write", on_a_stopped_server)
     monkeypatch.setattr(backend_of(made), "_undo", noted)
     try:
-        with hurries(1.5):
+        with hurries(4.0):  # until it writes, too
             latest = LATEST_END.get()
             with pytest.raises(OperationTimeoutError):
                 made.put_samples(["a"], "p", columns(1, 2_000_000))  # more than sockets hold

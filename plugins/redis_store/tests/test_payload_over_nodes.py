@@ -305,6 +305,9 @@ def test_failovers_and_moving_slots_under_load(start_cluster, start_load, connec
     goes_on()
     for number in (others[0], ledger):  # one with payload only, then the ledger's
         nodes[number].kill()
+        for node in nodes:
+            if node.process.poll() is None:
+                node.notices_deaths()
         wait_until(lambda number=number: nodes[3 + number].info("replication")["role"] == "master")
         wait_until(lambda: all(node.is_in_cluster() for node in nodes if node.process.poll() is None))
         nodes[number].start()

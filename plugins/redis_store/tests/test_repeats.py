@@ -74,6 +74,9 @@ def test_an_operation_of_which_any_reply_was_lost_is_carried_out_once(plain, cut
 
 def test_the_error_at_the_deadline_says_what_is_known(plain, cutter, connect, hurries):
     made = connect(url=cutter.url, namespace="known", partition="p")
+    made.put_samples(
+        ["first"], "p", TensorDict({"x": torch.ones(1, 2)}, batch_size=[1])
+    )  # else the server lacks the script
     cutter.pass_on, cutter.refuses = 0, True
     repeated = r"It may have been done or not\. It was repeated: "
     with hurries(2.0), pytest.raises(LostReplyError, match=repeated) as caught:
@@ -83,7 +86,7 @@ def test_the_error_at_the_deadline_says_what_is_known(plain, cutter, connect, hu
         made.put_samples(["b"], "p", TensorDict({"x": torch.ones(1, 2)}, batch_size=[1]))
     assert caught.value.outcome == "not_done"
     cutter.refuses = False
-    assert made.list_samples("p").sample_ids == ["a"]
+    assert made.list_samples("p").sample_ids == ["first", "a"]
 
 
 @pytest.mark.parametrize("operation", ["ack", "nack", "renew"])

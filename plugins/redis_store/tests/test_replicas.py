@@ -26,7 +26,7 @@ def calls(client, name, held):
         "ack again": lambda: client.ack(done),
         "renew": lambda: client.renew(again, 500),
         "nack": lambda: client.nack(back),
-        "claim without a lease": lambda: client.claim_meta("p", "other", ["x"], 1, timeout_s=1),
+        "claim without a lease": lambda: client.claim_meta("p", "other", ["x"], 1, timeout_s=60),
         "cursor": lambda: client.reset_consumption("p", "third", ["s0"]),
         "register": lambda: client.register_partition(f"{name}-partition", ["x"], None, ["train"]),
         "extend": lambda: client.register_partition("p", ["x", name], None, ["train"], if_exists="keep"),

@@ -112,7 +112,7 @@ import sys, torch
 from tensordict import TensorDict
 from dataplane_core import connect
 options = {"url": sys.argv[1], "namespace": sys.argv[2]}
-client = connect({"backend": "redis_store", "options": options, "op_timeout_s": 4}, bootstrap=False)
+client = connect({"backend": "redis_store", "options": options, "op_timeout_s": 60}, bootstrap=False)
 client.put_samples(["large"], "p", TensorDict({"x": torch.ones(1, 89_984, dtype=torch.uint8)}, batch_size=[1]))
 """
 

@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections import Counter, defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,8 @@ def rounds(python, runs, config, tmp_path, how_many):
             victims.append(ledger_of(config))
             random.shuffle(victims)
             for pid in victims:
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # the ledger's process ends with its owner
+                    os.kill(pid, signal.SIGKILL)
             wait_for(lambda pids=victims: not any(map(runs, pids)), "their end")
             for word, ids in notes_in(folder).items():
                 noted[word].update(ids)

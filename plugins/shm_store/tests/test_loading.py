@@ -50,7 +50,7 @@ def sums(meta, columns):
 def test_each_sample_is_trained_on_once_and_acked_then(config, workers, options):
     with connect(config) as client:
         _fill(client)
-        dataset = StreamingDataset(config, "p", "t", ["x"], 4, lease_s=4.0)
+        dataset = StreamingDataset(config, "p", "t", ["x"], 4, lease_s=6.0)
         loader = dataset.loader(client, workers, **options)
         seen = []
         for batch in loader:
@@ -58,7 +58,7 @@ def test_each_sample_is_trained_on_once_and_acked_then(config, workers, options)
             assert [row[0].item() for row in batch.columns["x"].unbind()] == [int(n[1:]) for n in batch.meta.sample_ids]
             seen += batch.meta.sample_ids
             if len(seen) == 8:
-                time.sleep(4.5)  # longer than the lease: the workers renew those that wait in the loader
+                time.sleep(6.5)  # longer than the lease: the workers renew those that wait in the loader
         assert sorted(seen, key=lambda name: int(name[1:])) == [f"s{i}" for i in range(NUM)]
         assert client.check_consumption_status("p", ["t"])
         if options.get("persistent_workers"):  # a second epoch
@@ -82,7 +82,7 @@ def test_a_loader_of_ones_own_gives_metas_to_ack_and_collates_in_the_worker(conf
 def test_batches_of_a_loop_that_was_left_come_again(config):
     with connect(config) as client:
         _fill(client)
-        dataset = StreamingDataset(config, "p", "t", ["x"], 4, lease_s=3.0)
+        dataset = StreamingDataset(config, "p", "t", ["x"], 4, lease_s=6.0)
         for number, _ in enumerate(dataset.loader(client, 2)):
             if number == 1:
                 break
@@ -103,7 +103,7 @@ def slow_in_worker_1(folder, meta, columns):
     worker = get_worker_info().id
     if worker == 1:
         (folder / "claimed").touch()
-    eventually((folder / ("trained" if worker == 1 else "claimed")).exists, within_s=30.0)
+    eventually((folder / ("trained" if worker == 1 else "claimed")).exists, within_s=60.0)
     return worker
 
 
@@ -141,9 +141,9 @@ def test_a_renewal_that_fails_is_tried_again():
     unsteady = Unsteady()
     with connect({"backend": "noop", "middleware": [unsteady]}) as client:
         _fill(client)
-        batches = iter(StreamingDataset(client, "p", "t", ["x"], 4, lease_s=3.0))
+        batches = iter(StreamingDataset(client, "p", "t", ["x"], 4, lease_s=9.0))
         next(batches)
-        assert unsteady.renewed.wait(30)
+        assert unsteady.renewed.wait(60)
         batches.close()
 
 
@@ -185,7 +185,7 @@ namespace, path = sys.argv[1:]
 config = {"backend": "shm_store", "options": {"namespace": namespace}}
 client = connect(config, bootstrap=False)
 with open(path, "a") as trained:
-    for batch in StreamingDataset(config, "p", "t", ["x"], 1, lease_s=4.0).loader(client, 2):
+    for batch in StreamingDataset(config, "p", "t", ["x"], 1, lease_s=8.0).loader(client, 2):
         print(*batch.meta.sample_ids, file=trained, flush=True)
 """
 

@@ -20,10 +20,11 @@ SMALL = {"local_buffer_size_bytes": 4 << 20, "master_start_s": 85}
 #: library, whose threads a fork would not have. A job ends as any script does, at its last line; then its status is
 #: printed. Each line begins with the ending.
 _JOBS = """
-import os, sys
+import os, sys, time
 import ray, torch
 from tensordict import TensorDict
 from dataplane_core import connect
+from dataplane_core.client.connection import LATEST_END
 from dataplane_core.errors import OperationTimeoutError
 from dataplane_core.connecting import load_backend
 
@@ -53,19 +54,19 @@ else:
 options = {"instance": "exit", "ray_address": address, "local_buffer_size_bytes": 4 << 20}
 config = {"backend": "tq_mooncake", "options": options, "op_timeout_s": 120}
 client = connect(config, bootstrap=False)
-hasty = connect({**config, "op_timeout_s": 1.5}, bootstrap=False)
 assert client.get_samples(["s0"], "p", ["x"])["x"].sum() == 0
 say(ending, "ready")
 os.read(0, 1)
+before = LATEST_END.set(time.monotonic() + 1.5)
 try:
     if ending == "after_a_put":
-        hasty.put_samples(["t"], "p", TensorDict({"x": torch.ones(1, 400_000)}, batch_size=[1]))
+        client.put_samples(["t"], "p", TensorDict({"x": torch.ones(1, 400_000)}, batch_size=[1]))
     else:
-        hasty.get_samples(["s0", "s1"], "p", ["x"])
+        client.get_samples(["s0", "s1"], "p", ["x"])
 except OperationTimeoutError:
     say(ending, "handled")
+LATEST_END.reset(before)
 if ending == "after_close":
-    hasty.close()
     client.close()
     sys.exit(3)
 elif ending == "with_an_error":
@@ -111,13 +112,6 @@ def unit(ray_address):
 
 
 @pytest.fixture
-def unit_pid(unit):
-    """The same; it runs again at the end."""
-    yield unit
-    os.kill(unit, signal.SIGCONT)
-
-
-@pytest.fixture
 def start_jobs(ray_address, tmp_path, python):
     """Starts the process that makes jobs of these endings, and a file for what they say to standard error."""
     with contextlib.ExitStack() as stack:
@@ -141,7 +135,7 @@ _LONG = [pytest.mark.long, pytest.mark.timeout(580)]
 
 
 @pytest.mark.parametrize(("times", "num_endings"), [(1, 2), pytest.param(20, 6, marks=_LONG)])
-def test_a_job_that_gave_up_a_call_ends_with_its_own_status(unit_pid, start_jobs, tmp_path, times, num_endings):
+def test_a_job_that_gave_up_a_call_ends_with_its_own_status(unit, stopped, start_jobs, tmp_path, times, num_endings):
     endings = dict(list(_ENDINGS.items())[:num_endings])
     jobs = start_jobs(endings, times)
 
@@ -155,15 +149,14 @@ def test_a_job_that_gave_up_a_call_ends_with_its_own_status(unit_pid, start_jobs
 
     for _ in range(times):
         assert read(1) == {ending: ["ready"] for ending in endings}
-        os.kill(unit_pid, signal.SIGSTOP)
-        jobs.stdin.write("\n" * len(endings))
-        jobs.stdin.flush()
-        assert read(2) == {ending: ["handled", str(status)] for ending, status in endings.items()}
-        os.kill(unit_pid, signal.SIGCONT)
+        with stopped(unit):
+            jobs.stdin.write("\n" * len(endings))
+            jobs.stdin.flush()
+            assert read(2) == {ending: ["handled", str(status)] for ending, status in endings.items()}
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(6, marks=_LONG)])
-def test_a_job_whose_threads_are_in_puts_when_it_ends_ends_with_its_own_status(unit_pid, start_jobs, tmp_path, times):
+def test_a_job_whose_threads_are_in_puts_when_it_ends_ends_with_its_own_status(unit, start_jobs, tmp_path, times):
     ending = "with_threads_that_put"
     jobs = start_jobs([ending], times)
     for _ in range(times):

@@ -92,14 +92,14 @@ def test_a_master_ends_with_an_owner_that_is_killed(runs, python):
 
 
 @pytest.mark.parametrize(
-    ("script", "error", "said"),
+    ("script", "within_s", "error", "said"),
     [
-        ("echo no such flag >&2; exit 1", BackendUnavailableError, "ended at each of 3 starts.* no such flag"),
-        ("exec sleep 300", OperationTimeoutError, "does not answer"),
+        ("echo no such flag >&2; exit 1", 60.0, BackendUnavailableError, "ended at each of 3 starts.* no such flag"),
+        ("exec sleep 300", 5.0, OperationTimeoutError, "does not answer"),
     ],
     ids=["it_ends", "it_is_silent"],
 )
-def test_a_master_that_does_not_come_up_leaves_nothing(tmp_path, monkeypatch, script, error, said, runs):
+def test_a_master_that_does_not_come_up_leaves_nothing(tmp_path, monkeypatch, script, within_s, error, said, runs):
     path = tmp_path / "mooncake_master"
     path.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\n{script}\n")
     path.chmod(0o755)
@@ -107,7 +107,7 @@ def test_a_master_that_does_not_come_up_leaves_nothing(tmp_path, monkeypatch, sc
         monkeypatch.setattr(module, "master_path", lambda: path)
     master = Master("127.0.0.1")
     with pytest.raises(error, match=said):
-        master.start(time.monotonic() + 3)
+        master.start(time.monotonic() + within_s)
     assert not any(runs(int(pid)) for pid in (tmp_path / "pids").read_text().split())
 
 

@@ -45,7 +45,7 @@ def both(connect_for_all, ray_address, runs, tmp_path_factory):
     master = instance(owner).master_pid
     owner.close()
     assert not runs(master)
-    assert ray.util.list_named_actors(all_namespaces=True) == []
+    eventually(lambda: ray.util.list_named_actors(all_namespaces=True) == [], 60.0)  # Ray learns of it a moment later
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def test_lost_samples_are_named_and_work_goes_on(two):
     client.clear_samples(NAMES, "p")
     client.put_samples(NAMES, "p", values(3))
     assert torch.equal(owner.get_samples(NAMES, "p", ["x"])["x"], values(3)["x"])
-    eventually(lambda: listening(owner) != places, 60.0)  # late writes to the old segments find nobody
-    assert not places & listening(owner)
+    # late writes to the old segments find nobody; one unit may mount its new one before the other
+    eventually(lambda: not places & listening(owner), 60.0)
 
 
 def test_puts_and_reads_under_way_go_on(two):
@@ -236,8 +236,8 @@ def test_a_dead_unit_loses_its_rows_and_others_are_served_on(two, kill_unit):
     later = [f"v{number}" for number in range(40)]
     for number, name in enumerate(later):  # at once: the unit may still be away
         client.put_samples([name], "p", values(number, [name]))
-    eventually(lambda: len(instance(owner).segments) == 2, 60.0)
-    assert len(places & listening(owner)) == len(places) / 2
+    # until its death is known, the old segment is still listed
+    eventually(lambda: len(instance(owner).segments) == 2 and len(places & listening(owner)) == len(places) / 2, 60.0)
     client.put_samples(lost, "p", values(7, lost))
     for user in (owner, client):
         assert user.get_samples(later, "p", ["x"])["x"][:, 0].tolist() == list(range(40))

@@ -219,7 +219,8 @@ def test_operations_share_a_few_threads(client, monkeypatch):
         client.put_samples(ids(4), "p", rows(4, 1000, seed))
         assert torch.equal(client.get_samples(ids(4), "p", ["x"])["x"], rows(4, 1000, seed)["x"])
     assert len(made) <= _calls._MAX_IDLE
-    assert psutil.Process().num_threads() - before <= _calls._MAX_IDLE
+    # those of other libraries come and go
+    eventually(lambda: psutil.Process().num_threads() - before <= _calls._MAX_IDLE, 60.0)
 
 
 class BreaksOnce:
@@ -259,10 +260,15 @@ def test_rows_whose_transfer_fails_are_tried_again(client, monkeypatch):
 @pytest.mark.parametrize("first", ["put", "get"])
 def test_operations_succeed_after_all_connections_were_shut_down(client, first):
     (store,) = Store._shared.values()
-    with ThreadPoolExecutor(8) as pool:  # as many connections as operations at the same time
-        list(pool.map(lambda each: client.put_samples(ids(8, f"{each}-"), "p", rows(8, 50_000)), range(8)))
     ports = {port for _, port in store._units}
-    assert sum(bool(each.raddr) and each.raddr.port in ports for each in psutil.Process().net_connections("tcp")) > 2
+
+    def has_many_connections():
+        with ThreadPoolExecutor(8) as pool:  # as many connections as operations at the same time
+            list(pool.map(lambda each: client.put_samples(ids(8, f"{each}-"), "p", rows(8, 50_000)), range(8)))
+        found = psutil.Process().net_connections("tcp")
+        return sum(bool(each.raddr) and each.raddr.port in ports for each in found) > 2
+
+    eventually(has_many_connections, 60.0)
     with pytest.raises(OperationTimeoutError):
         _calls.bounded("late", lambda call: time.sleep(0.5), time.monotonic() + 0.1, hold=store.in_call)
     store.end_given_up()
@@ -515,23 +521,23 @@ def located(client, sample_id):
 def test_what_cannot_work_is_refused_before_anything_is_left_running(connect, ray_address, options, said, actors):
     with pytest.raises(ConfigError, match=said):
         connect(instance="refused", ray_address=ray_address, **options)
-    assert not actors("tqm-refused")
+    eventually(lambda: not actors("tqm-refused"), 60.0)
 
 
 # --- processes that stand still or die -------------------------------------------------------------------------------
 
 
-def test_a_storage_unit_that_stands_still(client, connect, ray_address, stopped, pid_of):
-    hasty = connect(bootstrap=False, instance="store", ray_address=ray_address, op_timeout_s=3.0)
+def test_a_storage_unit_that_stands_still(client, connect, ray_address, stopped, pid_of, hurries):
+    other_client = connect(bootstrap=False, instance="store", ray_address=ray_address)
     client.put_samples(ids(64), "p", rows(64, 1000))  # on both units
     one, other = (pid_of(f"tqm-store/unit-{number}") for number in range(2))
     with stopped(one), stopped(other):
-        with pytest.raises(OperationTimeoutError, match="no answer within"):
-            hasty.get_samples(ids(64), "p", ["x"])
-        with pytest.raises(OperationTimeoutError):
-            hasty.put_samples(ids(16, "late"), "p", rows(16, MIB // 2))
+        with hurries(3.0), pytest.raises(OperationTimeoutError, match="no answer within"):
+            other_client.get_samples(ids(64), "p", ["x"])
+        with hurries(3.0), pytest.raises(OperationTimeoutError):
+            other_client.put_samples(ids(16, "late"), "p", rows(16, MIB // 2))
         eventually(lambda: not _calls._running, 30.0)  # the engine alone lets a transfer poll for a minute
-        assert hasty.list_samples("p").size == 64  # the controller goes on
+        assert other_client.list_samples("p").size == 64  # the controller goes on
     assert torch.equal(client.get_samples(ids(64), "p", ["x"])["x"], rows(64, 1000)["x"])
     assert client.list_samples("p").size == 64
     client.clear_samples(ids(64), "p")

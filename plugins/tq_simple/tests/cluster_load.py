@@ -14,7 +14,7 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import MissingDataError
 from dataplane_testkit._timing import eventually as _eventually
 
-STARTS_S = 60.0
+STARTS_S = 150.0
 ROWS = 6
 TASKS = ["taken", "leased"]
 

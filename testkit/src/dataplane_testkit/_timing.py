@@ -74,7 +74,7 @@ def eventually(condition: Callable[[], _R], within_s: float = PROMPT_S, what: st
         time.sleep(0.005)
 
 
-def in_threads(*calls: Callable[[], Any], within_s: float = 60.0) -> list[Any]:
+def in_threads(*calls: Callable[[], Any], within_s: float = 180.0) -> list[Any]:
     """Starts all calls together, each in its own thread. Returns their results in order, or raises the first error."""
     barrier = threading.Barrier(len(calls))
 

@@ -85,6 +85,6 @@ class Clock:
         return self.now
 
 
-def open_client(cls, bootstrap=True, op_timeout_s=5, **options):
+def open_client(cls, bootstrap=True, op_timeout_s=60, **options):
     config = DataPlaneConfig(backend="blobs", options=options, op_timeout_s=op_timeout_s)
     return connect_backend(cls, config, bootstrap=bootstrap)

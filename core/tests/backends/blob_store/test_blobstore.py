@@ -159,7 +159,7 @@ def test_what_an_abandoned_put_reserved_is_room_again(monkeypatch):
             two.put_samples(["a"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
         with pytest.raises(CapacityExceededError):
             one.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
-        clock.now += 60
+        clock.now += 120
         one.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
         assert two.list_samples("p").sample_ids == ["b"]
 

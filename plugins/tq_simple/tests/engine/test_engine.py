@@ -38,7 +38,7 @@ Note = Callable[..., list[str]]
 Stopped = Callable[[int], AbstractContextManager[None]]
 
 
-def soon(seconds: float = 60.0) -> float:
+def soon(seconds: float = 240.0) -> float:
     return time.monotonic() + seconds
 
 
@@ -49,7 +49,7 @@ from dataplane_core.ledger import commands
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 
-address, deadline = sys.argv[1], time.monotonic() + 60
+address, deadline = sys.argv[1], time.monotonic() + 240
 with Engine.open(TQSimpleConfig(instance="engine", ray_address=address), bootstrap=False, deadline=deadline) as engine:
     engine.call(commands.RegisterRequest("job", ["x"], None, [], None, {}, "e"), deadline)
 """
@@ -205,24 +205,23 @@ def test_a_controller_that_stands_still(engine: Engine, note: Note, stopped: Sto
 
 
 def test_a_storage_unit_that_stands_still(
-    client: DataPlaneClient, pid_of: Callable[[str], int], stopped: Stopped
+    client: DataPlaneClient, pid_of: Callable[[str], int], stopped: Stopped, hurries: Stopped
 ) -> None:
     client.put_samples(IDS, "p", {"x": ROWS})
-    options = backend_of(client).config.model_dump()
-    hasty = {"backend": "tq_simple", "options": options, "op_timeout_s": 3.0}
-    with connect(hasty, bootstrap=False) as other:
+    config = {"backend": "tq_simple", "options": backend_of(client).config.model_dump()}
+    with connect(config, bootstrap=False) as other:
         assert len(other.list_units()) == 2  # it is connected to both
         with stopped(pid_of("tq-engine/unit-1")):
-            with pytest.raises(OperationTimeoutError, match="storage unit-1") as error:
+            with hurries(3), pytest.raises(OperationTimeoutError, match="storage unit-1") as error:
                 other.get_samples(IDS, "p", ["x"])
             assert "It has not ended: it is stopped" in str(error.value)
-            with pytest.raises(OperationTimeoutError):
+            with hurries(3), pytest.raises(OperationTimeoutError):
                 other.put_samples(["more1", "more2"], "p", {"x": ROWS[:2]})
             assert backend_of(other)._engine.call(Ping(), soon())
         # What it received meanwhile it carries out late, and no reply of that is taken for another's.
         assert torch.equal(other.get_samples(IDS, "p", ["x"])["x"], ROWS)
         other.clear_samples(None, "p")
-        eventually(lambda: held_bytes(backend_of(client)._engine) == 0, 30.0)
+        eventually(lambda: held_bytes(backend_of(client)._engine) == 0, 120.0)
 
 
 def held_bytes(engine: Engine) -> int:
@@ -234,7 +233,7 @@ def test_closing_ends_what_other_threads_wait_for(engine: Engine, stopped: Stopp
     attached = Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon())
     with ThreadPoolExecutor(1) as pool, stopped(engine.call(Ping(), soon())):
         waiting = pool.submit(attached.call, Ping(), soon())
-        eventually(lambda: attached._session is not None and len(attached._session._used) == 1, 30.0)
+        eventually(lambda: attached._session is not None and len(attached._session._used) == 1, 120.0)
         attached.close()
         with pytest.raises(ClientClosedError):
             waiting.result(timeout=10)
@@ -243,7 +242,6 @@ def test_closing_ends_what_other_threads_wait_for(engine: Engine, stopped: Stopp
 
 def test_a_killed_controller(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls and new clients are told at once, and an owner that would take its place; later it may."""
-    monkeypatch.setattr(_cluster, "_SETTLE_S", 0.5)  # for which a new owner waits for the units to end
     config = TQSimpleConfig(instance="mortal")
     with Engine.open(config, bootstrap=True, deadline=soon()) as engine:
         os.kill(engine.call(Ping(), soon()), signal.SIGKILL)
@@ -254,8 +252,10 @@ def test_a_killed_controller(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) 
         assert isinstance(error.value.__cause__, ray.exceptions.RayActorError)
         with pytest.raises(BackendUnavailableError):
             Engine.open(config, bootstrap=False, deadline=soon(), wait_s=0.5)
-        with pytest.raises(AlreadyRunningError, match="its controller is dead, but its storage units"):
-            Engine.open(config, bootstrap=True, deadline=soon())
+        with monkeypatch.context() as patch:
+            patch.setattr(_cluster, "_SETTLE_S", 0.5)  # for which a new owner waits for the units to end
+            with pytest.raises(AlreadyRunningError, match="its controller is dead, but its storage units"):
+                Engine.open(config, bootstrap=True, deadline=soon())
     with Engine.open(config, bootstrap=True, deadline=soon()) as engine:  # once its owner has closed it
         assert engine.call(Ping(), soon())
 
@@ -293,14 +293,14 @@ from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import Ping
 
 _cluster._END_ACTORS_S = _session._SHUTDOWN_S = 2.0  # Ray's own threads spin all that time
-engine = Engine.open(TQSimpleConfig(ray_num_cpus=1), bootstrap=True, deadline=time.monotonic() + 60)
+engine = Engine.open(TQSimpleConfig(ray_num_cpus=1), bootstrap=True, deadline=time.monotonic() + 240)
 (head,) = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
 rest = psutil.Process().children(recursive=True)
 head.kill()
 head.wait()
-os.kill(engine.call(Ping(), time.monotonic() + 60), signal.SIGKILL)
+os.kill(engine.call(Ping(), time.monotonic() + 240), signal.SIGKILL)
 try:
-    engine.call(Ping(), time.monotonic() + 60)
+    engine.call(Ping(), time.monotonic() + 240)
 except BackendUnavailableError as error:
     print(error.retryable, error, flush=True)
 engine.close()
@@ -316,7 +316,7 @@ os._exit(0)
 @pytest.mark.long
 def test_closing_ends_though_rays_head_is_dead(python: Any) -> None:
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = python.run("-c", _OWN_RAY_LOSES_ITS_HEAD, timeout=150, env=env)
+    done = python.run("-c", _OWN_RAY_LOSES_ITS_HEAD, timeout=500, env=env)
     assert "within 2 s: its head node is dead or does not respond" in done.stderr
     assert re.search(r"False .* is dead, and so is the head of its Ray: .* in a new process", done.stdout)
 

@@ -46,9 +46,9 @@ from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import Ping
 
 config = TQSimpleConfig(instance="forks", ray_address=sys.argv[1])
-with Engine.open(config, bootstrap=True, deadline=time.monotonic() + 60) as engine:
+with Engine.open(config, bootstrap=True, deadline=time.monotonic() + 240) as engine:
     forked()  # by who connected a client
-    assert engine.call(Ping(), time.monotonic() + 60)
+    assert engine.call(Ping(), time.monotonic() + 240)
 forked()  # by who has closed it, and is disconnected from Ray
 """
 )

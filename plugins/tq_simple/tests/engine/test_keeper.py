@@ -25,8 +25,8 @@ class Unit:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def retain(self, live: Any) -> None:
-        self.told.append(live)
+    def retain(self, live: Any, garbage: Any) -> None:
+        self.told.append((live, garbage))
         if len(self.told) == 1:
             raise OSError("no room for notes")
 
@@ -50,7 +50,7 @@ def test_a_unit_that_fails_to_drop_rows_is_told_again(ray_cluster: str, monkeypa
 
     eventually(is_done, 60.0, "it goes on")
     keeper._context.term()
-    assert ray.get(unit.get.remote()) == [{}, {}]
+    assert ray.get(unit.get.remote()) == [({}, [])] * 2
 
 
 def test_the_nodes_are_asked_by_one_remote_function(

@@ -49,6 +49,12 @@ _REACH_S: Final = 0.5
 _DISCARD_S: Final = 5.0
 #: A node that is lost without a word is noticed after about so many milliseconds.
 _HEARTBEAT_MS: Final = 15_000
+#: What Ray answers in the place of an actor that it does not start again. `ActorUnavailableError` is none of it.
+_GIVEN_UP: Final = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.RuntimeEnvSetupError,
+    ray.exceptions.ActorUnschedulableError,
+)
 
 
 @dataclass(slots=True)
@@ -253,7 +259,7 @@ class Keeper:
             answer: Started | Place | ray.exceptions.RayError = ray.get(ref, timeout=0)
         except ray.exceptions.ActorUnavailableError:
             return  # it may be starting
-        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+        except (*_GIVEN_UP, ray.exceptions.RayTaskError) as error:
             answer = error
         except ray.exceptions.RayError:
             return  # says nothing about the actor
@@ -271,7 +277,7 @@ class Keeper:
         if isinstance(answer, Place):
             self._look_for(name, answer.name)
             return
-        if isinstance(answer, ray.exceptions.RayActorError):  # Ray does not start it again
+        if isinstance(answer, _GIVEN_UP):
             del self._handles[actor]
             if not self._book.place_of(name):
                 self._book.failed(name, cause(answer))

@@ -144,7 +144,7 @@ class Actor:
 
     def _describe(self, *, place: str = "", anew: bool = True) -> Ref:
         if self.node in self._cluster.give_up:
-            return Ref(ray.exceptions.ActorDiedError())
+            return Ref(self._cluster.why)
         if self.node in self._cluster.refuse:
             return Ref(ray.exceptions.RayTaskError("describe", "", BackendUnavailableError("full", retryable=False)))
         name = place or self._place
@@ -166,6 +166,7 @@ class Cluster:
         starts_at: Where Ray starts the next unit, if not on the node that was asked for.
         refuse: Nodes on which no place can be opened.
         give_up: Nodes on which the actors of units end for good, as when their constructor fails.
+        why: What Ray says then.
         created: The nodes for which units were created, and their places.
     """
 
@@ -174,6 +175,7 @@ class Cluster:
         self.starts_at: str | None = None
         self.refuse: list[str] = []
         self.give_up: list[str] = []
+        self.why: BaseException = ray.exceptions.ActorDiedError()
         self.created: list[tuple[str, str]] = []
         get = SimpleNamespace(
             exceptions=ray.exceptions,
@@ -388,8 +390,14 @@ def test_a_unit_whose_disk_was_full_for_longer_than_the_wait_waits_anew_when_its
     assert (cluster.serves(), cluster.lost()) == (None, 0)
 
 
-def test_a_unit_that_ray_gives_up_is_created_again_where_its_rows_are(make_cluster: Callable[..., Cluster]) -> None:
+@pytest.mark.parametrize(
+    "why", [ray.exceptions.ActorDiedError(), ray.exceptions.RuntimeEnvSetupError("full")], ids=type
+)
+def test_a_unit_that_ray_gives_up_is_created_again_where_its_rows_are(
+    make_cluster: Callable[..., Cluster], why: BaseException
+) -> None:
     cluster = make_cluster()
+    cluster.why = why
     put(cluster.host, "p", ids("before"))
     cluster.disks["node2"] = []
     cluster.give_up.append("node1")

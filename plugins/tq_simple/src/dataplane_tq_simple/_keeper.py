@@ -39,7 +39,7 @@ _BUSY_S: Final = 0.05
 _IDLE_S: Final = 0.5
 #: Seconds between two questions to a unit that does not run.
 _ASK_S: Final = 0.2
-#: Seconds between two questions to the nodes for the place of a unit, and between two tries to create it.
+#: Seconds between two questions to the nodes for the place of a unit, and between two tries to start it.
 _SEARCH_S: Final = 1.0
 #: Seconds after which a unit that failed to drop rows is told again.
 _RETAIN_AGAIN_S: Final = 5.0
@@ -184,12 +184,7 @@ class Keeper:
 
     def _wait(self) -> None:
         """Waits for news of a connection, or a moment."""
-        busy = (
-            self._book.changed.is_set()
-            or self._asked
-            or self._to_retain
-            or any(ear.suspect for ear in self._ears.values())
-        )
+        busy = self._book.changed.is_set() or self._asked or self._to_retain
         poller = zmq.Poller()
         for ear in self._ears.values():
             poller.register(ear.monitor, zmq.POLLIN)
@@ -227,13 +222,12 @@ class Keeper:
             if refuses(ear.started.ip, ear.started.port, _REACH_S):  # else only Ray can tell
                 ear.suspect = False
                 self._book.ended(name, ear.started)
-            self._asked.setdefault(name, _Asked())
 
     def _ask(self) -> None:
         """Asks the actors of suspects, and of units that are starting, what they are now."""
-        for name, _ in self._book.waiting():
-            self._asked.setdefault(name, _Asked())
         actors = dict(self._book.waiting()) | {name: ear.actor for name, ear in self._ears.items() if ear.suspect}
+        for name in actors:
+            self._asked.setdefault(name, _Asked())
         now = time.monotonic()
         for name, asked in list(self._asked.items()):
             if name not in actors:

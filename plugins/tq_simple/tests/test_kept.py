@@ -55,11 +55,11 @@ class Life:
         self.together = False
         book, garbage = self._controller.book, self._controller.garbage()
         here = book.here("unit-0", garbage)
-        assert list(here) == garbage
+        assert sorted(here) == sorted(garbage)
         self.tell_unit(extent_host.Retain(book.rows_of("unit-0")))
         self.tell_unit(extent_host.Drop(list(here.values())))
         self._controller.collected(garbage)
-        assert [each.num_rows for each in book.records()[0]] == [self._opened.extents.statistics().num_rows]
+        assert self._controller.garbage() == []
 
     def _lock(self, *args: Any) -> int:
         self._locks.append(lock_folder(*args))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
@@ -146,8 +147,22 @@ def test_a_unit_waits_for_its_folder_and_says_what_is_wrong_with_it(
     assert right(client, ["more-1"])
     assert [state for state, _ in states(client)] == ["serving", "serving"]
     assert len(places(tmp_path)) == 2
+    eventually(lambda: sum(each.num_rows for each in client.list_units()) == 19, "what was cleared meanwhile is kept")
     client.clear_samples(None, "p")
-    assert [each.num_rows for each in client.list_units()] == [0, 0], "also what could not be deleted before"
+    assert [each.num_rows for each in client.list_units()] == [0, 0]
+
+
+def test_a_unit_that_ray_does_not_start_again_is_created_again(
+    client: DataPlaneClient, pid_of: Callable[[str], int]
+) -> None:
+    put(client, IDS)
+    pid = pid_of(f"tq-{NAME}/unit-0")
+    ray.kill(ray.get_actor(f"tq-{NAME}/unit-0", namespace="dataplane"), no_restart=True)
+    eventually(lambda: states(client) == [("serving", 2), ("serving", 1)], "it is not created again")
+    assert right(client, IDS)
+    assert pid_of(f"tq-{NAME}/unit-0") != pid
+    client.remove_unit("unit-0", now=True)
+    assert 0 < len(lost(client, IDS)) < 20
 
 
 def test_a_unit_whose_folder_does_not_come_begins_without_it(

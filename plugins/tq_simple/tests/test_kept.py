@@ -53,7 +53,13 @@ class Life:
         self._controller.book.begin("actor-", [("unit-0", "actor-unit-0", started)])
         self._sessions = [each.begin_session() for each in (self._controller, self._unit)]
         self.together = False
-        self.tell_unit(extent_host.Retain(self._controller.book.rows_of("unit-0")))
+        book, garbage = self._controller.book, self._controller.garbage()
+        here = book.here("unit-0", garbage)
+        assert sorted(here) == sorted(garbage)
+        self.tell_unit(extent_host.Retain(book.rows_of("unit-0")))
+        self.tell_unit(extent_host.Drop(list(here.values())))
+        self._controller.collected(garbage)
+        assert self._controller.garbage() == []
 
     def _lock(self, *args: Any) -> int:
         self._locks.append(lock_folder(*args))

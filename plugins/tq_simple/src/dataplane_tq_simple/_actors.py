@@ -64,12 +64,13 @@ def nodes_for_units() -> list[str]:
     return sorted(workers or [node["NodeID"] for node in alive], key=lambda node: (node != here, node))
 
 
-_task = functools.cache(ray.remote)  # each remote function is exported to all workers, and kept
+#: As Ray's. That exports each function and class that it makes to all workers, and keeps it: one for each is enough.
+remote: Final = functools.cache(ray.remote)
 
 
 def on_nodes(nodes: Iterable[str], function: Callable[..., Any], *args: Any) -> dict[str, Any]:
     """Calls a function on each node. Returns Ray references to what it returns, by the node."""
-    task = _task(function)
+    task = remote(function)
     there = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
     return {node: task.options(num_cpus=0, scheduling_strategy=each).remote(*args) for node, each in there.items()}
 

@@ -157,6 +157,14 @@ class View(NamedTuple):
     spreads: dict[int, Spread]
 
 
+def by_write(refs: Iterable[Ref]) -> dict[int, list[int]]:
+    """Write id -> positions."""
+    positions: dict[int, list[int]] = {}
+    for write_id, position in refs:
+        positions.setdefault(write_id, []).append(position)
+    return positions
+
+
 def _spread_note(spread: int) -> str:
     return f"{_SPREAD_NOTE}{spread}"
 
@@ -325,6 +333,19 @@ class UnitBook:
                         found[write_id] = [position for _, position in mine]
         return found
 
+    def here(self, name: str, refs: Iterable[Ref]) -> dict[Ref, Ref]:
+        """Of rows, those that the life of a unit has, and what they are there: write id and position."""
+        with self.lock:
+            unit, spreads = self._units.get(name), dict(self._spreads)
+            life = None if unit is None else unit.life
+        found: dict[Ref, Ref] = {}
+        for write_id, positions in by_write(refs).items():
+            spread = spreads.get(write_id >> SPREAD_BITS)
+            if spread is not None and life in spread.lives:
+                for index, there in spread.split(write_id, positions).get(life, ()):
+                    found[write_id, positions[index]] = (write_id, there)
+        return found
+
     def failed(self, name: str, why: str) -> None:
         """A unit ended for good, or could not be created."""
         with self.lock:
@@ -485,10 +506,7 @@ class UnitBook:
     def collected(self, refs: Iterable[Ref]) -> None:
         """The payload of these rows is deleted."""
         with self.lock:
-            positions: dict[int, list[int]] = {}
-            for write_id, position in refs:
-                positions.setdefault(write_id, []).append(position)
-            for write_id, gone in positions.items():
+            for write_id, gone in by_write(refs).items():
                 stored = self._stored.get(write_id)
                 if stored is None:
                     continue

@@ -44,6 +44,7 @@ from dataplane_tq_simple._actors import (
     lookup,
     named_actors,
     nodes_for_units,
+    remote,
 )
 from dataplane_tq_simple._controller import Controller, Line
 from dataplane_tq_simple._errors import LineBrokenError
@@ -272,7 +273,7 @@ class Instance(ABC):
         detached = added and config.journal is not None
         if detached:
             arguments["follows"] = (cls.controller_name(config), ray.get_runtime_context().get_actor_id())
-        unit = ray.remote(cls.unit_class).options(
+        unit = remote(cls.unit_class).options(
             name=name,
             namespace=NAMESPACE,
             num_cpus=config.unit_num_cpus,

@@ -40,7 +40,7 @@ from dataplane_core.host_memory import in_threads
 from dataplane_core.hosting import Address, ExtentHost, Session, TcpAddress, UnixAddress
 from dataplane_core.ledger import Located, Ref, commands
 from dataplane_core.spec import SharedRows, UnitInfo, WireColumn
-from dataplane_tq_simple._book import Life, View
+from dataplane_tq_simple._book import Life, View, by_write
 from dataplane_tq_simple._cluster import ControllerWatch, check_cpus
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._messages import AddUnits, RemoveUnit, UnitRecords, ViewUnits
@@ -210,9 +210,7 @@ class Engine(QueueEngine):
         Raises:
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
-        positions: dict[int, list[int]] = {}
-        for write_id, position in refs:
-            positions.setdefault(write_id, []).append(position)
+        positions = by_write(refs)
         drops, left = self._drops(positions, deadline)
         if left:  # this client may not know that they are served again
             self._places.refresh(deadline)

@@ -17,7 +17,7 @@ from typing import Any, Final
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.hosting import CallId, Client, LedgerHost, lock_folder, sync_path
 from dataplane_core.journal import RecordedLedger
-from dataplane_core.ledger import LedgerService, commands
+from dataplane_core.ledger import LedgerService, Ref, commands
 from dataplane_tq_simple._book import UNITS_NOTE, UnitBook, View
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._kept import ENDING_S
@@ -113,7 +113,20 @@ class ControllerHost(LedgerHost):
 
     def end_removed(self) -> list[str]:
         """The actors of the units that have ended now: they were draining, and hold nothing that anybody reads."""
-        return self.book.removed(self._ledger.garbage)
+        return self.book.removed(self.garbage)
+
+    def garbage(self) -> list[Ref]:
+        """The rows that nobody reads, and whose payload may not be deleted yet. It may be, from now on."""
+        with self.book.lock:
+            self.settle()  # else a controller that is started again may have these rows
+            return self._ledger.garbage()
+
+    def collected(self, refs: Sequence[Ref]) -> None:
+        """The payload of these rows is deleted."""
+        with self.book.lock:
+            self._collected(commands.Collected(refs))
+            self._save_book()
+            self.settle()
 
     # --- as a host ----------------------------------------------------------------------------------------------------
 
@@ -182,7 +195,7 @@ class ControllerHost(LedgerHost):
             raise
         return self._ledger.call(commit)
 
-    def _collected(self, collected: commands.Collected, client: Client) -> None:
+    def _collected(self, collected: commands.Collected, client: Client | None = None) -> None:
         self._ledger.call(collected)
         self.book.collected(collected.refs)
 

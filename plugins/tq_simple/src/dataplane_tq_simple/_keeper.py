@@ -23,6 +23,7 @@ import ray.exceptions
 import zmq as _zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from dataplane_core.ledger import Ref
 from dataplane_tq_simple import _privates
 from dataplane_tq_simple._actors import cause, data_plane_error, lookup, named_actors, nodes_for_units
 from dataplane_tq_simple._book import Started
@@ -38,7 +39,7 @@ _BUSY_S: Final = 0.05
 _IDLE_S: Final = 0.5
 #: Seconds between two questions to a unit that does not run.
 _ASK_S: Final = 0.2
-#: Seconds between two questions to the nodes for the place of a unit.
+#: Seconds between two questions to the nodes for the place of a unit, and between two tries to start it.
 _SEARCH_S: Final = 1.0
 #: Seconds after which a unit that failed to drop rows is told again.
 _RETAIN_AGAIN_S: Final = 5.0
@@ -48,6 +49,12 @@ _REACH_S: Final = 0.5
 _DISCARD_S: Final = 5.0
 #: A node that is lost without a word is noticed after about so many milliseconds.
 _HEARTBEAT_MS: Final = 15_000
+#: What Ray answers in the place of an actor that it does not start again. `ActorUnavailableError` is none of it.
+_GIVEN_UP: Final = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.RuntimeEnvSetupError,
+    ray.exceptions.ActorUnschedulableError,
+)
 
 
 @dataclass(slots=True)
@@ -79,8 +86,9 @@ class _Search:
         give_up: When the unit begins without it.
         looks: Whether nodes are to be asked. Not while the unit is being started on the one that has it.
         asked: Nodes by the references to their answers.
-        ask_at: When they are asked next.
+        ask_at: When they are asked next, or the unit is created without it.
         node: The node that has it.
+        num_begun: How often the unit was created without it.
     """
 
     place: str
@@ -89,13 +97,15 @@ class _Search:
     asked: dict[Any, str] = field(default_factory=dict)
     ask_at: float = field(default_factory=time.monotonic)
     node: str | None = None
+    num_begun: int = 0
 
 
 @dataclass(slots=True)
 class _Retained:
-    """A unit that is to be told which of its rows exist, or is told so now."""
+    """A unit that is to be told which of its rows exist, or is told so now; and which garbage it is to drop."""
 
     started: Started
+    garbage: dict[Ref, Ref] = field(default_factory=dict)
     ref: Any = None
     tell_at: float = field(default_factory=time.monotonic)
 
@@ -174,12 +184,7 @@ class Keeper:
 
     def _wait(self) -> None:
         """Waits for news of a connection, or a moment."""
-        busy = (
-            self._book.changed.is_set()
-            or self._asked
-            or self._to_retain
-            or any(ear.suspect for ear in self._ears.values())
-        )
+        busy = self._book.changed.is_set() or self._asked or self._to_retain
         poller = zmq.Poller()
         for ear in self._ears.values():
             poller.register(ear.monitor, zmq.POLLIN)
@@ -217,13 +222,12 @@ class Keeper:
             if refuses(ear.started.ip, ear.started.port, _REACH_S):  # else only Ray can tell
                 ear.suspect = False
                 self._book.ended(name, ear.started)
-            self._asked.setdefault(name, _Asked())
 
     def _ask(self) -> None:
         """Asks the actors of suspects, and of units that are starting, what they are now."""
-        for name, _ in self._book.waiting():
-            self._asked.setdefault(name, _Asked())
         actors = dict(self._book.waiting()) | {name: ear.actor for name, ear in self._ears.items() if ear.suspect}
+        for name in actors:
+            self._asked.setdefault(name, _Asked())
         now = time.monotonic()
         for name, asked in list(self._asked.items()):
             if name not in actors:
@@ -246,13 +250,10 @@ class Keeper:
     def _hear(self, name: str, actor: str, ref: Any) -> None:
         """What the actor of a unit answered, or Ray in its place."""
         try:
-            answer: Started | Place | ray.exceptions.RayTaskError = ray.get(ref, timeout=0)
+            answer: Started | Place | ray.exceptions.RayError = ray.get(ref, timeout=0)
         except ray.exceptions.ActorUnavailableError:
             return  # it may be starting
-        except ray.exceptions.RayActorError as error:
-            self._book.failed(name, str(error).strip().splitlines()[0])
-            return
-        except ray.exceptions.RayTaskError as error:
+        except (*_GIVEN_UP, ray.exceptions.RayTaskError) as error:
             answer = error
         except ray.exceptions.RayError:
             return  # says nothing about the actor
@@ -269,6 +270,13 @@ class Keeper:
             self._book.ended(name, ear.started)
         if isinstance(answer, Place):
             self._look_for(name, answer.name)
+            return
+        if isinstance(answer, _GIVEN_UP):
+            del self._handles[actor]
+            if not self._book.place_of(name):
+                self._book.failed(name, cause(answer))
+            else:  # its place is looked for, as after the end of a node
+                _logger.warning("%s ended for good, and is created again: %s", name, cause(answer))
             return
         self._searches.pop(name, None)  # it is tried again where it is; if it moves, its place is looked for anew
         known = data_plane_error(answer)
@@ -298,8 +306,10 @@ class Keeper:
                     if search.place in ray.get(ref, timeout=0):
                         search.node = node
             now, runs = time.monotonic(), self._handles.get(actor)
-            if now >= search.give_up and search.node is None and not runs:  # if it runs, it begins there
-                search.node = self._emptiest_node()
+            due = now >= search.ask_at
+            if due and now >= search.give_up and search.node is None and not runs:  # if it runs, it begins there
+                search.node = self._emptiest_node(search.num_begun)  # where it failed before, it may fail again
+                search.num_begun += 1
             if search.node is not None:
                 if runs:
                     ray.kill(runs, no_restart=True)
@@ -307,7 +317,7 @@ class Keeper:
                 with suppress(ValueError):  # Ray has not freed its name yet
                     self._handles[actor] = self._create_unit(actor, search.node, place=search.place)
                     search.looks, search.node, search.asked, search.ask_at = False, None, {}, now + _SEARCH_S
-            elif search.ask_at <= now < search.give_up:
+            elif due and now < search.give_up:
                 search.ask_at = now + _SEARCH_S
                 asked = self._places([node for node in nodes_for_units() if node not in search.asked.values()])
                 search.asked.update((ref, node) for node, ref in asked.items())
@@ -316,7 +326,8 @@ class Keeper:
         self._to_retain |= {name: _Retained(started) for name, _, started in units if started.kept}
 
     def _retain(self) -> None:
-        """Tells units that keep rows which of those that an earlier process left there exist. They serve already."""
+        """Tells units that keep rows which of those that an earlier process left there exist, and which were given up
+        while it was away. They serve already."""
         live = {name: (actor, started) for name, actor, started in self._book.live()}
         for name, each in list(self._to_retain.items()):
             actor, started = live.get(name, ("", None))
@@ -324,11 +335,14 @@ class Keeper:
                 del self._to_retain[name]
             elif each.ref is None:
                 if time.monotonic() >= each.tell_at:
-                    each.ref = self._handles[actor].retain.remote(self._book.rows_of(name))
+                    each.garbage = self._book.here(name, self._host.garbage())
+                    garbage = list(each.garbage.values())
+                    each.ref = self._handles[actor].retain.remote(self._book.rows_of(name), garbage)
             elif ray.wait([each.ref], timeout=0)[0]:
                 ref, each.ref, each.tell_at = each.ref, None, time.monotonic() + _RETAIN_AGAIN_S
                 try:
                     ray.get(ref)
+                    self._host.collected(list(each.garbage))
                     del self._to_retain[name]
                 except ray.exceptions.RayError as error:  # else what nobody can read would fill its memory
                     _logger.warning("%s keeps rows that nobody needs; telling it again: %s", name, cause(error))
@@ -343,9 +357,11 @@ class Keeper:
                 _logger.exception("creating %s failed", actor)
                 self._book.failed(name, f"{type(error).__name__}: {error}")
 
-    def _emptiest_node(self) -> str:
+    def _emptiest_node(self, num_before: int = 0) -> str:
+        """The node with the fewest units after so many others."""
         count = collections.Counter(started.node for _, _, started in self._book.live())
-        return min(nodes_for_units(), key=lambda each: count[each])
+        nodes = sorted(nodes_for_units(), key=lambda each: count[each])
+        return nodes[num_before % len(nodes)]
 
     def _end_removed(self) -> None:
         """Ends the units that are drained."""

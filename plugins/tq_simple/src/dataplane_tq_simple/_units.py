@@ -18,6 +18,7 @@ import ray
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 from dataplane_core.host_memory import Arena, arena_bytes_for, memory_limit
 from dataplane_core.hosting import (
+    Drop,
     ExtentHost,
     ExtentService,
     KeptExtentHost,
@@ -30,6 +31,7 @@ from dataplane_core.hosting import (
     new_socket_name,
     new_token,
 )
+from dataplane_core.ledger import Ref
 from dataplane_core.spec import new_id
 from dataplane_tq_simple import _privates
 from dataplane_tq_simple._actors import NAMESPACE, get_within, lookup, nodes_for_units, on_nodes, was_started_before
@@ -151,8 +153,8 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
     def _default_bytes(self) -> int:
         return max(memory_limit().available_bytes // (2 * self._share), _LEAST_BYTES)
 
-    def retain(self, live: dict[int, list[int]]) -> None:
-        """See `Retain`."""
+    def retain(self, live: dict[int, list[int]], garbage: list[Ref]) -> None:
+        """See `Retain`. Then drops the garbage, as for a client that clears it: also what may still be on its way."""
         started, deadline = self._started, time.monotonic() + _RETAIN_S
         if started is None:
             raise BackendUnavailableError("this process does not serve yet.")
@@ -160,6 +162,7 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
         session = Session(address, ExtentHost.messages, deadline)
         try:
             session.call("retain", deadline, Retain(live))
+            session.call("drop", deadline, Drop(garbage))
         finally:
             session.close()
             for descriptor in session.descriptors:

@@ -13,6 +13,7 @@ import pytest
 
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidRequestError
 from dataplane_core.hosting import CallId, ClaimOrWait, Client
+from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 from dataplane_tq_simple import _book
@@ -235,6 +236,24 @@ def test_rows_that_two_clients_report_as_deleted_are_counted_once(either: Contro
     _, last = either.call(commands.ClearRequest("p", then_ids[3:]))
     either.call(commands.Collected(last))
     assert either.host.end_removed() == ["actor-unit-1"]
+
+
+def test_rows_are_deleted_only_when_the_disk_knows_that_nobody_reads_them(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a machine that loses power then may have them in its journal, and nowhere else."""
+    kept = []
+    monkeypatch.setattr(RecordedLedger, "commit_or_end", lambda self: kept.append(self.garbage()))
+    write_id = controller.put()
+    controller.call(commands.ClearRequest("p", None))
+    rows = [(write_id, row) for row in range(6)]
+    assert controller.host.garbage() == rows
+    assert kept == [rows]
+    controller.host.collected(rows)
+    assert kept == [rows, []]
+    controller.again()
+    assert controller.host.garbage() == []
+    assert held(controller) == [(0, 0)] * 3
 
 
 def test_a_put_goes_to_its_own_node_while_that_has_room(either: Controller) -> None:

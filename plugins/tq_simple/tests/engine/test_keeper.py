@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import ray
+from ray.actor import ActorClass
 from ray.remote_function import RemoteFunction
 
 from dataplane_core.ledger import LedgerService
 from dataplane_testkit._timing import eventually
-from dataplane_tq_simple import _keeper
+from dataplane_tq_simple import TQSimpleConfig, _keeper
 from dataplane_tq_simple._actors import nodes_for_units, on_nodes
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost
 from dataplane_tq_simple._keeper import Keeper
 from dataplane_tq_simple._kept import places_in
+from dataplane_tq_simple._units import SimpleStorageInstance
 
 
 class Unit:
@@ -25,8 +27,8 @@ class Unit:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def retain(self, live: Any) -> None:
-        self.told.append(live)
+    def retain(self, live: Any, garbage: Any) -> None:
+        self.told.append((live, garbage))
         if len(self.told) == 1:
             raise OSError("no room for notes")
 
@@ -50,7 +52,7 @@ def test_a_unit_that_fails_to_drop_rows_is_told_again(ray_cluster: str, monkeypa
 
     eventually(is_done, 60.0, "it goes on")
     keeper._context.term()
-    assert ray.get(unit.get.remote()) == [{}, {}]
+    assert ray.get(unit.get.remote()) == [({}, [])] * 2
 
 
 def test_the_nodes_are_asked_by_one_remote_function(
@@ -67,4 +69,19 @@ def test_the_nodes_are_asked_by_one_remote_function(
     monkeypatch.setattr(RemoteFunction, "options", counted)
     for _ in range(2):
         assert ray.get(list(on_nodes(nodes_for_units(), places_in, tmp_path).values())) == [[]]
+    assert len(used) > len(set(used)) == 1
+
+
+def test_the_units_are_created_by_one_remote_class(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose constructor fails is created again every second."""
+    used = []
+
+    def refuse(self: ActorClass[Any], **own: Any) -> Any:
+        used.append(self)
+        raise ValueError("the name is taken")
+
+    monkeypatch.setattr(ActorClass, "options", refuse)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="taken"):
+            SimpleStorageInstance.create_unit(TQSimpleConfig(), "unit", nodes_for_units()[0])
     assert len(used) > len(set(used)) == 1

@@ -135,9 +135,16 @@ class Actor:
         self._cluster, self.node, self._place = cluster, node, place
         self._serves: Started | None = None
         self.describe = SimpleNamespace(remote=self._describe)
-        self.retain = SimpleNamespace(remote=lambda live: Ref(None))
+        self.retain = SimpleNamespace(remote=self._retain)
+        self.dropped: list[tuple[int, int]] = []
+
+    def _retain(self, live: Any, garbage: list[tuple[int, int]]) -> Ref:
+        self.dropped += garbage
+        return Ref(None)
 
     def _describe(self, *, place: str = "", anew: bool = True) -> Ref:
+        if self.node in self._cluster.give_up:
+            return Ref(self._cluster.why)
         if self.node in self._cluster.refuse:
             return Ref(ray.exceptions.RayTaskError("describe", "", BackendUnavailableError("full", retryable=False)))
         name = place or self._place
@@ -158,6 +165,8 @@ class Cluster:
         disks: The places of each node that runs.
         starts_at: Where Ray starts the next unit, if not on the node that was asked for.
         refuse: Nodes on which no place can be opened.
+        give_up: Nodes on which the actors of units end for good, as when their constructor fails.
+        why: What Ray says then.
         created: The nodes for which units were created, and their places.
     """
 
@@ -165,6 +174,8 @@ class Cluster:
         self.disks: dict[str, list[str]] = {"node0": ["X"], "node1": ["Y"]}
         self.starts_at: str | None = None
         self.refuse: list[str] = []
+        self.give_up: list[str] = []
+        self.why: BaseException = ray.exceptions.ActorDiedError()
         self.created: list[tuple[str, str]] = []
         get = SimpleNamespace(
             exceptions=ray.exceptions,
@@ -377,6 +388,85 @@ def test_a_unit_whose_disk_was_full_for_longer_than_the_wait_waits_anew_when_its
     for _ in range(5):
         cluster.turn()
     assert (cluster.serves(), cluster.lost()) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    "why", [ray.exceptions.ActorDiedError(), ray.exceptions.RuntimeEnvSetupError("full")], ids=type
+)
+def test_a_unit_that_ray_gives_up_is_created_again_where_its_rows_are(
+    make_cluster: Callable[..., Cluster], why: BaseException
+) -> None:
+    cluster = make_cluster()
+    cluster.why = why
+    put(cluster.host, "p", ids("before"))
+    cluster.disks["node2"] = []
+    cluster.give_up.append("node1")
+    cluster.ends()
+    for turn in range(1, 4):
+        cluster.until(lambda turn=turn: len(cluster.created) == turn, "it is not created again")
+        for _ in range(20):
+            cluster.turn()
+        assert len(cluster.created) == turn, "there is no pause"
+        cluster.keeper._searches["unit-1"].ask_at = 0.0  # the pause is over
+    assert (cluster.serves(), cluster.lost()) == (None, 0)
+    cluster.give_up.clear()
+    cluster.keeper._searches["unit-1"].ask_at = 0.0
+    cluster.until(cluster.serves, "it does not serve")
+    assert cluster.serves() == "Y"
+    assert set(cluster.created) == {("node1", "Y")}
+    assert cluster.lost() == 0
+    assert not cluster.keeper._searches
+
+
+def test_a_unit_that_ray_gives_up_begins_where_it_can_when_its_wait_is_over(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    """At once, where there is no wait; on another node, where it failed; and with a pause before each try."""
+    cluster = make_cluster(wait_s=0.0)
+    put(cluster.host, "p", ids("before"))
+    cluster.disks["node2"] = []
+    cluster.give_up += ["node1"]
+    cluster.ends()
+    for _ in range(20):
+        cluster.turn()
+    assert [node for node, _ in cluster.created] == ["node1"]
+    assert cluster.lost() == 0
+    cluster.keeper._searches["unit-1"].ask_at = 0.0  # the pause is over
+    cluster.until(cluster.serves, "it does not begin")
+    assert [node for node, _ in cluster.created] == ["node1", "node2"]
+    assert cluster.serves() == "new on node2"
+    assert cluster.lost() == 2
+
+
+def test_a_unit_without_rows_that_ray_gives_up_is_removed(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster()
+    (name,) = cluster.book.add_units(1)
+    assert cluster.book.new_unit() == (name, f"a-{name}")
+    cluster.give_up.append("node2")
+    cluster.keeper._handles[f"a-{name}"] = Actor(cluster, "node2", "Z")
+    cluster.until(lambda: cluster.book.records()[1], "nobody is told")
+    assert len(cluster.book.records()[0]) == 2
+    assert f"a-{name}" not in cluster.keeper._handles
+
+
+def test_what_was_cleared_or_overwritten_while_a_unit_was_away_is_deleted_when_it_is_back(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    cluster = make_cluster()
+    host, client = cluster.host, Client(cluster.host)
+    put(host, "p", ids("before"))
+    first = put(host, "q", ids("before"))
+    cluster.ends()
+    put(host, "q", ids("before"))
+    assert client.clear("p", ids("before")[:2]) == 2
+    assert len(host.garbage()) == 3, "one row that was cleared, two that were overwritten"
+    cluster.restarts("node1")
+    unit = cluster.keeper._handles["a-unit-1"]
+    cluster.until(lambda: cluster.serves() and not cluster.keeper._to_retain, "it does not come back")
+    assert len(unit.dropped) == 3
+    assert sorted(position for write_id, position in unit.dropped if write_id == first) == [0, 1]
+    assert host.garbage() == []
+    assert [each.num_rows for each in cluster.book.records()[0]] == [5, 1]
 
 
 class FakeContext:

@@ -1023,11 +1023,14 @@ sys.exit(run(parser.parse_args(sys.argv[1:])))
 """
 
 
-@pytest.mark.parametrize("group_size", [None, 2])
-def test_a_follower_that_is_killed_at_any_moment_has_every_row_once(python, tmp_path, group_size):
+@pytest.mark.parametrize(
+    ("group_size", "kills"),
+    [(None, 1), (2, 2), *(pytest.param(each, 12, marks=pytest.mark.long) for each in (None, 2))],
+)
+def test_a_follower_that_is_killed_at_any_moment_has_every_row_once(python, tmp_path, group_size, kills):
     config = tmp_path / "config.yaml"
     config.write_text("{backend: shm_store, options: {capacity_bytes: 50MB}}")
-    out, total, kills = tmp_path / "out", 300, 4
+    out, total = tmp_path / "out", 60 * (kills + 1)
     arguments = [
         config,
         "p",

@@ -103,7 +103,7 @@ class Settings:
     @classmethod
     def brief(cls) -> Settings:
         """For a backend's own tests: 10 s with few calls and a fixed seed. 30 s and a new seed under the profile long;
-        4 s with as many faults under the profile brief.
+        4 s, in which faults follow each other faster, under the profile brief.
 
         ``DATAPLANE_CONFORMANCE_SEED`` sets the seed.
         """

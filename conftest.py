@@ -24,8 +24,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -149,17 +149,29 @@ class Python:
 
 
 @pytest.fixture(scope="session")
+def warm_python() -> Callable[..., AbstractContextManager[Python]]:
+    """``with warm_python(name, executable, env) as python``: a `Python` of another environment."""
+    return _warm
+
+
+@pytest.fixture(scope="session")
 def python() -> Iterator[Python]:
     """Runs Python programs, see `Python`."""
-    place = os.path.join(tempfile.gettempdir(), "python")
+    with _warm("python", sys.executable, os.environ) as python:
+        yield python
+
+
+@contextmanager
+def _warm(name: str, executable: str, env: Mapping[str, str]) -> Iterator[Python]:
+    place = os.path.join(tempfile.gettempdir(), name)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
         asked.bind(place)
         asked.listen(100)
         until, end = os.pipe()
         words = [str(Path(__file__).parent / "tests" / "warm_python.py"), str(asked.fileno()), str(until)]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}  # it may have no threads: a fork would lack them
+        env = {**env, "OMP_NUM_THREADS": "1"}  # it may have no threads: a fork would lack them
         forks = subprocess.Popen(
-            [sys.executable, *words], env=env, pass_fds=[asked.fileno(), until], start_new_session=True
+            [executable, *words], env=env, pass_fds=[asked.fileno(), until], start_new_session=True
         )
     os.close(until)
     _forks.add(forks.pid)

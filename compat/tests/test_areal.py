@@ -1,8 +1,9 @@
 """The backend for AReaL's tensors. `tests/areal` pins what it uses of AReaL; AReaL need not be installed here."""
 
 import asyncio
+import json
 import math
-import multiprocessing
+import subprocess
 import threading
 from types import SimpleNamespace
 
@@ -149,24 +150,24 @@ def test_threads_store_and_fetch_at_the_same_time(store):
     assert held(store)[0] == 60
 
 
-def produce(config, ids, stay):
-    store = RTensorStore(config, bootstrap=False)
-    ids.put([store.store(torch.full((3,), value, dtype=torch.bfloat16)) for value in (1.0, 2.0)])
-    stay.wait()
+PRODUCES = """
+import json, sys, time, torch
+from dataplane_compat.areal import RTensorStore
+
+store = RTensorStore(json.loads(sys.argv[1]), bootstrap=False)
+print(json.dumps([store.store(torch.full((3,), value, dtype=torch.bfloat16)) for value in (1.0, 2.0)]), flush=True)
+time.sleep(600)
+"""
 
 
-def test_tensors_outlive_the_worker_that_stored_them(store, config):
+def test_tensors_outlive_the_worker_that_stored_them(store, config, python):
     if config["backend"] == "noop":
         with pytest.raises(BackendUnavailableError, match="lives in one process"):
             RTensorStore(config, bootstrap=False)
         return
-    context = multiprocessing.get_context("spawn")
-    ids, stay = context.Queue(), context.Event()
-    worker = context.Process(target=produce, args=(config, ids, stay))
-    worker.start()
-    shards = list(map(shard, ids.get(timeout=120)))
-    worker.kill()
-    worker.join()
+    with python.start("-c", PRODUCES, json.dumps(config), stdout=subprocess.PIPE, text=True) as worker:
+        shards = list(map(shard, json.loads(worker.stdout.readline())))
+        worker.kill()
     assert [each.tolist() for each in store.fetch(shards)] == [[1.0] * 3, [2.0] * 3]
     asyncio.run(store.delete("", [each.shard_id for each in shards]))
     assert held(store)[0] == 0

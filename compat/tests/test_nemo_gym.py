@@ -472,19 +472,15 @@ asyncio.run(main(*json.loads(sys.argv[1])))
 """
 
 
-def start_writer(*arguments):
+def start_writer(python, *arguments):
     paths = [STAND_IN, os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.Popen(
-        [sys.executable, "-c", WRITER, json.dumps(arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return python.start("-c", WRITER, json.dumps(arguments), env=env, stdout=subprocess.PIPE, text=True)
 
 
 @on_shared
-def test_a_writer_is_killed_after_its_puts(store, config):
-    with start_writer(config, store._partition, "r", 3, 2) as writer:
+def test_a_writer_is_killed_after_its_puts(store, config, python):
+    with start_writer(python, config, store._partition, "r", 3, 2) as writer:
         assert [writer.stdout.readline(), writer.stdout.readline()] == ["begun\n", "done\n"]
         writer.kill()
     snapshot = asyncio.run(store.freeze("r"))
@@ -493,7 +489,7 @@ def test_a_writer_is_killed_after_its_puts(store, config):
 
 
 @on_shared
-def test_a_writer_is_killed_in_its_puts(store, config):
+def test_a_writer_is_killed_in_its_puts(store, config, python):
     count, tokens = 60, 20_000
 
     async def run(writer, rollout_id):
@@ -505,14 +501,13 @@ def test_a_writer_is_killed_in_its_puts(store, config):
                 return await store.freeze(rollout_id)
             assert time.monotonic() < deadline
 
-    for rollout_id in ("first", "second"):
-        with start_writer(config, store._partition, rollout_id, count, tokens) as writer:
-            assert writer.stdout.readline() == "begun\n"
-            snapshot = asyncio.run(run(writer, rollout_id))
-        assert asyncio.run(store.freeze(rollout_id)) == snapshot
-        for each in snapshot.entries:
-            assert each == entry(each.model_call_id, rollout_id=rollout_id, ids=[int(each.model_call_id)] * tokens)
-        assert snapshot.incomplete == (len(snapshot.entries) < count)
+    with start_writer(python, config, store._partition, "r", count, tokens) as writer:
+        assert writer.stdout.readline() == "begun\n"
+        snapshot = asyncio.run(run(writer, "r"))
+    assert asyncio.run(store.freeze("r")) == snapshot
+    for each in snapshot.entries:
+        assert each == entry(each.model_call_id, rollout_id="r", ids=[int(each.model_call_id)] * tokens)
+    assert snapshot.incomplete == (len(snapshot.entries) < count)
 
 
 @on_shared

@@ -7,6 +7,7 @@ import inspect
 import os
 import pickle
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -281,7 +282,7 @@ def test_a_section_without_a_config_says_what_is_missing(nemo_rl):
 
 
 DRIVER = """
-import pickle, subprocess, sys
+import pathlib, pickle, sys
 import torch
 from tensordict import TensorDict
 from nemo_rl.trainer import MasterConfig, build_data_plane_client
@@ -290,8 +291,9 @@ config = MasterConfig(data_plane={"enabled": True, "impl": "dataplane", "datapla
     "options": {"namespace": sys.argv[1]}}})
 client = build_data_plane_client(config.data_plane, bootstrap=True)
 client.put_samples(["a", "b"], "rollout_data", TensorDict({"x": torch.arange(2)}, batch_size=[2]))
-given = pickle.dumps((config.data_plane, client))
-subprocess.run([sys.executable, "worker.py"], input=given, check=True)
+pathlib.Path("given").write_bytes(pickle.dumps((config.data_plane, client)))
+print("given", flush=True)
+assert sys.stdin.readline() == "done\\n"
 assert client.get_samples(["b"], "rollout_data", ["y"])["y"].tolist() == [7]
 client.close()
 """
@@ -299,7 +301,8 @@ WORKER = """
 import pickle, sys
 import dataplane_compat.nemo_rl
 assert "nemo_rl" not in sys.modules
-section, sent = pickle.load(sys.stdin.buffer)
+with open("given", "rb") as file:
+    section, sent = pickle.load(file)
 from nemo_rl.data_plane import build_data_plane_client
 
 client = build_data_plane_client(section, bootstrap=False)
@@ -308,7 +311,6 @@ assert read["x"].tolist() == [1, 0]
 sent.put_samples(["b"], "rollout_data", {"y": [7]})
 client.close()
 sent.close()
-print("the worker is done")
 """
 
 
@@ -316,6 +318,10 @@ def test_a_script_runs_activated_and_its_workers_are_reached_by_config_and_clien
     (tmp_path / "driver.py").write_text(DRIVER)
     (tmp_path / "worker.py").write_text(WORKER)
     paths = os.pathsep.join([str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])])
+    place = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": paths}}
     command = ["-m", "dataplane_compat.nemo_rl", "driver.py", f"nemo-{os.getpid()}"]
-    done = python.run(*command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths})
-    assert done.stdout == "the worker is done\n"
+    with python.start(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **place) as driver:
+        assert driver.stdout.readline() == "given\n"
+        assert python.run("worker.py", **place).stdout == ""
+        assert driver.communicate("done\n", timeout=120) == ("", None)
+    assert driver.returncode == 0

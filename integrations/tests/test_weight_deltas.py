@@ -656,13 +656,14 @@ with connect({"backend": "shm_store", "options": {"capacity_bytes": 40_000_000}}
 """
 
 
-def test_writers_and_readers_that_are_killed_in_the_middle(python):
+@pytest.mark.parametrize("rounds", [(1, 7), pytest.param((1, 7, 3, 12) * 3, marks=pytest.mark.long)], ids=len)
+def test_writers_and_readers_that_are_killed_in_the_middle(python, rounds):
     """Each time others go on from what is in the store, and every version that is read is one that was published."""
     first = 0
     with connect(SHM) as client:
         open_weights(client)
         watcher = WeightReader(client, "watcher")
-        for lines in (1, 7, 3, 12):
+        for lines in rounds:
             with (
                 python.start("-c", _PUBLISHES, str(first), stdout=subprocess.PIPE, text=True) as writer,
                 python.start("-c", _READS, stdout=subprocess.PIPE, text=True) as reader,

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _shared_run(
-    factory: pytest.TempPathFactory, worker_id: str, ray_server: str, *arguments: str, path: str
+    factory: pytest.TempPathFactory, worker_id: str, ray_server: str, python: Any, *arguments: str, path: str
 ) -> Finished:
     """A run that nothing disturbed. Processes that run tests side by side share it."""
     base = factory.getbasetemp()
@@ -40,19 +41,19 @@ def _shared_run(
             shutil.rmtree(folder, ignore_errors=True)  # of a run that failed in another process
             folder.mkdir()
             config = write_config(folder, ray={"address": ray_server})
-            code, out, err = finish(start(config, folder / "out", *arguments, path=path))
+            code, out, err = finish(start(config, folder / "out", *arguments, path=path, python=python))
             assert (code, err) == (0, "")
             printed.write_text(out)
     return Finished(folder / "out", printed.read_text())
 
 
 @pytest.fixture(scope="session")
-def in_memory(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ray_server: str) -> Finished:
+def in_memory(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ray_server: str, python: Any) -> Finished:
     """A run without a data plane: what others are compared with."""
-    return _shared_run(tmp_path_factory, worker_id, ray_server, path="in-memory")
+    return _shared_run(tmp_path_factory, worker_id, ray_server, python, path="in-memory")
 
 
 @pytest.fixture(scope="session")
-def recorded(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ray_server: str) -> Finished:
+def recorded(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ray_server: str, python: Any) -> Finished:
     """A run over shm_store, with a recording."""
-    return _shared_run(tmp_path_factory, worker_id, ray_server, "--record", path="shm_store")
+    return _shared_run(tmp_path_factory, worker_id, ray_server, python, "--record", path="shm_store")

@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,13 +56,6 @@ class CleanEnvironment:
             **kwargs,
         )
 
-    def start(self, *words):
-        """Starts a program of the environment; its output can be read."""
-        words = [str(self.bin / words[0]), *map(str, words[1:])]
-        return subprocess.Popen(
-            words, cwd=self.folder, env=self.env, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
-        )
-
 
 @pytest.fixture(scope="session")
 def new_environment():
@@ -74,3 +69,11 @@ def clean(tmp_path_factory):
     environment = CleanEnvironment(tmp_path_factory.mktemp("clean"))
     environment.install(ROOT / "core", ROOT / "testkit")
     return environment
+
+
+@pytest.fixture(scope="session")
+def forked(clean, warm_python):
+    """Runs Python programs of the clean environment, outside the checkout, as `python` does those of this one."""
+    with warm_python("clean-python", str(clean.python), clean.env) as python:
+        where = {"cwd": clean.folder, "env": clean.env, "stdin": subprocess.DEVNULL}
+        yield SimpleNamespace(run=partial(python.run, **where), start=partial(python.start, **where))

@@ -1,4 +1,4 @@
-"""A thousand cycles of put, claim, ack and clear leave memory, keys, descriptors and threads as they were.
+"""Hundreds of cycles of put, claim, ack and clear leave memory, keys, descriptors and threads as they were.
 
 `benchmarks/soak.py` does the same for longer, with several processes and kills.
 """
@@ -18,8 +18,8 @@ import torch
 from dataplane_core import DataPlaneClient, connect
 from dataplane_testkit import backend_of
 
-CYCLES = 1000
-#: What memory may grow. Cycles that left their payload behind would add 16 MB, those that left a kilobyte 1 MB.
+CYCLES = 400
+#: What memory may grow. Cycles that left their payload behind would add 6.4 MB.
 ALLOWED_BYTES = 4_000_000
 IDS = [f"s{number}" for number in range(8)]
 
@@ -84,7 +84,7 @@ def check_flat(name: str, options: dict[str, Any], cycles: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["noop", "shm_store", "redis_store"])
-def test_a_thousand_cycles_leave_nothing_behind(name: str) -> None:
+def test_cycles_leave_nothing_behind(name: str) -> None:
     options: dict[str, Any] = {"server": "private"} if name == "redis_store" else {}
     if name != "noop":
         options["namespace"] = f"cycles-{uuid.uuid4().hex[:12]}"
@@ -93,7 +93,7 @@ def test_a_thousand_cycles_leave_nothing_behind(name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["tq_simple", "tq_mooncake"])
-def test_a_thousand_cycles_on_transfer_queue_leave_nothing_behind(
+def test_cycles_on_transfer_queue_leave_nothing_behind(
     name: str, ray_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"instance": f"cycles-{name[3:]}", "ray_address": ray_address}

@@ -1023,11 +1023,12 @@ sys.exit(run(parser.parse_args(sys.argv[1:])))
 """
 
 
+@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.long)])
 @pytest.mark.parametrize("group_size", [None, 2])
-def test_a_follower_that_is_killed_at_any_moment_has_every_row_once(python, tmp_path, group_size):
+def test_a_follower_that_is_killed_at_any_moment_has_every_row_once(python, tmp_path, group_size, kills):
     config = tmp_path / "config.yaml"
     config.write_text("{backend: shm_store, options: {capacity_bytes: 50MB}}")
-    out, total, kills = tmp_path / "out", 300, 4
+    out, total = tmp_path / "out", 60 * (kills + 1)
     arguments = [
         config,
         "p",
@@ -1059,9 +1060,8 @@ def test_a_follower_that_is_killed_at_any_moment_has_every_row_once(python, tmp_
             with python.start("-c", FOLLOWER, *arguments) as follower:
                 put(kill * 60, kill * 60 + 60)
                 # the next shards come at their own time, so the kill falls between any two steps
-                eventually(
-                    lambda before=before, kill=kill: num_shards() > before + kill, within_s=STARTS_S, what="shards"
-                )
+                wanted = before + kill % 4
+                eventually(lambda wanted=wanted: num_shards() > wanted, within_s=STARTS_S, what="shards")
                 follower.send_signal(signal.SIGKILL)
         put(kills * 60, total)
         python.run("-c", FOLLOWER, *arguments)

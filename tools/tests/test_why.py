@@ -92,9 +92,9 @@ OPTIONS = {"shm_store": "{capacity_bytes: 50MB}", "redis_store": "{}"}
 
 @pytest.fixture
 def run(tmp_path, python, request):
-    backend, options = getattr(request, "param", ("shm_store", OPTIONS["shm_store"]))
+    backend, options, patience_s = getattr(request, "param", ("shm_store", OPTIONS["shm_store"], 2.0))
     path = tmp_path / "config.yaml"
-    path.write_text(f"{{backend: {backend}, announce_s: 0.2, warn_after_s: 2.0, options: {options}}}")
+    path.write_text(f"{{backend: {backend}, announce_s: 0.2, warn_after_s: {patience_s}, options: {options}}}")
     with connect(load_config(str(path)).model_copy(update={"role": "driver"})) as client:
         found = Run(python, str(path), client)
         yield found
@@ -105,8 +105,10 @@ def run(tmp_path, python, request):
             process.stdout.close()
 
 
-both = pytest.mark.parametrize("run", OPTIONS.items(), ids=OPTIONS, indirect=True)
-little = pytest.mark.parametrize("run", [("shm_store", "{capacity_bytes: 100kB}")], indirect=True)
+both = pytest.mark.parametrize("run", [(*each, 2.0) for each in OPTIONS.items()], ids=OPTIONS, indirect=True)
+little = pytest.mark.parametrize("run", [("shm_store", "{capacity_bytes: 100kB}", 2.0)], indirect=True)
+#: For what is a fault only after five times the patience.
+impatient = pytest.mark.parametrize("run", [("shm_store", OPTIONS["shm_store"], 0.3)], indirect=True, ids=["shm_store"])
 
 
 @both
@@ -135,6 +137,7 @@ def test_a_producer_that_is_stopped(run):
     run.names("stopped", f"process {producer.pid} on ", "(rollout) is stopped")
 
 
+@impatient
 def test_a_filter_that_nothing_passes(run):
     run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
     run.start("trainer", TRAINER.replace("4, ", "4, tag_filter={'weight_version': ('>=', 7)}, "))
@@ -142,6 +145,7 @@ def test_a_filter_that_nothing_passes(run):
     run.names("filter", "7 samples do not pass its filter (weight_version >= 7).", "'s6', has weight_version 6.")
 
 
+@impatient
 def test_a_group_that_is_short_of_a_sample(run):
     run.client.register_partition("step", ["x", "reward"], None, ["trainer"], 4)
     run.start("trainer", TRAINER)
@@ -150,6 +154,7 @@ def test_a_group_that_is_short_of_a_sample(run):
     run.names("group", "'q17' has 3 of 4. 'q17_g3' was never put.", f"process {producer.pid} on ")
 
 
+@impatient
 def test_a_group_whose_maker_says_so(run):
     run.client.register_partition("step", ["x", "reward"], None, ["trainer"], 4)
     run.start("trainer", TRAINER)
@@ -186,6 +191,7 @@ def test_a_store_that_is_full_of_what_a_task_has_not_consumed(run):
     )
 
 
+@impatient
 def test_samples_that_are_cleared_as_too_old(run):
     run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
     trainer = run.start("trainer", TRAINER)
@@ -210,6 +216,7 @@ def test_all_that_is_ready_is_leased_to_a_process_that_is_stopped(run):
     run.names("leased", "4 samples are leased, 's0' to ", f"process {holder.pid} on ", "(trainer-0) is stopped")
 
 
+@impatient
 def test_a_task_whose_name_is_misspelt(run):
     run.client.register_partition("step", ["x", "reward"], None, ["trainer", "trainr"])
     claimer = run.start("trainer", TRAINER)
@@ -241,6 +248,7 @@ def test_a_collector_that_ended_before_all_had_come(run):
     run.names("short", "10 of 12 samples came, and no more will.", f"process {producer.pid} on ", "closed its client")
 
 
+@impatient
 def test_a_producer_that_hangs(run):
     run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
     run.start("trainer", TRAINER)
@@ -248,6 +256,7 @@ def test_a_producer_that_hangs(run):
     run.names("silent", f"process {producer.pid} on ", "It is alive, but last put samples ")
 
 
+@impatient
 def test_a_producer_that_hangs_in_a_phase(run):
     run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
     run.start("trainer", TRAINER)

@@ -18,7 +18,7 @@ from dataplane_core.errors import ConfigError, DataPlaneError, MissingDataError
 from dataplane_core.spec import Capability, Scope
 from dataplane_testkit._author import AuthorsClass, Disturbance
 from dataplane_testkit._hooks import backend_of
-from dataplane_testkit._profiles import is_long, new_seed
+from dataplane_testkit._profiles import by_profile, is_long, new_seed
 from dataplane_testkit._store import Deployment
 from dataplane_testkit._timing import Background
 from dataplane_testkit._workers import Worker
@@ -102,13 +102,16 @@ class Settings:
 
     @classmethod
     def brief(cls) -> Settings:
-        """For a backend's own tests: 10 s with few calls and a fixed seed; 30 s and a new seed under the profile long.
+        """For a backend's own tests: 10 s with few calls and a fixed seed. 30 s and a new seed under the profile long;
+        4 s, in which faults follow each other faster, under the profile brief.
 
         ``DATAPLANE_CONFORMANCE_SEED`` sets the seed.
         """
         if is_long():
             return cls(seed=new_seed(), schedule_s=30.0)
-        return cls(seed=int(os.environ.get("DATAPLANE_CONFORMANCE_SEED") or 1), schedule_s=10.0, pause_s=0.15)
+        schedule_s = by_profile(4.0, 10.0, 30.0)
+        seed = int(os.environ.get("DATAPLANE_CONFORMANCE_SEED") or 1)
+        return cls(seed=seed, schedule_s=schedule_s, pause_s=0.15, every_s=schedule_s / 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,32 @@ def test_sync_without_a_folder_is_refused():
         connect({"backend": "shm_store", "options": {"sync": "commit"}})
 
 
+@pytest.mark.parametrize("folder", ["", "."])
+def test_a_folder_without_a_name_is_refused(folder):
+    with pytest.raises(ConfigError, match="'durable' names no folder"):
+        connect({"backend": "shm_store", "options": {"durable": folder}})
+
+
+def test_a_client_gets_the_store_of_the_folder_that_it_names_or_none(config, tmp_path):
+    options = config["options"]
+    with connect(config) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        Path(tmp_path, "link").symlink_to(options["durable"])
+        for same in (str(tmp_path / "link"), None):
+            with connect({**config, "options": {**options, "durable": same}}, bootstrap=False) as other:
+                assert other.list_partitions() == ["p"]
+        for bootstrap in (False, "auto"):
+            with pytest.raises(ConfigError, match="Give each store a `namespace` of its own"):
+                connect({**config, "options": {**options, "durable": str(tmp_path / "another")}}, bootstrap=bootstrap)
+        with pytest.raises(AlreadyRunningError, match=f"that store, namespace '{options['namespace']}',"):
+            connect({**config, "options": {**options, "namespace": "another"}})
+    with (
+        connect({**config, "options": {**options, "durable": None}}) as client,
+        pytest.raises(ConfigError, match="in memory"),
+    ):
+        connect(config, bootstrap=False)
+
+
 def test_a_client_syncs_and_digests_what_it_wrote_before_it_commits(config, monkeypatch, tmp_path):
     """The ledger's process relies on that. A copy of the folder, which other memory has, is served if digests agree."""
     done = []

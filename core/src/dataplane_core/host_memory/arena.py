@@ -116,6 +116,12 @@ class Arena:
         """How much memory of the system the arena uses: the pages that any process has touched."""
         return os.fstat(self.fd).st_blocks * 512
 
+    @property
+    def free_bytes(self) -> int:
+        """How much room is left in the file system of the arena."""
+        status = os.fstatvfs(self.fd)
+        return status.f_bavail * status.f_frsize
+
     def touch(self, start: int, stop: int) -> None:
         """Makes the bytes from ``start`` to ``stop`` part of this process's memory, so that later uses do not fault.
 

@@ -30,11 +30,19 @@ _MEMORY_NOTE: Final = "memory"
 
 
 class Owner(msgspec.Struct):
-    """Who has a folder open: a process of a host, since when on the clock of that host, in seconds since 1970."""
+    """Who has a folder open.
+
+    Attributes:
+        host: The name of its host.
+        pid: Its process id there.
+        since: Since when, on the clock of that host, in seconds since 1970.
+        name: What the store is called. Empty: not known.
+    """
 
     host: str
     pid: int
     since: float
+    name: str = ""
 
 
 def is_open(folder: Path) -> bool:
@@ -59,13 +67,14 @@ def owner_of(folder: Path) -> Owner | None:
     return None
 
 
-def lock_folder(folder: Path, holds: str, patience_s: float) -> int:
+def lock_folder(folder: Path, holds: str, patience_s: float, name: str = "") -> int:
     """Makes a folder, and locks it for this process. The kernel unlocks it when the process ends.
 
     Args:
         folder: The folder.
         holds: The name that is in each folder of this kind that is not empty.
         patience_s: Seconds that an owner which was killed may take to end.
+        name: What the store is called, for others that want the folder.
 
     Returns:
         A file descriptor. The folder is locked until it is closed.
@@ -76,18 +85,18 @@ def lock_folder(folder: Path, holds: str, patience_s: float) -> int:
         OSError: It cannot be used.
     """
     _make_folder(folder)
+    names = set(os.listdir(folder)) - {_LOCK}
+    if names and holds not in names:
+        raise BackendUnavailableError(
+            f"the folder {folder} holds {sorted(names)[0]!r}, and no store.",
+            retryable=False,
+            hint="Name an empty folder, or one in which a store was.",
+        )
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         _wait_for_lock(lock, folder, patience_s)
-        names = set(os.listdir(folder)) - {_LOCK}
-        if names and holds not in names:
-            raise BackendUnavailableError(
-                f"the folder {folder} holds {sorted(names)[0]!r}, and no store.",
-                retryable=False,
-                hint="Name an empty folder, or one in which a store was.",
-            )
         os.truncate(lock, 0)
-        os.pwrite(lock, msgspec.json.encode(Owner(os.uname().nodename, os.getpid(), time.time())), 0)
+        os.pwrite(lock, msgspec.json.encode(Owner(os.uname().nodename, os.getpid(), time.time(), name)), 0)
     except BaseException:
         os.close(lock)
         raise
@@ -96,6 +105,8 @@ def lock_folder(folder: Path, holds: str, patience_s: float) -> int:
 
 def _make_folder(folder: Path, mode: int = 0o700) -> None:
     if not folder.is_dir():
+        if os.path.lexists(folder):
+            raise NotADirectoryError(f"{folder} is no folder")
         _make_folder(folder.parent, 0o777)  # as others make them
         folder.mkdir(mode=mode, exist_ok=True)
         with contextlib.suppress(PermissionError):  # a folder may be one that can be written, and not listed
@@ -122,10 +133,11 @@ def _wait_for_lock(lock: int, folder: Path, patience_s: float) -> None:
             if time.monotonic() >= give_up:
                 owner = owner_of(folder)
                 who = "another process" if owner is None else f"process {owner.pid} of host {owner.host}"
+                which = f"that store, {owner.name}," if owner is not None and owner.name else "that store"
                 raise AlreadyRunningError(
                     f"the folder {folder} is in use by {who}.",
                     retryable=True,
-                    hint="Attach to that store with bootstrap=False, or name another folder.",
+                    hint=f"Attach to {which} with bootstrap=False, or name another folder.",
                 ) from None
         time.sleep(_POLL_S)
 
@@ -155,6 +167,7 @@ def open_extents(
     before = _Memory(_VERSION) if memory is None else msgspec.msgpack.decode(memory, type=_Memory)
     if most_bytes is None:
         most_bytes = before.size_bytes // ADDRESSES
+    _refuse_forgotten(folder / _ARENA, memory is None)
     arena = _open_arena(folder / _ARENA, most_bytes * ADDRESSES, before)
     now = _memory_of(arena)
     extents = KeptExtents(
@@ -190,6 +203,26 @@ class KeptExtentHost(ExtentHost):
     def settle(self) -> None:
         """As `Host.settle`."""
         self._commit()
+
+
+def _refuse_forgotten(path: Path, nothing_is_noted: bool) -> None:
+    """Refuses an arena with rows of which nothing is noted. One that was just made when its process ended has none."""
+    if nothing_is_noted and path.exists() and _holds_bytes(path):
+        raise CorruptDataError(
+            f"the folder {path.parent} holds rows, and nothing that says which: its journal was removed.",
+            hint="Restore a whole copy of the folder, or remove it: its rows are lost then.",
+        )
+
+
+def _holds_bytes(path: Path) -> bool:
+    """Whether there is anything but zeros in a file, which may be long and empty."""
+    with path.open("rb") as file, contextlib.suppress(OSError):  # only holes follow
+        at = 0
+        while piece := os.pread(file.fileno(), 1 << 20, at := os.lseek(file.fileno(), at, os.SEEK_DATA)):
+            if piece.strip(b"\0"):
+                return True
+            at += len(piece)
+    return False
 
 
 def _open_arena(path: Path, size_bytes: int, before: _Memory) -> Arena:

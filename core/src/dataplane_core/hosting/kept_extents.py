@@ -44,6 +44,8 @@ _FEW_BYTES: Final = 64 << 10
 _STEP: Final = 4 << 20
 #: Room that no extent needs is freed when it is more than this share of what extents may take.
 _SPARE_SHARE: Final = 0.25
+#: Memory that is made ready ahead takes at most this share of what is free in the file system.
+_AHEAD_SHARE: Final = 0.25
 _DIGEST_BYTES: Final = 16
 _PREFIX: Final = "extent "
 
@@ -301,6 +303,10 @@ class KeptExtents(ExtentService):
             self._hashing = None
 
     # --- memory -------------------------------------------------------------------------------------------------------
+
+    def _may_touch_ahead(self) -> int:
+        """What is ready takes room of the file system, which rows and the journal need."""
+        return min(self._touch_ahead_bytes, int(self._arena.free_bytes * _AHEAD_SHARE))
 
     def _allocate(self, size_bytes: int) -> Extent | None:
         self._free_left()

@@ -7,6 +7,7 @@ bytes, a digest, a msgpack map. A frame holds one of
                 when the file was shortened
     record      a record of the journal (`dataplane_core.journal.records`)
     note        a value under a name, which replaces an earlier one
+    end         the process ended, and all that it wrote is before this
 
 with its time, and with the id of the call that it is of. Times are on a clock of the journal's own. It stands still
 while no process has the journal open, so what is left of a lease is left of it after a restart.
@@ -45,7 +46,8 @@ _NAME: Final = "journal"
 _EXIT_STATUS: Final = 70
 #: Notes without records are written anew when they take more than this, and twice what was left of them then.
 _NOTES_BYTES: Final = 1 << 20
-_OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or bootstrap the instance again."
+_DAMAGED_HINT: Final = "Restore a whole copy of it, or move it away to begin without what it holds."
+_OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or begin in another folder."
 
 
 class Entry(NamedTuple):
@@ -143,11 +145,11 @@ class JournalFile:
                 self.notes.update(self.head["notes"])
             elif "note" in frame:
                 self._take_note(frame["note"], frame["value"])
-            else:
+            elif "record" in frame:
                 self.next_seq, self._last = frame["seq"] + 1, frame["record"]
                 self._last_entry = _entry(frame)
         if not end:
-            raise CorruptDataError(f"the journal in {self._root} is empty.", hint="Bootstrap the instance again.")
+            raise CorruptDataError(f"the journal in {self._root} is empty.", hint=_DAMAGED_HINT)
         self._clock_ahead_s = last_at - time.monotonic()
         fd = self._begin(self._folder / f"{_NAME}.new", data[:end])
         try:
@@ -308,6 +310,11 @@ class JournalFile:
             _log.critical("this process may answer nobody any more, and ends: %s", error)
             os._exit(_EXIT_STATUS)
 
+    def finish(self) -> None:
+        """Says that nothing follows: from now on, a damaged record is no record that was not written whole."""
+        with self._lock, suppress(BackendUnavailableError):  # the disk is full
+            self._write({"end": True}, Entry(self.now(), None))
+
     def close(self) -> None:
         """Closes the file. The journal stays."""
         with self._lock:
@@ -377,7 +384,7 @@ class JournalFile:
                 if end < len(data) and any(data[start:]):
                     raise CorruptDataError(
                         f"the journal in {self._root} is damaged at byte {start} of {len(data)}.",
-                        hint="Bootstrap the instance again.",
+                        hint=_DAMAGED_HINT,
                     )
                 _log.warning("the last frame of the journal in %s is not whole, and is left out", self._root)
                 return

@@ -172,6 +172,10 @@ class RecordedLedger:
         """As `note`, as the work of the call that `once` was given, with what came of it."""
         self._file.note(name, value, self._journal.calling, _packed(outcome))
 
+    def finish(self) -> None:
+        """Says that nothing more is done, so that damage is told from what a process that was killed left."""
+        self._file.finish()
+
     def close(self) -> None:
         """Closes the journal, which stays in its folder."""
         with self._journal.held(_soon(), "close"):  # given back, should an interrupt have kept this thread from it

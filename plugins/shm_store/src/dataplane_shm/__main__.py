@@ -61,6 +61,7 @@ def _serve_folder(options: Options) -> None:
             options.on_full,
             sync=options.sync == "commit",
             touch_ahead_bytes=options.touch_ahead_bytes,
+            namespace=Path(options.folder).name,
         )
     except DataPlaneError as error:
         (Path(options.folder) / FAILURE).write_bytes(packed_failure(error))

@@ -27,7 +27,7 @@ from dataplane_core.backends import (
     read_stored,
     stored_columns,
 )
-from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError, ConfigError, OperationTimeoutError
 from dataplane_core.host_memory import Arena, Uses, check_capacity, copy_arrays, extent_bytes, memory_limit
 from dataplane_core.hosting import Pin, Place, Session, digest_of
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
@@ -129,6 +129,13 @@ class ShmBackend(LedgerBackend):
             self._folder.claim(deadline)
             self._launch(deadline)
         self._session, about, arena = open_store(self._folder, deadline)
+        if self.config.durable is not None and about.folder != os.path.realpath(self.config.durable):
+            where = "in memory" if about.folder is None else f"in {about.folder}"
+            raise ConfigError(
+                f"connect refused: the store of namespace '{self.config.namespace}' keeps its rows {where}, not in "
+                f"{self.config.durable}.",
+                hint="Give each store a `namespace` of its own.",
+            )
         shared = {"capacity_bytes": about.capacity_bytes, "on_full": about.on_full, "sync": about.sync}
         self.config = self.config.model_copy(update=shared)
         self._arena = arena

@@ -34,6 +34,7 @@ class DurableStore(Store):
         on_full: What clients do if it is reached.
         sync: Whether a put and all else that is answered survives the end of the machine.
         touch_ahead_bytes: How much memory is made ready before it is used.
+        namespace: That of the store, for others that want the folder.
 
     Raises:
         AlreadyRunningError: Another process has the folder open.
@@ -42,10 +43,17 @@ class DurableStore(Store):
     """
 
     def __init__(
-        self, folder: Path, capacity_bytes: int, on_full: str, *, sync: bool, touch_ahead_bytes: int = 0
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        on_full: str,
+        *,
+        sync: bool,
+        touch_ahead_bytes: int = 0,
+        namespace: str = "default",
     ) -> None:
         try:
-            self._lock = lock_folder(folder, _JOURNAL, _ENDING_S)
+            self._lock = lock_folder(folder, _JOURNAL, _ENDING_S, f"namespace '{namespace}'")
             recorded = self._recorded = RecordedLedger(folder / _JOURNAL, capacity_bytes, sync=sync, lazy_begins=True)
             recorded.end_holds()
             live = {write_id: positions for write_id, (_, positions) in recorded.payload().items()}
@@ -57,9 +65,12 @@ class DurableStore(Store):
                 sync=sync,
                 touch_ahead_bytes=touch_ahead_bytes,
             )
+        except BackendUnavailableError:
+            raise
         except OSError as error:
             raise BackendUnavailableError(f"the folder {folder} cannot be used: {error}.", retryable=False) from error
         self.sync = "commit" if sync else "none"
+        self.folder = os.path.realpath(folder)
         super().__init__(self._kept, recorded, capacity_bytes, on_full)
         first = int(recorded.notes.get(_SESSIONS_NOTE, b"1"))
         self._numbers = itertools.count(first)
@@ -81,6 +92,7 @@ class DurableStore(Store):
     def close(self) -> None:
         """Ends the store, whose folder can then be moved."""
         self._kept.finish()
+        self._recorded.finish()
         self._recorded.close()
         os.close(self._lock)
 

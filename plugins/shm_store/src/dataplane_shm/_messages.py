@@ -39,12 +39,14 @@ class About(msgspec.Struct, array_like=True):
         on_full: What a put does that does not fit.
         touched_bytes: How much of the arena is ready.
         sync: When what is put is on a disk.
+        folder: The folder in which the store outlives its processes. None: it ends with them.
     """
 
     capacity_bytes: int
     on_full: str
     touched_bytes: int
     sync: str
+    folder: str | None
 
 
 @dataclass(frozen=True, slots=True)

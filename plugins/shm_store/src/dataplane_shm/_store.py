@@ -46,6 +46,7 @@ class Store(LedgerHost):
 
     messages = MESSAGES
     sync = "none"
+    folder: str | None = None
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Store(LedgerHost):
 
     def about(self) -> About:
         """As `Host.about`."""
-        return About(*self._limits, self._extents.touch_until, self.sync)
+        return About(*self._limits, self._extents.touch_until, self.sync, self.folder)
 
     def end_session(self, client: Client) -> None:
         """Also ends the client's pins, and aborts the puts that it had begun."""
@@ -87,14 +88,21 @@ class Store(LedgerHost):
             Wanted(each, layout, len(write.row_bytes))
             for (each, write), layout in zip(put.by_id(write_id).items(), request.layouts, strict=True)
         ]
-        offsets = self._extents.allocate(client.holds, write_id, wanted)
+        try:
+            offsets = self._extents.allocate(client.holds, write_id, wanted)
+        except CapacityExceededError:  # the file system is full
+            self._give_up(write_id)
+            raise
         if offsets is None:
-            refs = self._ledger.call(commands.AbortPut(write_id))
-            self._ledger.call(commands.Collected(refs))
+            self._give_up(write_id)
             raise self._no_room(put, sum(layout.size_bytes for layout in request.layouts))
         if put.ticket is not None:
             client.tickets.discard(put.ticket)
         return Begun(write_id, offsets)
+
+    def _give_up(self, write_id: int) -> None:
+        """Ends a put that got no extents."""
+        self._ledger.call(commands.Collected(self._ledger.call(commands.AbortPut(write_id))))
 
     def _commit_synced(self, request: CommitSynced, client: _Client) -> Any:
         return self._commit(request.commit, client, request.digests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dataplane_core.backends import CapacityOptions, PrivateFolder, SizeBytes
 from dataplane_shm._messages import SOCKET
@@ -45,6 +45,13 @@ class ShmConfig(CapacityOptions):
     copy_threads: int | None = Field(default=None, ge=1)
     """How many threads copy a large put or read, with the one that calls. By default up to 4 of the cores that the
     process may use and that torch's threads do not hold. 1: the calling thread alone."""
+
+    @field_validator("durable")
+    @classmethod
+    def _named(cls, folder: Path | None) -> Path | None:
+        if folder == Path():
+            raise ValueError("'durable' names no folder")
+        return None if folder is None else folder.expanduser()
 
     @model_validator(mode="after")
     def _check(self) -> Self:

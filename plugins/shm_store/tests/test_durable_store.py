@@ -501,11 +501,12 @@ def test_a_folder_without_its_journal_is_refused(folder):
 
 
 def test_memory_that_is_made_ready_ahead_leaves_room_on_the_disk(folder, monkeypatch):
-    monkeypatch.setattr(Arena, "free_bytes", 400_000)
-    life = Life(folder, touch_ahead_bytes=1 << 20)
-    life.store.touch_ahead()
-    assert life.store._kept.touch_until == 100_000
-    life.close()
+    for free_bytes, touched_bytes in ((CAPACITY, 0), (2 * CAPACITY, 1 << 18)):
+        monkeypatch.setattr(Arena, "free_bytes", free_bytes)
+        life = Life(folder, touch_ahead_bytes=1 << 18)
+        life.store.touch_ahead()
+        assert life.store._kept.touch_until == touched_bytes
+        life.close()
 
 
 def test_a_copy_that_was_made_while_the_store_ran_serves_no_wrong_bytes(folder):

@@ -278,19 +278,13 @@ class ExtentService:
 
     def touch_ahead(self) -> None:
         """Makes more memory ready, in the background, if less than half of what lies ahead is left."""
-        high_water, size_bytes = self._extents.high_water, self.most_bytes
+        ahead, high_water, size_bytes = self._touch_ahead_bytes, self._extents.high_water, self.most_bytes
         if self._toucher is not None and self._toucher.is_alive():
             return
-        if self._touch_ahead_bytes and self.touch_until < min(
-            high_water + self._touch_ahead_bytes // 2 + 1, size_bytes
-        ):
-            ahead = self._may_touch_ahead()
+        if ahead and self.touch_until < min(high_water + ahead // 2 + 1, size_bytes):
             start, self.touch_until = self.touch_until, min(high_water + ahead, size_bytes)
             with contextlib.suppress(RuntimeError):  # no more threads are allowed: memory is ready when it is used
                 self._toucher = self._arena.touch_in_background(start, self.touch_until)
-
-    def _may_touch_ahead(self) -> int:
-        return self._touch_ahead_bytes
 
     def _allocate_all(self, sizes: Sequence[int]) -> list[Extent] | None:
         """Pinned extents of these sizes, or None if there is no room for all of them."""

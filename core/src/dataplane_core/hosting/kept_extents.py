@@ -44,8 +44,6 @@ _FEW_BYTES: Final = 64 << 10
 _STEP: Final = 4 << 20
 #: Room that no extent needs is freed when it is more than this share of what extents may take.
 _SPARE_SHARE: Final = 0.25
-#: Memory that is made ready ahead takes at most this share of what is free in the file system.
-_AHEAD_SHARE: Final = 0.25
 _DIGEST_BYTES: Final = 16
 _PREFIX: Final = "extent "
 
@@ -86,7 +84,7 @@ class KeptExtents(ExtentService):
         same_memory: Whether the bytes are those that the process before left in memory. If not, an extent without a
             digest may have lost some, and does not come back.
         sync: Whether a put may be committed only when its bytes are on the disk.
-        touch_ahead_bytes: How much memory is made ready before it is used.
+        touch_ahead_bytes: How much memory is made ready before it is used, if the file system has room for all extents.
 
     Raises:
         CorruptDataError: What was noted contradicts itself.
@@ -103,7 +101,9 @@ class KeptExtents(ExtentService):
         sync: bool = False,
         touch_ahead_bytes: int = 0,
     ) -> None:
-        super().__init__(arena, touch_ahead_bytes)
+        # memory that is ready takes room of the file system, which must be left to rows and to the journal
+        has_room = arena.free_bytes + arena.touched_bytes >= most_bytes * (1 + _SPARE_SHARE)
+        super().__init__(arena, touch_ahead_bytes if has_room else 0)
         self._most_bytes = most_bytes
         self._notes = notes
         self._sync = sync
@@ -303,10 +303,6 @@ class KeptExtents(ExtentService):
             self._hashing = None
 
     # --- memory -------------------------------------------------------------------------------------------------------
-
-    def _may_touch_ahead(self) -> int:
-        """What is ready takes room of the file system, which rows and the journal need."""
-        return min(self._touch_ahead_bytes, int(self._arena.free_bytes * _AHEAD_SHARE))
 
     def _allocate(self, size_bytes: int) -> Extent | None:
         self._free_left()

@@ -609,6 +609,7 @@ def _shm_requests() -> list[bytes]:
     made: list[Any] = [
         shm.PutWhole(put, _layout(2), bytes(16)),
         shm.Begin(apart, [_layout(2), _layout(1)]),
+        shm.CommitSynced(commands.CommitPut(1000), [bytes(16)]),
         shm.Find(commands.Locate("p", ["q0_g0", "q1_g1"], ["x"]), 7),
         Release([7]),
         ClaimOrWait(_claim("u", "m")),
@@ -680,7 +681,16 @@ def _read_shm_reply(data: bytes) -> object:
     return MESSAGES.decode_reply(request, data[1:])
 
 
-_KINDS: Final = (shm.Begin, shm.PutWhole, shm.Find, shm.Drop, shm.Status, ClaimOrWait, *commands.COMMANDS)
+_KINDS: Final = (
+    shm.Begin,
+    shm.CommitSynced,
+    shm.PutWhole,
+    shm.Find,
+    shm.Drop,
+    shm.Status,
+    ClaimOrWait,
+    *commands.COMMANDS,
+)
 _FIND: Final = shm.Find(commands.Locate("p", ["a", "b"], ["x", "y"]), 1)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from dataplane_core import connect
 from dataplane_core.batch import split_message_logs, stack_or_nest
+from dataplane_core.cli import main
 from dataplane_core.errors import (
     BackendUnavailableError,
     InvalidRequestError,
@@ -21,6 +22,7 @@ from dataplane_core.errors import (
     UnknownPartitionError,
     UnsupportedOperationError,
 )
+from dataplane_core.hosting import is_open
 from dataplane_core.spec import Capability
 from dataplane_tools import commands
 from dataplane_tools._rows import Rows
@@ -545,3 +547,21 @@ def test_a_tokenizer_that_is_none_is_refused(folder, tmp_path, characters, monke
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UnsupportedOperationError, match="pip install 'dataplane-tools"):
         Tokenizer(str(folder))
+
+
+def test_a_folder_that_nobody_has_open_is_read(tmp_path, capsys):
+    folder = tmp_path / "store"
+    options = {"namespace": "read-closed", "capacity_bytes": "50MB", "durable": str(folder)}
+    config = {"backend": "shm_store", "options": options}
+    with connect(config) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a", "b"], "p", {"x": torch.tensor([7, 8])})
+    file = tmp_path / "data_plane.json"
+    file.write_text(json.dumps(config))
+    assert main(["inspect", str(file)]) == 0
+    assert "p" in capsys.readouterr().out
+    assert main(["read", str(file), "p", "--json"]) == 0
+    samples = json.loads(capsys.readouterr().out)["samples"]
+    assert [each["sample_id"] for each in samples] == ["a", "b"]
+    assert "7" in json.dumps(samples[0])
+    assert not is_open(folder)

@@ -1,7 +1,6 @@
 """What a disk holds when the power is cut."""
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,17 +35,21 @@ class Disk:
         self.at_each_sync()
         self.content[os.fstat(arena.fd).st_ino][start:stop] = arena.bytes[start:stop].tobytes()
 
-    def restore(self, target, is_ahead):
-        """Writes it into a folder; of files for which ``is_ahead(path)`` also what was not synced."""
-        self._restore(self.root, target, is_ahead)
+    def restore(self, target, is_ahead, part=0.0):
+        """Writes it into a folder; of files for which ``is_ahead(path)`` also what was not synced, without this part of
+        that at its beginning."""
+        self._restore(self.root, target, is_ahead, part)
 
-    def _restore(self, folder, target, is_ahead):
+    def _restore(self, folder, target, is_ahead, part):
         target.mkdir(exist_ok=True)
         for name, inode in self.folders.get(folder, {}).items():
             path = folder / name
             if path.is_file() and is_ahead(path):
-                shutil.copy(path, target / name)
+                data, synced = bytearray(path.read_bytes()), len(self.content.get(inode, b""))
+                lost = int((len(data) - synced) * part)
+                data[synced : synced + lost] = bytes(lost)
+                (target / name).write_bytes(data)
             elif inode in self.content:
                 (target / name).write_bytes(self.content[inode])
             elif path in self.folders:
-                self._restore(path, target / name, is_ahead)
+                self._restore(path, target / name, is_ahead, part)

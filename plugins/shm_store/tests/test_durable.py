@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.cli import main
 from dataplane_core.errors import AlreadyRunningError, ConfigError
 from dataplane_core.host_memory import Arena
-from dataplane_core.hosting import Session, is_open
+from dataplane_core.hosting import Session
 from dataplane_shm._diagnosis import diagnose
 from dataplane_shm.config import ShmConfig
 
@@ -189,18 +188,3 @@ def test_the_doctor_says_what_is_in_a_folder_and_who_has_it(config):
     journal.write_bytes(data[:100] + b"x" + data[101:])
     (line,) = said()
     assert "cannot be read" in line
-
-
-def test_commands_read_a_folder_that_nobody_has_open(config, tmp_path, capsys):
-    with connect(config) as client:
-        client.register_partition("p", ["x"], None, ["t"])
-        client.put_samples(["a", "b"], "p", {"x": torch.tensor([7, 8])})
-    file = tmp_path / "data_plane.json"
-    file.write_text(json.dumps(config))
-    assert main(["inspect", str(file)]) == 0
-    assert "p" in capsys.readouterr().out
-    assert main(["read", str(file), "p", "--json"]) == 0
-    samples = json.loads(capsys.readouterr().out)["samples"]
-    assert [each["sample_id"] for each in samples] == ["a", "b"]
-    assert "7" in json.dumps(samples[0])
-    assert not is_open(Path(config["options"]["durable"]))

@@ -6,12 +6,19 @@ import random
 import shutil
 import sys
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError, CorruptDataError
+from dataplane_core.errors import (
+    AlreadyRunningError,
+    BackendUnavailableError,
+    CapacityExceededError,
+    CorruptDataError,
+    StalePartitionError,
+)
 from dataplane_core.host_memory import Arena, Uses, extent_bytes
 from dataplane_core.hosting import KeptExtents, Layout, digest_of, durable, kept_extents
 from dataplane_core.journal.file import JournalFile
@@ -561,10 +568,52 @@ def test_rows_without_a_digest_are_lost_with_the_memory_that_held_them(folder):
 # --- the end of the machine -------------------------------------------------------------------------------------------
 
 
+def test_all_that_is_answered_is_on_the_disk_but_that_a_put_was_begun(folder, monkeypatch):
+    life = Life(folder, sync=True)
+    life.register()
+    synced = []
+    sync = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(fd) or sync(fd))
+
+    def syncs(request):
+        synced.clear()
+        life.call(request)
+        return len(synced)
+
+    put, layout = life.put_of(["a"], 100)
+    assert syncs(Begin(put, [layout])) == 0
+    assert syncs(commands.AbortPut(put.write_id)) == 1
+    assert syncs(commands.PutTags("p", ["b"], [{"n": 1}])) == 1
+    assert syncs(commands.RegisterRequest("q", ["x"], None, ["t"], None, {}, "e2")) == 1
+    assert syncs(commands.SetCursorRequest("p", "t", [])) == 1
+    assert syncs(commands.ListRequest("p")) == 0
+    put, layout = life.put_of(["c"], 100)
+    with life.settled_together():
+        life.call(Begin(put, [layout]))
+        life.call(commands.PutTags("p", ["b"], [{"n": 2}]))
+        synced.clear()
+    assert len(synced) == 1
+    life.kill()
+
+
+def test_a_put_that_took_too_long_is_refused_when_it_is_committed(folder):
+    life = Life(folder)
+    life.register()
+    put, layout = life.put_of(["a"], 100)
+    life.call(Begin(replace(put, ttl_s=-1.0), [layout]))
+    life.put(["b"], 100, 1)
+    with pytest.raises(StalePartitionError, match="took too long"):
+        life.call(commands.CommitPut(put.write_id))
+    assert life.ids_there() == ["b"]
+    life.close()
+
+
+#: What the disk has beside what was synced, and which part of that at its beginning it does not have.
 AHEAD = {
-    "nothing": lambda path: False,
-    "arena": lambda path: path.name == "arena",
-    "journal": lambda path: path.name != "arena",
+    "nothing": (lambda path: False, 0.0),
+    "arena": (lambda path: path.name == "arena", 0.0),
+    "journal": (lambda path: path.name != "arena", 0.0),
+    "the end of the journal": (lambda path: path.name != "arena", 0.5),
 }
 
 
@@ -579,7 +628,7 @@ def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machi
     def look():
         if folder in disk.folders:
             image = folder.with_name(f"image {len(images)}")
-            disk.restore(image, AHEAD[ahead])
+            disk.restore(image, *AHEAD[ahead])
             images.append((image, dict(model), set(unsure)))
 
     squeeze = KeptExtents._squeeze

@@ -176,6 +176,8 @@ class KeptExtents(ExtentService):
     def keep(self, put: int, digests: Sequence[bytes] | None = None) -> None:
         """As `ExtentService.keep`. With ``sync``, returns when the bytes are on the disk. Raises `OSError`."""
         writes = self._writes[put]
+        if not self._payloads.keys() >= set(writes):
+            return  # it was given up meanwhile: the ledger refuses its commit
         if digests is not None:
             if [len(each) for each in digests] != [_DIGEST_BYTES] * len(writes):
                 raise InvalidRequestError("a put has digests of other extents than its own.")

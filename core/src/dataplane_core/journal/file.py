@@ -9,8 +9,9 @@ bytes, a digest, a msgpack map. A frame holds one of
     note        a value under a name, which replaces an earlier one
     end         the process ended, and all that it wrote is before this
 
-with its time, and with the id of the call that it is of. Times are on a clock of the journal's own. It stands still
-while no process has the journal open, so what is left of a lease is left of it after a restart.
+with its time, with the id of the call that it is of, and with how much of the file the disk had by then. Times are on a
+clock of the journal's own. It stands still while no process has the journal open, so what is left of a lease is left of
+it after a restart.
 
 Each process that opens the journal has a folder of its own in the folder: 1, 2, 3, ... It first makes its folder. From
 then on, the process before it answers nobody: see `JournalFile.commit`. Then it copies what that one wrote. No process
@@ -90,6 +91,7 @@ class JournalFile:
         self._sync = sync
         self._lock = threading.Lock()
         self._dirty = False
+        self._synced = 0  # how much of the file the disk has
         self._torn = False  # whether a part of a frame may follow the last whole one
         self.next_seq = 0
         self._last = b""
@@ -114,6 +116,7 @@ class JournalFile:
             self._folder.mkdir(mode=0o700)  # from now on, the process that had the journal answers nobody
             self._path = self._folder / _NAME
             self._fd, self._end = self._take_over(self._earlier())
+            self._synced = self._end
             self._clear_before(number)
         except OSError as error:
             raise BackendUnavailableError(
@@ -244,6 +247,7 @@ class JournalFile:
                 raise
             os.close(self._fd)
             self._fd, self._end, self._torn, self._dirty, self.head = fd, len(kept), False, False, head
+            self._synced = self._end
             self._sync_folder()  # before a record is added to the new file
 
     def put(self, key: str, data: bytes) -> None:
@@ -299,6 +303,7 @@ class JournalFile:
         with self._lock:
             if self._dirty and self._sync:
                 os.fdatasync(self._fd)
+                self._synced = self._end
             self._dirty = False
             self._refuse_if_taken()
 
@@ -324,7 +329,8 @@ class JournalFile:
 
     def _write(self, frame: dict[str, Any], entry: Entry) -> None:
         call = {} if entry.call is None else {"call": list(entry.call)}
-        data = _pack({"at": entry.at, **frame, **call})
+        synced = {"synced": self._synced} if self._sync else {}
+        data = _pack({"at": entry.at, **frame, **call, **synced})
         try:
             if self._torn:
                 os.ftruncate(self._fd, self._end)
@@ -373,18 +379,14 @@ class JournalFile:
                 os.close(fd)
 
     def _frames(self, data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
-        """The frames, each with where it ends. The last one is dropped if it is not whole: nobody got its answer."""
+        """The frames, each with where it ends. What was not written whole is dropped: nobody got its answer."""
         start = 0
         while start < len(data):
-            body = start + _LENGTH.size
-            size = _size(data[start:body])
-            end = body + size
-            packed = unseal(data[body:end]) if DIGEST_BYTES < size <= len(data) - body else None
+            packed, end = _frame_at(data, start)
             if packed is None:
-                if end < len(data) and any(data[start:]):
+                if _was_whole(data, start):
                     raise CorruptDataError(
-                        f"the journal in {self._root} is damaged at byte {start} of {len(data)}.",
-                        hint=_DAMAGED_HINT,
+                        f"the journal in {self._root} is damaged at byte {start} of {len(data)}.", hint=_DAMAGED_HINT
                     )
                 _log.warning("the last frame of the journal in %s is not whole, and is left out", self._root)
                 return
@@ -421,6 +423,27 @@ def _entry(frame: dict[str, Any]) -> Entry:
 def _pack(frame: dict[str, Any]) -> bytes:
     body = seal(pack_msgpack(frame))
     return _LENGTH.pack(len(body), _check(len(body))) + body
+
+
+def _frame_at(data: bytes, start: int) -> tuple[bytes | None, int]:
+    """What the frame holds that begins there, None if it is not whole; and where it ends."""
+    body = start + _LENGTH.size
+    size = _size(data[start:body])
+    packed = unseal(data[body : body + size]) if DIGEST_BYTES < size <= len(data) - body else None
+    return packed, body + size
+
+
+def _was_whole(data: bytes, start: int) -> bool:
+    """Whether the frame that begins there was whole, and was damaged since: a later one was written after it.
+
+    If the power is cut, the disk may have later parts of the file and not earlier ones. So where the disk is waited
+    for, a later frame counts only if the disk had this one by then.
+    """
+    for at in range(start + 1, len(data) - _LENGTH.size):
+        packed, _ = _frame_at(data, at)
+        if packed is not None and unpack_msgpack(packed).get("synced", len(data)) > start:
+            return True
+    return False
 
 
 def _size(head: bytes) -> int:

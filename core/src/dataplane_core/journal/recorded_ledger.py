@@ -125,7 +125,7 @@ class RecordedLedger:
         return _NUMBERED + number
 
     def commit(self) -> None:
-        """Returns when everything that was done is kept.
+        """Returns when everything that was done is kept, but for `lazy_begins`.
 
         Raises:
             TakenError: Another process has the journal now: this one must end without an answer.

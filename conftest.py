@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # else all that tests start would ignore it too
     os.environ[_RUN] = str(os.getpid())
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("DATAPLANE_CONFORMANCE_PROMPT_S", "60")  # only what hangs takes this long
+    os.environ.setdefault("DATAPLANE_CONFORMANCE_PROMPT_S", "20")  # less than a claim that nobody wakes takes
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", uuid.uuid4().hex)
     if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):

@@ -96,7 +96,8 @@ def opened(config: DataPlaneConfig) -> DataPlaneClient:
         cls = load_backend(config.backend)
         options = config.options
         if config.num_ledgers > 1:  # the first of the stores tells for all
-            options = spread_over(cls, config.num_ledgers).isolated_options(options, f"0of{config.num_ledgers}")
+            spread: Any = spread_over(cls, config.num_ledgers)
+            options = spread.isolated_options(options, f"0of{config.num_ledgers}")
         checked = cls.Config(**options)
         if not cls.outlives_owner(checked):
             raise

@@ -56,6 +56,33 @@ def test_counts_and_what_a_task_waits_for(client, config, capsys):
     ]
 
 
+@pytest.mark.parametrize(
+    ("backend", "ledgers", "journal", "command"),
+    [
+        *(("shm_store", 1, "run/journal", each) for each in (["inspect"], ["read", "p"], ["export", "p", "out"])),
+        *(
+            ("shm_store", 1, "run/journal", each)
+            for each in (["flow", "--seconds", "1"], ["why"], ["metrics"], ["units", "list"])
+        ),
+        ("shm_store", 2, "run-0of2/journal", ["inspect"]),
+        ("tq_simple", 1, "run/i/journal", ["inspect"]),
+    ],
+)
+def test_a_durable_folder_that_holds_no_store_is_refused_and_nothing_is_made(
+    tmp_path, monkeypatch, capsys, command, backend, ledgers, journal
+):
+    monkeypatch.chdir(tmp_path)
+    name = {"instance": "i"} if backend == "tq_simple" else {"namespace": "not-there"}
+    options = {"durable": str(tmp_path / "run"), "capacity_bytes": 1 << 20, **name}
+    config = {"backend": backend, "num_ledgers": ledgers, "options": options}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main([command[0], "config.json", *command[1:]]) in (1, 2)
+    said = capsys.readouterr().err
+    assert f"no store runs, and the durable folder holds none: there is no {tmp_path / journal}." in said
+    assert "Correct the path in the config" in said
+    assert os.listdir(tmp_path) == ["config.json"]
+
+
 def test_json_has_the_same_with_rates(client, config, capsys):
     stop = threading.Event()
 

@@ -15,7 +15,7 @@ import torch
 from dataplane_core import connect
 from dataplane_core.backends import Level
 from dataplane_core.cli import main
-from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.errors import BackendUnavailableError, CorruptDataError
 from dataplane_core.host_memory import MemoryLimit, memory_limit
 from dataplane_shm import ShmBackend
 from dataplane_shm._diagnosis import huge_pages
@@ -94,6 +94,97 @@ def test_a_limit_of_files_below_the_arena_is_an_error(namespace):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert what == "ulimit -f allows files of 100 MiB. The store's memory counts as a file, of 144 MiB."
     assert hint.startswith("Run: ulimit -f unlimited.")
+
+
+def test_a_limit_of_files_below_the_arena_in_a_folder_is_an_error(namespace, tmp_path):
+    """It is four times as long as what it may hold: the store says the same."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    options = {"namespace": namespace, "capacity_bytes": CAPACITY, "durable": tmp_path / "store"}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200 << 20, hard))
+    try:
+        ((what, _),) = findings(Level.ERROR, **options)
+        with pytest.raises(BackendUnavailableError, match="File too large"):
+            connect({"backend": "shm_store", "options": options | {"durable": str(tmp_path / "store")}})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert what == "ulimit -f allows files of 200 MiB. The store's memory counts as a file, of 576 MiB."
+
+
+@pytest.fixture
+def left(namespace, tmp_path):
+    """The options of a store that was closed, with two rows in its folder."""
+    options = {"namespace": namespace, "capacity_bytes": CAPACITY, "durable": str(tmp_path / "store")}
+    with connect({"backend": "shm_store", "options": options}) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a", "b"], "p", {"x": torch.arange(1 << 20).view(2, -1).float()})
+    return options
+
+
+@pytest.mark.parametrize("lock", [None, b"", b"\0{"])
+def test_a_folder_whose_lock_is_lost_or_damaged_still_says_what_it_holds(left, lock):
+    file = Path(left["durable"], "lock")
+    file.unlink() if lock is None else file.write_bytes(lock)
+    assert (
+        f"The durable folder {left['durable']} is open in no process. Its file 'lock' does not say who had it last. It "
+        "holds 2 samples in 'p': 4 MiB of rows.",
+        None,
+    ) in findings(Level.OK, **left)
+    assert findings(Level.ERROR, **left) == []
+
+
+def test_a_folder_that_is_open_and_whose_lock_is_damaged_is_not_read(left):
+    with connect({"backend": "shm_store", "options": left}):
+        Path(left["durable"], "lock").write_bytes(b"")
+        said = [what for what, _ in findings(Level.OK, **left)]
+    assert f"The durable folder {left['durable']} is open in another process." in said
+
+
+@pytest.mark.parametrize("size", [None, 4096])
+def test_an_arena_that_was_removed_or_cut_is_an_error_as_for_connect(left, size):
+    arena = Path(left["durable"], "arena")
+    before = arena.stat().st_size
+    arena.unlink() if size is None else os.truncate(arena, size)
+    ((what, hint),) = findings(Level.ERROR, **left)
+    wrong = f"the file {arena} has {size or 0} bytes. Expected {before}: it was cut or removed."
+    assert what == f"The durable folder {left['durable']} cannot be read: {wrong}"
+    assert hint == "Restore a whole copy of the folder."
+    with pytest.raises(CorruptDataError, match=wrong):
+        connect({"backend": "shm_store", "options": left})
+
+
+def test_a_damaged_journal_is_an_error_that_names_the_folder_itself(left):
+    (journal,) = Path(left["durable"]).glob("journal/*/journal")
+    data = journal.read_bytes()
+    journal.write_bytes(data[:100] + b"x" + data[101:])
+    ((what, _),) = findings(Level.ERROR, **left)
+    assert f"cannot be read: the journal in {left['durable']}/journal" in what
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_folder_that_holds_no_store_is_an_error_as_for_connect(namespace, tmp_path, is_file):
+    durable = tmp_path / "store"
+    if is_file:
+        durable.touch()
+    else:
+        durable.mkdir()
+        (durable / "notes.txt").touch()
+    ((what, _),) = findings(Level.ERROR, namespace=namespace, durable=durable)
+    assert ("Not a directory" if is_file else "holds 'notes.txt', and no store") in what
+    with pytest.raises(BackendUnavailableError):
+        connect({"backend": "shm_store", "options": {"namespace": namespace, "durable": str(durable)}})
+
+
+def test_a_file_system_without_room_for_the_capacity_is_a_warning(namespace, tmp_path, monkeypatch):
+    durable = tmp_path / "not" / "there"
+    free = os.statvfs(tmp_path)
+    free_bytes = free.f_bavail * free.f_frsize
+    monkeypatch.setattr("dataplane_shm._diagnosis.memory_limit", lambda: MemoryLimit(1 << 50, "nothing", 1 << 50))
+    ((what, hint),) = findings(Level.WARNING, namespace=namespace, durable=durable, capacity_bytes=2 * free_bytes)
+    assert f" MiB are free on the file system of the durable folder {durable}" in what
+    assert f"capacity_bytes is {2 * free_bytes >> 20} MiB." in what
+    assert hint.startswith("Make room")
+    assert findings(Level.WARNING, namespace=namespace, durable=durable, capacity_bytes=1) == []
+    assert not durable.parent.exists()
 
 
 @pytest.mark.parametrize(("setting", "hints"), [("never", 1), ("deny", 1), ("advise", 0), ("always", 0)])

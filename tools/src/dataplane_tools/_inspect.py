@@ -11,8 +11,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Final
 
+from dataplane_core.backends import spread_over
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig, load_config, size_bytes
 from dataplane_core.connecting import connect, load_backend
@@ -83,14 +85,40 @@ def attach(config_path: str) -> DataPlaneClient:
 
 
 def opened(config: DataPlaneConfig) -> DataPlaneClient:
-    """A client of a store: of the running one, or of what an earlier one left, if it outlives its owner."""
+    """A client of a store: of the running one, or of what an earlier one left, if it outlives its owner.
+
+    Raises:
+        BackendUnavailableError: None runs, and none was left. Nothing is made.
+    """
     try:
         return connect(config, bootstrap=False)
-    except BackendUnavailableError:
+    except BackendUnavailableError as error:
         cls = load_backend(config.backend)
-        if not cls.outlives_owner(cls.Config(**config.options)):
+        options = config.options
+        if config.num_ledgers > 1:  # the first of the stores tells for all
+            spread: Any = spread_over(cls, config.num_ledgers)
+            options = spread.isolated_options(options, f"0of{config.num_ledgers}")
+        checked = cls.Config(**options)
+        if not cls.outlives_owner(checked):
             raise
+        journal = _journal_of(checked)
+        if journal is not None and not journal.is_dir():
+            raise BackendUnavailableError(
+                f"no store runs, and the durable folder holds none: there is no {journal}.",
+                retryable=error.retryable,
+                hint="Correct the path in the config, or bootstrap a store with connect(config). This command makes "
+                "none.",
+            ) from error
         return connect(config)
+
+
+def _journal_of(options: Any) -> Path | None:
+    """The folder that tells that a store was in a durable folder. None: these options name no such folder."""
+    durable = getattr(options, "durable", None)
+    if durable is None:
+        return None
+    # an instance of Ray has a folder of its own in the folder that may be shared
+    return Path(getattr(options, "journal", None) or durable, getattr(options, "instance", ""), "journal").absolute()
 
 
 def capacity_of(client: DataPlaneClient) -> int | None:

@@ -6,19 +6,27 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from dataplane_core.backends import Finding, Level, PrivateFolder
-from dataplane_core.errors import DataPlaneError
-from dataplane_core.host_memory import arena_bytes_for, memory_limit
+from dataplane_core.errors import CorruptDataError, DataPlaneError
+from dataplane_core.host_memory import MemoryLimit, arena_bytes_for, memory_limit
+from dataplane_core.hosting import ADDRESSES, is_open, owner_of
+from dataplane_core.journal import RecordedLedger
+from dataplane_core.ledger import commands
 from dataplane_shm._messages import Status
 from dataplane_shm._opening import open_store
 from dataplane_shm.config import ShmConfig, store_folder
 
 _MIB: Final = 1 << 20
+_JOURNAL: Final = "journal"
 _HUGE_PAGES: Final = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
@@ -30,7 +38,7 @@ def diagnose(config: ShmConfig, deadline: float) -> Iterator[Finding]:
     yield Finding.ok("This system has memfd_create.")
     yield from huge_pages()
     if config.durable is not None:
-        yield from _durable(config.durable)
+        yield from _durable(config.durable.absolute(), _capacity_bytes(config, memory_limit()))
     folder = store_folder(config.namespace)
     if folder.is_owned:
         yield _store(folder, deadline)
@@ -62,10 +70,14 @@ def huge_pages(root: Path = Path("/")) -> Iterator[Finding]:
     yield Finding(Level.OK, what, hint if setting in ("never", "deny") else None)
 
 
+def _capacity_bytes(config: ShmConfig, limit: MemoryLimit) -> int:
+    return config.capacity_bytes or limit.available_bytes // 2
+
+
 def _new_store(config: ShmConfig) -> Iterator[Finding]:
     """Whether a store with these options can be started."""
     limit = memory_limit()
-    capacity_bytes = config.capacity_bytes or limit.available_bytes // 2
+    capacity_bytes = _capacity_bytes(config, limit)
     which = "capacity_bytes is" if config.capacity_bytes else "capacity_bytes is by default half of it,"
     what = (
         f"{limit.available_bytes // _MIB} MiB of memory are available, limited by {limit.source}. "
@@ -81,7 +93,7 @@ def _new_store(config: ShmConfig) -> Iterator[Finding]:
         )
     else:
         yield Finding.ok(what)
-    arena_bytes = arena_bytes_for(capacity_bytes)
+    arena_bytes = arena_bytes_for(capacity_bytes) * (1 if config.durable is None else ADDRESSES)
     allowed, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if allowed != resource.RLIM_INFINITY and allowed < arena_bytes:
         yield Finding.error(
@@ -91,31 +103,85 @@ def _new_store(config: ShmConfig) -> Iterator[Finding]:
         )
 
 
-def _durable(folder: Path) -> Iterator[Finding]:
-    """What lies in a durable folder, how old it is, and who has it open."""
-    from dataplane_core.hosting import is_open, owner_of
-    from dataplane_shm._durable import contents_of
-
-    owner = owner_of(folder)
-    if owner is None:
-        where = "is empty" if folder.is_dir() else "does not exist yet"
-        yield Finding.ok(f"The durable folder {folder} {where}. A store that is bootstrapped begins there.")
-        return
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.since))
-    who = f"process {owner.pid} of host {owner.host}, since {since}"
+def _durable(folder: Path, capacity_bytes: int) -> Iterator[Finding]:
+    """What lies in a durable folder, how old it is, who has it open, and whether there is room for the capacity."""
+    where, owner = f"The durable folder {folder}", owner_of(folder)
+    who = ""
+    if owner is not None:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.since))
+        who = f"process {owner.pid} of host {owner.host}, since {since}"
     if is_open(folder):
-        yield Finding.ok(f"The durable folder {folder} is open in {who}.")
+        yield Finding.ok(f"{where} is open in {who or 'another process'}.")
         return
     try:
-        found = contents_of(folder)
-    except (DataPlaneError, OSError) as error:
-        yield Finding.error(f"The durable folder {folder} cannot be read: {error}")
-        return
-    counts = ", ".join(f"{count} samples in '{name}'" for name, count in found.partitions.items()) or "no partition"
-    yield Finding.ok(
-        f"The durable folder {folder} is open in no process. It was last in {who}. It holds {counts}: "
-        f"{found.size_bytes // _MIB} MiB of rows."
-    )
+        names = set(os.listdir(folder)) - {"lock"} if folder.exists() else set()
+        if _JOURNAL in names:
+            last = f"It was last in {who}." if who else "Its file 'lock' does not say who had it last."
+            yield Finding.ok(f"{where} is open in no process. {last} It holds {_contents(folder)}.")
+        elif names:
+            hint = "Name an empty folder, or one in which a store was."
+            yield Finding.error(f"{where} holds {min(names)!r}, and no store.", hint)
+        else:
+            what = "is empty" if folder.exists() else "does not exist yet"
+            yield Finding.ok(f"{where} {what}. A store that is bootstrapped begins there.")
+        yield from _room(folder, capacity_bytes)
+    except DataPlaneError as error:
+        yield Finding.error(f"{where} cannot be read: {error.message}", error.hint)
+    except OSError as error:
+        yield Finding.error(f"{where} cannot be read: {error}")
+
+
+def _contents(folder: Path) -> str:
+    """What a folder holds that nobody has open, in words. It is not changed.
+
+    Raises:
+        CorruptDataError: It is damaged, or of another version.
+        OSError: It cannot be read.
+    """
+    with tempfile.TemporaryDirectory() as copy:
+        try:
+            shutil.copytree(folder / _JOURNAL, Path(copy, _JOURNAL))
+            ledger = RecordedLedger(Path(copy, _JOURNAL), sync=False)
+            try:
+                names = ledger.call(commands.ListPartitionsRequest()).partition_ids
+                counts = {name: len(ledger.call(commands.ListRequest(name)).sample_ids) for name in names}
+                rows = ledger.payload().values()
+                size_bytes = sum(sizes[each] for sizes, positions in rows if sizes is not None for each in positions)
+                memory = ledger.notes.get("memory")
+            finally:
+                ledger.close()
+        except DataPlaneError as error:
+            error.message = error.message.replace(copy, str(folder))
+            raise
+    if memory is not None:
+        _check_arena(folder / "arena", msgspec.msgpack.decode(memory)[1])
+    held = ", ".join(f"{count} samples in '{name}'" for name, count in counts.items()) or "no partition"
+    return f"{held}: {size_bytes // _MIB} MiB of rows"
+
+
+def _check_arena(path: Path, noted_bytes: int) -> None:
+    """Refuses an arena that is not as long as its notes say, as `connect` does."""
+    there_bytes = path.stat().st_size if path.exists() else 0
+    if there_bytes < noted_bytes:
+        raise CorruptDataError(
+            f"the file {path} has {there_bytes} bytes. Expected {noted_bytes}: it was cut or removed.",
+            hint="Restore a whole copy of the folder.",
+        )
+
+
+def _room(folder: Path, capacity_bytes: int) -> Iterator[Finding]:
+    """Whether the file system has room for the capacity, with what the arena has of it already. Raises `OSError`."""
+    there = next(each for each in (folder, *folder.parents) if each.is_dir())
+    system, arena = os.statvfs(there), folder / "arena"
+    free_bytes = system.f_bavail * system.f_frsize
+    taken_bytes = arena.stat().st_blocks * 512 if arena.exists() else 0
+    if free_bytes + taken_bytes < capacity_bytes:
+        yield Finding.warning(
+            f"{free_bytes // _MIB} MiB are free on the file system of the durable folder {folder}, whose arena takes "
+            f"{taken_bytes // _MIB} MiB. capacity_bytes is {capacity_bytes // _MIB} MiB. A put that gets no room is "
+            "refused.",
+            "Make room, lower capacity_bytes, or name a folder on another file system.",
+        )
 
 
 def _store(folder: PrivateFolder, deadline: float) -> Finding:

@@ -8,6 +8,7 @@ ledger is in another process use it: shm_store, and those in TransferQueue's con
 from dataplane_core.hosting.durable import (
     KeptExtentHost,
     Owner,
+    check_extents,
     has_extents,
     is_open,
     lock_folder,
@@ -92,6 +93,7 @@ __all__ = [
     "Wanted",
     "Watch",
     "Written",
+    "check_extents",
     "decode_about",
     "decode_welcome",
     "digest_of",

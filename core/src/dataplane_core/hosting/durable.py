@@ -163,12 +163,10 @@ def open_extents(
         CorruptDataError: What is in the folder is damaged, or of another version.
         OSError: It cannot be used.
     """
-    memory = notes.notes.get(_MEMORY_NOTE)
-    before = _Memory(_VERSION) if memory is None else msgspec.msgpack.decode(memory, type=_Memory)
+    before = check_extents(folder, notes.notes)
     if most_bytes is None:
         most_bytes = before.size_bytes // ADDRESSES
-    _refuse_forgotten(folder / _ARENA, memory is None)
-    arena = _open_arena(folder / _ARENA, most_bytes * ADDRESSES, before)
+    arena = _open_arena(folder / _ARENA, most_bytes * ADDRESSES)
     now = _memory_of(arena)
     extents = KeptExtents(
         arena,
@@ -181,6 +179,41 @@ def open_extents(
     )
     notes.note(_MEMORY_NOTE, msgspec.msgpack.encode(now))
     return extents
+
+
+def check_extents(folder: Path, notes: Mapping[str, bytes]) -> _Memory:
+    """Checks that the arena in a folder may be the one that was noted, without a look at its rows. Changes nothing.
+
+    Args:
+        folder: The folder.
+        notes: What the process before noted.
+
+    Returns:
+        The memory that it was in.
+
+    Raises:
+        CorruptDataError: It is cut or removed, of another version, or nothing is noted of its rows.
+        OSError: It cannot be read.
+    """
+    path, memory = folder / _ARENA, notes.get(_MEMORY_NOTE)
+    before = _Memory(_VERSION) if memory is None else msgspec.msgpack.decode(memory, type=_Memory)
+    there_bytes = path.stat().st_size if path.exists() else 0
+    if before.version != _VERSION:
+        raise CorruptDataError(
+            f"the folder {folder} is of version {before.version}. Expected {_VERSION}.",
+            hint="Another version of dataplane wrote it: use that one, or name an empty folder.",
+        )
+    if there_bytes < before.size_bytes:
+        raise CorruptDataError(
+            f"the file {path} has {there_bytes} bytes. Expected {before.size_bytes}: it was cut or removed.",
+            hint="Restore a whole copy of the folder.",
+        )
+    if memory is None and there_bytes and _holds_bytes(path):  # one that was just made when its process ended has none
+        raise CorruptDataError(
+            f"the folder {folder} holds rows, and nothing that says which: its journal was removed.",
+            hint="Restore a whole copy of the folder, or remove it: its rows are lost then.",
+        )
+    return before
 
 
 def has_extents(notes: Notes) -> bool:
@@ -205,15 +238,6 @@ class KeptExtentHost(ExtentHost):
         self._commit()
 
 
-def _refuse_forgotten(path: Path, nothing_is_noted: bool) -> None:
-    """Refuses an arena with rows of which nothing is noted. One that was just made when its process ended has none."""
-    if nothing_is_noted and path.exists() and _holds_bytes(path):
-        raise CorruptDataError(
-            f"the folder {path.parent} holds rows, and nothing that says which: its journal was removed.",
-            hint="Restore a whole copy of the folder, or remove it: its rows are lost then.",
-        )
-
-
 def _holds_bytes(path: Path) -> bool:
     """Whether there is anything but zeros in a file, which may be long and empty."""
     with path.open("rb") as file, contextlib.suppress(OSError):  # only holes follow
@@ -225,18 +249,7 @@ def _holds_bytes(path: Path) -> bool:
     return False
 
 
-def _open_arena(path: Path, size_bytes: int, before: _Memory) -> Arena:
-    if before.version != _VERSION:
-        raise CorruptDataError(
-            f"the folder {path.parent} is of version {before.version}. Expected {_VERSION}.",
-            hint="Another version of dataplane wrote it: use that one, or name an empty folder.",
-        )
-    there_bytes = path.stat().st_size if path.exists() else 0
-    if there_bytes < before.size_bytes:
-        raise CorruptDataError(
-            f"the file {path} has {there_bytes} bytes. Expected {before.size_bytes}: it was cut or removed.",
-            hint="Restore a whole copy of the folder.",
-        )
+def _open_arena(path: Path, size_bytes: int) -> Arena:
     arena = Arena.open(path, size_bytes)
     for each in (path, path.parent):  # the file must be there after a loss of power, with its size
         sync_path(each)

@@ -13,12 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from dataplane_core.backends import Finding, Level, PrivateFolder
-from dataplane_core.errors import CorruptDataError, DataPlaneError
+from dataplane_core.errors import DataPlaneError
 from dataplane_core.host_memory import MemoryLimit, arena_bytes_for, memory_limit
-from dataplane_core.hosting import ADDRESSES, is_open, owner_of
+from dataplane_core.hosting import ADDRESSES, check_extents, is_open, owner_of
 from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import commands
 from dataplane_shm._messages import Status
@@ -147,26 +145,14 @@ def _contents(folder: Path) -> str:
                 counts = {name: len(ledger.call(commands.ListRequest(name)).sample_ids) for name in names}
                 rows = ledger.payload().values()
                 size_bytes = sum(sizes[each] for sizes, positions in rows if sizes is not None for each in positions)
-                memory = ledger.notes.get("memory")
+                check_extents(folder, ledger.notes)
             finally:
                 ledger.close()
         except DataPlaneError as error:
             error.message = error.message.replace(copy, str(folder))
             raise
-    if memory is not None:
-        _check_arena(folder / "arena", msgspec.msgpack.decode(memory)[1])
     held = ", ".join(f"{count} samples in '{name}'" for name, count in counts.items()) or "no partition"
     return f"{held}: {size_bytes // _MIB} MiB of rows"
-
-
-def _check_arena(path: Path, noted_bytes: int) -> None:
-    """Refuses an arena that is not as long as its notes say, as `connect` does."""
-    there_bytes = path.stat().st_size if path.exists() else 0
-    if there_bytes < noted_bytes:
-        raise CorruptDataError(
-            f"the file {path} has {there_bytes} bytes. Expected {noted_bytes}: it was cut or removed.",
-            hint="Restore a whole copy of the folder.",
-        )
 
 
 def _room(folder: Path, capacity_bytes: int) -> Iterator[Finding]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +11,6 @@ from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.host_memory import arena_bytes_for
 from dataplane_core.hosting import Client, lock_folder, open_extents
 from dataplane_core.journal import RecordedLedger
-from dataplane_core.ledger import commands
 from dataplane_shm._store import Store
 
 _JOURNAL: Final = "journal"
@@ -101,36 +97,3 @@ class DurableStore(Store):
             self._recorded.note(_SESSIONS_NOTE, b"%d" % (number + _SESSIONS_TOGETHER))
             self._recorded.commit_or_end()  # before any write id has that number
         return super()._new_client(number)
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a folder holds that nobody has open.
-
-    Attributes:
-        partitions: Name -> how many samples are there.
-        size_bytes: The size of their rows.
-    """
-
-    partitions: dict[str, int]
-    size_bytes: int
-
-
-def contents_of(folder: Path) -> Contents:
-    """Looks into a folder, and changes nothing. Raises as `DurableStore`."""
-    with tempfile.TemporaryDirectory() as copy:
-        journal = Path(copy) / _JOURNAL
-        shutil.copytree(folder / _JOURNAL, journal)
-        ledger = RecordedLedger(journal, sync=False)
-        try:
-            names = ledger.call(commands.ListPartitionsRequest()).partition_ids
-            counts = {name: len(ledger.call(commands.ListRequest(name)).sample_ids) for name in names}
-            held = sum(
-                row_bytes[each]
-                for row_bytes, positions in ledger.payload().values()
-                if row_bytes is not None
-                for each in positions
-            )
-            return Contents(counts, held)
-        finally:
-            ledger.close()

@@ -78,7 +78,7 @@ def test_a_durable_folder_that_holds_no_store_is_refused_and_nothing_is_made(
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main([command[0], "config.json", *command[1:]]) in (1, 2)
     said = capsys.readouterr().err
-    assert f"no store runs, and the durable folder holds none: there is no {tmp_path / journal}." in said
+    assert f"no store was reached, and the durable folder holds none: there is no {tmp_path / journal}." in said
     assert "Correct the path in the config" in said
     assert os.listdir(tmp_path) == ["config.json"]
 

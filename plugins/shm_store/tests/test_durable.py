@@ -120,9 +120,9 @@ def test_sync_without_a_folder_is_refused():
         connect({"backend": "shm_store", "options": {"sync": "commit"}})
 
 
-@pytest.mark.parametrize("folder", ["", "."])
-def test_a_folder_without_a_name_is_refused(folder):
-    with pytest.raises(ConfigError, match="'durable' names no folder"):
+@pytest.mark.parametrize(("folder", "why"), [("", "names no folder"), ("~nobody-has-this-name/x", "home directory")])
+def test_a_folder_that_is_named_wrongly_is_refused(folder, why):
+    with pytest.raises(ConfigError, match=rf"durable[\s\S]*{why}"):
         connect({"backend": "shm_store", "options": {"durable": folder}})
 
 

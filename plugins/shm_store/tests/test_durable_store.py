@@ -426,16 +426,38 @@ def test_a_full_file_system_refuses_the_put_and_loses_nothing(folder, monkeypatc
     life.put(["a"], 100, 1)
     with monkeypatch.context() as full:
         full.setattr(KeptExtents, "_give_room", no_space)
+        full.setattr(Arena, "free_bytes", 0)
         with pytest.raises(CapacityExceededError, match="the file system of the durable folder has no room") as refused:
             life.put(["b"], 100, 2)
-        for _ in range(20):  # none of them keeps room of the store
+        size_bytes = journal_bytes(folder)
+        for _ in range(20):  # none of them keeps room of the store, or takes any of the disk
             with pytest.raises(CapacityExceededError, match="the file system of the durable folder has no room"):
                 life.put(["b"], CAPACITY // 10, 2)
+        assert journal_bytes(folder) == size_bytes
+        life.clear(["a"])  # makes room in the arena
+        with pytest.raises(CapacityExceededError, match="the file system of the durable folder has no room"):
+            life.put(["b"], 100, 2)
+        assert journal_bytes(folder) > size_bytes, "it was tried"
     assert refused.value.retryable
-    assert life.ids_there() == ["a"]
+    assert life.ids_there() == []
     life.put(["b"], 100, 2)
-    assert life.read(["a", "b"]) == [bytes([1]) * 100, bytes([2]) * 100]
+    assert life.read(["b"]) == [bytes([2]) * 100]
     life.close()
+
+
+def test_the_journal_has_room_when_the_arena_gets_none(folder, monkeypatch):
+    life = Life(folder)
+    life.register()
+    monkeypatch.setattr(Arena, "free_bytes", 5 << 20)
+    with pytest.raises(CapacityExceededError, match="the file system of the durable folder has no room"):
+        life.put(["a"], 100, 1)
+    monkeypatch.setattr(Arena, "free_bytes", 9 << 20)
+    life.put(["a"], 100, 1)
+    life.close()
+
+
+def journal_bytes(folder):
+    return sum(each.stat().st_size for each in folder.glob("journal/*/journal"))
 
 
 def filled(folder, num_rows=6):

@@ -94,17 +94,15 @@ def opened(config: DataPlaneConfig) -> DataPlaneClient:
         return connect(config, bootstrap=False)
     except BackendUnavailableError as error:
         cls = load_backend(config.backend)
-        options = config.options
-        if config.num_ledgers > 1:  # the first of the stores tells for all
-            spread: Any = spread_over(cls, config.num_ledgers)
-            options = spread.isolated_options(options, f"0of{config.num_ledgers}")
-        checked = cls.Config(**options)
+        checked = cls.Config(**config.options)
+        if config.num_ledgers > 1:
+            checked = spread_over(cls, config.num_ledgers).first_of(checked)
         if not cls.outlives_owner(checked):
             raise
         journal = _journal_of(checked)
         if journal is not None and not journal.is_dir():
             raise BackendUnavailableError(
-                f"no store runs, and the durable folder holds none: there is no {journal}.",
+                f"no store was reached, and the durable folder holds none: there is no {journal}. {error.message}",
                 retryable=error.retryable,
                 hint="Correct the path in the config, or bootstrap a store with connect(config). This command makes "
                 "none.",

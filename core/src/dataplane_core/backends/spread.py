@@ -103,9 +103,15 @@ class SpreadBackend(Backend):
         return found | {key: self._options[key] for key in names if key in self._options}
 
     @classmethod
+    def first_of(cls, config: Any) -> Any:
+        """The options of the first store, which tells for all."""
+        options = cls.isolated_options(config.model_dump(exclude_unset=True), f"0of{cls.num_ledgers}")
+        return cls.store_class.Config.model_validate(options)
+
+    @classmethod
     def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
-        """As the backend's."""
-        return cls.store_class.diagnose(config, deadline=deadline)
+        """As the backend's, of the first store."""
+        return cls.store_class.diagnose(cls.first_of(config), deadline=deadline)
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Starts the stores, or attaches to them, one after the other."""
@@ -184,7 +190,7 @@ def _named(number: int, unit: UnitInfo) -> UnitInfo:
     return replace(unit, name=f"{number}{_SEPARATOR}{unit.name}")
 
 
-def spread_over(cls: type[Backend], num_ledgers: int) -> type[Backend]:
+def spread_over(cls: type[Backend], num_ledgers: int) -> type[SpreadBackend]:
     """The backend class whose partitions are spread over several stores of a class.
 
     Args:

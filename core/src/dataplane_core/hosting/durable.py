@@ -105,10 +105,11 @@ def lock_folder(folder: Path, holds: str, patience_s: float, name: str = "") -> 
 
 def _make_folder(folder: Path, mode: int = 0o700) -> None:
     if not folder.is_dir():
-        if os.path.lexists(folder):
-            raise NotADirectoryError(f"{folder} is no folder")
         _make_folder(folder.parent, 0o777)  # as others make them
-        folder.mkdir(mode=mode, exist_ok=True)
+        try:
+            folder.mkdir(mode=mode, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(f"{folder} is no folder") from None
         with contextlib.suppress(PermissionError):  # a folder may be one that can be written, and not listed
             sync_path(folder.parent)
 

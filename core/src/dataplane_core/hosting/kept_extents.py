@@ -15,8 +15,10 @@ checks it before the extent is read.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
+import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -44,6 +46,10 @@ _FEW_BYTES: Final = 64 << 10
 _STEP: Final = 4 << 20
 #: Room that no extent needs is freed when it is more than this share of what extents may take.
 _SPARE_SHARE: Final = 0.25
+#: So much of the file system is left to the journal, which must be able to say what is cleared.
+_JOURNAL_BYTES: Final = 4 << 20
+#: Seconds after which a put that found the file system full asks again.
+_ASK_AGAIN_S: Final = 1.0
 _DIGEST_BYTES: Final = 16
 _PREFIX: Final = "extent "
 
@@ -113,6 +119,7 @@ class KeptExtents(ExtentService):
         self._to_check: dict[int, bytes] = {}  # write id -> the digest that its bytes must have
         self._left: list[Extent] = []  # clients of the process before use them; free as soon as they do not
         self._hashing: tuple[int, int, Any] | None = None  # a write, how much of it is hashed, and the state
+        self._full_at: int | None = None  # how many bytes the file system had left when it had too few
         self._restore(live, same_memory)
 
     @property
@@ -232,12 +239,14 @@ class KeptExtents(ExtentService):
             except OSError as error:
                 self.stop_writing(holds, put)
                 self.forget(each.write_id for each in wanted)
-                raise CapacityExceededError(
-                    f"the file system of the durable folder has no room for this put: {error}.",
-                    retryable=True,
-                    hint="Make room there, or clear samples.",
-                ) from error
+                self._full_at = self._arena.free_bytes
+                raise _full() from error
         return offsets
+
+    def check_room(self) -> None:
+        """As `ExtentService.check_room`: the file system was full, and nothing was freed since then."""
+        if self._full_at is not None and self._arena.free_bytes <= self._full_at + _BLOCK:
+            raise _full()
 
     def stop_writing(self, holds: Holds, put: int) -> None:
         """As `ExtentService.stop_writing`."""
@@ -354,6 +363,8 @@ class KeptExtents(ExtentService):
         missing = first + np.flatnonzero(~self._has_room[first:last])
         if (np.count_nonzero(self._has_room) + len(missing)) * _BLOCK > self._most_bytes * (1 + _SPARE_SHARE):
             self._free_spare()
+        if missing.size and self._arena.free_bytes < len(missing) * _BLOCK + _JOURNAL_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for start, stop in _runs(missing):
             self._arena.give_room(start * _BLOCK, min(stop * _BLOCK, self._arena.size_bytes))
             self._has_room[start:stop] = True
@@ -404,6 +415,7 @@ class KeptExtents(ExtentService):
         return extent
 
     def _free(self, extent: Extent) -> None:
+        self._full_at = None
         if self._is_used(extent):
             self._left.append(extent)
         else:
@@ -425,6 +437,15 @@ def _payload_of(kept: _Kept, extent: Extent, live: Sequence[int] | None) -> Payl
     for position in () if live is None else set(range(kept.num_positions)).difference(live):
         payload.drop(position)
     return payload
+
+
+def _full() -> CapacityExceededError:
+    return CapacityExceededError(
+        "the file system of the durable folder has no room for this put.",
+        retryable=True,
+        ask_again_s=_ASK_AGAIN_S,
+        hint="Make room there, or clear samples.",
+    )
 
 
 def digest_of(data: Bytes) -> bytes:

@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 _VERSION: Final = 2
 #: The length of what follows, and its CRC-32: a damaged length must not make the frames after it look unfinished.
 _LENGTH: Final = struct.Struct(">II")
+#: The map of each frame begins with its time, after the byte that says how long the map is.
+_FIRST: Final = pack_msgpack("at") + b"\xcb"
 _NAME: Final = "journal"
 #: The exit status of a process that may answer nobody any more.
 _EXIT_STATUS: Final = 70
@@ -317,8 +319,10 @@ class JournalFile:
 
     def finish(self) -> None:
         """Says that nothing follows: from now on, a damaged record is no record that was not written whole."""
-        with self._lock, suppress(BackendUnavailableError):  # the disk is full
-            self._write({"end": True}, Entry(self.now(), None))
+        with suppress(OSError):  # the disk is full, or another process has the journal
+            self.commit()
+            with self._lock:
+                self._write({"end": True}, Entry(self.now(), None))
 
     def close(self) -> None:
         """Closes the file. The journal stays."""
@@ -439,10 +443,13 @@ def _was_whole(data: bytes, start: int) -> bool:
     If the power is cut, the disk may have later parts of the file and not earlier ones. So where the disk is waited
     for, a later frame counts only if the disk had this one by then.
     """
-    for at in range(start + 1, len(data) - _LENGTH.size):
-        packed, _ = _frame_at(data, at)
+    found = data.find(_FIRST, start)
+    while found >= 0:
+        at = found - 1 - DIGEST_BYTES - _LENGTH.size
+        packed = _frame_at(data, at)[0] if at > start else None
         if packed is not None and unpack_msgpack(packed).get("synced", len(data)) > start:
             return True
+        found = data.find(_FIRST, found + 1)
     return False
 
 

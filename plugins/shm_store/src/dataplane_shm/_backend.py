@@ -129,11 +129,12 @@ class ShmBackend(LedgerBackend):
             self._folder.claim(deadline)
             self._launch(deadline)
         self._session, about, arena = open_store(self._folder, deadline)
-        if self.config.durable is not None and about.folder != os.path.realpath(self.config.durable):
+        named = None if self.config.durable is None else os.path.realpath(self.config.durable)
+        if named not in (None, about.folder):
             where = "in memory" if about.folder is None else f"in {about.folder}"
             raise ConfigError(
                 f"connect refused: the store of namespace '{self.config.namespace}' keeps its rows {where}, not in "
-                f"{self.config.durable}.",
+                f"{named}.",
                 hint="Give each store a `namespace` of its own.",
             )
         shared = {"capacity_bytes": about.capacity_bytes, "on_full": about.on_full, "sync": about.sync}

@@ -82,6 +82,7 @@ class Store(LedgerHost):
 
     def _begin(self, request: Begin, client: _Client) -> Begun:
         put = request.put
+        self._extents.check_room()  # before anything of the put is recorded, which takes room as well
         write_id = self._ledger.call(put)
         self._sweep()  # the ledger gave up puts of before
         wanted = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -46,12 +46,15 @@ class ShmConfig(CapacityOptions):
     """How many threads copy a large put or read, with the one that calls. By default up to 4 of the cores that the
     process may use and that torch's threads do not hold. 1: the calling thread alone."""
 
-    @field_validator("durable")
+    @field_validator("durable", mode="before")
     @classmethod
-    def _named(cls, folder: Path | None) -> Path | None:
-        if folder == Path():
-            raise ValueError("'durable' names no folder")
-        return None if folder is None else folder.expanduser()
+    def _named(cls, folder: Any) -> Any:
+        if folder == "":
+            raise ValueError("it names no folder")
+        try:
+            return Path(folder).expanduser() if isinstance(folder, (str, Path)) else folder
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -89,6 +89,7 @@ class _Search:
         ask_at: When they are asked next, or the unit is created without it.
         node: The node that has it.
         num_begun: How often the unit was created without it.
+        why: What Ray said when it gave the unit up last.
     """
 
     place: str
@@ -98,6 +99,7 @@ class _Search:
     ask_at: float = field(default_factory=time.monotonic)
     node: str | None = None
     num_begun: int = 0
+    why: str = ""
 
 
 @dataclass(slots=True)
@@ -277,6 +279,7 @@ class Keeper:
                 self._book.failed(name, cause(answer))
             else:  # its place is looked for, as after the end of a node
                 _logger.warning("%s ended for good, and is created again: %s", name, cause(answer))
+                self._look_for(name, self._book.place_of(name), cause(answer))
             return
         self._searches.pop(name, None)  # it is tried again where it is; if it moves, its place is looked for anew
         known = data_plane_error(answer)
@@ -284,12 +287,14 @@ class Keeper:
             self._book.failed(name, cause(answer))
             ray.kill(self._handles.pop(actor), no_restart=True)
 
-    def _look_for(self, name: str, place: str) -> None:
-        """Begins to look for the place of a unit, or goes on with it."""
-        has_rows = self._book.waits(name, "")
-        if name not in self._searches:
-            self._searches[name] = _Search(place, time.monotonic() + (self._wait_s if has_rows else 0.0))
-        self._searches[name].looks = True
+    def _look_for(self, name: str, place: str, why: str = "") -> None:
+        """Begins to look for the place of a unit, or goes on with it. ``why``: what Ray said when it gave it up."""
+        search = self._searches.get(name)
+        why = why or ("" if search is None else search.why)
+        has_rows = self._book.waits(name, why)
+        if search is None:
+            search = self._searches[name] = _Search(place, time.monotonic() + (self._wait_s if has_rows else 0.0))
+        search.looks, search.why = True, why
 
     def _search(self) -> None:
         """Looks for nodes that have the places of units which run elsewhere or nowhere, and moves the units there."""

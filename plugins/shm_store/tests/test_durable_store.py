@@ -456,6 +456,19 @@ def test_the_journal_has_room_when_the_arena_gets_none(folder, monkeypatch):
     life.close()
 
 
+def test_a_put_that_is_too_large_for_the_file_system_keeps_no_smaller_one_out(folder, monkeypatch):
+    life = Life(folder)
+    life.register()
+    monkeypatch.setattr(KeptExtents, "_give_room", lambda _, extent: no_space() if extent.size_bytes > 1000 else None)
+    monkeypatch.setattr(Arena, "free_bytes", 0)
+    for length in (5000, 5000, 2000):
+        with pytest.raises(CapacityExceededError, match="the file system of the durable folder has no room"):
+            life.put(["a"], length, 1)
+    life.put(["a"], 100, 1)
+    assert life.read(["a"]) == [bytes([1]) * 100]
+    life.close()
+
+
 def journal_bytes(folder):
     return sum(each.stat().st_size for each in folder.glob("journal/*/journal"))
 

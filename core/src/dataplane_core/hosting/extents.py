@@ -166,8 +166,8 @@ class ExtentService:
             self._payloads[each.write_id] = Payload(extent, each.layout, *(each.num_rows,) * 3)
         return [extent.offset for extent in extents]
 
-    def check_room(self) -> None:
-        """Raises `CapacityExceededError` if no put can get room now, whatever it needs."""
+    def check_room(self, size_bytes: int) -> None:
+        """Raises `CapacityExceededError` if it is known that a put of so many bytes can get no room now."""
 
     def keep(self, put: int, digests: Sequence[bytes] | None = None) -> None:
         """The bytes of a put are there, which is still pinned. What outlives its process notes where they lie.

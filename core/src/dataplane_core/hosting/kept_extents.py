@@ -119,7 +119,8 @@ class KeptExtents(ExtentService):
         self._to_check: dict[int, bytes] = {}  # write id -> the digest that its bytes must have
         self._left: list[Extent] = []  # clients of the process before use them; free as soon as they do not
         self._hashing: tuple[int, int, Any] | None = None  # a write, how much of it is hashed, and the state
-        self._full_at: int | None = None  # how many bytes the file system had left when it had too few
+        #: The size of the last put that got no room of the file system, and how much that had left.
+        self._refused: tuple[int, int] | None = None
         self._restore(live, same_memory)
 
     @property
@@ -239,13 +240,16 @@ class KeptExtents(ExtentService):
             except OSError as error:
                 self.stop_writing(holds, put)
                 self.forget(each.write_id for each in wanted)
-                self._full_at = self._arena.free_bytes
+                self._refused = sum(each.layout.size_bytes for each in wanted), self._arena.free_bytes
                 raise _full() from error
         return offsets
 
-    def check_room(self) -> None:
-        """As `ExtentService.check_room`: the file system was full, and nothing was freed since then."""
-        if self._full_at is not None and self._arena.free_bytes <= self._full_at + _BLOCK:
+    def check_room(self, size_bytes: int) -> None:
+        """As `ExtentService.check_room`: the file system had no room for so many, and nothing was freed since then."""
+        if self._refused is None:
+            return
+        refused_bytes, free_bytes = self._refused
+        if size_bytes >= refused_bytes and self._arena.free_bytes <= free_bytes + _BLOCK:
             raise _full()
 
     def stop_writing(self, holds: Holds, put: int) -> None:
@@ -415,7 +419,7 @@ class KeptExtents(ExtentService):
         return extent
 
     def _free(self, extent: Extent) -> None:
-        self._full_at = None
+        self._refused = None
         if self._is_used(extent):
             self._left.append(extent)
         else:

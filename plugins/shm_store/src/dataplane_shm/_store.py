@@ -82,9 +82,8 @@ class Store(LedgerHost):
 
     def _begin(self, request: Begin, client: _Client) -> Begun:
         put = request.put
-        self._extents.check_room(
-            sum(layout.size_bytes for layout in request.layouts)
-        )  # before anything of the put is recorded, which takes room as well
+        # before anything of the put is recorded, which takes room as well
+        self._extents.check_room(sum(layout.size_bytes for layout in request.layouts))
         write_id = self._ledger.call(put)
         self._sweep()  # the ledger gave up puts of before
         wanted = [

@@ -1,4 +1,7 @@
-"""A store in a folder, in the ledger's process: what was committed comes back, and nothing else, whenever it ends."""
+"""A store in a folder, in the ledger's process: what was committed comes back, and nothing else, whenever it ends.
+
+One file, since all of it acts through `Life`: a store that is killed and started again in this process.
+"""
 
 import errno
 import os

@@ -60,7 +60,7 @@ class ClientFacts:
 
     @property
     def _connection(self) -> Connection:
-        raise NotImplementedError  # each of the two says how it comes to its own
+        raise NotImplementedError  # each of the two clients gets at its connection in its own way
 
     @property
     def backend_name(self) -> str:

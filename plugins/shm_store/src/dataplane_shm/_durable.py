@@ -61,7 +61,7 @@ class DurableStore(Store):
                 sync=sync,
                 touch_ahead_bytes=touch_ahead_bytes,
             )
-        except BackendUnavailableError:
+        except BackendUnavailableError:  # it is an OSError too, and says already what is wrong
             raise
         except OSError as error:
             raise BackendUnavailableError(f"the folder {folder} cannot be used: {error}.", retryable=False) from error

@@ -64,7 +64,7 @@ def _durable_ledger(journal: Path, capacity_bytes: int | None, sync: bool, must_
         lock_folder(journal.parent, journal.name, ENDING_S)  # until this process ends
         ledger = RecordedLedger(journal, capacity_bytes, sync=sync, must_exist=must_exist)
         sync_path(journal.parent)  # which has the journal now
-    except BackendUnavailableError:
+    except BackendUnavailableError:  # it is an OSError too, and says already what is wrong
         raise
     except OSError as error:
         raise BackendUnavailableError(

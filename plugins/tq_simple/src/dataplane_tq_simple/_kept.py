@@ -134,9 +134,9 @@ def open_place(
                 finally:
                     os.close(lock)
                 _logger.error("the rows of a storage unit are lost: %s They are left in %s.", error, aside)
+    except BackendUnavailableError:  # it is an OSError too, and says already what is wrong
+        raise
     except OSError as error:
-        if isinstance(error, BackendUnavailableError):
-            raise
         why = error.strerror or error  # not the name that a damaged place would have got, which is another each time
         raise BackendUnavailableError(f"the folder {path} cannot be used: {why}.", retryable=False) from error
 

@@ -49,6 +49,7 @@ from dataplane_redis._protocol import (
     Parts,
     is_moving,
     is_temporary_refusal,
+    is_untrusted,
     left_s,
     pack,
     redirection_of,
@@ -551,14 +552,15 @@ class Link:
             except (RedisError, OSError, NoPrimaryError) as error:
                 if self.address == address:
                     self._switch_to(_UNNAMED)
-                if isinstance(error, (AuthenticationError, NoPermissionError)):
+                if isinstance(error, (AuthenticationError, NoPermissionError)) or is_untrusted(error):
                     self.raise_error(what, error)
-                if not _is_early(deadline, _POLL_S):
-                    raise BackendUnavailableError(
-                        f"{what} failed: {self.label} had no primary that answers until the deadline: {error}",
-                        hint="Nothing was sent: call again. If it lasts, see what the sentinels' logs say.",
-                    ) from error
-            time.sleep(_POLL_S)
+                why = error
+            time.sleep(max(0.0, min(_POLL_S, deadline - time.monotonic())))
+            if time.monotonic() >= deadline:  # looked at only here, where there is a reason to tell
+                raise BackendUnavailableError(
+                    f"{what} failed: {self.label} had no primary that answers until the deadline: {why}",
+                    hint="Nothing was sent: call again. If it lasts, see what the sentinels' logs say.",
+                ) from why
 
     def _greet(self, connection: Any, told: Acknowledgements | None, deadline: float) -> None:
         """Asks a new connection whether it is to a primary, and which history it meets. Raises what redis-py raises."""

@@ -9,6 +9,7 @@ A row is what one put wrote of one sample: its frames, joined in the format of `
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
@@ -243,6 +244,11 @@ def is_temporary_refusal(error: BaseException | None) -> bool:
     )
 
 
+def is_untrusted(error: BaseException) -> bool:
+    """Whether the certificate of the other side is refused: a later try will meet the same one."""
+    return isinstance(error.__context__, ssl.SSLCertVerificationError)
+
+
 def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
     """The error of an operation for one of redis-py. Its ``outcome`` is that of the one command which met the error."""
     if isinstance(error, (redis.TimeoutError, TimeoutError)):
@@ -280,6 +286,13 @@ def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
             f"{what} refused: {label} is a cluster that is moving this namespace to another node.",
             hint="Ask again: the next call goes to the node that serves it then.",
             outcome="not_done",
+        )
+    if is_untrusted(error):
+        return BackendUnavailableError(
+            f"{what} failed: the certificate that was shown for {label} is refused: {error.__context__}.",
+            retryable=False,
+            hint="Check that ssl_ca_certs of the url is the authority that signed it, and that it is made for the host "
+            "that the url names.",
         )
     if isinstance(error, (redis.ConnectionError, OSError)):
         return BackendUnavailableError(

@@ -18,6 +18,8 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
+from dataplane_redis._protocol import is_untrusted
+
 #: The schemes of a service, and those of its servers.
 SENTINEL_SCHEMES: Final = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 #: Seconds that a sentinel may take to answer, before the next one is asked.
@@ -87,8 +89,10 @@ class Service:
             NoPrimaryError: No sentinel names one.
             UnknownServiceError: They do not know the service.
             AuthenticationError, NoPermissionError: A sentinel refuses the user.
+            RedisError: We refuse the certificates of all sentinels.
         """
         reasons: list[str] = []
+        untrusted: list[Exception] = []
         known: set[str] = set()
         behind: list[tuple[int, tuple[str, int], dict[str, Any]]] = []
         for place in list(self.sentinels):
@@ -98,6 +102,7 @@ class Service:
             name, found = f"{place[0]}:{place[1]}", self._ask(place, left_s)
             if isinstance(found, Exception):
                 reasons.append(f"{name}: {found}")
+                untrusted += [found] * is_untrusted(found)
                 continue
             known |= found.keys()
             state = found.get(self.name)
@@ -114,6 +119,8 @@ class Service:
             return self._chosen(*max(behind, key=lambda each: each[0])[1:])
         if len(reasons) == len(self.sentinels) and all(each.endswith("does not watch it") for each in reasons):
             raise UnknownServiceError(", ".join(sorted(known)) or "none")
+        if len(untrusted) == len(self.sentinels):
+            raise untrusted[0]
         raise NoPrimaryError("; ".join(reasons) or "no sentinel was asked in time")
 
     def _chosen(self, place: tuple[str, int], state: dict[str, Any]) -> tuple[str, int]:

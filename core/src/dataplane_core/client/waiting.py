@@ -17,8 +17,8 @@ from dataplane_core.spec import Bell, Claim, ClaimRequest, Wake
 
 #: Claims that began together tell why they wait within so much more of the time, not all at once.
 _SPREAD: Final = 0.25
-#: Seconds that the last question of a waiting claim may take after its timeout.
-_LAST_ASK_S: Final = 1.0
+#: Seconds that the last question of a waiting claim may take after its timeout: a busy store still says why.
+_LAST_ASK_S: Final = 5.0
 
 
 class ClaimWait:

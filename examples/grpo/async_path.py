@@ -34,7 +34,7 @@ from dataplane_integrations.replay import (
 )
 from dataplane_integrations.rollout import RolloutReceipt
 
-from .cluster import Actors, reporting
+from .cluster import Actors
 from .config import RunConfig
 from .data_path import Draw, Scores, Traffic, score
 from .errors import RunFailedError
@@ -114,19 +114,18 @@ class AsyncPath(DataPlanePath):
 
     def start(self, actors: Actors, draw: Draw) -> None:
         super().start(actors, draw)
-        with reporting():
-            policy = self._require()
-            self._open_step(0, None)
-            self._buffer = ReplayBuffer(
-                policy.client,
-                self.partition,
-                InOrderPolicy(max_staleness=self._staleness, groups_per_version=self._prompts_per_step),
-                group_size=self._config.grpo.answers_per_prompt,
-                num_prompts=None if self._last_step is None else self._last_step * self._prompts_per_step,
-            )
-            self._collector = Collector(
-                self._buffer, self._roll_out, groups_per_call=self._prompts_per_step, max_failures=1
-            )
+        policy = self._require()
+        self._open_step(0, None)
+        self._buffer = ReplayBuffer(
+            policy.client,
+            self.partition,
+            InOrderPolicy(max_staleness=self._staleness, groups_per_version=self._prompts_per_step),
+            group_size=self._config.grpo.answers_per_prompt,
+            num_prompts=None if self._last_step is None else self._last_step * self._prompts_per_step,
+        )
+        self._collector = Collector(
+            self._buffer, self._roll_out, groups_per_call=self._prompts_per_step, max_failures=1
+        )
 
     def hand_over(self, step: int, push: Callable[[], ObjectRef]) -> None:
         """Queues the newest weights after the rollouts that use the present ones. Does not wait."""
@@ -144,13 +143,12 @@ class AsyncPath(DataPlanePath):
     def collect(self, step: int) -> Scores:
         """Waits until the rows of a step have been generated, and returns what the driver needs of them."""
         buffer, _ = self._started()
-        with reporting():
-            try:
-                self._meta = buffer.select(self._prompts_per_step, timeout_s=self._timeout_s)
-            except CollectorFailedError as error:
-                if isinstance(error.__cause__, WorkerFailedError):  # says it better
-                    raise error.__cause__ from None
-                raise
+        try:
+            self._meta = buffer.select(self._prompts_per_step, timeout_s=self._timeout_s)
+        except CollectorFailedError as error:
+            if isinstance(error.__cause__, WorkerFailedError):  # says it better
+                raise error.__cause__ from None
+            raise
         self._step = step
         self._training_began = self._clock()
         tags = self._meta.tags or []
@@ -175,7 +173,7 @@ class AsyncPath(DataPlanePath):
         """See `DataPath.save`. Waits for running rollouts, and saves the ready rows with the state of the buffer."""
         buffer, collector = self._started()
         self._await_begun(self._step + self._staleness)
-        with reporting(), collector.quiet(self._timeout_s):
+        with collector.quiet(self._timeout_s):
             save_replay(folder / _REPLAY_FOLDER, self._require().client, buffer=buffer)
 
     def restore(self, folder: Path, step: int) -> None:

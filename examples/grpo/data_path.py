@@ -24,9 +24,10 @@ from torch.nn import functional
 
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
+from dataplane_integrations.ray import wait_for_all
 from dataplane_integrations.trainer.batching import Batching, DynamicBatching, SequencePacking
 
-from .cluster import Actors, wait_for
+from .cluster import Actors
 from .config import RunConfig
 from .megatron_workers import MegatronPolicyWorker
 from .rollout import RolloutCarry, RolloutWorker
@@ -108,7 +109,8 @@ class DataPath(ABC):
             step: The step that is about to begin.
             push: Sends them; what it returns is done when they have arrived.
         """
-        wait_for({"rollout worker": push()}, self._timeout_s, f"handing over the weights in step {step}")
+        doing = f"handing over the weights in step {step}"
+        wait_for_all({"rollout worker": push()}, timeout_s=self._timeout_s, doing=doing)
 
     @abstractmethod
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
@@ -185,7 +187,8 @@ class InMemoryPath(DataPath):
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
         self._step = step
         call = self._actors.rollout.generate.remote(step, prompts, self._config.grpo.answers_per_prompt)
-        [(batch, carry)] = wait_for({"rollout worker": call}, self._timeout_s, f"generating in step {step}")
+        doing = f"generating in step {step}"
+        [(batch, carry)] = wait_for_all({"rollout worker": call}, timeout_s=self._timeout_s, doing=doing)
         width = common_width(carry.input_lengths, self._config)
         self._batch = _pad_to(batch, width)
         self._traffic.bytes_put += _size_bytes(batch)
@@ -239,7 +242,7 @@ class InMemoryPath(DataPath):
             f"policy worker {rank}": getattr(worker, method).remote(shards[rank // self._config.tensor_parallel], *args)
             for rank, worker in enumerate(self._actors.workers)
         }
-        return wait_for(calls, self._timeout_s, f"running {method} in step {self._step}")
+        return wait_for_all(calls, timeout_s=self._timeout_s, doing=f"running {method} in step {self._step}")
 
 
 def score(problems: Sequence[Problem], answers: Sequence[str]) -> list[float]:

@@ -31,7 +31,7 @@ from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 from dataplane_integrations.trainer.megatron import MegatronDataPlaneMixin
 
 from .checkpoint import run_digest
-from .cluster import Actors, reporting
+from .cluster import Actors
 from .config import RunConfig
 from .data_path import DataPath, Draw, Traffic, batching_of, summarize_training
 from .errors import UserError
@@ -171,17 +171,16 @@ class DataPlanePath(DataPath):
         self._actors = actors
         self._draw = draw
         dp_ranks = [rank // self._config.tensor_parallel for rank in range(len(actors.workers))]
-        with reporting():
-            self._policy = DataPlanePolicy(
-                RayWorkerGroup(actors.workers, dp_ranks),
-                self._plane,
-                batching=batching_of(self._config),
-                timeout_s=self._timeout_s,
-                read_ahead=self._config.portions.read_ahead,
-                clear_on_failure=not self._keeps_rows,
-            )
-            self._refuse_other_runs()
-            self._on_rollout("setup_data_plane", self._plane, doing="attaching to the data plane")
+        self._policy = DataPlanePolicy(
+            RayWorkerGroup(actors.workers, dp_ranks),
+            self._plane,
+            batching=batching_of(self._config),
+            timeout_s=self._timeout_s,
+            read_ahead=self._config.portions.read_ahead,
+            clear_on_failure=not self._keeps_rows,
+        )
+        self._refuse_other_runs()
+        self._on_rollout("setup_data_plane", self._plane, doing="attaching to the data plane")
 
     def _refuse_other_runs(self) -> None:
         """Refuses a store that holds rows which another run keeps: a resume would drop them as its own."""
@@ -198,9 +197,8 @@ class DataPlanePath(DataPath):
                 )
 
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
-        with reporting():
-            self._open_step(step, len(prompts) * self._config.grpo.answers_per_prompt)
-            self._meta, carry = self._generate(step, 0, prompts)
+        self._open_step(step, len(prompts) * self._config.grpo.answers_per_prompt)
+        self._meta, carry = self._generate(step, 0, prompts)
         return carry
 
     def _open_step(self, step: int, num_samples: int | None) -> None:
@@ -237,26 +235,22 @@ class DataPlanePath(DataPath):
 
     def put_scores(self, rewards_n: Tensor, advantages_ns: Tensor) -> None:
         columns = {"advantages": advantages_ns, "reward": rewards_n}
-        with reporting():
-            self._meta = self._require().write_to_dataplane(self._meta, columns)
+        self._meta = self._require().write_to_dataplane(self._meta, columns)
 
     def compute_prev_logprobs(self) -> None:
-        with reporting():
-            self._meta = self._require().get_logprobs_from_meta(self._meta)
+        self._meta = self._require().get_logprobs_from_meta(self._meta)
 
     def compute_reference_logprobs(self) -> None:
-        with reporting():
-            self._meta = self._require().get_reference_policy_logprobs_from_meta(self._meta)
+        self._meta = self._require().get_reference_policy_logprobs_from_meta(self._meta)
 
     def train(self, loss_fn: LossFunction) -> dict[str, float]:
         policy, portions = self._require(), self._config.portions
-        with reporting():
-            if portions.per_step == 1:
-                result = policy.train_from_meta(self._meta, loss_fn)
-            else:
-                policy.begin_train_step(loss_fn)
-                policy.train_microbatches_from_metas(self._cut(portions.per_step))
-                result = policy.finish_train_step()
+        if portions.per_step == 1:
+            result = policy.train_from_meta(self._meta, loss_fn)
+        else:
+            policy.begin_train_step(loss_fn)
+            policy.train_microbatches_from_metas(self._cut(portions.per_step))
+            result = policy.finish_train_step()
         return summarize_training([{**result, "global_loss": result["loss"]}])
 
     def _cut(self, portions: int) -> list[KVBatchMeta]:
@@ -269,12 +263,11 @@ class DataPlanePath(DataPath):
         self._require().client.mark_step(step, loss=loss, staleness=staleness)
 
     def finish_step(self, keep: Path | None) -> Traffic:
-        with reporting():
-            now = self._traffic()
-            if keep is not None:
-                self._require().client.save(keep, partitions=[self._partition])
-            if not self._keeps_rows:
-                self._drop_rows()
+        now = self._traffic()
+        if keep is not None:
+            self._require().client.save(keep, partitions=[self._partition])
+        if not self._keeps_rows:
+            self._drop_rows()
         step = Traffic(now.bytes_put - self._seen.bytes_put, now.bytes_get - self._seen.bytes_get)
         self._seen = now
         return step

@@ -20,11 +20,10 @@ from dataplane_integrations.ray import wait_for_all
 
 from .config import RaySection, RunConfig
 from .errors import UserError
-from .model import ModelConfig
 from .parallel import Layout
 from .rollout import RolloutWorker
 from .weights import PackedWeights
-from .workers import OptimizerConfig, PolicyWorker
+from .workers import PolicyWorker
 
 __all__ = ["Actors", "connect_actors", "ray_session", "required_cpus", "start_actors"]
 
@@ -135,11 +134,6 @@ def start_actors(
     worker_class: type[PolicyWorker] = PolicyWorker,
 ) -> Actors:
     """Starts the processes and returns at once; they come up while the caller does something else."""
-    model_config = ModelConfig(**config.model.model_dump())
-    optimizer_config = OptimizerConfig(
-        **config.grpo.model_dump(include={"learning_rate", "warmup_steps", "betas", "max_grad_norm"})
-    )
-
     layout = Layout(config.tensor_parallel, config.sequence_packing.enabled)
 
     def actor(cls: type) -> Any:
@@ -148,14 +142,14 @@ def start_actors(
 
     return Actors(
         rollout=actor(rollout_class)(
-            model_config,
+            config.model,
             max_new_tokens=config.grpo.max_new_tokens,
             temperature=config.grpo.temperature,
             seed=config.seed,
             prompts_per_put=config.rollouts.prompts_per_put,
         ),
         workers=[
-            actor(worker_class)(model_config, optimizer_config, rank, config.num_workers, layout)
+            actor(worker_class)(config.model, config.grpo, rank, config.num_workers, layout)
             for rank in range(config.num_workers)
         ],
     )

@@ -14,7 +14,7 @@ from dataplane_core.config import DataPlaneConfig, yaml_problem
 
 from .errors import UserError
 
-__all__ = ["RunConfig", "load_config"]
+__all__ = ["GrpoSection", "ModelConfig", "RunConfig", "load_config"]
 
 _Count = Annotated[int, Field(ge=1)]
 _Positive = Annotated[float, Field(gt=0)]
@@ -32,16 +32,19 @@ class DataSection(_Section):
     eval_prompts: Annotated[int, Field(ge=0)] = 128
 
 
-class ModelSection(_Section):
+class ModelConfig(_Section):
     """Sizes of the transformer."""
 
+    #: Size of the hidden state; a multiple of ``heads``.
     width: _Count = 64
     layers: _Count = 2
+    #: Attention heads per layer.
     heads: _Count = 4
+    #: The longest sequence, in tokens, prompt and answer together.
     context: _Count = 24
 
     @model_validator(mode="after")
-    def _check_heads(self) -> ModelSection:
+    def _check_heads(self) -> ModelConfig:
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
         return self
@@ -55,9 +58,11 @@ class GrpoSection(_Section):
     answers_per_prompt: Annotated[int, Field(ge=2)] = 8
     max_new_tokens: _Count = 6
     temperature: _Positive = 1.0
+    #: Of AdamW, after a linear rise over the first ``warmup_steps`` steps.
     learning_rate: _Positive = 2e-3
     warmup_steps: Annotated[int, Field(ge=0)] = 5
     betas: tuple[_Fraction, _Fraction] = (0.9, 0.95)
+    #: Gradients are scaled down to this norm.
     max_grad_norm: _Positive = 1.0
     clip_ratio: _Positive = 0.2
     kl_weight: Annotated[float, Field(ge=0)] = 0.005
@@ -145,7 +150,7 @@ class RunConfig(_Section):
     #: Engine of the policy workers; ``megatron`` needs ``megatron-core``.
     workers: Literal["fsdp2", "megatron"] = "fsdp2"
     data: DataSection
-    model: ModelSection = ModelSection()
+    model: ModelConfig = ModelConfig()
     grpo: GrpoSection = GrpoSection()
     dynamic_batching: DynamicBatchingSection = DynamicBatchingSection()
     sequence_packing: SequencePackingSection = SequencePackingSection()

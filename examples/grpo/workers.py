@@ -23,31 +23,15 @@ from torch.nn import functional
 
 from dataplane_core.batch import BatchedDataDict
 
+from .config import GrpoSection, ModelConfig
 from .loss import loss_mask
-from .model import ModelConfig, Transformer, token_logprobs
+from .model import Transformer, token_logprobs
 from .packing import packed_token_logprobs
 from .parallel import Layout, clip_gradients, make_mesh, pack_parallel_weights, shard_policy
 from .training_state import KeepsTrainingState, TrainingState, load_sharded_state, sharded_state
 from .weights import PackedWeights, load_packed_weights, pack_weights
 
-__all__ = ["LossFunction", "OptimizerConfig", "PolicyWorker"]
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW and its schedule: a linear rise, then a constant rate.
-
-    Attributes:
-        learning_rate: The rate after the rise.
-        warmup_steps: Optimizer steps of the rise.
-        betas: Decay rates of the moments.
-        max_grad_norm: Gradients are scaled down to this norm.
-    """
-
-    learning_rate: float = 3e-4
-    warmup_steps: int = 5
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float = 1.0
+__all__ = ["LossFunction", "PolicyWorker"]
 
 
 class LossFunction(Protocol):
@@ -80,7 +64,7 @@ class PolicyWorker(KeepsTrainingState):
     def __init__(
         self,
         model_config: ModelConfig,
-        optimizer_config: OptimizerConfig,
+        optimizer_config: GrpoSection,
         rank: int,
         world_size: int,
         layout: Layout | None = None,

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from grpo.config import load_config
+from grpo.config import ModelConfig, load_config
 from grpo.errors import UserError
-from grpo.model import ModelConfig, build_model, token_logprobs
+from grpo.model import build_model, token_logprobs
 from grpo.packing import packed_token_logprobs
 from grpo.parallel import SplitLinear, pack_parallel_weights
 from grpo.train import main
@@ -127,8 +127,9 @@ def test_weights_reach_a_megatron_model_and_come_back_as_they_were() -> None:
     """In a process of a group of one; two ranks cut them in the runs above, where the rollout worker gets them back."""
     program = """
 import torch, torch.distributed as dist
+from grpo.config import ModelConfig
 from grpo.megatron_model import build_megatron_model, load_state, megatron_token_logprobs, whole_state
-from grpo.model import ModelConfig, build_model, token_logprobs
+from grpo.model import build_model, token_logprobs
 from megatron.core import parallel_state
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -36,7 +36,7 @@ from dataplane_integrations.rollout import RolloutReceipt
 
 from .cluster import Actors
 from .config import RunConfig
-from .data_path import Draw, Scores, Traffic, score
+from .data_path import Draw, Scores, score
 from .errors import RunFailedError
 from .plane_path import DataPlanePath, PlaneRolloutWorker
 from .rollout import RolloutCarry, RolloutWorker
@@ -61,7 +61,7 @@ class AheadRolloutWorker(PlaneRolloutWorker):
         sample_ids: Sequence[str],
         tags: Sequence[dict[str, Any]],
         loaded: None,
-    ) -> tuple[RolloutReceipt, RolloutCarry, Traffic]:
+    ) -> tuple[RolloutReceipt, RolloutCarry, dict[str, Any]]:
         """As `generate_to_plane`, under given ids.
 
         Args:
@@ -74,14 +74,14 @@ class AheadRolloutWorker(PlaneRolloutWorker):
                 weights a failure of this call.
 
         Returns:
-            The receipt for the rows, the carry, and what this process has moved so far.
+            The receipt for the rows, the carry, and what this process' client did so far.
         """
         batch, carry = self.generate(step, prompts, answers_per_prompt)
         with_lengths = [{**row, "input_lengths": length} for row, length in zip(tags, carry.input_lengths, strict=True)]
         receipt = self._first_write(
             batch, sample_ids=sample_ids, partition_id=AsyncPath.partition, carry_fields=(), tags=with_lengths
         )
-        return receipt, carry, self.data_plane_traffic()
+        return receipt, carry, self.data_plane_metrics()
 
 
 class AsyncPath(DataPlanePath):
@@ -110,7 +110,7 @@ class AsyncPath(DataPlanePath):
         self._loaded: ObjectRef | None = None
         self._last_begun = 0
         self._generated: dict[int, tuple[float, float]] = {}
-        self._rollout_traffic = Traffic()
+        self._newest_metrics: dict[str, Any] = {}
 
     def start(self, actors: Actors, draw: Draw) -> None:
         super().start(actors, draw)
@@ -206,11 +206,11 @@ class AsyncPath(DataPlanePath):
             self._last_begun = step
             self._changed.notify_all()
         doing = f"generating for step {step}"
-        [(receipt, carry, traffic)] = wait_for_all({"rollout worker": call}, timeout_s=self._timeout_s, doing=doing)
+        [(receipt, carry, metrics)] = wait_for_all({"rollout worker": call}, timeout_s=self._timeout_s, doing=doing)
         receipt.meta.stamp_tags({"reward": score(problems, carry.answers)})
         with self._changed:
             self._generated[step] = (began, self._clock())
-            self._rollout_traffic = traffic
+            self._newest_metrics = metrics
         meta: KVBatchMeta = receipt.meta
         return meta
 
@@ -242,8 +242,6 @@ class AsyncPath(DataPlanePath):
         """Seconds since the start of this process's run."""
         return round(time.monotonic() - self._clock_start, 4)
 
-    def _traffic(self) -> Traffic:
+    def _rollout_metrics(self) -> dict[str, Any]:
         with self._changed:
-            rollout = self._rollout_traffic
-        rest = self._traffic_of(self._actors.worker_names())
-        return Traffic(rollout.bytes_put + rest.bytes_put, rollout.bytes_get + rest.bytes_get)
+            return self._newest_metrics

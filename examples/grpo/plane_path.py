@@ -15,16 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ray.actor import ActorHandle
 from torch import Tensor
 
 from dataplane_core.batch import BatchedDataDict
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.middleware import Metrics
+from dataplane_core.middleware import merge_snapshots
 from dataplane_core.schema import DP_TRAIN_FIELDS
 from dataplane_integrations import DataPlanePolicy
-from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
 from dataplane_integrations.rollout import DataPlaneRolloutMixin, FoundRollouts, mint_sample_ids, missing_groups
 from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
@@ -48,24 +45,7 @@ _FIELDS = [*DP_TRAIN_FIELDS, "reward"]
 _FURTHER_DRAWS = 1_000_000
 
 
-def _traffic_of(client: DataPlaneClient) -> Traffic:
-    """Payload bytes that a client has put and got so far, as its metrics middleware counted them."""
-    total = Traffic()
-    for plugin in client.middleware:
-        if isinstance(plugin, Metrics):
-            operations = plugin.snapshot()["operations"]
-            total.bytes_put += operations.get("put_samples", {}).get("n_bytes", 0)
-            total.bytes_get += operations.get("get_samples", {}).get("n_bytes", 0)
-    return total
-
-
-class _CountsTraffic(DataPlaneClientMixin):
-    def data_plane_traffic(self) -> Traffic:
-        """What this process moved since it attached."""
-        return _traffic_of(self._require_dp_client())
-
-
-class PlaneRolloutWorker(_CountsTraffic, DataPlaneRolloutMixin, RolloutWorker):
+class PlaneRolloutWorker(DataPlaneRolloutMixin, RolloutWorker):
     """The rollout worker, writing what it generates to the store."""
 
     def generate_portion(
@@ -110,7 +90,7 @@ class PlaneRolloutWorker(_CountsTraffic, DataPlaneRolloutMixin, RolloutWorker):
             )
 
 
-class _PadsAnswers(_CountsTraffic):
+class _PadsAnswers:
     def _pad_value_dict(self) -> dict[str, int | float]:
         return {"input_ids": PAD_ID}
 
@@ -299,12 +279,11 @@ class DataPlanePath(DataPath):
         return wait_for_all({"rollout worker": call}, timeout_s=self._timeout_s, doing=doing)[0]
 
     def _traffic(self) -> Traffic:
-        """What all processes moved so far."""
-        return self._traffic_of(self._actors.names())
+        """What all processes moved so far: payload bytes, as the metrics middleware counted them."""
+        operations = merge_snapshots([self._require().metrics(), self._rollout_metrics()])["operations"]
+        put, got = (operations.get(name, {}).get("n_bytes", 0) for name in ("put_samples", "get_samples"))
+        return Traffic(put, got)
 
-    def _traffic_of(self, actors: Mapping[str, ActorHandle]) -> Traffic:
-        """What these and the driver moved so far."""
-        calls = {name: actor.data_plane_traffic.remote() for name, actor in actors.items()}
-        parts = wait_for_all(calls, timeout_s=self._timeout_s, doing="counting the bytes moved")
-        parts.append(_traffic_of(self._require().client))
-        return Traffic(sum(part.bytes_put for part in parts), sum(part.bytes_get for part in parts))
+    def _rollout_metrics(self) -> dict[str, Any]:
+        metrics: dict[str, Any] = self._on_rollout("data_plane_metrics", doing="counting the bytes moved")
+        return metrics

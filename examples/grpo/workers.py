@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import ray
@@ -28,7 +29,7 @@ from .loss import loss_mask
 from .model import Transformer, token_logprobs
 from .packing import packed_token_logprobs
 from .parallel import Layout, clip_gradients, make_mesh, pack_parallel_weights, shard_policy
-from .training_state import KeepsTrainingState, TrainingState, load_sharded_state, sharded_state
+from .training_state import read_state, write_state
 from .weights import PackedWeights, load_packed_weights, pack_weights
 
 __all__ = ["LossFunction", "PolicyWorker"]
@@ -53,7 +54,7 @@ class _OpenStep:
     metrics: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
-class PolicyWorker(KeepsTrainingState):
+class PolicyWorker:
     """One data-parallel rank: a shard of the policy and its optimizer, and a frozen copy of the reference policy."""
 
     mesh: DeviceMesh
@@ -245,13 +246,13 @@ class PolicyWorker(KeepsTrainingState):
         """Drops the gradients of the portions."""
         self.optimizer.zero_grad()
 
-    def training_state(self) -> TrainingState:
-        """See `KeepsTrainingState`: this rank's shards of weights and moments, and the schedule."""
-        return sharded_state(self.model, self.optimizer, self._schedule)
+    def write_training_state(self, folder: Path) -> None:
+        """Writes this rank's shards of weights and moments, and the schedule, into ``folder``; see `write_state`."""
+        write_state(folder, self.rank, self.model, self.optimizer, self._schedule)
 
-    def load_training_state(self, state: TrainingState) -> None:
-        """See `KeepsTrainingState`. The reference policy stays as `setup` got it."""
-        load_sharded_state(state, self.model, self.optimizer, self._schedule)
+    def read_training_state(self, folder: Path) -> None:
+        """Takes over what `write_training_state` wrote. The reference policy stays as `setup` got it."""
+        read_state(folder, self.rank, self.model, self.optimizer, self._schedule)
 
     def _optimizer_step(self) -> float:
         norm = self._clip_gradients()

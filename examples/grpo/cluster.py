@@ -46,9 +46,9 @@ class Actors:
         return {f"policy worker {i}": worker for i, worker in enumerate(self.workers)}
 
 
-def required_cpus(config: RunConfig, extra: float = 0.0) -> float:
-    """Logical CPUs that the actors of a run ask Ray for, plus ``extra`` for those of the data path."""
-    return config.ray.cpus_per_actor * (1 + config.num_workers) + extra
+def required_cpus(config: RunConfig) -> float:
+    """Logical CPUs that the actors of a run ask Ray for."""
+    return config.ray.cpus_per_actor * (1 + config.num_workers)
 
 
 @contextlib.contextmanager

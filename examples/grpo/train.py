@@ -125,7 +125,7 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
         for file in (events, found):  # of an earlier run
             file.unlink(missing_ok=True)
 
-    with ray_session(config.ray, required_cpus(config, path.extra_cpus)):
+    with ray_session(config.ray, required_cpus(config)):
         torch.set_num_threads(1)  # as in the actors: more threads would change the last bits
         actors = start_actors(config, path.rollout_class, path.worker_classes[config.workers])
         print(f"{len(train_problems)} prompts to train on, {len(eval_problems)} to evaluate, from {config.data.file}")

@@ -10,7 +10,7 @@ import yaml
 from grpo import config as grpo_config
 from grpo.cluster import ray_session, required_cpus
 from grpo.config import RunConfig, load_config
-from grpo.data_path import common_width, summarize_training
+from grpo.data_path import summarize_training
 from grpo.errors import UserError
 
 SHIPPED = Path(grpo_config.__file__).parent / "config.yaml"
@@ -64,15 +64,10 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
 def test_too_few_cpus_are_refused_before_ray_starts() -> None:
     config = load_config(SHIPPED, {"ray.num_cpus": 1})
     with (
-        pytest.raises(UserError, match=r"ask for 2\.5, ray\.num_cpus is 1\."),
-        ray_session(config.ray, required_cpus(config, extra=1.0)),
+        pytest.raises(UserError, match=r"ask for 1\.5, ray\.num_cpus is 1\."),
+        ray_session(config.ray, required_cpus(config)),
     ):
         pass
-
-
-def test_the_common_width_is_the_longest_row_rounded_up() -> None:
-    config = load_config(SHIPPED, {})
-    assert [common_width([5, length, 4], config) for length in (8, 9, 12, 13)] == [8, 12, 12, 16]
 
 
 def test_results_of_all_ranks_become_one_number_each() -> None:

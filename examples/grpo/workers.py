@@ -28,7 +28,7 @@ from .config import GrpoSection, ModelConfig
 from .loss import loss_mask
 from .model import Transformer, token_logprobs
 from .packing import packed_token_logprobs
-from .parallel import Layout, clip_gradients, make_mesh, pack_parallel_weights, shard_policy
+from .parallel import Layout, clip_gradients, make_mesh, shard_policy
 from .training_state import read_state, write_state
 from .weights import PackedWeights, load_packed_weights, pack_weights
 
@@ -125,7 +125,7 @@ class PolicyWorker:
 
     def packed_weights(self) -> PackedWeights | None:
         """The whole policy on rank 0, None elsewhere. Collective: start the call on every rank, then wait."""
-        packed = pack_weights(self.model) if self.layout.tensor_parallel == 1 else pack_parallel_weights(self.model)
+        packed = pack_weights(self.model)
         return packed if self.rank == 0 else None
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:

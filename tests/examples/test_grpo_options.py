@@ -15,7 +15,7 @@ from grpo.config import ModelConfig, load_config
 from grpo.errors import UserError
 from grpo.model import build_model, token_logprobs
 from grpo.packing import packed_token_logprobs
-from grpo.parallel import SplitLinear, pack_parallel_weights
+from grpo.parallel import SplitLinear
 from grpo.train import main
 from grpo.weights import pack_weights
 from grpo_runs import finish, read_metrics, results, start, write_config
@@ -196,7 +196,7 @@ def test_weights_of_cut_layers_are_packed_in_the_order_of_whole_ones() -> None:
         cut = SplitLinear(block.qkv)
         torch.testing.assert_close(cut(hidden), block.qkv(hidden))
         block.qkv = cut
-    assert (pack_parallel_weights(model) == whole).all()
+    assert (pack_weights(model) == whole).all()
 
 
 @pytest.mark.parametrize(

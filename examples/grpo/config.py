@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from dataplane_core.config import DataPlaneConfig, yaml_problem
+from dataplane_core.config import DataPlaneConfig, validate_model, yaml_problem
 
 from .errors import UserError
 
@@ -214,7 +213,8 @@ def load_config(path: Path, overrides: dict[str, Any]) -> RunConfig:
         overrides: Values that win over the file's, by dotted key: ``{"grpo.steps": 10}``. None values are left out.
 
     Raises:
-        UserError: The file cannot be read, or a key or value is wrong; the message names the key and its nearest.
+        UserError: The file cannot be read.
+        ConfigError: A key or value is wrong; the message names the key and its nearest.
     """
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -229,10 +229,7 @@ def load_config(path: Path, overrides: dict[str, Any]) -> RunConfig:
     for dotted, value in overrides.items():
         if value is not None:
             _set(raw, dotted.split("."), value, path)
-    try:
-        config = RunConfig.model_validate(raw)
-    except ValidationError as error:
-        raise UserError(f"configuration {path}:\n" + "\n".join(f"  {line}" for line in _explain(error))) from None
+    config = validate_model(RunConfig, raw, f"configuration {path}")
     file = config.data.file if config.data.file.is_absolute() else path.resolve().parent / config.data.file
     return config.model_copy(update={"data": config.data.model_copy(update={"file": file})})
 
@@ -243,29 +240,3 @@ def _set(raw: dict[str, Any], keys: list[str], value: Any, path: Path) -> None:
         if not isinstance(raw, dict):
             raise UserError(f"configuration {path}: '{key}' must be a section, got {raw!r}.")
     raw[keys[-1]] = value
-
-
-def _explain(error: ValidationError) -> list[str]:
-    lines = []
-    for problem in error.errors():
-        location = [str(part) for part in problem["loc"]]
-        dotted = ".".join(location)
-        if problem["type"] == "extra_forbidden":
-            known = _known_keys(location[:-1])
-            near = difflib.get_close_matches(location[-1], known, n=1)
-            advice = f"Did you mean '{near[0]}'?" if near else f"Known keys: {', '.join(known)}."
-            lines.append(f"unknown key '{dotted}'. {advice}")
-        else:
-            message = problem["msg"].removeprefix("Value error, ")
-            lines.append(f"{dotted}: {message}" if dotted else message)
-    return lines
-
-
-def _known_keys(location: list[str]) -> list[str]:
-    section: type[BaseModel] = RunConfig
-    for key in location:
-        annotation = section.model_fields[key].annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, BaseModel)
-        section = annotation
-    return list(section.model_fields)

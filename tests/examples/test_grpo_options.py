@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from grpo.config import ModelConfig, load_config
-from grpo.errors import UserError
 from grpo.model import build_model, token_logprobs
 from grpo.packing import packed_token_logprobs
 from grpo.parallel import SplitLinear
 from grpo.train import main
 from grpo.weights import pack_weights
 from grpo_runs import finish, read_metrics, results, start, write_config
+
+from dataplane_core.errors import ConfigError
 
 MODEL = ModelConfig(width=32, layers=2, heads=4)
 
@@ -208,11 +209,11 @@ def test_weights_of_cut_layers_are_packed_in_the_order_of_whole_ones() -> None:
             {"dynamic_sampling": {"enabled": True}, "grpo": {"answers_per_prompt": 5, "prompts_per_step": 8}},
             "answers_per_prompt 5 must be a multiple of the 2 data-parallel ranks",
         ),
-        ({"sequence_packing": {"algorithm": "best_fit"}}, "sequence_packing.algorithm: Input should be"),
+        ({"sequence_packing": {"algorithm": "best_fit"}}, "'sequence_packing.algorithm': Input should be"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ConfigError, match=message):
         load_config(write_config(tmp_path, **sections), {})
 
 

@@ -12,6 +12,7 @@ import torch
 
 from dataplane_compat import areal
 from dataplane_compat.areal import MissingShardError, RTensorStore
+from dataplane_core.codec import DTYPE_CODES
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 
 SHAPES = [(), (0,), (1,), (3,), (2, 3), (2, 0, 4)]
@@ -56,7 +57,7 @@ def held(store):
 
 
 def test_every_dtype_and_shape_comes_back_bit_for_bit(store):
-    tensors = [any_tensor(dtype, shape) for dtype in areal._DTYPES for shape in SHAPES]
+    tensors = [any_tensor(dtype, shape) for dtype in DTYPE_CODES for shape in SHAPES]
     shards = [shard(store.store(each)) for each in tensors]
     for there, back in zip(tensors, store.fetch(shards), strict=True):
         assert (back.dtype, back.shape, bits(back)) == (there.dtype, there.shape, bits(there))

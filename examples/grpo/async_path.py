@@ -34,9 +34,9 @@ from dataplane_integrations.replay import (
 )
 from dataplane_integrations.rollout import RolloutReceipt
 
-from .cluster import Actors, reporting
+from .cluster import Actors
 from .config import RunConfig
-from .data_path import Draw, Scores, Traffic, score
+from .data_path import Draw, Scores, score
 from .errors import RunFailedError
 from .plane_path import DataPlanePath, PlaneRolloutWorker
 from .rollout import RolloutCarry, RolloutWorker
@@ -61,7 +61,7 @@ class AheadRolloutWorker(PlaneRolloutWorker):
         sample_ids: Sequence[str],
         tags: Sequence[dict[str, Any]],
         loaded: None,
-    ) -> tuple[RolloutReceipt, RolloutCarry, Traffic]:
+    ) -> tuple[RolloutReceipt, RolloutCarry, dict[str, Any]]:
         """As `generate_to_plane`, under given ids.
 
         Args:
@@ -74,14 +74,14 @@ class AheadRolloutWorker(PlaneRolloutWorker):
                 weights a failure of this call.
 
         Returns:
-            The receipt for the rows, the carry, and what this process has moved so far.
+            The receipt for the rows, the carry, and what this process' client did so far.
         """
         batch, carry = self.generate(step, prompts, answers_per_prompt)
         with_lengths = [{**row, "input_lengths": length} for row, length in zip(tags, carry.input_lengths, strict=True)]
         receipt = self._first_write(
             batch, sample_ids=sample_ids, partition_id=AsyncPath.partition, carry_fields=(), tags=with_lengths
         )
-        return receipt, carry, self.data_plane_traffic()
+        return receipt, carry, self.data_plane_metrics()
 
 
 class AsyncPath(DataPlanePath):
@@ -110,23 +110,22 @@ class AsyncPath(DataPlanePath):
         self._loaded: ObjectRef | None = None
         self._last_begun = 0
         self._generated: dict[int, tuple[float, float]] = {}
-        self._rollout_traffic = Traffic()
+        self._newest_metrics: dict[str, Any] = {}
 
     def start(self, actors: Actors, draw: Draw) -> None:
         super().start(actors, draw)
-        with reporting():
-            policy = self._require()
-            self._open_step(0, None)
-            self._buffer = ReplayBuffer(
-                policy.client,
-                self.partition,
-                InOrderPolicy(max_staleness=self._staleness, groups_per_version=self._prompts_per_step),
-                group_size=self._config.grpo.answers_per_prompt,
-                num_prompts=None if self._last_step is None else self._last_step * self._prompts_per_step,
-            )
-            self._collector = Collector(
-                self._buffer, self._roll_out, groups_per_call=self._prompts_per_step, max_failures=1
-            )
+        policy = self._require()
+        self._open_step(0, None)
+        self._buffer = ReplayBuffer(
+            policy.client,
+            self.partition,
+            InOrderPolicy(max_staleness=self._staleness, groups_per_version=self._prompts_per_step),
+            group_size=self._config.grpo.answers_per_prompt,
+            num_prompts=None if self._last_step is None else self._last_step * self._prompts_per_step,
+        )
+        self._collector = Collector(
+            self._buffer, self._roll_out, groups_per_call=self._prompts_per_step, max_failures=1
+        )
 
     def hand_over(self, step: int, push: Callable[[], ObjectRef]) -> None:
         """Queues the newest weights after the rollouts that use the present ones. Does not wait."""
@@ -144,13 +143,12 @@ class AsyncPath(DataPlanePath):
     def collect(self, step: int) -> Scores:
         """Waits until the rows of a step have been generated, and returns what the driver needs of them."""
         buffer, _ = self._started()
-        with reporting():
-            try:
-                self._meta = buffer.select(self._prompts_per_step, timeout_s=self._timeout_s)
-            except CollectorFailedError as error:
-                if isinstance(error.__cause__, WorkerFailedError):  # says it better
-                    raise error.__cause__ from None
-                raise
+        try:
+            self._meta = buffer.select(self._prompts_per_step, timeout_s=self._timeout_s)
+        except CollectorFailedError as error:
+            if isinstance(error.__cause__, WorkerFailedError):  # says it better
+                raise error.__cause__ from None
+            raise
         self._step = step
         self._training_began = self._clock()
         tags = self._meta.tags or []
@@ -175,7 +173,7 @@ class AsyncPath(DataPlanePath):
         """See `DataPath.save`. Waits for running rollouts, and saves the ready rows with the state of the buffer."""
         buffer, collector = self._started()
         self._await_begun(self._step + self._staleness)
-        with reporting(), collector.quiet(self._timeout_s):
+        with collector.quiet(self._timeout_s):
             save_replay(folder / _REPLAY_FOLDER, self._require().client, buffer=buffer)
 
     def restore(self, folder: Path, step: int) -> None:
@@ -208,11 +206,11 @@ class AsyncPath(DataPlanePath):
             self._last_begun = step
             self._changed.notify_all()
         doing = f"generating for step {step}"
-        [(receipt, carry, traffic)] = wait_for_all({"rollout worker": call}, timeout_s=self._timeout_s, doing=doing)
+        [(receipt, carry, metrics)] = wait_for_all({"rollout worker": call}, timeout_s=self._timeout_s, doing=doing)
         receipt.meta.stamp_tags({"reward": score(problems, carry.answers)})
         with self._changed:
             self._generated[step] = (began, self._clock())
-            self._rollout_traffic = traffic
+            self._newest_metrics = metrics
         meta: KVBatchMeta = receipt.meta
         return meta
 
@@ -244,8 +242,6 @@ class AsyncPath(DataPlanePath):
         """Seconds since the start of this process's run."""
         return round(time.monotonic() - self._clock_start, 4)
 
-    def _traffic(self) -> Traffic:
+    def _rollout_metrics(self) -> dict[str, Any]:
         with self._changed:
-            rollout = self._rollout_traffic
-        rest = self._traffic_of(self._actors.worker_names())
-        return Traffic(rollout.bytes_put + rest.bytes_put, rollout.bytes_get + rest.bytes_get)
+            return self._newest_metrics

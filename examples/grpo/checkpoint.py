@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from dataplane_core.saves import sync_folder, write_file
+from dataplane_integrations.errors import WorkerTimeoutError
 
 from .config import RunConfig
 from .errors import RunFailedError, UserError
@@ -123,6 +124,8 @@ class Checkpoints:
             sync_folder(self._folder)
             for old in self._places()[: -self._keep]:
                 self._discard(old)
+        except WorkerTimeoutError:
+            raise  # says what it is, although it is an OSError too
         except OSError as error:
             raise RunFailedError(
                 f"the run cannot be saved to {place}: {error}. Earlier saves are untouched."

@@ -7,28 +7,25 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import ray
-from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from dataplane_integrations.errors import WorkerFailedError
 from dataplane_integrations.ray import wait_for_all
 
 from .config import RaySection, RunConfig
-from .errors import RunFailedError, UserError
-from .model import ModelConfig
+from .errors import UserError
 from .parallel import Layout
 from .rollout import RolloutWorker
 from .weights import PackedWeights
-from .workers import OptimizerConfig, PolicyWorker
+from .workers import PolicyWorker
 
-__all__ = ["Actors", "connect_actors", "ray_session", "reporting", "required_cpus", "start_actors", "wait_for"]
+__all__ = ["Actors", "connect_actors", "ray_session", "required_cpus", "start_actors"]
 
 _CONNECT_TIMEOUT_S = 5.0
 
@@ -49,9 +46,9 @@ class Actors:
         return {f"policy worker {i}": worker for i, worker in enumerate(self.workers)}
 
 
-def required_cpus(config: RunConfig, extra: float = 0.0) -> float:
-    """Logical CPUs that the actors of a run ask Ray for, plus ``extra`` for those of the data path."""
-    return config.ray.cpus_per_actor * (1 + config.num_workers) + extra
+def required_cpus(config: RunConfig) -> float:
+    """Logical CPUs that the actors of a run ask Ray for."""
+    return config.ray.cpus_per_actor * (1 + config.num_workers)
 
 
 @contextlib.contextmanager
@@ -137,11 +134,6 @@ def start_actors(
     worker_class: type[PolicyWorker] = PolicyWorker,
 ) -> Actors:
     """Starts the processes and returns at once; they come up while the caller does something else."""
-    model_config = ModelConfig(**config.model.model_dump())
-    optimizer_config = OptimizerConfig(
-        **config.grpo.model_dump(include={"learning_rate", "warmup_steps", "betas", "max_grad_norm"})
-    )
-
     layout = Layout(config.tensor_parallel, config.sequence_packing.enabled)
 
     def actor(cls: type) -> Any:
@@ -150,14 +142,14 @@ def start_actors(
 
     return Actors(
         rollout=actor(rollout_class)(
-            model_config,
+            config.model,
             max_new_tokens=config.grpo.max_new_tokens,
             temperature=config.grpo.temperature,
             seed=config.seed,
             prompts_per_put=config.rollouts.prompts_per_put,
         ),
         workers=[
-            actor(worker_class)(model_config, optimizer_config, rank, config.num_workers, layout)
+            actor(worker_class)(config.model, config.grpo, rank, config.num_workers, layout)
             for rank in range(config.num_workers)
         ],
     )
@@ -169,29 +161,15 @@ def connect_actors(actors: Actors, packed: PackedWeights, config: RaySection) ->
     Returns:
         The process id of every actor, by name.
     """
+    timeout_s = config.start_timeout_s
     calls = {name: handle.process_id.remote() for name, handle in actors.names().items()}
-    pids = wait_for(calls, config.start_timeout_s, "starting")
+    pids = wait_for_all(calls, timeout_s=timeout_s, doing="starting")
     first = actors.workers[0].open_rendezvous.remote()
-    (rendezvous,) = wait_for({"policy worker 0": first}, config.start_timeout_s, "opening the rendezvous")
+    (rendezvous,) = wait_for_all({"policy worker 0": first}, timeout_s=timeout_s, doing="opening the rendezvous")
     weights = ray.put(packed)
     setups = {
         f"policy worker {rank}": worker.setup.remote(rendezvous, weights, 2 * config.step_timeout_s)
         for rank, worker in enumerate(actors.workers)
     }
-    wait_for(setups, config.start_timeout_s, "forming the process group")
+    wait_for_all(setups, timeout_s=timeout_s, doing="forming the process group")
     return dict(zip(calls, pids, strict=True))
-
-
-def wait_for(calls: Mapping[str, ObjectRef], timeout_s: float, doing: str) -> list[Any]:
-    """`wait_for_all`, whose failures end the program with one message (`reporting`)."""
-    with reporting():
-        return wait_for_all(calls, timeout_s=timeout_s, doing=doing)
-
-
-@contextlib.contextmanager
-def reporting() -> Iterator[None]:
-    """A worker's failure as the program reports it: a `RunFailedError`."""
-    try:
-        yield
-    except WorkerFailedError as error:
-        raise RunFailedError(str(error), error.details) from error

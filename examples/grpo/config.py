@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from dataplane_core.config import DataPlaneConfig, yaml_problem
+from dataplane_core.config import DataPlaneConfig, validate_model, yaml_problem
 
 from .errors import UserError
 
-__all__ = ["RunConfig", "load_config"]
+__all__ = ["GrpoSection", "ModelConfig", "RunConfig", "load_config"]
 
 _Count = Annotated[int, Field(ge=1)]
 _Positive = Annotated[float, Field(gt=0)]
@@ -32,16 +31,19 @@ class DataSection(_Section):
     eval_prompts: Annotated[int, Field(ge=0)] = 128
 
 
-class ModelSection(_Section):
+class ModelConfig(_Section):
     """Sizes of the transformer."""
 
+    #: Size of the hidden state; a multiple of ``heads``.
     width: _Count = 64
     layers: _Count = 2
+    #: Attention heads per layer.
     heads: _Count = 4
+    #: The longest sequence, in tokens, prompt and answer together.
     context: _Count = 24
 
     @model_validator(mode="after")
-    def _check_heads(self) -> ModelSection:
+    def _check_heads(self) -> ModelConfig:
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
         return self
@@ -55,9 +57,11 @@ class GrpoSection(_Section):
     answers_per_prompt: Annotated[int, Field(ge=2)] = 8
     max_new_tokens: _Count = 6
     temperature: _Positive = 1.0
+    #: Of AdamW, after a linear rise over the first ``warmup_steps`` steps.
     learning_rate: _Positive = 2e-3
     warmup_steps: Annotated[int, Field(ge=0)] = 5
     betas: tuple[_Fraction, _Fraction] = (0.9, 0.95)
+    #: Gradients are scaled down to this norm.
     max_grad_norm: _Positive = 1.0
     clip_ratio: _Positive = 0.2
     kl_weight: Annotated[float, Field(ge=0)] = 0.005
@@ -145,7 +149,7 @@ class RunConfig(_Section):
     #: Engine of the policy workers; ``megatron`` needs ``megatron-core``.
     workers: Literal["fsdp2", "megatron"] = "fsdp2"
     data: DataSection
-    model: ModelSection = ModelSection()
+    model: ModelConfig = ModelConfig()
     grpo: GrpoSection = GrpoSection()
     dynamic_batching: DynamicBatchingSection = DynamicBatchingSection()
     sequence_packing: SequencePackingSection = SequencePackingSection()
@@ -209,7 +213,8 @@ def load_config(path: Path, overrides: dict[str, Any]) -> RunConfig:
         overrides: Values that win over the file's, by dotted key: ``{"grpo.steps": 10}``. None values are left out.
 
     Raises:
-        UserError: The file cannot be read, or a key or value is wrong; the message names the key and its nearest.
+        UserError: The file cannot be read.
+        ConfigError: A key or value is wrong; the message names the key and its nearest.
     """
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -224,10 +229,7 @@ def load_config(path: Path, overrides: dict[str, Any]) -> RunConfig:
     for dotted, value in overrides.items():
         if value is not None:
             _set(raw, dotted.split("."), value, path)
-    try:
-        config = RunConfig.model_validate(raw)
-    except ValidationError as error:
-        raise UserError(f"configuration {path}:\n" + "\n".join(f"  {line}" for line in _explain(error))) from None
+    config = validate_model(RunConfig, raw, f"configuration {path}")
     file = config.data.file if config.data.file.is_absolute() else path.resolve().parent / config.data.file
     return config.model_copy(update={"data": config.data.model_copy(update={"file": file})})
 
@@ -238,29 +240,3 @@ def _set(raw: dict[str, Any], keys: list[str], value: Any, path: Path) -> None:
         if not isinstance(raw, dict):
             raise UserError(f"configuration {path}: '{key}' must be a section, got {raw!r}.")
     raw[keys[-1]] = value
-
-
-def _explain(error: ValidationError) -> list[str]:
-    lines = []
-    for problem in error.errors():
-        location = [str(part) for part in problem["loc"]]
-        dotted = ".".join(location)
-        if problem["type"] == "extra_forbidden":
-            known = _known_keys(location[:-1])
-            near = difflib.get_close_matches(location[-1], known, n=1)
-            advice = f"Did you mean '{near[0]}'?" if near else f"Known keys: {', '.join(known)}."
-            lines.append(f"unknown key '{dotted}'. {advice}")
-        else:
-            message = problem["msg"].removeprefix("Value error, ")
-            lines.append(f"{dotted}: {message}" if dotted else message)
-    return lines
-
-
-def _known_keys(location: list[str]) -> list[str]:
-    section: type[BaseModel] = RunConfig
-    for key in location:
-        annotation = section.model_fields[key].annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, BaseModel)
-        section = annotation
-    return list(section.model_fields)

@@ -4,7 +4,7 @@ The trainer calls a `DataPath` and never sees a tensor of token width, so the sa
 without one. Both ways share three decisions, and with them every bit of the result:
 
 - the order of the rows: that of the rollout, with the answers to a prompt adjacent;
-- the width: all ranks forward at one length, the longest row of the step rounded up (`common_width`);
+- the width: all ranks forward at one length, the longest row of the step rounded up (`padded_length`);
 - the split over ranks and into microbatches: that of `BatchedDataDict.shard_by_batch_size`, computed from lengths.
 """
 
@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from dataplane_core.batch import BatchedDataDict
-from dataplane_core.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
+from dataplane_core.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, padded_length
+from dataplane_integrations.ray import wait_for_all
 from dataplane_integrations.trainer.batching import Batching, DynamicBatching, SequencePacking
 
-from .cluster import Actors, wait_for
+from .cluster import Actors
 from .config import RunConfig
 from .megatron_workers import MegatronPolicyWorker
 from .rollout import RolloutCarry, RolloutWorker
@@ -40,9 +41,7 @@ __all__ = [
     "Scores",
     "Traffic",
     "batching_of",
-    "common_width",
     "score",
-    "sharding_args",
     "summarize_training",
 ]
 
@@ -87,8 +86,6 @@ class DataPath(ABC):
     rollout_class: type[RolloutWorker] = RolloutWorker
     #: Policy workers by `RunConfig.workers`.
     worker_classes: Mapping[str, type[PolicyWorker]] = {"fsdp2": PolicyWorker, "megatron": MegatronPolicyWorker}
-    #: Logical CPUs that the path's own actors ask Ray for.
-    extra_cpus: float = 0.0
     #: What `collect` does, in the metrics and the picture.
     collecting: str = "generate"
 
@@ -108,7 +105,8 @@ class DataPath(ABC):
             step: The step that is about to begin.
             push: Sends them; what it returns is done when they have arrived.
         """
-        wait_for({"rollout worker": push()}, self._timeout_s, f"handing over the weights in step {step}")
+        doing = f"handing over the weights in step {step}"
+        wait_for_all({"rollout worker": push()}, timeout_s=self._timeout_s, doing=doing)
 
     @abstractmethod
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
@@ -185,8 +183,9 @@ class InMemoryPath(DataPath):
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
         self._step = step
         call = self._actors.rollout.generate.remote(step, prompts, self._config.grpo.answers_per_prompt)
-        [(batch, carry)] = wait_for({"rollout worker": call}, self._timeout_s, f"generating in step {step}")
-        width = common_width(carry.input_lengths, self._config)
+        doing = f"generating in step {step}"
+        [(batch, carry)] = wait_for_all({"rollout worker": call}, timeout_s=self._timeout_s, doing=doing)
+        width = padded_length(max(carry.input_lengths), self._config.dynamic_batching.sequence_length_round)
         self._batch = _pad_to(batch, width)
         self._traffic.bytes_put += _size_bytes(batch)
         return carry
@@ -230,7 +229,8 @@ class InMemoryPath(DataPath):
     def _shards(self, fields: Sequence[str]) -> tuple[Sequence[BatchedDataDict], list[int]]:
         """One shard per data-parallel rank, with its plan, and where each row of the joined shards came from."""
         columns = BatchedDataDict({name: self._batch[name] for name in fields})
-        shards, came_from = columns.shard_by_batch_size(self._config.data_parallel, **sharding_args(self._config))
+        plan = batching_of(self._config).shard_args("train")
+        shards, came_from = columns.shard_by_batch_size(self._config.data_parallel, **plan)
         self._traffic.bytes_get += sum(_size_bytes(shard) for shard in shards) * self._config.tensor_parallel
         return shards, came_from
 
@@ -239,7 +239,7 @@ class InMemoryPath(DataPath):
             f"policy worker {rank}": getattr(worker, method).remote(shards[rank // self._config.tensor_parallel], *args)
             for rank, worker in enumerate(self._actors.workers)
         }
-        return wait_for(calls, self._timeout_s, f"running {method} in step {self._step}")
+        return wait_for_all(calls, timeout_s=self._timeout_s, doing=f"running {method} in step {self._step}")
 
 
 def score(problems: Sequence[Problem], answers: Sequence[str]) -> list[float]:
@@ -247,11 +247,6 @@ def score(problems: Sequence[Problem], answers: Sequence[str]) -> list[float]:
     per_problem = len(answers) // len(problems)
     repeated = [problem for problem in problems for _ in range(per_problem)]
     return [reward(problem, answer) for problem, answer in zip(repeated, answers, strict=True)]
-
-
-def sharding_args(config: RunConfig) -> dict[str, Any]:
-    """The arguments by which rows are split over workers and into microbatches, the same on every path."""
-    return dict(batching_of(config).shard_args("train"))
 
 
 def batching_of(config: RunConfig) -> Batching:
@@ -265,12 +260,6 @@ def batching_of(config: RunConfig) -> Batching:
         )
         return Batching(packing=packing)
     return Batching(dynamic=DynamicBatching(train_mb_tokens=limit, sequence_length_round=multiple))
-
-
-def common_width(input_lengths: Sequence[int], config: RunConfig) -> int:
-    """The sequence length that all ranks forward a step at: its longest row, rounded up."""
-    multiple = config.dynamic_batching.sequence_length_round
-    return math.ceil(max(input_lengths) / multiple) * multiple
 
 
 def summarize_training(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -10,12 +10,4 @@ class UserError(Exception):
 
 
 class RunFailedError(Exception):
-    """The run broke while it ran: an actor died, raised, or did not answer in time. Exit status 1.
-
-    Attributes:
-        details: What the actors reported, tracebacks included; too long for a terminal.
-    """
-
-    def __init__(self, message: str, details: str = "") -> None:
-        super().__init__(message)
-        self.details = details
+    """The run broke while it ran. Exit status 1, as for every `DataPlaneError`, such as that of a failed actor."""

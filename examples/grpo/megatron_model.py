@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .model import ModelConfig
+from .config import ModelConfig
 from .task import VOCAB_SIZE
 
 __all__ = ["build_megatron_model", "load_state", "megatron_token_logprobs", "whole_state"]

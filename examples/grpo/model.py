@@ -5,32 +5,14 @@ Shape legend: ``N`` sequences, ``S`` tokens, ``V`` vocabulary, ``C`` width, ``H`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .config import ModelConfig
 from .task import VOCAB_SIZE
 
-__all__ = ["KeyValueCache", "ModelConfig", "Transformer", "build_model", "token_logprobs"]
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the transformer.
-
-    Attributes:
-        width: Size of the hidden state; a multiple of ``heads``.
-        layers: Number of blocks.
-        heads: Attention heads per block.
-        context: The longest sequence, in tokens, prompt and answer together.
-    """
-
-    width: int = 64
-    layers: int = 2
-    heads: int = 4
-    context: int = 24
+__all__ = ["KeyValueCache", "Transformer", "build_model", "token_logprobs"]
 
 
 class KeyValueCache:

@@ -17,11 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from .model import Block, Transformer
-from .weights import PackedWeights, pack_tensors
+from .weights import PARTS
 
-__all__ = ["Layout", "clip_gradients", "make_mesh", "pack_parallel_weights", "shard_policy"]
-
-_PARTS = "parts"
+__all__ = ["Layout", "clip_gradients", "make_mesh", "shard_policy"]
 
 
 @dataclass(frozen=True)
@@ -81,22 +79,10 @@ def shard_policy(model: Transformer, mesh: DeviceMesh) -> None:
 def _cut_heads(block: Block, mesh: DeviceMesh) -> None:
     block.qkv = SplitLinear(block.qkv)  # type: ignore[assignment]
     block.heads //= mesh.size()
-    plan: dict[str, ParallelStyle] = {f"qkv.{_PARTS}.{number}": ColwiseParallel() for number in range(3)}
+    plan: dict[str, ParallelStyle] = {f"qkv.{PARTS}.{number}": ColwiseParallel() for number in range(3)}
     plan |= {"attention_out": RowwiseParallel()}
     plan |= {"feed_forward_in": ColwiseParallel(), "feed_forward_out": RowwiseParallel()}
     parallelize_module(block, mesh, plan)
-
-
-def pack_parallel_weights(model: nn.Module) -> PackedWeights:
-    """As `weights.pack_weights`, for a model that `shard_policy` has cut: in the order of a whole one. Collective."""
-    joined: dict[str, list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        full = parameter.detach()
-        if isinstance(full, DTensor):
-            full = full.full_tensor()
-        whole, mark, part = name.partition(f".{_PARTS}.")
-        joined.setdefault(f"{whole}.{part.partition('.')[2]}" if mark else name, []).append(full)
-    return pack_tensors(torch.cat(parts) for parts in joined.values())
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:

@@ -15,23 +15,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ray.actor import ActorHandle
 from torch import Tensor
 
 from dataplane_core.batch import BatchedDataDict
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.middleware import Metrics
+from dataplane_core.middleware import merge_snapshots
 from dataplane_core.schema import DP_TRAIN_FIELDS
 from dataplane_integrations import DataPlanePolicy
-from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
 from dataplane_integrations.rollout import DataPlaneRolloutMixin, FoundRollouts, mint_sample_ids, missing_groups
 from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 from dataplane_integrations.trainer.megatron import MegatronDataPlaneMixin
 
 from .checkpoint import run_digest
-from .cluster import Actors, reporting
+from .cluster import Actors
 from .config import RunConfig
 from .data_path import DataPath, Draw, Traffic, batching_of, summarize_training
 from .errors import UserError
@@ -48,24 +45,7 @@ _FIELDS = [*DP_TRAIN_FIELDS, "reward"]
 _FURTHER_DRAWS = 1_000_000
 
 
-def _traffic_of(client: DataPlaneClient) -> Traffic:
-    """Payload bytes that a client has put and got so far, as its metrics middleware counted them."""
-    total = Traffic()
-    for plugin in client.middleware:
-        if isinstance(plugin, Metrics):
-            operations = plugin.snapshot()["operations"]
-            total.bytes_put += operations.get("put_samples", {}).get("n_bytes", 0)
-            total.bytes_get += operations.get("get_samples", {}).get("n_bytes", 0)
-    return total
-
-
-class _CountsTraffic(DataPlaneClientMixin):
-    def data_plane_traffic(self) -> Traffic:
-        """What this process moved since it attached."""
-        return _traffic_of(self._require_dp_client())
-
-
-class PlaneRolloutWorker(_CountsTraffic, DataPlaneRolloutMixin, RolloutWorker):
+class PlaneRolloutWorker(DataPlaneRolloutMixin, RolloutWorker):
     """The rollout worker, writing what it generates to the store."""
 
     def generate_portion(
@@ -110,7 +90,7 @@ class PlaneRolloutWorker(_CountsTraffic, DataPlaneRolloutMixin, RolloutWorker):
             )
 
 
-class _PadsAnswers(_CountsTraffic):
+class _PadsAnswers:
     def _pad_value_dict(self) -> dict[str, int | float]:
         return {"input_ids": PAD_ID}
 
@@ -171,17 +151,16 @@ class DataPlanePath(DataPath):
         self._actors = actors
         self._draw = draw
         dp_ranks = [rank // self._config.tensor_parallel for rank in range(len(actors.workers))]
-        with reporting():
-            self._policy = DataPlanePolicy(
-                RayWorkerGroup(actors.workers, dp_ranks),
-                self._plane,
-                batching=batching_of(self._config),
-                timeout_s=self._timeout_s,
-                read_ahead=self._config.portions.read_ahead,
-                clear_on_failure=not self._keeps_rows,
-            )
-            self._refuse_other_runs()
-            self._on_rollout("setup_data_plane", self._plane, doing="attaching to the data plane")
+        self._policy = DataPlanePolicy(
+            RayWorkerGroup(actors.workers, dp_ranks),
+            self._plane,
+            batching=batching_of(self._config),
+            timeout_s=self._timeout_s,
+            read_ahead=self._config.portions.read_ahead,
+            clear_on_failure=not self._keeps_rows,
+        )
+        self._refuse_other_runs()
+        self._on_rollout("setup_data_plane", self._plane, doing="attaching to the data plane")
 
     def _refuse_other_runs(self) -> None:
         """Refuses a store that holds rows which another run keeps: a resume would drop them as its own."""
@@ -198,9 +177,8 @@ class DataPlanePath(DataPath):
                 )
 
     def generate(self, step: int, prompts: Sequence[str]) -> RolloutCarry:
-        with reporting():
-            self._open_step(step, len(prompts) * self._config.grpo.answers_per_prompt)
-            self._meta, carry = self._generate(step, 0, prompts)
+        self._open_step(step, len(prompts) * self._config.grpo.answers_per_prompt)
+        self._meta, carry = self._generate(step, 0, prompts)
         return carry
 
     def _open_step(self, step: int, num_samples: int | None) -> None:
@@ -237,26 +215,22 @@ class DataPlanePath(DataPath):
 
     def put_scores(self, rewards_n: Tensor, advantages_ns: Tensor) -> None:
         columns = {"advantages": advantages_ns, "reward": rewards_n}
-        with reporting():
-            self._meta = self._require().write_to_dataplane(self._meta, columns)
+        self._meta = self._require().write_to_dataplane(self._meta, columns)
 
     def compute_prev_logprobs(self) -> None:
-        with reporting():
-            self._meta = self._require().get_logprobs_from_meta(self._meta)
+        self._meta = self._require().get_logprobs_from_meta(self._meta)
 
     def compute_reference_logprobs(self) -> None:
-        with reporting():
-            self._meta = self._require().get_reference_policy_logprobs_from_meta(self._meta)
+        self._meta = self._require().get_reference_policy_logprobs_from_meta(self._meta)
 
     def train(self, loss_fn: LossFunction) -> dict[str, float]:
         policy, portions = self._require(), self._config.portions
-        with reporting():
-            if portions.per_step == 1:
-                result = policy.train_from_meta(self._meta, loss_fn)
-            else:
-                policy.begin_train_step(loss_fn)
-                policy.train_microbatches_from_metas(self._cut(portions.per_step))
-                result = policy.finish_train_step()
+        if portions.per_step == 1:
+            result = policy.train_from_meta(self._meta, loss_fn)
+        else:
+            policy.begin_train_step(loss_fn)
+            policy.train_microbatches_from_metas(self._cut(portions.per_step))
+            result = policy.finish_train_step()
         return summarize_training([{**result, "global_loss": result["loss"]}])
 
     def _cut(self, portions: int) -> list[KVBatchMeta]:
@@ -269,12 +243,11 @@ class DataPlanePath(DataPath):
         self._require().client.mark_step(step, loss=loss, staleness=staleness)
 
     def finish_step(self, keep: Path | None) -> Traffic:
-        with reporting():
-            now = self._traffic()
-            if keep is not None:
-                self._require().client.save(keep, partitions=[self._partition])
-            if not self._keeps_rows:
-                self._drop_rows()
+        now = self._traffic()
+        if keep is not None:
+            self._require().client.save(keep, partitions=[self._partition])
+        if not self._keeps_rows:
+            self._drop_rows()
         step = Traffic(now.bytes_put - self._seen.bytes_put, now.bytes_get - self._seen.bytes_get)
         self._seen = now
         return step
@@ -306,12 +279,11 @@ class DataPlanePath(DataPath):
         return wait_for_all({"rollout worker": call}, timeout_s=self._timeout_s, doing=doing)[0]
 
     def _traffic(self) -> Traffic:
-        """What all processes moved so far."""
-        return self._traffic_of(self._actors.names())
+        """What all processes moved so far: payload bytes, as the metrics middleware counted them."""
+        operations = merge_snapshots([self._require().metrics(), self._rollout_metrics()])["operations"]
+        put, got = (operations.get(name, {}).get("n_bytes", 0) for name in ("put_samples", "get_samples"))
+        return Traffic(put, got)
 
-    def _traffic_of(self, actors: Mapping[str, ActorHandle]) -> Traffic:
-        """What these and the driver moved so far."""
-        calls = {name: actor.data_plane_traffic.remote() for name, actor in actors.items()}
-        parts = wait_for_all(calls, timeout_s=self._timeout_s, doing="counting the bytes moved")
-        parts.append(_traffic_of(self._require().client))
-        return Traffic(sum(part.bytes_put for part in parts), sum(part.bytes_get for part in parts))
+    def _rollout_metrics(self) -> dict[str, Any]:
+        metrics: dict[str, Any] = self._on_rollout("data_plane_metrics", doing="counting the bytes moved")
+        return metrics

@@ -12,9 +12,9 @@ import torch
 
 from dataplane_core.batch import BatchedDataDict
 
-from .config import RunConfig
+from .config import ModelConfig, RunConfig
 from .generate import Completions, generate
-from .model import ModelConfig, Transformer
+from .model import Transformer
 from .task import PAD_ID, Problem, decode, encode
 from .weights import PackedWeights, load_packed_weights
 

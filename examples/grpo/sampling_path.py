@@ -12,7 +12,6 @@ from typing import Any
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.rollout import DynamicSampling
 
-from .cluster import reporting
 from .config import RunConfig
 from .data_path import Scores, score
 from .plane_path import DataPlanePath
@@ -41,17 +40,16 @@ class SamplingPath(DataPlanePath):
             rows.update(zip(meta.sample_ids, zip(rewards, carry.input_lengths, strict=True), strict=True))
             return meta
 
-        with reporting():
-            policy = self._require()
-            self._open_step(step, None)
-            sampling = DynamicSampling(
-                policy.client,
-                num_groups=self._config.grpo.prompts_per_step,
-                group_size=group_size,
-                max_generations=self._settings.max_generations,
-                allow_fewer=True,
-            )
-            self._meta = sampling.collect(generate)
+        policy = self._require()
+        self._open_step(step, None)
+        sampling = DynamicSampling(
+            policy.client,
+            num_groups=self._config.grpo.prompts_per_step,
+            group_size=group_size,
+            max_generations=self._settings.max_generations,
+            allow_fewer=True,
+        )
+        self._meta = sampling.collect(generate)
         kept = [rows[sample_id] for sample_id in self._meta.sample_ids]
         counts = sampling.counts
         self._facts = {

@@ -35,7 +35,7 @@ from grpo.cluster import connect_actors, ray_session, required_cpus, start_actor
 from grpo.config import RunConfig, load_config
 from grpo.data_path import DataPath, InMemoryPath
 from grpo.errors import RunFailedError, UserError
-from grpo.model import ModelConfig, build_model
+from grpo.model import build_model
 from grpo.plane_path import DataPlanePath
 from grpo.plot import plot_run
 from grpo.progress import StepLines
@@ -125,11 +125,11 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
         for file in (events, found):  # of an earlier run
             file.unlink(missing_ok=True)
 
-    with ray_session(config.ray, required_cpus(config, path.extra_cpus)):
+    with ray_session(config.ray, required_cpus(config)):
         torch.set_num_threads(1)  # as in the actors: more threads would change the last bits
         actors = start_actors(config, path.rollout_class, path.worker_classes[config.workers])
         print(f"{len(train_problems)} prompts to train on, {len(eval_problems)} to evaluate, from {config.data.file}")
-        model = build_model(ModelConfig(**config.model.model_dump()), config.seed)
+        model = build_model(config.model, config.seed)
         reference = pack_weights(model) if save is None else save.reference_weights()
         try:
             pids = connect_actors(actors, reference, config.ray)

@@ -19,7 +19,9 @@ import torch
 from ray import ObjectRef
 from torch import Tensor
 
-from .cluster import Actors, wait_for
+from dataplane_integrations.ray import wait_for_all
+
+from .cluster import Actors
 from .config import RunConfig
 from .data_path import DataPath
 from .loss import ClippedPolicyLoss, group_advantages
@@ -66,7 +68,7 @@ class Trainer:
             on_step: Called with the record of every step when it is done.
 
         Raises:
-            RunFailedError: An actor died, raised, or did not answer in time.
+            WorkerFailedError: An actor died, raised, or did not answer in time.
         """
         with (self._out / "metrics.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in self.records)
@@ -88,25 +90,25 @@ class Trainer:
         # of rank 0 is passed on as a reference: the weights do not come through the driver.
         gathers = {name: worker.packed_weights.remote() for name, worker in self._actors.worker_names().items()}
         loaded = self._actors.rollout.load_weights.remote(gathers["policy worker 0"])
-        wait_for(gathers, self._config.ray.step_timeout_s, doing)
+        wait_for_all(gathers, timeout_s=self._config.ray.step_timeout_s, doing=doing)
         return loaded
 
     def evaluate(self, problems: Sequence[Problem]) -> dict[str, float]:
         """Share of exact answers with the newest weights: several sampled answers and a greedy one per problem."""
-        loaded = self.push_weights("evaluating")
-        wait_for({"rollout worker": loaded}, self._config.ray.step_timeout_s, "evaluating")
+        timeout_s, doing = self._config.ray.step_timeout_s, "evaluating"
+        wait_for_all({"rollout worker": self.push_weights(doing)}, timeout_s=timeout_s, doing=doing)
         shares = {}
         for kind, answers_per_prompt in (("sampled", _EVAL_SAMPLES), ("greedy", 1)):
             repeated = [problem for problem in problems for _ in range(answers_per_prompt)]
             prompts = [problem.prompt for problem in repeated]
             call = self._actors.rollout.evaluate.remote(prompts, greedy=kind == "greedy")
-            [answers] = wait_for({"rollout worker": call}, self._config.ray.step_timeout_s, "evaluating")
+            [answers] = wait_for_all({"rollout worker": call}, timeout_s=timeout_s, doing=doing)
             shares[kind] = sum(map(is_exact, repeated, answers)) / len(repeated)
         return shares
 
     def _on_workers(self, method: str, *args: object, doing: str) -> None:
         calls = {name: getattr(worker, method).remote(*args) for name, worker in self._actors.worker_names().items()}
-        wait_for(calls, self._config.ray.step_timeout_s, doing)
+        wait_for_all(calls, timeout_s=self._config.ray.step_timeout_s, doing=doing)
 
     def _step(self, step: int) -> dict[str, Any]:
         seconds: dict[str, float] = {}

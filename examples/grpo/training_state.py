@@ -8,64 +8,48 @@ number from its seed and the number of the step.
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["KeepsTrainingState", "TrainingState", "load_sharded_state", "sharded_state"]
-
-#: Nested dicts and lists of tensors, numbers, strings, booleans and None: what ``torch.load(weights_only=True)`` reads.
-TrainingState: TypeAlias = dict[str, Any]
+__all__ = ["read_state", "write_state"]
 
 
-class KeepsTrainingState(ABC):
-    """A worker whose training can be saved and resumed; the same calls for every kind of worker."""
-
-    rank: int
-
-    @abstractmethod
-    def training_state(self) -> TrainingState:
-        """This rank's state. Tensors are plain ones on the host, and may share memory with the live ones."""
-
-    @abstractmethod
-    def load_training_state(self, state: TrainingState) -> None:
-        """Takes over what `training_state` gave on the same rank of a group of the same layout, after set-up."""
-
-    def write_training_state(self, folder: Path) -> None:
-        """Writes this rank's file into ``folder``, which all ranks and the driver see; on the disk when it returns."""
-        with _file_of(folder, self.rank).open("wb") as file:
-            torch.save(self.training_state(), file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def read_training_state(self, folder: Path) -> None:
-        """Takes over this rank's file, by `load_training_state`."""
-        self.load_training_state(torch.load(_file_of(folder, self.rank), map_location="cpu", weights_only=True))
-
-
-def sharded_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
-) -> TrainingState:
-    """The state of a model whose parameters are sharded (FSDP2), or cut by hand: this rank's part. Not collective."""
-    return {
-        "model": _local(dict(model.named_parameters())),
-        "optimizer": _local(optimizer.state_dict()),
-        "schedule": schedule.state_dict(),
-    }
-
-
-@torch.no_grad()
-def load_sharded_state(
-    state: TrainingState,
+def write_state(
+    folder: Path,
+    rank: int,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
 ) -> None:
-    """Takes over what `sharded_state` gave for a model of the same sizes, sharded the same way. Not collective."""
+    """Writes a rank's file into ``folder``, which all ranks and the driver see; on the disk when it returns.
+
+    The parameters may be sharded (FSDP2), or cut by hand: the file has this rank's part. Not collective.
+    """
+    state = {
+        "model": _local(dict(model.named_parameters())),
+        "optimizer": _local(optimizer.state_dict()),
+        "schedule": schedule.state_dict(),
+    }
+    with _file_of(folder, rank).open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@torch.no_grad()
+def read_state(
+    folder: Path,
+    rank: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+) -> None:
+    """Takes over what `write_state` wrote for a model of the same sizes, sharded the same way. Not collective."""
+    state = torch.load(_file_of(folder, rank), map_location="cpu", weights_only=True)
     live = _local(dict(model.named_parameters()))
     for name, saved in state["model"].items():
         live[name].copy_(saved)

@@ -10,19 +10,27 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["PackedWeights", "load_packed_weights", "pack_tensors", "pack_weights"]
+__all__ = ["PARTS", "PackedWeights", "load_packed_weights", "pack_tensors", "pack_weights"]
 
+#: Name of the list of layers that a cut layer is made of.
+PARTS = "parts"
 #: All parameters, flattened and joined in the order of ``model.parameters()``: (P,) float32.
 PackedWeights = npt.NDArray[np.float32]
 
 
 def pack_weights(model: nn.Module) -> PackedWeights:
-    """Copies all parameters into one flat array.
+    """Copies all parameters into one flat array; those of a cut layer (`parallel.SplitLinear`) as of the whole one.
 
     With sharded parameters (FSDP) this is collective: every rank must call it, or the others wait forever.
     """
-    full = [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
-    return pack_tensors(full)
+    joined: dict[str, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        full = parameter.detach()
+        if isinstance(full, DTensor):
+            full = full.full_tensor()
+        whole, mark, part = name.partition(f".{PARTS}.")
+        joined.setdefault(f"{whole}.{part.partition('.')[2]}" if mark else name, []).append(full)
+    return pack_tensors(torch.cat(parts) for parts in joined.values())
 
 
 def pack_tensors(weights: Iterable[Tensor]) -> PackedWeights:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import ray
@@ -23,31 +24,15 @@ from torch.nn import functional
 
 from dataplane_core.batch import BatchedDataDict
 
+from .config import GrpoSection, ModelConfig
 from .loss import loss_mask
-from .model import ModelConfig, Transformer, token_logprobs
+from .model import Transformer, token_logprobs
 from .packing import packed_token_logprobs
-from .parallel import Layout, clip_gradients, make_mesh, pack_parallel_weights, shard_policy
-from .training_state import KeepsTrainingState, TrainingState, load_sharded_state, sharded_state
+from .parallel import Layout, clip_gradients, make_mesh, shard_policy
+from .training_state import read_state, write_state
 from .weights import PackedWeights, load_packed_weights, pack_weights
 
-__all__ = ["LossFunction", "OptimizerConfig", "PolicyWorker"]
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW and its schedule: a linear rise, then a constant rate.
-
-    Attributes:
-        learning_rate: The rate after the rise.
-        warmup_steps: Optimizer steps of the rise.
-        betas: Decay rates of the moments.
-        max_grad_norm: Gradients are scaled down to this norm.
-    """
-
-    learning_rate: float = 3e-4
-    warmup_steps: int = 5
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float = 1.0
+__all__ = ["LossFunction", "PolicyWorker"]
 
 
 class LossFunction(Protocol):
@@ -69,7 +54,7 @@ class _OpenStep:
     metrics: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
-class PolicyWorker(KeepsTrainingState):
+class PolicyWorker:
     """One data-parallel rank: a shard of the policy and its optimizer, and a frozen copy of the reference policy."""
 
     mesh: DeviceMesh
@@ -80,7 +65,7 @@ class PolicyWorker(KeepsTrainingState):
     def __init__(
         self,
         model_config: ModelConfig,
-        optimizer_config: OptimizerConfig,
+        optimizer_config: GrpoSection,
         rank: int,
         world_size: int,
         layout: Layout | None = None,
@@ -140,7 +125,7 @@ class PolicyWorker(KeepsTrainingState):
 
     def packed_weights(self) -> PackedWeights | None:
         """The whole policy on rank 0, None elsewhere. Collective: start the call on every rank, then wait."""
-        packed = pack_weights(self.model) if self.layout.tensor_parallel == 1 else pack_parallel_weights(self.model)
+        packed = pack_weights(self.model)
         return packed if self.rank == 0 else None
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
@@ -261,13 +246,13 @@ class PolicyWorker(KeepsTrainingState):
         """Drops the gradients of the portions."""
         self.optimizer.zero_grad()
 
-    def training_state(self) -> TrainingState:
-        """See `KeepsTrainingState`: this rank's shards of weights and moments, and the schedule."""
-        return sharded_state(self.model, self.optimizer, self._schedule)
+    def write_training_state(self, folder: Path) -> None:
+        """Writes this rank's shards of weights and moments, and the schedule, into ``folder``; see `write_state`."""
+        write_state(folder, self.rank, self.model, self.optimizer, self._schedule)
 
-    def load_training_state(self, state: TrainingState) -> None:
-        """See `KeepsTrainingState`. The reference policy stays as `setup` got it."""
-        load_sharded_state(state, self.model, self.optimizer, self._schedule)
+    def read_training_state(self, folder: Path) -> None:
+        """Takes over what `write_training_state` wrote. The reference policy stays as `setup` got it."""
+        read_state(folder, self.rank, self.model, self.optimizer, self._schedule)
 
     def _optimizer_step(self) -> float:
         norm = self._clip_gradients()

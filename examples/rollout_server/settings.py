@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from grpo.model import ModelConfig, Transformer, build_model
+from grpo.config import ModelConfig
+from grpo.model import Transformer, build_model
 
 from dataplane_core.config import load_config
 

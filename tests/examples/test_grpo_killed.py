@@ -22,7 +22,7 @@ import psutil
 import pytest
 from grpo.config import RunConfig, load_config
 from grpo.errors import UserError
-from grpo.model import ModelConfig, build_model
+from grpo.model import build_model
 from grpo.plane_path import DataPlanePath, PlaneRolloutWorker
 from grpo.weights import pack_weights
 from grpo_runs import Finished, finish, read_metrics, results, start, without_ray_agents, write_config
@@ -107,7 +107,7 @@ class Run:
     """A start of a run, without its training: a path with its rollout worker, in this process."""
 
     def __init__(self, client: DataPlaneClient, config: RunConfig, found: Path) -> None:
-        sizes = ModelConfig(**config.model.model_dump())
+        sizes = config.model
         worker = PlaneRolloutWorker(sizes, max_new_tokens=6, temperature=1.0, seed=config.seed, prompts_per_put=2)
         worker.setup_data_plane(client)
         worker.load_weights(pack_weights(build_model(sizes, seed=1)))

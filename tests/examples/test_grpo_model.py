@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from grpo.config import ModelConfig
 from grpo.generate import generate
-from grpo.model import ModelConfig, Transformer, build_model, token_logprobs
+from grpo.model import Transformer, build_model, token_logprobs
 from grpo.rollout import RolloutWorker
 from grpo.task import EOS_ID, PAD_ID, encode
 from grpo.weights import load_packed_weights, pack_weights

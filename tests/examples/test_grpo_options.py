@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from grpo.config import load_config
-from grpo.errors import UserError
-from grpo.model import ModelConfig, build_model, token_logprobs
+from grpo.config import ModelConfig, load_config
+from grpo.model import build_model, token_logprobs
 from grpo.packing import packed_token_logprobs
-from grpo.parallel import SplitLinear, pack_parallel_weights
+from grpo.parallel import SplitLinear
 from grpo.train import main
 from grpo.weights import pack_weights
 from grpo_runs import finish, read_metrics, results, start, write_config
+
+from dataplane_core.errors import ConfigError
 
 MODEL = ModelConfig(width=32, layers=2, heads=4)
 
@@ -127,8 +128,9 @@ def test_weights_reach_a_megatron_model_and_come_back_as_they_were() -> None:
     """In a process of a group of one; two ranks cut them in the runs above, where the rollout worker gets them back."""
     program = """
 import torch, torch.distributed as dist
+from grpo.config import ModelConfig
 from grpo.megatron_model import build_megatron_model, load_state, megatron_token_logprobs, whole_state
-from grpo.model import ModelConfig, build_model, token_logprobs
+from grpo.model import build_model, token_logprobs
 from megatron.core import parallel_state
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -195,7 +197,7 @@ def test_weights_of_cut_layers_are_packed_in_the_order_of_whole_ones() -> None:
         cut = SplitLinear(block.qkv)
         torch.testing.assert_close(cut(hidden), block.qkv(hidden))
         block.qkv = cut
-    assert (pack_parallel_weights(model) == whole).all()
+    assert (pack_weights(model) == whole).all()
 
 
 @pytest.mark.parametrize(
@@ -207,11 +209,11 @@ def test_weights_of_cut_layers_are_packed_in_the_order_of_whole_ones() -> None:
             {"dynamic_sampling": {"enabled": True}, "grpo": {"answers_per_prompt": 5, "prompts_per_step": 8}},
             "answers_per_prompt 5 must be a multiple of the 2 data-parallel ranks",
         ),
-        ({"sequence_packing": {"algorithm": "best_fit"}}, "sequence_packing.algorithm: Input should be"),
+        ({"sequence_packing": {"algorithm": "best_fit"}}, "'sequence_packing.algorithm': Input should be"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ConfigError, match=message):
         load_config(write_config(tmp_path, **sections), {})
 
 

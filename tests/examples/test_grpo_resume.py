@@ -17,6 +17,8 @@ from grpo.config import RunConfig, load_config
 from grpo.errors import RunFailedError, UserError
 from grpo_runs import assert_gone, finish, read_metrics, results, running_past, start, without_ray_agents, write_config
 
+from dataplane_integrations.errors import WorkerTimeoutError
+
 
 def newest_step(out: Path) -> int:
     return max(int(path.name.removeprefix("step_")) for path in (out / "checkpoints").glob("step_*"))
@@ -102,8 +104,13 @@ def test_a_save_that_breaks_off_leaves_the_last_one_in_force(tmp_path: Path, con
         (folder / "rank_0.pt").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
+    def waits(folder: Path) -> None:
+        raise WorkerTimeoutError("policy worker 1 did not answer")  # an OSError too
+
     with pytest.raises(RunFailedError, match=r"cannot be saved to .*step_000004: .*No space left.*Earlier saves are"):
         write(checkpoints, 4, fails)
+    with pytest.raises(WorkerTimeoutError):
+        write(checkpoints, 4, waits)
     assert checkpoints.newest().folder == first
     assert write(checkpoints, 4).exists()  # over what the broken one left
     assert [path.name for path in first.parent.glob(".*")] == []

@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 
 from dataplane_core import connect
+from dataplane_core.codec import DTYPE_CODES, DTYPE_OF_CODE
 from dataplane_core.config import ConfigSource
 from dataplane_core.errors import ConfigError, InvalidTypeError, MissingDataError, UnknownPartitionError, preview
 
@@ -31,14 +32,8 @@ __all__ = ["MissingShardError", "RTensorStore", "activate", "main"]
 CONFIG_VARIABLE: Final = "DATAPLANE_CONFIG"
 _SEAM: Final = "areal.infra.rpc.rtensor"
 _PARTITION: Final = "areal"
-#: A tensor is one row: its bytes, and a column of ints [index in _DTYPES, *shape]. So any dtype and shape fits.
+#: A tensor is one row: its bytes, and a column of ints [dtype by `DTYPE_CODES`, *shape]. So any dtype and shape fits.
 _BYTES, _FORM = "bytes", "form"
-#: The order is that of the ints in a store: only append.
-_DTYPES: Final = (
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
-    *(torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64),
-    *(torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-)
 
 
 class MissingShardError(MissingDataError, RuntimeError):
@@ -92,11 +87,12 @@ class RTensorStore:
 
     def store_as(self, shard_id: str, tensor: torch.Tensor) -> None:
         """As `store`, under an id that the caller chose. A shard of that id is replaced."""
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.dtype not in _DTYPES:
+        is_dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+        if not is_dense or tensor.dtype not in DTYPE_CODES:
             held = f"a tensor of {tensor.dtype}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise InvalidTypeError(f"store refused: got {held}. Expected a dense tensor of numbers or bools.")
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)  # B
-        form = torch.tensor([[_DTYPES.index(tensor.dtype), *tensor.shape]], dtype=torch.int64, device="cpu")
+        form = torch.tensor([[DTYPE_CODES[tensor.dtype], *tensor.shape]], dtype=torch.int64, device="cpu")
         self.client.put_samples([shard_id], _PARTITION, {_BYTES: flat.unsqueeze(0), _FORM: form})
 
     def fetch(self, shards: Sequence[Any]) -> list[torch.Tensor]:
@@ -148,8 +144,8 @@ class RTensorStore:
 
 def _tensor(flat: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
     """The tensor in a row: its bytes ``flat`` (B,) in the form of `_FORM`."""
-    index, *shape = form.tolist()
-    dtype = _DTYPES[index]
+    code, *shape = form.tolist()
+    dtype = DTYPE_OF_CODE[code]
     if flat.storage_offset() % dtype.itemsize:  # torch shows bytes as a dtype only where they are aligned for it
         flat = flat.clone()
     return flat.view(dtype).view(shape)

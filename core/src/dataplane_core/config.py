@@ -179,14 +179,25 @@ def validate_model(model: type[M], values: Mapping[str, Any], label: str) -> M:
         for item in error.errors():
             where = ".".join(str(part) for part in item["loc"])
             if item["type"] == "extra_forbidden":
-                near = nearest(str(item["loc"][-1]), model.model_fields)
-                known = f"did you mean '{near}'?" if near else f"known keys: {', '.join(model.model_fields) or 'none'}."
-                problems.append(f"unknown key '{where}'; {known}")
+                problems.append(f"unknown key '{where}'{_advice(model, item['loc'])}")
             elif item["type"] == "missing":
                 problems.append(f"key '{where}' is missing")
             else:
                 # no input value here: it may be a secret
-                problems.append(f"key '{where}': {item['msg'].removeprefix('Value error, ')}")
+                message = item["msg"].removeprefix("Value error, ")
+                problems.append(f"key '{where}': {message}" if where else message)
         said = "; ".join(problems)
         end = "" if said[-1] in ".?" else "."
-        raise ConfigError(f"{label} {'are' if 'options' in label else 'is'} refused: {said}{end}") from None
+        raise ConfigError(f"{label} {'are' if label.startswith('options') else 'is'} refused: {said}{end}") from None
+
+
+def _advice(model: Any, place: tuple[int | str, ...]) -> str:
+    """What to write in place of an unknown key, which may be in a section of the model."""
+    try:
+        for section in place[:-1]:
+            model = model.model_fields[section].annotation
+        known = list(model.model_fields)
+    except (AttributeError, KeyError):  # in a list, say
+        return ""
+    near = nearest(str(place[-1]), known)
+    return f"; did you mean '{near}'?" if near else f"; known keys: {', '.join(known) or 'none'}."

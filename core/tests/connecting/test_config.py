@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from dataplane_core import DataPlaneConfig, connect
 from dataplane_core.backends import CapacityOptions
-from dataplane_core.config import load_config
+from dataplane_core.config import load_config, validate_model
 from dataplane_core.errors import BackendError, ConfigError, InvalidTypeError, PluginSignatureError, UnknownBackendError
 from dataplane_core.spec import hookimpl
 
@@ -64,6 +64,21 @@ def test_a_wrong_config_names_the_key_and_the_nearest(values, words):
         load_config(values)
     for word in words:
         assert word in str(refused.value)
+
+
+def test_a_wrong_key_in_a_section_is_compared_with_the_keys_of_that_section():
+    class Options(CapacityOptions):
+        inner: CapacityOptions = CapacityOptions()
+        several: tuple[CapacityOptions, ...] = ()
+
+    for values, said in [
+        ({"inner": {"capacity_byte": 1}}, "unknown key 'inner.capacity_byte'; did you mean 'capacity_bytes'?"),
+        ({"inner": {"zzz": 1}}, "unknown key 'inner.zzz'; known keys: capacity_bytes, on_full."),
+        ({"several": [{"zzz": 1}]}, "unknown key 'several.0.zzz'."),
+    ]:
+        with pytest.raises(ConfigError) as refused:
+            validate_model(Options, values, "options of backend 'x'")
+        assert str(refused.value) == f"options of backend 'x' are refused: {said}"
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path):

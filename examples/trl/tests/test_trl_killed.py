@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,13 +15,13 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from trl_runs import EXAMPLE, finish, log_of, read_lines, start
 
 from dataplane_core import connect
 from dataplane_integrations.replay import group_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
 
-EXAMPLE = Path(__file__).resolve().parents[1]
 KILLS = int(os.environ.get("DATAPLANE_KILLS", "20"))
 STEPS, PROMPTS, ANSWERS = 2 * KILLS, 8, 4
 #: A busy machine may take minutes for a start.
@@ -43,18 +42,8 @@ def write_config(folder: Path, **plane: Any) -> Path:
     return path
 
 
-def start(config: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, str(EXAMPLE / "train.py"), "--config", str(config), "--out", str(config.parent / "out")]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(run: subprocess.Popen[str]) -> str:
-    try:
-        said, _ = run.communicate(timeout=2 * PATIENCE_S)
-    finally:
-        run.kill()
-    assert run.returncode == 0, said[-4000:]
-    return said
+def start_run(config: Path) -> subprocess.Popen[str]:
+    return start(EXAMPLE / "train.py", "--config", config, "--out", config.parent / "out")
 
 
 def count_events(folder: Path) -> int:
@@ -95,15 +84,6 @@ def committed(config: Path) -> dict[int, dict[str, float]]:
     return found
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def log_of(out: Path) -> list[dict[str, Any]]:
-    """What the trainer logged, without times."""
-    return [{key: line[key] for key in line if "time" not in key} for line in read_lines(out / "metrics.jsonl")]
-
-
 def test_a_run_that_is_killed_at_random_moments_gives_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
     killed, uncut = tmp_path / "killed", tmp_path / "uncut"
     for folder in (killed, uncut):
@@ -111,14 +91,14 @@ def test_a_run_that_is_killed_at_random_moments_gives_the_losses_of_one_that_was
     config = write_config(killed, durable=str(killed / "store"))
     left: list[dict[int, dict[str, float]]] = []
     for _ in range(KILLS):
-        run = start(config)
+        run = start_run(config)
         try:
             wait_for_events(killed, count_events(killed) + random.randint(1, 80), run)
             kill_all(run)
         finally:
             run.kill()
         left.append(committed(config))
-    said = finish(start(config))
+    said = finish(start_run(config), 2 * PATIENCE_S)
     out = killed / "out"
     (path,) = out.glob("found-*.jsonl")
     found = read_lines(path)
@@ -135,7 +115,7 @@ def test_a_run_that_is_killed_at_random_moments_gives_the_losses_of_one_that_was
     assert json.loads((out / "summary.json").read_text())["answers_trained_on"] == STEPS * PROMPTS * ANSWERS
     assert committed(config) == {}
 
-    finish(start(write_config(uncut)))
+    finish(start_run(write_config(uncut)), 2 * PATIENCE_S)
     assert len(log_of(uncut / "out")) == STEPS
     assert log_of(out) == log_of(uncut / "out")
     evaluations = [

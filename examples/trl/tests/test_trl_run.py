@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from trl_runs import EXAMPLE, PATIENCE_S, finish, log_of, read_lines, start
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(540)]
 
-EXAMPLE = Path(__file__).resolve().parents[1]
 STEPS, PROMPTS, ANSWERS = 30, 16, 8
-#: A busy machine may take minutes for a start.
-PATIENCE_S = 400
 
 
 def write_config(folder: Path, processes: int = 2, **data_plane: Any) -> Path:
@@ -31,25 +27,6 @@ def write_config(folder: Path, processes: int = 2, **data_plane: Any) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
-
-
-def start(program: Path, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, str(program), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    """Waits for a process that must end well; what it printed."""
-    try:
-        said, _ = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-    assert process.returncode == 0, said[-4000:]
-    return said
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def check_counts(out: Path) -> list[dict[str, Any]]:
@@ -135,8 +112,7 @@ def test_a_recorded_run_gives_the_same_losses_again_without_rollout_processes(tm
         config = write_config(folder, processes=2 if name == "run" else 0, **plane)
         finish(start(EXAMPLE / "train.py", "--config", config, "--out", folder))
         check_counts(folder)
-        lines = read_lines(folder / "metrics.jsonl")
-        logs.append([{key: value for key, value in line.items() if "time" not in key} for line in lines])
+        logs.append(log_of(folder))
     assert len(logs[0]) == STEPS
     assert logs[0] == logs[1]
 

@@ -160,7 +160,7 @@ class MooncakeInstance(Instance):
 
     prefix = "tqm-"
     distribution = "dataplane-mooncake-backend"
-    protocol = 8
+    protocol = 9
     unit_class = SegmentHost
 
     def __init__(self, *args: Any) -> None:

@@ -21,7 +21,7 @@ from dataplane_core.ledger import LedgerService, Ref, commands
 from dataplane_tq_simple._book import UNITS_NOTE, UnitBook, View
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._kept import ENDING_S
-from dataplane_tq_simple._messages import MESSAGES, AddUnits, BeginNear, Ping, RemoveUnit, UnitRecords, ViewUnits
+from dataplane_tq_simple._messages import MESSAGES, AddUnits, BeginNear, RemoveUnit, UnitRecords, ViewUnits
 
 _logger = logging.getLogger(__name__)
 
@@ -203,9 +203,6 @@ class ControllerHost(LedgerHost):
 
     # --- units --------------------------------------------------------------------------------------------------------
 
-    def _ping(self, request: Ping, client: Client) -> int:
-        return os.getpid()
-
     def _view(self, request: ViewUnits, client: Client) -> View | None:
         return self.book.view(request.version)
 
@@ -228,7 +225,6 @@ class ControllerHost(LedgerHost):
 
 ControllerHost.handlers = {
     **LedgerHost.handlers,
-    Ping: ControllerHost._ping,
     BeginNear: ControllerHost._begin_near,
     ViewUnits: ControllerHost._view,
     UnitRecords: ControllerHost._records,

@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
@@ -507,9 +508,7 @@ class Link:
         return connection
 
     def _connect(self, what: str, deadline: float, told: Acknowledgements | None) -> Any:
-        def greet(connection: Any) -> None:
-            self._greet(connection, told, deadline)
-
+        greet = partial(self._greet, told=told, deadline=deadline)
         if self._service is not None:
             return self._connect_to_primary(what, deadline, self._service, greet)
         elsewhere = iter(list(self._nodes))

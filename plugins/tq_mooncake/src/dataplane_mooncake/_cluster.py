@@ -53,14 +53,12 @@ class Described(NamedTuple):
         node: The id of its node.
         ip: Its address.
         available_bytes: The memory available there, in bytes.
-        port: It has none.
     """
 
     life: str
     node: str
     ip: str
     available_bytes: int
-    port: int = 0
 
 
 class Segment(NamedTuple):

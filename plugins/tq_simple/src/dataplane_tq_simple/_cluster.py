@@ -196,7 +196,6 @@ class Instance(ABC):
             )
             create = functools.partial(
                 controller.remote,
-                places=cls.keeps_units,
                 journal=journal,
                 capacity_bytes=config.capacity_bytes,
                 sync=config.journal_sync if durable is None else config.sync == "commit",

@@ -45,6 +45,7 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
     """
 
     _keeps: bytes | None = None  # the class and the options of the instance, packed
+    _description: Any = None  # what attaching clients are told
     _host: ControllerHost
 
     def __init__(self, *, journal: Path | None, capacity_bytes: int | None, sync: bool, durable: bool = False) -> None:
@@ -73,7 +74,7 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
     def _come_back(self) -> None:
         description = self._host.noted(_DESCRIPTION_NOTE)
         if description is not None:
-            _privates.set_config(self, pickle.loads(description))
+            self._description = pickle.loads(description)
         self._keeps = self._host.noted(_KEEPER_NOTE)
         if self._keeps is not None:
             self._make_keeper().come_back()
@@ -93,7 +94,11 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
     def store_config(self, conf: Any) -> None:
         """As TransferQueue's. A controller that is started again has it too."""
         self._host.note(_DESCRIPTION_NOTE, pickle.dumps(conf))
-        _privates.store_config(self, conf)
+        self._description = conf
+
+    def get_config(self) -> Any:
+        """As TransferQueue's."""
+        return self._description
 
     def keep_units(self, instance: Any, config: Any, units: list[tuple[str, str, Started]]) -> None:
         """Starts to watch the storage units of an instance of this class: names, actors, and what they said."""

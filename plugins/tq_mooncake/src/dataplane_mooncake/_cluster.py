@@ -103,7 +103,7 @@ class SegmentHost:
         Raises:
             ConfigError: As `check_machine`; or other nodes cannot reach its address.
         """
-        check_machine(self._config.protocol, self._config.rdma_devices)
+        check_machine(self._config)
         node = ray.get_runtime_context().get_node_id()
         return Described(self._life, node, this_nodes_address(self._config), memory_limit().available_bytes)
 
@@ -205,17 +205,11 @@ class MooncakeInstance(Instance):
         self._lives = {unit.actor: answer.life for unit, answer in zip(self.units, answers, strict=True)}
 
     def _check_memory(self, answers: Sequence[Described]) -> None:
-        config = self.config
         num_units = collections.Counter(answer.node for answer in answers)
         nodes = {
             each.node: NodeMemory(f"node {each.ip}", each.available_bytes, num_units[each.node]) for each in answers
         }
-        check_memory(
-            list(nodes.values()),
-            segment_size_bytes=config.segment_size_bytes,
-            local_buffer_size_bytes=config.client_buffer_bytes,
-            clients_per_node=config.clients_per_node,
-        )
+        check_memory(list(nodes.values()), self.config)
 
     def _mount(self, actors: Sequence[str], deadline: float) -> None:
         """Has units mount new segments."""

@@ -30,6 +30,7 @@ from redis.connection import Connection, ConnectionPool, UnixDomainSocketConnect
 from redis.exceptions import (
     AuthenticationError,
     ConnectionError as LostConnectionError,
+    InvalidResponse,
     NoPermissionError,
     NoScriptError,
     ReadOnlyError,
@@ -127,6 +128,9 @@ class Stream:
         except (RedisError, OSError) as error:
             self.error = error
             raise
+        except ValueError as error:  # redis-py cannot read a redirection
+            self.error = InvalidResponse(f"the reply cannot be read: {error}")
+            raise self.error from error
 
 
 def fetch_arrays(streams: Sequence[Stream], reads: Sequence[Sequence[Read]]) -> Iterator[tuple[int, int, Any]]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import ray
 import torch
 from tensordict import TensorDict
 
@@ -54,7 +55,7 @@ def server_pids(client: DataPlaneClient) -> dict[str, int]:
     for store in getattr(backend_of(client), "_stores", [backend_of(client)]):
         engine = getattr(store, "_engine", None)
         if engine is not None:  # a backend in TransferQueue's controller
-            add("controller", engine.controller_pid(time.monotonic() + 30.0))
+            add("controller", ray.get(engine._instance._controller.__ray_call__.remote(lambda _: os.getpid())))
     for child in psutil.Process().children(recursive=True):  # Ray's processes are among them
         words = " ".join(child.cmdline())
         if "StorageUnit" in words:

@@ -58,17 +58,18 @@ def slowed(client: DataPlaneClient, bytes_per_s: float) -> Iterator[None]:
     places = backend_of(client)._engine._places
     spawning = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
-        ports = {}
+        lives = {}
         for number in places.living().values():
             found = spawning.SimpleQueue()
             life = places.life(number)
-            slow = spawning.Process(target=serve, args=((life.ip, life.data_port), bytes_per_s, found), daemon=True)
+            target = life.started.ip, life.started.data_port
+            slow = spawning.Process(target=serve, args=(target, bytes_per_s, found), daemon=True)
             slow.start()
             stack.callback(slow.join)
             stack.callback(slow.kill)
-            ports[number] = found.get()
-        directly = places.life
-        places.life = lambda number: directly(number)._replace(ip="127.0.0.1", data_port=ports[number])
+            nearer = life.started._replace(ip="127.0.0.1", data_port=found.get())
+            lives[number] = life._replace(started=nearer)
+        places.life = lives.get
         yield
 
 

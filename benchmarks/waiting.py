@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
+import ray
 import torch
 from configs import attaching
 from tensordict import TensorDict
@@ -115,7 +116,7 @@ def store_process(client: DataPlaneClient) -> psutil.Process:
     """The process that keeps the store's control plane."""
     engine = getattr(backend_of(client), "_engine", None)
     if engine is not None:
-        return psutil.Process(engine.controller_pid(time.monotonic() + 10.0))
+        return psutil.Process(ray.get(engine._instance._controller.__ray_call__.remote(lambda _: os.getpid())))
     for child in psutil.Process().children(recursive=True):
         if "redis-server" in child.name():
             return child

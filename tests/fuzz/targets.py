@@ -749,7 +749,6 @@ SHM_PAYLOAD: Final = Form(lambda data: _unpack(data[1:]), lambda tree: b"\0" + _
 
 def _tq_requests() -> list[bytes]:
     made: list[Any] = [
-        tq.Ping(),
         tq.BeginNear(commands.BeginPut("p", ["a"], {"x": _X}, [commands.Write(["x"], [8])], ttl_s=9.0), "n0", [1]),
         tq.ViewUnits(-1),
         tq.UnitRecords(),

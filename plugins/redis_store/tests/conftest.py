@@ -18,7 +18,8 @@ from tensordict import TensorDict
 
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
-from dataplane_redis import RedisBackend, _acknowledged, _claims, _wakes
+from dataplane_redis import RedisBackend, _claims, _wakes
+from dataplane_redis._acknowledged import Acknowledgements
 from dataplane_testkit import backend_of
 
 if str(Path(__file__).parent) not in sys.path:  # modules beside the tests can be imported by them
@@ -314,11 +315,9 @@ def hardly_waits(monkeypatch):
 
     @contextlib.contextmanager
     def limit():
-        pack = _acknowledged._pack_wait
+        wait = Acknowledgements.wait
         with monkeypatch.context() as patch:
-            patch.setattr(
-                _acknowledged, "_pack_wait", lambda number, synced, _: pack(number, synced, time.monotonic() + 0.02)
-            )
+            patch.setattr(Acknowledgements, "wait", lambda self, _: wait(self, time.monotonic() + 0.02))
             yield
 
     return limit

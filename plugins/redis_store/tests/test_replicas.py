@@ -11,7 +11,7 @@ from dataplane_core.errors import (
     ConfigError,
     OperationTimeoutError,
 )
-from dataplane_redis import _acknowledged
+from dataplane_redis._acknowledged import Acknowledgements
 from dataplane_redis._protocol import pack
 
 
@@ -117,15 +117,15 @@ def test_a_put_whose_wait_was_refused_for_a_moment_is_repeated(start_server, con
     primary = start_server()
     start_server().follow(primary)
     client = connect(url=primary.url, wait_replicas=1, op_timeout_s=30, partition="p")
-    pack_wait, refused = _acknowledged._pack_wait, []
+    wait, refused = Acknowledgements.wait, []
 
     def refused_once(*args):
         if refused:
-            return pack_wait(*args)
+            return wait(*args)
         refused.append(1)
         return pack((b"EVAL", b"return redis.error_reply('BUSY Redis is busy running a script.')", b"0"))
 
-    monkeypatch.setattr(_acknowledged, "_pack_wait", refused_once)
+    monkeypatch.setattr(Acknowledgements, "wait", refused_once)
     client.put_samples(["a"], "p", columns(1, size))
     assert refused
     assert client.get_samples(["a"], "p", ["x"])["x"].shape == (1, size)

@@ -140,7 +140,7 @@ def test_a_put_that_waits_is_woken_when_room_becomes_free(client, never_asks, ho
     if how == "abort":
         told = {"ids": ["begun"], "parts": [["", [40 * _UNIT], ""]], "tags": "", "known": b"", "request": ""}
         told |= {"mode": "begin", "name": "p", "epoch": "", "write": b"w" * 16, "ttl_s": 60.0}
-        told |= {"capacity": 100 * _UNIT, "wait_s": 0.0, "client": b""}
+        told |= {"capacity": 100 * _UNIT, "wait_s": 0.0}
         assert session.run("test", time.monotonic() + 5, "put", **told)[0] == b"ok"
     waiting = put_by_thread(client, "waits", 30 if how == "abort" else 50, done)
     wait_until(lambda: num_told(client) == 1)

@@ -6,7 +6,7 @@ from importlib import metadata
 import pytest
 
 from dataplane_core.errors import ConfigError
-from dataplane_mooncake import machine
+from dataplane_mooncake import TQMooncakeConfig, machine
 from dataplane_mooncake.machine import NodeMemory
 
 MIB = 1 << 20
@@ -110,11 +110,11 @@ def test_rdma_devices_are_looked_for_by_name(tmp_path, monkeypatch):
 
 
 def test_a_node_without_the_memory_is_named_with_the_numbers():
-    sizes = {"segment_size_bytes": 1024 * MIB, "local_buffer_size_bytes": 64 * MIB, "clients_per_node": 8}
+    config = TQMooncakeConfig(protocol="rdma", segment_size_bytes=1024 * MIB, local_buffer_size_bytes=64 * MIB)
     nodes = [NodeMemory("node 10.0.0.1", 2560 * MIB, 2), NodeMemory("node 10.0.0.2", 2559 * MIB, 2)]
-    machine.check_memory(nodes[:1], **sizes)
+    machine.check_memory(nodes[:1], config)
     with pytest.raises(ConfigError, match=r"node 10\.0\.0\.2 would need 2560 MiB, but has 2559 MiB") as error:
-        machine.check_memory(nodes, **sizes)
+        machine.check_memory(nodes, config)
     assert "2 storage units of 1024 MiB (segment_size_bytes) and 8 clients" in str(error.value)
 
 

@@ -58,20 +58,20 @@ def two(both):
     owner.clear_samples(None, "p")
 
 
-def test_the_controller_finds_its_ledger(two):
+def test_the_controller_finds_its_ledger(two, pid_of):
     """The rows are in Mooncake's segments."""
     _, client = two
     first, later = torch.arange(20).reshape(10, 2), torch.arange(6).reshape(3, 2)
     ids = [f"s{row}" for row in range(10)]
     client.put_samples(ids, "p", {"x": first})
     held = client.claim_meta("p", "train", ["x"], 4, lease_s=600.0)
-    pid = backend_of(client)._engine.controller_pid(time.monotonic() + 60)
+    pid = pid_of("tqm-again")
 
     os.kill(pid, signal.SIGKILL)
 
     client.ack(held)
     client.put_samples(["t0", "t1", "t2"], "p", {"x": later})
-    assert backend_of(client)._engine.controller_pid(time.monotonic() + 60) != pid
+    assert pid_of("tqm-again") != pid
     assert torch.equal(client.get_samples(ids, "p", ["x"])["x"], first)
     assert torch.equal(client.get_samples(["t0", "t1", "t2"], "p", ["x"])["x"], later)
     rest = client.claim_meta("p", "train", ["x"], 9)

@@ -373,7 +373,7 @@ def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connect
         raise BackendUnavailableError("no master answers")
 
     monkeypatch.setattr(_store, "open_engine", connect_to_nobody)
-    one, another = (StoreSettings(f"127.0.0.1:{port}", "127.0.0.1", "tcp", (), MIB, False) for port in (1, 2))
+    one, another = (StoreSettings(f"127.0.0.1:{port}", "127.0.0.1", "tcp", (), 0, False) for port in (1, 2))
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(Store.acquire, one, [], deadline=time.monotonic() + 20)
         assert connecting.wait(60)

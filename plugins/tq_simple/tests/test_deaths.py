@@ -33,6 +33,7 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
 )
 from dataplane_testkit import backend_of
+from dataplane_tq_simple._messages import UnitRecords
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cluster_load import STARTS_S, TASKS, Load, eventually, put, right
@@ -308,7 +309,7 @@ def test_who_cannot_wait_gets_an_error_to_retry_and_without_its_journal_all_is_l
 
     def refused() -> BackendUnavailableError | None:
         try:
-            engine.controller_pid(time.monotonic() + 0.1)
+            engine.call(UnitRecords(), time.monotonic() + 0.1)
         except BackendUnavailableError as error:
             return error
         except OperationTimeoutError:  # the machine is busy

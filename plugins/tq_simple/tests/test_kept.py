@@ -23,6 +23,7 @@ from dataplane_tq_simple import _host, _kept, _privates, _units
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._kept import Place, delete_place, open_place, places_in
+from dataplane_tq_simple._messages import BeginNear
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "shm_store" / "tests"))
 from power_loss import Disk
@@ -86,7 +87,7 @@ class Life:
         layout = Layout([])
         layout.add_dense(len(ids), length, length)
         write = commands.Write(list(X), [length] * len(ids))
-        write_id = self.call(commands.BeginPut("p", ids, X, [write], ttl_s=60.0))
+        write_id = self.call(BeginNear(commands.BeginPut("p", ids, X, [write], ttl_s=60.0), None, []))
         wanted, data = [Wanted(write_id, layout, len(ids))], bytes([number]) * layout.size_bytes
         try:
             if whole:

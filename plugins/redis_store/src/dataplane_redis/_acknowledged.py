@@ -118,14 +118,6 @@ class Receipt:
         return command if command and self.call_of(reply) is not None else ()
 
 
-def _pack_wait(replicas: int, synced: bool, deadline: float) -> Parts:
-    """Waits for replicas until shortly before the deadline."""
-    left_s = deadline - time.monotonic()
-    wait_ms = max(1, int(1000 * (left_s - min(_MARGIN_S, _MARGIN_SHARE * left_s))))
-    words = (b"%d" % replicas, b"%d" % wait_ms)
-    return pack((b"WAITAOF", b"1", *words) if synced else (b"WAIT", *words))
-
-
 class Acknowledgements:
     """The acknowledged calls of one client: what so many replicas have, or have synced. Thread-safe."""
 
@@ -219,8 +211,14 @@ class Acknowledgements:
         ) from reply
 
     def wait(self, deadline: float) -> Parts:
-        """The command that waits until replicas have what was sent before it. Nothing: none need to have it."""
-        return _pack_wait(self._replicas, self._synced, deadline) if self._replicas or self._synced else ()
+        """The command that waits until replicas have what was sent before it, until shortly before the deadline.
+        Nothing: none need to have it."""
+        if not (self._replicas or self._synced):
+            return ()
+        left_s = deadline - time.monotonic()
+        wait_ms = max(1, int(1000 * (left_s - min(_MARGIN_S, _MARGIN_SHARE * left_s))))
+        words = (b"%d" % self._replicas, b"%d" % wait_ms)
+        return pack((b"WAITAOF", b"1", *words) if self._synced else (b"WAIT", *words))
 
     def check_wait(self, what: str, label: str, replies: Iterable[Any]) -> None:
         """Checks the replies to `wait`, one per node. Raises if one refused, or too few of its replicas have it."""

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
 from dataplane_core.backends import Backend
@@ -256,38 +256,24 @@ class Claims(Backend):
         what = f"{action}('{request.partition_id}', '{request.task_name}', {len(request.sample_ids)} samples)"
         call = Acknowledged(action, request.partition_id, request.task_name, request.sample_ids)
 
-        def run(
-            mode: str,
-            epoch: Any = "",
-            ids: Sequence[str] = (),
-            tokens: Sequence[str] = (),
-            named: Mapping[str, int] | None = None,
-            into: Mapping[bytes, bytes] | None = None,
-            leases: Sequence[Any] = (),
-        ) -> Any:
+        asked: dict[str, Any] = {"epoch": "", "ids": (), "tokens": (), "named": {}, "into": {}, "leases": ()}
+        asked |= {"name": request.partition_id, "task_name": request.task_name}
+        asked |= {"action": action, "lease_s": lease_s, "budget": _GIVE_ROWS}
+
+        def run(mode: str, **given: Any) -> Any:
             return self._session.run(
                 what,
                 request.deadline,
                 "settle",
                 confirms=call if mode in ("all", "commit") else None,
                 mode=mode,
-                action=action,
-                name=request.partition_id,
-                task_name=request.task_name,
-                epoch=epoch,
-                ids=ids,
-                tokens=tokens,
-                named=named or {},
-                into=into or {},
-                lease_s=lease_s,
-                leases=leases,
-                budget=_GIVE_ROWS,
                 request="" if mode == "finish" else request.request_id,
                 kept_s=max(0.0, request.deadline - time.monotonic()) + KEPT_S,
+                **asked | given,
             )
 
         if len(request.sample_ids) <= _GIVE_ROWS:
-            reply = run("all", "", request.sample_ids, request.lease_tokens)
+            reply = run("all", ids=request.sample_ids, tokens=request.lease_tokens)
         else:
             reply = _settle_many(run, request.sample_ids, request.lease_tokens)
         if reply[0] == b"done":
@@ -345,7 +331,8 @@ def _settle_many(run: Callable[..., Any], ids: Sequence[str], tokens: Sequence[s
         for some, some_tokens in _chunks(ids, tokens, group_size):
             mine = set(some_tokens)
             known = {lease: to for token in mine for lease, to in into[token].items()}
-            reply = run("split", epoch, some, some_tokens, {token: named[token] for token in mine}, known)
+            counts = {token: named[token] for token in mine}
+            reply = run("split", epoch=epoch, ids=some, tokens=some_tokens, named=counts, into=known)
             if reply[0] == b"lost":
                 lost.update(reply[1])
             elif reply[0] == b"part":
@@ -362,7 +349,7 @@ def _settle_many(run: Callable[..., Any], ids: Sequence[str], tokens: Sequence[s
             if part:
                 return part
             leases = [each for (lease, token), count in rows.items() for each in (lease, token, count)]
-            reply = run("commit", epoch, leases=leases)
+            reply = run("commit", epoch=epoch, leases=leases)
         if reply[0] != b"changed":
             return reply
         named.clear()  # the rows that are named may be those of several leases with one token

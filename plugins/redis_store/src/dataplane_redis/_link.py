@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
@@ -29,6 +30,7 @@ from redis.connection import Connection, ConnectionPool, UnixDomainSocketConnect
 from redis.exceptions import (
     AuthenticationError,
     ConnectionError as LostConnectionError,
+    InvalidResponse,
     NoPermissionError,
     NoScriptError,
     ReadOnlyError,
@@ -126,6 +128,9 @@ class Stream:
         except (RedisError, OSError) as error:
             self.error = error
             raise
+        except ValueError as error:  # redis-py cannot read a redirection
+            self.error = InvalidResponse(f"the reply cannot be read: {error}")
+            raise self.error from error
 
 
 def fetch_arrays(streams: Sequence[Stream], reads: Sequence[Sequence[Read]]) -> Iterator[tuple[int, int, Any]]:
@@ -507,9 +512,7 @@ class Link:
         return connection
 
     def _connect(self, what: str, deadline: float, told: Acknowledgements | None) -> Any:
-        def greet(connection: Any) -> None:
-            self._greet(connection, told, deadline)
-
+        greet = partial(self._greet, told=told, deadline=deadline)
         if self._service is not None:
             return self._connect_to_primary(what, deadline, self._service, greet)
         elsewhere = iter(list(self._nodes))

@@ -9,6 +9,7 @@ A row is what one put wrote of one sample: its frames, joined in the format of `
 
 from __future__ import annotations
 
+import re
 import ssl
 import time
 from collections.abc import Sequence
@@ -55,6 +56,8 @@ _STRING_BYTES: Final = 24
 _SLACK_BYTES: Final = 64 * 1024
 #: The longest number in a reply, with its kind and its sign.
 _MOST_DIGITS: Final = 21
+#: A refusal that names another node: what kind it is, host and port.
+_REDIRECTION: Final = re.compile(r"(MOVED|ASK) \d+ (\S*):(\d{1,5})")
 #: How the refusals of a server begin that takes no writes.
 _NO_WRITES: Final = ("MISCONF", "NOREPLICAS", "READONLY", "CLUSTERDOWN", "MASTERDOWN")
 #: How refusals begin of a user that may not do it. The last one is of a script, by Redis 7.0.
@@ -221,11 +224,8 @@ def redirection_of(refusal: Exception) -> tuple[str, str, int] | None:
     """``MOVED`` or ``ASK``, host and port, if a refusal names another node. An empty host: the node that was asked."""
     if isinstance(refusal, AskError):  # MovedError is one
         return "MOVED" if isinstance(refusal, MovedError) else "ASK", refusal.host, int(refusal.port)
-    kind, _, place = str(refusal).partition(" ")
-    if kind not in ("MOVED", "ASK"):
-        return None
-    host, _, port = place.split(" ")[-1].rpartition(":")
-    return kind, host, int(port)
+    found = _REDIRECTION.fullmatch(str(refusal))
+    return None if found is None else (found[1], found[2], int(found[3]))
 
 
 def is_moving(error: Exception) -> bool:

@@ -103,7 +103,6 @@ class _Put:
             "write": write,
             "known": known,
             "wait_s": left_s if self.waits else 0.0,
-            "client": b"",
         }
 
 

@@ -278,12 +278,9 @@ def _layouts_of(refs: Refs) -> tuple[int, ...]:
 
 def _shared_rows(frames: Sequence[Any]) -> SharedRows:
     """A column whose rows repeat: equal ones are the same object."""
-    places: dict[int, int] = {}
-    index = [places.setdefault(id(frame), len(places)) for frame in frames]
-    rows: list[Any] = [None] * len(places)
-    for frame, place in zip(frames, index, strict=True):
-        rows[place] = frame
-    return SharedRows(rows, index)
+    rows = {id(frame): frame for frame in frames}
+    places = {key: place for place, key in enumerate(rows)}
+    return SharedRows(list(rows.values()), [places[id(frame)] for frame in frames])
 
 
 def _raise_missing(

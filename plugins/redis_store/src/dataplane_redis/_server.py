@@ -93,6 +93,7 @@ class PrivateServer:
 
     def __init__(self, config: RedisConfig) -> None:
         self._config = config
+        self._binary = _find_binary()
         self._folder = _folder(config.namespace)
         self._process: OwnedProcess | None = None
 
@@ -103,13 +104,11 @@ class PrivateServer:
 
     def start(self, deadline: float) -> None:
         """Starts the server and waits until it answers. Raises if another process runs that of the namespace."""
-        _find_binary()
         self._folder.claim(deadline)
         self.launch(deadline)
 
     def launch(self, deadline: float) -> None:
         """Starts the server process on the folder as it is, like after a crash. Raises what `start` raises."""
-        binary = _find_binary()
         self._end_process()
         self._folder.socket.unlink(missing_ok=True)
         settings = {
@@ -124,8 +123,8 @@ class PrivateServer:
             "appendonly": "yes" if self._config.appendonly else "no",
             "appendfsync": self._config.appendfsync,
         }
-        words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        self._process = OwnedProcess([binary, *words], end_s=_END_S, folder=self._folder.path, lock=self._folder.lock)
+        words = [self._binary, *(word for name, value in settings.items() for word in (f"--{name}", value))]
+        self._process = OwnedProcess(words, end_s=_END_S, folder=self._folder.path, lock=self._folder.lock)
         self._wait(deadline)
 
     def stop(self, until: float = math.inf) -> None:

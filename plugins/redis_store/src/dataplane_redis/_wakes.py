@@ -277,7 +277,7 @@ class Wakes:
             connection.send_packed_command([b"".join(pack((b"SSUBSCRIBE", self._channel)))], check_health=False)
             connection.read_response(disable_decoding=True)
             return connection
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, ValueError) as error:  # ValueError: redis-py cannot read a redirection
             connection.disconnect()
             refusal = link.to_error("listen", error)  # it also follows a redirection
             self._refused = _is_final(refusal)

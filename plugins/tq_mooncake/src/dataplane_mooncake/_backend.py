@@ -44,7 +44,7 @@ class TQMooncakeBackend(QueueBackend["Engine"], RowStoreBackend):
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Checks this machine, then starts the instance on Ray, or attaches to it."""
         # before TransferQueue is imported: it hides the reason if the library does not load
-        check_machine(self.config.protocol, self.config.rdma_devices)
+        check_machine(self.config)
         if bootstrap and self.config.master_address is None:
             check_master()
         super().start(bootstrap=bootstrap, deadline=deadline)

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -53,14 +54,12 @@ class Described(NamedTuple):
         node: The id of its node.
         ip: Its address.
         available_bytes: The memory available there, in bytes.
-        port: It has none.
     """
 
     life: str
     node: str
     ip: str
     available_bytes: int
-    port: int = 0
 
 
 class Segment(NamedTuple):
@@ -105,7 +104,7 @@ class SegmentHost:
         Raises:
             ConfigError: As `check_machine`; or other nodes cannot reach its address.
         """
-        check_machine(self._config.protocol, self._config.rdma_devices)
+        check_machine(self._config)
         node = ray.get_runtime_context().get_node_id()
         return Described(self._life, node, this_nodes_address(self._config), memory_limit().available_bytes)
 
@@ -160,7 +159,7 @@ class MooncakeInstance(Instance):
 
     prefix = "tqm-"
     distribution = "dataplane-mooncake-backend"
-    protocol = 8
+    protocol = 9
     unit_class = SegmentHost
 
     def __init__(self, *args: Any) -> None:
@@ -207,17 +206,11 @@ class MooncakeInstance(Instance):
         self._lives = {unit.actor: answer.life for unit, answer in zip(self.units, answers, strict=True)}
 
     def _check_memory(self, answers: Sequence[Described]) -> None:
-        config = self.config
         num_units = collections.Counter(answer.node for answer in answers)
         nodes = {
             each.node: NodeMemory(f"node {each.ip}", each.available_bytes, num_units[each.node]) for each in answers
         }
-        check_memory(
-            list(nodes.values()),
-            segment_size_bytes=config.segment_size_bytes,
-            local_buffer_size_bytes=config.client_buffer_bytes,
-            clients_per_node=config.clients_per_node,
-        )
+        check_memory(list(nodes.values()), self.config)
 
     def _mount(self, actors: Sequence[str], deadline: float) -> None:
         """Has units mount new segments."""
@@ -236,8 +229,7 @@ class MooncakeInstance(Instance):
         """Also watches the units and the master from now on, and starts a master that dies again."""
         super().publish(deadline=deadline)
         if self._keeper is None:
-            units = {actor: (self._handles[actor], life) for actor, life in self._lives.items()}
-            self._keeper = Keeper(self, self._master, units, self.config.master_start_s)
+            self._keeper = Keeper(self)
 
     def refresh(self, *, deadline: float) -> None:
         """Asks the controller for the details anew: segments may have been mounted, or their units died.
@@ -302,14 +294,14 @@ class MooncakeInstance(Instance):
             self._master.stop()
 
 
+@dataclass(slots=True)
 class _Unit:
     """A storage unit: its handle, the id of its process, and a question to it."""
 
-    def __init__(self, handle: Any, life: str) -> None:
-        self.handle = handle
-        self.life = life
-        self.asked: Any = None
-        self.ask_at = 0.0
+    handle: Any
+    life: str
+    asked: Any = None
+    ask_at: float = 0.0
 
 
 class Keeper:
@@ -323,18 +315,13 @@ class Keeper:
 
     Args:
         instance: The instance, whose segments are mounted.
-        master: A master that runs. None: it belongs to somebody else.
-        units: Handle, and id of the process, of each unit; by actor.
-        start_s: Seconds that the start of the master, and mounting, may take.
     """
 
-    def __init__(
-        self, instance: MooncakeInstance, master: Master | None, units: Mapping[str, tuple[Any, str]], start_s: float
-    ) -> None:
+    def __init__(self, instance: MooncakeInstance) -> None:
         self._instance = instance
-        self._master = master
-        self._units = {actor: _Unit(*unit) for actor, unit in units.items()}
-        self._start_s = start_s
+        self._master = instance._master  # None: it belongs to somebody else
+        self._units = {actor: _Unit(instance._handles[actor], life) for actor, life in instance._lives.items()}
+        self._start_s = instance.config.master_start_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="keeper of a tq_mooncake instance", daemon=True)
         self._thread.start()

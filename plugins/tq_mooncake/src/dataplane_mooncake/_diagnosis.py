@@ -36,13 +36,7 @@ def diagnose(config: TQMooncakeConfig) -> Iterator[Finding]:
         yield _finding(address, f"This node has one address that announce_address '{config.announce_address}' fits.")
     if config.ray_address is None and "RAY_ADDRESS" not in os.environ:  # then all units run here
         available = memory_limit().available_bytes
-        memory = partial(
-            check_memory,
-            [NodeMemory("this node", available, config.num_storage_units)],
-            segment_size_bytes=config.segment_size_bytes,
-            local_buffer_size_bytes=config.client_buffer_bytes,
-            clients_per_node=config.clients_per_node,
-        )
+        memory = partial(check_memory, [NodeMemory("this node", available, config.num_storage_units)], config)
         yield _finding(memory, f"This node has {available // 2**20} MiB of memory available, which is enough.")
 
 

@@ -72,7 +72,7 @@ class Engine(QueueEngine):
 
     def _join(self, deadline: float) -> None:
         config = self.config.model_copy(update=self.own.own_options())
-        check_machine(config.protocol, config.rdma_devices)
+        check_machine(config)
         available = memory_limit().available_bytes
         if config.client_buffer_bytes > available:
             raise ConfigError(
@@ -86,7 +86,7 @@ class Engine(QueueEngine):
             this_nodes_address(config),
             config.protocol,
             config.rdma_devices,
-            config.local_buffer_size_bytes,
+            config.client_buffer_bytes,
             config.store_memcpy,
         )
         if not self._instance.details["owns_master"]:

@@ -68,7 +68,7 @@ class StoreSettings(NamedTuple):
         address: The address that this process announces.
         protocol: ``tcp`` or ``rdma``.
         devices: RDMA devices; empty: all.
-        local_buffer_size_bytes: Size of the registered buffer, over RDMA.
+        local_buffer_size_bytes: Size of the registered buffer; over TCP 0.
         memcpy: Whether rows are copied within a process without the transport.
     """
 
@@ -161,7 +161,7 @@ class Store:
         self.settings = settings
         self._engine = open_engine(settings, segment_size_bytes=0)
         # over TCP, memory is registered within microseconds: rows are moved from and to where they lie
-        size = settings.local_buffer_size_bytes if settings.protocol == "rdma" else 0
+        size = settings.local_buffer_size_bytes
         self._slot_size = size // _NUM_SLOTS
         self._slots: queue.SimpleQueue[_Bytes] = queue.SimpleQueue()
         if size:

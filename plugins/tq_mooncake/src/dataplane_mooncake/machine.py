@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from dataplane_core.errors import ConfigError, preview
+from dataplane_mooncake.config import TQMooncakeConfig
 
 #: The wheels that install the module ``mooncake``, and what each is built for. This package depends on none of them.
 DISTRIBUTIONS: Final[Mapping[str, str]] = {
@@ -138,12 +139,12 @@ def check_rdma(devices: Sequence[str] = ()) -> None:
         )
 
 
-def check_machine(protocol: str, devices: Sequence[str]) -> None:
+def check_machine(config: TQMooncakeConfig) -> None:
     """Checks what every process that loads Mooncake needs: the library, and for ``rdma`` the devices."""
     check_distributions()
     check_library()
-    if protocol == "rdma":
-        check_rdma(devices)
+    if config.protocol == "rdma":
+        check_rdma(config.rdma_devices)
 
 
 class NodeMemory(NamedTuple):
@@ -160,25 +161,16 @@ class NodeMemory(NamedTuple):
     num_units: int
 
 
-def check_memory(
-    nodes: Sequence[NodeMemory], *, segment_size_bytes: int, local_buffer_size_bytes: int, clients_per_node: int
-) -> None:
-    """Checks that every node has the memory for its units' segments and its clients' buffers.
-
-    Args:
-        nodes: The nodes with units.
-        segment_size_bytes: Per unit.
-        local_buffer_size_bytes: Per client.
-        clients_per_node: Expected clients on a node.
-    """
+def check_memory(nodes: Sequence[NodeMemory], config: TQMooncakeConfig) -> None:
+    """Checks that every node with units has the memory for their segments, and for its clients' buffers."""
     for node in nodes:
-        segments = node.num_units * segment_size_bytes
-        buffers = clients_per_node * local_buffer_size_bytes
+        segments = node.num_units * config.segment_size_bytes
+        buffers = config.clients_per_node * config.client_buffer_bytes
         if segments + buffers > node.available_bytes:
             raise ConfigError(
                 f"{node.node} would need {(segments + buffers) // _MIB} MiB, but has "
                 f"{node.available_bytes // _MIB} MiB available: {node.num_units} storage units of "
-                f"{segment_size_bytes // _MIB} MiB (segment_size_bytes) and {clients_per_node} clients "
-                f"(clients_per_node) of {local_buffer_size_bytes // _MIB} MiB (local_buffer_size_bytes).",
+                f"{config.segment_size_bytes // _MIB} MiB (segment_size_bytes) and {config.clients_per_node} clients "
+                f"(clients_per_node) of {config.client_buffer_bytes // _MIB} MiB (local_buffer_size_bytes).",
                 hint="Lower segment_size_bytes or num_storage_units, or add nodes.",
             )

@@ -86,17 +86,14 @@ class Life(NamedTuple):
         alive: Whether its rows exist.
         served: Whether a process serves them. If not, one is started that does.
         why: Why the one that was started cannot serve them, if that will not change by itself.
-        ip, data_port, socket, secret: See `Started`.
+        started: What its process says, or the last one said.
     """
 
     unit: str
     alive: bool
     served: bool
     why: str
-    ip: str
-    data_port: int
-    socket: str
-    secret: bytes
+    started: Started
 
 
 class Spread(NamedTuple):
@@ -535,14 +532,7 @@ class UnitBook:
                 return None
             lives = {
                 number: Life(
-                    held.unit.name,
-                    held.alive,
-                    held.served,
-                    "" if held.served else held.unit.why,
-                    held.started.ip,
-                    held.started.data_port,
-                    held.started.socket,
-                    held.started.secret,
+                    held.unit.name, held.alive, held.served, "" if held.served else held.unit.why, held.started
                 )
                 for number, held in self._lives.items()
             }

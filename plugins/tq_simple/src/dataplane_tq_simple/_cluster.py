@@ -80,13 +80,11 @@ class Peer(NamedTuple):
         name: Its name in messages: ``storage unit-0``.
         actor: Its Ray actor name.
         ip: Its address.
-        port: Its port.
     """
 
     name: str
     actor: str
     ip: str
-    port: int
 
 
 class Home(NamedTuple):
@@ -117,7 +115,7 @@ class Instance(ABC):
     #: A number that changes when clients of different versions of the distribution cannot share an instance.
     protocol: ClassVar[int]
     #: The class of the units' actors. It must be importable, so that a worker reads its own environment. Its method
-    #: ``describe`` says where a unit is: the answer has an ``ip`` and a ``port``.
+    #: ``describe`` says where a unit is: the answer has an ``ip``.
     unit_class: ClassVar[type]
     #: Whether the controller watches the units: they come and go while it runs.
     keeps_units: ClassVar[bool] = False
@@ -198,7 +196,6 @@ class Instance(ABC):
             )
             create = functools.partial(
                 controller.remote,
-                places=cls.keeps_units,
                 journal=journal,
                 capacity_bytes=config.capacity_bytes,
                 sync=config.journal_sync if durable is None else config.sync == "commit",
@@ -220,7 +217,7 @@ class Instance(ABC):
             line, *answers = cls._wait_for_start(config, {name: opened, **refs}, deadline)
             controller, *unit_names = handles
             units = [
-                Peer(f"storage unit-{index}", actor, answer.ip, answer.port)
+                Peer(f"storage unit-{index}", actor, answer.ip)
                 for index, (actor, answer) in enumerate(zip(unit_names, answers, strict=True))
             ]
             num_nodes = sum(node["Alive"] for node in ray.nodes())

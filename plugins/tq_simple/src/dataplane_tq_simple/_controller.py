@@ -41,19 +41,16 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
     A worker process that imports it imports dataplane_core first, which keeps torch's compiler from loading.
 
     Args:
-        places: Whether the controller places rows on the storage units of its book.
         journal, capacity_bytes, sync, durable: See `make_ledger`.
     """
 
     _keeps: bytes | None = None  # the class and the options of the instance, packed
+    _description: Any = None  # what attaching clients are told
     _host: ControllerHost
 
-    def __init__(
-        self, *, places: bool, journal: Path | None, capacity_bytes: int | None, sync: bool, durable: bool = False
-    ) -> None:
+    def __init__(self, *, journal: Path | None, capacity_bytes: int | None, sync: bool, durable: bool = False) -> None:
         # not super(): Ray makes other classes of this one, which super() refuses
         _privates.ControllerClass.__init__(self)
-        self._places = places
         self._make_ledger = functools.partial(make_ledger, journal, capacity_bytes, sync, durable=durable)
         self._durable = durable
         if journal is not None and was_started_before():
@@ -62,7 +59,7 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
 
     def open(self, *, must_exist: bool = False) -> Line:
         """Makes the ledger, and begins to answer. Returns `line`. Raises as `make_ledger`."""
-        self._host = ControllerHost(self._make_ledger(must_exist=must_exist), places=self._places)
+        self._host = ControllerHost(self._make_ledger(must_exist=must_exist))
         if not must_exist:  # a controller that dies before it is told of its units must not look for those of before
             for name in (_DESCRIPTION_NOTE, _KEEPER_NOTE):
                 if self._host.noted(name) is not None:
@@ -77,7 +74,7 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
     def _come_back(self) -> None:
         description = self._host.noted(_DESCRIPTION_NOTE)
         if description is not None:
-            _privates.set_config(self, pickle.loads(description))
+            self._description = pickle.loads(description)
         self._keeps = self._host.noted(_KEEPER_NOTE)
         if self._keeps is not None:
             self._make_keeper().come_back()
@@ -97,7 +94,11 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
     def store_config(self, conf: Any) -> None:
         """As TransferQueue's. A controller that is started again has it too."""
         self._host.note(_DESCRIPTION_NOTE, pickle.dumps(conf))
-        _privates.store_config(self, conf)
+        self._description = conf
+
+    def get_config(self) -> Any:
+        """As TransferQueue's."""
+        return self._description
 
     def keep_units(self, instance: Any, config: Any, units: list[tuple[str, str, Started]]) -> None:
         """Starts to watch the storage units of an instance of this class: names, actors, and what they said."""

@@ -365,12 +365,13 @@ class Engine(QueueEngine):
             ends = getattr(self._current, "ends", threading.Event())
             return UnitWatch(self._places, number, life, lambda: ControllerWatch(self._instance), ends.is_set)
 
+        started = life.started
         if self.own.share_memory:
-            unix = _UnixUnit(life.socket, token=life.secret, unit=life.unit)
+            unix = _UnixUnit(started.socket, token=started.secret, unit=life.unit)
             # it does not run here, its socket is not for this process, or its memory cannot be mapped
             with suppress(BackendUnavailableError, OSError):
                 return ExtentClient(Session(unix, ExtentHost.messages, deadline, watch), views=self.own.views)
-        address = _TcpUnit(life.ip, life.data_port, life.secret, unit=life.unit)
+        address = _TcpUnit(started.ip, started.data_port, started.secret, unit=life.unit)
         return ExtentClient(Session(address, ExtentHost.messages, deadline, watch))
 
     def _forget(self, numbers: list[int]) -> None:

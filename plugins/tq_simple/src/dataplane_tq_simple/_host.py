@@ -21,7 +21,7 @@ from dataplane_core.ledger import LedgerService, Ref, commands
 from dataplane_tq_simple._book import UNITS_NOTE, UnitBook, View
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._kept import ENDING_S
-from dataplane_tq_simple._messages import MESSAGES, AddUnits, BeginNear, Ping, RemoveUnit, UnitRecords, ViewUnits
+from dataplane_tq_simple._messages import MESSAGES, AddUnits, BeginNear, RemoveUnit, UnitRecords, ViewUnits
 
 _logger = logging.getLogger(__name__)
 
@@ -81,7 +81,6 @@ class ControllerHost(LedgerHost):
 
     Args:
         ledger: The ledger. If it is recorded, so is the book, and each call with an id is done once.
-        places: Whether rows are placed on the units of the book. If not, the ledger numbers the writes.
 
     Attributes:
         book: The book of storage units. Who holds its lock keeps the server's thread from answering.
@@ -89,12 +88,11 @@ class ControllerHost(LedgerHost):
 
     messages = MESSAGES
 
-    def __init__(self, ledger: LedgerService | RecordedLedger, *, places: bool = True) -> None:
+    def __init__(self, ledger: LedgerService | RecordedLedger) -> None:
         super().__init__(ledger)
         self.book = UnitBook()
         self._ledger = ledger
         self._journal = ledger if isinstance(ledger, RecordedLedger) else None
-        self._places = places
         if self._journal is not None and UNITS_NOTE in self._journal.notes:
             self.book.restore(self._journal.notes, self._journal.payload(), self._journal.next_number)
 
@@ -160,32 +158,26 @@ class ControllerHost(LedgerHost):
                 self._journal.commit_or_end()
 
     def _save_book(self) -> None:
-        if self._journal is not None and self._places:
+        if self._journal is not None:
             self.book.save(self._journal.note)
 
     # --- puts ---------------------------------------------------------------------------------------------------------
 
-    def _begin_put(
-        self, put: commands.BeginPut, client: Client, node: str | None = None, full: Sequence[int] = ()
-    ) -> int:
-        """Begins a put, and places its rows: on a unit of ``node``, if that has one with room, and on none of ``full``.
-
-        Raises:
-            UnitsGoneError: No unit takes rows.
-        """
-        if put.write_id is None and self._places:
-            num_rows = max(len(write.row_bytes) for write in put.writes)
-            write_id = self.book.place(put.num_ids, put.size_bytes, node, num_rows, full)
-            self._save_book()  # the journal knows the spread before it knows a put that uses it
-            self._ledger.call(replace(put, write_id=write_id))
-            self.book.add(put.by_id(write_id))
-            return write_id
+    def _begin_put(self, put: commands.BeginPut, client: Client) -> int:
+        """Begins a put whose rows lie elsewhere: the ledger numbers its writes."""
         if put.write_id is None and self._journal is not None:
             put = replace(put, write_id=self._journal.take_ids(put.num_ids))
         return self._ledger.call(put)
 
     def _begin_near(self, request: BeginNear, client: Client) -> int:
-        return self._begin_put(request.put, client, request.node, request.full)
+        """Begins a put, and places its rows. Raises `UnitsGoneError` if no unit takes rows."""
+        put = request.put
+        num_rows = max(len(write.row_bytes) for write in put.writes)
+        write_id = self.book.place(put.num_ids, put.size_bytes, request.node, num_rows, request.full)
+        self._save_book()  # the journal knows the spread before it knows a put that uses it
+        self._ledger.call(replace(put, write_id=write_id))
+        self.book.add(put.by_id(write_id))
+        return write_id
 
     def _commit_put(self, commit: commands.CommitPut, client: Client) -> Any:
         try:
@@ -202,9 +194,6 @@ class ControllerHost(LedgerHost):
         self.book.collected(collected.refs)
 
     # --- units --------------------------------------------------------------------------------------------------------
-
-    def _ping(self, request: Ping, client: Client) -> int:
-        return os.getpid()
 
     def _view(self, request: ViewUnits, client: Client) -> View | None:
         return self.book.view(request.version)
@@ -228,7 +217,6 @@ class ControllerHost(LedgerHost):
 
 ControllerHost.handlers = {
     **LedgerHost.handlers,
-    Ping: ControllerHost._ping,
     BeginNear: ControllerHost._begin_near,
     ViewUnits: ControllerHost._view,
     UnitRecords: ControllerHost._records,

@@ -13,11 +13,6 @@ from dataplane_tq_simple._errors import UnitsGoneError
 
 
 @dataclass(frozen=True, slots=True)
-class Ping(Request[int]):
-    """Reply: the id of the controller's process."""
-
-
-@dataclass(frozen=True, slots=True)
 class BeginNear(Request[int]):
     """Begins a put whose rows go to a unit of a node, if it has one with room. Reply and errors as of
     `commands.BeginPut`.
@@ -64,4 +59,4 @@ class RemoveUnit(Request[None]):
     now: bool
 
 
-MESSAGES: Final = Messages(Ping, BeginNear, ViewUnits, UnitRecords, AddUnits, RemoveUnit, errors=[UnitsGoneError])
+MESSAGES: Final = Messages(BeginNear, ViewUnits, UnitRecords, AddUnits, RemoveUnit, errors=[UnitsGoneError])

@@ -29,16 +29,6 @@ def node_ip(controller: Any) -> str:
     return ip
 
 
-def store_config(controller: Any, description: Any) -> None:
-    """``transfer_queue.controller:TransferQueueController.store_config``: keeps what attaching clients ask for."""
-    ControllerClass.store_config(controller, description)
-
-
-def set_config(controller: Any, description: Any) -> None:
-    """``transfer_queue.controller:TransferQueueController.tq_config``: where `store_config` keeps it."""
-    controller.tq_config = description
-
-
 # --- a storage unit --------------------------------------------------------------------------------------------------
 
 UnitClass: Any = simple_storage.SimpleStorageUnit.__ray_metadata__.modified_class

@@ -25,7 +25,7 @@ from dataplane_core.hosting import CallId, Lanes, Request, Session, TcpAddress
 from dataplane_core.ledger import Command
 from dataplane_tq_simple._cluster import ControllerWatch, Instance
 from dataplane_tq_simple._errors import LineBrokenError
-from dataplane_tq_simple._messages import MESSAGES, Ping
+from dataplane_tq_simple._messages import MESSAGES
 from dataplane_tq_simple._session import RaySession
 
 _logger = logging.getLogger(__name__)
@@ -206,10 +206,6 @@ class QueueEngine(ABC):
                     if time.monotonic() + _REPEAT_S >= deadline:
                         raise
                     time.sleep(_REPEAT_S)
-
-    def controller_pid(self, deadline: float) -> int:
-        """The id of the controller's process. Raises as `call`."""
-        return self.call(Ping(), deadline)
 
     def stop_waiting(self, token: str) -> None:
         """What was called with ``wake`` waits no longer. Does not block for long."""

@@ -203,7 +203,7 @@ class SimpleStorageInstance(Instance):
 
     prefix = "tq-"
     distribution = "dataplane-tq-simple"
-    protocol = 10
+    protocol = 11
     unit_class = StorageUnit
     keeps_units = True
 

@@ -32,7 +32,7 @@ from dataplane_testkit._timing import eventually
 from dataplane_tq_simple import TQSimpleConfig, _cluster
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._errors import LineBrokenError
-from dataplane_tq_simple._messages import Ping
+from dataplane_tq_simple._messages import UnitRecords
 
 Note = Callable[..., list[str]]
 Stopped = Callable[[int], AbstractContextManager[None]]
@@ -159,19 +159,19 @@ def test_torchs_thread_count_stays_as_it_was(client: DataPlaneClient, num_thread
 def test_an_engine_has_no_threads_of_its_own(engine: Engine) -> None:
     before = threading.active_count()
     with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as attached:
-        attached.call(Ping(), soon())
+        attached.call(UnitRecords(), soon())
         assert threading.active_count() == before
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_use_after_a_fork_is_refused(engine: Engine) -> None:
-    engine.call(Ping(), soon())
+    engine.call(UnitRecords(), soon())
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            engine.call(Ping(), soon(5))
+            engine.call(UnitRecords(), soon(5))
         except ClientClosedError as error:
             os.write(writer, str(error).encode())
             engine.close()  # neither ends the parent's instance nor hangs
@@ -183,15 +183,17 @@ def test_use_after_a_fork_is_refused(engine: Engine) -> None:
         message = pipe.read().decode()
     assert os.waitpid(child, 0)[1] == 0
     assert "fork" in message
-    assert engine.call(Ping(), soon())
+    assert engine.call(UnitRecords(), soon())
 
 
 # --- processes that die or stand still --------------------------------------------------------------------------------
 
 
-def test_a_controller_that_stands_still(engine: Engine, note: Note, stopped: Stopped) -> None:
+def test_a_controller_that_stands_still(
+    engine: Engine, note: Note, pid_of: Callable[[str], int], stopped: Stopped
+) -> None:
     note(engine, "before")
-    with stopped(engine.call(Ping(), soon())):
+    with stopped(pid_of("tq-engine")):
         with pytest.raises(OperationTimeoutError, match="no answer in time from") as error:
             note(engine, "while stopped", 2.0)
         assert "did not answer Ray either" in str(error.value)
@@ -217,7 +219,7 @@ def test_a_storage_unit_that_stands_still(
             assert "It has not ended: it is stopped" in str(error.value)
             with hurries(3), pytest.raises(OperationTimeoutError):
                 other.put_samples(["more1", "more2"], "p", {"x": ROWS[:2]})
-            assert backend_of(other)._engine.call(Ping(), soon())
+            assert backend_of(other)._engine.call(UnitRecords(), soon())
         # What it received meanwhile it carries out late, and no reply of that is taken for another's.
         assert torch.equal(other.get_samples(IDS, "p", ["x"])["x"], ROWS)
         other.clear_samples(None, "p")
@@ -229,25 +231,27 @@ def held_bytes(engine: Engine) -> int:
     return sum(unit.session.call("held", soon(), Memory()).held_bytes for unit in units)
 
 
-def test_closing_ends_what_other_threads_wait_for(engine: Engine, stopped: Stopped) -> None:
+def test_closing_ends_what_other_threads_wait_for(
+    engine: Engine, pid_of: Callable[[str], int], stopped: Stopped
+) -> None:
     attached = Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon())
-    with ThreadPoolExecutor(1) as pool, stopped(engine.call(Ping(), soon())):
-        waiting = pool.submit(attached.call, Ping(), soon())
+    with ThreadPoolExecutor(1) as pool, stopped(pid_of("tq-engine")):
+        waiting = pool.submit(attached.call, UnitRecords(), soon())
         eventually(lambda: attached._session is not None and len(attached._session._used) == 1, 120.0)
         attached.close()
         with pytest.raises(ClientClosedError):
             waiting.result(timeout=10)
-    assert engine.call(Ping(), soon())
+    assert engine.call(UnitRecords(), soon())
 
 
-def test_a_killed_controller(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_controller(ray_cluster: str, pid_of: Callable[[str], int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls and new clients are told at once, and an owner that would take its place; later it may."""
     config = TQSimpleConfig(instance="mortal")
     with Engine.open(config, bootstrap=True, deadline=soon()) as engine:
-        os.kill(engine.call(Ping(), soon()), signal.SIGKILL)
+        os.kill(pid_of("tq-mortal"), signal.SIGKILL)
         dead = "controller of instance 'mortal' is dead"
         with pytest.raises(BackendUnavailableError, match=dead) as error:
-            engine.call(Ping(), soon())
+            engine.call(UnitRecords(), soon())
         assert not error.value.retryable
         assert isinstance(error.value.__cause__, ray.exceptions.RayActorError)
         with pytest.raises(BackendUnavailableError):
@@ -257,7 +261,7 @@ def test_a_killed_controller(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) 
             with pytest.raises(AlreadyRunningError, match="its controller is dead, but its storage units"):
                 Engine.open(config, bootstrap=True, deadline=soon())
     with Engine.open(config, bootstrap=True, deadline=soon()) as engine:  # once its owner has closed it
-        assert engine.call(Ping(), soon())
+        assert engine.call(UnitRecords(), soon())
 
 
 def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(
@@ -286,21 +290,22 @@ def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(
 
 _OWN_RAY_LOSES_ITS_HEAD = """
 import os, signal, time
-import psutil
+import psutil, ray
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_tq_simple import TQSimpleConfig, _cluster, _session
 from dataplane_tq_simple._engine import Engine
-from dataplane_tq_simple._messages import Ping
+from dataplane_tq_simple._messages import UnitRecords
 
 _cluster._END_ACTORS_S = _session._SHUTDOWN_S = 2.0  # Ray's own threads spin all that time
 engine = Engine.open(TQSimpleConfig(ray_num_cpus=1), bootstrap=True, deadline=time.monotonic() + 240)
+controller = ray.get(engine._instance._controller.__ray_call__.remote(lambda _: os.getpid()))
 (head,) = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
 rest = psutil.Process().children(recursive=True)
 head.kill()
 head.wait()
-os.kill(engine.call(Ping(), time.monotonic() + 240), signal.SIGKILL)
+os.kill(controller, signal.SIGKILL)
 try:
-    engine.call(Ping(), time.monotonic() + 240)
+    engine.call(UnitRecords(), time.monotonic() + 240)
 except BackendUnavailableError as error:
     print(error.retryable, error, flush=True)
 engine.close()

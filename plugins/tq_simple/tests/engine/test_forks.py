@@ -43,12 +43,12 @@ forked()  # by who calls ray.init
 ray.shutdown()
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
-from dataplane_tq_simple._messages import Ping
+from dataplane_tq_simple._messages import UnitRecords
 
 config = TQSimpleConfig(instance="forks", ray_address=sys.argv[1])
 with Engine.open(config, bootstrap=True, deadline=time.monotonic() + 240) as engine:
     forked()  # by who connected a client
-    assert engine.call(Ping(), time.monotonic() + 240)
+    assert engine.call(UnitRecords(), time.monotonic() + 240)
 forked()  # by who has closed it, and is disconnected from Ray
 """
 )

@@ -29,17 +29,17 @@ IDS = [f"s{row}" for row in range(6)]
 class Controller:
     """A controller's host, and one client."""
 
-    def __init__(self, folder: Path | None, *, places: bool = True) -> None:
-        self._folder, self._places = folder, places
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
         self._serial = self._num_puts = 0
         self._client = Client(1)
-        self.host = ControllerHost(make_ledger(folder, None, False), places=places)
+        self.host = ControllerHost(make_ledger(folder, None, False))
         self.host.book.begin("actor-", [(f"unit-{each}", f"actor-unit-{each}", started(each)) for each in range(3)])
         self.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "epoch"))
 
     def again(self, *running: str) -> None:
         """The process was killed. Now these actors run, or all of the book."""
-        self.host = ControllerHost(make_ledger(self._folder, None, False, must_exist=True), places=self._places)
+        self.host = ControllerHost(make_ledger(self._folder, None, False, must_exist=True))
         self.host.book.come_back(running or self.host.book.actors().values())
 
     def call(self, request: Any, *, again: bool = False) -> Any:
@@ -52,7 +52,7 @@ class Controller:
         begin = commands.BeginPut(
             "p", [f"{self._num_puts}{each}" for each in IDS], X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0
         )
-        return int(self.call(begin, again=again))
+        return int(self.call(BeginNear(begin, None, []), again=again))
 
     def put(self) -> int:
         write_id = self.begin()
@@ -198,8 +198,8 @@ def test_units_that_end_or_start_while_no_controller_runs(controller: Controller
     assert controller.units()[1] == ["unit-2: its actor ended"]
 
 
-def test_without_units_the_ledger_numbers_writes(tmp_path: Path) -> None:
-    controller = Controller(tmp_path / "journal", places=False)
+def test_the_ledger_numbers_writes_whose_rows_lie_elsewhere(tmp_path: Path) -> None:
+    controller = Controller(tmp_path / "journal")
     begin = commands.BeginPut("p", IDS, X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0)
     first = controller.call(begin)
     controller.again()

@@ -28,10 +28,11 @@ from dataplane_core.errors import (
     ConfigError,
     OperationTimeoutError,
 )
+from dataplane_core.spec import UnitInfo
 from dataplane_testkit._timing import eventually
 from dataplane_tq_simple import TQSimpleConfig, _cluster
 from dataplane_tq_simple._engine import Engine
-from dataplane_tq_simple._messages import Ping
+from dataplane_tq_simple._messages import UnitRecords
 from dataplane_tq_simple._session import RaySession
 
 Note = Callable[..., list[str]]
@@ -52,8 +53,8 @@ assert ray.is_initialized() and ray.cluster_resources()["CPU"] == 1
 for engine in (first, second):
     assert [each.path for each in engine.units(time.monotonic() + 240)] == ["memory"]
 started = [process.pid for process in psutil.Process().children(recursive=True)]
-unit = ray.get_actor("tq-default/unit-0", namespace="dataplane")
-started += [first.controller_pid(time.monotonic() + 240), ray.get(unit.__ray_call__.remote(lambda _: os.getpid()))]
+actors = [ray.get_actor(f"tq-default{name}", namespace="dataplane") for name in ("", "/unit-0")]
+started += ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors])
 first.close()
 assert ray.is_initialized(), "an engine still uses it"
 second.close()
@@ -66,11 +67,10 @@ _CRASHING_OWNER = """
 import sys, time
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
-from dataplane_tq_simple._messages import Ping
 
 config = TQSimpleConfig(instance="crash", ray_address=sys.argv[1])
 engine = Engine.open(config, bootstrap=True, deadline=time.monotonic() + 240)
-print(engine.call(Ping(), time.monotonic() + 240), flush=True)
+print("runs", flush=True)
 time.sleep(300)
 """
 
@@ -128,9 +128,9 @@ def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_clust
 
 
 @ray.remote(num_cpus=0)
-def attach_and_ask_for_the_pid(config: TQSimpleConfig) -> int:
+def attach_and_list_units(config: TQSimpleConfig) -> list[UnitInfo]:
     with Engine.open(config, bootstrap=False, deadline=soon(), wait_s=60) as engine:
-        return int(engine.call(Ping(), soon()))
+        return engine.call(UnitRecords(), soon())[0]
 
 
 @pytest.mark.long
@@ -139,23 +139,23 @@ def test_close_ends_the_processes_and_the_name_can_be_used_again(
 ) -> None:
     config = TQSimpleConfig(instance="again")
     engine = Engine.open(config, bootstrap=True, deadline=soon())
-    pids = [engine.call(Ping(), soon()), pid_of("tq-again/unit-0")]
+    pids = [pid_of("tq-again"), pid_of("tq-again/unit-0")]
     attached = Engine.open(config, bootstrap=False, deadline=soon())
     engine.close()
     engine.close()
     eventually(lambda: not any(map(runs, pids)), 120.0)
     assert ray.is_initialized()  # it was not the engine that started Ray
     with pytest.raises(ClientClosedError):
-        engine.call(Ping(), soon())
+        engine.call(UnitRecords(), soon())
     with pytest.raises(BackendUnavailableError, match="controller of instance 'again' is dead"):
-        attached.call(Ping(), soon())
+        attached.call(UnitRecords(), soon())
     attached.close()
 
     # The name is free, and who wants to attach waits for the instance to come up.
-    late = attach_and_ask_for_the_pid.remote(config)
+    late = attach_and_list_units.remote(config)
     with Engine.open(config, bootstrap=True, deadline=soon()) as engine:
         assert note(engine, "afresh") == ["afresh"]
-        assert ray.get(late, timeout=60) == engine.call(Ping(), soon())
+        assert ray.get(late, timeout=60) == engine.call(UnitRecords(), soon())[0]
 
 
 def test_too_few_cpus_are_reported_with_numbers(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,11 +219,10 @@ def test_a_crashed_owner_takes_its_instance_along(
     ray_cluster: str, python: Any, pid_of: Callable[[str], int], runs: Callable[[int], bool], actors: Actors
 ) -> None:
     with python.start("-c", _CRASHING_OWNER, ray_cluster, stdout=subprocess.PIPE, text=True) as owner:
-        controller_pid = int(owner.stdout.readline())
+        assert owner.stdout.readline()
         with Engine.open(TQSimpleConfig(instance="crash"), bootstrap=False, deadline=soon()) as attached:
-            assert attached.call(Ping(), soon()) == controller_pid
             attached.add_units(1, soon())
-            pids = [controller_pid, pid_of("tq-crash/unit-0"), pid_of("tq-crash/unit-1")]
+            pids = [pid_of(f"tq-crash{name}") for name in ("", "/unit-0", "/unit-1")]
             owner.send_signal(signal.SIGKILL)
             owner.wait(timeout=30)
             eventually(lambda: not any(map(runs, pids)), 120.0)

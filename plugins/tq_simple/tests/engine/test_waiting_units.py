@@ -22,6 +22,7 @@ from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._keeper import Keeper
 from dataplane_tq_simple._kept import Place
+from dataplane_tq_simple._messages import BeginNear
 from dataplane_tq_simple._places import Places
 
 ROW_BYTES = 8
@@ -47,7 +48,7 @@ def put(host: ControllerHost, partition: str, ids: list[str]) -> int:
     client = host.begin_session()
     write = commands.Write(["x"], [ROW_BYTES] * len(ids))
     begin = commands.BeginPut(partition, ids, {"x": FieldSpec("tensor", "uint8", 1)}, [write], ttl_s=60.0)
-    write_id = int(host.answer(begin, client))
+    write_id = int(host.answer(BeginNear(begin, None, []), client))
     host.answer(commands.CommitPut(write_id), client)
     return write_id
 

@@ -85,7 +85,7 @@ if #units < step then
       call('ZREMRANGEBYSCORE', BASE .. ':waiters', '-inf', now())
       call('ZADD', BASE .. ':waiters', now() + COUNTED_S, client)
     end
-    local is_woken = digest and stops == 0 and start_waiting(P, view_name, filter, units_asked, waiter)
+    local is_woken = digest and stops == 0 and start_waiting(P, digest, view_name, filter, units_asked, waiter)
     return done('wait', P.epoch, call('HGET', P.meta, 'change') or '', next_end(P), call('ZCARD', BASE .. ':waiters'),
       is_woken and 1 or 0)
   end

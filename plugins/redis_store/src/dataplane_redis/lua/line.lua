@@ -61,7 +61,7 @@ local function may_enter(write, bytes, free, capacity, enters)
   return true
 end
 
--- Nil if a put may take its room now, which it does if `enters`. Else it joins the queue for `wait_s` seconds (0: it
+-- Nil if a put may take its room now, as it will if it `enters`. Else it joins the queue for `wait_s` seconds (0: it
 -- does not wait), and this is the reply: {"full", bytes held, puts ahead of it, seconds until it asks again}. `client`
 -- is told when there is room; "": it does not listen.
 local function refuse_room(write, bytes, capacity, wait_s, client, enters)
@@ -83,12 +83,4 @@ local function refuse_room(write, bytes, capacity, wait_s, client, enters)
   local before = call('ZRANK', LINE, write)
   local pause_s = math.max(client == '' and 0 or PAUSE_LISTENS_S, PAUSE_S * (1 + before))
   return {'full', held, before, string.format('%.3f', math.min(PAUSE_MOST_S, pause_s))}
-end
-
--- Takes room for a put. If there is none, it joins the queue, and this replies as refuse_room.
-local function take_room(write, bytes, capacity, wait_s, client)
-  local refused = refuse_room(write, bytes, capacity, wait_s, client, true)
-  if refused then return refused end
-  call('HINCRBY', BASE .. ':instance', 'held', bytes)
-  if leave_line(write) then wake_puts() end
 end

@@ -1,6 +1,6 @@
 -- Request: {mode, name, epoch ("" for any), ids, parts, tags ("", or a msgpack map or "" per row), capacity (0: none),
--- ttl_s, request (its id), write (16 bytes), known, wait_s (how long to wait for room), client (that listens, or "")}. A
--- part is some fields of the put, which have rows of their own: {layout, sizes of its rows, for each id its row, from 0
+-- ttl_s, request (its id), write (16 bytes), known, wait_s (how long to wait for room)}. A part
+-- is some fields of the put, which have rows of their own: {layout, sizes of its rows, for each id its row, from 0
 -- ("": row i)}. Mode "begin" checks and reserves; "commit" checks again what may have changed and makes the rows visible;
 -- "inline" does both, with the rows in ARGV[2...]. A put is identified by its random write id. So if the server restarted
 -- from a state without the begin, the commit is refused; and no seq is used twice. A put whose request id is kept was
@@ -91,8 +91,10 @@ if P.num then
 end
 if mode ~= 'commit' and total > 0 then
   if capacity > 0 then
-    local refused = take_room(write, total, capacity, wait_s, client)
+    local refused = refuse_room(write, total, capacity, wait_s, '', true)
     if refused then return refused end
+    call('HINCRBY', BASE .. ':instance', 'held', total)
+    if leave_line(write) then wake_puts() end
   else
     call('HINCRBY', BASE .. ':instance', 'held', total)
   end

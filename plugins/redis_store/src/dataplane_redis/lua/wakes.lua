@@ -34,8 +34,7 @@ local function digest_of(view_name, filter, units)
 end
 
 -- A claim waits, or still waits. It keeps its place. Replies whether each change will look at its question.
-local function start_waiting(P, view_name, filter, units, waiter)
-  local digest = digest_of(view_name, filter, units)
+local function start_waiting(P, digest, view_name, filter, units, waiter)
   local line, known = P.at .. 'wq:' .. digest, P.at .. 'wk:' .. digest
   if call('ZSCORE', line, waiter) then
     call('HDEL', known, waiter)

@@ -45,7 +45,7 @@ class RunningCall:
 
     __slots__ = ("began_at", "operation", "partition_id", "thread_id")
 
-    def __init__(self, operation: str, partition_id: str) -> None:
+    def __init__(self, operation: str, partition_id: str = "") -> None:
         self.operation = operation
         self.partition_id = partition_id
         self.began_at = time.monotonic()

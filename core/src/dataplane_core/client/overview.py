@@ -359,7 +359,7 @@ class Overview(Connection):
         facts = self._facts(partition_id, deadline)
         names = sorted(facts.partitions) if partition_id is None else [partition_id]
         tasks = [(name, task) for name in names for task in facts.partitions[name].tasks if task_name in (None, task)]
-        return [judge(facts, *each) for each in tasks]
+        return judge(facts, tasks)
 
     def _facts(self, partition_id: str | None, deadline: float) -> Facts:
         """What the store knows of a partition, or of all, and of its clients."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final, Literal, TypeAlias
 
 __all__ = [
@@ -58,25 +59,12 @@ __all__ = [
 _NUM_NAMED: Final = 3
 
 
-def preview(names: Iterable[object], total: int | None = None, limit: int = _NUM_NAMED) -> str:
-    """Names the first few of many things and counts the rest: ``'a', 'b', 'c' and 9 more``.
-
-    Args:
-        names: The things; only the first ``limit`` are consumed.
-        total: How many there are in all. Default: as many as ``names`` holds.
-        limit: How many to name.
-    """
-    shown: list[str] = []
-    count = 0
-    for name in names:
-        count += 1
-        if len(shown) < limit:
-            shown.append(repr(name))
-        elif total is not None:
-            break
-    rest = (count if total is None else total) - len(shown)
-    text = ", ".join(shown)
-    return f"{text} and {rest} more" if rest > 0 else text
+def preview(names: Iterable[object], limit: int = _NUM_NAMED) -> str:
+    """Names the first few of many things and counts the rest: ``'a', 'b', 'c' and 9 more``."""
+    left = iter(names)
+    text = ", ".join(map(repr, islice(left, limit)))
+    rest = sum(1 for _ in left)
+    return f"{text} and {rest} more" if rest else text
 
 
 def printable(text: str) -> str:

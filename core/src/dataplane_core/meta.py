@@ -89,7 +89,7 @@ class KVBatchMeta:
     def _described(self) -> list[str]:
         task = "" if self.task_name is None else f", task '{self.task_name}'"
         rows = f"{self.size} row{'s' * (self.size != 1)}"
-        ids = f": {preview(self.sample_ids, self.size, _SHOWN)}" if self.sample_ids else ""
+        ids = f": {preview(self.sample_ids, _SHOWN)}" if self.sample_ids else ""
         facts = []
         if self.sequence_lengths:
             lengths = self.sequence_lengths

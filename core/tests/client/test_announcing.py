@@ -28,8 +28,8 @@ class Client:
         self._work = announcing.WorkLog()
         self._phases = Phases()
         self._backend = type("Backend", (), {"stop_by": math.inf})()
-        self.config = type("Config", (), {"role": role})()
-        self.middleware = ()
+        self._config = type("Config", (), {"role": role})()
+        self._middleware = []
         self.said = []
         self.num_clients = num_clients
         self.error = None

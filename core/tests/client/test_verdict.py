@@ -78,7 +78,7 @@ def partition(
 def verdict(found, *clients, task="train", ready=0, short=None, others=None, **facts):
     answers = {("p", name): Answer(num_ready=0, shortfall=each) for name, each in (others or {}).items()}
     answers["p", task] = Answer(num_ready=ready, shortfall=short or Shortfall())
-    return judge(Facts(partitions={"p": found}, clients=clients, answers=answers, **facts), "p", task)
+    return judge(Facts(partitions={"p": found}, clients=clients, answers=answers, **facts), [("p", task)])[0]
 
 
 TRAINER = client("trainer", claims())
@@ -285,8 +285,7 @@ def test_each_task_is_judged_a_few_times_however_many_wait_for_the_same(monkeypa
         answers={("p", name): Answer(num_ready=0, shortfall=short) for name in names},
         **(FULL if is_full else {}),
     )
-    for name in names:
-        assert judge(facts, "p", name).state == "starved"
+    assert [each.state for each in judge(facts, [("p", name) for name in names])] == ["starved"] * len(names)
     assert len(judged) <= 3 * len(names)
 
 

@@ -46,7 +46,7 @@ def test_a_preview_names_the_first_and_counts_the_rest():
     assert preview([]) == ""
     assert preview(["a"]) == "'a'"
     assert preview("abcde") == "'a', 'b', 'c' and 2 more"
-    assert preview("abc", total=100) == "'a', 'b', 'c' and 97 more"
+    assert preview(iter("abcde"), limit=4) == "'a', 'b', 'c', 'd' and 1 more"
 
 
 @pytest.mark.parametrize(

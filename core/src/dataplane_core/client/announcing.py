@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -45,46 +46,30 @@ class RunningCall:
 
     __slots__ = ("began_at", "operation", "partition_id", "thread_id")
 
-    def __init__(self, operation: str, partition_id: str) -> None:
+    def __init__(self, operation: str, partition_id: str = "") -> None:
         self.operation = operation
         self.partition_id = partition_id
         self.began_at = time.monotonic()
         self.thread_id = threading.get_ident()
 
 
+@dataclass(slots=True, eq=False)
 class Work:
     """What a client does again and again: puts of certain fields, claims for a task, or clears. See `WorkInfo`."""
 
-    __slots__ = (
-        "batch_size",
-        "began_at",
-        "ended_at",
-        "fields",
-        "gap_s",
-        "num_samples",
-        "operation",
-        "partition_id",
-        "tag_filter",
-        "task_name",
-        "turn",
-        "unserved_since",
-        "waits",
-    )
-
-    def __init__(self, operation: str, partition_id: str, task_name: str, fields: tuple[str, ...]) -> None:
-        self.operation = operation
-        self.partition_id = partition_id
-        self.task_name = task_name
-        self.fields = fields
-        self.tag_filter: dict[str, tuple[str, Any]] | None = None
-        self.batch_size = 0
-        self.num_samples = 0
-        self.began_at = time.monotonic()
-        self.ended_at: float | None = None
-        self.gap_s = 0.0
-        self.unserved_since: float | None = None  # the begin of the first claim after the last one that was served
-        self.turn = 0  # the higher, the later it was done last
-        self.waits: dict[str, float] = {}  # token of a claim under way that waits -> its begin
+    operation: str
+    partition_id: str
+    task_name: str
+    fields: tuple[str, ...]
+    tag_filter: dict[str, tuple[str, Any]] | None = None
+    batch_size: int = 0
+    num_samples: int = 0
+    began_at: float = field(default_factory=lambda: time.monotonic())  # tests replace it
+    ended_at: float | None = None
+    gap_s: float = 0.0
+    unserved_since: float | None = None  # the begin of the first claim after the last one that was served
+    turn: int = 0  # the higher, the later it was done last
+    waits: dict[str, float] = field(default_factory=dict)  # token of a claim under way that waits -> its begin
 
     def end(self, num_samples: int) -> None:
         """One of the operations has put, given or cleared samples."""
@@ -147,18 +132,12 @@ class WorkLog:
 class _Client(Protocol):
     """What is used of a client."""
 
+    _config: DataPlaneConfig
     _backend: Backend
+    _middleware: list[Any]
     _calls: set[RunningCall]
     _work: WorkLog
     _phases: Phases
-
-    @property
-    def config(self) -> DataPlaneConfig:
-        """Its config."""
-
-    @property
-    def middleware(self) -> tuple[Any, ...]:
-        """Its middleware."""
 
     def _call(self, operation: str, request: Any, reply_type: type[AnnounceReply]) -> AnnounceReply: ...
 
@@ -232,7 +211,7 @@ def describe_client(client: _Client, announcer: Announcer | None, period_s: floa
         client_id="" if announcer is None else announcer.client_id,
         host=socket.gethostname(),
         pid=os.getpid(),
-        role=client.config.role or program_name(),
+        role=client._config.role or program_name(),
         open_s=0.0 if announcer is None else now - announcer.opened_at,
         num_calls=len(running),
         calls=[
@@ -243,7 +222,7 @@ def describe_client(client: _Client, announcer: Announcer | None, period_s: floa
             )
             for each in first
         ],
-        metrics_address=next(filter(None, (getattr(each, "metrics_address", "") for each in client.middleware)), ""),
+        metrics_address=next(filter(None, (getattr(each, "metrics_address", "") for each in client._middleware)), ""),
         period_s=period_s,
         work=client._work.told(now),
         phases=client._phases.told(now),

@@ -196,9 +196,7 @@ class Claims(Overview):
             >>> client.check_consumption_status("step-1", ["trainer"])
             True
         """
-        with self._operation("check_consumption_status", partition_id):
-            self._require(Capability.CLAIMS, "check_consumption_status")
-            check_name("partition_id", partition_id)
+        with self._operation("check_consumption_status", partition_id, needs=Capability.CLAIMS):
             tasks = check_names("task_names", task_names)
             return self._call("check_consumption", ConsumptionRequest(partition_id, tasks), ConsumptionReply).consumed
 
@@ -215,9 +213,7 @@ class Claims(Overview):
             >>> client.is_finished("step-1", ["trainer"])
             True
         """
-        with self._operation("is_finished", partition_id):
-            self._require(Capability.CLAIMS, "is_finished")
-            check_name("partition_id", partition_id)
+        with self._operation("is_finished", partition_id, needs=Capability.CLAIMS):
             info = self._describe(partition_id)
             unknown = [name for name in check_names("task_names", task_names) if name not in info.consumer_tasks]
             if unknown:
@@ -498,8 +494,7 @@ class Claims(Overview):
 
     def _settle(self, operation: str, request_type: Callable[..., Any], meta: KVBatchMeta, **extra: Any) -> None:
         check_meta(f"{operation}: meta", meta)
-        with self._operation(operation, meta.partition_id):
-            self._require(Capability.LEASES, operation)
+        with self._operation(operation, meta.partition_id, needs=Capability.LEASES):
             if not meta.sample_ids:
                 return
             if meta.task_name is None or meta.lease_tokens is None:

@@ -149,7 +149,6 @@ class DataPlaneClient(Claims):
                     f"register_partition('{partition_id}') refused: if_exists must be 'replace' or 'keep', got "
                     f"{if_exists!r}."
                 )
-            check_name("partition_id", partition_id)
             field_names = check_names("fields", fields)
             tasks = check_names("consumer_tasks", consumer_tasks)
             follow = check_names("followers", followers)
@@ -201,7 +200,6 @@ class DataPlaneClient(Claims):
             >>> client.clear_samples(None, "open")
         """
         with self._operation("finish_partition", partition_id):
-            check_name("partition_id", partition_id)
             group_size = self._describe(partition_id).grpo_group_size
             epoch = new_id()
             info = self._register(
@@ -255,7 +253,6 @@ class DataPlaneClient(Claims):
             [3, 2, 1, 2]
         """
         with self._operation("put_samples", partition_id):
-            check_name("partition_id", partition_id)
             ids = check_ids(sample_ids)
             if len(set(ids)) != len(ids):
                 repeated = [each for each, count in Counter(ids).items() if count > 1]
@@ -340,7 +337,6 @@ class DataPlaneClient(Claims):
             tensor([0., 0.])
         """
         with self._operation("get_samples", partition_id):
-            check_name("partition_id", partition_id)
             ids = check_ids(sample_ids)
             names = [] if select_fields is None else check_names("select_fields", select_fields)
             if select_fields is not None and not names:
@@ -399,7 +395,6 @@ class DataPlaneClient(Claims):
             >>> client.clear_samples(["p0_g0"], "step-1")
         """
         with self._operation("clear_samples", partition_id):
-            check_name("partition_id", partition_id)
             ids = None if sample_ids is None else list(dict.fromkeys(check_ids(sample_ids)))
             if ids is None:
                 self._infos.pop(partition_id, None)

@@ -320,8 +320,11 @@ class Connection(ClientFacts):
     # --- what operations need -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def _operation(self, operation: str = "", partition_id: str = "") -> Iterator[None]:
-        """While an operation runs, whose errors name the backend. If it is named, `list_clients` shows it."""
+    def _operation(self, operation: str = "", *partition: str, needs: Capability | None = None) -> Iterator[None]:
+        """While an operation runs, whose errors name the backend. If it is named, `list_clients` shows it.
+
+        Refuses it if the backend lacks what it needs, or if its partition, where it has one, is no name.
+        """
         if self._pid != os.getpid():
             raise ClientClosedError(
                 f"this client was opened in process {self._pid} and is used in its fork {os.getpid()}.",
@@ -330,11 +333,15 @@ class Connection(ClientFacts):
             )
         if self._is_left_alone() or (_exits and threading.current_thread() is not threading.main_thread()):
             raise ClientClosedError("the program ends, and calls of other threads with it.")
-        call = RunningCall(operation, partition_id)
+        call = RunningCall(operation, *partition)
         try:
             self._calls.add(call)
             if self._closed:
                 raise ClientClosedError("the client is closed.")
+            if needs is not None:
+                self._require(needs, operation)
+            for name in partition:
+                check_name("partition_id", name)
             yield
         except DataPlaneError as error:
             error.backend = error.backend or self.backend_name

@@ -112,9 +112,7 @@ class Overview(Connection):
             >>> found.tasks["trainer"].num_consumed
             3
         """
-        with self._operation("describe", partition_id):
-            self._require(Capability.LISTING, "describe")
-            check_name("partition_id", partition_id)
+        with self._operation("describe", partition_id, needs=Capability.LISTING):
             request = InspectRequest(partition_id, count_rows=count_rows)
             found = self._call("inspect_partition", request, PartitionDescription)
             shown = {name: spec for name, spec in found.specs.items() if not name.startswith(_HIDDEN)}
@@ -140,9 +138,7 @@ class Overview(Connection):
             >>> client.list_samples("step-1", sample_ids=["p1_g1", "p9_g9"]).tags
             [{'input_lengths': 2}]
         """
-        with self._operation("list_samples", partition_id):
-            self._require(Capability.LISTING, "list_samples")
-            check_name("partition_id", partition_id)
+        with self._operation("list_samples", partition_id, needs=Capability.LISTING):
             condition = check_tag_filter(tag_filter)
             if condition is not None:
                 self._require(Capability.TAG_FILTERS, "list_samples(tag_filter=...)")
@@ -261,8 +257,7 @@ class Overview(Connection):
             >>> [(each.task_name, each.state) for each in client.why("step-1")]
             [('trainer', 'done')]
         """
-        with self._operation("why", partition_id or ""):
-            self._require(Capability.LISTING, "why")
+        with self._operation("why", *filter(None, [partition_id]), needs=Capability.LISTING):
             self._require(Capability.CLAIMS, "why")
             verdicts = self._judged(partition_id, task_name)
             if not verdicts and task_name is not None:
@@ -287,8 +282,7 @@ class Overview(Connection):
             >>> [(each.pid, each.role, each.calls) for each in client.list_clients()]
             []
         """
-        with self._operation("list_clients"):
-            self._require(Capability.CLIENTS, "list_clients")
+        with self._operation("list_clients", needs=Capability.CLIENTS):
             return self._list_clients(ended=ended)
 
     def list_units(self) -> list[UnitInfo]:
@@ -301,8 +295,7 @@ class Overview(Connection):
             >>> [(unit.name, unit.num_rows) for unit in client.list_units()]  # doctest: +SKIP
             [('unit-0', 512), ('unit-1', 512)]
         """
-        with self._operation("list_units"):
-            self._require(Capability.UNITS, "list_units")
+        with self._operation("list_units", needs=Capability.UNITS):
             return list(self._call("list_units", ListUnitsRequest(), UnitList).units)
 
     def add_units(self, count: int) -> list[UnitInfo]:
@@ -323,8 +316,7 @@ class Overview(Connection):
             >>> [unit.name for unit in client.add_units(1)]  # doctest: +SKIP
             ['unit-2']
         """
-        with self._operation("add_units"):
-            self._require(Capability.UNITS, "add_units")
+        with self._operation("add_units", needs=Capability.UNITS):
             check_count("count", count)
             return list(self._call("change_units", ChangeUnitsRequest(add=count), UnitList).units)
 
@@ -348,8 +340,7 @@ class Overview(Connection):
             >>> client.remove_unit("unit-2").state  # doctest: +SKIP
             'draining'
         """
-        with self._operation("remove_unit"):
-            self._require(Capability.UNITS, "remove_unit")
+        with self._operation("remove_unit", needs=Capability.UNITS):
             check_name("name", name)
             request = ChangeUnitsRequest(remove=name, now=now)
             return next(iter(self._call("change_units", request, UnitList).units), None)
@@ -368,7 +359,7 @@ class Overview(Connection):
         facts = self._facts(partition_id, deadline)
         names = sorted(facts.partitions) if partition_id is None else [partition_id]
         tasks = [(name, task) for name in names for task in facts.partitions[name].tasks if task_name in (None, task)]
-        return [judge(facts, *each) for each in tasks]
+        return judge(facts, tasks)
 
     def _facts(self, partition_id: str | None, deadline: float) -> Facts:
         """What the store knows of a partition, or of all, and of its clients."""
@@ -434,8 +425,7 @@ class Overview(Connection):
         return replace(facts, tags=tags, members=members)
 
     def _list_partitions(self, what: str, deadline: float = math.inf) -> list[str]:
-        with self._operation(what):
-            self._require(Capability.LISTING, what)
+        with self._operation(what, needs=Capability.LISTING):
             request = ListPartitionsRequest(deadline=deadline)
             return sorted(self._call("list_partitions", request, PartitionList).partition_ids)
 
@@ -454,17 +444,13 @@ class Overview(Connection):
         return [patterns[place] for place in found.index]
 
     def _export(self, what: str, partition_id: str) -> PartitionState:
-        with self._operation(what, partition_id):
-            self._require(Capability.CURSORS, what)
-            check_name("partition_id", partition_id)
+        with self._operation(what, partition_id, needs=Capability.CURSORS):
             return self._call("export_partition", ExportRequest(partition_id), PartitionState)
 
     def _set_cursor(
         self, what: str, partition_id: str, task_name: str, sample_ids: Sequence[str], *, create: bool
     ) -> int:
-        with self._operation(what, partition_id):
-            self._require(Capability.CURSORS, what)
-            check_name("partition_id", partition_id)
+        with self._operation(what, partition_id, needs=Capability.CURSORS):
             check_name("task_name", task_name)
             request = SetCursorRequest(partition_id, task_name, list(sample_ids), create)
             return self._call("set_cursor", request, SettleReply).num_samples

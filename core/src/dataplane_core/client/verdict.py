@@ -61,12 +61,13 @@ class Facts:
     held_bytes: int = 0
     capacity_bytes: int | None = None
     patience_s: float = 60.0
-    _judge: list[_Judge] = field(default_factory=list, init=False, repr=False, compare=False)  # what it found so far
 
 
 def question_of(clients: Iterable[ClientInfo], partition_id: str, task_name: str) -> WorkInfo | None:
     """What the clients of a task claim now, or claimed last. None: nobody has claimed for it."""
-    asked = [work for _, work in _workers(clients, "claim_meta", partition_id) if work.task_name == task_name]
+    wanted = ("claim_meta", partition_id, task_name)
+    work = (each for client in clients for each in client.work)
+    asked = [each for each in work if (each.operation, each.partition_id, each.task_name) == wanted]
     # claims without fields look after old samples, and are no stage's own
     return min(asked, key=lambda each: (each.waits_s is None, not each.fields, each.began_s), default=None)
 
@@ -76,22 +77,10 @@ def room_is_wanted(clients: Iterable[ClientInfo]) -> bool:
     return any(_call_of(each, "put_samples", _ROOM_S) is not None for each in clients if each.state == "open")
 
 
-def judge(facts: Facts, partition_id: str, task_name: str) -> Verdict:
-    """How a task fares. Raises `KeyError` if the partition has no such task."""
-    if not facts._judge:
-        facts._judge.append(_Judge(facts))
-    verdict = facts._judge[0].of_task((partition_id, task_name), _REACH)
-    assert verdict is not None  # no other task is being judged
-    return verdict
-
-
-def _workers(clients: Iterable[ClientInfo], operation: str, partition_id: str | None = None) -> list[_Worker]:
-    return [
-        (client, work)
-        for client in clients
-        for work in client.work
-        if work.operation == operation and partition_id in (None, work.partition_id)
-    ]
+def judge(facts: Facts, tasks: Iterable[_Task]) -> list[Verdict]:
+    """How tasks fare. Raises `KeyError` if a partition has no such task."""
+    judged = _Judge(facts)
+    return [each for task in tasks if (each := judged.of_task(task, _REACH)) is not None]  # none is being judged
 
 
 def _call_of(client: ClientInfo, operation: str | None, least_s: float) -> float | None:

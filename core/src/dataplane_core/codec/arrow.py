@@ -1,4 +1,4 @@
-"""Arrow columns as columns, without a copy where Arrow's memory can be a tensor's. Imports pyarrow when it is called.
+"""Arrow columns as columns, without a copy where Arrow's memory can be a tensor's. It imports pyarrow: import it late.
 
 Shape legend: ``N`` rows, ``T`` elements of all rows together, ``L`` a row's own length.
 """
@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from dataplane_core.codec.lists import column_of_array, column_of_list
@@ -42,8 +44,6 @@ def column_of_arrow(what: str, column: Any, metadata: Any = None) -> Any:
         InvalidTypeError: A column of numbers or tensors has nulls, or holds times or decimals, or a column has another
             extension type.
     """
-    import pyarrow as pa
-
     column = _joined(column)
     if (metadata and _NAME in metadata) or isinstance(column.type, pa.BaseExtensionType):
         found = _values_of_extension(what, column, metadata or {})
@@ -79,9 +79,6 @@ def column_of_arrow(what: str, column: Any, metadata: Any = None) -> Any:
 
 def _joined(column: Any) -> Any:
     """One array of plain values: chunks joined, dictionaries and runs decoded."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if pa.types.is_run_end_encoded(column.type):
         column = pc.run_end_decode(column)
     if isinstance(column, pa.ChunkedArray):
@@ -91,8 +88,6 @@ def _joined(column: Any) -> Any:
 
 def _items(what: str, column: Any) -> list[Any]:
     """An object per row. Those of extension types, also inside lists and structs, are what these stand for."""
-    import pyarrow as pa
-
     column = _joined(column)
     if not _holds_extensions(what, column.type):
         return column.to_pylist()  # type: ignore[no-any-return] # pyarrow has no types
@@ -117,8 +112,6 @@ def _items(what: str, column: Any) -> list[Any]:
 
 
 def _lengths(lists: Any) -> torch.Tensor:
-    import pyarrow.compute as pc
-
     return torch.tensor(pc.list_value_length(lists).to_numpy(), dtype=torch.int64, device="cpu")
 
 
@@ -133,8 +126,6 @@ def _values_of_extension(what: str, column: Any, metadata: Mapping[bytes, bytes]
         column: An array of the type; or what its values are stored as, with ``metadata``.
         metadata: As for `column_of_arrow`.
     """
-    import pyarrow as pa
-
     source, storage = metadata.get(_PARAMETERS, b""), column
     name = metadata.get(_NAME, b"").decode(errors="replace")
     if isinstance(column.type, pa.BaseExtensionType):
@@ -187,8 +178,6 @@ def _tensors_of_one_shape(what: str, storage: Any, parameters: Mapping[str, Any]
 
 def _tensors_of_any_shape(what: str, storage: Any, parameters: Mapping[str, Any]) -> Any:
     """Rows of a shape of their own, stored as their values and their shapes."""
-    import pyarrow as pa
-
     _refuse_nulls(what, storage)
     names = [storage.type.field(number).name for number in range(storage.type.num_fields)]
     columns = dict(zip(names, storage.flatten(), strict=True))
@@ -232,8 +221,6 @@ _EXTENSIONS: Final[Mapping[str, Callable[[str, Any, Mapping[str, Any]], Any]]] =
 
 def _is_of_one_shape(kind: Any) -> bool:
     """Whether values of a type are numbers, or tensors of one shape, so that lists of them can be joined."""
-    import pyarrow as pa
-
     if not isinstance(kind, pa.BaseExtensionType):
         return False
     read = _EXTENSIONS.get(kind.extension_name)
@@ -242,8 +229,6 @@ def _is_of_one_shape(kind: Any) -> bool:
 
 def _holds_extensions(what: str, kind: Any) -> bool:
     """Whether a type is an extension type, or has one inside. Refuses one that this process does not know."""
-    import pyarrow as pa
-
     if isinstance(kind, pa.BaseExtensionType):
         return True
     fields = [kind.field(number) for number in range(kind.num_fields)]
@@ -261,14 +246,10 @@ def _holds_extensions(what: str, kind: Any) -> bool:
 
 
 def _is_number(kind: Any) -> bool:
-    import pyarrow as pa
-
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def _is_list(kind: Any) -> bool:
-    import pyarrow as pa
-
     kinds = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
     return isinstance(kind, kinds)
 

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from dataplane_core.codec.arrow import column_of_arrow
 from dataplane_core.codec.lists import column_of_array, column_of_list, says_its_dtype
 from dataplane_core.codec.rows import Columns, TensorRows
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
@@ -177,3 +176,10 @@ def _columns_of_rows(where: str, rows: Sequence[Any], num_samples: int) -> list[
 def _is_a(value: object, module: str, *names: str) -> bool:
     """Whether a value is of one of the classes, or of a class derived from them. Imports nothing."""
     return any(kind.__module__.startswith(module) and kind.__name__ in names for kind in type(value).__mro__)
+
+
+def column_of_arrow(*given: Any) -> Any:
+    """See `codec.arrow`, which imports pyarrow: whoever has a column of Arrow has it."""
+    from dataplane_core.codec import arrow
+
+    return arrow.column_of_arrow(*given)

@@ -33,7 +33,7 @@ _TENSORS: Final = (torch.Tensor, np.ndarray)
 #: The kinds of numpy's dtypes that hold strings, bytes and objects.
 _OBJECTS: Final = "SUTO"
 #: float32 and float64 hold integers up to this exactly.
-_EXACT_IN_FLOAT32: Final = 2**24
+EXACT_IN_FLOAT32: Final = 2**24
 _EXACT_IN_FLOAT64: Final = 2**53
 _HINT: Final = (
     "Write a tensor (of rows of their own length: torch.nested.as_nested_tensor(rows, layout=torch.jagged)), or "
@@ -200,7 +200,7 @@ def _numbers(what: str, numbers: Sequence[Any], kinds: set[type]) -> np.ndarray[
         except OverflowError as error:
             raise InvalidRequestError(f"{what} holds an int that does not fit in 64 bits (signed).") from error
     if int in kinds:
-        large = [each for each in numbers if type(each) is int and abs(each) > _EXACT_IN_FLOAT32]
+        large = [each for each in numbers if type(each) is int and abs(each) > EXACT_IN_FLOAT32]
         if large:
             raise InvalidRequestError(
                 f"{what} holds ints and floats, which become float32, but the int {large[0]} would lose digits in it.",

@@ -35,6 +35,7 @@ from tensordict import (
 
 from dataplane_core.codec.frames import frame_ragged, ragged_of_items, unframe_ragged
 from dataplane_core.codec.header import KIND_OBJECT, KIND_TENSOR
+from dataplane_core.codec.lists import EXACT_IN_FLOAT32
 from dataplane_core.codec.narrow import is_narrow, narrowed, widened
 from dataplane_core.codec.objects import check_items, decode_items
 from dataplane_core.codec.rows import (
@@ -78,8 +79,6 @@ from dataplane_core.packed import BytesLike
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
 
 _OBJECTS: Final = FieldSpec.of_objects()
-#: Ints up to this are the same in all dtypes of `FieldSpec.of_ints`.
-_SAME_IN_FLOATS: Final = 2**24
 
 
 # --- encoding ---------------------------------------------------------------------------------------------------------
@@ -191,7 +190,7 @@ def _are_ints_for_floats(column: Ragged | torch.Tensor) -> bool:
     if values.dtype != torch.int64 or values.numel() == 0:
         return False
     least, most = values.aminmax()
-    return int(least) >= -_SAME_IN_FLOATS and int(most) <= _SAME_IN_FLOATS
+    return int(least) >= -EXACT_IN_FLOAT32 and int(most) <= EXACT_IN_FLOAT32
 
 
 def _object_items(name: str, leaf: Any, num_samples: int) -> list[Any]:

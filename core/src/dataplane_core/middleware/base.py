@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from dataplane_core.backends import NoOptions
 from dataplane_core.errors import Verdict
-from dataplane_core.spec import WireFormat, hookimpl
+from dataplane_core.spec import DataPlaneSpec, WireFormat, hookimpl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,23 +85,6 @@ class OperationMiddleware(Middleware):
         ...         return reply
     """
 
-    register_partition = _wrapped("register_partition")
-    describe_partition = _wrapped("describe_partition")
-    put_samples = _wrapped("put_samples")
-    get_samples = _wrapped("get_samples")
-    claim = _wrapped("claim")
-    ack = _wrapped("ack")
-    nack = _wrapped("nack")
-    renew = _wrapped("renew")
-    check_consumption = _wrapped("check_consumption")
-    clear_samples = _wrapped("clear_samples")
-    list_samples = _wrapped("list_samples")
-    list_partitions = _wrapped("list_partitions")
-    inspect_partition = _wrapped("inspect_partition")
-    list_fields = _wrapped("list_fields")
-    export_partition = _wrapped("export_partition")
-    set_cursor = _wrapped("set_cursor")
-
     def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
         """Wraps an operation, as the body of a wrapper of pluggy: ``reply = yield``, then ``return reply``.
 
@@ -110,3 +93,8 @@ class OperationMiddleware(Middleware):
             request: Its request.
         """
         return (yield)
+
+
+for _name in vars(DataPlaneSpec):
+    if not _name.startswith("_") and _name not in ("announce", "list_clients", "list_units", "change_units"):
+        setattr(OperationMiddleware, _name, _wrapped(_name))

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane_core.codec import row_nbytes
 from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
+from dataplane_core.middleware.events import asks_again
 from dataplane_core.spec import Claim, SampleList, TagValue, WireBatch, hookimpl
 
 try:
@@ -113,7 +114,7 @@ class OpenTelemetry(OperationMiddleware):
         except BaseException as error:
             self._end_claim(request, start, None, error)
             raise
-        if claim.answered or request.explain or not request.all_or_nothing:
+        if not asks_again(request, claim):
             self._end_claim(request, start, claim, None)
         return replace(claim, tags=_without_marks(claim.tags))
 

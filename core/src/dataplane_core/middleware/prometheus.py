@@ -73,8 +73,7 @@ class Prometheus(Metrics):
     config: Any  # a PrometheusConfig
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(options.get("on_event"))
-        self.config = PrometheusConfig(**options)
+        super().__init__(**options)
         self._endpoint: _Endpoint | None = None
         self._backend = ""
         self._waiting: dict[str, float] = {}  # token -> when it asked last

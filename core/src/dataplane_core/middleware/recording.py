@@ -199,7 +199,6 @@ class Recording:
         self.remarks: list[str] = []
         try:
             self.run = read_mark(self.folder)
-            self.dropped = self._read_dropped()
             names = sorted(
                 path.stem for path in self.folder.glob("*" + LINES_SUFFIX) if SEGMENT_NAME.fullmatch(path.stem)
             )

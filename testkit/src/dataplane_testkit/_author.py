@@ -200,6 +200,11 @@ class AuthorsClass:
         )
 
 
+def shown_name(case: AuthorsClass | type[AuthorsClass]) -> str:
+    """The name of the backend in errors and reports."""
+    return case.backend or case.under_test().__name__
+
+
 #: The names that an author's class may define. It may not override any other name of the kit.
 AUTHORS_NAMES: Final = {name for name in vars(AuthorsClass) if not name.startswith("_")} - {
     "all_deviations",

@@ -33,6 +33,9 @@ from dataplane_core.spec import Capability, ClientInfo, FieldSpec, PartitionDesc
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 _STACKS_TIMEOUT_S: Final = 20.0
 _MOST_INTERVAL_S: Final = 86400.0
+#: Of what asks again and again: seconds between two looks, and the most of the time that the store spends on them.
+PAUSE_S: Final = 1.0
+SHARE: Final = 0.02
 
 
 def run(config_path: str, partition_id: str | None, *, interval_s: float, as_json: bool, stacks: bool) -> int:
@@ -117,6 +120,11 @@ def _journal_of(options: Any) -> Path | None:
         return None
     # an instance of Ray has a folder of its own in the folder that may be shared
     return Path(getattr(options, "journal", None) or durable, getattr(options, "instance", ""), "journal").absolute()
+
+
+def pause_s(cost_s: float) -> float:
+    """How long to wait after a look that took this long, in seconds."""
+    return max(PAUSE_S, cost_s / SHARE)
 
 
 def capacity_of(client: DataPlaneClient) -> int | None:

@@ -11,14 +11,11 @@ from typing import Final
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, Verdict, printable
-from dataplane_tools._inspect import attach
+from dataplane_tools._inspect import attach, pause_s
 
 #: Exit statuses: a task is starved, and that was not found out.
 STARVED: Final = 1
 UNKNOWN: Final = 2
-#: Seconds between two looks, and the most of the time that the store answers them.
-_PAUSE_S: Final = 1.0
-_SHARE: Final = 0.02
 _ORDER: Final = ("starved", "waits", "moves", "idle", "done")
 
 
@@ -53,7 +50,7 @@ def run(
                     return STARVED
                 if not watch or (verdicts and all(each.state == "done" for each in verdicts)):
                     return 0
-                time.sleep(max(_PAUSE_S, cost_s / _SHARE))
+                time.sleep(pause_s(cost_s))
     except DataPlaneError as error:
         print(f"dataplane: {error}", file=sys.stderr)
         return UNKNOWN

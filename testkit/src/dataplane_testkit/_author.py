@@ -214,6 +214,5 @@ AUTHORS_NAMES: Final = {name for name in vars(AuthorsClass) if not name.startswi
 }
 
 
-@functools.cache  # called several times per test, and slow: it reads the metadata of all installed packages
-def _load_backend(name: str) -> type[Backend]:
-    return load_backend(name)
+#: Called several times per test, and slow: it reads the metadata of all installed packages.
+_load_backend = functools.cache(load_backend)

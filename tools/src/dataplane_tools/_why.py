@@ -34,14 +34,12 @@ def run(
     """
     try:
         with attach(config_path) as client:
-            told: list[tuple[str, str, str, str, str]] | None = None
+            told: Sequence[tuple[str, ...]] | None = None
             while True:
                 start = time.monotonic()
                 verdicts = look(client, partition_id, task_name)
                 cost_s = time.monotonic() - start
-                now: list[tuple[str, str, str, str, str]] = [
-                    (each.partition_id, each.task_name, each.state, each.cause, each.culprit) for each in verdicts
-                ]
+                now = [(each.partition_id, each.task_name, each.state, each.cause, each.culprit) for each in verdicts]
                 if now != told:
                     lines = json.dumps([asdict(each) for each in verdicts]) if as_json else text_of(verdicts)
                     print(lines, flush=True)

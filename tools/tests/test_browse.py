@@ -16,7 +16,7 @@ from textual.widgets import Input, Static
 from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_core.errors import UnknownPartitionError
-from dataplane_tools import _top, _watch
+from dataplane_tools import _inspect
 from dataplane_tools._browse import Browser
 from dataplane_tools._table import Samples
 from dataplane_tools._watch import Watcher, Wish
@@ -30,9 +30,8 @@ REWARDS = {"q0_g0": 0.5, "q0_g1": 0.1, "q1_g0": 1.0, "q1_g1": 0.3}
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
     """A watcher asks again at once, however long an answer takes here."""
-    monkeypatch.setattr(_top, "PAUSE_S", 0.05)
-    for module in (_top, _watch):
-        monkeypatch.setattr(module, "SHARE", 1.0)
+    monkeypatch.setattr(_inspect, "PAUSE_S", 0.05)
+    monkeypatch.setattr(_inspect, "SHARE", 1.0)
 
 
 def fill(client, partition_id="step-1"):

@@ -9,6 +9,7 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,19 +18,9 @@ from rich.console import Console
 from dataplane_core import connect
 from dataplane_core.config import load_config
 from dataplane_testkit._timing import STARTS_S, eventually
+from dataplane_tools import _watch
 from dataplane_tools._top import Looks, screen
-
-
-class Clock:
-    """A clock that each question moves on by ``cost_s``."""
-
-    def __init__(self):
-        self.now = 0.0
-        self.cost_s = 0.0
-
-    def __call__(self):
-        self.now += self.cost_s / 2
-        return self.now
+from dataplane_tools._watch import Watcher
 
 
 @pytest.fixture
@@ -72,9 +63,8 @@ def test_the_flow_and_the_stage_that_lags(client):
     assert lines[5].startswith(f"→ train 0/16 8 6 2 lags {holder}")
 
 
-def test_one_question_at_a_time_and_rarely_if_it_costs_much(client):
-    clock = Clock()
-    looks = Looks(client, clock=clock)
+def test_one_question_at_a_time(client):
+    looks = Looks(client)
     asked = []
     for name in ("list_partitions", "why", "describe", "list_clients"):
         method = getattr(client, name)
@@ -85,20 +75,29 @@ def test_one_question_at_a_time_and_rarely_if_it_costs_much(client):
 
         setattr(client, name, noted)
     for count in range(1, 10):
-        assert looks.ask() == 1.0
+        looks.ask()
         assert len(asked) == count
     assert asked == ["list_partitions", "why", "describe", "list_clients"] * 2 + ["list_partitions"]
-    clock.cost_s = 0.4
-    assert looks.ask() >= 10.0
+
+
+@pytest.mark.parametrize(("cost_s", "pause_s"), [(0.01, 1.0), (0.4, 20.0)])
+def test_it_asks_once_a_second_and_more_rarely_if_it_costs_much(client, monkeypatch, cost_s, pause_s):
+    watcher, pauses = Watcher(""), []
+    watcher._looks = Looks(client)
+    watcher._wake = SimpleNamespace(wait=pauses.append, clear=watcher._ends.set)
+    clock = iter([0.0, cost_s, cost_s, cost_s])
+    monkeypatch.setattr(_watch, "time", SimpleNamespace(monotonic=clock.__next__))
+    watcher.run()
+    assert pauses == [pause_s]
 
 
 def test_rates_and_partitions_that_are_cleared(client):
-    clock = Clock()
-    looks = Looks(client, clock=clock)
+    now = 0.0
+    looks = Looks(client, clock=lambda: now)
     for _ in range(4):
         looks.ask()
     client.put_samples(["s8", "s9"], "step-1", {"x": torch.zeros(2)})
-    clock.now += 4.0
+    now += 4.0
     for _ in range(4):
         looks.ask()
     assert looks.partitions["step-1"]["written_per_s"] == 0.5

@@ -37,6 +37,7 @@ KNOWN_COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "browse": ("dataplane-tools", "show a running store live: its stages, its samples, and what the model wrote"),
     "read": ("dataplane-tools", "show what the model wrote: samples of a store or a save as text, or as a page"),
     "why": ("dataplane-tools", "say why tasks of a running store get no samples"),
+    "audit": ("dataplane-tools", "show what a recorded run trained on, what went wrong, or where two runs differ"),
     "export": ("dataplane-tools", "write rows of a running store as Parquet, at once or as they are finished"),
     "import": ("dataplane-tools", "put an export's rows back into a store"),
     "metrics": ("dataplane-tools", "serve the metrics of all processes of a running store on one page"),

@@ -1,11 +1,14 @@
-"""`dataplane backends`."""
+"""`dataplane backends`, and what core knows of the backends and commands of this project."""
 
 import json
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from dataplane_core.cli import _backends, main
-from dataplane_core.connecting import KNOWN_BACKENDS, find_plugins
+from dataplane_core.connecting import find_plugins
+from dataplane_core.entry_points import BACKEND_GROUP, COMMAND_GROUP, KNOWN_BACKENDS, KNOWN_COMMANDS
 
 
 def test_the_list_names_backend_distribution_and_version(capsys):
@@ -28,9 +31,13 @@ def test_load_shows_what_each_declares(capsys, monkeypatch):
     assert rows["noop"]["options"]["capacity_bytes"] == "None"
 
 
-def test_every_backend_of_this_project_is_known_with_its_package():
-    found = {}
-    for path in (Path(__file__).parents[3] / "plugins").glob("*/pyproject.toml"):
+COMMANDS = {name: package for name, (package, _) in KNOWN_COMMANDS.items()}
+
+
+@pytest.mark.parametrize(("group", "known"), [(BACKEND_GROUP, KNOWN_BACKENDS), (COMMAND_GROUP, COMMANDS)])
+def test_every_backend_and_command_of_this_project_is_known_with_its_package(group, known):
+    found, root = {}, Path(__file__).parents[3]
+    for path in (*root.glob("*/pyproject.toml"), *root.glob("plugins/*/pyproject.toml")):
         project = tomllib.loads(path.read_text())["project"]
-        found |= dict.fromkeys(project.get("entry-points", {}).get("dataplane.backends", ()), project["name"])
-    assert found == KNOWN_BACKENDS
+        found |= dict.fromkeys(project.get("entry-points", {}).get(group, ()), project["name"])
+    assert found == known

@@ -200,6 +200,11 @@ class AuthorsClass:
         )
 
 
+def shown_name(case: AuthorsClass | type[AuthorsClass]) -> str:
+    """The name of the backend in errors and reports."""
+    return case.backend or case.under_test().__name__
+
+
 #: The names that an author's class may define. It may not override any other name of the kit.
 AUTHORS_NAMES: Final = {name for name in vars(AuthorsClass) if not name.startswith("_")} - {
     "all_deviations",
@@ -209,6 +214,5 @@ AUTHORS_NAMES: Final = {name for name in vars(AuthorsClass) if not name.startswi
 }
 
 
-@functools.cache  # called several times per test, and slow: it reads the metadata of all installed packages
-def _load_backend(name: str) -> type[Backend]:
-    return load_backend(name)
+#: Called several times per test, and slow: it reads the metadata of all installed packages.
+_load_backend = functools.cache(load_backend)

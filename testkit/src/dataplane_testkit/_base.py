@@ -54,9 +54,7 @@ class Suite(AuthorsClass):
     def store(self, request: pytest.FixtureRequest, options: dict[str, Any]) -> Iterator[Store]:
         """The store under test, with helpers for the tests."""
         owner = request.node if self.store_per_test else request.node.getparent(pytest.Class)
-        cls = self.under_test()
-        deployment = Deployment.of(owner, self, cls, self.backend or cls.__name__, options)
-        store = Store(deployment)
+        store = Store(Deployment.of(owner, self, options))
         try:
             yield store
         finally:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-from dataplane_testkit._base import Suite
 from dataplane_testkit.suites.arguments import ArgumentSuite
 from dataplane_testkit.suites.blobs import BlobSuite
 from dataplane_testkit.suites.bounds import BoundSuite
@@ -88,7 +85,3 @@ class BackendConformance(
     `AuthorsClass` documents what a subclass may define. It may add its own tests, but must not override anything else
     of the kit.
     """
-
-
-#: The suites, in the order in which they run.
-SUITES: Final[tuple[type[Suite], ...]] = tuple(reversed(BackendConformance.__bases__))

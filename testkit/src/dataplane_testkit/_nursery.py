@@ -20,10 +20,10 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-#: Seconds that the process may take to start and import torch, or to reply, on a loaded machine.
-_START_S: Final = 120.0
-#: Seconds that it may take to end after it was killed.
-_END_S: Final = 10.0
+#: Seconds that a process may take to start, import torch and attach, or to reply, on a loaded machine.
+START_S: Final = 120.0
+#: Seconds that it may take to end after it was killed or asked to.
+END_S: Final = 10.0
 
 #: The function that a fork runs. It gets the fork's end of a pipe.
 Body = Callable[[Connection], None]
@@ -111,23 +111,30 @@ class Nursery:
         """Kills the process. It holds nothing that it would have to release."""
         self._connection.close()
         self._process.kill()
-        self._process.join(_END_S)
+        self._process.join(END_S)
 
     def _ask(self, what: str, pid: int) -> Any:
         self._connection.send((what, pid))
         return self._answer()
 
     def _answer(self) -> Any:
-        assert self._connection.poll(_START_S), (
-            f"the process that forks the test processes did not reply within {_START_S:g} s"
-        )
-        try:
-            succeeded, reply = self._connection.recv()  # from our own child
-        except (EOFError, ConnectionResetError) as error:
-            raise AssertionError("the process that forks the test processes died") from error
-        if not succeeded:
-            raise reply
-        return reply
+        return answer(self._connection, START_S, "the process that forks the test processes")
+
+
+def answer(connection: Connection, within_s: float, who: str) -> Any:
+    """What a child replies: it returns the result, or raises the error.
+
+    Raises:
+        AssertionError: It did not reply in time, or it died.
+    """
+    assert connection.poll(within_s), f"{who} did not reply within {within_s:g} s"
+    try:
+        succeeded, reply = connection.recv()  # from our own child
+    except (EOFError, ConnectionResetError) as error:
+        raise AssertionError(f"{who} died") from error
+    if not succeeded:
+        raise reply
+    return reply
 
 
 def _tend(connection: Connection, prepare: Callable[[], Any]) -> None:

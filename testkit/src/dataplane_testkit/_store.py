@@ -27,7 +27,7 @@ from dataplane_core.ledger import commands
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
 from dataplane_testkit._asyncio import ThroughAsyncio
-from dataplane_testkit._author import AuthorsClass
+from dataplane_testkit._author import AuthorsClass, shown_name
 from dataplane_testkit._blobs import recorded_keys
 from dataplane_testkit._columns import batch, bits, ids
 from dataplane_testkit._hooks import Hooks, backend_of
@@ -64,17 +64,10 @@ def not_run(reason: str) -> NoReturn:
 class Deployment:
     """A connected store, and all clients and processes that use it. It is closed after its test class or test."""
 
-    def __init__(
-        self,
-        case: AuthorsClass,
-        backend_class: type[Backend],
-        name: str,
-        options: dict[str, Any],
-        op_timeout_s: float | None = None,
-    ) -> None:
+    def __init__(self, case: AuthorsClass, options: dict[str, Any], op_timeout_s: float | None = None) -> None:
         self.case = case
-        self.backend_class = backend_class
-        self.name = name
+        self.backend_class = case.under_test()
+        self.name = shown_name(case)
         self.options = copy.deepcopy(options)
         self._clients: dict[str, DataPlaneClient] = {}
         self._workers: list[Worker] = []
@@ -83,9 +76,7 @@ class Deployment:
         self.client = self.connect(self.options, op_timeout_s=op_timeout_s or case.op_timeout_s)
 
     @classmethod
-    def of(
-        cls, owner: Any, case: AuthorsClass, backend_class: type[Backend], name: str, options: dict[str, Any]
-    ) -> Deployment:
+    def of(cls, owner: Any, case: AuthorsClass, options: dict[str, Any]) -> Deployment:
         """The deployment of a pytest node for these options. Connects a new one if there is none yet."""
         known: dict[str, Deployment | Exception] | None = owner.stash.get(_KNOWN, None)
         if known is None:
@@ -99,7 +90,7 @@ class Deployment:
             if len(known) >= _MOST_STORES:
                 pytest.fail("the fixture 'options' returns different options for each test. Set store_per_test = True.")
             try:
-                found = cls(case, backend_class, name, options)
+                found = cls(case, options)
             except Exception as error:
                 known[key] = error
                 raise

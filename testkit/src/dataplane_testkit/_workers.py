@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from dataplane_core._compiler_marks import load_compiler
 from dataplane_core.backends import Backend
@@ -20,13 +20,8 @@ from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import Bootstrap, connect_backend
 from dataplane_core.spec import Claim, ClaimRequest
 from dataplane_testkit._hooks import backend_of
-from dataplane_testkit._nursery import Nursery
+from dataplane_testkit._nursery import END_S, START_S, Nursery, answer
 from dataplane_testkit.faults import Faults
-
-#: Seconds that a process may take to start, import torch and attach.
-_START_S: Final = 120.0
-#: Seconds that a process may take to end when it is asked to.
-_END_S: Final = 10.0
 
 
 def prepare(backend_class: type[Backend]) -> None:
@@ -69,7 +64,7 @@ class Worker:
 
     def wait_ready(self) -> None:
         """Waits until the client is connected. Raises the error if it could not connect."""
-        self.result(_START_S)
+        self.result(START_S)
 
     def connect(self) -> None:
         """Lets a process that waits begin to connect. Call `wait_ready` afterwards."""
@@ -85,14 +80,7 @@ class Worker:
         Raises:
             AssertionError: It did not end in time, or the process died.
         """
-        assert self._connection.poll(within_s), f"the worker process did not reply within {within_s:g} s"
-        try:
-            succeeded, reply = pickle.loads(self._connection.recv_bytes())  # from our own child
-        except (EOFError, ConnectionResetError) as error:
-            raise AssertionError("the worker process died") from error
-        if not succeeded:
-            raise reply
-        return reply
+        return answer(self._connection, within_s, "the worker process")
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Runs a function in the process: `start` and `result`."""
@@ -107,7 +95,7 @@ class Worker:
         """Asks the process to end, and kills it if it does not."""
         with contextlib.suppress(OSError):  # it may be gone already
             self._connection.send_bytes(pickle.dumps(None))
-        give_up = time.monotonic() + _END_S
+        give_up = time.monotonic() + END_S
         while self.alive and time.monotonic() < give_up:
             time.sleep(0.005)
         self.kill()

@@ -159,8 +159,7 @@ def _without_last(column: Any, num_rows: int) -> Any:
         return SharedRows(column.rows, column.index[:-num_rows])
     if isinstance(column, list):
         return column[:-num_rows]
-    rows = list(column.unbind())[:-num_rows] if column.is_nested else None
-    return column[:-num_rows] if rows is None else rows
+    return list(column.unbind())[:-num_rows] if column.is_nested else column[:-num_rows]
 
 
 def _wrapper(operation: str) -> Callable[..., Any]:

@@ -56,16 +56,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_WARNED] = []
 
 
-def _kit() -> Any:
-    """The kit, or None if nothing has imported it: then no test is one of its own."""
-    return dataplane_testkit if "dataplane_testkit._base" in sys.modules else None
-
-
 def _is_kit_test(item: pytest.Item) -> TypeGuard[pytest.Function]:
-    kit = _kit()
-    if kit is None or not isinstance(item, pytest.Function) or item.cls is None:
+    # while nothing has imported the kit, no test is one of its own
+    if "dataplane_testkit._base" not in sys.modules or not isinstance(item, pytest.Function) or item.cls is None:
         return False
-    return issubclass(item.cls, kit.Suite) and bool(kit.chapter_of(item.obj))
+    return issubclass(item.cls, dataplane_testkit.Suite) and bool(dataplane_testkit.chapter_of(item.obj))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -83,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         record = report.record_of(item)
         item.user_properties.append((_PROPERTY, record))
         item.add_marker(pytest.mark.dataplane(proves=record["proves"], chapter=record["chapter"]))
-        limit_s = _kit().limit_of(item.obj) or (None if others_limit else _TIMEOUT_S)
+        limit_s = dataplane_testkit.limit_of(item.obj) or (None if others_limit else _TIMEOUT_S)
         if timeout and limit_s is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(limit_s))
     unused = report.unused_deviations(mine)

@@ -17,7 +17,7 @@ from dataplane_core.backends import Backend
 from dataplane_core.connecting import find_plugins
 from dataplane_core.errors import printable
 from dataplane_core.spec import CONTRACT_VERSION, Capability, Scope
-from dataplane_testkit._author import MOST_COPIES
+from dataplane_testkit._author import MOST_COPIES, shown_name
 from dataplane_testkit._base import deviation_of, kit_members
 from dataplane_testkit._marks import chapter_of, label_of, needs_of, rule_of
 
@@ -340,7 +340,7 @@ def _header(case: Any) -> dict[str, Any]:
     """The part of a record that is the same for all tests of a class."""
     cls: type[Backend] = case.under_test()
     return {
-        "backend": case.backend or cls.__name__,
+        "backend": shown_name(case),
         "distribution": _distribution(cls.__module__.partition(".")[0]),
         "core_version": _version("dataplane-core"),
         "contract_version": CONTRACT_VERSION,

@@ -16,6 +16,7 @@ from dataplane_tools._differences import differences, value_of
 from dataplane_tools._history import History
 from dataplane_tools._inspect import table
 from dataplane_tools._prompts import several
+from dataplane_tools._sample import json_value
 from dataplane_tools._samples import Step
 from dataplane_tools._survey import Survey, survey
 
@@ -172,7 +173,7 @@ def _row_reports(step: Step) -> list[dict[str, Any]]:
             "task": task or None,
             "writer": None if row.put is None else str(row.put.writer),
             "put_at": None if row.put is None else row.put.at,
-            "tags": {name: _plain(value) for name, value in row.tags.items()},
+            "tags": {name: json_value(value) for name, value in row.tags.items()},
             "cells": {
                 name: {"value": value_of(name, cell), "writer": str(cell.put.writer)}
                 for name, cell in row.cells.items()
@@ -180,11 +181,6 @@ def _row_reports(step: Step) -> list[dict[str, Any]]:
         }
         for row, task in step.rows.items()
     ]
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
 def _client_reports(found: Survey, still_open: Set[str]) -> list[dict[str, Any]]:

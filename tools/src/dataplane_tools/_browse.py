@@ -22,7 +22,7 @@ from textual.widgets import Footer, Input, Static
 
 from dataplane_core.errors import InvalidRequestError, UnsupportedOperationError, printable
 from dataplane_tools._read import lines_of
-from dataplane_tools._sample import Sample
+from dataplane_tools._sample import Sample, group_of_id
 from dataplane_tools._table import Samples
 from dataplane_tools._tokenizer import Tokenizer
 from dataplane_tools._watch import Seen, Watcher, Wish
@@ -208,7 +208,7 @@ class Browser(App[None]):
     def action_group(self) -> None:
         """Shows the group of the chosen sample, or all again."""
         chosen = self.query_one(Samples).chosen or ""
-        self._want(group=None if self._wish.group else chosen.rpartition("_g")[0] or None)
+        self._want(group=None if self._wish.group else group_of_id(chosen) or None)
 
     def action_partition(self) -> None:
         """Shows the next partition."""

@@ -14,8 +14,8 @@ from typing import Any
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, MissingDataError, printable
 from dataplane_tools._follow import follow_partition
-from dataplane_tools._inspect import size_text
-from dataplane_tools._portions import Exported, Portions, Tags, connected
+from dataplane_tools._inspect import attach, size_text
+from dataplane_tools._portions import Exported, Portions, Tags
 from dataplane_tools._rows import opened
 from dataplane_tools._shards import What
 
@@ -99,13 +99,13 @@ def run(config_path: str, partition_id: str, folder: str, *, follow: bool, form:
     The options are those of `export_partition` and of `follow_partition`.
 
     Raises:
-        DataPlaneError: As these, `connect` and `opened`. It cannot follow partial rows, nor a folder.
+        DataPlaneError: As these, `attach` and `opened`. It cannot follow partial rows, nor a folder.
     """
     options["messages"] = form == "messages"
     following = {name: options.pop(name) for name in ("task", "every_s", "idle_s")}
     is_folder = Path(config_path).is_dir()
     if not follow:
-        with opened(config_path, partition_id) if is_folder else connected(config_path) as client:
+        with opened(config_path, partition_id) if is_folder else attach(config_path, announced=True) as client:
             return _told(folder, partition_id, export_partition(client, partition_id, folder, **options))
     if is_folder:
         raise InvalidRequestError(f"export refused: '{config_path}' is a folder, and only a running store goes on.")
@@ -114,7 +114,7 @@ def run(config_path: str, partition_id: str, folder: str, *, follow: bool, form:
     stop = threading.Event()
     former = {each: signal.signal(each, lambda *_: stop.set()) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with connected(config_path) as client:
+        with attach(config_path, announced=True) as client:
             done = follow_partition(client, partition_id, folder, stop=stop, **following, **options)
     finally:
         for each, handler in former.items():

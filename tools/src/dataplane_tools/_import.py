@@ -25,7 +25,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.spec import FieldSpec, Registration, WireFormat
 from dataplane_tools import _columns as arrow
-from dataplane_tools._portions import connected
+from dataplane_tools._inspect import attach
 from dataplane_tools._shards import check_shards, columns_of, parquet_file, read_manifest
 
 
@@ -255,7 +255,7 @@ def run(folder: str, config_path: str, partition_id: str | None, *, unfinished: 
     Raises:
         DataPlaneError: As `import_folder`, and `connect`.
     """
-    with connected(config_path) as client:
+    with attach(config_path, announced=True) as client:
         done = import_folder(folder, client, partition_id, unfinished=unfinished)
     print(printable(f"{done.partition_id}: {done.num_new} new rows, of {done.num_rows} in {folder}"))
     return 0

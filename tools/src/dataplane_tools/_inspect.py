@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from dataplane_core.backends import spread_over
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.config import DataPlaneConfig, load_config, size_bytes
+from dataplane_core.config import load_config, size_bytes
 from dataplane_core.connecting import connect, load_backend
 from dataplane_core.errors import (
     BackendUnavailableError,
@@ -33,6 +33,9 @@ from dataplane_core.spec import Capability, ClientInfo, FieldSpec, PartitionDesc
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 _STACKS_TIMEOUT_S: Final = 20.0
 _MOST_INTERVAL_S: Final = 86400.0
+#: Of what asks again and again: seconds between two looks, and the most of the time that the store spends on them.
+PAUSE_S: Final = 1.0
+SHARE: Final = 0.02
 
 
 def run(config_path: str, partition_id: str | None, *, interval_s: float, as_json: bool, stacks: bool) -> int:
@@ -78,18 +81,18 @@ def run(config_path: str, partition_id: str | None, *, interval_s: float, as_jso
     return 0
 
 
-def attach(config_path: str) -> DataPlaneClient:
-    """A client of the store of a config, which does not announce itself. See `opened`."""
-    quiet = {"middleware": [], "attach_wait_s": 0.0, "announce_s": None}
-    return opened(load_config(config_path).model_copy(update=quiet))
+def attach(config_path: str, *, announced: bool = False) -> DataPlaneClient:
+    """A client of the store of a config: of the running one, or of what an earlier one left, if it outlives its owner.
 
-
-def opened(config: DataPlaneConfig) -> DataPlaneClient:
-    """A client of a store: of the running one, or of what an earlier one left, if it outlives its owner.
+    Args:
+        config_path: The config file.
+        announced: Whether it announces itself, and has the middleware of the config.
 
     Raises:
         BackendUnavailableError: None runs, and none was left. Nothing is made.
     """
+    quiet: dict[str, Any] = {} if announced else {"middleware": [], "announce_s": None}
+    config = load_config(config_path).model_copy(update={"attach_wait_s": 0.0, **quiet})
     try:
         return connect(config, bootstrap=False)
     except BackendUnavailableError as error:
@@ -117,6 +120,11 @@ def _journal_of(options: Any) -> Path | None:
         return None
     # an instance of Ray has a folder of its own in the folder that may be shared
     return Path(getattr(options, "journal", None) or durable, getattr(options, "instance", ""), "journal").absolute()
+
+
+def pause_s(cost_s: float) -> float:
+    """How long to wait after a look that took this long, in seconds."""
+    return max(PAUSE_S, cost_s / SHARE)
 
 
 def capacity_of(client: DataPlaneClient) -> int | None:

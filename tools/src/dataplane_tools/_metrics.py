@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, UnsupportedOperationError, Verdict, printable
 from dataplane_core.spec import Capability, ClientInfo, Scope
-from dataplane_tools._inspect import attach
+from dataplane_tools._inspect import SHARE, attach
 
 _LABELS: Final = ("host", "pid", "role")
 #: Seconds that a process has to answer. Prometheus waits for 10 by default.
@@ -31,8 +31,6 @@ _TIMEOUT_S: Final = 3.0
 _MOST_PAGE_BYTES: Final = 16_000_000
 _PART_BYTES: Final = 1 << 16
 _AT_ONCE: Final = 16
-#: The store answers why tasks wait for at most this share of the time.
-_SHARE: Final = 0.02
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -160,7 +158,7 @@ class Federation(Collector):
         with self._lock:
             start = time.monotonic()
             if {Capability.LISTING, Capability.CLAIMS} <= self._client.capabilities and (
-                start >= self._asked_at + self._cost_s / _SHARE
+                start >= self._asked_at + self._cost_s / SHARE
             ):
                 with contextlib.suppress(DataPlaneError):
                     self._verdicts = self._client.why()

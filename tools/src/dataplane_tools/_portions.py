@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.config import load_config, size_bytes
+from dataplane_core.config import size_bytes
 from dataplane_core.errors import InvalidRequestError, MissingDataError, StalePartitionError, preview
 from dataplane_core.spec import FieldSpec
 from dataplane_tools import _columns as arrow
 from dataplane_tools._columns import pa
-from dataplane_tools._inspect import opened
 from dataplane_tools._messages import is_beside_messages, is_for_messages, messages_of
 from dataplane_tools._rows import Rows, read_there
 from dataplane_tools._shards import Shards, What
@@ -281,8 +280,3 @@ class Portions:
     def _check_registration(self, epoch: str) -> None:
         if epoch != self.shards.manifest["epoch"]:
             raise StalePartitionError(f"partition '{self.partition_id}' was registered anew while it was exported.")
-
-
-def connected(config_path: str) -> DataPlaneClient:
-    """A client of the store of a config; see `opened`."""
-    return opened(load_config(config_path).model_copy(update={"attach_wait_s": 0.0}))

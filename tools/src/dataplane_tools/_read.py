@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import groupby, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -128,7 +129,10 @@ def lines_of(sample: Sample, paths: Mapping[tuple[str, str], str], skipped: int 
     yield sample.sample_id
     single = {**sample.values, **sample.tags}
     inline = {name: text for name, value in single.items() if len(text := _value_text(value)) <= _MOST_INLINE}
-    counts = [f"{role} {sum(p.stop - p.start for p in run)}" for role, run in _by_role(sample.parts)]
+    by_role: Counter[str] = Counter()
+    for part in sample.parts:
+        by_role[part.role] += part.stop - part.start
+    counts = [f"{role} {num_tokens}" for role, num_tokens in by_role.items()]
     facts = [f"{name} {text}" for name, text in inline.items()]
     if sample.tokens:
         plural = "" if len(sample.tokens) == 1 else "s"
@@ -157,12 +161,6 @@ def lines_of(sample: Sample, paths: Mapping[tuple[str, str], str], skipped: int 
 def _said(sample: Sample, part: Part) -> tuple[Any, ...]:
     """All that a part says, to compare it."""
     return part.role, part.text, json.dumps(part.calls), tuple(sample.tokens[part.start : part.stop])
-
-
-def _by_role(parts: Sequence[Part]) -> Iterator[tuple[str, list[Part]]]:
-    ordered = sorted(parts, key=lambda part: next(i for i, each in enumerate(parts) if each.role == part.role))
-    for role, run in groupby(ordered, key=lambda part: part.role):
-        yield role, list(run)
 
 
 def _part_lines(part: Part) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -31,8 +31,7 @@ _SHOWN_ROWS: Final = 64
 _VALUE_ROWS: Final = 4096
 
 
-@contextmanager
-def opened(path: str, partition_id: str | None) -> Iterator[DataPlaneClient]:
+def opened(path: str, partition_id: str | None) -> AbstractContextManager[DataPlaneClient]:
     """A client of the running store of a config file; or, for a folder, of a copy of its save, or of its recording.
 
     Args:
@@ -45,15 +44,14 @@ def opened(path: str, partition_id: str | None) -> Iterator[DataPlaneClient]:
         DataPlaneError: As `opened_recording`.
     """
     if not Path(path).is_dir():
-        with attach(path) as client:
-            yield client
-        return
-    if is_recording(path):
-        with opened_recording(path, partition_id) as client:
-            yield client
-        return
+        return attach(path)
+    return opened_recording(path, partition_id) if is_recording(path) else _opened_save(path)
+
+
+@contextmanager
+def _opened_save(folder: str) -> Iterator[DataPlaneClient]:
     with connect({"backend": "noop"}) as client:
-        client.load(path)
+        client.load(folder)
         yield client
 
 

@@ -26,10 +26,6 @@ from dataplane_tools._inspect import (
     verdicts_of,
 )
 
-#: Seconds between two questions.
-PAUSE_S: Final = 1.0
-#: The store answers questions for at most this share of the time.
-SHARE: Final = 0.02
 _MOST_PARTITIONS: Final = 4
 _MOST_CLIENTS: Final = 10
 _BAR: Final = 24
@@ -69,17 +65,15 @@ class Looks:
         """Payload bytes of the partitions, as last seen."""
         return sum(report["held_bytes"] for report in self.partitions.values())
 
-    def ask(self) -> float:
-        """Asks one question. Returns the seconds until the next one.
+    def ask(self) -> None:
+        """Asks one question.
 
         Raises:
             DataPlaneError: The store does not answer.
         """
         if not self._questions:
             self._begin_round()
-        start = self._clock()
         self._questions.pop(0)()
-        return max(PAUSE_S, (self._clock() - start) / SHARE)
 
     def _begin_round(self) -> None:
         if self._partition_id is None:

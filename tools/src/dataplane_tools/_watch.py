@@ -16,10 +16,10 @@ from rich.console import RenderableType
 from textual.message import Message
 
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, UnknownPartitionError
-from dataplane_tools._inspect import attach
+from dataplane_tools._inspect import PAUSE_S, attach, pause_s
 from dataplane_tools._rows import Found, Rows
 from dataplane_tools._sample import Decode, Sample
-from dataplane_tools._top import PAUSE_S, SHARE, Looks, screen
+from dataplane_tools._top import Looks, screen
 from dataplane_tools._where import Where
 
 
@@ -131,20 +131,20 @@ class Watcher(Thread):
         before, due, seen = Wish(), 0.0, Seen()
         while not self._ends.is_set():
             start = time.monotonic()
-            wish, is_due, pause_s = self.wish, start >= due, PAUSE_S
+            wish, is_due = self.wish, start >= due
             try:
                 if self._looks is None:
                     self.open()
                 assert self._looks is not None
                 if is_due:
-                    pause_s = self._looks.ask()
+                    self._looks.ask()
                 with suppress(UnknownPartitionError):  # cleared meanwhile
                     seen = self._look(self._looks, wish, None if is_due else before)
             except DataPlaneError as error:
                 self._close()
                 seen = Seen(wish, error=f"waiting for the store: {error}")
             if is_due:
-                due = time.monotonic() + max(pause_s, (time.monotonic() - start) / SHARE)
+                due = time.monotonic() + pause_s(time.monotonic() - start)
             before = wish
             if not self._ends.is_set():
                 self.tell(seen)

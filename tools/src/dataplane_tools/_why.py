@@ -11,14 +11,11 @@ from typing import Final
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, Verdict, printable
-from dataplane_tools._inspect import attach
+from dataplane_tools._inspect import attach, pause_s
 
 #: Exit statuses: a task is starved, and that was not found out.
 STARVED: Final = 1
 UNKNOWN: Final = 2
-#: Seconds between two looks, and the most of the time that the store answers them.
-_PAUSE_S: Final = 1.0
-_SHARE: Final = 0.02
 _ORDER: Final = ("starved", "waits", "moves", "idle", "done")
 
 
@@ -37,14 +34,12 @@ def run(
     """
     try:
         with attach(config_path) as client:
-            told: list[tuple[str, str, str, str, str]] | None = None
+            told: Sequence[tuple[str, ...]] | None = None
             while True:
                 start = time.monotonic()
                 verdicts = look(client, partition_id, task_name)
                 cost_s = time.monotonic() - start
-                now: list[tuple[str, str, str, str, str]] = [
-                    (each.partition_id, each.task_name, each.state, each.cause, each.culprit) for each in verdicts
-                ]
+                now = [(each.partition_id, each.task_name, each.state, each.cause, each.culprit) for each in verdicts]
                 if now != told:
                     lines = json.dumps([asdict(each) for each in verdicts]) if as_json else text_of(verdicts)
                     print(lines, flush=True)
@@ -53,7 +48,7 @@ def run(
                     return STARVED
                 if not watch or (verdicts and all(each.state == "done" for each in verdicts)):
                     return 0
-                time.sleep(max(_PAUSE_S, cost_s / _SHARE))
+                time.sleep(pause_s(cost_s))
     except DataPlaneError as error:
         print(f"dataplane: {error}", file=sys.stderr)
         return UNKNOWN

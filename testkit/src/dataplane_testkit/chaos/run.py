@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -268,12 +268,9 @@ def run_chaos(
     # of scope process, the workers share this client; elsewhere it has the time to start the store
     threaded = backend_class.scope is Scope.PROCESS
     timeout_s = settings.op_timeout_s if threaded else max(case.op_timeout_s, settings.op_timeout_s)
-    name = case.backend or backend_class.__name__
-    with ExitStack() as stack:
-        deployment = Deployment(case, backend_class, name, isolated, op_timeout_s=timeout_s)
-        stack.callback(deployment.close)
-        target = _of(deployment, settings)
-        return run_on(target, settings, capacity_bytes, by_the_contract, partial(page, name, command), folder, progress)
+    with closing(Deployment(case, isolated, op_timeout_s=timeout_s)) as deployment:
+        write = partial(page, deployment.name, command)
+        return run_on(_of(deployment, settings), settings, capacity_bytes, by_the_contract, write, folder, progress)
 
 
 def run_on(

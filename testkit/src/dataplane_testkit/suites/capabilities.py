@@ -18,11 +18,6 @@ from dataplane_testkit._columns import batch, ids
 from dataplane_testkit._store import Store, not_run
 from dataplane_testkit.suites.costs import OPERATIONS as CALLS
 
-
-def _leased(partition: str) -> KVBatchMeta:
-    return KVBatchMeta(partition, "train", ["s0"], lease_tokens=["token"])
-
-
 #: Capability -> further calls that need it besides those of `CALLS`, on a partition ``p`` with samples s0 and s1.
 _ASK: dict[Capability, list[Callable[[DataPlaneClient, str], Any]]] = {
     Capability.CLAIMS: [lambda c, p: c.is_finished(p, ["train"])],

@@ -22,41 +22,37 @@ _ROWS = 32
 
 _Call = Callable[[DataPlaneClient, str, Any], Any]
 
-#: Capability -> operation -> the client's call on a partition of `_ROWS` samples with a leased claim, and its hook.
-_CALLS: dict[Capability | None, dict[str, tuple[_Call, str]]] = {
-    None: {
-        "register_partition": (
-            lambda c, p, held: c.register_partition(p, ["x", "y"], None, ["train"]),
-            "register_partition",
-        ),
-        "put_samples": (
-            lambda c, p, held: c.put_samples(ids(50, "new"), p, {f"f{i}": torch.zeros(50) for i in range(8)}),
-            "put_samples",
-        ),
-        "put_samples_of_tags": (lambda c, p, held: c.put_samples(ids(2), p, None, [{"n": 1}] * 2), "put_samples"),
-        "get_samples": (lambda c, p, held: c.get_samples([*ids(_ROWS), *ids(_ROWS)], p, ["x", "y"]), "get_samples"),
-        "clear_samples": (lambda c, p, held: c.clear_samples([*ids(4), *ids(4)], p), "clear_samples"),
-        "clear_samples_of_all": (lambda c, p, held: c.clear_samples(None, p), "clear_samples"),
-    },
-    Capability.CLAIMS: {
-        "claim_meta": (lambda c, p, held: c.claim_meta(p, "train", ["x"], 8, blocking=False), "claim"),
-        "claim_meta_that_need_not_wait": (lambda c, p, held: c.claim_meta(p, "train", ["x"], 8), "claim"),
-        "check_consumption_status": (
-            lambda c, p, held: c.check_consumption_status(p, ["train"]),
-            "check_consumption",
-        ),
-    },
-    Capability.LEASES: {
-        "ack": (lambda c, p, held: c.ack(held), "ack"),
-        "nack": (lambda c, p, held: c.nack(held), "nack"),
-        "renew": (lambda c, p, held: c.renew(held, 60.0), "renew"),
-    },
-    Capability.LISTING: {"list_samples": (lambda c, p, held: c.list_samples(p), "list_samples")},
-    Capability.CLIENTS: {"list_clients": (lambda c, p, held: c.list_clients(), "list_clients")},
-    Capability.UNITS: {"list_units": (lambda c, p, held: c.list_units(), "list_units")},
+#: Operation -> the client's call on a partition of `_ROWS` samples and the meta of a leased claim, its hook, and the
+#: capability that it needs.
+OPERATIONS: dict[str, tuple[_Call, str, Capability | None]] = {
+    "register_partition": (
+        lambda c, p, m: c.register_partition(p, ["x", "y"], None, ["train"]),
+        "register_partition",
+        None,
+    ),
+    "put_samples": (
+        lambda c, p, m: c.put_samples(ids(50, "new"), p, {f"f{i}": torch.zeros(50) for i in range(8)}),
+        "put_samples",
+        None,
+    ),
+    "put_samples_of_tags": (lambda c, p, m: c.put_samples(ids(2), p, None, [{"n": 1}] * 2), "put_samples", None),
+    "get_samples": (lambda c, p, m: c.get_samples([*ids(_ROWS), *ids(_ROWS)], p, ["x", "y"]), "get_samples", None),
+    "clear_samples": (lambda c, p, m: c.clear_samples([*ids(4), *ids(4)], p), "clear_samples", None),
+    "clear_samples_of_all": (lambda c, p, m: c.clear_samples(None, p), "clear_samples", None),
+    "claim_meta": (lambda c, p, m: c.claim_meta(p, "train", ["x"], 8, blocking=False), "claim", Capability.CLAIMS),
+    "claim_meta_that_need_not_wait": (lambda c, p, m: c.claim_meta(p, "train", ["x"], 8), "claim", Capability.CLAIMS),
+    "check_consumption_status": (
+        lambda c, p, m: c.check_consumption_status(p, ["train"]),
+        "check_consumption",
+        Capability.CLAIMS,
+    ),
+    "ack": (lambda c, p, m: c.ack(m), "ack", Capability.LEASES),
+    "nack": (lambda c, p, m: c.nack(m), "nack", Capability.LEASES),
+    "renew": (lambda c, p, m: c.renew(m, 60.0), "renew", Capability.LEASES),
+    "list_samples": (lambda c, p, m: c.list_samples(p), "list_samples", Capability.LISTING),
+    "list_clients": (lambda c, p, m: c.list_clients(), "list_clients", Capability.CLIENTS),
+    "list_units": (lambda c, p, m: c.list_units(), "list_units", Capability.UNITS),
 }
-#: Operation -> its call, its hook and the capability that it needs.
-OPERATIONS = {name: (*call, need) for need, calls in _CALLS.items() for name, call in calls.items()}
 
 
 class CostSuite(Suite, chapter="costs"):

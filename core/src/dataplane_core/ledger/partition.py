@@ -20,7 +20,7 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.batches import Batch, RankBatches
+from dataplane_core.ledger.batches import Batch, Ranges, RankBatches
 from dataplane_core.ledger.leases import Leases
 from dataplane_core.ledger.put_writes import Change, PutWrites
 from dataplane_core.ledger.rows import (
@@ -442,12 +442,12 @@ class Partition:
             return None
         index = self._batch_index(command)
         batches = self.batches.get((command.task_name, command.dp_rank)) or RankBatches()
-        if batches.is_end(index):
+        if batches.ended.has(index):
             return Claim(
                 exhausted=True, lease_tokens=None if command.lease_s is None else [], epoch=self.info.epoch, num_ranks=0
             )
         batch = batches.kept.get(index)
-        if batch is None and not batches.is_gone(index):
+        if batch is None and not batches.gone.has(index):
             return None
         rows = [] if batch is None else list(batch.present(self.rows))
         if batch is None or len(rows) < len(batch.sample_ids):
@@ -482,7 +482,7 @@ class Partition:
             self._note_batches((command.task_name, rank))
             batches = self.batches.setdefault((command.task_name, rank), RankBatches())
             if num_ranks == 0:
-                batches.end(self._batch_index(command))
+                batches.ended.include(self._batch_index(command))
                 continue
             rows = [row for claimable in part for row in claimable.rows]
             last_seq = max((row.seq for row in rows), default=0)
@@ -494,7 +494,7 @@ class Partition:
         if batches is None:
             self.undo.append((self.batches.pop, key, None))
         else:
-            before = RankBatches(dict(batches.kept), list(batches.gone), list(batches.ended))
+            before = RankBatches(dict(batches.kept), Ranges(batches.gone), Ranges(batches.ended))
             self.undo.append((self.batches.__setitem__, key, before))
 
     def _num_left(self, command: commands.ClaimRequest, task: Task, now: float) -> int | None:

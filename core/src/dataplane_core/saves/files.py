@@ -22,6 +22,7 @@ from typing import Any, Final, Self, TypedDict
 
 import xxhash
 
+from dataplane_core.durable_files import sync_path, write_file
 from dataplane_core.errors import (
     CorruptDataError,
     DataPlaneError,
@@ -31,7 +32,6 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
 )
 from dataplane_core.regular_files import open_regular, read_regular
-from dataplane_core.saves.durable import sync_folder, write_file
 from dataplane_core.spec import fits
 
 MANIFEST: Final = "manifest.json"
@@ -87,10 +87,10 @@ def write_save(
         text = json.dumps({**body, "rows_file": rows_name, "blocks": index}, separators=(",", ":")).encode()
         head = {"format": kind, "version": VERSION, "sha256": hashlib.sha256(text).hexdigest()}
         write_file(path / _TEMPORARY, [json.dumps(head).encode(), b"\n", text, b"\n"])
-        sync_folder(path)
+        sync_path(path)
         os.replace(path / _TEMPORARY, path / MANIFEST)
         kept = "It is there, but may be gone after a crash of the machine."
-        sync_folder(path)
+        sync_path(path)
         _remove_rows_but(path, rows_name)
     except DataPlaneError:  # an error of the store, even if it is also an OSError (a timeout)
         raise

@@ -330,7 +330,7 @@ def test_damage_is_found_again_if_it_cannot_be_noted(folder, monkeypatch):
         raise BackendUnavailableError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(life.store._recorded, "note", full)
+        patch.setattr(life.store._recorded.file, "note", full)
         assert not life.store.kept.work_aside(), "the server goes on"
         with pytest.raises(BackendUnavailableError):
             life.read(["bad"])

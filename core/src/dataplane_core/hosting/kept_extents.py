@@ -55,7 +55,7 @@ _PREFIX: Final = "extent "
 
 
 class Notes(Protocol):
-    """Keeps values by name for a later process, in the order in which they were noted (`RecordedLedger`).
+    """Keeps values by name for a later process, in the order in which they were noted (`JournalFile`).
 
     If they must survive the end of the machine, what is noted no longer may be overwritten only after `commit_or_end`.
     """

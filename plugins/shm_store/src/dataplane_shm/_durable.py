@@ -59,7 +59,7 @@ class DurableStore(Store):
             self.kept = open_extents(
                 folder,
                 arena_bytes_for(capacity_bytes),
-                recorded,
+                recorded.file,
                 live,
                 sync=sync,
                 touch_ahead_bytes=touch_ahead_bytes,
@@ -71,24 +71,24 @@ class DurableStore(Store):
         self.sync = "commit" if sync else "none"
         self.folder = os.path.realpath(folder)
         super().__init__(self.kept, recorded, capacity_bytes, on_full)
-        first = int(recorded.notes.get(_SESSIONS_NOTE, b"1"))
+        first = int(recorded.file.notes.get(_SESSIONS_NOTE, b"1"))
         self._numbers = itertools.count(first)
         self._sweep()
-        recorded.commit()
+        recorded.file.commit()
 
     def settle(self) -> None:
         """As `Host.settle`."""
-        self._recorded.commit_or_end()
+        self._recorded.file.commit_or_end()
 
     def close(self) -> None:
         """Ends the store, whose folder can then be moved."""
         self.kept.finish()
-        self._recorded.finish()
+        self._recorded.file.finish()
         self._recorded.close()
         os.close(self._lock)
 
     def _new_client(self, number: int) -> Client:
-        if number >= int(self._recorded.notes.get(_SESSIONS_NOTE, b"1")):
-            self._recorded.note(_SESSIONS_NOTE, b"%d" % (number + _SESSIONS_TOGETHER))
-            self._recorded.commit_or_end()  # before any write id has that number
+        if number >= int(self._recorded.file.notes.get(_SESSIONS_NOTE, b"1")):
+            self._recorded.file.note(_SESSIONS_NOTE, b"%d" % (number + _SESSIONS_TOGETHER))
+            self._recorded.file.commit_or_end()  # before any write id has that number
         return super()._new_client(number)

@@ -505,9 +505,9 @@ class Partition:
             return len(self.rows) - task.num_held
         return len(self._view(command.task_name, task, frozenset()).of(command.tag_filter, now))
 
-    def _shortfall(self, command: commands.ClaimRequest, now: float) -> Shortfall:
-        required = frozenset(command.required_fields)
-        return find_shortfall(self._claimables(), command.task_name, required, command.tag_filter, self._is_whole, now)
+    def _shortfall(self, asked: commands.ClaimRequest | Question, now: float) -> Shortfall:
+        required = frozenset(asked.required_fields)
+        return find_shortfall(self._claimables(), asked.task_name, required, asked.tag_filter, self._is_whole, now)
 
     def _hold(self, command: commands.ClaimRequest, claimables: Sequence[Claimable], now: float) -> None:
         task_name, lease_s = command.task_name, command.lease_s
@@ -590,14 +590,12 @@ class Partition:
 
     def _answer(self, question: Question, now: float) -> Answer | None:
         """What a claim would find. None: there is no such task."""
-        task_name, tag_filter, required = question.task_name, question.tag_filter, frozenset(question.required_fields)
+        task_name = question.task_name
         task = self.tasks.get(task_name)
         if task is None:
             return None
-        ready = self._view(task_name, task, required).of(tag_filter, now)
-        shortfall = None
-        if question.explain:
-            shortfall = find_shortfall(self._claimables(), task_name, required, tag_filter, self._is_whole, now)
+        ready = self._view(task_name, task, frozenset(question.required_fields)).of(question.tag_filter, now)
+        shortfall = self._shortfall(question, now) if question.explain else None
         return Answer(num_ready=len(ready) * self._group_size, shortfall=shortfall)
 
     def _oldest_lease(self, task_name: str, now: float) -> LeaseHolder | None:
@@ -758,7 +756,7 @@ class Partition:
                 for row in self.rows.values():
                     if required <= row.cells.fields.keys():
                         self._count_member(view, row)
-            view.begin(claimable for claimable in self._claimables() if self._is_ready(view, claimable, task_name))
+            view.ready = ReadySet.of(each for each in self._claimables() if self._is_ready(view, each, task_name))
         return view
 
     def _count_member(self, view: ReadyView, row: Row) -> None:

@@ -109,6 +109,11 @@ class SpreadBackend(Backend):
         return cls.store_class.Config.model_validate(options)
 
     @classmethod
+    def outlives_owner(cls, config: Any) -> bool:
+        """As the backend's, of the first store."""
+        return cls.store_class.outlives_owner(cls.first_of(config))
+
+    @classmethod
     def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
         """As the backend's, of the first store."""
         return cls.store_class.diagnose(cls.first_of(config), deadline=deadline)
@@ -204,7 +209,10 @@ def spread_over(cls: type[Backend], num_ledgers: int) -> type[SpreadBackend]:
         >>> spread_over(ShmBackend, 4).num_ledgers
         4
     """
-    same = ("wire", "capabilities", "scope", "why_not_declared", "opens_in_forks", "contract_version", "Config")
+    same = (
+        *("wire", "capabilities", "scope", "why_not_declared", "deviations"),
+        *("opens_in_forks", "opens_anywhere", "contract_version", "Config"),
+    )
     members = {name: getattr(cls, name) for name in same}
     members |= {
         name: _routed(name) for name in required_operations(cls.capabilities) if name not in vars(SpreadBackend)

@@ -4,7 +4,7 @@ A rename replaces the manifest, after the file that it names is on the disk. So 
 save unchanged. The next save removes the files that a crash left: at its start, if there is a former save, else at its
 end. A reader has the file open, so it reads its save to the end, even if the next one replaces it meanwhile. No pickle.
 
-``manifest.json``: the first line ``{"format": ..., "version": 2, "sha256": ...}`` describes the second, which is the
+``manifest.json``: the first line ``{"format": ..., "version": 3, "sha256": ...}`` describes the second, which is the
 body. ``rows-*.bin``: the blocks end to end. The body has size and XXH3-128 of each block.
 """
 

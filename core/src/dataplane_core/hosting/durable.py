@@ -232,7 +232,6 @@ class KeptExtentHost(ExtentHost):
         self._commit = commit
 
     def settle(self) -> None:
-        """As `Host.settle`."""
         self._commit()
 
 

@@ -406,7 +406,6 @@ class NotesFile(JournalFile):
         self._most_bytes = max(_NOTES_BYTES, 2 * self._end)
 
     def note(self, name: str, value: bytes | None, call: CallId | None = None, outcome: bytes | None = None) -> None:
-        """As `JournalFile.note`."""
         super().note(name, value, call, outcome)
         if self._end > self._most_bytes:
             try:

@@ -77,7 +77,6 @@ class DurableStore(Store):
         recorded.file.commit()
 
     def settle(self) -> None:
-        """As `Host.settle`."""
         self._recorded.file.commit_or_end()
 
     def close(self) -> None:

@@ -70,7 +70,6 @@ class Begin(Request[Begun]):
     layouts: list[Layout]
 
     def check(self) -> None:
-        """As `Request.check`."""
         _check_layouts(self.put, self.layouts)
 
 
@@ -102,7 +101,6 @@ class PutWhole(Request[None]):
     data: bytes
 
     def check(self) -> None:
-        """As `Request.check`."""
         _check_layouts(self.put, [self.layout])
         if len(self.data) != self.layout.size_bytes:
             raise InvalidRequestError(f"a put has {len(self.data)} bytes, not those of its layout.")

@@ -179,7 +179,7 @@ def test_a_put_that_ends_without_its_room_leaves_the_queue(error):
         with pytest.raises(type(error)):
             put(client, ["large"], size=90)
         backend_of(client).tries = 3
-        assert not backend_of(client)._service.ledger._room.waiting
+        assert not backend_of(client)._service.ledger.room.waiting
 
 
 def test_a_put_that_finds_the_engine_full_queues_again():

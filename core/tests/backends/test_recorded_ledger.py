@@ -44,7 +44,7 @@ class Client:
         self.serial += not again
         call = CallId(self.name, 0, self.serial, 600.0)
         found = self.ledger.once(call, lambda: self.ledger.call(command))
-        self.ledger.commit()
+        self.ledger.file.commit()
         return found
 
     @property
@@ -111,7 +111,7 @@ def test_it_is_where_it_was(client: Client) -> None:
     client.call(commands.AckRequest("p", "train", ["a"], ["t1"]))
     client.call(commands.ClearRequest("p", ["d"]))
     before, payload, number = client.state(), client.ledger.payload(), client.ledger.next_number
-    client.ledger.note("units", b"three")
+    client.ledger.file.note("units", b"three")
 
     client.again()
 
@@ -119,7 +119,7 @@ def test_it_is_where_it_was(client: Client) -> None:
     assert client.ledger.payload() == payload
     assert {write: rows for write, (_, rows) in payload.items()} == {min(payload): [0, 1, 2, 3], pending: [0]}
     assert client.ledger.next_number == number
-    assert client.ledger.notes["units"] == b"three"
+    assert client.ledger.file.notes["units"] == b"three"
     client.call(commands.CommitPut(pending))
     assert client.claim("t2", count=9) == ["c", "e"], "what was given is not given again"
 
@@ -211,7 +211,7 @@ def test_an_outcome_outlives_the_record_that_it_is_of(client: Client, monkeypatc
     for turn in range(50):
         other.put(f"s{turn}")
         finish_snapshots(client.ledger)
-    assert sum(1 for _ in client.ledger._file.read(0)) < 20
+    assert sum(1 for _ in client.ledger.file.read(0)) < 20
     client.again()
     assert client.claim("t1", again=True) == ["a", "b"]
 
@@ -294,7 +294,7 @@ def test_only_the_newest_process_answers(client: Client) -> None:
     client.again()
     late.call(commands.ClearRequest("p", None))
     with pytest.raises(TakenError):
-        late.commit()
+        late.file.commit()
     assert client.call(commands.ListRequest("p")).sample_ids == ["a"]
     client.again()
     assert client.call(commands.ListRequest("p")).sample_ids == ["a"]
@@ -312,7 +312,7 @@ def test_a_process_that_ends_while_it_opens_the_journal_loses_nothing(client: Cl
 def test_a_late_process_that_shortens_the_journal_destroys_nothing(client: Client) -> None:
     """The journal is taken from it after it saw that it has it, and before it replaces its file."""
     client.put("a")
-    late = client.ledger._file
+    late = client.ledger.file
 
     def look() -> None:
         client.again()
@@ -336,12 +336,12 @@ def test_a_journal_that_is_shortened_while_it_is_taken_is_taken_whole(
     for turn in range(6):
         client.put(f"s{turn}")
         finish_snapshots(late)
-    monkeypatch.setattr(late._file, "_refuse_if_taken", lambda: None)
+    monkeypatch.setattr(late.file, "_refuse_if_taken", lambda: None)
     turns = iter(range(6, 12))
 
     def list_late(path: Any) -> Any:
         """What the new process does after it has read the journal, and before it copies the snapshot."""
-        if path == late._file._folder:
+        if path == late.file._folder:
             for turn in turns:
                 late.call(
                     commands.BeginPut(
@@ -412,17 +412,17 @@ def test_a_full_disk_refuses_the_command(client: Client, monkeypatch: pytest.Mon
 
 
 def test_a_note_can_be_dropped(client: Client) -> None:
-    client.ledger.note("a", b"1")
-    client.ledger.note("b", b"2")
-    client.ledger.note("a", None)
+    client.ledger.file.note("a", b"1")
+    client.ledger.file.note("b", b"2")
+    client.ledger.file.note("a", None)
     client.again()
-    assert client.ledger.notes == {"b": b"2"}
+    assert client.ledger.file.notes == {"b": b"2"}
 
 
 def test_a_note_that_is_the_work_of_a_call_is_made_once_however_soon_the_journal_is_shortened(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    note, made = client.ledger._file.note, []
+    note, made = client.ledger.file.note, []
 
     def work() -> list[str]:
         made.append("unit-3")
@@ -431,16 +431,16 @@ def test_a_note_that_is_the_work_of_a_call_is_made_once_however_soon_the_journal
 
     def note_and_shorten(*words: Any) -> None:
         note(*words)
-        client.ledger._file.trim(0)  # as the thread that shortens may at any moment
+        client.ledger.file.trim(0)  # as the thread that shortens may at any moment
 
-    monkeypatch.setattr(client.ledger._file, "note", note_and_shorten)
+    monkeypatch.setattr(client.ledger.file, "note", note_and_shorten)
     call = CallId(client.name, 1, 1, 600.0)
     assert client.ledger.once(call, work) == ["unit-3"]
-    client.ledger.commit()
+    client.ledger.file.commit()
     client.again()
     assert client.ledger.once(call, work) == ["unit-3"]
     assert made == ["unit-3"]
-    assert client.ledger.notes["units"] == b"four"
+    assert client.ledger.file.notes["units"] == b"four"
 
 
 def test_a_lock_that_an_interrupt_kept_is_given_back_with_the_next_call(
@@ -468,8 +468,8 @@ def test_a_lock_that_an_interrupt_kept_is_given_back_with_the_next_call(
 
 def test_capacity_and_abandoned_puts_are_as_without_a_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = RecordedLedger(tmp_path, 20)
-    now = ledger._file.now()
-    monkeypatch.setattr(ledger._file, "now", lambda: now)
+    now = ledger.file.now()
+    monkeypatch.setattr(ledger.file, "now", lambda: now)
     ledger.call(commands.RegisterRequest("p", ["x"], None, ["train"], None, {}, "e"))
     first = ledger.call(
         commands.BeginPut("p", ["a"], X, [commands.Write(list(X), [16])], write_id=ledger.take_ids(1), ttl_s=60.0)

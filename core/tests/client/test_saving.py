@@ -121,7 +121,7 @@ def test_an_error_says_which_save_is_there(client, tmp_path, monkeypatch, works,
             raise OSError(28, "the disk is full")
 
     with monkeypatch.context() as patched:
-        patched.setattr("dataplane_core.saves.files.sync_folder", sync)
+        patched.setattr("dataplane_core.saves.files.sync_path", sync)
         with pytest.raises(SaveError, match=f"could not be written: the disk is full. {kept}"):
             client.save(tmp_path, {"step": 2})
     assert client.load(tmp_path) == {"step": step}

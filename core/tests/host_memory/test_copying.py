@@ -253,14 +253,14 @@ target = np.zeros(1000, dtype=np.uint8)
 copy_arrays([(target, source)], 4)
 assert len(copying._helpers._threads) == 3
 # helpers that are busy leave this to the fork, whose parent may have given the memory to others since
-busy = [copying._Help(deque()) for _ in range(3)]
+busy = [copying._Help(deque(), [], lambda: None) for _ in range(3)]
 held = threading.Event()
 for each in busy:
     each.give = held.wait
 copying._helpers.ask(busy)
 while not copying._helpers._asked.empty():
     pass
-copying._helpers.ask([copying._Help(deque([lambda: copying._copy([(shared[:1000], source)])]))])
+copying._helpers.ask([copying._Help(deque([lambda: copying._copy([(shared[:1000], source)])]), [], lambda: None)])
 pid = os.fork()
 if pid == 0:
     copy, both = copying._copy, [threading.Barrier(2)]

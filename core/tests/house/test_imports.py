@@ -99,6 +99,7 @@ WINGS = (
         "errors",
         "arguments",
         "regular_files",
+        "durable_files",
         "entry_points",
         "config",
         "schema",

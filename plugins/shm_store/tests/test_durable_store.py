@@ -215,7 +215,7 @@ def test_a_store_that_is_killed_at_any_write_holds_what_a_dict_would(folder, mon
                     life.close()
                     life = Life(folder, CAPACITY // 16)
                 case "work":
-                    life.store.work_aside()
+                    life.store.kept.work_aside()
         except CapacityExceededError:
             refused += 1
         except KilledError:
@@ -330,8 +330,8 @@ def test_damage_is_found_again_if_it_cannot_be_noted(folder, monkeypatch):
         raise BackendUnavailableError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(life.store._recorded, "note", full)
-        assert not life.store.work_aside(), "the server goes on"
+        patch.setattr(life.store._recorded.file, "note", full)
+        assert not life.store.kept.work_aside(), "the server goes on"
         with pytest.raises(BackendUnavailableError):
             life.read(["bad"])
     assert life.read(["bad"]) == [None]
@@ -549,8 +549,8 @@ def test_memory_that_is_made_ready_ahead_leaves_room_on_the_disk(folder, monkeyp
     for free_bytes, touched_bytes in ((CAPACITY, 0), (2 * CAPACITY, 1 << 18)):
         monkeypatch.setattr(Arena, "free_bytes", free_bytes)
         life = Life(folder, touch_ahead_bytes=1 << 18)
-        life.store.touch_ahead()
-        assert life.store._kept.touch_until == touched_bytes
+        life.store.kept.touch_ahead()
+        assert life.store.kept.touch_until == touched_bytes
         life.close()
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.backends import ledger_of
+from dataplane_core.backends import Backend, ledger_of, spread_over
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError, UnknownPartitionError
 from dataplane_core.spec import ListPartitionsRequest
+from dataplane_shm import ShmBackend
 from dataplane_testkit import backend_of
 
 STARTS_S = 120.0
@@ -41,6 +42,16 @@ def fill(client, names=PARTITIONS):
     for number, name in enumerate(names):
         client.register_partition(name, ["x"], 2, ["train"])
         client.put_samples(["a", "b"], name, {"x": torch.full((2, 3), float(number))})
+
+
+def test_the_class_of_several_stores_says_what_that_of_one_says(tmp_path):
+    names = [name for name, kind in Backend.__annotations__.items() if kind.startswith("ClassVar")]
+    one = type("One", (ShmBackend,), {name: object() for name in names if name != "capabilities"})
+    several = spread_over(one, 3)
+    assert [name for name in names if getattr(several, name) is not getattr(one, name)] == []
+    for durable in (None, tmp_path / "store"):
+        config = ShmBackend.Config(durable=durable)
+        assert spread_over(ShmBackend, 3).outlives_owner(config) == ShmBackend.outlives_owner(config)
 
 
 def test_each_ledger_has_its_partitions_and_a_client_sees_them_all(client):

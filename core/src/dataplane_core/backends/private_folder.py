@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError
+from dataplane_core.hosting import is_locked
 
 with contextlib.suppress(ImportError):  # Windows has none, and no backend that needs this folder runs there
     import fcntl
@@ -66,15 +67,7 @@ class PrivateFolder:
     @property
     def is_owned(self) -> bool:
         """Whether some process owns the folder now."""
-        with contextlib.suppress(OSError):  # there is no lock file
-            lock = os.open(self.lock_path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # held for a moment; an owner that starts tries again
-            except BlockingIOError:
-                return True
-            finally:
-                os.close(lock)
-        return self._is_served
+        return is_locked(self.lock_path) or self._is_served
 
     @property
     def _is_served(self) -> bool:

@@ -73,7 +73,7 @@ class SpreadBackend(Backend):
                 "to differ.",
                 hint="Shorten the name in the options of the backend.",
             )
-        self._stores = [self.store_class(each) for each in made]
+        self._stores: list[Any] = [self.store_class(each) for each in made]
         self.narrow = all(store.narrow for store in self._stores)
 
     def _options_of(self, number: int) -> dict[str, Any]:
@@ -109,6 +109,11 @@ class SpreadBackend(Backend):
         return cls.store_class.Config.model_validate(options)
 
     @classmethod
+    def outlives_owner(cls, config: Any) -> bool:
+        """As the backend's, of the first store."""
+        return cls.store_class.outlives_owner(cls.first_of(config))
+
+    @classmethod
     def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
         """As the backend's, of the first store."""
         return cls.store_class.diagnose(cls.first_of(config), deadline=deadline)
@@ -135,17 +140,17 @@ class SpreadBackend(Backend):
 
     def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:
         """The partitions of all stores."""
-        found = [store.list_partitions(replace(request)) for store in self._all()]
+        found = [store.list_partitions(replace(request)) for store in self._stores]
         return PartitionList(partition_ids=[name for each in found for name in each.partition_ids])
 
     def announce(self, request: AnnounceRequest) -> AnnounceReply:
         """Lists the client in each store."""
-        replies = [store.announce(replace(request)) for store in self._all()]
+        replies = [store.announce(replace(request)) for store in self._stores]
         return cast("AnnounceReply", replies[0])
 
     def list_clients(self, request: ListClientsRequest) -> ClientList:
         """The clients of the first store: each is listed in all."""
-        return cast("ClientList", self._all()[0].list_clients(request))
+        return cast("ClientList", self._stores[0].list_clients(request))
 
     def list_units(self, request: ListUnitsRequest) -> UnitList:
         """The storage units of all stores. A name begins with the number of the store."""
@@ -161,7 +166,7 @@ class SpreadBackend(Backend):
                     f"{self.num_ledgers}, a name begins with the number of a store, such as '0{_SEPARATOR}'.",
                     hint="list_units() names them.",
                 )
-            reply = self._all()[int(digits)].change_units(replace(request, remove=name))
+            reply = self._stores[int(digits)].change_units(replace(request, remove=name))
             return UnitList(units=[_named(int(digits), unit) for unit in reply.units])
         look = ListUnitsRequest(deadline=request.deadline)
         counts = [
@@ -175,15 +180,12 @@ class SpreadBackend(Backend):
         units: list[UnitInfo] = []
         for number, count in enumerate(more):
             if count:
-                reply = self._all()[number].change_units(replace(request, add=count))
+                reply = self._stores[number].change_units(replace(request, add=count))
                 units += [_named(number, unit) for unit in reply.units]
         return UnitList(units=units)
 
     def _units_of(self, number: int, request: ListUnitsRequest) -> list[UnitInfo]:
-        return [_named(number, unit) for unit in self._all()[number].list_units(replace(request)).units]
-
-    def _all(self) -> list[Any]:
-        return list(self._stores)
+        return [_named(number, unit) for unit in self._stores[number].list_units(replace(request)).units]
 
 
 def _named(number: int, unit: UnitInfo) -> UnitInfo:
@@ -207,7 +209,10 @@ def spread_over(cls: type[Backend], num_ledgers: int) -> type[SpreadBackend]:
         >>> spread_over(ShmBackend, 4).num_ledgers
         4
     """
-    same = ("wire", "capabilities", "scope", "why_not_declared", "opens_in_forks", "contract_version", "Config")
+    same = (
+        *("wire", "capabilities", "scope", "why_not_declared", "deviations"),
+        *("opens_in_forks", "opens_anywhere", "contract_version", "Config"),
+    )
     members = {name: getattr(cls, name) for name in same}
     members |= {
         name: _routed(name) for name in required_operations(cls.capabilities) if name not in vars(SpreadBackend)

@@ -157,13 +157,10 @@ class _Help:
     """What one helper is asked: to do pieces of work as long as there are any."""
 
     def __init__(
-        self,
-        left: deque[Callable[[], None]],
-        errors: list[BaseException] | None = None,
-        cancel: Callable[[], None] = lambda: None,
+        self, left: deque[Callable[[], None]], errors: list[BaseException], cancel: Callable[[], None]
     ) -> None:
         self._left = left
-        self._errors = [] if errors is None else errors
+        self._errors = errors
         self._cancel = cancel
         self._busy = False
         self._ended = threading.Lock()  # taken until the helper has ended

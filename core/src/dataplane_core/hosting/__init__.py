@@ -5,16 +5,17 @@ over TCP (`Server`), what it serves (`LedgerHost`, `ExtentService`), and a clien
 ledger is in another process use it: shm_store, and those in TransferQueue's controller.
 """
 
+from dataplane_core.durable_files import sync_path
 from dataplane_core.hosting.durable import (
     KeptExtentHost,
     Owner,
     check_extents,
     has_extents,
+    is_locked,
     is_open,
     lock_folder,
     open_extents,
     owner_of,
-    sync_path,
 )
 from dataplane_core.hosting.extent_host import (
     Allocate,
@@ -98,6 +99,7 @@ __all__ = [
     "decode_welcome",
     "digest_of",
     "has_extents",
+    "is_locked",
     "is_open",
     "listen_as",
     "listen_at",

@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from dataplane_core.durable_files import sync_path
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CorruptDataError
 from dataplane_core.host_memory import Arena
 from dataplane_core.hosting.extent_host import ExtentHost
@@ -47,10 +48,15 @@ class Owner(msgspec.Struct):
 
 def is_open(folder: Path) -> bool:
     """Whether a process of this host has a folder open."""
+    return is_locked(folder / _LOCK)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock on a file."""
     import fcntl  # Windows has none
 
-    with contextlib.suppress(OSError):
-        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # there is no such file
+        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment; an owner that starts tries again
         except BlockingIOError:
@@ -112,15 +118,6 @@ def _make_folder(folder: Path, mode: int = 0o700) -> None:
             raise NotADirectoryError(f"{folder} is no folder") from None
         with contextlib.suppress(PermissionError):  # a folder may be one that can be written, and not listed
             sync_path(folder.parent)
-
-
-def sync_path(path: Path) -> None:
-    """Returns when the disk has a file, or which entries a folder has. Raises `OSError`."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _wait_for_lock(lock: int, folder: Path, patience_s: float) -> None:
@@ -235,7 +232,6 @@ class KeptExtentHost(ExtentHost):
         self._commit = commit
 
     def settle(self) -> None:
-        """As `Host.settle`."""
         self._commit()
 
 

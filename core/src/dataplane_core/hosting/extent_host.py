@@ -48,7 +48,6 @@ class Allocate(Request[list[int]]):
     pin: int = 0
 
     def check(self) -> None:
-        """As `Request.check`."""
         if len({each.write_id for each in self.writes}) != len(self.writes):
             raise InvalidRequestError("a put has two writes of one id.")
         for each in self.writes:
@@ -67,7 +66,6 @@ class PutWhole(Request[None]):
     data: list[bytes]
 
     def check(self) -> None:
-        """As `Request.check`."""
         Allocate(self.put, self.writes).check()
         if [len(each) for each in self.data] != [each.layout.size_bytes for each in self.writes]:
             raise InvalidRequestError("a put has other bytes than those of its layouts.")
@@ -196,7 +194,6 @@ class ExtentHost(Host):
         return self._extents.touch_until
 
     def answer(self, request: Any, client: Client, call: CallId | None = None) -> Any:
-        """As `Host.answer`."""
         handler = self._handlers.get(type(request))
         if handler is None:
             raise InvalidRequestError(f"a host of extents knows no {type(request).__name__}.")

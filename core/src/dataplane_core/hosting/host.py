@@ -109,7 +109,7 @@ class Host(ABC):
     def answer(self, request: Any, client: Client, call: CallId | None = None) -> Any:
         """Answers a request or a command. Must not block: it would delay every client.
 
-        A host without `settle` may return `Receiving` or `Sending` in place of a reply.
+        It may return `Receiving` or `Sending` in place of a reply.
 
         Args:
             request: What came.

@@ -32,7 +32,7 @@ import xxhash
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError, InvalidRequestError
 from dataplane_core.host_memory import GRANULE, Arena, Extent, Extents
 from dataplane_core.hosting.extents import ExtentService, Holds, Payload, Place, Wanted
-from dataplane_core.hosting.layout import Bytes, Layout
+from dataplane_core.hosting.layout import Bytes, Layout, runs
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ _PREFIX: Final = "extent "
 
 
 class Notes(Protocol):
-    """Keeps values by name for a later process, in the order in which they were noted (`RecordedLedger`).
+    """Keeps values by name for a later process, in the order in which they were noted (`JournalFile`).
 
     If they must survive the end of the machine, what is noted no longer may be overwritten only after `commit_or_end`.
     """
@@ -369,7 +369,7 @@ class KeptExtents(ExtentService):
             self._free_spare()
         if missing.size and self._arena.free_bytes < len(missing) * _BLOCK + _JOURNAL_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        for start, stop in _runs(missing):
+        for start, stop in runs(missing, missing + 1):
             self._arena.give_room(start * _BLOCK, min(stop * _BLOCK, self._arena.size_bytes))
             self._has_room[start:stop] = True
 
@@ -386,7 +386,8 @@ class KeptExtents(ExtentService):
             spare[slice(*_blocks(extent.offset, extent.offset + extent.size_bytes))] = False
         for used in self._arena.used_by_others(0, self._arena.size_bytes):
             spare[slice(*_blocks(*used))] = False
-        for start, stop in _runs(np.flatnonzero(spare)):
+        blocks = np.flatnonzero(spare)
+        for start, stop in runs(blocks, blocks + 1):
             with suppress(OSError):
                 self._arena.give_back(start * _BLOCK, min(stop * _BLOCK, self._arena.size_bytes))
                 self._has_room[start:stop] = False
@@ -459,9 +460,3 @@ def digest_of(data: Bytes) -> bytes:
 
 def _blocks(start: int, stop: int) -> tuple[int, int]:
     return start // _BLOCK, -(-stop // _BLOCK)
-
-
-def _runs(blocks: Any) -> list[tuple[int, int]]:
-    """Runs of numbers that follow one another: the first, and one past the last."""
-    breaks = np.flatnonzero(np.diff(blocks) != 1) + 1
-    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(blocks, breaks) if len(run)]

@@ -111,7 +111,7 @@ def arrays_of_rows(extent: Bytes, column: Column, num_rows: int, rows: Sequence[
         np.cumsum(ends - begins, out=table[1:])
         arrays.append(table.view(np.uint8))
         begins, ends = begins * column.step, ends * column.step
-    for begin, end in _runs(begins, ends):
+    for begin, end in runs(begins, ends):
         arrays.append(extent[column.start + begin : column.start + end])
     return arrays
 
@@ -148,13 +148,13 @@ def squeeze(extent: Bytes, layout: Layout, num_rows: int, rows: Sequence[int]) -
 
 def _move_rows(extent: Bytes, source: int, target: int, begins: Any, sizes: Any) -> None:
     """Moves rows to lower offsets, ascending, in runs of rows that lie side by side."""
-    for begin, end in _runs(begins, begins + sizes):
+    for begin, end in runs(begins, begins + sizes):
         extent[target : target + end - begin] = extent[source + begin : source + end]  # numpy copies overlaps right
         target += end - begin
 
 
-def _runs(begins: Any, ends: Any) -> list[tuple[int, int]]:
-    """Where rows begin and end that lie side by side."""
+def runs(begins: Any, ends: Any) -> list[tuple[int, int]]:
+    """Where rows, or others in order, begin and end that lie side by side."""
     if not len(begins):
         return []
     breaks = np.flatnonzero(begins[1:] != ends[:-1]) + 1

@@ -9,7 +9,7 @@ requests, the host sends the lease token of a claim, or the ticket of a put, tha
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
@@ -97,7 +97,9 @@ class Request(Generic[Reply]):
     followed: ClassVar[bool] = False
 
     def check(self) -> None:
-        """Raises `InvalidRequestError` if its parts do not fit together. Called for what came over a socket."""
+        """Raises `InvalidRequestError` if its parts do not fit together. Called for what came over a socket, after
+        `check_command` of each part that is a command.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +107,6 @@ class ClaimOrWait(Request[Claim]):
     """A claim whose client waits to be woken if it is handed nothing. Raises as `commands.ClaimRequest`."""
 
     claim: commands.ClaimRequest
-
-    def check(self) -> None:
-        """As `Request.check`."""
-        check_command(self.claim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +239,10 @@ class Messages:
         if isinstance(request, Command):
             check_command(request)
         else:
+            for each in fields(request):
+                part = getattr(request, each.name)
+                if isinstance(part, Command):
+                    check_command(part)
             request.check()
         return request, call
 

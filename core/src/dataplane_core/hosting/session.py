@@ -131,7 +131,6 @@ class TcpAddress(Address):
     token: bytes
 
     def connect(self, deadline: float) -> socket.socket:
-        """As `Address.connect`."""
         channel = socket.socket(socket.AF_INET6 if ":" in self.ip else socket.AF_INET)
         try:
             set_tcp_options(channel)

@@ -31,6 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from dataplane_core.durable_files import sync_path
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
 from dataplane_core.hosting import CallId
 from dataplane_core.journal.records import DIGEST_BYTES, seal, unseal
@@ -376,11 +377,7 @@ class JournalFile:
 
     def _sync_folder(self, folder: Path | None = None) -> None:
         if self._sync:
-            fd = os.open(folder or self._folder, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync_path(folder or self._folder)
 
     def _frames(self, data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
         """The frames, each with where it ends. What was not written whole is dropped: nobody got its answer."""
@@ -409,7 +406,6 @@ class NotesFile(JournalFile):
         self._most_bytes = max(_NOTES_BYTES, 2 * self._end)
 
     def note(self, name: str, value: bytes | None, call: CallId | None = None, outcome: bytes | None = None) -> None:
-        """As `JournalFile.note`."""
         super().note(name, value, call, outcome)
         if self._end > self._most_bytes:
             try:

@@ -77,6 +77,7 @@ class Snapshots:
         planned_nbytes: ``tail_nbytes`` when this process began.
         given_up: Earlier plans that were never finished.
         tail_nbytes: Size of the records since the newest snapshot.
+        again_at: After this process could not write a snapshot: the ``tail_nbytes`` at which to try again.
     """
 
     current: tuple[str, int] | None = None
@@ -87,6 +88,7 @@ class Snapshots:
     planned_nbytes: int = 0
     given_up: list[str] = field(default_factory=list)
     tail_nbytes: int = 0
+    again_at: int = 0
 
 
 @dataclass(slots=True)
@@ -128,6 +130,8 @@ class Journal:
 
     Attributes:
         clock: This process's clock for leases, in seconds. Only differences count.
+        service: The ledger after all records read. Call it only while `held`.
+        store_id: The id of this store.
         snapshots: The snapshots, as the records name them.
         tail: The records read or made since the shortener set this to a list. None if it is not collecting them.
     """
@@ -145,8 +149,8 @@ class Journal:
     def _forget(self) -> None:
         """Drops the replayed state: the next call replays the journal from its beginning."""
         self._is_cut = True  # whether a change of the state was begun and not completed
-        self._service = LedgerService(clock=self._read_clock, ledger=Ledger(self_expiring=False))
-        self._store_id = ""
+        self.service = LedgerService(clock=self._read_clock, ledger=Ledger(self_expiring=False))
+        self.store_id = ""
         self._next_seq = 0
         self._last = b""  # the bytes of record `_next_seq - 1`
         self.snapshots = Snapshots()
@@ -255,7 +259,7 @@ class Journal:
 
     def _ask(self, command: Command[Reply]) -> Reply:
         with self._or_forget():
-            return self._service.call(command, self._wake)
+            return self.service.call(command, self._wake)
 
     @contextmanager
     def _or_forget(self) -> Iterator[None]:
@@ -277,18 +281,8 @@ class Journal:
 
     def sections(self) -> Iterator[dict[str, Any]]:
         """The sections of a snapshot of the state after all records read. Take them all while `held`."""
-        yield head(self._store_id, self._next_seq, self._last[:DIGEST_BYTES])
-        yield from to_state(self._service.ledger, self.clock())
-
-    @property
-    def service(self) -> LedgerService:
-        """The ledger after all records read. Call it only while `held`."""
-        return self._service
-
-    @property
-    def store_id(self) -> str:
-        """The id of this store."""
-        return self._store_id
+        yield head(self.store_id, self._next_seq, self._last[:DIGEST_BYTES])
+        yield from to_state(self.service.ledger, self.clock())
 
     # --- replay -------------------------------------------------------------------------------------------------------
 
@@ -357,8 +351,8 @@ class Journal:
             self._refuse_history(f"another record stands in the place of journal record {last}.")
         if not isinstance(record.command, Snapshot):
             self._refuse_gap(record, last)
-        if record.command.store != self._store_id:
-            self._refuse_history(f"its journal is that of store {record.command.store}, not {self._store_id}.")
+        if record.command.store != self.store_id:
+            self._refuse_history(f"its journal is that of store {record.command.store}, not {self.store_id}.")
         if record.seq == self._next_seq and record.prev != self._last[:DIGEST_BYTES]:
             self._refuse_history(f"another record stood in the place of journal record {last}.")
 
@@ -399,13 +393,13 @@ class Journal:
                 tail.append(data)
             match command:
                 case Begin():
-                    self._store_id = command.store
+                    self.store_id = command.store
                 case Plan():
                     self._note_plan(command.snapshot)
                 case Snapshot():
                     self._note_snapshot(command)
                 case _:
-                    return self._service.call(command, self._wake)
+                    return self.service.call(command, self._wake)
             return cast("Reply", None)
 
     def _note_plan(self, snapshot: str) -> None:
@@ -454,8 +448,8 @@ class Journal:
             if not (fits(first["seq"], int) and fits(first["prev"], bytes) and fits(loading.tail, Sequence[bytes])):
                 raise ValueError("its head or its records hold what they cannot hold")
             loading.state.end()
-            self._service = LedgerService(clock=self._read_clock, ledger=loading.state.ledger)
-            self._store_id = named.store
+            self.service = LedgerService(clock=self._read_clock, ledger=loading.state.ledger)
+            self.store_id = named.store
             self._next_seq = first["seq"]
             self._last = first["prev"]
             for each in [*loading.tail, *named.records]:

@@ -14,7 +14,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -53,8 +53,11 @@ class RecordedLedger:
         capacity_bytes: Limit for the payload bytes held and reserved, or None.
         sync: Whether what was answered also survives the end of the machine, not only that of the process.
         must_exist: Whether there must be a journal in the folder.
-        lazy_begins: Whether `commit` need not wait until the disk has that a put was begun: puts end with this machine,
-            and their write ids are not numbered here.
+        lazy_begins: Whether `file.commit` need not wait until the disk has that a put was begun: puts end with this
+            machine, and their write ids are not numbered here.
+
+    Attributes:
+        file: The journal, with what is noted beside the ledger. Answer only after its `commit`.
 
     Raises:
         BackendUnavailableError: There is no journal, or the folder cannot be used.
@@ -70,9 +73,9 @@ class RecordedLedger:
         must_exist: bool = False,
         lazy_begins: bool = False,
     ) -> None:
-        self._file = JournalFile(folder, sync=sync, must_exist=must_exist)
-        self._journal = _HostJournal(self._file, capacity_bytes, lazy_begins)
-        self._shortener = Shortener(self._journal, self._file, lambda _: nullcontext(), _TAIL_BYTES)
+        self.file = JournalFile(folder, sync=sync, must_exist=must_exist)
+        self._journal = _HostJournal(self.file, capacity_bytes, lazy_begins)
+        self._shortener = Shortener(self._journal, self.file, lambda _: nullcontext(), _TAIL_BYTES)
         # The thread that writes snapshots is there from the start: a call that starts one may be cut off while it does.
         self._aside: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=_run_all, args=(self._aside,), name="dataplane-snapshot", daemon=True)
@@ -106,7 +109,7 @@ class RecordedLedger:
             self._journal.calling = calling
 
     def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
-        """As `LedgerService.call`, but recorded. Answer only after `commit`."""
+        """As `LedgerService.call`, but recorded. Answer only after `file.commit`."""
         if isinstance(command, commands.BeginPut) and command.write_id is None:
             raise ValueError("a put has no write id; see `take_ids`")
         reply = self._journal.call(_soon(), command, wake)
@@ -121,21 +124,9 @@ class RecordedLedger:
 
     def take_ids(self, num_ids: int) -> int:
         """The first of some write ids that are not used yet, for a ledger whose writes are numbered."""
-        number: int = self._journal.take_numbers(num_ids)
+        number = self._journal.next_number
+        self._journal.next_number += num_ids
         return _NUMBERED + number
-
-    def commit(self) -> None:
-        """Returns when everything that was done is kept, but for `lazy_begins`.
-
-        Raises:
-            TakenError: Another process has the journal now: this one must end without an answer.
-            OSError: The disk failed. What it has is known only to a process that opens the journal again.
-        """
-        self._file.commit()
-
-    def commit_or_end(self) -> None:
-        """As `commit`. If what was done cannot be kept, ends the process: nobody gets an answer."""
-        self._file.commit_or_end()
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -159,22 +150,9 @@ class RecordedLedger:
         """No write id whose lower 40 bits are this number or a greater one was used."""
         return self._journal.next_number
 
-    @property
-    def notes(self) -> Mapping[str, bytes]:
-        """Name -> what `note` was given last."""
-        return self._file.notes
-
-    def note(self, name: str, value: bytes | None) -> None:
-        """Keeps a value beside the ledger, in place of the one with that name. None: no longer."""
-        self._file.note(name, value)
-
     def note_outcome(self, name: str, value: bytes | None, outcome: object) -> None:
-        """As `note`, as the work of the call that `once` was given, with what came of it."""
-        self._file.note(name, value, self._journal.calling, _packed(outcome))
-
-    def finish(self) -> None:
-        """Says that nothing more is done, so that damage is told from what a process that was killed left."""
-        self._file.finish()
+        """Notes a value, as the work of the call that `once` was given, with what came of it."""
+        self.file.note(name, value, self._journal.calling, _packed(outcome))
 
     def close(self) -> None:
         """Closes the journal, which stays in its folder."""
@@ -182,7 +160,7 @@ class RecordedLedger:
             pass
         self._end()
         self._thread.join()
-        self._file.close()
+        self.file.close()
 
 
 class _HostJournal(Journal):
@@ -251,10 +229,6 @@ class _HostJournal(Journal):
         """As `Journal.catch_up`. Only this process adds records."""
         if self._next_seq != self._file.next_seq:
             super().catch_up(deadline)
-
-    def take_numbers(self, count: int) -> int:
-        number, self.next_number = self.next_number, self.next_number + count
-        return number
 
     def _try_append(self, command: Command[Any]) -> bytes | None:
         self._file.next_call = None if isinstance(command, _OWN) else self.calling

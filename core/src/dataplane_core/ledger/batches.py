@@ -38,58 +38,45 @@ class Batch:
         return (row for row in found if row is not None and row.seq <= self.last_seq)
 
 
+class Ranges(list[int]):
+    """Numbers: the first of a range of them, the one after its last, the first of the next range, and so on."""
+
+    def has(self, number: int) -> bool:
+        """Whether the number is one of them."""
+        return bisect_right(self, number) % 2 == 1
+
+    def include(self, number: int) -> None:
+        """Adds a number, unless it is there."""
+        if self.has(number):
+            return
+        for bound in (number, number + 1):  # a bound that is there already joins two ranges
+            at = bisect_left(self, bound)
+            if self[at : at + 1] == [bound]:
+                del self[at]
+            else:
+                self.insert(at, bound)
+
+
 @dataclass(slots=True)
 class RankBatches:
     """The batches that one rank was given.
 
     Attributes:
         kept: Index -> batch.
-        gone: The indexes of batches that were forgotten, since their rows are all cleared: the first index of a range
-            of them, the index after its last, the same of the next range, and so on.
-        ended: The indexes of batches of which one claim found for all ranks that there are none. As ``gone``.
+        gone: The indexes of batches that were forgotten, since their rows are all cleared.
+        ended: The indexes of batches of which one claim found for all ranks that there are none.
     """
 
     kept: dict[int, Batch] = field(default_factory=dict)
-    gone: list[int] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-
-    def is_gone(self, index: int) -> bool:
-        """Whether the batch was given and is forgotten."""
-        return _is_in(self.gone, index)
-
-    def is_end(self, index: int) -> bool:
-        """Whether it was found that there is no such batch, for any rank."""
-        return _is_in(self.ended, index)
+    gone: Ranges = field(default_factory=Ranges)
+    ended: Ranges = field(default_factory=Ranges)
 
     def give(self, index: int, batch: Batch, rows: Mapping[str, Row]) -> None:
         """Keeps a new batch, and looks at a few of the others in turn: forgets those whose rows are all cleared."""
         for each in list(islice(self.kept, _LOOKED_AT)):
             known = self.kept.pop(each)
             if known.sample_ids and not any(known.present(rows)):
-                self.forget(each)
+                self.gone.include(each)
             else:
                 self.kept[each] = known
         self.kept[index] = batch
-
-    def forget(self, index: int) -> None:
-        """Notes only that a batch was given."""
-        _include(self.gone, index)
-
-    def end(self, index: int) -> None:
-        """Notes that there is no such batch, for any rank."""
-        _include(self.ended, index)
-
-
-def _is_in(ranges: list[int], index: int) -> bool:
-    return bisect_right(ranges, index) % 2 == 1
-
-
-def _include(ranges: list[int], index: int) -> None:
-    if _is_in(ranges, index):
-        return
-    for bound in (index, index + 1):  # a bound that is there already joins two ranges
-        at = bisect_left(ranges, bound)
-        if ranges[at : at + 1] == [bound]:
-            del ranges[at]
-        else:
-            ranges.insert(at, bound)

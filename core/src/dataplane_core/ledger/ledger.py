@@ -139,6 +139,7 @@ class Ledger:
 
     Attributes:
         held_bytes: The payload bytes held and reserved.
+        room: The puts that wait for room.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Ledger:
         self._writes: dict[int, LiveWrite] = {}
         self._garbage: dict[Ref, int | None] = {}  # ref -> the first write of its put, if it was abandoned
         self.held_bytes = 0
-        self._room = RoomQueue()
+        self.room = RoomQueue()
         self._done = DoneRequests()
         self._next_write = 1
         self._next_seq = 1
@@ -258,7 +259,7 @@ class Ledger:
         if size_bytes:
             # a ledger that a journal replays does not know its capacity, so it counts all that went ahead
             free_bytes = 0 if self._capacity_bytes is None else self._capacity_bytes - self.held_bytes
-            self._room.enter(command.ticket, size_bytes, free_bytes)
+            self.room.enter(command.ticket, size_bytes, free_bytes)
         write_id = command.write_id
         if write_id is None:
             write_id = self._next_write
@@ -284,15 +285,7 @@ class Ledger:
 
     @_apply.register
     def _wait_for_room(self, command: commands.WaitForRoom, now: float) -> None:
-        self._room.wait(command.ticket, command.size_bytes, now, command.wait_s)
-
-    def first_in_queue(self, count: int) -> list[str]:
-        """The tickets of the first puts that wait for room."""
-        return self._room.first(count)
-
-    def place_in_queue(self, ticket: str) -> int:
-        """How many puts wait for room ahead of this one."""
-        return self._room.place(ticket)
+        self.room.wait(command.ticket, command.size_bytes, now, command.wait_s)
 
     @_apply.register
     def _commit_put(self, command: commands.CommitPut, now: float) -> list[Ref]:
@@ -396,7 +389,7 @@ class Ledger:
         free_bytes = capacity_bytes - held_bytes
         num_ahead = 0
         if size_bytes <= free_bytes:
-            num_ahead = self._room.num_ahead(put.ticket, size_bytes, free_bytes, capacity_bytes, now)
+            num_ahead = self.room.num_ahead(put.ticket, size_bytes, free_bytes, capacity_bytes, now)
             if not num_ahead:
                 return
         held = f"{held_bytes} of {capacity_bytes} bytes are held"
@@ -673,11 +666,11 @@ class Ledger:
             self._garbage[ref] = None
             freed.append(ref)
         if freed:
-            self._room.freed_at = now
+            self.room.freed_at = now
         return freed
 
     def _abandon(self, write_id: int, put: commands.BeginPut, now: float) -> list[Ref]:
-        self._room.freed_at = now
+        self.room.freed_at = now
         self.held_bytes -= put.size_bytes
         refs = [(each, pos) for each, write in put.by_id(write_id).items() for pos in range(len(write.row_bytes))]
         self._garbage.update(dict.fromkeys(refs, write_id))

@@ -20,7 +20,7 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.batches import Batch, RankBatches
+from dataplane_core.ledger.batches import Batch, Ranges, RankBatches
 from dataplane_core.ledger.leases import Leases
 from dataplane_core.ledger.put_writes import Change, PutWrites
 from dataplane_core.ledger.rows import (
@@ -442,12 +442,12 @@ class Partition:
             return None
         index = self._batch_index(command)
         batches = self.batches.get((command.task_name, command.dp_rank)) or RankBatches()
-        if batches.is_end(index):
+        if batches.ended.has(index):
             return Claim(
                 exhausted=True, lease_tokens=None if command.lease_s is None else [], epoch=self.info.epoch, num_ranks=0
             )
         batch = batches.kept.get(index)
-        if batch is None and not batches.is_gone(index):
+        if batch is None and not batches.gone.has(index):
             return None
         rows = [] if batch is None else list(batch.present(self.rows))
         if batch is None or len(rows) < len(batch.sample_ids):
@@ -482,7 +482,7 @@ class Partition:
             self._note_batches((command.task_name, rank))
             batches = self.batches.setdefault((command.task_name, rank), RankBatches())
             if num_ranks == 0:
-                batches.end(self._batch_index(command))
+                batches.ended.include(self._batch_index(command))
                 continue
             rows = [row for claimable in part for row in claimable.rows]
             last_seq = max((row.seq for row in rows), default=0)
@@ -494,7 +494,7 @@ class Partition:
         if batches is None:
             self.undo.append((self.batches.pop, key, None))
         else:
-            before = RankBatches(dict(batches.kept), list(batches.gone), list(batches.ended))
+            before = RankBatches(dict(batches.kept), Ranges(batches.gone), Ranges(batches.ended))
             self.undo.append((self.batches.__setitem__, key, before))
 
     def _num_left(self, command: commands.ClaimRequest, task: Task, now: float) -> int | None:
@@ -505,9 +505,9 @@ class Partition:
             return len(self.rows) - task.num_held
         return len(self._view(command.task_name, task, frozenset()).of(command.tag_filter, now))
 
-    def _shortfall(self, command: commands.ClaimRequest, now: float) -> Shortfall:
-        required = frozenset(command.required_fields)
-        return find_shortfall(self._claimables(), command.task_name, required, command.tag_filter, self._is_whole, now)
+    def _shortfall(self, asked: commands.ClaimRequest | Question, now: float) -> Shortfall:
+        required = frozenset(asked.required_fields)
+        return find_shortfall(self._claimables(), asked.task_name, required, asked.tag_filter, self._is_whole, now)
 
     def _hold(self, command: commands.ClaimRequest, claimables: Sequence[Claimable], now: float) -> None:
         task_name, lease_s = command.task_name, command.lease_s
@@ -590,14 +590,12 @@ class Partition:
 
     def _answer(self, question: Question, now: float) -> Answer | None:
         """What a claim would find. None: there is no such task."""
-        task_name, tag_filter, required = question.task_name, question.tag_filter, frozenset(question.required_fields)
+        task_name = question.task_name
         task = self.tasks.get(task_name)
         if task is None:
             return None
-        ready = self._view(task_name, task, required).of(tag_filter, now)
-        shortfall = None
-        if question.explain:
-            shortfall = find_shortfall(self._claimables(), task_name, required, tag_filter, self._is_whole, now)
+        ready = self._view(task_name, task, frozenset(question.required_fields)).of(question.tag_filter, now)
+        shortfall = self._shortfall(question, now) if question.explain else None
         return Answer(num_ready=len(ready) * self._group_size, shortfall=shortfall)
 
     def _oldest_lease(self, task_name: str, now: float) -> LeaseHolder | None:
@@ -758,7 +756,7 @@ class Partition:
                 for row in self.rows.values():
                     if required <= row.cells.fields.keys():
                         self._count_member(view, row)
-            view.begin(claimable for claimable in self._claimables() if self._is_ready(view, claimable, task_name))
+            view.ready = ReadySet.of(each for each in self._claimables() if self._is_ready(view, each, task_name))
         return view
 
     def _count_member(self, view: ReadyView, row: Row) -> None:

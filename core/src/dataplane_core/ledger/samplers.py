@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Final, Protocol
+from typing import Final
 
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.rows import Claimable
@@ -15,23 +15,15 @@ from dataplane_core.schema import INPUT_LENGTHS_TAG
 from dataplane_core.spec import Sampler
 
 
-class Draw(Protocol):
-    """How a sampler chooses."""
-
-    def choose(self, ready: ReadySet, count: int) -> list[Claimable]:
-        """Chooses ``count`` of the ready claimables; there are so many."""
-
-    def share(self, claimables: Sequence[Claimable], dp_size: int) -> list[list[Claimable]]:
-        """Divides claimables among the ranks, so that their numbers differ by at most one."""
-
-
 class _FirstWrite:
     """In order of first write, divided into ranges. O(k log n) for k of n."""
 
     def choose(self, ready: ReadySet, count: int) -> list[Claimable]:
+        """Chooses ``count`` of the ready claimables; there are so many."""
         return ready.first(count)
 
     def share(self, claimables: Sequence[Claimable], dp_size: int) -> list[list[Claimable]]:
+        """Divides claimables among the ranks, so that their numbers differ by at most one."""
         least, more = divmod(len(claimables), dp_size)
         ends = [least * rank + min(rank, more) for rank in range(dp_size + 1)]  # the first ranks get one more
         return [list(claimables[start:end]) for start, end in pairwise(ends)]
@@ -72,7 +64,7 @@ def _length(claimable: Claimable) -> int:
 
 
 #: Name -> sampler.
-SAMPLERS: Final[dict[Sampler, Draw]] = {
+SAMPLERS: Final[dict[Sampler, _FirstWrite]] = {
     "first_write": _FirstWrite(),
     "freshest": _Freshest(),
     "balanced": _Balanced(),

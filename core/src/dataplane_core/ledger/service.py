@@ -180,7 +180,7 @@ class LedgerService:
                 self._pacer.leave(command.ticket)
                 self._room_wakes.pop(command.ticket, None)
             case commands.WaitForRoom() if wake is not None:
-                queue = self._ledger.first_in_queue(sys.maxsize)  # clients of others are gone
+                queue = self._ledger.room.first(sys.maxsize)  # clients of others are gone
                 self._room_wakes = {each: self._room_wakes[each] for each in queue if each in self._room_wakes}
                 self._room_wakes[command.ticket] = wake
         return self._ledger.apply(command, self._clock())
@@ -210,7 +210,7 @@ class LedgerService:
         self._waiting.wake(partition_id, self._num_ready, self._clock())
 
     def _wake_for_room(self) -> None:
-        for ticket in self._ledger.first_in_queue(_NUM_HEAD):
+        for ticket in self._ledger.room.first(_NUM_HEAD):
             wake = self._room_wakes.get(ticket)
             if wake is not None and not wake():
                 del self._room_wakes[ticket]
@@ -226,7 +226,7 @@ class LedgerService:
             reply = self._ledger.apply(command, self._clock())
         except CapacityExceededError as error:
             if ticket is not None and error.retryable:
-                place = self._ledger.place_in_queue(ticket)
+                place = self._ledger.room.place(ticket)
                 pause_s = _FIRST_IN_QUEUE_S * 2**place if place < _NUM_HEAD else self._pacer.pause_s(ticket)
                 error.ask_again_s = max(pause_s, LEAST_ROOM_PAUSE_S)
             raise

@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, TypedDict
 import msgspec
 
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.batches import Batch, RankBatches
+from dataplane_core.ledger.batches import Batch, Ranges, RankBatches
 from dataplane_core.ledger.checks import check_command
 from dataplane_core.ledger.ledger import Ledger, LiveWrite, Pending, slots_of
 from dataplane_core.ledger.partition import Partition, Task
@@ -250,8 +250,8 @@ def _partition_state(partition: Partition, places: Mapping[int, int], now: float
             "batches": [[list(each.sample_ids), each.token, each.exhausted] for each in batches.kept.values()],
             "last_seqs": [each.last_seq for each in batches.kept.values()],
             "num_ranks": [each.num_ranks for each in batches.kept.values()],
-            "gone": batches.gone,
-            "ended": batches.ended,
+            "gone": list(batches.gone),
+            "ended": list(batches.ended),
         }
     for some in _portions(sorted(partition.seen)):
         yield {"part": "seen", "sample_ids": some}
@@ -308,7 +308,7 @@ def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Parti
 
 def _restore_batches(section: Mapping[str, Any]) -> RankBatches:
     """Reads what a rank was given."""
-    restored = RankBatches(gone=list(section["gone"]), ended=list(section["ended"]))
+    restored = RankBatches(gone=Ranges(section["gone"]), ended=Ranges(section["ended"]))
     columns = _columns(section, "indexes", "batches", "last_seqs", "num_ranks")
     for index, (sample_ids, token, exhausted), last, num in columns:
         restored.kept[index] = Batch(sample_ids, token, exhausted, last, num)

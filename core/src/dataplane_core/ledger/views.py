@@ -98,10 +98,6 @@ class ReadyView:
     first_change: int = 0
     filters: dict[str, _Matching] = field(default_factory=dict)
 
-    def begin(self, claimables: Iterable[Claimable]) -> None:
-        """Sets the claimables that are ready when the view is made."""
-        self.ready = ReadySet.of(claimables)
-
     def add(self, claimable: Claimable) -> None:
         """Adds a claimable that became ready."""
         self.ready.add(claimable)

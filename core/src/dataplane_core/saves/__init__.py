@@ -4,8 +4,8 @@
 """
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
+from dataplane_core.durable_files import sync_path as sync_folder, write_file
 from dataplane_core.saves.blocks import pack_rows, tensor_rows, unpack_rows
-from dataplane_core.saves.durable import sync_folder, write_file
 from dataplane_core.saves.files import SavedFiles, read_head, write_save
 
 __all__ = [

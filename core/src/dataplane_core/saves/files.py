@@ -4,7 +4,7 @@ A rename replaces the manifest, after the file that it names is on the disk. So 
 save unchanged. The next save removes the files that a crash left: at its start, if there is a former save, else at its
 end. A reader has the file open, so it reads its save to the end, even if the next one replaces it meanwhile. No pickle.
 
-``manifest.json``: the first line ``{"format": ..., "version": 2, "sha256": ...}`` describes the second, which is the
+``manifest.json``: the first line ``{"format": ..., "version": 3, "sha256": ...}`` describes the second, which is the
 body. ``rows-*.bin``: the blocks end to end. The body has size and XXH3-128 of each block.
 """
 
@@ -22,6 +22,7 @@ from typing import Any, Final, Self, TypedDict
 
 import xxhash
 
+from dataplane_core.durable_files import sync_path, write_file
 from dataplane_core.errors import (
     CorruptDataError,
     DataPlaneError,
@@ -31,7 +32,6 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
 )
 from dataplane_core.regular_files import open_regular, read_regular
-from dataplane_core.saves.durable import sync_folder, write_file
 from dataplane_core.spec import fits
 
 MANIFEST: Final = "manifest.json"
@@ -87,10 +87,10 @@ def write_save(
         text = json.dumps({**body, "rows_file": rows_name, "blocks": index}, separators=(",", ":")).encode()
         head = {"format": kind, "version": VERSION, "sha256": hashlib.sha256(text).hexdigest()}
         write_file(path / _TEMPORARY, [json.dumps(head).encode(), b"\n", text, b"\n"])
-        sync_folder(path)
+        sync_path(path)
         os.replace(path / _TEMPORARY, path / MANIFEST)
         kept = "It is there, but may be gone after a crash of the machine."
-        sync_folder(path)
+        sync_path(path)
         _remove_rows_but(path, rows_name)
     except DataPlaneError:  # an error of the store, even if it is also an OSError (a timeout)
         raise

@@ -110,7 +110,7 @@ def test_a_put_that_waits_for_room_leaves_two_records_and_none_of_its_tries():
         assert len(backend_of(client).journal) == before + 2  # which say to others that it waits, and no longer does
         with open_client(cls, False, capacity_bytes=20, on_full="raise") as other:
             other.list_samples("p")
-            assert not backend_of(other)._journal._service.ledger._room.waiting
+            assert not backend_of(other)._journal.service.ledger.room.waiting
 
 
 def test_a_later_put_of_another_process_leaves_room_for_one_that_waits(monkeypatch):

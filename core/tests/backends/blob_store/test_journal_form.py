@@ -118,7 +118,7 @@ def test_the_file_replays_to_what_it_was(way):
 def test_a_row_that_samples_share_is_freed_with_the_last_of_them(way):
     with stored(way) as client:
         in_partition = [client.describe("shared").held_bytes]
-        ledger = backend_of(client)._journal._service._ledger
+        ledger = backend_of(client)._journal.service._ledger
         held = [ledger.held_bytes]
         for name in ("a", "b", "c"):
             client.clear_samples([name], "shared")

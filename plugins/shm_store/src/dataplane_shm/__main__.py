@@ -68,7 +68,8 @@ def _serve_folder(options: Options) -> None:
         sys.exit(str(error))
     gc.freeze()
     gc.enable()
-    server = Server(store, listen_at(Path(options.folder) / SOCKET), between=store.touch_ahead, aside=store.work_aside)
+    listener, kept = listen_at(Path(options.folder) / SOCKET), store.kept
+    server = Server(store, listener, between=kept.touch_ahead, aside=kept.work_aside)
     signal.signal(signal.SIGTERM, lambda *_: server.close())
     server.run()
     store.close()

@@ -145,7 +145,7 @@ def _contents(folder: Path) -> str:
                 counts = {name: len(ledger.call(commands.ListRequest(name)).sample_ids) for name in names}
                 rows = ledger.payload().values()
                 size_bytes = sum(sizes[each] for sizes, positions in rows if sizes is not None for each in positions)
-                check_extents(folder, ledger.notes)
+                check_extents(folder, ledger.file.notes)
             finally:
                 ledger.close()
         except DataPlaneError as error:

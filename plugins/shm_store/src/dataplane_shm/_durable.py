@@ -32,6 +32,9 @@ class DurableStore(Store):
         touch_ahead_bytes: How much memory is made ready before it is used.
         namespace: That of the store, for others that want the folder.
 
+    Attributes:
+        kept: Its extents.
+
     Raises:
         AlreadyRunningError: Another process has the folder open.
         BackendUnavailableError: The folder cannot be used.
@@ -53,10 +56,10 @@ class DurableStore(Store):
             recorded = self._recorded = RecordedLedger(folder / _JOURNAL, capacity_bytes, sync=sync, lazy_begins=True)
             recorded.end_holds()
             live = {write_id: positions for write_id, (_, positions) in recorded.payload().items()}
-            self._kept = open_extents(
+            self.kept = open_extents(
                 folder,
                 arena_bytes_for(capacity_bytes),
-                recorded,
+                recorded.file,
                 live,
                 sync=sync,
                 touch_ahead_bytes=touch_ahead_bytes,
@@ -67,33 +70,24 @@ class DurableStore(Store):
             raise BackendUnavailableError(f"the folder {folder} cannot be used: {error}.", retryable=False) from error
         self.sync = "commit" if sync else "none"
         self.folder = os.path.realpath(folder)
-        super().__init__(self._kept, recorded, capacity_bytes, on_full)
-        first = int(recorded.notes.get(_SESSIONS_NOTE, b"1"))
+        super().__init__(self.kept, recorded, capacity_bytes, on_full)
+        first = int(recorded.file.notes.get(_SESSIONS_NOTE, b"1"))
         self._numbers = itertools.count(first)
         self._sweep()
-        recorded.commit()
+        recorded.file.commit()
 
     def settle(self) -> None:
-        """As `Host.settle`."""
-        self._recorded.commit_or_end()
-
-    def touch_ahead(self) -> None:
-        """See `ExtentService.touch_ahead`."""
-        self._kept.touch_ahead()
-
-    def work_aside(self) -> bool:
-        """See `Server`."""
-        return self._kept.work_aside()
+        self._recorded.file.commit_or_end()
 
     def close(self) -> None:
         """Ends the store, whose folder can then be moved."""
-        self._kept.finish()
-        self._recorded.finish()
+        self.kept.finish()
+        self._recorded.file.finish()
         self._recorded.close()
         os.close(self._lock)
 
     def _new_client(self, number: int) -> Client:
-        if number >= int(self._recorded.notes.get(_SESSIONS_NOTE, b"1")):
-            self._recorded.note(_SESSIONS_NOTE, b"%d" % (number + _SESSIONS_TOGETHER))
-            self._recorded.commit_or_end()  # before any write id has that number
+        if number >= int(self._recorded.file.notes.get(_SESSIONS_NOTE, b"1")):
+            self._recorded.file.note(_SESSIONS_NOTE, b"%d" % (number + _SESSIONS_TOGETHER))
+            self._recorded.file.commit_or_end()  # before any write id has that number
         return super()._new_client(number)

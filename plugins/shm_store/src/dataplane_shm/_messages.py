@@ -9,7 +9,7 @@ import msgspec
 
 from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.hosting import Layout, Messages, Place, Request
-from dataplane_core.ledger import Located, Ref, check_command, commands
+from dataplane_core.ledger import Located, Ref, commands
 
 #: In the folder of a running store: where the ledger's process listens, and why it could not start.
 SOCKET: Final = "ledger.sock"
@@ -70,8 +70,6 @@ class Begin(Request[Begun]):
     layouts: list[Layout]
 
     def check(self) -> None:
-        """As `Request.check`."""
-        check_command(self.put)
         _check_layouts(self.put, self.layouts)
 
 
@@ -86,10 +84,6 @@ class CommitSynced(Request[list[Ref]]):
 
     commit: commands.CommitPut
     digests: list[bytes]
-
-    def check(self) -> None:
-        """As `Request.check`."""
-        check_command(self.commit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +101,6 @@ class PutWhole(Request[None]):
     data: bytes
 
     def check(self) -> None:
-        """As `Request.check`."""
-        check_command(self.put)
         _check_layouts(self.put, [self.layout])
         if len(self.data) != self.layout.size_bytes:
             raise InvalidRequestError(f"a put has {len(self.data)} bytes, not those of its layout.")
@@ -135,10 +127,6 @@ class Find(Request[Placed]):
 
     locate: commands.Locate
     pin: int
-
-    def check(self) -> None:
-        """As `Request.check`."""
-        check_command(self.locate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,6 @@ class Store(LedgerHost):
         self.descriptors = (extents.arena.fd,)
 
     def about(self) -> About:
-        """As `Host.about`."""
         return About(*self._limits, self._extents.touch_until, self.sync, self.folder)
 
     def end_session(self, client: Client) -> None:

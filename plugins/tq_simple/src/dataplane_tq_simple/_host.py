@@ -72,7 +72,7 @@ def _durable_ledger(journal: Path, capacity_bytes: int | None, sync: bool, must_
         ) from error
     if not must_exist:  # the clients of the instance before are gone
         ledger.end_holds()
-        ledger.commit()
+        ledger.file.commit()
     return ledger
 
 
@@ -93,8 +93,8 @@ class ControllerHost(LedgerHost):
         self.book = UnitBook()
         self._ledger = ledger
         self._journal = ledger if isinstance(ledger, RecordedLedger) else None
-        if self._journal is not None and UNITS_NOTE in self._journal.notes:
-            self.book.restore(self._journal.notes, self._journal.payload(), self._journal.next_number)
+        if self._journal is not None and UNITS_NOTE in self._journal.file.notes:
+            self.book.restore(self._journal.file.notes, self._journal.payload(), self._journal.next_number)
 
     def note(self, name: str, value: bytes | None) -> None:
         """Keeps a value, and the book as it is now, for a controller that is started again. None: no value any more.
@@ -104,12 +104,12 @@ class ControllerHost(LedgerHost):
         if self._journal is not None:
             with self.book.lock:
                 self._save_book()
-                self._journal.note(name, value)
+                self._journal.file.note(name, value)
                 self.settle()
 
     def noted(self, name: str) -> bytes | None:
         """What `note` was given last, also by an earlier process."""
-        return None if self._journal is None else self._journal.notes.get(name)
+        return None if self._journal is None else self._journal.file.notes.get(name)
 
     def end_removed(self) -> list[str]:
         """The actors of the units that have ended now: they were draining, and hold nothing that anybody reads."""
@@ -155,11 +155,11 @@ class ControllerHost(LedgerHost):
         """As `Host.settle`. Ray starts a controller that ended here again, unless another process is one already."""
         if self._journal is not None:
             with self.book.lock:
-                self._journal.commit_or_end()
+                self._journal.file.commit_or_end()
 
     def _save_book(self) -> None:
         if self._journal is not None:
-            self.book.save(self._journal.note)
+            self.book.save(self._journal.file.note)
 
     # --- puts ---------------------------------------------------------------------------------------------------------
 

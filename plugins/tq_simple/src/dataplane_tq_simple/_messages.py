@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dataplane_core.hosting import Messages, Request
-from dataplane_core.ledger import check_command, commands
+from dataplane_core.ledger import commands
 from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple._book import View
 from dataplane_tq_simple._errors import UnitsGoneError
@@ -26,10 +26,6 @@ class BeginNear(Request[int]):
     put: commands.BeginPut
     node: str | None
     full: list[int]
-
-    def check(self) -> None:
-        """As `Request.check`."""
-        check_command(self.put)
 
 
 @dataclass(frozen=True, slots=True)

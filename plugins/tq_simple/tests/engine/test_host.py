@@ -13,7 +13,6 @@ import pytest
 
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidRequestError
 from dataplane_core.hosting import CallId, ClaimOrWait, Client
-from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 from dataplane_tq_simple import _book
@@ -243,7 +242,8 @@ def test_rows_are_deleted_only_when_the_disk_knows_that_nobody_reads_them(
 ) -> None:
     """Else a machine that loses power then may have them in its journal, and nowhere else."""
     kept = []
-    monkeypatch.setattr(RecordedLedger, "commit_or_end", lambda self: kept.append(self.garbage()))
+    journal = controller.host._journal
+    monkeypatch.setattr(journal.file, "commit_or_end", lambda: kept.append(journal.garbage()))
     write_id = controller.put()
     controller.call(commands.ClearRequest("p", None))
     rows = [(write_id, row) for row in range(6)]

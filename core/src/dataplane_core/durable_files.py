@@ -1,4 +1,4 @@
-"""Writes files so that they are on the disk when the call returns."""
+"""Has the disk keep files: what was written is there when the call returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_file(path: Path, parts: Iterable[bytes | bytearray]) -> None:
-    """Writes a new file and syncs its content to the disk. Its name is durable only after `sync_folder`.
+    """Writes a new file and syncs its content to the disk. Its name is durable only after `sync_path` of its folder.
 
     Args:
         path: The file.
@@ -28,15 +28,11 @@ def write_file(path: Path, parts: Iterable[bytes | bytearray]) -> None:
         os.close(descriptor)
 
 
-def sync_folder(folder: Path) -> None:
-    """Syncs the names in a folder to the disk.
-
-    Raises:
-        OSError: The sync failed.
-    """
-    if os.name == "nt":
+def sync_path(path: Path) -> None:
+    """Returns when the disk has a file, or the names in a folder. Raises `OSError`."""
+    if os.name == "nt" and path.is_dir():
         return  # Windows opens no folders, and keeps names by itself
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -120,6 +120,14 @@ def test_a_death_explains_the_errors_of_its_peers(group: RayWorkerGroup, monkeyp
     assert error.worker == "policy worker 1"
     assert error.died
     assert "policy worker 1 died while training" in str(error)
+    give_up = time.monotonic() + 120
+    while True:  # Ray starts it again, for the tests that follow
+        try:
+            group.call("echo", [(1,), (2,), (3,)], timeout_s=60, doing="coming back")
+            break
+        except WorkerFailedError:
+            assert time.monotonic() < give_up
+            time.sleep(0.1)
 
 
 def test_workers_that_do_not_answer_are_named(group: RayWorkerGroup) -> None:

@@ -130,7 +130,7 @@ def test_an_empty_store(store, config, capsys):
 
 def test_the_capacity_of_several_ledgers_is_that_of_all(tmp_path, capsys):
     path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, num_ledgers: 2, options: {capacity_bytes: '50000000'}}")
+    path.write_text("{backend: shm_store, num_ledgers: 2, announce_s: null, options: {capacity_bytes: '50000000'}}")
     with connect(str(path)):
         assert main(["inspect", str(path), "--interval", "0"]) == 0
     assert capsys.readouterr().out == "shm_store: 0 partitions, 0 B of 100.0 MB\n"

@@ -17,6 +17,8 @@ from dataplane_core.spec import hookimpl
 from dataplane_testkit._timing import eventually
 
 NUM = 24
+#: torch warns on a machine with one core.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 @pytest.fixture

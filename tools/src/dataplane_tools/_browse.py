@@ -130,6 +130,8 @@ class Browser(App[None]):
 
     def on_seen(self, seen: Seen) -> None:
         """Shows what was seen."""
+        if not self.query("#drawn"):  # the screen is being taken down, and this came before the end
+            return
         before, self._seen = self._seen, seen
         self.query_one("#drawn", Static).update(seen.stages or Text(printable(seen.error)))
         self._values = {**seen.values}

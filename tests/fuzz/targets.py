@@ -16,6 +16,7 @@ import functools
 import hashlib
 import io
 import json
+import os
 import struct
 import tempfile
 import time
@@ -34,6 +35,7 @@ from pyarrow import parquet
 from redis.exceptions import RedisError
 
 from dataplane_core import DataPlaneClient, DataPlaneConfig, connect
+from dataplane_core.backends import SharedMemory
 from dataplane_core.codec import (
     ALL_DTYPES,
     DTYPE_CODES,
@@ -699,6 +701,7 @@ class _ToldSession:
 
     def __init__(self) -> None:
         self.reply = b""
+        self.descriptors = [os.dup(_arena().fd)]
 
     def call(self, what: str, deadline: float, request: Any) -> Any:
         return MESSAGES.decode_reply(request, self.reply)
@@ -712,7 +715,7 @@ class _ToldShm(ShmBackend):
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         session: Any = _ToldSession()
-        self._session, self._arena = session, _arena()
+        self._memory = SharedMemory(session, views=False)
 
     def stop(self) -> None:
         pass
@@ -723,7 +726,7 @@ def _shm_client() -> tuple[DataPlaneClient, _ToldSession]:
     client = resources.enter_context(
         connect_backend(_ToldShm, DataPlaneConfig(backend="shm_store", announce_s=None), bootstrap=True)
     )
-    session: Any = backend_of(client)._session
+    session: Any = backend_of(client)._memory.session
     return client, session
 
 

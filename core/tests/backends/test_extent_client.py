@@ -360,7 +360,7 @@ class ExtentBytes:
         self._client = unit.client("memory")
 
     def __getitem__(self, key):
-        return self._client._arena.bytes[key].tobytes()
+        return self._client._memory.arena.bytes[key].tobytes()
 
 
 def test_a_put_that_comes_after_its_drop_is_refused(unit, path):

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -114,7 +115,7 @@ def test_a_view_is_the_shared_memory_itself(owner, config):
         read = client.get_samples(IDS, "p", ["x", "y"])
         assert [row.tolist() for row in read["x"].unbind()] == ROWS
         some = client.get_samples(IDS[1:3], "p", ["y"])["y"]
-        arena = backend_of(client)._read_only
+        arena = backend_of(client)._memory._seen
         for tensor in (read["x"].values(), read["y"], some):
             assert arena.address <= tensor.data_ptr() < arena.address + arena.size_bytes
         assert before == 0 < statistics(owner).pinned_bytes
@@ -364,7 +365,7 @@ def test_an_interrupted_request_is_not_answered_to_the_next(owner, monkeypatch):
 
 def test_a_read_that_gave_up_holds_nothing_though_the_ledgers_process_gets_to_it_later(owner, stopped):
     put(owner)
-    connection = backend_of(owner)._session
+    connection = backend_of(owner)._memory.session
     other = connection._take("the test's", time.monotonic() + WAIT_S)
     request = GetRequest(partition_id="p", sample_ids=IDS, fields=["y"], deadline=time.monotonic() + 0.2)
     with stopped(backend_of(owner)._process.pid):
@@ -380,7 +381,7 @@ def test_a_read_that_gave_up_holds_nothing_though_the_ledgers_process_gets_to_it
 def test_a_pin_that_ends_while_nothing_can_be_sent_ends_with_a_later_request(owner, config, monkeypatch):
     put(owner)
     with viewing(config) as client:
-        connection = backend_of(client)._session
+        connection = backend_of(client)._memory.session
         view = client.get_samples(IDS, "p", ["y"])
         connection._idle.pop().close()
         monkeypatch.setattr(connection, "_address", replace(connection._address, path=Path("/nowhere")))
@@ -412,7 +413,7 @@ def test_a_pin_that_ends_while_all_sockets_are_in_use_ends_when_one_is_free(owne
 
 
 def test_programs_that_a_client_starts_do_not_inherit_the_memory(owner):
-    assert not os.get_inheritable(backend_of(owner)._arena.fd)
+    assert not os.get_inheritable(backend_of(owner)._memory.arena.fd)
 
 
 def test_the_ledgers_process_may_open_as_many_files_as_the_system_allows(fresh):
@@ -454,7 +455,7 @@ def test_a_ledgers_process_without_file_descriptors_serves_on_rests_and_accepts_
 
 
 def test_a_client_without_file_descriptors_says_so_loses_nothing_and_goes_on(owner):
-    connection = backend_of(owner)._session
+    connection = backend_of(owner)._memory.session
     put(owner)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     idle = [connection._idle.pop() for _ in range(len(connection._idle))]
@@ -476,7 +477,7 @@ def test_what_no_longer_waits_leaves_nothing_in_its_client(owner):
         with contextlib.suppress(ClaimTimeoutError):
             owner.claim_meta("p", "train", ["x"], size, timeout_s=0.01)
     owner.clear_samples(None, "p")
-    assert not backend_of(owner)._session._waiting
+    assert not backend_of(owner)._memory.session._waiting
 
 
 def test_connecting_does_not_wait_for_the_memory(fresh):
@@ -486,6 +487,17 @@ def test_connecting_does_not_wait_for_the_memory(fresh):
         assert statistics(client).arena_bytes > capacity_bytes
         eventually(lambda: statistics(client).touched_bytes >= 1 << 20, WAIT_S)
         assert statistics(client).touched_bytes < 1 << 24
+
+
+def test_a_process_that_may_start_no_more_threads_connects(owner, config, monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    put(owner)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    for either in (config, with_views(config)):
+        with connect(either, bootstrap=False) as client:
+            assert client.get_samples(IDS, "p", ["y"])["y"].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("with_watcher", [False, True])

@@ -36,14 +36,14 @@ class TestShm(BackendConformance):
 
     def raw_get(self, backend, partition_id, sample_id, field):
         """The cell's bytes where the ledger's process says that they lie, with the dtype and shape of its spec."""
-        session = backend._session
+        session = backend._memory.session
         pin = session.new_pin()
         locate = commands.Locate(partition_id, [sample_id], [field])
         found = session.call("the kit's", time.monotonic() + 30, Find(locate, pin.number))
         (part,), spec = found.located.parts, found.located.specs[field]
         place, row = found.places[part.write_id], part.positions[0]
         column = place.layout.columns[part.slots[0]]
-        extent = backend._arena.bytes[place.offset :]
+        extent = backend._memory.arena.bytes[place.offset :]
         if column.table < 0:
             first, count = row, 1
             shape = (column.length, *spec.trailing) if spec.rank else ()

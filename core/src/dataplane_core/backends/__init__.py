@@ -7,12 +7,13 @@ Backend packages derive from these classes; the client calls only `Backend`.
 from dataplane_core.backends.base import Backend, NoOptions, required_operations
 from dataplane_core.backends.blob_store import BlobStore
 from dataplane_core.backends.diagnosis import Finding, Level, check_announced_address, missing_library, never_reachable
-from dataplane_core.backends.extent_client import ExtentClient, ExtentRead
+from dataplane_core.backends.extent_client import ExtentClient
 from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, read_stored, stored_columns
 from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
 from dataplane_core.backends.owned_process import OwnedProcess, last_words
 from dataplane_core.backends.private_folder import PrivateFolder
 from dataplane_core.backends.row_store import RowStoreBackend, framed_columns
+from dataplane_core.backends.shared_memory import ExtentRead, SharedMemory
 from dataplane_core.backends.spread import ledger_of, spread_over
 from dataplane_core.backends.writes import columns_of, writes_of
 from dataplane_core.config import SizeBytes
@@ -33,6 +34,7 @@ __all__ = [
     "PrivateFolder",
     "RefsGoneError",
     "RowStoreBackend",
+    "SharedMemory",
     "SizeBytes",
     "StoredRows",
     "check_announced_address",

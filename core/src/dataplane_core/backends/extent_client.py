@@ -4,18 +4,17 @@ wire.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import numpy as np
 
 from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, stored_columns
 from dataplane_core.backends.ledger_backend import RefsGoneError
+from dataplane_core.backends.shared_memory import ExtentRead, SharedMemory
 from dataplane_core.codec import StoredColumn
 from dataplane_core.errors import BackendError, CorruptDataError
-from dataplane_core.host_memory import Arena, Uses, copy_arrays, recycled_bytes
+from dataplane_core.host_memory import copy_arrays, recycled_bytes
 from dataplane_core.hosting import (
     Allocate,
     Bytes,
@@ -39,22 +38,6 @@ from dataplane_core.spec import FieldSpec
 _FEW_BYTES: Final = 16 << 10
 
 
-class ExtentRead(NamedTuple):
-    """Rows of a write that a read asks for.
-
-    Attributes:
-        write_id: The write.
-        slots: Field -> its place among the columns of the write.
-        positions: Positions in the write.
-        rows: Where these rows stand in the read, one for each.
-    """
-
-    write_id: int
-    slots: Mapping[str, int]
-    positions: Sequence[int]
-    rows: Sequence[int]
-
-
 class ExtentClient:
     """A connection to an `ExtentHost`. Thread-safe.
 
@@ -72,27 +55,15 @@ class ExtentClient:
 
     def __init__(self, session: Session, *, views: bool = False) -> None:
         self.session = session
-        self._arena: Arena | None = None
-        self._seen: Arena | None = None  # for reads
-        self._views = views
-        self._uses: Uses | None = None
+        self._memory: SharedMemory | None = None
         if session.descriptors:
-            (descriptor,) = session.descriptors
-            os.set_inheritable(descriptor, False)  # a program that inherits it would keep the memory
-            self._arena = self._seen = Arena(descriptor)
-            if os.fstat(descriptor).st_nlink:  # a file that another process may open when this one's host has ended
-                self._uses = Uses(descriptor)
-            touched_bytes = decode_about(session.welcome, int)
-            if views:
-                self._seen = Arena(os.dup(descriptor), read_only=True)
-            with suppress(RuntimeError):  # no more threads are allowed: memory is ready when it is used
-                for arena in {self._arena, self._seen}:
-                    arena.touch_in_background(0, touched_bytes)
+            self._memory = SharedMemory(session, views=views)
+            self._memory.touch_in_background(decode_about(session.welcome, int))
 
     @property
     def path(self) -> Literal["memory", "wire"]:
         """How bytes get to the host and back: in memory that this process shares with it, or over the wire."""
-        return "wire" if self._arena is None else "memory"
+        return "wire" if self._memory is None else "memory"
 
     def put(self, plans: Mapping[int, ExtentPlan], deadline: float, threads: int | None = 1) -> None:
         """Stores writes. Returns when every client can read them.
@@ -115,7 +86,7 @@ class ExtentClient:
             data = [b"".join(each.data for each in _whole(plan)) for plan in plans.values()]
             self.session.call(what, deadline, PutWhole(put, writes, data))
             return
-        if self._arena is None:
+        if self._memory is None:
             self.session.call(what, deadline, Allocate(put, writes))
             sources = [array for plan in plans.values() for array in _whole(plan)]
             self.session.call(what, deadline, Fill(put), sources=sources)
@@ -125,8 +96,8 @@ class ExtentClient:
             offsets = self.session.call(what, deadline, Allocate(put, writes, held.number))
             placed = list(zip(offsets, plans.values(), strict=True))
             bounds = [(offset, offset + plan.layout.size_bytes) for offset, plan in placed]
-            with nullcontext() if self._uses is None else self._uses.during(bounds, lambda: self.check(what)):
-                memory = self._arena.bytes
+            with self._memory.writing(bounds):
+                memory = self._memory.arena.bytes
                 copies = [copy for offset, plan in placed for copy in plan.copies_into(memory[offset:])]
                 copy_arrays(copies, threads)
                 self.session.call(what, deadline, Written(put))
@@ -145,7 +116,7 @@ class ExtentClient:
             RefsGoneError: Some do not exist. Its refs name them.
             DataPlaneError: As `Session.call`.
         """
-        if self._seen is None:
+        if self._memory is None:
             return self._fetch(reads, specs, deadline)
         pin = self.session.new_pin()
         try:
@@ -155,27 +126,16 @@ class ExtentClient:
         except BaseException:
             pin.release()  # the traceback refers to it
             raise
-        if self._views and self._uses is not None:
-            bounds = [place.bounds for place in found.places.values()]
-            self._uses.as_long_as(pin, bounds, lambda: self.check("get_samples"))
-        memory = self._seen.window(0, self._seen.size_bytes, owner=pin)
-        parts = []
-        for read, moved in zip(reads, found.rows, strict=True):
-            place = found.places[read.write_id]
-            extent = memory[slice(*place.bounds)]
-            columns = stored_columns(extent, place.layout, place.num_rows, read.slots, specs)
-            rows = read.positions if moved is None else moved
-            parts.append(StoredRows(columns, rows, read.rows, in_place=self._views))
-        return parts
+        there = [
+            read if moved is None else ExtentRead(read.write_id, read.slots, moved, read.rows)
+            for read, moved in zip(reads, found.rows, strict=True)
+        ]
+        return self._memory.rows(there, found.places, specs, pin)
 
     def check(self, what: str) -> None:
-        """After a copy out of what `get` gave: that the host has kept it in its place until now.
-
-        Raises:
-            DataPlaneError: The host has ended, and another process may have its memory.
-        """
-        if self._uses is not None:
-            self.session.check(what)
+        """After a copy out of what `get` gave: as `SharedMemory.check`."""
+        if self._memory is not None:
+            self._memory.check(what)
 
     def drop(self, refs: Sequence[Ref], deadline: float) -> None:
         """Drops rows. Ignores those that do not exist."""

@@ -41,6 +41,7 @@ class Arena:
     Attributes:
         fd: The file descriptor.
         size_bytes: The size of the arena. Memory is used only for pages that were touched.
+        address: Where the arena begins in this process.
 
     Raises:
         OSError: The memory cannot be mapped.
@@ -57,6 +58,7 @@ class Arena:
                 self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._populate = _POPULATE_READ if read_only else _POPULATE_WRITE
         self._bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self._mapping, dtype=np.uint8)
+        self.address = int(self._bytes.ctypes.data)
 
     @classmethod
     def create(cls, size_bytes: int, name: str = "dataplane") -> Arena:
@@ -100,11 +102,6 @@ class Arena:
             os.close(fd)
             raise
         return cls(fd)
-
-    @property
-    def address(self) -> int:
-        """Where the arena begins in this process."""
-        return int(self._bytes.ctypes.data)
 
     @property
     def bytes(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -188,15 +185,16 @@ class Arena:
                     asked += [(start, first), (last, stop)]
         return sorted(found)
 
-    def window(self, start: int, size_bytes: int, owner: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """A view of some bytes that keeps ``owner`` alive, as do all arrays and tensors that are made from it.
+    def window(self, owner: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The whole arena as an array (size_bytes,) uint8. It keeps ``owner`` alive, as do all arrays and tensors that
+        are made from it.
 
         Example:
             >>> arena = Arena.create(1 << 20)
-            >>> arena.window(64, 3, owner=object()).tolist()
+            >>> arena.window(owner=object())[64:67].tolist()
             [0, 0, 0]
         """
-        return np.asarray(_Window(self._bytes, self.address + start, size_bytes, owner))
+        return np.asarray(_Window(self._bytes, self.address, owner))
 
 
 class Uses:
@@ -287,11 +285,11 @@ def _lock_words(kind: int, start: int, stop: int) -> bytes:
 class _Window:
     """Gives numpy an array over memory, which then holds this object."""
 
-    def __init__(self, memory: object, address: int, size_bytes: int, owner: object) -> None:
+    def __init__(self, memory: np.ndarray[Any, np.dtype[np.uint8]], address: int, owner: object) -> None:
         self._memory = memory
         self._owner = owner
         # declared writable, though the memory may not be: torch cannot represent memory that is not
-        self.__array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__array_interface__ = {"shape": memory.shape, "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 def _madvise(address: ctypes.c_void_p, length: ctypes.c_size_t, advice: int) -> int:

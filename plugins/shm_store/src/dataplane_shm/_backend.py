@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, cast
 
@@ -17,19 +17,19 @@ import numpy as np
 from dataplane_core.backends import (
     LEDGER_CAPABILITIES,
     ExtentPlan,
+    ExtentRead,
     Finding,
     LedgerBackend,
     OwnedProcess,
     RefsGoneError,
-    StoredRows,
+    SharedMemory,
     columns_of,
     last_words,
     read_stored,
-    stored_columns,
 )
 from dataplane_core.errors import BackendUnavailableError, ConfigError, OperationTimeoutError
-from dataplane_core.host_memory import Arena, Uses, check_capacity, copy_arrays, extent_bytes, memory_limit
-from dataplane_core.hosting import Pin, Place, Session, digest_of
+from dataplane_core.host_memory import check_capacity, copy_arrays, extent_bytes, memory_limit
+from dataplane_core.hosting import Pin, Place, digest_of
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, Scope, SharedRows, WireColumn, WireFormat
 from dataplane_shm._diagnosis import diagnose
@@ -90,10 +90,7 @@ class ShmBackend(LedgerBackend):
         self.narrow = not config.views  # a view has the dtype in which the cells lie in memory
         self._folder = store_folder(config.namespace)
         self._process: OwnedProcess | None = None
-        self._session: Session | None = None
-        self._arena: Arena | None = None
-        self._read_only: Arena | None = None  # for views
-        self._uses: Uses | None = None  # of a store in a folder
+        self._memory: SharedMemory | None = None
         self._begun: dict[int, list[int]] = {}  # puts that are begun and not committed -> their writes
         self._placed: dict[int, tuple[int, ExtentPlan]] = {}  # write id -> where its extent begins, until it is written
         self._digests: dict[int, bytes] = {}  # write id -> the digest of its extent, with ``sync: commit``
@@ -128,7 +125,7 @@ class ShmBackend(LedgerBackend):
         if bootstrap:
             self._folder.claim(deadline)
             self._launch(deadline)
-        self._session, about, arena = open_store(self._folder, deadline)
+        self._memory, about = open_store(self._folder, deadline, views=self.config.views)
         named = None if self.config.durable is None else os.path.realpath(self.config.durable)
         if named not in (None, about.folder):
             where = "in memory" if about.folder is None else f"in {about.folder}"
@@ -139,18 +136,13 @@ class ShmBackend(LedgerBackend):
             )
         shared = {"capacity_bytes": about.capacity_bytes, "on_full": about.on_full, "sync": about.sync}
         self.config = self.config.model_copy(update=shared)
-        self._arena = arena
-        self._uses = Uses(arena.fd) if os.fstat(arena.fd).st_nlink else None
-        arena.touch_in_background(0, about.touched_bytes)
-        if self.config.views:
-            self._read_only = Arena(os.dup(arena.fd), read_only=True)
-            self._read_only.touch_in_background(0, about.touched_bytes)
+        self._memory.touch_in_background(about.touched_bytes)
 
     def stop(self) -> None:
         """Disconnects. The bootstrapping client also ends the store. Views stay valid."""
-        session, self._session, self._arena, self._read_only = self._session, None, None, None
-        if session is not None and not self._begun:  # else a thread may still write: the session ends after it
-            session.finish()
+        memory, self._memory = self._memory, None
+        if memory is not None and not self._begun:  # else a thread may still write: the session ends after it
+            memory.session.finish()
         if self._process is not None:
             self._process.end()
             self._process = None
@@ -158,7 +150,7 @@ class ShmBackend(LedgerBackend):
 
     def statistics(self, deadline: float) -> Statistics:
         """How much memory the store uses, and for what."""
-        return self._connected().call("statistics", deadline, Status())
+        return self._connected().session.call("statistics", deadline, Status())
 
     def _launch(self, deadline: float) -> None:
         """Starts the ledger's process and waits until it listens."""
@@ -198,20 +190,15 @@ class ShmBackend(LedgerBackend):
                 raise OperationTimeoutError("connect timed out: the ledger's process does not start.")
             time.sleep(_POLL_S)
 
-    def _connected(self) -> Session:
-        if self._session is None:
+    def _connected(self) -> SharedMemory:
+        if self._memory is None:
             raise BackendUnavailableError("the backend is not started.", retryable=False)
-        return self._session
-
-    def _memory(self) -> Arena:
-        if self._arena is None:
-            raise BackendUnavailableError("the backend is not started.", retryable=False)
-        return self._arena
+        return self._memory
 
     # --- the ledger ---------------------------------------------------------------------------------------------------
 
     def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
-        session = self._connected()
+        session = self._connected().session
         if isinstance(command, commands.Locate):
             pin = session.new_pin()
             try:
@@ -235,11 +222,11 @@ class ShmBackend(LedgerBackend):
         return session.call(command.op, deadline, command)
 
     def call_ledger_waking(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
-        return self._connected().call_waiting(command.op, deadline, command, wake)
+        return self._connected().session.call_waiting(command.op, deadline, command, wake)
 
     def stop_waiting(self, token: str) -> None:
-        if self._session is not None:
-            self._session.end_waiting(token, tell=True)
+        if self._memory is not None:
+            self._memory.session.end_waiting(token, tell=True)
 
     def begin_put(
         self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float
@@ -250,9 +237,9 @@ class ShmBackend(LedgerBackend):
             assert begin.write_id is not None
             data = np.zeros(plans[0].layout.size_bytes, dtype=np.uint8)
             copy_arrays(plans[0].copies_into(data))
-            self._connected().call(begin.op, deadline, PutWhole(begin, plans[0].layout, data.tobytes()))
+            self._connected().session.call(begin.op, deadline, PutWhole(begin, plans[0].layout, data.tobytes()))
             return begin.write_id  # it is committed
-        begun = self._connected().call(begin.op, deadline, Begin(begin, [plan.layout for plan in plans]))
+        begun = self._connected().session.call(begin.op, deadline, Begin(begin, [plan.layout for plan in plans]))
         self._begun[begun.write_id] = list(begin.by_id(begun.write_id))
         places = zip(begun.offsets, plans, strict=True)
         self._placed.update(zip(self._begun[begun.write_id], places, strict=True))
@@ -263,7 +250,7 @@ class ShmBackend(LedgerBackend):
         with self._ids_lock:
             first = self._next_id
             self._next_id += num_ids
-        return self._connected().welcome.session << 40 | first
+        return self._connected().session.welcome.session << 40 | first
 
     # --- payload ------------------------------------------------------------------------------------------------------
 
@@ -271,14 +258,13 @@ class ShmBackend(LedgerBackend):
         if write_id not in self._placed:
             return  # it went with the request that began the put
         offset, plan = self._placed.pop(write_id)
-        session = self._connected()  # held until the copy ends: the extent is free when the session ends
-        arena, end = self._memory(), offset + extent_bytes(plan.layout.size_bytes)
+        memory = self._connected()  # held until the copy ends: the extent is free when the session ends
+        end = offset + extent_bytes(plan.layout.size_bytes)
         synced = self.config.sync == "commit"
-        # the next owner of the folder gives no memory away in which this process still writes
-        uses = self._uses
-        with uses.during([(offset, end)], lambda: session.check("put_samples")) if uses is not None else nullcontext():
+        with memory.writing([(offset, end)]):
             # the disk works while this process copies the rest and makes the digest, and this process waits for it, so
             # that the ledger's need not
+            arena = memory.arena
             copied = arena.begin_sync if synced else None
             copy_arrays(plan.copies_into(arena.bytes[offset:]), self.config.copy_threads, copied=copied)
             if synced:
@@ -289,26 +275,17 @@ class ShmBackend(LedgerBackend):
         assert isinstance(located, _PlacedCells)
         if located.gone:
             raise RefsGoneError(f"{len(located.gone)} rows are gone", refs=located.gone)
-        session, memory = self._connected(), self._memory().bytes
-        read_only = self._read_only
-        if read_only is not None:
-            if self._uses is not None:
-                bounds = [place.bounds for place in located.places.values()]
-                self._uses.as_long_as(located.pin, bounds, lambda: session.check("get_samples"))
-            memory = read_only.window(0, read_only.size_bytes, owner=located.pin)
-        parts = []
-        for part in located.parts:
-            place = located.places[part.write_id]
-            extent = memory[slice(*place.bounds)]
-            slots = dict(zip(part.fields, part.slots, strict=True))
-            columns = stored_columns(extent, place.layout, place.num_rows, slots, located.specs)
-            parts.append(StoredRows(columns, part.positions, part.rows, in_place=read_only is not None))
+        memory = self._connected()
+        reads = [
+            ExtentRead(part.write_id, dict(zip(part.fields, part.slots, strict=True)), part.positions, part.rows)
+            for part in located.parts
+        ]
+        parts = memory.rows(reads, located.places, located.specs, located.pin)
         try:
             return read_stored(located.specs, parts, num_samples, self.config.copy_threads)
         finally:
-            if self._uses is not None:  # else the next owner of the folder may have given it to others meanwhile
-                session.check("get_samples")
+            memory.check("get_samples")
 
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
         # the store frees payload by itself; only the conformance kit, which loses payload on purpose, comes here
-        self._connected().call("delete", deadline, Drop(list(refs)))
+        self._connected().session.call("delete", deadline, Drop(list(refs)))

@@ -176,8 +176,8 @@ def _store(folder: PrivateFolder, deadline: float) -> Finding:
     if not folder.socket.exists():
         return Finding.warning(f"{name} is being started or ended.", "Run the doctor again.")
     try:
-        session, about, _ = open_store(folder, deadline)
-        statistics = session.call("doctor", deadline, Status())
+        memory, about = open_store(folder, deadline)
+        statistics = memory.session.call("doctor", deadline, Status())
     except DataPlaneError as error:
         hint = "Its owner still runs. Close the owner's client and bootstrap anew."
         return Finding.error(f"{name} does not answer: {error.message}", hint)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
-from dataplane_core.backends import PrivateFolder
+from dataplane_core.backends import PrivateFolder, SharedMemory
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
-from dataplane_core.host_memory import Arena
 from dataplane_core.hosting import Session, UnixAddress, decode_about
 from dataplane_shm._messages import MESSAGES, About
 
@@ -34,10 +31,9 @@ class _Address(UnixAddress):
         )
 
 
-def open_store(folder: PrivateFolder, deadline: float) -> tuple[Session, About, Arena]:
-    """Connects to a store: the session, what the store says about itself, and its memory."""
+def open_store(folder: PrivateFolder, deadline: float, *, views: bool = False) -> tuple[SharedMemory, About]:
+    """Connects to a store: its memory, with the session, and what the store says about itself."""
     session = Session(_Address(folder.socket), MESSAGES, deadline)
     if not session.descriptors:
         raise BackendUnavailableError(f"connect failed: what listens at {folder.socket} is no store.", retryable=False)
-    os.set_inheritable(session.descriptors[0], False)  # a program that inherits it would keep the memory
-    return session, decode_about(session.welcome, About), Arena(session.descriptors[0])
+    return SharedMemory(session, views=views), decode_about(session.welcome, About)

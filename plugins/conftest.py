@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import psutil
 import pytest
 
 from dataplane_core.client.connection import LATEST_END
+from dataplane_core.errors import DataPlaneError
 
 
 def _runs(pid: int) -> bool:
@@ -59,6 +62,26 @@ def hurries() -> Callable[[float], AbstractContextManager[None]]:
             LATEST_END.reset(before)
 
     return limit
+
+
+@pytest.fixture(scope="session")
+def told_in_time(hurries: Callable[[float], AbstractContextManager[None]]) -> Callable[..., DataPlaneError]:
+    """The error of a call that has so many seconds: ``told_in_time(call, kind, pattern, seconds)``.
+
+    If the deadline comes before what the error is to say is known, as on a busy machine, the call gets more time.
+    """
+
+    def ask(call: Callable[[], object], kind: Any, pattern: str, seconds: float) -> DataPlaneError:
+        for limit in (seconds, 4 * seconds):
+            with hurries(limit), pytest.raises(DataPlaneError) as caught:
+                call()
+            if isinstance(caught.value, kind) and re.search(pattern, str(caught.value)):
+                return caught.value
+        with hurries(15 * seconds), pytest.raises(kind, match=pattern) as last:
+            call()
+        return last.value
+
+    return ask
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,8 @@ that point for the nth time; a last one runs to the end. What they did goes line
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import signal
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 
 from dataplane_core import KVBatchMeta, connect
-from dataplane_core.errors import MissingDataError
+from dataplane_core.errors import LeaseExpiredError, MissingDataError
 from dataplane_integrations.replay import (
     Collector,
     InOrderPolicy,
@@ -33,16 +35,23 @@ from dataplane_integrations.replay import (
     save_replay,
 )
 
-LEASE_S = 2.0
+LEASE_S = 30.0
+#: What is left of the lease of a trainer that is killed: the next one waits so long.
+LEFT_S = 2.0
 WAIT_S = 60.0
 
 
 class Points:
-    """Ends the process at one of them."""
+    """Ends the process at one of them.
+
+    Attributes:
+        before_end: Called then.
+    """
 
     def __init__(self, folder: Path, point: str, nth: int) -> None:
         self._log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._point, self._left = point, nth
+        self.before_end: Callable[[], object] = lambda: None
 
     def log(self, what: str, names: Sequence[str]) -> None:
         os.write(self._log, "".join(f"{what} {name}\n" for name in names).encode())
@@ -51,6 +60,8 @@ class Points:
         if point == self._point:
             self._left -= 1
             if self._left == 0:
+                with contextlib.suppress(LeaseExpiredError):  # it was acked
+                    self.before_end()
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -82,6 +93,7 @@ def train(job: dict[str, Any], points: Points) -> None:
         )
         for batch in consumer:
             with batch:
+                points.before_end = functools.partial(client.renew, batch.meta, LEFT_S)
                 points.pass_by("claimed")
                 tokens = batch.read()["input_ids"][:, 0].tolist()
                 assert tokens == [parse_sample_id(each)["prompt"] for each in batch.meta.sample_ids]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import redis
 import torch
-from redis_servers import free_port, wait_until
+from redis_servers import Ended, free_port, wait_until
 from tensordict import TensorDict
 
 from dataplane_core.backends import Level
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError
-from dataplane_redis import RedisBackend, RedisConfig
+from dataplane_redis import RedisBackend, RedisConfig, _puts
 from dataplane_testkit import backend_of
 
 _PASSWORD = "s3cret-of-the-test"
@@ -128,10 +128,13 @@ def test_what_a_server_must_not_refuse_is_named(url_without, connect, refused):
     assert "what the ACL grants" in caught.value.hint
 
 
-def test_a_row_for_no_value_is_refused_where_the_server_does_not_tell_its_limit(url_without, connect):
+def test_a_row_for_no_value_is_refused_where_the_server_does_not_tell_its_limit(url_without, connect, monkeypatch):
+    assert _puts._MOST_BYTES == 512 << 20  # Redis' own default, which would take too much memory here
+    monkeypatch.setattr(_puts, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(_puts, "_LARGE_ROW_BYTES", 1 << 19)
     client = connect(url=url_without("config"), partition="p")
-    large = TensorDict({"x": torch.zeros(1, 600_000_000, dtype=torch.uint8)}, batch_size=[1])
-    with pytest.raises(CapacityExceededError, match=rf"600000016 bytes\. .* {512 << 20} bytes") as caught:
+    large = TensorDict({"x": torch.zeros(1, 2_000_000, dtype=torch.uint8)}, batch_size=[1])
+    with pytest.raises(CapacityExceededError, match=rf"2000016 bytes\. .* {1 << 20} bytes") as caught:
         client.put_samples(["a"], "p", large)
     assert not caught.value.retryable
     assert client.list_samples("p").size == 0
@@ -166,14 +169,23 @@ def tls_settings(folder, port, name="server"):
     return ["--tls-port", str(port), *words, "--tls-auth-clients", "yes"]
 
 
+def start_with_tls(start, folder, name="server", more=()):
+    """A server, or a sentinel, and its port for TLS."""
+    port = free_port()
+    try:
+        return start(*tls_settings(folder, port, name), *more), port
+    except Ended:  # another process took the port meanwhile
+        port = free_port()
+        return start(*tls_settings(folder, port, name), *more), port
+
+
 def parameters(folder, authority="ca"):
     """Of a url: the authority that we trust, and our own certificate."""
     return f"ssl_ca_certs={folder}/{authority}.pem&ssl_certfile={folder}/client.pem&ssl_keyfile={folder}/client.key"
 
 
 def test_tls_with_certificates_and_a_user(start_server, connect, every_operation, certificates, only_woken):
-    port = free_port()
-    server = start_server(*tls_settings(certificates, port))
+    server, port = start_with_tls(start_server, certificates)
     server.admin(*documented_user("mine"))
     user, place, asked = f"dataplane:{_PASSWORD}", f"localhost:{port}", parameters(certificates)
     client = connect(url=f"rediss://{user}@{place}?{asked}", namespace="mine")
@@ -194,10 +206,10 @@ def test_tls_with_certificates_and_a_user(start_server, connect, every_operation
 
 
 def test_a_service_with_tls_and_users(start_server, start_sentinel, connect, certificates):
-    port, sentinel_port = free_port(), free_port()
-    server = start_server(*tls_settings(certificates, port, "host"))
+    server, port = start_with_tls(start_server, certificates, "host")
     server.admin(*documented_user("mine"))
-    sentinel = start_sentinel(*tls_settings(certificates, sentinel_port, "host"), "--tls-replication", "yes")
+    more = ("--tls-replication", "yes")
+    sentinel, sentinel_port = start_with_tls(start_sentinel, certificates, "host", more)
     sentinel.admin("ACL", "SETUSER", "asker", "on", ">asked", "-@all", "+sentinel|masters")
     sentinel.admin("SENTINEL MONITOR", "plane", "127.0.0.1", port, 1)
     wait_until(lambda: sentinel.admin("SENTINEL MASTER", "plane")["flags"] == "master")

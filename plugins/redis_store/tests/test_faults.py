@@ -23,6 +23,7 @@ from dataplane_core.errors import (
     LostReplyError,
     LostSamplesError,
     OperationTimeoutError,
+    RoomTimeoutError,
 )
 from dataplane_redis._protocol import to_error
 from dataplane_redis._scripts import pack_strings
@@ -200,7 +201,46 @@ def a_long_script(server):
         thread.join(20)
 
 
-def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, hurries):
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        (OperationTimeoutError("timed out before it was sent.", outcome="not_done"), "is busy with a script"),
+        (OperationTimeoutError("did not answer in time."), r"did not answer in time\. Before that.* BUSY Redis"),
+        (BackendUnavailableError("cannot be reached."), "cannot be reached"),
+        (RoomTimeoutError("is full.", outcome="not_done"), "is full"),
+    ],
+    ids=["not sent", "no answer", "dead", "full"],
+)
+def test_a_refusal_that_was_waited_for_is_told_if_the_last_try_has_no_time(plain, connect, last, told):
+    link = backend_of(connect(url=plain.url))._session.link
+    busy = to_error("put", "the server", redis.ResponseError("BUSY Redis is busy running a script."))
+    errors = [busy, last]
+
+    def fails():
+        if len(errors) > 1:
+            raise errors.pop(0) from redis.ResponseError("BUSY Redis is busy running a script.")
+        raise errors.pop()
+
+    with pytest.raises(type(last), match=told) as caught:
+        link.retry_while_refused(time.monotonic() + 60, fails)
+    assert caught.value.outcome == last.outcome
+
+
+def test_why_no_node_of_a_cluster_can_be_reached_is_told_at_the_deadline(plain, connect, monkeypatch):
+    link = backend_of(connect(url=plain.url))._session.link
+    deadline = time.monotonic() + 0.1
+
+    def refused(*_):
+        wait_until(lambda: time.monotonic() >= deadline)
+        raise redis.ConnectionError("Connection refused.")
+
+    link.know([("127.0.0.1", 1)])
+    monkeypatch.setattr(link, "connect_to", refused)
+    with pytest.raises(BackendUnavailableError, match=r"cannot be reached: Connection refused\."):
+        link.open("test", deadline)
+
+
+def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, hurries, told_in_time):
     server = start_server()
     made = connect(url=server.url, op_timeout_s=60.0)
     hasty = connect(url=server.url)
@@ -222,11 +262,8 @@ def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, hurrie
         with hurries(1.0), pytest.raises(OperationTimeoutError) as caught:
             hasty.list_samples("p")
         assert caught.value.retryable
-        with (
-            hurries(3.0),
-            pytest.raises(OperationTimeoutError, match=r"is busy with a script that takes long\..* It was not done"),
-        ):
-            hasty.put_samples(["d"], "p", columns(1))
+        busy = r"is busy with a script that takes long\..* It was not done"
+        told_in_time(lambda: hasty.put_samples(["d"], "p", columns(1)), OperationTimeoutError, busy, 3.0)
         assert not done
     for thread in threads:
         thread.join(60)
@@ -259,8 +296,8 @@ def test_a_dead_server_is_named_and_a_restarted_one_found(start_server, connect,
     made = connect(url=server.url, op_timeout_s=60.0, partition="p")
     made.put_samples(["a"], "p", columns(1))
     server.kill()
-    with hurries(3.0), pytest.raises(BackendUnavailableError, match="cannot be reached") as caught:
-        made.get_samples(["a"], "p", ["x"])
+    with hurries(30.0), pytest.raises(BackendUnavailableError, match="cannot be reached") as caught:
+        made.get_samples(["a"], "p", ["x"])  # it is refused at once
     assert caught.value.__cause__ is not None
     server.start()
     assert made.get_samples(["a"], "p", ["x"])["x"].tolist() == [[0]]

@@ -111,17 +111,15 @@ def test_a_put_that_is_refused_leaves_nothing(cluster, client, namespace, connec
     assert num_keys(cluster, namespace) == 0
 
 
-def test_a_put_whose_rows_a_node_did_not_take_was_not_done(start_cluster, connect, namespace):
+def test_a_put_whose_rows_a_node_did_not_take_was_not_done(start_cluster, connect, namespace, told_in_time):
     nodes = start_cluster()
     client = connect(url=nodes[0].url, namespace=namespace, partition="p")
-    hasty = connect(url=nodes[0].url, namespace=namespace, bootstrap=False, op_timeout_s=3.0)
+    hasty = connect(url=nodes[0].url, namespace=namespace, bootstrap=False)
     silent = next(node for node in nodes if not _serves(node, backend_of(client)._session.base))
-    with (
-        silent.stopped(),
-        pytest.raises((OperationTimeoutError, BackendUnavailableError), match=r"It was not done\.") as caught,
-    ):
-        hasty.put_samples(names(64), "p", rows(64))
-    assert caught.value.outcome == "not_done"
+    kinds = (OperationTimeoutError, BackendUnavailableError)
+    with silent.stopped():
+        error = told_in_time(lambda: hasty.put_samples(names(64), "p", rows(64)), kinds, r"It was not done\.", 3.0)
+    assert error.outcome == "not_done"
     assert client.list_samples("p").size == 0
 
 
@@ -129,12 +127,10 @@ WRITER = """
     import os, signal, sys, torch
     from tensordict import TensorDict
     from dataplane_core import connect
-    from dataplane_redis import _puts
     from dataplane_redis._nodes import Nodes
     from dataplane_redis._payload import Payload
 
     url, namespace, when = sys.argv[1:]
-    _puts._ABANDON_GRACE_S = 0.5
     write, exchange = Payload.write, Nodes.exchange
 
     def die(*_, **__):
@@ -153,7 +149,7 @@ WRITER = """
         Payload.write = last_write
     else:
         Nodes.exchange = first_exchange
-    config = {"backend": "redis_store", "op_timeout_s": 3.0, "options": {"url": url, "namespace": namespace}}
+    config = {"backend": "redis_store", "options": {"url": url, "namespace": namespace}}
     client = connect(config, bootstrap=False)
     client.put_samples([f"d{row}" for row in range(8)], "p",
                        TensorDict({"x": torch.ones(8, 20_000)}, batch_size=[8]))
@@ -168,6 +164,13 @@ def test_what_a_killed_writer_left_is_deleted(cluster, client, namespace, python
     assert len(keys) == 8
     ends = [node.admin("PTTL", key) for node, key in keys]
     assert all(end == -1 if when == "before the commit" else end > 0 for end in ends)
+    session, deadline = backend_of(client)._session, time.monotonic() + 60
+    for write in session.command("test", deadline, b"ZRANGE", session.base + b":pending", b"0", b"-1"):
+        if write != MARK:
+            session.command("test", deadline, b"ZADD", session.base + b":pending", b"0", write)  # its time is over
+    for (node, key), end in zip(keys, ends, strict=True):
+        if end > 0:
+            node.admin("PEXPIRE", key, 1)
 
     def is_deleted():  # by the next calls of any client
         client.put_samples(["small"], "p", rows(1, size=1))

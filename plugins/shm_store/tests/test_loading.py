@@ -181,14 +181,16 @@ def test_a_client_serves_no_worker(config):
 
 
 TRAINER = """
-import os, sys
+import sys, time
 from dataplane_core import StreamingDataset, connect
-namespace, path = sys.argv[1:]
+namespace, path, most = sys.argv[1:]
 config = {"backend": "shm_store", "options": {"namespace": namespace}}
 client = connect(config, bootstrap=False)
 with open(path, "a") as trained:
-    for batch in StreamingDataset(config, "p", "t", ["x"], 1, lease_s=8.0).loader(client, 2):
+    for number, batch in enumerate(StreamingDataset(config, "p", "t", ["x"], 1, lease_s=8.0).loader(client, 2), 1):
         print(*batch.meta.sample_ids, file=trained, flush=True)
+        if number == int(most):
+            time.sleep(600)  # until it is killed
 """
 
 
@@ -197,7 +199,7 @@ def test_a_trainer_that_is_killed_and_started_again_trains_on_every_sample(confi
         _fill(client)
         path = tmp_path / "trained"
         command = ["-c", TRAINER, config["options"]["namespace"], path]
-        trainer = python.start(*command, start_new_session=True)
+        trainer = python.start(*command, 6, start_new_session=True)
         while not path.exists() or len(path.read_text().split()) < 5:
             time.sleep(0.005)
         os.killpg(trainer.pid, signal.SIGKILL)
@@ -205,7 +207,7 @@ def test_a_trainer_that_is_killed_and_started_again_trains_on_every_sample(confi
         acked = set(client.list_consumed("p", "t"))
         assert acked <= set(path.read_text().split())  # nothing was acked that was not trained on
         while not client.check_consumption_status("p", ["t"]):  # leases of the killed run end first
-            python.run(*command)
+            python.run(*command, NUM + 1)
         trained = path.read_text().split()
         assert set(trained) == {f"s{i}" for i in range(NUM)}
         assert len(trained) <= NUM + 1  # only the batch that it was killed on came twice

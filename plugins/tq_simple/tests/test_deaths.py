@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -308,18 +308,17 @@ def test_who_cannot_wait_gets_an_error_to_retry_and_without_its_journal_all_is_l
     engine = backend_of(client)._engine
 
     def refused() -> BackendUnavailableError | None:
-        try:
-            engine.call(UnitRecords(), time.monotonic() + 0.1)
-        except BackendUnavailableError as error:
-            return error
-        except OperationTimeoutError:  # the machine is busy
-            pass
+        with suppress(OperationTimeoutError):  # the machine is busy
+            try:
+                engine.call(UnitRecords(), time.monotonic() + 0.1)
+            except BackendUnavailableError as error:
+                return error
+            kill()  # Ray was faster
         return None
 
     kill()
     refusal = eventually(refused, "it was never away")
-    # where another thread of the client looks for the controller already, nothing is sent
-    assert re.search("may have been|Nothing was sent", str(refusal))
+    assert "may have been" in str(refusal)
     assert refusal.retryable
     assert right(client, ["a-1"])
 

@@ -325,13 +325,20 @@ class Link:
     def retry_while_refused(self, deadline: float, call: Callable[[], _R]) -> _R:
         """Repeats a call until the deadline while the server refuses before it does anything, and will accept the call
         soon, or another server will: it loads its data or runs a long script, a failover made it a replica, or another
-        node of the cluster serves the keys. Such an error says ``not_done``, and has the refusal as its cause."""
+        node of the cluster serves the keys. Such an error says ``not_done``, and has the refusal as its cause. If a
+        later try runs out of time, the last refusal is still told."""
         num_redirections = 0
+        known: BackendUnavailableError | OperationTimeoutError | None = None  # the last refusal that was waited for
         while True:
             try:
                 return call()
             except (BackendUnavailableError, OperationTimeoutError) as error:
                 refusal = error.__cause__
+                if known is not None and type(error) is OperationTimeoutError and not is_temporary_refusal(refusal):
+                    if error.outcome == "not_done":
+                        raise known from known.__cause__
+                    told = f"{error.message} Before that, it was refused: {known.__cause__}"
+                    raise OperationTimeoutError(told) from refusal
                 if error.outcome != "not_done" or not isinstance(refusal, RedisError):
                     raise
                 if is_temporary_refusal(refusal):
@@ -349,6 +356,7 @@ class Link:
                     raise
                 if not _is_early(deadline, pause_s):
                     raise
+                known = error.with_traceback(None) if pause_s else None  # a traceback would keep what the call sends
             time.sleep(pause_s)
 
     def commands(
@@ -363,11 +371,7 @@ class Link:
             LostReplyError: The connection was lost; the commands may have run or not.
             BackendUnavailableError: The server cannot be reached. Nothing was sent.
         """
-        try:
-            connection = self._acquire(what, deadline)
-        except (BackendUnavailableError, OperationTimeoutError) as error:
-            error.outcome = "not_done"
-            raise
+        connection = self._acquire(what, deadline)
         complete = False
         if receipt is not None:
             receipt.history = connection.dataplane_history
@@ -451,6 +455,13 @@ class Link:
     # --- connections --------------------------------------------------------------------------------------------------
 
     def _acquire(self, what: str, deadline: float) -> Any:
+        try:
+            return self._find_connection(what, deadline)
+        except (BackendUnavailableError, OperationTimeoutError) as error:
+            error.outcome = "not_done"
+            raise
+
+    def _find_connection(self, what: str, deadline: float) -> Any:
         while True:
             if time.monotonic() >= deadline:  # callers may loop: this ends them
                 raise OperationTimeoutError(f"{what} timed out before it was sent to {self.label}.")
@@ -516,14 +527,18 @@ class Link:
         if self._service is not None:
             return self._connect_to_primary(what, deadline, self._service, greet)
         elsewhere = iter(list(self._nodes))
+        why: Exception | None = None
         while True:
             if time.monotonic() >= deadline:
+                if why is not None:
+                    self.raise_error(what, why)
                 raise OperationTimeoutError(f"{what} timed out before it was sent to {self.label}.")
             address = self.address
             most_s = min(left_s(deadline), _CONNECT_S) if self._nodes else left_s(deadline)
             try:
                 return self.connect_to(address, most_s, greet)
             except (RedisError, OSError) as error:
+                why = error
                 if address != self.address:
                     continue  # another thread found another node meanwhile
                 is_lost = isinstance(error, (LostConnectionError, redis.TimeoutError, OSError))

@@ -157,10 +157,10 @@ def test_torchs_thread_count_stays_as_it_was(client: DataPlaneClient, num_thread
 
 
 def test_an_engine_has_no_threads_of_its_own(engine: Engine) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # some may end meanwhile
     with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as attached:
         attached.call(UnitRecords(), soon())
-        assert threading.active_count() == before
+        assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -194,9 +194,12 @@ def test_a_controller_that_stands_still(
 ) -> None:
     note(engine, "before")
     with stopped(pid_of("tq-engine")):
-        with pytest.raises(OperationTimeoutError, match="no answer in time from") as error:
-            note(engine, "while stopped", 2.0)
-        assert "did not answer Ray either" in str(error.value)
+        for limit_s in (2.0, 8.0, 30.0):  # on a busy machine it takes longer to ask Ray
+            with pytest.raises(OperationTimeoutError) as error:
+                note(engine, "while stopped", limit_s)
+            if "did not answer Ray either" in str(error.value):
+                break
+        assert re.search("no answer in time from.*did not answer Ray either", str(error.value))
         with pytest.raises(OperationTimeoutError):
             note(engine, "while stopped", 0.3)
         with pytest.raises(OperationTimeoutError):
@@ -207,16 +210,19 @@ def test_a_controller_that_stands_still(
 
 
 def test_a_storage_unit_that_stands_still(
-    client: DataPlaneClient, pid_of: Callable[[str], int], stopped: Stopped, hurries: Stopped
+    client: DataPlaneClient,
+    pid_of: Callable[[str], int],
+    stopped: Stopped,
+    hurries: Stopped,
+    told_in_time: Callable[..., Exception],
 ) -> None:
     client.put_samples(IDS, "p", {"x": ROWS})
     config = {"backend": "tq_simple", "options": backend_of(client).config.model_dump()}
     with connect(config, bootstrap=False) as other:
         assert len(other.list_units()) == 2  # it is connected to both
         with stopped(pid_of("tq-engine/unit-1")):
-            with hurries(3), pytest.raises(OperationTimeoutError, match="storage unit-1") as error:
-                other.get_samples(IDS, "p", ["x"])
-            assert "It has not ended: it is stopped" in str(error.value)
+            stands_still = r"storage unit-1\..*It has not ended: it is stopped"
+            told_in_time(lambda: other.get_samples(IDS, "p", ["x"]), OperationTimeoutError, stands_still, 3.0)
             with hurries(3), pytest.raises(OperationTimeoutError):
                 other.put_samples(["more1", "more2"], "p", {"x": ROWS[:2]})
             assert backend_of(other)._engine.call(UnitRecords(), soon())
@@ -229,6 +235,13 @@ def test_a_storage_unit_that_stands_still(
 def held_bytes(engine: Engine) -> int:
     units = [engine._unit(number, soon()) for number in engine._places.living().values()]
     return sum(unit.session.call("held", soon(), Memory()).held_bytes for unit in units)
+
+
+def test_a_call_that_waits_while_another_looks_for_the_controller_may_have_been_sent_before() -> None:
+    engine: Any = object.__new__(Engine)
+    engine._session, engine._finding = None, threading.Lock()
+    with engine._finding, pytest.raises(BackendUnavailableError, match=r"no answer yet.*may have been done or"):
+        engine._find_session(soon(0.1))
 
 
 def test_closing_ends_what_other_threads_wait_for(

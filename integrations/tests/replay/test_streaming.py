@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dataplane_core import KVBatchMeta
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, LeaseExpiredError, OperationTimeoutError
 from dataplane_integrations.replay import StreamingConsumer, _consumer
@@ -88,12 +89,13 @@ def test_a_lease_outlives_its_time_as_long_as_the_consumer_lives(
     put(stream, range(12))
     renewed, renew = threading.Semaphore(0), stream.renew
 
-    def counted(*args: Any) -> None:
-        renew(*args)
-        renewed.release()
+    def counted(meta: KVBatchMeta, *args: Any) -> None:
+        renew(meta, *args)
+        if "v0_p0_g0" in meta.sample_ids:  # others are read ahead
+            renewed.release()
 
     stream.renew = counted
-    batch = next(iter(consumer_of(stream, lease_s=4.0)))
+    batch = next(iter(consumer_of(stream, lease_s=3.0)))
     with batch:
         for _ in range(41):  # in more than the lease
             assert renewed.acquire(timeout=WAIT_S)

@@ -12,6 +12,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -995,7 +996,7 @@ def test_a_task_that_another_follower_has_is_refused(python, tmp_path):
             finally:
                 follower.kill()
         (info,) = (each for each in client.list_clients() if each.pid == follower.pid)
-        backend_of(client).announce(AnnounceRequest(client=info, ttl_s=0.1, deadline=float("inf")))
+        backend_of(client).announce(AnnounceRequest(client=info, ttl_s=0.1, deadline=time.monotonic() + STARTS_S))
         eventually(
             lambda: "gone" in [each.state for each in client.list_clients(ended=True)],
             within_s=STARTS_S,

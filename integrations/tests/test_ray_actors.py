@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 class Rank:
     """One rank."""
 
-    def __init__(self, rank: int, fail: bool = False) -> None:
+    def __init__(self, rank: int, fail: bool = False, hang: bool = False) -> None:
         if fail:
             raise ValueError(f"rank {rank} has no weights")
+        if hang:
+            time.sleep(600)
         self.rank = rank
 
     def where(self, scale: int = 1) -> int:
@@ -81,7 +84,7 @@ def test_a_constructor_that_raises_ends_the_others() -> None:
 
 def test_actors_that_do_not_come_up_are_named_with_the_clusters_state() -> None:
     with pytest.raises(PlacementError, match=r"no answer from worker 0.*The cluster has 8 logical CPUs"):
-        start_actors(_requests(1), timeout_s=0.01)
+        start_actors(_requests(1, kwargs={"hang": True}), timeout_s=0.01)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -118,8 +120,16 @@ def test_an_environment_that_cannot_be_made_is_told(wheel: Path) -> None:
     assert "RuntimeEnvSetupError" in report.problem
 
 
-def test_a_node_that_does_not_answer_is_told(local_ray: Any) -> None:
+def test_a_node_that_does_not_answer_is_told(local_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_answer = str(tmp_path / "may answer")
+
+    def answers_late(*_: Any) -> None:
+        while not os.path.exists(may_answer):
+            time.sleep(0.05)
+
+    monkeypatch.setattr("dataplane_integrations.ray.nodes._probe", lambda: answers_late)
     [report] = check_backend_on_nodes("tq_simple", timeout_s=0.0)
+    Path(may_answer).touch()
     assert report.problem == "it did not answer within 0 s."
 
 

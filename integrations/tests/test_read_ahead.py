@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -72,9 +73,10 @@ def test_an_error_comes_at_its_own_turn(depth: int) -> None:
     assert _readers() == []
 
 
-def test_what_nobody_got_is_discarded_at_the_close_and_the_rest_is_never_read() -> None:
+def test_what_nobody_got_is_discarded_at_the_close_and_the_rest_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read_now, may_end = threading.Event(), threading.Event()
-    done, discarded = [], []
+    done, discarded, cancelled = [], [], []
+    cancel = Future.cancel
 
     def read(number: int) -> int:
         if number == 2:
@@ -83,10 +85,16 @@ def test_what_nobody_got_is_discarded_at_the_close_and_the_rest_is_never_read() 
         done.append(number)
         return number
 
+    def cancel_noted(future: Any) -> bool:
+        cancelled.append(cancel(future))
+        if len(cancelled) == 2:  # all that had not begun
+            may_end.set()
+        return cancelled[-1]
+
     takes = read_ahead([functools.partial(read, number) for number in range(9)], 4, discarded.append)
     assert next(takes)() == 0
     assert read_now.wait(WAIT_S)
-    threading.Timer(0.05, may_end.set).start()
+    monkeypatch.setattr(Future, "cancel", cancel_noted)
     takes.close()
     assert done == [0, 1, 2]
     assert discarded == [1, 2]
@@ -94,8 +102,6 @@ def test_what_nobody_got_is_discarded_at_the_close_and_the_rest_is_never_read() 
 
 
 def test_a_result_whose_wait_was_interrupted_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from concurrent.futures import Future
-
     discarded: list[str] = []
     takes = read_ahead([lambda: "rows"], 1, discarded.append)
     take = next(takes)

@@ -12,6 +12,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +37,8 @@ from dataplane_core.errors import (
     UnknownPartitionError,
     UnsupportedOperationError,
 )
+from dataplane_core.spec import AnnounceRequest
+from dataplane_testkit import backend_of
 from dataplane_testkit._timing import STARTS_S, eventually
 from dataplane_tools import (
     _columns,
@@ -858,6 +861,7 @@ def test_a_shard_that_cannot_be_written_ends_quietly(written, tmp_path, monkeypa
             return super().write(data)
 
     unraisable = []
+    gc.collect()  # what other tests left
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
 
     def full(path, mode):
@@ -982,14 +986,17 @@ def test_a_task_that_another_follower_has_is_refused(python, tmp_path):
     config.write_text("{backend: shm_store, announce_s: 0.1, options: {capacity_bytes: 50MB}}")
     with connect(str(config)) as client:
         client.register_partition("p", ["x"], None, ["mine"], followers=["mine"])
-        with python.start("-c", FOLLOWER, config, "p", tmp_path / "one", "--follow", "--task", "mine") as follower:
-            try:
+        code = f"from dataplane_core.client import announcing\nannouncing._TIMEOUT_S = {STARTS_S}\n{FOLLOWER}"
+        with python.start("-c", code, config, "p", tmp_path / "one", "--follow", "--task", "mine") as follower:
+            try:  # it is listed for so long after an announcement
                 eventually(lambda: any(each.work for each in client.list_clients()), within_s=STARTS_S, what="a claim")
                 with pytest.raises(InvalidRequestError, match=rf"'mine' of 'p' is that of 'process {follower.pid} on "):
                     follow(client, tmp_path / "two", task="mine")
                 assert not (tmp_path / "two" / ".export.json").exists()
             finally:
                 follower.kill()
+        (info,) = (each for each in client.list_clients() if each.pid == follower.pid)
+        backend_of(client).announce(AnnounceRequest(client=info, ttl_s=0.1, deadline=time.monotonic() + STARTS_S))
         eventually(
             lambda: "gone" in [each.state for each in client.list_clients(ended=True)],
             within_s=STARTS_S,

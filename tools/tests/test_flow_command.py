@@ -218,12 +218,15 @@ def test_a_running_store_is_looked_at_for_a_while(store, config, tmp_path, capsy
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        assert main(["flow", config, "--seconds", "2.5", "-o", str(tmp_path)]) == 0
+        for seconds in ("2.5", "10", "40"):
+            assert main(["flow", config, "--seconds", seconds, "-o", str(tmp_path)]) == 0
+            (looks,) = re.findall(r": (\d+) looks? over ", capsys.readouterr().out)
+            if int(looks) >= 2:  # a busy machine has fewer than one per second
+                break
     finally:
         stop.set()
         writer.join()
-    (looks,) = re.findall(r": (\d+) looks over ", capsys.readouterr().out)
-    assert int(looks) >= 2  # a busy machine has fewer than one per second
+    assert int(looks) >= 2
     texts, table, _ = page(tmp_path)
     assert "train: written" in texts
     assert texts.count("train: policy") == 3

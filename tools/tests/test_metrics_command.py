@@ -16,6 +16,7 @@ from dataplane_core.cli import main
 from dataplane_core.spec import AnnounceRequest, CallInfo, ClientInfo
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import STARTS_S, Background, eventually
+from dataplane_tools import _metrics
 from dataplane_tools._metrics import Federation, _url_of
 
 WORKER = """
@@ -207,7 +208,8 @@ def test_an_endpoint_that_answers_nonsense_is_left_out(answer):
     assert "dataplane_x" not in found
 
 
-def test_names_with_control_characters_are_labels_with_their_escapes():
+def test_names_with_control_characters_are_labels_with_their_escapes(monkeypatch):
+    monkeypatch.setattr(_metrics, "_TIMEOUT_S", STARTS_S)
     found = endpoint_of([OK, b"\r\ndataplane_x 1\n"], host="h\n\x1b[1m", role="\u202er")
     (up,) = found["dataplane_process_up"].samples
     assert (up.labels, up.value) == ({"host": "h\\n\\x1b[1m", "pid": "1", "role": "\\u202er"}, 1.0)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dataplane_core import connect, connect_async, stream
+from dataplane_core.client import feeds
 from dataplane_core.client.held import HeldMetas
 from dataplane_core.errors import (
     BackendUnavailableError,
@@ -127,7 +128,7 @@ def test_what_is_not_acked_is_given_back_when_the_loop_is_left(client, prefetch,
         work()
     gc.collect()
     assert _consumed(client) == ["s0", "s1", "s2", "s3"]
-    assert _num_leased(client) == 0
+    eventually(lambda: not _num_leased(client), what="the samples are given back")
     rest = [name for batch in stream(client, "p", "t", ["x"], 4) for name in batch.meta.sample_ids]
     assert rest == [f"s{i}" for i in range(4, NUM)]
 
@@ -201,7 +202,7 @@ def test_errors_reach_the_loop_and_end_the_stream(client):
     for prefetch in (0, 1):
         with pytest.raises(KeyError, match="collate"):
             next(stream(client, "p", "t", ["x"], 4, collate=fail, prefetch=prefetch))
-        assert _num_leased(client) == 0
+        eventually(lambda: not _num_leased(client), what="the samples are given back")
     client.register_partition("endless", ["x"], None, ["t"])
     with pytest.raises(ClaimTimeoutError):
         next(stream(client, "endless", "t", ["x"], 4, timeout_s=0.01))
@@ -493,14 +494,15 @@ class Counting:
         return (yield)
 
 
-def test_leases_are_renewed_while_other_calls_take_all_threads():
+def test_leases_are_renewed_while_other_calls_take_all_threads(monkeypatch):
+    monkeypatch.setattr(feeds, "RENEWED_AFTER", 1 / 60)
     opened, counting = threading.Event(), Counting()
 
     async def main():
         async with await connect_async({"backend": "noop", "middleware": [counting]}, threads=2) as client:
             await client.register_partition("p", ["x"], None, ["t", "u"])
             await client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
-            batches = stream(client, "p", "t", ["x"], 1, lease_s=3.0, prefetch=0)
+            batches = stream(client, "p", "t", ["x"], 1, lease_s=60.0, prefetch=0)
             await anext(batches)
             slow = [
                 stream(client, "p", "u", ["x"], 1, prefetch=0, collate=lambda *_: opened.wait(60)) for _ in range(2)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from dataplane_core import connect, connect_async
-from dataplane_core.client import waiting
+from dataplane_core.client import async_client, claims, waiting
 from dataplane_core.client.announcing import Work
 from dataplane_core.errors import ClaimTimeoutError, UnknownPartitionError, UnknownTaskError
 from dataplane_core.ledger import Pacer
@@ -36,6 +36,14 @@ def told(events):
     return [each.verdict for each in events if each.verdict is not None]
 
 
+@pytest.fixture
+def thorough(monkeypatch):
+    """A look for the cause may take as long as a busy machine needs."""
+    for module in (claims, async_client):
+        monkeypatch.setattr(module, "ADVICE_S", STARTS_S)
+
+
+@pytest.mark.usefixtures("thorough")
 def test_a_claim_that_waits_tells_why_and_again_later(caplog):
     caplog.set_level(logging.INFO)
     events = []
@@ -43,22 +51,18 @@ def test_a_claim_that_waits_tells_why_and_again_later(caplog):
         filled(client)
         waiting = Background(lambda: client.claim_meta(*CLAIM, timeout_s=600.0))
         eventually(
-            lambda: [each.state for each in told(events)][-1:] == ["starved"], STARTS_S, "a claim that is starved"
+            lambda: [each.state for each in told(events)][2:][-1:] == ["starved"], STARTS_S, "a claim that is starved"
         )
         client.put_samples(["a", "b"], "p", {"y": [1.0, 2.0]})
         assert waiting.result().size == 2
     first, second, *_, last = told(events)
-    assert (first.state, last.state, last.task_name, last.backlog, last.num_ready) == (
-        "waits",
-        "starved",
-        "train",
-        2,
-        0,
-    )
+    expected = ("waits", logging.INFO) if first.waited_s < 5 * 0.5 else ("starved", logging.WARNING)  # told very late
+    assert (last.state, last.task_name, last.backlog, last.num_ready) == ("starved", "train", 2, 0)
     assert "2 samples lack 'y', the first one is 'a'" in last.text
-    assert second.waited_s >= 1.5 * first.waited_s  # twice, but it is told a moment after it is due
+    assert first.waited_s >= 0.5
+    assert second.waited_s >= 2 * 0.5  # each is told some time after it is due
     said = [(each.levelno, each.getMessage()) for each in caplog.records]
-    assert said[0][0] == logging.INFO
+    assert (first.state, said[0][0]) == expected
     assert said[-1][0] == logging.WARNING
     assert re.match(r"p / train: starved for \d+ s\. It has 0 of 2 samples\. 2 samples lack 'y'", said[-1][1])
     assert {each.op for each in events if each.verdict is not None} == {"why"}
@@ -72,12 +76,14 @@ def test_no_claim_tells_it_if_nobody_wants_to_know(caplog):
     assert not caplog.records
 
 
-def test_an_error_has_the_verdict_if_the_claim_had_waited():
+@pytest.mark.usefixtures("thorough")
+def test_an_error_has_the_verdict_if_the_claim_had_waited(monkeypatch):
     with connect(config()) as client:
         filled(client)
         with pytest.raises(ClaimTimeoutError, match=r"2 samples lack 'y', the first one is 'a'\. No client") as caught:
             client.claim_meta(*CLAIM, timeout_s=1.1)
         assert (caught.value.verdict.cause, caught.value.verdict.waited_s >= 1.0) == ("unwritten", True)
+        monkeypatch.setattr(claims, "_EXPLAINED_AFTER_S", 600.0)
         with pytest.raises(ClaimTimeoutError) as caught:
             client.claim_meta(*CLAIM, timeout_s=0.1)
         assert caught.value.verdict is None
@@ -85,6 +91,7 @@ def test_an_error_has_the_verdict_if_the_claim_had_waited():
         assert (verdict.state, verdict.backlog, verdict.num_ready) == ("moves", 2, 0)
 
 
+@pytest.mark.usefixtures("thorough")
 def test_the_asyncio_client_tells_the_same(caplog):
     caplog.set_level(logging.INFO)
     events = []
@@ -93,13 +100,17 @@ def test_the_asyncio_client_tells_the_same(caplog):
         async with await connect_async(config(events)) as client:
             await client.register_partition("p", ["x", "y"], None, ["train"])
             await client.put_samples(["a", "b"], "p", {"x": [1.0, 2.0]})
+            waits = asyncio.create_task(client.claim_meta(*CLAIM, timeout_s=600.0))
+            async with asyncio.timeout(STARTS_S):
+                while not told(events):
+                    await asyncio.sleep(0.01)
+            waits.cancel()
             with pytest.raises(ClaimTimeoutError, match="2 samples lack 'y'") as caught:
                 await client.claim_meta(*CLAIM, timeout_s=1.1)
             return caught.value.verdict, await client.why("p")
 
     verdict, (now,) = asyncio.run(main())
     assert (verdict.cause, now.state) == ("unwritten", "moves")
-    assert told(events)
     assert caplog.records
 
 
@@ -123,6 +134,7 @@ def test_names_that_are_not_there():
         assert [each.task_name for each in client.why()] == ["train", "score"]
 
 
+@pytest.mark.usefixtures("thorough")
 def test_a_verdict_in_an_error_can_be_pickled():
     import pickle
 
@@ -132,6 +144,7 @@ def test_a_verdict_in_an_error_can_be_pickled():
     assert again.verdict == caught.value.verdict
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_listener_that_raises_does_not_change_what_the_claim_raises(caplog, mode):
     def fails(event):
@@ -140,20 +153,24 @@ def test_a_listener_that_raises_does_not_change_what_the_claim_raises(caplog, mo
 
     settings = {**config(), "middleware": [Metrics(on_event=fails)]}
 
-    async def claim():
+    async def claim(timeout_s):
         async with await connect_async(settings) as client:
             await client.register_partition("p", ["x", "y"], None, ["train"])
-            await client.claim_meta(*CLAIM, timeout_s=2.0)
+            await client.claim_meta(*CLAIM, timeout_s=timeout_s)
 
-    def claim_here():
+    def claim_here(timeout_s):
         with connect(settings) as client:
-            filled(client).claim_meta(*CLAIM, timeout_s=2.0)
+            filled(client).claim_meta(*CLAIM, timeout_s=timeout_s)
 
-    with pytest.raises(ClaimTimeoutError):
-        claim_here() if mode == "sync" else asyncio.run(claim())
+    for timeout_s in (2.0, 8.0, 32.0):
+        with pytest.raises(ClaimTimeoutError):
+            claim_here(timeout_s) if mode == "sync" else asyncio.run(claim(timeout_s))
+        if caplog.text:  # else this machine stood still until the claim timed out
+            break
     assert "the listener is broken" in caplog.text
 
 
+@pytest.mark.usefixtures("thorough")
 def test_a_fault_of_the_look_for_the_cause_does_not_change_the_error_of_a_claim(caplog, monkeypatch):
     def fails(*args):
         raise ValueError("no verdict")
@@ -165,6 +182,7 @@ def test_a_fault_of_the_look_for_the_cause_does_not_change_the_error_of_a_claim(
     assert "no verdict" in caplog.text
 
 
+@pytest.mark.usefixtures("thorough")
 def test_an_interrupt_while_a_claim_is_explained_is_not_held_back():
     class Interrupted:
         @hookimpl(wrapper=True)

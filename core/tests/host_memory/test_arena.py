@@ -95,6 +95,7 @@ def test_nothing_is_left_of_it():
     def mappings():
         return Path("/proc/self/maps").read_text().count("memfd:dataplane")
 
+    gc.collect()  # what other tests left
     mapped, opened = mappings(), set(os.listdir("/proc/self/fd"))
     arena = Arena.create(mmap.PAGESIZE)
     view = np.frombuffer(arena.bytes, np.uint8)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from dataplane_core import KVBatchMeta
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, LeaseExpiredError, OperationTimeoutError
-from dataplane_integrations.replay import StreamingConsumer
+from dataplane_integrations.replay import StreamingConsumer, _consumer
 
 WAIT_S = 60.0
 #: Batches that the consumers read ahead.
@@ -81,18 +82,22 @@ def test_a_step_that_fails_gives_its_rows_back_at_once(stream: DataPlaneClient) 
     assert train_on(consumer_of(stream)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-def test_a_lease_outlives_its_time_as_long_as_the_consumer_lives(stream: DataPlaneClient) -> None:
+def test_a_lease_outlives_its_time_as_long_as_the_consumer_lives(
+    stream: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_consumer, "RENEWED_AFTER", 1 / 40)  # so this machine may stand still for most of a lease
     put(stream, range(12))
     renewed, renew = threading.Semaphore(0), stream.renew
 
-    def counted(*args: Any) -> None:
-        renew(*args)
-        renewed.release()
+    def counted(meta: KVBatchMeta, *args: Any) -> None:
+        renew(meta, *args)
+        if "v0_p0_g0" in meta.sample_ids:  # others are read ahead
+            renewed.release()
 
     stream.renew = counted
     batch = next(iter(consumer_of(stream, lease_s=3.0)))
     with batch:
-        for _ in range(4):  # at a third of a lease each
+        for _ in range(41):  # in more than the lease
             assert renewed.acquire(timeout=WAIT_S)
         taken = stream.claim_meta("replay", "train", ["x"], 12, blocking=False)
         assert not set(taken.sample_ids) & set(batch.meta.sample_ids)

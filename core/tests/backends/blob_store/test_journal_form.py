@@ -132,7 +132,7 @@ def test_a_row_that_samples_share_is_freed_with_the_last_of_them(way):
 def test_what_ranks_were_given_is_kept(way):
     with stored(way) as client:
         claimed = [
-            client.claim_meta("ranks", "t", ["x"], 1, rank, blocking=False, sampler="balanced", dp_size=2, lease_s=1.0)
+            client.claim_meta("ranks", "t", ["x"], 1, rank, blocking=False, sampler="balanced", dp_size=2, lease_s=600)
             for rank in (0, 1)
         ]
         assert [meta.sample_ids for meta in claimed] == [["a"], ["b"]]

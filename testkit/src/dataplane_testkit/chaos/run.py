@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from dataplane_core.errors import ConfigError, DataPlaneError, MissingDataError
+from dataplane_core.errors import ConfigError, DataPlaneError, MissingDataError, OperationTimeoutError
 from dataplane_core.spec import Capability, Scope
 from dataplane_testkit._author import AuthorsClass, Disturbance
 from dataplane_testkit._hooks import backend_of
@@ -256,7 +256,7 @@ def run_chaos(
         What was found.
 
     Raises:
-        DataPlaneError: The store cannot be started.
+        DataPlaneError: The store cannot be started, or the workers made no call in the time of the schedule.
     """
     backend_class = case.under_test()
     capacity_bytes = settings.capacity_bytes if Capability.CAPACITY in backend_class.capabilities else None
@@ -371,6 +371,13 @@ class _Run(ExitStack):
             self._threads()
         else:
             self._workers()
+        workers = [self._folder / f"{name}.jsonl" for name in self._processes if name.startswith("w")]
+        if not any(path.stat().st_size for path in workers):
+            raise OperationTimeoutError(
+                f"a chaos run refused to judge: no worker made a call in the {settings.schedule_s:g} s of the run. "
+                "Expected some.",
+                hint="The machine may be too busy. Run it again, for longer.",
+            )
         if settings.kills is not None:
             self._put_again(heir)
         self._audited_s = self._now()

@@ -167,11 +167,11 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
         def listed() -> list[ClientInfo]:
             return [each for each in other.list_clients() if each.role == "kit"]
 
-        def tells_the_claim() -> bool:
-            return any(call.partition_id == partition for each in listed() for call in each.calls)
+        def telling_the_claim() -> list[ClientInfo]:
+            found = listed()
+            return found if any(call.partition_id == partition for each in found for call in each.calls) else []
 
-        eventually(tells_the_claim, what="a client that announces a claim that waits")
-        (found,) = listed()
+        (found,) = eventually(telling_the_claim, what="a client that announces a claim that waits")
         assert (found.host, found.pid, found.num_calls) == (socket.gethostname(), os.getpid(), len(found.calls))
         assert [each.operation for each in found.calls if each.partition_id == partition] == ["claim_meta"]
         client.clear_samples(None, partition)

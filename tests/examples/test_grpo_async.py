@@ -110,7 +110,10 @@ def test_an_interrupted_run_that_is_ahead_leaves_no_process(tmp_path: Path, path
             "run ahead through the data plane. Leave out --in-memory or --mode async.",
         ),
         (["--staleness", "2"], "--staleness: rollouts run ahead with --mode async only."),
-        (["--mode", "async", "--staleness", "-1"], "rollouts.staleness: Input should be greater than or equal to 0"),
+        (
+            ["--mode", "async", "--staleness", "-1"],
+            "key 'rollouts.staleness': Input should be greater than or equal to 0",
+        ),
         (["--mode", "async", "--dynamic-sampling"], "dynamic_sampling finds out while it generates: enable one"),
     ],
 )

@@ -161,9 +161,9 @@ def test_an_interrupted_run_leaves_no_process(running: Running, signum: signal.S
     [
         ({"ray": {"num_cpus": 1}}, [], "Ray has too few CPUs: the run's actors ask for 1.5, ray.num_cpus is 1."),
         ({"ray": {"address": "127.0.0.1:1"}}, [], "no Ray cluster answers at ray.address 127.0.0.1:1"),
-        ({"grpo": {"stepz": 4}}, [], "unknown key 'grpo.stepz'. Did you mean 'steps'?"),
+        ({"grpo": {"stepz": 4}}, [], "unknown key 'grpo.stepz'; did you mean 'steps'?"),
         ({}, ["--data", "gone.jsonl"], "gone.jsonl does not exist. Give a JSONL file with --data FILE.\n"),
-        ({}, ["--steps", "0"], "grpo.steps: Input should be greater than or equal to 1"),
+        ({}, ["--steps", "0"], "key 'grpo.steps': Input should be greater than or equal to 1"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(

@@ -139,6 +139,8 @@ def run(rank, store, replies):
             replies.put((name, rank, "passed"))
         except BaseException:
             replies.put((name, rank, traceback.format_exc()))
+    replies.close()
+    replies.join_thread()  # all is told before the group ends, however that goes
     dist.destroy_process_group()
 
 

@@ -19,6 +19,8 @@ from dataplane_redis import RedisBackend, RedisConfig, _puts
 from dataplane_testkit import backend_of
 
 _PASSWORD = "s3cret-of-the-test"
+#: What a message says of a certificate that we do not trust.
+_REFUSED = r"certificate that was shown for .* is refused: .* connecting to .*CERTIFICATE_VERIFY_FAILED"
 _README = Path(__file__).parents[1] / "README.md"
 
 
@@ -196,13 +198,14 @@ def test_tls_with_certificates_and_a_user(start_server, connect, every_operation
         (f"rediss://dataplane:wrong@{place}?{asked}", "password"),
         (f"rediss://{place}?{asked}", "Authentication"),
         (f"rediss://{user}@{place}?ssl_ca_certs={certificates}/ca.pem", "cannot be reached"),  # no certificate of ours
-        (f"rediss://{user}@127.0.0.1:{port}?{asked}", "certificate"),  # made for another name
-        (f"rediss://{user}@{place}?{parameters(certificates, 'other')}", "certificate"),
+        (f"rediss://{user}@127.0.0.1:{port}?{asked}", _REFUSED),  # made for another name
+        (f"rediss://{user}@{place}?{parameters(certificates, 'other')}", _REFUSED),
         (f"redis://{user}@{place}", "cannot be reached|timed out"),  # no TLS
     ):
         with pytest.raises((BackendUnavailableError, TimeoutError), match=reason) as caught:
             connect(url=url, namespace="mine", op_timeout_s=5)
         assert _PASSWORD not in str(caught.value)
+        assert caught.value.retryable != (reason in (_REFUSED, "password", "Authentication"))
 
 
 def test_a_service_with_tls_and_users(start_server, start_sentinel, connect, certificates):
@@ -219,6 +222,11 @@ def test_a_service_with_tls_and_users(start_server, start_sentinel, connect, cer
     with pytest.raises(BackendUnavailableError, match="password") as caught:
         connect(url=f"{place}&sentinel_username=asker&sentinel_password=wrong", namespace="mine")
     assert not caught.value.retryable
-    with pytest.raises(BackendUnavailableError, match="certificate") as caught:
+    with pytest.raises(BackendUnavailableError, match=_REFUSED) as caught:
         connect(url=place.replace("ca.pem", "other.pem"), namespace="mine")
+    assert not caught.value.retryable
+    _, other_port = start_with_tls(start_server, certificates)  # its certificate is made for another name
+    sentinel.admin("SENTINEL MONITOR", "other", "127.0.0.1", other_port, 1)
+    with pytest.raises(BackendUnavailableError, match=f"{_REFUSED}.* mismatch") as caught:
+        connect(url=place.replace("/plane?", "/other?"), namespace="mine")
     assert not caught.value.retryable

@@ -206,10 +206,11 @@ def a_long_script(server):
     [
         (OperationTimeoutError("timed out before it was sent.", outcome="not_done"), "is busy with a script"),
         (OperationTimeoutError("did not answer in time."), r"did not answer in time\. Before that.* BUSY Redis"),
+        (OperationTimeoutError("had 0 of 1 replicas.", outcome="done", hint="wait"), r"had 0 of 1 replicas\. "),
         (BackendUnavailableError("cannot be reached."), "cannot be reached"),
         (RoomTimeoutError("is full.", outcome="not_done"), "is full"),
     ],
-    ids=["not sent", "no answer", "dead", "full"],
+    ids=["not sent", "no answer", "done", "dead", "full"],
 )
 def test_a_refusal_that_was_waited_for_is_told_if_the_last_try_has_no_time(plain, connect, last, told):
     link = backend_of(connect(url=plain.url))._session.link
@@ -224,6 +225,7 @@ def test_a_refusal_that_was_waited_for_is_told_if_the_last_try_has_no_time(plain
     with pytest.raises(type(last), match=told) as caught:
         link.retry_while_refused(time.monotonic() + 60, fails)
     assert caught.value.outcome == last.outcome
+    assert caught.value.hint == last.hint or "busy" in told
 
 
 def test_why_no_node_of_a_cluster_can_be_reached_is_told_at_the_deadline(plain, connect, monkeypatch):
@@ -432,7 +434,7 @@ def test_a_put_that_was_given_up_leaves_nothing(plain, connect):
     write = os.urandom(16)
     parts = [[pack_strings(["x", "tensor:int64:1:"]), [900], ""]]
     asked = {"name": "p", "ids": ["a"], "parts": parts, "tags": "", "capacity": 1000, "ttl_s": 0.05, "request": ""}
-    asked |= {"write": write, "wait_s": 0.0, "client": b""}
+    asked |= {"write": write, "wait_s": 0.0}
 
     def put(**more):
         return backend._session.run("t", time.monotonic() + 5, "put", **asked, **more)

@@ -315,7 +315,7 @@ def test_an_engine_stays_open_until_the_rows_of_a_put_that_was_given_up_are_dele
     client, connect, ray_address, monkeypatch
 ):
     # other settings: an engine of its own
-    options = {"instance": "store", "ray_address": ray_address, "local_buffer_size_bytes": 5 * MIB}
+    options = {"instance": "store", "ray_address": ray_address, "rdma_devices": ["none"]}
     other = connect(bootstrap=False, **options)
     engine, store = backend_of(other)._engine, backend_of(other)._engine._store
     noting, put, stored, go_on = Noting(store._engine), store.put, threading.Event(), threading.Event()

@@ -337,8 +337,9 @@ class Link:
                 if known is not None and type(error) is OperationTimeoutError and not is_temporary_refusal(refusal):
                     if error.outcome == "not_done":
                         raise known from known.__cause__
-                    told = f"{error.message} Before that, it was refused: {known.__cause__}"
-                    raise OperationTimeoutError(told) from refusal
+                    if error.outcome == "unknown":
+                        error.message += f" Before that, it was refused: {known.__cause__}"
+                    raise
                 if error.outcome != "not_done" or not isinstance(refusal, RedisError):
                     raise
                 if is_temporary_refusal(refusal):
@@ -542,7 +543,7 @@ class Link:
                 if address != self.address:
                     continue  # another thread found another node meanwhile
                 is_lost = isinstance(error, (LostConnectionError, redis.TimeoutError, OSError))
-                is_lost = is_lost and not is_temporary_refusal(error)
+                is_lost = is_lost and not is_temporary_refusal(error) and not is_untrusted(error)
                 node = next(elsewhere, None) if is_lost else None
                 if node is None and not (is_lost and self._nodes and _is_early(deadline, _POLL_S)):
                     self.raise_error(what, error)

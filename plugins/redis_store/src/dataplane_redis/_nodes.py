@@ -16,11 +16,19 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, TypeAlias
 
 import redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import InvalidResponse, RedisError, ResponseError
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_redis._link import Address, Idle, Link, Read, Stream, fetch_arrays
-from dataplane_redis._protocol import Parts, is_moving, is_temporary_refusal, left_s, pack, redirection_of
+from dataplane_redis._protocol import (
+    Parts,
+    is_moving,
+    is_temporary_refusal,
+    is_untrusted,
+    left_s,
+    pack,
+    redirection_of,
+)
 
 #: Seconds between two tries while a node cannot be reached or refuses, and the most that connecting may take.
 _POLL_S: Final = 0.05
@@ -151,7 +159,8 @@ class Nodes:
 
         Raises:
             LostNodeError: A connection was lost, and the jobs may not run twice.
-            BackendUnavailableError: No node served a slot until the deadline.
+            BackendUnavailableError: No node served a slot until the deadline, or its certificate is refused.
+            BackendError: A node's reply cannot be read.
             OperationTimeoutError: A node did not answer in time.
         """
         last_replies: list[Any] = []
@@ -163,6 +172,8 @@ class Nodes:
             left = self._round(jobs, asked, deadline, last, last_replies)
             asked = left.asked
             num_rounds += 1
+            if left.error is not None and (is_untrusted(left.error) or isinstance(left.error, InvalidResponse)):
+                self._link.raise_error(what, left.error)  # it would be the same again
             if left.was_sent and not again:
                 if _is_late(left.error):
                     self._raise_late(what, left.error)

@@ -10,7 +10,6 @@ A row is what one put wrote of one sample: its frames, joined in the format of `
 from __future__ import annotations
 
 import re
-import ssl
 import time
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
@@ -246,7 +245,8 @@ def is_temporary_refusal(error: BaseException | None) -> bool:
 
 def is_untrusted(error: BaseException) -> bool:
     """Whether the certificate of the other side is refused: a later try will meet the same one."""
-    return isinstance(error.__context__, ssl.SSLCertVerificationError)
+    # redis-py sets no cause, and the context may be of another error that the caller handles
+    return isinstance(error, LostConnectionError) and "CERTIFICATE_VERIFY_FAILED" in str(error)
 
 
 def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
@@ -289,7 +289,7 @@ def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
         )
     if is_untrusted(error):
         return BackendUnavailableError(
-            f"{what} failed: the certificate that was shown for {label} is refused: {error.__context__}.",
+            f"{what} failed: the certificate that was shown for {label} is refused: {text.rstrip('.')}.",
             retryable=False,
             hint="Check that ssl_ca_certs of the url is the authority that signed it, and that it is made for the host "
             "that the url names.",

@@ -375,7 +375,7 @@ class Instance(ABC):
                 if late and error.retryable and self.config.journal is not None:
                     raise BackendUnavailableError(
                         f"the controller of instance {self.config.instance!r} died, and was not back by the deadline. "
-                        "What was called may have been done or not.",
+                        "It may have been done or not.",
                         hint="Ray starts it again, and it finds its ledger in its journal: try again, or raise "
                         "op_timeout_s.",
                     ) from error

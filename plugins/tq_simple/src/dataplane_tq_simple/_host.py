@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.errors import BackendUnavailableError, InvalidRequestError
 from dataplane_core.hosting import CallId, Client, LedgerHost, lock_folder, sync_path
 from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import LedgerService, Ref, commands
@@ -165,6 +165,8 @@ class ControllerHost(LedgerHost):
 
     def _begin_put(self, put: commands.BeginPut, client: Client) -> int:
         """Begins a put whose rows lie elsewhere: the ledger numbers its writes."""
+        if self.book.actors():  # the book numbers them too
+            raise InvalidRequestError("a put was not begun: it names no node, and this instance places rows on units.")
         if put.write_id is None and self._journal is not None:
             put = replace(put, write_id=self._journal.take_ids(put.num_ids))
         return self._ledger.call(put)

@@ -242,7 +242,7 @@ class QueueEngine(ABC):
         if not self._finding.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise BackendUnavailableError(  # it may be repeated: its first try was sent
                 "the controller was not found by the deadline: another call of this client asks it over Ray where it "
-                "is, and has no answer yet. What was called may have been done or not."
+                "is, and has no answer yet. It may have been done or not."
             )
         try:
             if self._closed:

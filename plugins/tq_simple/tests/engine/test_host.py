@@ -28,12 +28,14 @@ IDS = [f"s{row}" for row in range(6)]
 class Controller:
     """A controller's host, and one client."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, num_units: int = 3) -> None:
         self._folder = folder
         self._serial = self._num_puts = 0
         self._client = Client(1)
         self.host = ControllerHost(make_ledger(folder, None, False))
-        self.host.book.begin("actor-", [(f"unit-{each}", f"actor-unit-{each}", started(each)) for each in range(3)])
+        self.host.book.begin(
+            "actor-", [(f"unit-{each}", f"actor-unit-{each}", started(each)) for each in range(num_units)]
+        )
         self.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "epoch"))
 
     def again(self, *running: str) -> None:
@@ -198,8 +200,10 @@ def test_units_that_end_or_start_while_no_controller_runs(controller: Controller
 
 
 def test_the_ledger_numbers_writes_whose_rows_lie_elsewhere(tmp_path: Path) -> None:
-    controller = Controller(tmp_path / "journal")
     begin = commands.BeginPut("p", IDS, X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0)
+    with pytest.raises(InvalidRequestError, match="places rows on units"):
+        Controller(None).call(begin)
+    controller = Controller(tmp_path / "journal", num_units=0)
     first = controller.call(begin)
     controller.again()
     assert controller.call(begin, again=True) == first

@@ -33,7 +33,7 @@ CONFIG_VARIABLE: Final = "DATAPLANE_CONFIG"
 _SEAM: Final = "areal.infra.rpc.rtensor"
 _PARTITION: Final = "areal"
 #: A tensor is one row: its bytes, and a column of ints [dtype by `DTYPE_CODES`, *shape]. So any dtype and shape fits.
-_BYTES, _FORM = "bytes", "form"
+_BYTES, _FORM = "bytes", "dtype and shape"
 
 
 class MissingShardError(MissingDataError, RuntimeError):

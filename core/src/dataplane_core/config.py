@@ -185,7 +185,7 @@ def validate_model(model: type[M], values: Mapping[str, Any], label: str) -> M:
             else:
                 # no input value here: it may be a secret
                 message = item["msg"].removeprefix("Value error, ")
-                problems.append(f"key '{where}': {message}" if where else message)
+                problems.append(f"key '{where}': {message}" if where else message or "the options do not fit together")
         said = "; ".join(problems)
         end = "" if said[-1] in ".?" else "."
         raise ConfigError(f"{label} {'are' if label.startswith('options') else 'is'} refused: {said}{end}") from None

@@ -7,7 +7,7 @@ Each concrete class also derives from the builtin that a user would catch (`Valu
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, Literal, TypeAlias
@@ -63,8 +63,8 @@ def preview(names: Iterable[object], limit: int = _NUM_NAMED) -> str:
     """Names the first few of many things and counts the rest: ``'a', 'b', 'c' and 9 more``."""
     left = iter(names)
     text = ", ".join(map(repr, islice(left, limit)))
-    rest = sum(1 for _ in left)
-    return f"{text} and {rest} more" if rest else text
+    rest = len(names) - limit if isinstance(names, Sized) else sum(1 for _ in left)
+    return f"{text} and {rest} more" if rest > 0 else text
 
 
 def printable(text: str) -> str:

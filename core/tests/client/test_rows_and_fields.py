@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane_core import connect, connect_async
+from dataplane_core import KVBatchMeta, connect, connect_async
 from dataplane_testkit.faults import Faults
 
 
@@ -35,6 +35,14 @@ def client():
 def test_rows_without_ids_are_refused(client, fields, tags):
     with pytest.raises(ValueError, match=r"Expected (\[)?0|1:1"):
         client.put_samples([], "p", fields, tags)
+
+
+@pytest.mark.parametrize("partition_id", ["", None])
+def test_an_empty_meta_may_have_no_partition(client, partition_id):
+    meta = KVBatchMeta(partition_id, None, [])
+    client.ack(meta)
+    client.nack(meta)
+    client.renew(meta, 60.0)
 
 
 @pytest.mark.parametrize("fields", [None, {}, [], {"x": []}, {"x": torch.zeros(0, 3)}, pa.table({"x": pa.array([])})])

@@ -21,7 +21,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import connect
-from dataplane_core.errors import BackendUnavailableError, ClaimTimeoutError, OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError, ClaimTimeoutError, DataPlaneError, OperationTimeoutError
 from dataplane_core.host_memory import copying, memory_limit
 from dataplane_core.hosting.session import _Line
 from dataplane_core.spec import GetRequest
@@ -487,6 +487,18 @@ def test_connecting_does_not_wait_for_the_memory(fresh):
         assert statistics(client).arena_bytes > capacity_bytes
         eventually(lambda: statistics(client).touched_bytes >= 1 << 20, WAIT_S)
         assert statistics(client).touched_bytes < 1 << 24
+
+
+def test_a_client_that_cannot_map_the_memory_leaves_no_session(owner, config, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("no room for a mapping")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dataplane_core.backends.shared_memory.Arena", refuse)
+        with pytest.raises(DataPlaneError, match="no room for a mapping") as kept:
+            connect(config, bootstrap=False)
+    eventually(lambda: statistics(owner).num_sessions == 1, WAIT_S)
+    assert kept.value.__traceback__ is not None
 
 
 def test_a_process_that_may_start_no_more_threads_connects(owner, config, monkeypatch):

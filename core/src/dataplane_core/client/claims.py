@@ -494,7 +494,7 @@ class Claims(Overview):
 
     def _settle(self, operation: str, request_type: Callable[..., Any], meta: KVBatchMeta, **extra: Any) -> None:
         check_meta(f"{operation}: meta", meta)
-        with self._operation(operation, meta.partition_id, needs=Capability.LEASES):
+        with self._operation(operation, *filter(None, [meta.partition_id]), needs=Capability.LEASES):
             if not meta.sample_ids:
                 return
             if meta.task_name is None or meta.lease_tokens is None:

@@ -154,6 +154,7 @@ class _Kind(msgspec.Struct):
     number: int
     request: Any
     reply: Any
+    fields: list[str]
 
 
 def _reply_type(request: type[Any]) -> Any:
@@ -211,7 +212,8 @@ class Messages:
         self._by_number: dict[int, _Kind] = {}
         for first, kinds in ((_WING, _OF_THE_WING), (_COMMANDS, commands.COMMANDS), (_OWN, own)):
             for number, request in enumerate(kinds, first):
-                kind = _Kind(number, _decoder(request), _decoder(_reply_type(request)))
+                names = [each.name for each in fields(request)]
+                kind = _Kind(number, _decoder(request), _decoder(_reply_type(request)), names)
                 self._kinds[request] = self._by_number[number] = kind
         self._errors = {each.__name__: each for each in errors}
 
@@ -233,14 +235,15 @@ class Messages:
             if number == _ONCE:
                 once = _once_decoder.decode(body)
                 number, body, call = once.number, memoryview(once.request), once.call
-            request = self._by_number[number].request.decode(body)
+            kind = self._by_number[number]
+            request = kind.request.decode(body)
         except (*_UNREADABLE, KeyError) as error:
             raise errors.InvalidRequestError(f"a message is no request: {error}.") from error
         if isinstance(request, Command):
             check_command(request)
         else:
-            for each in fields(request):
-                part = getattr(request, each.name)
+            for name in kind.fields:
+                part = getattr(request, name)
                 if isinstance(part, Command):
                     check_command(part)
             request.check()

@@ -77,7 +77,6 @@ class Snapshots:
         planned_nbytes: ``tail_nbytes`` when this process began.
         given_up: Earlier plans that were never finished.
         tail_nbytes: Size of the records since the newest snapshot.
-        again_at: After this process could not write a snapshot: the ``tail_nbytes`` at which to try again.
     """
 
     current: tuple[str, int] | None = None
@@ -88,7 +87,6 @@ class Snapshots:
     planned_nbytes: int = 0
     given_up: list[str] = field(default_factory=list)
     tail_nbytes: int = 0
-    again_at: int = 0
 
 
 @dataclass(slots=True)

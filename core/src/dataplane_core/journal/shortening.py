@@ -70,6 +70,8 @@ class Shortener:
         self._store = store
         self._until = until
         self._busy = threading.Lock()
+        self._again_at = 0  # after a failure: the size of the tail at which to try again
+        self._failed_behind: tuple[str, int] | None = None  # the newest snapshot then; `_again_at` is for it
         self._tail_bytes = tail_bytes
         self._step = tail_bytes  # tail growth until the next try; doubled after a failure
         self._mine: str | None = None  # a plan of this process that it did not finish
@@ -88,7 +90,7 @@ class Shortener:
             pass
         except Exception as error:  # the operation itself is done, and must not fail
             known = self._journal.snapshots
-            known.again_at = known.tail_nbytes + self._step
+            self._again_at, self._failed_behind = known.tail_nbytes + self._step, known.current
             self._step *= 2
             _log.warning("the journal could not be shortened, and goes on growing until the next try: %r", error)
         finally:
@@ -99,7 +101,7 @@ class Shortener:
         """Whether `run` would do something, unless another thread does it."""
         known = self._journal.snapshots
         worth = max(self._tail_bytes, _TAIL_SHARE * known.nbytes)
-        if known.tail_nbytes < max(worth, known.again_at):
+        if known.tail_nbytes < max(worth, self._again_at if known.current == self._failed_behind else 0):
             return False
         if known.plan is None or known.plan == self._mine:
             return True
@@ -112,6 +114,7 @@ class Shortener:
             journal.catch_up(deadline)
             if not self.is_due() or not journal.append(Plan(snapshot)):
                 raise _GivenUpError
+            self._again_at = 0
             self._mine = snapshot
             known = journal.snapshots
             packed = list(_until_deadline(pack_chunks(journal.sections()), deadline))

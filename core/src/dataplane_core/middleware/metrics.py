@@ -151,7 +151,8 @@ class Metrics(OperationMiddleware):
 
     Args:
         on_event: As `MetricsConfig.on_event`.
-        options: The others of `MetricsConfig`.
+        events_file: As `MetricsConfig.events_file`.
+        options: Those of a class that derives from this one.
 
     Raises:
         ValueError: There is no function of that name.
@@ -160,8 +161,13 @@ class Metrics(OperationMiddleware):
     Config: ClassVar[type[BaseModel]] = MetricsConfig
     config: MetricsConfig
 
-    def __init__(self, on_event: Callable[[OperationEvent], None] | str | None = None, **options: Any) -> None:
-        super().__init__(on_event=on_event, **options)
+    def __init__(
+        self,
+        on_event: Callable[[OperationEvent], None] | str | None = None,
+        events_file: Path | str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(on_event=on_event, events_file=events_file, **options)
         self._on_event: Any = self.config.on_event
         self._event_file: EventFile | None = None
         self._moved_rows: Mapping[str, int] = {}

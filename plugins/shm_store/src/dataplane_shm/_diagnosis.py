@@ -20,7 +20,7 @@ from dataplane_core.hosting import ADDRESSES, check_extents, is_open, owner_of
 from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import commands
 from dataplane_shm._messages import Status
-from dataplane_shm._opening import open_store
+from dataplane_shm._opening import open_session
 from dataplane_shm.config import ShmConfig, store_folder
 
 _MIB: Final = 1 << 20
@@ -176,8 +176,8 @@ def _store(folder: PrivateFolder, deadline: float) -> Finding:
     if not folder.socket.exists():
         return Finding.warning(f"{name} is being started or ended.", "Run the doctor again.")
     try:
-        memory, about = open_store(folder, deadline)
-        statistics = memory.session.call("doctor", deadline, Status())
+        session, about = open_session(folder, deadline)
+        statistics = session.call("doctor", deadline, Status())
     except DataPlaneError as error:
         hint = "Its owner still runs. Close the owner's client and bootstrap anew."
         return Finding.error(f"{name} does not answer: {error.message}", hint)

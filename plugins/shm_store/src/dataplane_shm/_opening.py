@@ -31,9 +31,19 @@ class _Address(UnixAddress):
         )
 
 
-def open_store(folder: PrivateFolder, deadline: float, *, views: bool = False) -> tuple[SharedMemory, About]:
-    """Connects to a store: its memory, with the session, and what the store says about itself."""
+def open_session(folder: PrivateFolder, deadline: float) -> tuple[Session, About]:
+    """Connects to a store: the session, and what the store says about itself."""
     session = Session(_Address(folder.socket), MESSAGES, deadline)
     if not session.descriptors:
         raise BackendUnavailableError(f"connect failed: what listens at {folder.socket} is no store.", retryable=False)
-    return SharedMemory(session, views=views), decode_about(session.welcome, About)
+    return session, decode_about(session.welcome, About)
+
+
+def open_store(folder: PrivateFolder, deadline: float, *, views: bool) -> tuple[SharedMemory, About]:
+    """As `open_session`, and maps the memory."""
+    session, about = open_session(folder, deadline)
+    try:
+        return SharedMemory(session, views=views), about
+    except BaseException:
+        session.finish()
+        raise

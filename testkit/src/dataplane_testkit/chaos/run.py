@@ -376,7 +376,8 @@ class _Run(ExitStack):
             raise OperationTimeoutError(
                 f"a chaos run refused to judge: no worker made a call in the {settings.schedule_s:g} s of the run. "
                 "Expected some.",
-                hint="The machine may be too busy. Run it again, for longer.",
+                hint="The machine may be too busy: run it again, for longer. Or no step makes a call by itself: ack, "
+                "nack and renew need claim.",
             )
         if settings.kills is not None:
             self._put_again(heir)

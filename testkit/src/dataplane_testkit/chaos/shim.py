@@ -351,6 +351,7 @@ def run_shim(
 
     Raises:
         ConfigError: There is no such shim, or the run asks for a fault or step that is not possible.
+        OperationTimeoutError: The workers made no call in the time of the schedule.
     """
     promises, give_up_s = load_shim(name).promises, settings.op_timeout_s + settings.allowance_s + _GIVE_UP_S
     opened = partial(_opened, name, dict(options), f"chaos-{uuid.uuid4().hex[:8]}-", give_up_s)

@@ -169,10 +169,11 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         """
         client, partition = _full(store, "block")
         for timeout_s in (0.3, 2.0, 10.0):
+            names = ids(4, f"n{timeout_s:g}-")  # a put that was not answered in time may yet be done
             hooks = type(store.hooks)(backend_of(client), timeout_s)
             start = time.monotonic()
             with pytest.raises(OperationTimeoutError) as caught:
-                hooks.put(partition, ids(4, "n"), batch(4, x=_rows(4)))
+                hooks.put(partition, names, batch(4, x=_rows(4)))
             assert time.monotonic() - start < timeout_s + PROMPT_S
             if isinstance(caught.value, RoomTimeoutError):
                 break  # else the store did not say in time that it is full, as on a machine that stands still
@@ -180,8 +181,8 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         assert caught.value.outcome == "not_done"
         client.clear_samples(ids(4), partition)
         with pytest.raises(KeyError):
-            client.get_samples(["n0"], partition, ["x"])
-        _put(client, partition, ids(4, "n"))
+            client.get_samples(names[:1], partition, ["x"])
+        _put(client, partition, names)
 
     def test_a_large_put_is_not_starved_by_small_ones(self, store: Store) -> None:
         """Contract: "Waiting puts get room first come, first served".

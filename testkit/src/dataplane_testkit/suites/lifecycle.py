@@ -10,6 +10,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import pytest
@@ -177,14 +178,17 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         absent = store.case.absent_options(dict(store.deployment.options)) or not_run(
             "the author's class supplies no absent_options"
         )
-        start = time.monotonic()
-        with pytest.raises(ConnectionError) as caught:
-            bounded(
-                lambda: store.deployment.connect(absent, bootstrap=False, op_timeout_s=15, attach_wait_s=0.1),
-                15 + 2 * PROMPT_S,
-                "attaching to nothing",
+        for timeout_s in (3.0, 15.0):
+            attach = partial(
+                store.deployment.connect, absent, bootstrap=False, op_timeout_s=timeout_s, attach_wait_s=0.1
             )
-        assert time.monotonic() - start < 15 + PROMPT_S
+            start = time.monotonic()
+            with pytest.raises((ConnectionError, TimeoutError)) as caught:
+                bounded(attach, timeout_s + 2 * PROMPT_S, "attaching to nothing")
+            assert time.monotonic() - start < timeout_s + PROMPT_S
+            if isinstance(caught.value, ConnectionError):
+                break  # else it was not known in time, as on a machine that stands still
+        assert isinstance(caught.value, ConnectionError)
         check_error(caught.value, store.name)
 
     @proves(Scope.HOST)

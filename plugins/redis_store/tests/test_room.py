@@ -182,6 +182,8 @@ def test_a_put_is_woken_when_the_one_before_it_gives_up(client, never_asks, monk
     (event,) = backend_of(client)._wakes._puts.values()
     second = put_by_thread(client, "second", 40, done)
     wait_until(lambda: num_told(client) == 2)
+    events = backend_of(client)._wakes._puts.values()
+    wait_until(lambda: all(each._cond._waiters for each in events))  # the patch is for what they do once woken
     monkeypatch.setattr(_puts, "_LAST_ASK_S", 1e6)
     event.set()
     first.join(60)

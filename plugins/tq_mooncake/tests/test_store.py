@@ -314,9 +314,8 @@ class Noting:
 def test_an_engine_stays_open_until_the_rows_of_a_put_that_was_given_up_are_deleted(
     client, connect, ray_address, monkeypatch
 ):
-    # other settings: an engine of its own
-    options = {"instance": "store", "ray_address": ray_address, "rdma_devices": ["none"]}
-    other = connect(bootstrap=False, **options)
+    monkeypatch.setattr(Store, "_shared", {})  # an engine of its own
+    other = connect(bootstrap=False, instance="store", ray_address=ray_address)
     engine, store = backend_of(other)._engine, backend_of(other)._engine._store
     noting, put, stored, go_on = Noting(store._engine), store.put, threading.Event(), threading.Event()
 

@@ -494,7 +494,8 @@ class Claims(Overview):
 
     def _settle(self, operation: str, request_type: Callable[..., Any], meta: KVBatchMeta, **extra: Any) -> None:
         check_meta(f"{operation}: meta", meta)
-        with self._operation(operation, *filter(None, [meta.partition_id]), needs=Capability.LEASES):
+        partition = filter(None, [meta.partition_id])  # an empty meta may have none
+        with self._operation(operation, *partition, needs=Capability.LEASES):
             if not meta.sample_ids:
                 return
             if meta.task_name is None or meta.lease_tokens is None:

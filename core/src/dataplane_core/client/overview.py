@@ -257,7 +257,8 @@ class Overview(Connection):
             >>> [(each.task_name, each.state) for each in client.why("step-1")]
             [('trainer', 'done')]
         """
-        with self._operation("why", *filter(None, [partition_id]), needs=Capability.LISTING):
+        partition = filter(None, [partition_id])  # None: all of them
+        with self._operation("why", *partition, needs=Capability.LISTING):
             self._require(Capability.CLAIMS, "why")
             verdicts = self._judged(partition_id, task_name)
             if not verdicts and task_name is not None:

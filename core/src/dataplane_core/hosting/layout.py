@@ -154,7 +154,7 @@ def _move_rows(extent: Bytes, source: int, target: int, begins: Any, sizes: Any)
 
 
 def runs(begins: Any, ends: Any) -> list[tuple[int, int]]:
-    """Where rows, or others in order, begin and end that lie side by side."""
+    """Joins ranges that lie side by side: where each run of them begins and ends. The ranges ascend."""
     if not len(begins):
         return []
     breaks = np.flatnonzero(begins[1:] != ends[:-1]) + 1

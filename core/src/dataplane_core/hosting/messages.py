@@ -149,7 +149,7 @@ class _Failure(msgspec.Struct, array_like=True):
 
 
 class _Kind(msgspec.Struct):
-    """A kind of request, and how it and its reply are read."""
+    """A kind of request, how it and its reply are read, and the names of its fields."""
 
     number: int
     request: Any

@@ -102,7 +102,8 @@ class Service:
             name, found = f"{place[0]}:{place[1]}", self._ask(place, left_s)
             if isinstance(found, Exception):
                 reasons.append(f"{name}: {found}")
-                untrusted += [found] * is_untrusted(found)
+                if is_untrusted(found):
+                    untrusted.append(found)
                 continue
             known |= found.keys()
             state = found.get(self.name)

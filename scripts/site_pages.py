@@ -24,6 +24,7 @@ OUTSIDE = {
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
+    "rules.md": "testkit/src/dataplane_testkit/rules.md",
     "packages/core.md": "core/README.md",
     "packages/testkit.md": "testkit/README.md",
     "packages/tools.md": "tools/README.md",

@@ -16,7 +16,6 @@ def _script(name):
 
 
 BACKENDS = _script("backends_page")
-RULES = _script("rules_page")
 NAMES = BACKENDS.installed()
 
 
@@ -30,7 +29,3 @@ def test_every_backend_is_reported_and_none_fails():
     for name in NAMES:
         badge = next(line for line in page.splitlines() if line.startswith(f"`dataplane contract 1 | {name}:"))
         assert ", 0 failed, " in badge
-
-
-def test_the_page_of_rules_lists_every_test_of_the_kit_under_the_rule_that_it_quotes():
-    assert RULES.page() == RULES.PAGE.read_text(encoding="utf-8"), "run python scripts/rules_page.py"

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from dataplane_testkit._base import Suite
     from dataplane_testkit._conformance import BackendConformance
     from dataplane_testkit._hooks import backend_of
-    from dataplane_testkit._marks import chapter_of, limit_of, rule_of
     from dataplane_testkit._progress import Progress
     from dataplane_testkit.chaos import Settings, Shim, Verdict, run_chaos, run_shim
     from dataplane_testkit.faults import Faults
     from dataplane_testkit.report import Report, to_json
+    from dataplane_testkit.rules import chapter_of, limit_of, rule_of
 
 __all__ = [
     "AuthorsClass",
@@ -61,7 +61,7 @@ __all__ = [
 _FROM: Final = {
     **dict.fromkeys(("AuthorsClass", "ConformanceError", "Disturbance"), "_author"),
     "backend_of": "_hooks",
-    **dict.fromkeys(("chapter_of", "limit_of", "rule_of"), "_marks"),
+    **dict.fromkeys(("chapter_of", "limit_of", "rule_of"), "rules"),
     **dict.fromkeys(("Settings", "Shim", "Verdict", "run_chaos", "run_shim"), "chaos"),
     **dict.fromkeys(("Report", "to_json"), "report"),
     "BackendConformance": "_conformance",

@@ -8,42 +8,44 @@ from __future__ import annotations
 import fnmatch
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from dataplane_testkit._author import AUTHORS_NAMES, MOST_COPIES, AuthorsClass, ConformanceError
-from dataplane_testkit._marks import CHAPTER, PROVES, Proof, chapter_of, declares, label_of, needs_of
 from dataplane_testkit._store import NOT_DECLARED, Deployment, Store
+from dataplane_testkit.rules import declares, label_of, record_rule, rule_of
+
+#: What the classes of the kit have, and authors' classes inherit.
+_CHAPTER: Final = "__dataplane_chapter__"
 
 
 class Suite(AuthorsClass):
     """Base of the suites and of `BackendConformance`. The kit's classes give a chapter; an author's class does not."""
 
-    def __init_subclass__(cls, *, chapter: str | None = None, proof: Proof = "core", **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, chapter: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if chapter is None:
             _check_authors_class(cls)
             return
-        setattr(cls, CHAPTER, chapter)
+        setattr(cls, _CHAPTER, chapter)
         owners = [
             name for base in cls.__bases__ if base is not Suite for name in vars(base) if not name.startswith("__")
         ]
         assert len(owners) == len(set(owners)), "two suites of the kit define the same name"
         for name, member in list(vars(cls).items()):
             if name.startswith("test_"):
-                setattr(member, CHAPTER, chapter)
-                if not hasattr(member, PROVES):
-                    setattr(member, PROVES, (proof,))
+                record_rule(member)
 
     # --- fixtures -----------------------------------------------------------------------------------------------------
 
     @pytest.fixture(autouse=True)
     def _conformance_gate(self, request: pytest.FixtureRequest) -> None:
-        if chapter_of(request.function) is None:
+        rule = rule_of(request.function)
+        if rule is None:
             return
         cls = self.under_test()
-        for need in needs_of(request.function):
+        for need in rule.proves:
             if not declares(cls, need):
                 pytest.skip(f"{NOT_DECLARED}{label_of(need)}")
         reason = deviation_of(self.all_deviations(), request.node.name)
@@ -65,7 +67,7 @@ def kit_members(cls: type) -> dict[str, Any]:
     """Everything that the kit's classes define, without what the author's class overrides."""
     members: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
-        if CHAPTER in vars(base) or base in (Suite, AuthorsClass):
+        if _CHAPTER in vars(base) or base in (Suite, AuthorsClass):
             members.update({name: value for name, value in vars(base).items() if not name.startswith("__")})
     return members
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from dataplane_testkit._marks import needs_of, rule_of
+from dataplane_testkit.rules import rule_of
 
 #: Seconds between two progress lines if the output is not a terminal.
 _EVERY_S: Final = 10.0
@@ -68,8 +68,7 @@ class Progress:
         """After each test, prints the rule of a failed test and updates the progress."""
         failed = self._failed
         finished = yield
-        if self._failed > failed and needs_of(getattr(item, "obj", None)):
-            rule = rule_of(getattr(item, "obj", None))
+        if self._failed > failed and (rule := rule_of(getattr(item, "obj", None))):
             self._write(f"    the rule: {rule.text}")
             self._write(f"    check first: {rule.check_first}")
         self._ran += 1

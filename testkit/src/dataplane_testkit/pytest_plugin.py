@@ -6,7 +6,6 @@ nothing until a test class derives from `dataplane_testkit.BackendConformance`.
 
 from __future__ import annotations
 
-import inspect
 import pkgutil
 import sys
 import warnings
@@ -122,7 +121,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     """Adds the rule to the output of a failed test. Failures of fixtures get no rule, because nothing was tested."""
     outcome = yield
     if outcome.failed and outcome.when == "call" and _is_kit_test(item):
-        outcome.sections.append(("the rule that it breaks", inspect.getdoc(item.obj) or ""))
+        rule = dataplane_testkit.rule_of(item.obj)
+        assert rule is not None
+        outcome.sections.append(("the rule that it breaks", f"{rule.text}\n\nCheck first: {rule.check_first}"))
     return outcome
 
 

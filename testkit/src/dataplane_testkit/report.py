@@ -19,7 +19,7 @@ from dataplane_core.errors import printable
 from dataplane_core.spec import CONTRACT_VERSION, Capability, Scope
 from dataplane_testkit._author import MOST_COPIES, shown_name
 from dataplane_testkit._base import deviation_of, kit_members
-from dataplane_testkit._marks import chapter_of, label_of, needs_of, rule_of
+from dataplane_testkit.rules import label_of, rule_of
 
 __all__ = ["NOT_SELECTED", "OUTCOMES", "SCHEMA", "Report", "Result", "Row", "record_of", "to_json", "unused_deviations"]
 
@@ -324,11 +324,12 @@ def _escape(text: str) -> str:
 def record_of(item: Any) -> dict[str, Any]:
     """What the report needs to know about a collected test, as JSON values."""
     node, rule = item.getparent(pytest.Class), rule_of(item.obj)
+    assert rule is not None, "only tests of the kit are recorded"
     return {
         "class": node.nodeid,
         "name": item.name,
-        "chapter": chapter_of(item.obj),
-        "proves": [label_of(need) for need in needs_of(item.obj)],
+        "chapter": rule.chapter,
+        "proves": [label_of(need) for need in rule.proves],
         "rule": rule.text,
         "check_first": rule.check_first,
         "header": _header(item.cls),

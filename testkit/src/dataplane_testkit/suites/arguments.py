@@ -163,16 +163,6 @@ class ArgumentSuite(Suite, chapter="arguments"):
 
     @pytest.mark.parametrize("capability", _CASES, ids=lambda each: each or "core")
     def test_wrong_arguments_reach_no_hook(self, store: Store, capability: Capability | None) -> None:
-        """Contract: "Core does the following once, for all backends: argument checks" and "A ValueError is raised if
-        there are neither fields nor tags, if ids repeat, or if sizes differ" and "A leaf that is neither a tensor nor
-        a row-aligned object column (NonTensorStack or np.ndarray(dtype=object) of length N) raises a TypeError that
-        says 'non-tensor'. Meta-device tensors raise TypeError." and "Any other item raises TypeError, on every
-        backend." and "Names: partition ids, sample ids, fields and tasks are non-empty, valid Unicode; field names that
-        begin with ~ belong to middleware." and "select_fields is required." and "Any other value of if_exists raises
-        ValueError." and "A batch size below 1 raises ValueError." and "sampler='balanced' needs dp_rank and dp_size."
-
-        Check first: core, not the backend: core must refuse this call before it calls the hook.
-        """
         store.require(capability)
         partition = store.register("x")
         for case, (error_type, word, call) in _CASES[capability].items():

@@ -13,12 +13,10 @@ import pytest
 
 from dataplane_core.backends import BlobStore
 from dataplane_core.errors import preview
-from dataplane_core.spec import Scope
 from dataplane_testkit import _workers
 from dataplane_testkit._base import Suite
 from dataplane_testkit._blobs import new_keys, of_all
 from dataplane_testkit._hooks import backend_of
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import in_threads
 
@@ -50,11 +48,6 @@ class BlobSuite(Suite, chapter="blobs"):
 
     @pytest.mark.parametrize("content", list(_CONTENTS))
     def test_a_blob_comes_back_byte_for_byte(self, store: Store, content: str) -> None:
-        """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
-
-        Check first: put and get must not change the bytes. Look for a conversion to text, stripped whitespace, a cut at
-        a zero byte, a conversion by the engine, or its limits and chunks for large blobs.
-        """
         blobs = store.blobs()
         (key,), data = new_keys(1), _CONTENTS[content]
         blobs.put(key, data)
@@ -63,10 +56,6 @@ class BlobSuite(Suite, chapter="blobs"):
         assert _same(blobs.get(key), data), "the second get of a blob returned other bytes than the first"
 
     def test_a_missing_blob_reads_as_none(self, store: Store) -> None:
-        """Blob store: "Reads a blob. None if it does not exist."
-
-        Check first: for a missing key, get must return None. It must not raise KeyError or return empty bytes.
-        """
         blobs = store.blobs()
         (key,) = new_keys(1)
         try:
@@ -76,11 +65,6 @@ class BlobSuite(Suite, chapter="blobs"):
         assert found is None, f"get of a missing key returned {found!r:.80}. Expected None."
 
     def test_an_empty_blob_is_told_from_a_missing_one(self, store: Store) -> None:
-        """Blob store: "data: May be empty." and "Reads a blob. None if it does not exist."
-
-        Check first: get and get_many must test for a missing blob with `is None`. A truth test (`if data`, `data or
-        None`) takes an empty blob for a missing one.
-        """
         blobs = store.blobs()
         empty, missing = new_keys(2)
         blobs.put(empty, b"")
@@ -92,12 +76,6 @@ class BlobSuite(Suite, chapter="blobs"):
         assert blobs.get(empty) is None, "an empty blob can still be read after delete"
 
     def test_a_deleted_blob_is_gone(self, store: Store) -> None:
-        """Blob store: "Deletes a blob. Ignores a key that does not exist." and "Reads a blob. None if it does not
-        exist."
-
-        Check first: delete must have removed the blob, also from every cache, when it returns. It must not remove other
-        blobs.
-        """
         blobs = store.blobs()
         gone, stays = new_keys(2)
         for key in (gone, stays):
@@ -109,11 +87,6 @@ class BlobSuite(Suite, chapter="blobs"):
         assert _same(blobs.get(stays), stays.encode()), "delete of one blob changed or deleted another blob"
 
     def test_deleting_what_is_not_there_is_ignored(self, store: Store) -> None:
-        """Blob store: "Deletes a blob. Ignores a key that does not exist."
-
-        Check first: delete must return without an error for a key that was never put, and for a key that was already
-        deleted.
-        """
         blobs = store.blobs()
         key, never = new_keys(2)
         blobs.put(key, b"data")
@@ -126,11 +99,6 @@ class BlobSuite(Suite, chapter="blobs"):
         assert blobs.get(key) is None
 
     def test_keys_do_not_clash(self, store: Store) -> None:
-        """Blob store: "key: ASCII letters and digits."
-
-        Check first: the engine must compare the whole key. It must not shorten keys, match them by prefix or read them
-        as numbers.
-        """
         blobs = store.blobs()
         (base,) = new_keys(1)
         ends = ["", "0", "00", "1", "01", "10", "100", "9007199254740992", "9007199254740993", "18446744073709551615"]
@@ -146,10 +114,6 @@ class BlobSuite(Suite, chapter="blobs"):
     # --- many at once -------------------------------------------------------------------------------------------------
 
     def test_put_many_stores_as_put_does(self, store: Store) -> None:
-        """Blob store: "Stores several blobs. Override it if the engine can do this faster than one by one."
-
-        Check first: when put_many returns, every blob of the batch must be stored under its own key.
-        """
         blobs = store.blobs()
         batch = {key: key.encode() * (index % 4) for index, key in enumerate(new_keys(_MANY))}
         blobs.put_many(batch)
@@ -157,10 +121,6 @@ class BlobSuite(Suite, chapter="blobs"):
         assert not wrong, f"{of_all(wrong, batch)} of one put_many are missing or changed"
 
     def test_get_many_replies_as_get_does(self, store: Store) -> None:
-        """Blob store: "Reads several blobs, in order. Override it if the engine can do this faster than one by one."
-
-        Check first: get_many must return one reply per key, in the order of the keys, and None for each missing key.
-        """
         blobs = store.blobs()
         keys = new_keys(_MANY)
         there = {key for index, key in enumerate(keys) if index % 5}
@@ -176,10 +136,6 @@ class BlobSuite(Suite, chapter="blobs"):
                 assert data is None, f"get_many returned {data!r:.80} for a missing key. Expected None."
 
     def test_delete_many_deletes_as_delete_does(self, store: Store) -> None:
-        """Blob store: "Deletes several blobs. Override it if the engine can do this faster than one by one."
-
-        Check first: delete_many must skip missing keys and delete all others. A missing key must not end the call.
-        """
         blobs = store.blobs()
         keys = new_keys(_MANY)
         missing, gone, stays = keys[::3], keys[1::3], keys[2::3]
@@ -198,10 +154,6 @@ class BlobSuite(Suite, chapter="blobs"):
     # --- several at once ----------------------------------------------------------------------------------------------
 
     def test_blobs_from_several_threads(self, store: Store) -> None:
-        """Contract: "Thread-safe: one client may be used from several threads."
-
-        Check first: what the threads of a client share: connections, cursors, buffers and the names of temporary files.
-        """
         blobs = store.blobs()
 
         def work(number: int) -> Callable[[], list[str]]:
@@ -226,13 +178,7 @@ class BlobSuite(Suite, chapter="blobs"):
             f"with {_THREADS} threads, blobs were read wrong or were still there after delete: {preview(wrong)}"
         )
 
-    @proves(Scope.HOST)
     def test_blobs_are_seen_by_every_client(self, store: Store) -> None:
-        """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
-
-        Check first: put must not return while the blob is only in the client's memory. A client must not cache blobs,
-        because other clients can delete them.
-        """
         blobs = store.blobs()
         other = backend_of(store.attached_client())
         assert isinstance(other, BlobStore)

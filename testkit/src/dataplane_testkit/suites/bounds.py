@@ -15,7 +15,6 @@ from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids
 from dataplane_testkit._hooks import Hooks
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import PROMPT_S, Background, bounded
 
@@ -38,10 +37,6 @@ class BoundSuite(Suite, chapter="bounds"):
     """Deadlines and timeouts."""
 
     def test_deadlines_follow_the_config(self, store: Store) -> None:
-        """Contract: "Every call ends by its deadline: op_timeout_s of the config".
-
-        Check first: core, not the backend: core sets request.deadline, on the clock of time.monotonic.
-        """
         partition = store.register("x")
         left: dict[str, float] = {}
 
@@ -63,11 +58,6 @@ class BoundSuite(Suite, chapter="bounds"):
             )
 
     def test_hooks_heed_their_deadline(self, store: Store) -> None:
-        """Hook spec: "They must return or raise before deadline."
-
-        Check first: every wait inside the hook must end at request.deadline. In this test the deadline has already
-        passed when the hook is called.
-        """
         partition = store.filled(1)
         for hook, (call, capability) in _HOOKS.items():
             if capability is None or store.declares(capability):
@@ -79,10 +69,6 @@ class BoundSuite(Suite, chapter="bounds"):
         bounded(lambda: store.put(again, ["a"], x=torch.zeros(1)), what="a put after a deadline was missed")
 
     def test_a_read_of_missing_data_does_not_wait(self, store: Store) -> None:
-        """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs."
-
-        Check first: get_samples must raise MissingDataError immediately. It must not wait for a producer.
-        """
         partition = store.filled(3, "x", "y")
 
         def reads() -> None:
@@ -92,13 +78,7 @@ class BoundSuite(Suite, chapter="bounds"):
 
         bounded(reads, what="a read of what is not there")
 
-    @proves(Capability.CLAIMS)
     def test_a_waiting_claim_holds_nobody_up(self, store: Store) -> None:
-        """Contract: "Thread-safe: one client may be used from several threads." and "No call hangs."
-
-        Check first: while a client waits for a claim, the backend must not hold a lock or a connection, or occupy the
-        only thread.
-        """
         partition = store.register("x", tasks=["train", "eval"])
         waiting = [store.waiting_claim(partition, 9) for _ in range(4)]
 
@@ -116,11 +96,6 @@ class BoundSuite(Suite, chapter="bounds"):
                 each.result(what="a claim of a partition that was cleared")
 
     def test_one_bad_request_holds_nobody_up(self, store: Store) -> None:
-        """Contract: "No call hangs."
-
-        Check first: after a request that fails in the engine, the connection, the locks, the event loop and the threads
-        must still be usable, by others at the same time and by the next request.
-        """
         partition = store.filled(2)
         bad: list[tuple[type[Exception], Callable[[], Any]]] = [
             (KeyError, lambda: store.get(partition, ["nobody"])),

@@ -57,11 +57,6 @@ class CapabilitySuite(Suite, chapter="capabilities"):
             metafunc.parametrize("undeclared", names or [None], ids=[str(name) for name in names] or ["none"])
 
     def test_reasons_are_given_only_for_what_is_not_declared(self, store: Store) -> None:
-        """Contract: "Capabilities (dataplane_core.spec.Capability) are of two kinds."
-
-        Check first: the keys of the class attribute why_not_declared. Each must be a capability that the backend does
-        not declare, or "scope".
-        """
         cls = store.deployment.backend_class
         departs = {str(each) for each in Capability} - {str(each) for each in cls.capabilities} | {"scope"}
         wrong = sorted(map(str, set(map(str, cls.why_not_declared)) - departs))
@@ -71,12 +66,6 @@ class CapabilitySuite(Suite, chapter="capabilities"):
         assert all(why.strip() for why in cls.why_not_declared.values())
 
     def test_undeclared_operations_are_refused(self, store: Store, undeclared: Capability | None) -> None:
-        """Contract: "Operations raise UnsupportedOperationError where they are not declared: claims, groups, leases,
-        tag_filters, capacity, listing, cursors, samplers, clients, units, overwrite."
-
-        Check first: the class attribute capabilities. Core refuses every undeclared operation except an overwrite,
-        which the put_samples hook must refuse itself.
-        """
         if undeclared is None:
             not_run("the backend declares all operations")
         partition = store.filled(2, tags=[{"n": 1}, {"n": 2}])
@@ -101,12 +90,6 @@ class CapabilitySuite(Suite, chapter="capabilities"):
         assert not store.has(partition, "s2"), "a refused operation wrote a row"
 
     def test_declarations_are_readable_without_connecting(self, store: Store) -> None:
-        """Contract: "Guarantees are tested only where they are declared: scope (process, host, cluster), durable,
-        fenced, atomic_overwrite, wakes, repeatable, no_pickle."
-
-        Check first: wire, capabilities, scope and Config must be class attributes of the right types, readable without
-        a connection. A client repeats them.
-        """
         cls = store.deployment.backend_class
         assert isinstance(cls.wire, WireFormat)
         assert isinstance(cls.capabilities, frozenset)
@@ -118,12 +101,6 @@ class CapabilitySuite(Suite, chapter="capabilities"):
         assert "closed" in repr(store.deployment.closed_client())
 
     def test_operations_that_build_on_claims_declare_them(self, store: Store) -> None:
-        """Contract: "groups: with grpo_group_size g, a claim hands out whole groups only" ... "leases: with lease_s, a
-        claim".
-
-        Check first: the class attribute capabilities. Groups, leases, samplers and cursors are features of claims, so a
-        backend that declares them must declare claims too.
-        """
         declared = type(store.backend).capabilities
         for capability in (Capability.GROUPS, Capability.LEASES, Capability.SAMPLERS, Capability.CURSORS):
             assert capability not in declared or Capability.CLAIMS in declared, f"'{capability}' needs 'claims'"

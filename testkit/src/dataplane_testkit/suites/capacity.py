@@ -11,11 +11,10 @@ import torch
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import CapacityExceededError, DataPlaneError, OperationTimeoutError, RoomTimeoutError
-from dataplane_core.spec import Capability, Scope
+from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids
 from dataplane_testkit._hooks import backend_of
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import BOUNDED_BYTES, Store, not_declared
 from dataplane_testkit._timing import PROMPT_S, Background
 
@@ -39,15 +38,10 @@ def _put(client: DataPlaneClient, partition: str, names: list[str], value: int =
     client.put_samples(names, partition, batch(len(names), x=_rows(len(names), value)))
 
 
-class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
+class CapacitySuite(Suite, chapter="capacity"):
     """These tests use a separate store with room for eight rows."""
 
     def test_nothing_is_evicted(self, store: Store) -> None:
-        """Contract: "with raise it fails at once. Nothing is ever evicted."
-
-        Check first: the put must reserve its bytes before it stores anything. If they do not fit, it must raise
-        CapacityExceededError. If the engine evicts data by default, switch that off.
-        """
         client, partition = _full(store)
         for _ in range(3):
             with store.refusal(CapacityExceededError) as caught:
@@ -63,10 +57,6 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
             assert meta.sample_ids == ids(_ROWS_THAT_FIT)
 
     def test_what_is_cleared_makes_room(self, store: Store) -> None:
-        """Contract: "the store holds at most capacity_bytes of payload."
-
-        Check first: when a clear returns, or a new registration, the bytes of the rows that it dropped must be free.
-        """
         client, partition = _full(store)
         client.clear_samples(ids(4), partition)
         _put(client, partition, ids(4, "n"))
@@ -77,13 +67,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         other = store.register("x", client=client)
         _put(client, other, ids(_ROWS_THAT_FIT, "m"))
 
-    @proves(Capability.CAPACITY, Scope.HOST)
     def test_a_refused_put_leaves_later_ones_alone_for_clients_with_other_room(self, store: Store) -> None:
-        """Contract: "never a part of a row or bytes of another" and "If a put does not fit, on_full decides".
-
-        Check first: only the client that puts may decide whether its put fits. Other clients must not check it again
-        with their own options.
-        """
         client, partition = _full(store)
         with store.refusal(RuntimeError):
             _put(client, partition, ids(4, "n"))
@@ -101,11 +85,6 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
                 assert found[:, 0].tolist() == [2, 3, 1], "a read returned a row of another put"
 
     def test_room_does_not_leak(self, store: Store) -> None:
-        """Contract: "the store holds at most capacity_bytes of payload."
-
-        Check first: a refused put must free exactly the bytes that it reserved. A clear must free exactly the bytes of
-        its rows.
-        """
         client, partition = _full(store)
         for _ in range(25):
             with store.refusal(RuntimeError):
@@ -117,12 +96,7 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         client.clear_samples(ids(_ROWS_THAT_FIT), partition)
         _put(client, partition, ids(_ROWS_THAT_FIT))
 
-    @proves(Capability.CAPACITY, Capability.OVERWRITE)
     def test_overwrites_take_no_room_for_long(self, store: Store) -> None:
-        """Contract: "the store holds at most capacity_bytes of payload."
-
-        Check first: an overwrite must free the bytes of the cells that it replaced.
-        """
         client, partition = _full(store)
         client.clear_samples(ids(4), partition)
         for value in range(20):
@@ -130,11 +104,6 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         assert torch.equal(client.get_samples(["s5"], partition, ["x"])["x"], _rows(1, 19))
 
     def test_a_put_that_can_never_fit_says_so(self, store: Store) -> None:
-        """Contract: "No call hangs."
-
-        Check first: a put of more than capacity_bytes must raise immediately, also where the option on_full makes a put
-        wait.
-        """
         for on_full in ("raise", "block"):
             client, partition = _full(store, on_full)
             start = time.monotonic()
@@ -146,10 +115,6 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
             client.clear_samples(None, partition)
 
     def test_a_blocked_put_goes_on_when_there_is_room(self, store: Store) -> None:
-        """Contract: "with block it waits for room until its deadline".
-
-        Check first: a put that waits must check for free room again and again until its deadline.
-        """
         client, partition = _full(store, "block")
         waiting = Background(lambda: _put(client, partition, ids(4, "n")))
         time.sleep(0.1)
@@ -163,10 +128,6 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         )
 
     def test_a_blocked_put_ends_by_its_deadline(self, store: Store) -> None:
-        """Contract: "If it waited until its deadline, that is a RoomTimeoutError, which is also a TimeoutError."
-
-        Check first: a put that waits must raise RoomTimeoutError at request.deadline, and must write nothing.
-        """
         client, partition = _full(store, "block")
         for timeout_s in (0.3, 2.0, 10.0):
             names = ids(4, f"n{timeout_s:g}-")  # a put that was not answered in time may yet be done
@@ -185,11 +146,6 @@ class CapacitySuite(Suite, chapter="capacity", proof=Capability.CAPACITY):
         _put(client, partition, names)
 
     def test_a_large_put_is_not_starved_by_small_ones(self, store: Store) -> None:
-        """Contract: "Waiting puts get room first come, first served".
-
-        Check first: room that becomes free must be kept for the put that has waited longest. A later put must wait too,
-        even if it would fit.
-        """
         client, partition = _full(store, "block")
         large = Background(lambda: _put(client, partition, ids(6, "large")))
         small: dict[str, Background] = {}

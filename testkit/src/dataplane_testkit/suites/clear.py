@@ -12,7 +12,6 @@ from dataplane_core.errors import UnknownPartitionError
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import ids, jagged
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 
 
@@ -20,11 +19,6 @@ class ClearSuite(Suite, chapter="clear"):
     """Clears of samples and of partitions."""
 
     def test_cleared_rows_are_gone(self, store: Store) -> None:
-        """Contract: "With ids, it drops those rows with their tags and cursors. Ids that are not there are ignored."
-
-        Check first: when clear_samples returns, the rows must be gone, with all their fields. The other rows must stay,
-        and unknown ids must be skipped.
-        """
         partition = store.register("x", "y")
         store.put(partition, ids(5), x=torch.arange(5), y=jagged([torch.arange(index) for index in range(5)]))
         store.client.clear_samples(["s3", "nobody", "s0", "s3"], partition)
@@ -39,11 +33,6 @@ class ClearSuite(Suite, chapter="clear"):
             assert store.client.list_samples(partition).sample_ids == ["s1", "s2", "s4"]
 
     def test_cleared_tags_are_gone(self, store: Store) -> None:
-        """Contract: "With ids, it drops those rows with their tags and cursors".
-
-        Check first: a clear must delete the tags: an id that is written again must start without tags. One call may
-        name rows without cells, and rows with different fields.
-        """
         partition = store.register("x", "y")
         store.put(partition, ["tags"], [{"n": 1}])
         store.put(partition, ["x", "stays"], [{"n": 2}] * 2, x=torch.zeros(2))
@@ -54,13 +43,7 @@ class ClearSuite(Suite, chapter="clear"):
         assert store.tags_of(partition) == {"stays": {"n": 2}, "tags": {}, "x": {"new": 1}, "y": {}, "both": {}}
         assert not store.has(partition, "both", "y")
 
-    @proves(Capability.CLAIMS)
     def test_cleared_cursors_are_gone(self, store: Store) -> None:
-        """Contract: "With ids, it drops those rows with their tags and cursors".
-
-        Check first: a clear must delete what the cursors record of the sample. An id that is written again is a new
-        sample, last in the order, which no task has been given.
-        """
         partition = store.filled(3)
         assert store.claim(partition, 2).sample_ids == ["s0", "s1"]
         store.client.clear_samples(["s0", "s1"], partition)
@@ -69,11 +52,6 @@ class ClearSuite(Suite, chapter="clear"):
         assert store.claim(partition, 3).sample_ids == ["s1", "s9"]
 
     def test_ids_may_be_used_again(self, store: Store) -> None:
-        """Contract: "With ids, it drops those rows with their tags and cursors".
-
-        Check first: whether the backend uses keys or indexes again after a clear. An id that is written again must
-        never show its old cells.
-        """
         partition, other = store.register("x", "y"), store.register("x")
         store.put(other, ids(3), x=torch.arange(3) + 100)
         for value in range(10):
@@ -88,12 +66,6 @@ class ClearSuite(Suite, chapter="clear"):
         assert store.get(other, ids(3))["x"].tolist() == [100, 101, 102]
 
     def test_a_cleared_partition_is_gone(self, store: Store) -> None:
-        """Contract: "With None, it drops the whole partition, schema included, whoever wrote it." and "An unknown
-        partition raises KeyError."
-
-        Check first: after the clear, every operation on the partition must raise UnknownPartitionError until it is
-        registered again. None may create it. It then has no rows, and its fields have no dtype yet.
-        """
         partition = store.filled(3, tags=[{"old": 1}] * 3)
         store.client.clear_samples(None, partition)
         calls: list[tuple[Capability | None, Callable[[], Any]]] = [
@@ -119,11 +91,6 @@ class ClearSuite(Suite, chapter="clear"):
             assert store.tags_of(partition) == {"s2": {}}
 
     def test_other_partitions_stay(self, store: Store) -> None:
-        """Contract: "Sample: one item of a partition, named by a string id that is unique in the partition."
-
-        Check first: every hook must address rows by partition and id together. A clear or a new registration must not
-        select partitions by a prefix of their names.
-        """
         base = store.new_id()
         first, second, third = (store.register("x", partition_id=base + end) for end in ("", "-2", "/x"))
         for place, partition in enumerate((first, second, third)):
@@ -136,11 +103,6 @@ class ClearSuite(Suite, chapter="clear"):
             assert store.get(partition, ids(3))["x"].tolist() == [10 * place + row for row in range(3)]
 
     def test_an_unknown_partition_is_nothing_to_do(self, store: Store) -> None:
-        """Contract: "For an unknown partition there is nothing to do."
-
-        Check first: for an unknown partition, clear_samples must return a reply. It must not raise, and must not create
-        the partition.
-        """
         unknown = store.new_id()
         store.client.clear_samples(None, unknown)
         store.client.clear_samples(["a"], unknown)
@@ -148,11 +110,6 @@ class ClearSuite(Suite, chapter="clear"):
             store.get(unknown, ["a"])
 
     def test_clear_hook_counts_its_rows(self, store: Store) -> None:
-        """Hook spec: "Drops rows with their tags and cursors, or the whole partition. Ignores samples that are not
-        there."
-
-        Check first: ClearReply.num_samples must be the number of rows that existed and were cleared.
-        """
         partition = store.filled(5)
         assert store.hooks.clear(partition, ["s0", "nobody"]).num_samples == 1
         assert store.hooks.clear(partition, ["s0"]).num_samples == 0

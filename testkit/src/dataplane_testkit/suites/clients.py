@@ -11,10 +11,9 @@ from dataclasses import replace
 import pytest
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.spec import CallInfo, Capability, ClientInfo, PhaseInfo, Scope, WorkInfo
+from dataplane_core.spec import CallInfo, ClientInfo, PhaseInfo, Scope, WorkInfo
 from dataplane_testkit._base import Suite
 from dataplane_testkit._hooks import Hooks, backend_of
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 
@@ -39,15 +38,10 @@ def _end(store: Store, *clients: ClientInfo) -> None:
         store.hooks.announce(each, 0.0)
 
 
-class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
+class ClientSuite(Suite, chapter="clients"):
     """`list_clients`."""
 
     def test_announced_clients_are_listed(self, store: Store) -> None:
-        """Contract: "the clients of the store, of all processes"
-
-        Check first: announce must keep all that the client says, in place of what it said before, and list_clients must
-        reply it to every client of the store, with the seconds since then.
-        """
         calls = [
             CallInfo(operation="claim_meta", partition_id="schritt 1 \u2192 \u2713", running_s=3.25),
             CallInfo(operation="ping", partition_id="", running_s=0.5),
@@ -67,10 +61,6 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
         _end(store, mine, other)
 
     def test_the_number_of_clients_is_replied(self, store: Store) -> None:
-        """Contract: "the more clients a store has, the less often each announces itself"
-
-        Check first: announce must reply how many clients are listed.
-        """
         made = [_client() for _ in range(50)]
         for place, each in enumerate(made, start=1):
             assert store.hooks.announce(each, 600.0).num_clients >= place
@@ -87,10 +77,6 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
         _end(store, made[0])
 
     def test_a_client_that_closed_is_not_listed(self, store: Store) -> None:
-        """Contract: "After close it is no longer listed."
-
-        Check first: announce with a ttl_s of 0, also again, and for a client that was never listed.
-        """
         client, other = _client(), _client()
         store.hooks.announce(client, 600.0)
         store.hooks.announce(other, 600.0)
@@ -102,10 +88,6 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
         _end(store, other)
 
     def test_a_client_that_is_silent_is_not_listed_for_long(self, store: Store) -> None:
-        """Contract: "A client that died is listed a little longer than three of these periods."
-
-        Check first: list_clients must not reply clients whose ttl_s is over, and announce must drop them some time.
-        """
         silent, other = _client(), _client()
         store.hooks.announce(other, 600.0)
         store.hooks.announce(silent, 0.3)
@@ -118,12 +100,6 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
         _end(store, other)
 
     def test_clients_that_ended_are_listed_if_asked_for(self, store: Store) -> None:
-        """Contract: "With ended, it also lists those that closed, or were not heard of for too long, in the last ten
-        minutes; their state says which."
-
-        Check first: ListClientsRequest.ended, and ClientInfo.state, which the store sets. A client that ended must not
-        count in AnnounceReply.num_clients, and is listed as open again if it announces itself again.
-        """
         work = [
             WorkInfo(operation="put_samples", partition_id="p", fields=["x", "y"], num_samples=8, ended_s=0.5),
             WorkInfo(
@@ -152,13 +128,7 @@ class ClientSuite(Suite, chapter="clients", proof=Capability.CLIENTS):
         assert made.intersection(each.client_id for each in store.hooks.clients()) == {back.client_id, other.client_id}
         _end(store, back, other)
 
-    @proves(Capability.CLIENTS, Capability.CLAIMS)
     def test_a_client_announces_itself(self, store: Store) -> None:
-        """Contract: "For each it says host, process, role, since when it is open, and which operations it has under
-        way"
-
-        Check first: nothing in the backend, if the other tests of this chapter pass.
-        """
         client, other = _announcing(store)
         partition = store.new_id()
         client.register_partition(partition, ["x"], None, ["train"])

@@ -60,12 +60,6 @@ class CostSuite(Suite, chapter="costs"):
 
     @pytest.mark.parametrize("operation", list(OPERATIONS))
     def test_an_operation_costs_one_hook_call(self, store: Store, operation: str) -> None:
-        """Contract: "Core does the following once, for all backends: argument checks, empty batches, repeated ids in a
-        read" and "A backend's hooks get unique, non-empty ids and columns encoded in its wire format."
-
-        Check first: core, not the backend: one call of the client must be one call of the hook, whatever the size of
-        the batch, not one per tensor or row.
-        """
         call, hook, capability = OPERATIONS[operation]
         store.require(capability)
         partition = store.register("x", "y", *(f"f{i}" for i in range(8)))
@@ -77,13 +71,6 @@ class CostSuite(Suite, chapter="costs"):
 
     @pytest.mark.parametrize("operation", ["put_samples", "get_samples"])
     def test_the_payload_is_copied_no_more_than_it_may_be(self, store: Store, operation: str) -> None:
-        """Contract: "The caller may reuse its tensors as soon as put returns." and "What comes back is contiguous,
-        detached and owned by the caller."
-
-        Check first: the conversions between a column and the engine's format (tensor to bytes, bytes to message). Each
-        one holds a further copy of the payload; one copy is always needed. If the engine needs more copies than the kit
-        allows, raise most_copies and give the reason.
-        """
         if store.case.through_asyncio:
             not_run("the hooks run in threads, and the kit counts the tensors of one thread")
         partition = store.register("x", "y")

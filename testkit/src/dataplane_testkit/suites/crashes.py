@@ -12,11 +12,9 @@ from typing import Final
 
 import pytest
 
-from dataplane_core.spec import Capability, Scope
 from dataplane_testkit._base import Suite
 from dataplane_testkit._blobs import journal_state
 from dataplane_testkit._hooks import backend_of
-from dataplane_testkit._marks import lasts, proves
 from dataplane_testkit._profiles import by_profile, new_seed
 from dataplane_testkit._store import Deployment, Store
 from dataplane_testkit.chaos.checker import check, shrunk
@@ -24,6 +22,7 @@ from dataplane_testkit.chaos.history import OK, History
 from dataplane_testkit.chaos.page import table
 from dataplane_testkit.chaos.rules import Finding
 from dataplane_testkit.chaos.run import HEIR, Settings, history_of
+from dataplane_testkit.rules import lasts
 
 #: How many processes are killed. The environment variable sets another number.
 _KILLS: Final = int(os.environ.get("DATAPLANE_CONFORMANCE_KILLS") or by_profile(5, 20, 200))
@@ -63,42 +62,23 @@ def _holds(store: Store, *rules: str) -> _Aftermath:
     return found
 
 
-class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
+class CrashSuite(Suite, chapter="crashes"):
     """kill -9 in the middle of calls: 20 times, 200 times under the profile ``long``."""
 
     @lasts(_LIMIT_S)
     def test_the_store_serves_others_after_every_kill(self, store: Store) -> None:
-        """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs."
-
-        Check first: locks and reservations that a client takes in the store. A killed client does not release them.
-        """
         _holds(store, "deadline", "error", "puts", "registered", "waiting")
 
     @lasts(_LIMIT_S)
     def test_killed_producers_leave_no_half_rows(self, store: Store) -> None:
-        """Contract: "The first write of a set of fields is atomic per sample: no reader or claim sees half of it, or
-        its data without its tags".
-
-        Check first: the put must mark its cells as produced in one step, after all cells and tags are stored.
-        """
         _holds(store, "half", "bits", "written", "mixed")
 
     @lasts(_LIMIT_S)
     def test_killed_producers_lose_no_committed_sample(self, store: Store) -> None:
-        """Contract: "Returns only when the write is committed and visible to every other client".
-
-        Check first: when put_samples returns, no data of the put may still wait in the client's process.
-        """
         _holds(store, "committed", "lost", "latest", "cleared", "save")
 
     @lasts(_LIMIT_S)
     def test_what_a_killed_producer_was_putting_can_be_put_again(self, store: Store) -> None:
-        """Contract: "A timeout or lost connection raises, and never reports success; the write may then have happened
-        or not."
-
-        Check first: what a put reserves in the store. If its client is killed, a later put of the same samples must not
-        wait or fail because of it.
-        """
         found = _holds(store)
         failed = [call for call in found.history.calls if call.process == HEIR and call.outcome != OK]
         assert not failed, (
@@ -106,22 +86,9 @@ class CrashSuite(Suite, chapter="crashes", proof=Scope.HOST):
         )
 
     @lasts(_LIMIT_S)
-    @proves(Scope.HOST, Capability.CLAIMS)
     def test_killed_consumers_get_no_sample_twice(self, store: Store) -> None:
-        """Contract: "Across all clients and processes no sample is given to a task twice." and "Without a lease,
-        delivery is at most once: if the reply to a claim is lost, its rows are lost to the task."
-
-        Check first: the store must mark samples as given in the same step that chooses them.
-        """
         _holds(store, "given once", "at most one claim", "ready", "order")
 
     @lasts(_LIMIT_S)
-    @proves(Scope.HOST, Capability.LEASES)
     def test_killed_consumers_lose_no_leased_sample(self, store: Store) -> None:
-        """Contract: "with lease_s, a claim that is neither acked nor renewed in time is handed out again." and "two
-        holders never both succeed."
-
-        Check first: leases must end by the store's clock, also if their holder is dead. An acked sample must never go
-        back to the pool.
-        """
         _holds(store, "handed out again", "two holders", "lease", "refused ack", "token", "consumed")

@@ -12,18 +12,13 @@ from dataplane_core.errors import CorruptDataError
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, bits, ids, items_of, jagged, rows_of
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 
 
-class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
+class CursorSuite(Suite, chapter="cursors"):
     """`list_consumed`, `reset_consumption`, `save` and `load`."""
 
     def test_consumed_samples_are_listed(self, store: Store) -> None:
-        """Contract: "the held samples that the task has consumed, in order of first write."
-
-        Check first: export_partition. Samples under a lease and cleared samples must not be listed.
-        """
         partition = store.filled(8, tasks=["train", "other"])
         store.claim(partition, 4)
         store.client.clear_samples(["s1"], partition)
@@ -40,11 +35,6 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
             store.client.list_consumed("nowhere", "train")
 
     def test_reset_consumption(self, store: Store) -> None:
-        """Contract: "afterwards the task has consumed these samples, and nothing else. Its leases end, and their tokens
-        are no longer valid. Other tasks keep what they have."
-
-        Check first: set_cursor without ids must end every hold of the task, and offer all rows to its claims again.
-        """
         partition = store.filled(6, num_samples=6, tasks=["train", "other"])
         leases = store.declares(Capability.LEASES)
         store.claim(partition, 6, task="other")
@@ -69,11 +59,6 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
                 store.client.reset_consumption(*unknown)
 
     def test_reset_consumption_before_the_fields_are_produced(self, store: Store) -> None:
-        """Contract: "afterwards the task has consumed these samples, and nothing else."
-
-        Check first: put_samples must not offer rows to a task that consumed them when they had only tags. A load with
-        open_partitions relies on it.
-        """
         sizes = (None, 2) if store.declares(Capability.GROUPS) else (None,)
         for group_size in sizes:
             partition = store.register("x", group_size=group_size, tasks=[])
@@ -85,12 +70,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
             assert store.claim(partition, 4).sample_ids == names[:2]
             assert store.claim(partition, 4).size == 0
 
-    @proves(Capability.CURSORS, Capability.GROUPS)
     def test_reset_consumption_of_groups(self, store: Store) -> None:
-        """Contract: "afterwards the task has consumed these samples, and nothing else."
-
-        Check first: the counts per group that set_cursor must bring back too, also for groups that become whole later.
-        """
         partition = store.register("x", num_samples=4, group_size=2)
         names = ["k_g0", "k_g1", "l_g0", "l_g1"]
         store.put(partition, names, x=torch.arange(4))
@@ -110,13 +90,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         store.client.clear_samples(names[:1], partition)
         assert store.claim(partition, 4, blocking=True, timeout_s=10.0).size == 0
 
-    @proves(Capability.CURSORS, Capability.LISTING)
     def test_a_save_is_loaded(self, store: Store, tmp_path: Path) -> None:
-        """Contract: "load(folder, partitions=None) -> metadata writes them to any store, of any backend and size."
-
-        Check first: list_fields, export_partition and set_cursor. Rows with different fields must keep them, and their
-        order.
-        """
         partition, other = store.register("x", "y", num_samples=12, tasks=["train", "b"]), store.register("x")
         shared = torch.arange(40_000)
         columns = {
@@ -153,12 +127,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         store.client.clear_samples(["tagged"], partition)  # it will never be ready
         assert store.claim(partition, 9, task="b", blocking=True, timeout_s=10.0).size == 1
 
-    @proves(Capability.CURSORS, Capability.LISTING, Capability.GROUPS)
     def test_a_save_keeps_broken_groups(self, store: Store, tmp_path: Path) -> None:
-        """Contract: "What was cleared still counts for num_samples, and its groups are still not given."
-
-        Check first: export_partition must reply the groups that lost a member, also without num_samples.
-        """
         for num_samples in (None, 8):
             partition = store.register("x", num_samples=num_samples, group_size=2)
             names = [f"{group}_g{member}" for group in "klm" for member in range(2)]
@@ -172,12 +141,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
             store.put(partition, ["k_g1", "n_g0", "n_g1"], x=torch.arange(3))
             assert store.claim(partition, 6).sample_ids == ["n_g0", "n_g1"]
 
-    @proves(Capability.CURSORS, Capability.LISTING)
     def test_a_save_is_whole_or_not_there(self, store: Store, tmp_path: Path) -> None:
-        """Contract: "A save that is damaged or incomplete is refused (CorruptDataError) before anything is changed."
-
-        Check first: core, not the backend: core must check the files before it calls a hook.
-        """
         partition = store.filled(3)
         with store.refusal(KeyError, "save"):
             store.client.load(tmp_path / "none")
@@ -206,13 +170,7 @@ class CursorSuite(Suite, chapter="cursors", proof=Capability.CURSORS):
         store.client.load(tmp_path)
         assert store.client.list_sample_ids(partition) == ids(3)
 
-    @proves(Capability.CURSORS, Capability.LISTING)
     def test_an_empty_partition_is_saved(self, store: Store, tmp_path: Path) -> None:
-        """Contract: "save(folder, metadata=None, partitions=None) writes partitions (None: all) with their
-        registration"
-
-        Check first: list_samples and export_partition of a partition without rows.
-        """
         partition = store.register("x", num_samples=2, tasks=["a"], enums={"word": ["u"]}, followers=["a"])
         before = store.client.describe(partition).info
         store.client.save(tmp_path, None, [partition])

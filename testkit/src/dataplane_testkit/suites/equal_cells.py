@@ -9,10 +9,8 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, batch, bits, check_column, ids, items_of, jagged, random_cells
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import BOUNDED_BYTES, Store, not_declared
 
 #: Elements of a cell that is large enough to be stored once.
@@ -45,11 +43,6 @@ class EqualCellsSuite(Suite, chapter="equal cells"):
     """Puts whose samples have equal large cells, as the samples of a group with one image."""
 
     def test_equal_cells_come_back_as_they_were_written(self, store: Store) -> None:
-        """Contract: "Large equal cells of a put are stored once and moved once."
-
-        Check first: a row of the store that several samples refer to must be given to each of them, in any order, and
-        also if only some of them are read.
-        """
         partition = store.register("image", "same", "objects", "n")
         rows = _rows()
         same = torch.full((len(rows), _LENGTH), 3, dtype=torch.int64)
@@ -63,10 +56,6 @@ class EqualCellsSuite(Suite, chapter="equal cells"):
             assert found["n"].tolist() == order
 
     def test_rows_of_one_memory_come_back_as_they_were_written(self, store: Store) -> None:
-        """Contract: "Non-contiguous, expanded, transposed and grad-requiring inputs are accepted".
-
-        Check first: an expanded tensor, and a lazy stack of TensorDicts that hold the same tensor.
-        """
         partition = store.register("image", "wide")
         rows = _rows()
         lazy = LazyStackedTensorDict(*[TensorDict({"image": row}, batch_size=[]) for row in rows])
@@ -78,10 +67,6 @@ class EqualCellsSuite(Suite, chapter="equal cells"):
         check_column(found["wide"], list(wide))
 
     def test_rows_of_a_read_are_independent(self, store: Store) -> None:
-        """Contract: "Each row of a read has memory of its own".
-
-        Check first: a change of one row of a batch must not change another row of it, nor what the next read gives.
-        """
         partition = store.register("image", "objects")
         rows = _rows()
         store.put(partition, _NAMES, columns={"image": jagged(rows), "objects": as_objects(*rows)})
@@ -93,10 +78,6 @@ class EqualCellsSuite(Suite, chapter="equal cells"):
         check_column(store.get(partition, _NAMES, "image")["image"], rows)
 
     def test_shared_rows_are_one_object(self, store: Store) -> None:
-        """Contract: "With share_rows=True, equal rows are the same tensor or item."
-
-        Check first: a backend whose wire has shared rows must return a row that several samples refer to once.
-        """
         partition = store.register("image", "objects", "n", "reply")
         rows = _put_images(store, partition)
         store.put(partition, _NAMES, columns={"objects": as_objects(*rows)})
@@ -114,10 +95,6 @@ class EqualCellsSuite(Suite, chapter="equal cells"):
         assert found["n"].tolist() == found["reply"].tolist() == order
 
     def test_clearing_a_sample_leaves_the_others(self, store: Store) -> None:
-        """Contract: "Clearing or overwriting one of the samples leaves the others as they are."
-
-        Check first: a stored row must be deleted when the last sample that refers to it is cleared, and no earlier.
-        """
         partition = store.register("image", "n")
         rows = _put_images(store, partition)
         left = list(range(len(rows)))
@@ -128,12 +105,7 @@ class EqualCellsSuite(Suite, chapter="equal cells"):
                 store.get(partition, [_NAMES[row] for row in left], "image")["image"], [rows[row] for row in left]
             )
 
-    @proves(Capability.OVERWRITE)
     def test_overwriting_a_sample_leaves_the_others(self, store: Store) -> None:
-        """Contract: "Clearing or overwriting one of the samples leaves the others as they are."
-
-        Check first: an overwritten cell is replaced for its sample only.
-        """
         partition = store.register("image", "n")
         rows = _put_images(store, partition)
         for row, value in ((3, 1.0), (0, 2.0), (2, 3.0)):
@@ -141,13 +113,7 @@ class EqualCellsSuite(Suite, chapter="equal cells"):
             store.put(partition, [_NAMES[row]], columns={"image": rows[row].unsqueeze(0)})
             check_column(store.get(partition, _NAMES, "image")["image"], rows)
 
-    @proves(Capability.CAPACITY)
     def test_equal_cells_count_once(self, store: Store) -> None:
-        """Contract: "capacity_bytes counts them once."
-
-        Check first: a store whose wire has shared rows must count a stored row once, until the last of its samples is
-        cleared.
-        """
         if not _shares_rows(store):
             not_declared("a wire format with shared rows")
         client = store.deployment.bounded("raise")

@@ -242,12 +242,6 @@ class FaultSuite(Suite, chapter="faults"):
 
     @pytest.mark.parametrize("name", list(_CASES))
     def test_an_error_before_surfaces_and_changes_nothing(self, store: Store, name: str) -> None:
-        """Contract: "Errors derive from DataPlaneError, which carries backend, retryable and hint, survives pickling,
-        and keeps its cause."
-
-        Check first: core, not the backend: a middleware raises the error before the hook is called. The backend gets
-        only the second call.
-        """
         case = _CASES[name]
         scene = _scene(store, case)
         cause = OSError(104, "Connection reset by peer")
@@ -263,12 +257,6 @@ class FaultSuite(Suite, chapter="faults"):
 
     @pytest.mark.parametrize("name", list(_CASES))
     def test_an_operation_whose_reply_was_lost_may_be_called_again(self, store: Store, name: str) -> None:
-        """Contract: "A timeout or lost connection raises, and never reports success; the write may then have happened
-        or not." and "Without a lease, delivery is at most once".
-
-        Check first: what the backend does when it gets the same operation twice. The second call must leave the same
-        state as one call, or be refused because the operation is already done.
-        """
         case = _CASES[name]
         scene = _scene(store, case)
         lost = BackendUnavailableError("the reply was lost.")
@@ -283,13 +271,6 @@ class FaultSuite(Suite, chapter="faults"):
 
     @pytest.mark.parametrize("name", list(_CASES))
     def test_an_operation_that_is_late_may_be_called_again(self, store: Store, name: str) -> None:
-        """Contract: "Every call ends by its deadline: op_timeout_s of the config" ... "No call hangs." and "the write
-        may then have happened or not".
-
-        Check first: every wait inside the hook must end at request.deadline, which has passed here. The hook must raise
-        OperationTimeoutError, or finish immediately. After it has raised, nothing that it sent to the engine may change
-        later operations.
-        """
         case = _CASES[name]
         scene = _scene(store, case)
         with store.faults.late(case.hook), suppress(TimeoutError):
@@ -297,12 +278,6 @@ class FaultSuite(Suite, chapter="faults"):
         case.again(scene)
 
     def test_an_error_says_truly_whether_a_put_happened(self, store: Store) -> None:
-        """Contract: "The error's outcome says 'done' or 'not_done' wherever the store can tell, and 'unknown'
-        otherwise."
-
-        Check first: the outcome of the errors that the put_samples hook raises at its deadline. After "not_done" the
-        rows must not appear later; after "done" they must be there.
-        """
         partition = store.register("x")
         outcomes: dict[str, str] = {}
         for number in range(40):
@@ -323,11 +298,6 @@ class FaultSuite(Suite, chapter="faults"):
 
     @pytest.mark.parametrize("name", _COUNTED)
     def test_a_reply_that_is_short_is_refused(self, store: Store, name: str) -> None:
-        """Contract: "Core does the following once, for all backends: argument checks, empty batches, repeated ids in a
-        read, row and field counts of every reply".
-
-        Check first: core, not the backend: a middleware around the backend's hook injects the fault.
-        """
         case = _CASES[name]
         scene = _scene(store, case)
         operation = name.partition("_of_")[0].partition("_on_")[0]
@@ -339,11 +309,6 @@ class FaultSuite(Suite, chapter="faults"):
         case.again(scene)
 
     def test_a_missing_reply_is_an_error(self, store: Store) -> None:
-        """Contract: "Core does the following once, for all backends: argument checks, empty batches, repeated ids in a
-        read, row and field counts of every reply".
-
-        Check first: every hook must return its reply type. None is not a reply.
-        """
         partition = store.register("x")
         store.put(partition, ids(1), x=torch.zeros(1))
         calls: dict[str, Callable[[], Any]] = {
@@ -356,11 +321,6 @@ class FaultSuite(Suite, chapter="faults"):
                 call()
 
     def test_a_cell_that_is_cut_is_refused(self, store: Store) -> None:
-        """Contract: "Dtype and values come back bit for bit".
-
-        Check first: core, not the backend: core compares each cell with the field spec that the first write of the
-        field fixed.
-        """
         if not store.deployment.backend_class.wire.bytes:
             not_declared("cells as framed bytes")  # the test above cuts rows of whole tensors
         partition = store.register("x", "o")
@@ -381,10 +341,6 @@ class FaultSuite(Suite, chapter="faults"):
         assert items_of(store.get(partition, ids(2), "o")["o"]) == [{"a": [1, 2]}, "text"]
 
     def test_a_put_that_is_delayed_holds_up_nobody(self, store: Store) -> None:
-        """Contract: "Thread-safe: one client may be used from several threads." and "No call hangs."
-
-        Check first: core, not the backend: core must hold no lock while it calls a hook.
-        """
         scene = _scene(store, _CASES["get_samples"])
         go_on = threading.Event()
 

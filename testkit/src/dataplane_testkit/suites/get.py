@@ -10,7 +10,6 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, check_column, ids, items_of, jagged, shared
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import bounded
 
@@ -19,10 +18,6 @@ class GetSuite(Suite, chapter="get"):
     """Reads."""
 
     def test_get_keeps_the_order_asked_for(self, store: Store) -> None:
-        """Contract: "Exactly one row per id given, in that order, repeats included."
-
-        Check first: bring the engine's rows into the order of request.sample_ids.
-        """
         partition = store.register("x", "o")
         rows = [torch.full((index % 4,), index) for index in range(12)]
         store.put(partition, ids(12), x=jagged(rows), o=as_objects(*range(12)), y=torch.arange(12))
@@ -34,10 +29,6 @@ class GetSuite(Suite, chapter="get"):
         check_column(found["x"], [rows[index] for index in order])
 
     def test_get_repeats_rows(self, store: Store) -> None:
-        """Contract: "Exactly one row per id given, in that order, repeats included."
-
-        Check first: core, not the backend: core requests each id once, and repeats the rows in the result.
-        """
         partition = store.register("x", "o")
         rows = [torch.full((index + 1,), index) for index in range(3)]
         store.put(partition, ids(3), x=jagged(rows), y=torch.arange(3), o=as_objects([0], [1], [2]))
@@ -51,10 +42,6 @@ class GetSuite(Suite, chapter="get"):
         assert items[2] == [2], "repeated rows share one item"
 
     def test_get_joins_rows_of_many_puts(self, store: Store) -> None:
-        """Contract: "Exactly one row per id given, in that order".
-
-        Check first: the hook must join rows and fields that different puts wrote.
-        """
         partition = store.register("x", "y", "o")
         for index in range(6):
             store.put(partition, [f"s{index}"], x=torch.full((1, index % 3), index), y=torch.tensor([index]))
@@ -68,12 +55,6 @@ class GetSuite(Suite, chapter="get"):
         check_column(found["x"], [torch.full((index % 3,), index) for index in order])
 
     def test_equal_rows_of_unequal_puts_come_back_dense(self, store: Store) -> None:
-        """Contract: "Rows of equal shape come back stacked dense. Other rows come back as one torch.jagged nested
-        tensor, with its min and max length known; rows may have length 0."
-
-        Check first: the choice between a dense and a jagged column must depend on the rows that are read, not on the
-        puts that wrote them.
-        """
         partition = store.register("x")
         rows = [torch.arange(2), torch.arange(3), torch.arange(0), torch.arange(3) + 5]
         store.put(partition, ids(4), x=jagged(rows))
@@ -85,12 +66,6 @@ class GetSuite(Suite, chapter="get"):
     # --- missing ------------------------------------------------------------------------------------------------------
 
     def test_get_of_missing_samples_names_them(self, store: Store) -> None:
-        """Contract: "A missing sample, or a cell not yet produced, raises a subclass of KeyError that names the first
-        few and counts the rest. A read never returns fewer rows."
-
-        Check first: compare the rows that the engine returned with the requested ids. Raise MissingDataError with the
-        ids that are missing.
-        """
         partition = store.filled(5)
         with store.refusal(KeyError, "'gone0'"):
             store.get(partition, ["s0", "gone0", "s1"])
@@ -100,11 +75,6 @@ class GetSuite(Suite, chapter="get"):
         assert caught.value.missing_samples == ("gone0", "gone1", "gone2")
 
     def test_get_of_only_missing_samples_raises(self, store: Store) -> None:
-        """Contract: "A missing sample, or a cell not yet produced, raises a subclass of KeyError".
-
-        Check first: if the engine returns nothing, the hook must raise MissingDataError. It must not return an empty
-        reply. A field that nobody wrote has no field spec yet; its cells are missing like any others.
-        """
         partition = store.register("x", "y")
         with store.refusal(KeyError, "'a'"):
             store.get(partition, ["a"])
@@ -117,12 +87,6 @@ class GetSuite(Suite, chapter="get"):
             store.get(partition, ["a"], "x", "unheard_of")
 
     def test_get_of_missing_cells_names_them(self, store: Store) -> None:
-        """Contract: "A missing sample, or a cell not yet produced, raises a subclass of KeyError that names the first
-        few and counts the rest. A read never returns fewer rows."
-
-        Check first: every requested field must exist for every row. Look for a field that the hook drops without an
-        error.
-        """
         partition = store.filled(6, "x", "y")
         store.put(partition, ["s1"], y=torch.zeros(1))
         with store.refusal(KeyError, "'s0'", "y"):
@@ -133,11 +97,6 @@ class GetSuite(Suite, chapter="get"):
 
     @pytest.mark.parametrize(("count", "length"), [(1, 1 << 16), (999, 1)], ids=["a_large_row", "many"])
     def test_get_names_what_is_missing_behind_others(self, store: Store, count: int, length: int) -> None:
-        """Contract: "A missing sample, or a cell not yet produced, raises a subclass of KeyError".
-
-        Check first: the hook must check all requested ids up to the last, however many there are. An engine that sends
-        small rows in another way than large ones must do so before it chooses the way.
-        """
         partition = store.register("x", "y")
         there = ids(count)
         store.put(partition, there, x=torch.zeros(count, length, dtype=torch.uint8))
@@ -151,12 +110,7 @@ class GetSuite(Suite, chapter="get"):
 
     # --- arguments ----------------------------------------------------------------------------------------------------
 
-    @proves(Capability.LISTING)
     def test_get_all_fields(self, store: Store) -> None:
-        """Contract: "None stands for all fields that every one of the samples has"
-
-        Check first: list_fields must reply the fields of each sample, those of every put to it.
-        """
         partition = store.register("x")
         store.put(partition, ids(3), x=torch.arange(3), y=torch.zeros(3, 2))
         store.put(partition, ids(2), z=as_objects("a", "b"))
@@ -171,13 +125,7 @@ class GetSuite(Suite, chapter="get"):
         with store.refusal(KeyError, "nowhere"):
             store.client.get_samples(["s0"], "nowhere", None)
 
-    @proves(Capability.CLAIMS)
     def test_reads_and_listings_advance_no_cursor(self, store: Store) -> None:
-        """Contract: "A read advances no cursor." and "ids and tags, no data."
-
-        Check first: a read or a listing must not change what is recorded of the tasks. A sample that a task was given
-        can be read and is listed all the same.
-        """
         partition = store.filled(3)
         for given in (ids(2), ids(3)[2:], []):
             assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2], "a claimed sample can no longer be read"
@@ -187,11 +135,6 @@ class GetSuite(Suite, chapter="get"):
             assert store.claim(partition, 2).sample_ids == given
 
     def test_get_data_reads_by_meta(self, store: Store) -> None:
-        """Contract: "get_data(meta, select_fields=None, share_rows=False) is get_samples by meta. It reads
-        select_fields, else the fields of the meta. If there are neither, it raises ValueError."
-
-        Check first: core, not the backend: core reads the rows of the meta with get_samples.
-        """
         partition = store.register("x", "y")
         meta = store.put(partition, ids(3), x=torch.arange(3), y=torch.ones(3))
         found = store.client.get_data(meta)
@@ -204,11 +147,6 @@ class GetSuite(Suite, chapter="get"):
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def test_what_comes_back_is_owned_by_the_caller(self, store: Store) -> None:
-        """Contract: "What comes back is contiguous, detached and owned by the caller."
-
-        Check first: the get_samples hook must return new memory, not the memory of the store. Repeated rows must be
-        copies.
-        """
         partition = store.register("x", "y", "o")
         rows = [torch.tensor([1, 2]), torch.tensor([3])]
         store.put(partition, ids(2), x=jagged(rows), y=torch.arange(4).view(2, 2), o=as_objects([1], [2]))
@@ -229,10 +167,6 @@ class GetSuite(Suite, chapter="get"):
     # --- the hook -----------------------------------------------------------------------------------------------------
 
     def test_get_hook_returns_the_columns_asked_for(self, store: Store) -> None:
-        """Hook spec: "Field -> the spec fixed by the field's first write."
-
-        Check first: the WireBatch must hold a column and a field spec for every field of the request.
-        """
         partition = store.register("x", "y", "z")
         store.put(partition, ids(2), x=torch.zeros(2, 3, 4, dtype=torch.bfloat16), y=as_objects(1, 2), z=torch.ones(2))
         reply = store.hooks.get(partition, ids(2), ["y", "x"])
@@ -243,13 +177,6 @@ class GetSuite(Suite, chapter="get"):
         assert y.kind == "object"
 
     def test_lost_payload_is_named(self, store: Store) -> None:
-        """Contract: "Payload that the store has lost raises LostSamplesError at once. The error names the samples and
-        fields, and is not retryable."
-
-        Check first: if a read finds that payload is missing, it must look up its ref again. If the ref is the same, the
-        payload is lost, and the read must name it. Check also that lose_payload of your test class deletes payload of
-        one put only.
-        """
         partition = store.filled(3, "x", "y")
         store.put(partition, ids(3), y=torch.arange(3))
         store.lose(partition, "s1", "x")

@@ -19,7 +19,6 @@ from dataplane_core.errors import DataPlaneError
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, batch, ids, items_of, jagged, rows_of
-from dataplane_testkit._marks import proves
 from dataplane_testkit._profiles import by_profile
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import in_threads
@@ -62,13 +61,7 @@ def _whole_or_nothing(store: Store, partition: str) -> bool:
 class GuaranteeSuite(Suite, chapter="guarantees"):
     """Capabilities that are guarantees, not operations."""
 
-    @proves(Capability.NO_PICKLE)
     def test_nothing_is_unpickled(self, store: Store) -> None:
-        """Contract: "Core and its codec never unpickle. A backend whose transport unpickles does not declare
-        no_pickle".
-
-        Check first: the transport and the storage of the engine. Multiprocessing and Ray, for example, both unpickle.
-        """
         partition = store.register("x", "o")
         columns = {"x": jagged([torch.arange(2), torch.arange(5)]), "o": as_objects({"a": [1]}, torch.arange(3))}
         with _unpickling_is_reported() as calls:
@@ -82,14 +75,7 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
             store.client.clear_samples(["s0"], partition)
         assert not calls, f"data was unpickled in {calls[0]}"
 
-    @proves(Capability.DURABLE)
     def test_committed_puts_survive_a_crash(self, store: Store) -> None:
-        """Contract: "Guarantees are tested only where they are declared: scope (process, host, cluster), durable,
-        fenced, atomic_overwrite, wakes, repeatable, no_pickle."
-
-        Check first: the persistence of the engine must be switched on and synchronous. Check also that restart of your
-        test class kills the store's processes with kill -9.
-        """
         partition = store.register("x", "o")
         store.put(partition, ids(50), [{"n": n} for n in range(50)], x=torch.arange(50), o=as_objects(*range(50)))
         given = store.claim(partition, 10).sample_ids if store.declares(Capability.CLAIMS) else []
@@ -101,15 +87,8 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
                 "after the crash, claimed samples are given again, or others are lost"
             )
 
-    @proves(Capability.FENCED)
     @pytest.mark.parametrize("what", ["clear", "registration"])
     def test_puts_that_overlap_clears_are_whole_or_nothing(self, store: Store, what: str) -> None:
-        """Contract: "A put that overlaps a clear or a re-registration of the same sample is safe only with fenced".
-
-        Check first: the commit must check, in the same atomic step, that the rows and the registration are still those
-        with which the put began. Otherwise the put must fail.
-        """
-
         def act(partition: str) -> None:
             if what == "clear":
                 store.client.clear_samples(_NAMES, partition)
@@ -124,13 +103,7 @@ class GuaranteeSuite(Suite, chapter="guarantees"):
 
         _overlap(store, act, check)
 
-    @proves(Capability.ATOMIC_OVERWRITE)
     def test_reads_see_all_old_or_all_new_cells(self, store: Store) -> None:
-        """Contract: "A read that overlaps an overwrite may mix old and new cells, unless the backend declares
-        atomic_overwrite."
-
-        Check first: a read must take all cells of a sample from one committed state.
-        """
         partition = store.register("x", "y", "o")
         names = ids(8)
 

@@ -11,7 +11,6 @@ import pytest
 
 from dataplane_core.backends import BlobStore
 from dataplane_core.errors import preview
-from dataplane_core.spec import Scope
 from dataplane_testkit._base import Suite
 from dataplane_testkit._hooks import backend_of
 from dataplane_testkit._store import Store, not_run
@@ -72,16 +71,10 @@ def _trimmed(store: Store, tag: str) -> tuple[tuple[BlobStore, BlobStore], int, 
     return journals, begin, records
 
 
-class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
+class JournalSuite(Suite, chapter="journal"):
     """For a `BlobStore` that several processes use. On a separate store, because these records are not the ledger's."""
 
     def test_a_place_in_the_journal_is_taken_once(self, store: Store) -> None:
-        """Blob store: "Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is
-        or was taken."
-
-        Check first: append must insert a record only if the place is free, and must never replace one. It must decide
-        this in the insert itself, not by a read before the insert.
-        """
         backend, another = _journals(store)
         place = _end(backend)
         assert backend.append(place, b"first"), "append to a free place returned False"
@@ -96,11 +89,6 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         assert _records(backend, place) == [b"first", b"first"]
 
     def test_the_journal_reads_in_order_from_any_place(self, store: Store) -> None:
-        """Blob store: "The journal's records from ``from_seq`` on, in order. Empty if there are no more."
-
-        Check first: read must sort the records by number, not by text or by time, and must return all of them. A read
-        from the end must return an empty list and no error.
-        """
         backend, _ = _journals(store)
         begin = _end(backend)
         records = [bytes([number % 256]) * (1 + number % 50) for number in range(_RECORDS)]
@@ -119,12 +107,6 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
             assert not wrong, f"read({begin + start}): the records at {preview(wrong)} are out of order"
 
     def test_other_clients_read_what_was_appended(self, store: Store) -> None:
-        """Blob store: "Every process replays it through the same deterministic ledger, so all agree on what was
-        written, claimed and acked."
-
-        Check first: append must not return before every process can read the record. read must ask the store. It must
-        not use a local copy.
-        """
         backend, another = _journals(store)
         place = _end(backend)
         assert _end(another) == place, "the two clients read different numbers of records"
@@ -138,12 +120,6 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
             )
 
     def test_racing_appends_take_each_place_once(self, store: Store) -> None:
-        """Blob store: "Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is
-        or was taken."
-
-        Check first: the store must decide in one atomic step which append takes a place, for example with a unique key,
-        an exclusive create or a transaction. A concurrent reader must see whole records without a gap.
-        """
         backend, another = _journals(store)
         begin = _end(backend)
         start = threading.Barrier(_WRITERS)
@@ -190,12 +166,6 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
             )
 
     def test_a_trimmed_journal_begins_where_it_was_told(self, store: Store) -> None:
-        """Blob store: "Drops the records below ``before_seq``." and "If the journal was trimmed beyond ``from_seq``,
-        the records that are kept."
-
-        Check first: trim must keep the record with the given number. A read from a lower number must return the records
-        that are left and raise no error. The numbers of the records must not change.
-        """
         journals, begin, records = _trimmed(store, "trim")
         for backend in journals:
             for start in (0, begin, begin + _TRIMMED - 1, begin + _TRIMMED, begin + _TRIMMED + 5):
@@ -207,13 +177,6 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
                 )
 
     def test_a_read_beside_a_trim_misses_no_record(self, store: Store) -> None:
-        """Blob store: "None may be missing that was appended before the call, also if another process trims at the same
-        time".
-
-        Check first: a read that first looks which records there are, and then reads them, may find one gone. It must
-        then begin again, and must not take that for the end of the journal. A process that misses records finds no
-        partition, or takes its own history for cut.
-        """
         backend, another = _trimming(store, "beside")
         begin = appended = _end(backend)
         done = threading.Event()
@@ -247,12 +210,6 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         in_threads(writer, reader)
 
     def test_a_journal_is_trimmed_to_the_same_or_a_lower_number_without_a_change(self, store: Store) -> None:
-        """Blob store: "A call for records that were already dropped changes nothing."
-
-        Check first: a trim to a lower number must not move the beginning of the journal back, which `read` and `append`
-        compare with. It must raise no error for a record that is already deleted. Two clients may trim at the same
-        time, and the slower one may then ask for the lower number.
-        """
         journals, begin, records = _trimmed(store, "again")
         kept, free = records[_TRIMMED:], begin + len(records)
         for backend in journals:
@@ -272,13 +229,6 @@ class JournalSuite(Suite, chapter="journal", proof=Scope.HOST):
         assert _records(journals[1], 0) == [*kept, b"next"]
 
     def test_a_trimmed_place_stays_taken(self, store: Store) -> None:
-        """Blob store: "Adds a record to the journal under ``seq`` (0, 1, 2, ...), atomically; False if ``seq`` is
-        or was taken."
-
-        Check first: append must compare the number with the highest number or with the beginning of the journal, not
-        only with the records that are left. Otherwise a process that was suspended appends under an old number, and its
-        call is lost.
-        """
         journals, begin, records = _trimmed(store, "taken")
         for backend in journals:
             for place in (0, begin, begin + 1, begin + _TRIMMED - 1, begin + _TRIMMED):

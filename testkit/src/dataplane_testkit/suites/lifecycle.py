@@ -18,10 +18,9 @@ import torch
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClientClosedError, ConfigError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import Capability, Scope
+from dataplane_core.spec import Scope
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids, naming
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store, check_error, not_run
 from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, bounded
 from dataplane_testkit._workers import call, read_items
@@ -37,10 +36,6 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     """From connect to close."""
 
     def test_close_is_idempotent(self, store: Store) -> None:
-        """Contract: "close() may be called again. Other calls then raise ClientClosedError."
-
-        Check first: the stop method. Core calls it once. It must also work if start failed.
-        """
         with store.another_client() as client:
             partition = store.register("x", client=client)
         client.close()  # the with block has closed it
@@ -48,22 +43,13 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             client.get_samples(["a"], partition, ["x"])
 
     def test_a_closed_client_refuses(self, store: Store) -> None:
-        """Contract: "Other calls then raise ClientClosedError."
-
-        Check first: core, not the backend: core must refuse this call before it calls the hook.
-        """
         client, held = store.deployment.closed_client(), KVBatchMeta("p", "train", ["s0"], lease_tokens=["token"])
         for operation, (ask, _, capability) in OPERATIONS.items():
             if capability is None or store.declares(capability):
                 with naming(operation), store.refusal(ClientClosedError):
                     ask(client, "p", held)
 
-    @proves(Capability.CLAIMS)
     def test_close_ends_waiting_claims(self, store: Store) -> None:
-        """Contract: "Other calls then raise ClientClosedError." and "No call hangs."
-
-        Check first: the claim hook must return immediately. A hook that waits inside the backend also delays close.
-        """
         client = store.another_client()
         partition = store.register("x", client=client)
         waiting = store.waiting_claim(partition, 1, client=client)
@@ -72,12 +58,6 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             waiting.result(what="a claim on a client that was closed")
 
     def test_two_clients_live_side_by_side(self, store: Store) -> None:
-        """Contract: "The client that bootstrapped a backend ends the processes and actors that it started, and nothing
-        else; attached clients leave them running."
-
-        Check first: stop must end only this client's own connection. Look for global state, and for processes that are
-        killed by name.
-        """
         partition = store.filled(2)
         other = store.another_client()
         theirs = store.register("x", client=other)
@@ -88,18 +68,10 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         store.put(partition, ["s2"], x=torch.tensor([2]))
 
     def test_pickling_a_client_is_refused(self, store: Store) -> None:
-        """Contract: "Pickling a client, or using it after a fork, is refused with a clear error."
-
-        Check first: core, not the backend: core refuses to pickle a client.
-        """
         with store.refusal(TypeError, "pickle"):
             pickle.dumps(store.client)
 
     def test_a_fork_cannot_use_the_client(self, store: Store) -> None:
-        """Contract: "Pickling a client, or using it after a fork, is refused with a clear error."
-
-        Check first: core, not the backend: core compares process ids.
-        """
         partition = store.register("x")
         store.put(partition, ["a"], x=torch.tensor([1]))
 
@@ -118,14 +90,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             "close in the fork stopped or changed the parent's store"
         )
 
-    @proves(Scope.HOST)
     def test_a_fork_opens_a_client_of_its_own(self, store: Store) -> None:
-        """Contract: "A forked process opens a client of its own. If the engine does not survive a fork (opens_in_forks
-        = False in the backend's class), connect refuses there at once and says to spawn."
-
-        Check first: locks, threads and connections that are stored in the class or the module. In a fork they are
-        copies of the parent's and do not work. If the engine keeps such things, set opens_in_forks = False.
-        """
         partition = store.register("x")
         store.put(partition, ["a"], x=torch.tensor([7]))
         options = store.deployment.attach_options()
@@ -146,21 +111,12 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             assert "spawn" in said
 
     def test_unknown_options_are_refused(self, store: Store) -> None:
-        """Contract: "Bootstrapping a store that runs with other options is an error."
-
-        Check first: the Config model must forbid extra keys. Otherwise a misspelt option is ignored.
-        """
         with pytest.raises(ConfigError, match="no_such_option_of_the_kit"):
             store.deployment.connect({**store.deployment.options, "no_such_option_of_the_kit": 1})
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 
     def test_attaching_within_one_process_is_refused(self, store: Store) -> None:
-        """Contract: "and fails clearly, within its deadline, when there is nothing to attach to."
-
-        Check first: the class attribute scope. With the scope process, core must refuse to attach. With a wider scope,
-        attaching must work.
-        """
         if store.scope is not Scope.PROCESS or store.deployment.backend_class.opens_anywhere:
             store.attached_client().close()
             return
@@ -168,13 +124,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             store.deployment.connect(store.deployment.options, bootstrap=False)
         check_error(caught.value, store.name)
 
-    @proves(Scope.HOST)
     def test_attaching_to_nothing_fails_clearly(self, store: Store) -> None:
-        """Contract: "and fails clearly, within its deadline, when there is nothing to attach to."
-
-        Check first: if no store is running, start(bootstrap=False) must raise BackendUnavailableError before its
-        deadline.
-        """
         absent = store.case.absent_options(dict(store.deployment.options)) or not_run(
             "the author's class supplies no absent_options"
         )
@@ -191,14 +141,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         assert isinstance(caught.value, ConnectionError)
         check_error(caught.value, store.name)
 
-    @proves(Scope.HOST)
     def test_an_attach_waits_for_an_owner_that_is_late(self, store: Store) -> None:
-        """Contract: "connect(config, bootstrap=False) waits up to attach_wait_s (10 s) of the config for an owner that
-        is not there yet".
-
-        Check first: if no store is running, start(bootstrap=False) must raise a BackendUnavailableError with
-        retryable=True. Core then tries again with a new object of the class.
-        """
         fresh = store.case.isolated_options(store.deployment.attach_options(), "late")
         waiting = Background(lambda: store.deployment.connect(fresh, bootstrap=False, attach_wait_s=STARTS_S))
         time.sleep(_LATE_S)
@@ -209,10 +152,6 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             owner.clear_samples(None, partition)
 
     def test_auto_attaches_where_something_runs(self, store: Store) -> None:
-        """Contract: "bootstrap="auto" attaches, or bootstraps where nothing runs".
-
-        Check first: start(bootstrap=False), which core calls first. It must attach if a store is running.
-        """
         if store.scope is Scope.PROCESS:
             with store.deployment.connect(store.deployment.separate_options("auto"), bootstrap="auto") as client:
                 assert client.bootstrapped
@@ -223,15 +162,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             client.put_samples(["a"], partition, batch(1, x=torch.tensor([7])))
         assert store.get(partition, ["a"])["x"].tolist() == [7]
 
-    @proves(Scope.HOST)
     def test_of_processes_that_connect_with_auto_one_bootstraps(self, store: Store) -> None:
-        """Contract: "of several processes that ask at the same time exactly one bootstraps, and the others attach to
-        it."
-
-        Check first: if the class sets exclusive, start(bootstrap=True) must raise AlreadyRunningError unless this call
-        itself created the store. The error must have retryable=True, so that core attaches to the store of the other
-        process.
-        """
         fresh = store.case.isolated_options(store.deployment.attach_options(), "auto")
         with contextlib.ExitStack() as ended:
             workers = [store.deployment.new_worker(fresh, bootstrap="auto") for _ in range(_AT_ONCE)]
@@ -248,12 +179,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
                 worker.run(call, "put_samples", [f"s{number}"], "p", {"x": torch.tensor([number])})
             assert workers[-1].run(read_items, "p", ids(_AT_ONCE), "x") == list(range(_AT_ONCE))
 
-    @proves(Scope.HOST)
     def test_bootstrapping_over_other_options_is_refused(self, store: Store) -> None:
-        """Contract: "Bootstrapping a store that runs with other options is an error."
-
-        Check first: start(bootstrap=True) must compare its options with those of the store that is running.
-        """
         conflicting = store.case.conflicting_options(dict(store.deployment.options)) or not_run(
             "the author's class supplies no conflicting_options"
         )

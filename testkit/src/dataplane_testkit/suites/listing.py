@@ -9,21 +9,14 @@ from dataplane_core.errors import LeaseHolder
 from dataplane_core.spec import Capability, FieldSpec, Question, this_process
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, ids, jagged
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import eventually
 
 
-class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
+class ListingSuite(Suite, chapter="listing"):
     """Lists of the samples of a partition."""
 
     def test_listing_gives_ids_and_tags(self, store: Store) -> None:
-        """Contract: "list_samples(partition_id, tag_filter=None, sample_ids=None) -> meta returns ids and tags, no
-        data."
-
-        Check first: SampleList.tags must have one entry per id, in the same order, an empty dict for a sample without
-        tags. Samples that lack fields, or have only tags, are listed too. The tags must be copies.
-        """
         partition = store.register("x", "y")
         assert store.client.list_samples(partition).sample_ids == []
         store.put(partition, ["b", "a"], [{"n": 1, "input_lengths": 3}, {"input_lengths": 4}], x=torch.arange(2))
@@ -36,10 +29,6 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
             meta.tags[0]["n"] = 9
 
     def test_listing_of_given_samples(self, store: Store) -> None:
-        """Contract: "With sample_ids it returns only these, in this order, and leaves out those that are not there."
-
-        Check first: ListRequest.sample_ids must be obeyed. A sample that has only tags, or no tags, is there.
-        """
         partition = store.register("x")
         store.put(partition, ["a", "b"], [{"n": 1}, {"n": 2}], x=torch.zeros(2))
         store.put(partition, ["tags"], [{"n": 3}])
@@ -53,10 +42,6 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
         assert store.client.list_samples(partition, sample_ids=["nobody"]).sample_ids == []
 
     def test_fields_of_given_samples(self, store: Store) -> None:
-        """Contract: "list_fields(sample_ids, partition_id) returns, for each sample, the fields that it has."
-
-        Check first: list_fields must name the sample that is missing. A sample that has only tags has no fields.
-        """
         partition = store.register("x", "y")
         store.put(partition, ["a", "b"], x=torch.zeros(2))
         store.put(partition, ["b"], y=torch.zeros(1))
@@ -67,11 +52,6 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
             store.client.list_fields(["a", "nobody"], partition)
 
     def test_listing_of_many_samples(self, store: Store) -> None:
-        """Hook spec: "Ids in order of first write, with their tags."
-
-        Check first: the page size of the engine. The hook must read all pages. The engine may limit the size of one
-        call: split the rows inside the put hook, but commit them together.
-        """
         partition = store.register("x")
         store.put(partition, ids(1500)[::-1], [{"n": index} for index in range(1500)], x=torch.arange(1500))
         meta = store.client.list_samples(partition)
@@ -82,10 +62,6 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
     # --- partitions ---------------------------------------------------------------------------------------------------
 
     def test_partitions_are_listed(self, store: Store) -> None:
-        """Contract: "list_partitions() returns the names of the registered partitions, sorted."
-
-        Check first: list_partitions must reply every registered partition, of whichever client, and no cleared one.
-        """
         first, second = sorted([store.register("x"), store.register("x")])
         listed = store.client.list_partitions()
         assert listed == sorted(listed)
@@ -97,12 +73,6 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
         assert second in listed
 
     def test_describe_counts_samples(self, store: Store) -> None:
-        """Contract: "how many samples the partition holds, and how many were cleared; the payload bytes that it holds;
-        the seconds since the first write of the oldest sample"
-
-        Check first: inspect_partition. Overwritten and cleared payload must not be counted, and cleared samples must
-        not count as the oldest.
-        """
         partition = store.register("x", "y", num_samples=64, tasks=["a", "b"])
         empty = store.client.describe(partition)
         assert (empty.num_samples, empty.num_cleared, empty.held_bytes, empty.oldest_s) == (0, 0, 0, None)
@@ -125,10 +95,6 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
             store.client.describe("nowhere")
 
     def test_describe_tells_the_schema(self, store: Store) -> None:
-        """Contract: "kind, dtype, rank and trailing shape of each field that was written"
-
-        Check first: inspect_partition must reply the specs that the puts fixed.
-        """
         partition = store.register("x", "never")
         store.put(
             partition, ids(2), x=jagged([torch.zeros(3, 2), torch.zeros(1, 2)]), s=torch.zeros(2), o=as_objects(1, 2)
@@ -140,11 +106,6 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
         assert specs["o"].kind == "object"
 
     def test_describe_counts_the_samples_that_have_a_field(self, store: Store) -> None:
-        """Contract: "for each of these fields, how many of the samples have it"
-
-        Check first: PartitionDescription.num_rows. Cells that were overwritten count once, and those of cleared samples
-        do not count.
-        """
         partition = store.filled(5, "x", "y")
         store.put(partition, ids(3), y=torch.zeros(3))
         assert store.client.describe(partition).num_rows == {"x": 5, "y": 3}
@@ -156,13 +117,7 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
         store.client.clear_samples(ids(5), partition)
         assert store.client.describe(partition).num_rows == {"x": 0, "y": 0}
 
-    @proves(Capability.LISTING, Capability.CLAIMS, Capability.TAG_FILTERS)
     def test_questions_are_answered(self, store: Store) -> None:
-        """Contract: "what a claim would find: how many samples are ready for it and, if asked, its shortfall"
-
-        Check first: InspectRequest.questions, which are answered in order, and None for a task that is not there.
-        Nothing may be handed out.
-        """
         partition = store.filled(5, "x", "y", tags=[{"v": number} for number in range(5)], tasks=["train"])
         store.put(partition, ids(3), y=torch.zeros(3))
         newest = {"v": (">=", 3)}
@@ -180,13 +135,7 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
         assert list(filtered.shortfall.not_matching) == [ids(5)[2], ids(5)[1], ids(5)[0]]
         assert store.claim(partition, 3, "x", "y", task="train").size == 3
 
-    @proves(Capability.LISTING, Capability.CLAIMS)
     def test_describe_counts_per_task(self, store: Store) -> None:
-        """Contract: "for each task, how many samples are ready (a claim of all registered fields could give them now),
-        leased, and consumed"
-
-        Check first: inspect_partition. Each task has counts of its own, and an acked sample counts as consumed.
-        """
         partition = store.filled(8, "x", "y", tasks=["a", "b"])
         store.put(partition, ids(6), y=torch.arange(6))
         store.claim(partition, 2, task="a")
@@ -200,14 +149,7 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
         assert (tasks["a"].num_ready, tasks["a"].num_leased, tasks["a"].num_consumed) == expected
         assert (tasks["b"].num_ready, tasks["b"].num_leased, tasks["b"].num_consumed) == (6, 0, 0)
 
-    @proves(Capability.LISTING, Capability.LEASES)
     def test_describe_names_the_oldest_lease(self, store: Store) -> None:
-        """Contract: "for each task, the oldest lease: one sample, the holder, its age and the time left. A renewal does
-        not change the age."
-
-        Check first: inspect_partition. Leases that were acked, given back or ended must not count, and each task has
-        its own. The sample of a lease that has ended is ready.
-        """
         partition = store.filled(8, tasks=["a", "b"])
 
         def oldest(task: str) -> LeaseHolder | None:
@@ -243,13 +185,8 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
 
         eventually(lambda: counts() == (8, 0), what="that a sample whose lease has ended is ready, before any claim")
 
-    @proves(Capability.LISTING, Capability.LEASES)
     @pytest.mark.parametrize("left", [0, 1], ids=["the_renewed_one", "the_other_one"])
     def test_a_renewal_of_a_part_changes_no_age(self, store: Store, left: int) -> None:
-        """Contract: "A renewal does not change the age."
-
-        Check first: renew must keep the time when the lease was given, of the rows that it renews and of the others.
-        """
         partition = store.filled(2)
         meta = store.claim(partition, 2, lease_s=600.0)
 
@@ -266,22 +203,13 @@ class ListingSuite(Suite, chapter="listing", proof=Capability.LISTING):
         store.client.ack(meta.subset([1 - left]))
         assert age_s() >= before_s, "after a renewal of a part of a claim, a lease is younger than before"
 
-    @proves(Capability.LISTING, Capability.GROUPS)
     def test_describe_counts_whole_groups(self, store: Store) -> None:
-        """Contract: "a claim of all registered fields could give them now"
-
-        Check first: inspect_partition must not count samples of groups that lack a member or lost one as ready.
-        """
         partition = store.filled(["k_g0", "k_g1", "l_g0", "m_g0", "m_g1"], group_size=2)
         assert store.client.describe(partition).tasks["train"].num_ready == 4
         store.client.clear_samples(["m_g0"], partition)
         assert store.client.describe(partition).tasks["train"].num_ready == 2
 
     def test_ping(self, store: Store) -> None:
-        """Contract: "ping() returns once the store has answered, and raises what any other call would raise."
-
-        Check first: list_partitions must ask the store.
-        """
         store.client.ping()
         with store.refusal(RuntimeError, "closed"):
             store.deployment.closed_client().ping()

@@ -304,11 +304,6 @@ class MachineSuite(Suite, chapter="machine"):
     """The contract as a whole, tested by random sequences of calls."""
 
     def test_random_histories_agree_with_the_ledger(self, store: Store) -> None:
-        """Contract: "Every client promises what this page says, on every backend."
-
-        Check first: the sequence of calls that the failure lists. Repeat it by hand on your store and on a
-        dataplane_core.ledger.ledger.Ledger, and look for the first call after which they differ.
-        """
         rng = random.Random(new_seed() if is_long() else 1)
         for num_steps, count in _SEQUENCES.items():
             for _ in range(by_profile(count // 4, count, count * 25)):

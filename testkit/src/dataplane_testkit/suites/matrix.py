@@ -137,14 +137,6 @@ class MatrixSuite(Suite, chapter="matrix"):
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=_NAMES)
     def test_columns_come_back_bit_for_bit(self, store: Store, dtype: torch.dtype) -> None:
-        """Contract: "Dtype and values come back bit for bit (NaN payloads too), for torch's integer, floating, bool,
-        complex, bfloat16 and float8 dtypes." and "Rows of equal shape come back stacked dense. Other rows come back as
-        one torch.jagged nested tensor, with its min and max length known; rows may have length 0." and "(N,) stays
-        (N,), and (N, 1) stays (N, 1)."
-
-        Check first: the WireFormat of the backend (dtypes, promote_1d, zero_length_rows, ragged). It must declare only
-        what the engine can carry. Core encodes the rest. The error names the layout.
-        """
         laid = {layout: LAYOUTS[layout](dtype, 7) for layout in layouts_of(dtype)}
         partition = store.register(*laid)
         for num_rows in sorted({len(rows) for _, rows in laid.values()}):
@@ -163,11 +155,6 @@ class MatrixSuite(Suite, chapter="matrix"):
                         assert tuple(found[layout].shape) == (num_rows, *rows[0].shape)
 
     def test_every_dtype_joins_across_puts(self, store: Store) -> None:
-        """Contract: "Exactly one row per id given, in that order" and "Dtype and values come back bit for bit".
-
-        Check first: the torch operators that join and select rows. Some of them do not support uint16 to uint64, float8
-        and complex32. The error names the dtype.
-        """
         rows = {
             name: [random_cells(dtype, (length, 2), place) for place, length in enumerate((3, 3, 0, 1, 3, 3))]
             for name, dtype in zip(_NAMES, DTYPES, strict=True)
@@ -188,11 +175,6 @@ class MatrixSuite(Suite, chapter="matrix"):
     # --- objects ------------------------------------------------------------------------------------------------------
 
     def test_objects_come_back_equal(self, store: Store) -> None:
-        """Contract: "Object columns come back with equal items."
-
-        Check first: wire.objects. Native items must be stored as they are, encoded items as bytes. The item None must
-        not be taken for a missing cell.
-        """
         partition = store.register("stack", "array")
         for kind, items in _ITEMS.items():
             names = ids(len(items), kind)
@@ -206,21 +188,12 @@ class MatrixSuite(Suite, chapter="matrix"):
                 assert same_items(items_of(last[name])[0], items[-1])
 
     def test_any_batch_comes_back(self, store: Store) -> None:
-        """Contract: "Dtype and values come back bit for bit".
-
-        Check first: the smallest failing batch, which Hypothesis prints. Put it in a script of your own.
-        """
         _check_batch(store)
 
     # --- a second way in ----------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.bool, torch.float32], ids=_name)
     def test_the_engine_holds_what_was_put(self, store: Store, dtype: torch.dtype) -> None:
-        """Contract: "Dtype and values come back bit for bit".
-
-        Check first: raw_get of your test class must read the cell of that sample. If it does, look at the encoding:
-        this test finds an error in the encoding that the decoding undoes. The error names the layout.
-        """
         layouts = ("scalars", "vectors", "jagged_with_empty_rows", "trailing_dims", "expanded")
         laid = {layout: LAYOUTS[layout](dtype, 11) for layout in layouts}
         partition = store.register(*laid)
@@ -232,11 +205,6 @@ class MatrixSuite(Suite, chapter="matrix"):
                 assert raw == bits(row), f"the engine's cell of '{name}' in '{layout}' is not the row put"
 
     def test_the_engine_holds_the_objects_put(self, store: Store) -> None:
-        """Contract: "Object columns come back with equal items."
-
-        Check first: raw_get of your test class must read the cell of that sample. If it does, look at the encoding:
-        this test finds an error in the encoding that the decoding undoes.
-        """
         items = [None, {"a": [1, 2.5, "x", b"y"]}, "text"]
         partition = store.register("o")
         store.put(partition, ids(3), o=as_objects(*items))
@@ -246,11 +214,6 @@ class MatrixSuite(Suite, chapter="matrix"):
     # --- columns beside the tokens ------------------------------------------------------------------------------------
 
     def test_images_ride_with_the_tokens(self, store: Store) -> None:
-        """Contract: "fields is what producers are expected to write; further fields may be written (such as multimodal
-        columns)." and "The first dim after the batch may differ per row."
-
-        Check first: columns that were not registered, jagged columns with trailing dims, and rows without any image.
-        """
         partition = store.register("input_ids", "token_mask", num_samples=len(_TOKENS))
         names = ids(len(_TOKENS))
         tokens, images = _tokens(), _images()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import check_column, ids, jagged
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import BOUNDED_BYTES, Store, not_declared
 
 #: The least and the largest value of puts that differ in width: one byte without and with a sign, two, four and eight.
@@ -32,12 +30,6 @@ class NarrowSuite(Suite, chapter="narrow integers"):
     """Puts of one field whose integers differ in width."""
 
     def test_puts_that_differ_in_width_are_read_together(self, store: Store) -> None:
-        """Contract: "They come back in the dtype that was put, also if puts of a field differ in width and a read joins
-        them."
-
-        Check first: a cell must be stored with the dtype in which it came (`WireFormat.narrow`), not with that of the
-        field or of its first put.
-        """
         partition = store.register("ragged", "dense", "scalar")
         kept: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         for number, (low, high) in enumerate(_RANGES):
@@ -66,13 +58,7 @@ class NarrowSuite(Suite, chapter="narrow integers"):
         check_column(found["dense"], dense)
         check_column(found["scalar"], scalars)
 
-    @proves(Capability.OVERWRITE)
     def test_an_overwrite_may_be_wider_or_narrower(self, store: Store) -> None:
-        """Contract: "They come back in the dtype that was put, also if puts of a field differ in width and a read joins
-        them."
-
-        Check first: an overwritten cell takes its dtype with it, and leaves that of its neighbours.
-        """
         partition = store.register("x")
         rows = _rows(0, 100)
         store.put(partition, ids(4), columns={"x": jagged(rows)})
@@ -83,12 +69,7 @@ class NarrowSuite(Suite, chapter="narrow integers"):
             store.put(partition, [f"s{row}" for row in some], columns={"x": jagged([rows[row] for row in some])})
             check_column(store.get(partition, ids(4), "x")["x"], rows)
 
-    @proves(Capability.CAPACITY)
     def test_capacity_counts_narrow_integers(self, store: Store) -> None:
-        """Contract: "capacity_bytes counts what is stored."
-
-        Check first: what a put takes from the capacity is the size of its cells as they were sent.
-        """
         if not _narrows(store):
             not_declared("a wire format with narrow integers")
         client = store.deployment.bounded("raise")
@@ -100,10 +81,6 @@ class NarrowSuite(Suite, chapter="narrow integers"):
         assert torch.equal(client.get_samples(ids(8), partition, ["x"])["x"], column)
 
     def test_narrow_integers_take_less_room(self, store: Store) -> None:
-        """Contract: "are stored and moved in the narrowest of uint8, int8, uint16, int16 and int32".
-
-        Check first: a cell must be kept as it was sent, not in the dtype of its field.
-        """
         if not _narrows(store):
             not_declared("a wire format with narrow integers")
         partition = store.register("x")

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, check_column, ids, items_of, jagged
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 
 
-class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
+class OverwriteSuite(Suite, chapter="overwrite"):
     """Puts of cells that are already produced."""
 
     def test_the_last_write_wins(self, store: Store) -> None:
-        """Contract: "with overwrite, replace cells (last committed write wins)."
-
-        Check first: a read must find the newest cell, under whatever key the engine holds it. An overwrite must not
-        change other rows, other fields or tags.
-        """
         partition = store.register("x", "y")
         store.put(partition, ids(3), [{"n": index} for index in range(3)], x=torch.arange(3), y=torch.arange(3))
         for value in range(5, 9):
@@ -29,10 +22,6 @@ class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
         assert store.tags_of(partition)["s1"] == {"n": 1}
 
     def test_an_overwrite_may_change_lengths(self, store: Store) -> None:
-        """Contract: "The first dim after the batch may differ per row."
-
-        Check first: the length belongs to the cell. The overwrite must replace it too.
-        """
         partition = store.register("x", "o")
         rows = [torch.arange(3), torch.arange(0), torch.arange(5)]
         store.put(partition, ids(3), x=jagged(rows), o=as_objects([1], "long" * 100, None))
@@ -43,10 +32,6 @@ class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
         assert items_of(found["o"]) == ["", "long" * 100, {"new": 1}]
 
     def test_one_put_may_overwrite_and_add(self, store: Store) -> None:
-        """Contract: "A put may add fields to known samples, merge tags key by key, and, with overwrite, replace cells".
-
-        Check first: the put must handle each cell on its own: some are new, some are overwritten.
-        """
         partition = store.register("x", "y")
         store.put(partition, ["a", "b"], [{"n": 1, "m": 1}] * 2, x=torch.tensor([1, 2]))
         store.put(partition, ["b", "c"], [{"n": 2}] * 2, x=torch.tensor([20, 30]), y=torch.tensor([200, 300]))
@@ -55,13 +40,7 @@ class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
         assert not store.has(partition, "a", "y")
         assert store.tags_of(partition) == {"a": {"n": 1, "m": 1}, "b": {"n": 2, "m": 1}, "c": {"n": 2}}
 
-    @proves(Capability.OVERWRITE, Capability.CLAIMS)
     def test_an_overwrite_gives_no_sample_again(self, store: Store) -> None:
-        """Contract: "Across all clients and processes no sample is given to a task twice." and "Samples come in order
-        of first write, unless a sampler says otherwise."
-
-        Check first: an overwrite must not change what is recorded of the tasks, nor the number of a row's first write.
-        """
         partition = store.filled(4)
         assert store.claim(partition, 2).size == 2
         store.put(partition, ["s0", "s3", "s1"], x=torch.arange(3) + 10)
@@ -72,10 +51,6 @@ class OverwriteSuite(Suite, chapter="overwrite", proof=Capability.OVERWRITE):
         assert store.client.check_consumption_status(partition, ["train"])
 
     def test_a_refused_overwrite_changes_nothing(self, store: Store) -> None:
-        """Contract: "A put that differs raises ValueError, and nothing is written."
-
-        Check first: compare the field specs before the old cells are deleted.
-        """
         partition = store.register("x", "y")
         store.put(partition, ids(2), [{"n": 1}] * 2, x=torch.arange(2), y=torch.arange(2))
         with store.refusal(ValueError, "y"):

@@ -46,10 +46,6 @@ class PutSuite(Suite, chapter="put"):
     """What a put writes, and what a put that is refused leaves as it was."""
 
     def test_put_returns_a_receipt(self, store: Store) -> None:
-        """Contract: "put_samples(sample_ids, partition_id, fields=None, tags=None) -> meta".
-
-        Check first: core, not the backend: core makes the meta after the hook has replied.
-        """
         partition = store.register("x", "y")
         meta = store.put(partition, ids(2), [{"n": 1}, {"n": 2}], x=torch.arange(2), y=torch.ones(2))
         assert (meta.partition_id, meta.sample_ids, meta.size) == (partition, ids(2), 2)
@@ -57,10 +53,6 @@ class PutSuite(Suite, chapter="put"):
         assert meta.tags == [{"n": 1}, {"n": 2}]
 
     def test_put_is_visible_when_it_returns(self, store: Store) -> None:
-        """Contract: "Returns only when the write is committed and visible to every other client".
-
-        Check first: the hook must reply after the commit is confirmed, not directly after it was sent.
-        """
         partition = store.register("x")
         for number in range(20):
             store.put(partition, [f"s{number}"], x=torch.tensor([number]))
@@ -68,11 +60,6 @@ class PutSuite(Suite, chapter="put"):
             assert found == [number]
 
     def test_later_puts_add_fields(self, store: Store) -> None:
-        """Contract: "A put may add fields to known samples, merge tags key by key".
-
-        Check first: the put must handle each row on its own: create it if it is new, add to it if it is known. It must
-        not change the cells that are already there.
-        """
         partition = store.filled(3, "x", "y", "z")
         store.put(partition, ["new", "s2", "s0"], y=torch.tensor([9.5, 2.5, 0.5]))
         store.put(partition, ["s1"], y=torch.tensor([1.5]))
@@ -84,12 +71,6 @@ class PutSuite(Suite, chapter="put"):
         assert not store.has(partition, "s1", "z")
 
     def test_a_list_becomes_the_type_that_its_field_has(self, store: Store) -> None:
-        """Contract: "A list that fits the type that its field has becomes that type: ints in a field of floats or of
-        smaller ints, if it holds them exactly; floats in a field of other floats; any list but one of tensors in a
-        field of objects."
-
-        Check first: the expected specs of SchemaMismatchError. It must name every field that differs.
-        """
         partition = store.register("f", "d", "i", "o", "y")
         narrow = torch.tensor([7], dtype=torch.int32)
         store.put(
@@ -113,12 +94,6 @@ class PutSuite(Suite, chapter="put"):
             assert not store.has(partition, "d", "y")
 
     def test_empty_lists_leave_a_field_open(self, store: Store) -> None:
-        """Contract: "Empty lists alone leave the type of a field open until a put says it. They fit any field but one
-        of scalars. Their rows are empty lists while the field is open or if it holds objects, and else rows of
-        length 0."
-
-        Check first: FieldSpec.after says what fits, and get_samples must raise OpenCellsError for such cells.
-        """
         partition = store.register("x", "m", "o", "s")
         put = store.client.put_samples
         put(["a", "b"], partition, {"x": [[], []], "m": [[], []], "o": [[], []]})
@@ -137,12 +112,6 @@ class PutSuite(Suite, chapter="put"):
             assert store.get(partition, ["a"], "x")["x"].tolist() == [[7]]
 
     def test_ints_of_a_list_may_become_floats(self, store: Store) -> None:
-        """Contract: "Ints of a list, none of them beyond 16777216, leave open whether their field holds int64, float32
-        or float64 until a put says it. They are read as int64 until then, and then as what was put."
-
-        Check first: what a read says of cells that were put with an open spec is FieldSpec.reading, and get_samples
-        must raise OpenCellsError if cells of one field differ in that.
-        """
         partition = store.register("x", "t", "i")
         put = store.client.put_samples
         put(["a", "b"], partition, {"x": [1, 0], "t": [[1, 2], [3]], "i": [2**24, 8]})
@@ -162,11 +131,6 @@ class PutSuite(Suite, chapter="put"):
             put(["b"], large, {"x": [0.5]})
 
     def test_tags_merge_key_by_key(self, store: Store) -> None:
-        """Contract: "merge tags key by key".
-
-        Check first: a put must update the tags of a row key by key. Keys that it does not name must stay. A put without
-        tags must change none. A put of tags alone creates a row without any cell.
-        """
         partition = store.register("x", "y")
         store.put(partition, ids(2), [{"a": 1, "b": 1}, {"a": 2}])
         assert not store.has(partition, "s0"), "a row that was put with tags alone has a cell"
@@ -177,12 +141,6 @@ class PutSuite(Suite, chapter="put"):
         assert store.tags_of(partition) == {"s0": {"a": 1, "b": 5}, "s1": {"a": 2, "c": None, "d": True}}
 
     def test_tags_keep_their_types(self, store: Store) -> None:
-        """Contract: "Tag: a small named value of a sample (number, string, bool or None), readable without its
-        tensors."
-
-        Check first: the encoding of tags must distinguish bool, int, float, str and None, and must keep ints of 64
-        bits.
-        """
         values = [True, False, 0, 1, -(2**63), 2**63 - 1, 1.0, -0.0, 1e-320, math.inf, -math.inf, "", "ü\n\0字", None]
         partition = store.register("x")
         store.put(partition, ["a"], [{f"t{i}": value for i, value in enumerate(values)} | {"": 1}], x=torch.zeros(1))
@@ -193,12 +151,6 @@ class PutSuite(Suite, chapter="put"):
         assert found[""] == 1
 
     def test_tags_that_are_no_finite_numbers_leave_the_store_usable(self, store: Store) -> None:
-        """Contract: "Tag: a small named value of a sample (number, string, bool or None), readable without its
-        tensors."
-
-        Check first: the encoding of tags, in all places where they are kept. JSON has neither NaN nor infinity. A
-        client that attaches later must be able to read what was written.
-        """
         partition = store.filled(
             3, tasks=["train", "filtered"], tags=[{"v": value} for value in (math.nan, math.inf, -math.inf)]
         )
@@ -217,11 +169,6 @@ class PutSuite(Suite, chapter="put"):
         assert store.get(partition, ids(3))["x"].tolist() == [7, 1, 2]
 
     def test_without_ids_there_is_no_io(self, store: Store) -> None:
-        """Contract: "Empty ids return an empty meta without I/O." and "Empty ids return an empty TensorDict of batch
-        size 0."
-
-        Check first: core, not the backend: core must return without a call of the hook.
-        """
         partition = store.register("x")
         with store.faults.counting() as calls:
             meta = store.client.put_samples([], partition, TensorDict({}, batch_size=[0]))
@@ -233,12 +180,6 @@ class PutSuite(Suite, chapter="put"):
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def test_what_was_put_may_be_reused(self, store: Store) -> None:
-        """Contract: "The caller may reuse its tensors as soon as put returns."
-
-        Check first: the put_samples hook must copy every column that it keeps: a column that core did not convert is
-        the caller's own memory. Native object items must be deep copies, with the tensors in them (use
-        codec.objects.copy_item), and tags copies too.
-        """
         partition = store.register("x", "y", "z", "o")
         dense, scalars = torch.arange(4).view(2, 2), torch.tensor([1.0, 2.0])
         ragged: Any = jagged([torch.tensor([1, 2]), torch.tensor([3])])
@@ -264,10 +205,6 @@ class PutSuite(Suite, chapter="put"):
             assert store.tags_of(partition) == {"s0": {"n": 1}, "s1": {"n": 2}}
 
     def test_cuda_tensors_are_copied_to_host(self, store: Store) -> None:
-        """Contract: "CUDA tensors are copied to host."
-
-        Check first: core, not the backend: core copies tensors to the host before it encodes them.
-        """
         if not torch.cuda.is_available():
             not_run("this machine has no CUDA device")
         partition = store.register("x")
@@ -277,11 +214,6 @@ class PutSuite(Suite, chapter="put"):
     # --- sizes --------------------------------------------------------------------------------------------------------
 
     def test_no_more_samples_are_written_than_were_registered(self, store: Store) -> None:
-        """Contract: "A put after which there would be more raises ValueError, and nothing is written."
-
-        Check first: where a put is committed, count the distinct ids ever written, with those of the put. Ids that are
-        written again, or were cleared before, count once.
-        """
         partition = store.register("x", num_samples=4)
         with store.refusal(ValueError, "11", "4"):
             store.put(partition, ids(11), x=torch.arange(11))
@@ -298,10 +230,6 @@ class PutSuite(Suite, chapter="put"):
         assert store.get(partition, ids(4))["x"].tolist() == [0, 1, 2, 1]
 
     def test_a_cell_of_16_mb(self, store: Store) -> None:
-        """Contract: "Dtype and values come back bit for bit".
-
-        Check first: the size limits and the chunking of the engine's messages.
-        """
         partition = store.register("x")
         big = torch.arange(4 * 1024 * 1024, dtype=torch.int32)
         store.put(partition, ["big"], x=big.unsqueeze(0))
@@ -311,11 +239,6 @@ class PutSuite(Suite, chapter="put"):
 
     @pytest.mark.parametrize(("first", "later"), [case[:2] for case in _MISMATCHES], ids=[c[2] for c in _MISMATCHES])
     def test_a_field_keeps_its_schema(self, store: Store, first: str, later: Callable[[], Any]) -> None:
-        """Contract: "Within a registration a field keeps one kind (tensor, object), dtype, rank and trailing shape,
-        fixed by its first write. A put that differs raises ValueError, and nothing is written."
-
-        Check first: compare request.specs with the field specs of the first write before anything is stored.
-        """
         partition = store.register("x", "y")
         before = _FIRST[first]()
         store.put(partition, ["a", "b"], x=before)
@@ -333,12 +256,6 @@ class PutSuite(Suite, chapter="put"):
             assert torch.equal(found, before)
 
     def test_the_schema_is_that_of_the_committed_puts(self, store: Store) -> None:
-        """Contract: "Within a registration a field keeps one kind (tensor, object), dtype, rank and trailing shape" and
-        "A put that differs raises ValueError, and nothing is written."
-
-        Check first: field specs belong to the registration. The commit, not the check before it, must record them, and
-        a clear of all samples by id must not delete them.
-        """
         partition = store.register("x", "y")
         store.put(partition, ["a"], x=torch.tensor([1]))
         store.client.clear_samples(["a"], partition)
@@ -348,10 +265,6 @@ class PutSuite(Suite, chapter="put"):
         assert store.get(partition, ["b"], "y")["y"].dtype == torch.int64
 
     def test_allow_pickle_opens_the_set(self, store: Store) -> None:
-        """Contract: "allow_pickle: true in the config opens the set."
-
-        Check first: encoded items must be stored unchanged. Native items must be copied, whatever their type.
-        """
         client = store.another_client(allow_pickle=True)
         partition = store.register("o", client=client)
         items = [(1, 2), {3, 4}, 1j, {"inside": datetime.date(2024, 1, 1)}]
@@ -362,21 +275,11 @@ class PutSuite(Suite, chapter="put"):
     # --- the hook -----------------------------------------------------------------------------------------------------
 
     def test_put_hook_counts_its_rows(self, store: Store) -> None:
-        """Hook spec: "The put is committed and visible to every client."
-
-        Check first: put_samples must return PutReply(num_samples=len(request.sample_ids)), also for tags alone.
-        """
         partition = store.register("x")
         assert store.hooks.put(partition, ids(3), batch(3, x=torch.arange(3))).num_samples == 3
         assert store.hooks.put(partition, ids(2), None, [{"n": 1}, {"n": 2}]).num_samples == 2
 
     def test_put_hook_takes_the_current_epoch(self, store: Store) -> None:
-        """Hook spec: "The registration that the client checked the put against, or None. If another one is current, the
-        backend raises StalePartitionError and writes nothing."
-
-        Check first: compare the epoch of the request with that of the registration, in the same atomic step as the
-        commit.
-        """
         partition = store.register("x")
         old = store.hooks.register(partition).epoch
         store.hooks.put(partition, ["a"], batch(1, x=torch.tensor([1])), epoch=old)
@@ -390,10 +293,6 @@ class PutSuite(Suite, chapter="put"):
         assert store.get(partition, ["b"])["x"].tolist() == [2]
 
     def test_middleware_may_add_its_column_first(self, store: Store) -> None:
-        """Hook spec: "Field -> its spec; the same keys as columns."
-
-        Check first: find the field spec of a column by its name, never by its position.
-        """
         partition = store.register("x", "y")
 
         def add(request: PutRequest) -> None:
@@ -409,11 +308,6 @@ class PutSuite(Suite, chapter="put"):
         assert store.hooks.read(partition, ["s1"], ["~mark"])["~mark"].tolist() == [101]
 
     def test_a_put_that_is_sent_again_is_a_request_of_its_own(self, store: Store) -> None:
-        """Contract: "If the client sends a put again, middleware gets a new request, which it may change."
-
-        Check first: core, not the backend: if the client used an old registration for a put, it must send the put again
-        as a new request.
-        """
         partition = store.register("role", enums={"role": ["user"]})
         store.put(partition, ["old"], role=as_objects("user"))
         seen: list[list[str]] = []

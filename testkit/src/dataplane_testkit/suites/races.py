@@ -15,7 +15,6 @@ from dataplane_core.errors import DataPlaneError, LeaseExpiredError
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, ids, items_of, jagged, rows_of
-from dataplane_testkit._marks import proves
 from dataplane_testkit._profiles import is_long
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import in_threads
@@ -42,13 +41,7 @@ def _put_four(store: Store, partition: str, names: list[list[str]], column: Call
 class RaceSuite(Suite, chapter="races"):
     """Threads that put, read, claim and clear at the same time."""
 
-    @proves(Capability.CLAIMS)
     def test_many_claimers_get_each_sample_once(self, store: Store) -> None:
-        """Contract: "Across all clients and processes no sample is given to a task twice." and "Thread-safe: one client
-        may be used from several threads."
-
-        Check first: the store must choose samples and mark them as given in one atomic step.
-        """
         count = 240 * _FACTOR
         partition = store.register("x", num_samples=count)
         names = ids(count)
@@ -66,13 +59,7 @@ class RaceSuite(Suite, chapter="races"):
         assert sorted(flat) == sorted(names), "samples were lost"
         assert store.client.check_consumption_status(partition, ["train"])
 
-    @proves(Capability.LEASES)
     def test_many_holders_ack_each_sample_once(self, store: Store) -> None:
-        """Contract: "LeaseExpiredError names the ids whose token is no longer valid, so two holders never both
-        succeed."
-
-        Check first: ack must check the lease token and settle the sample in one atomic step.
-        """
         partition = store.register("x")
         names = ids(60)
         store.put(partition, names, x=torch.arange(60))
@@ -103,12 +90,7 @@ class RaceSuite(Suite, chapter="races"):
         assert len(flat) == len(set(flat)), "two holders acked the same sample"
         assert sorted(flat) == sorted(names)
 
-    @proves(Capability.GROUPS)
     def test_many_claimers_never_split_groups(self, store: Store) -> None:
-        """Contract: "whole groups only".
-
-        Check first: a group must become claimable in the same atomic step in which its last member becomes ready.
-        """
         count = 40 * _FACTOR
         partition = store.register("x", group_size=3, num_samples=3 * count)
 
@@ -133,24 +115,13 @@ class RaceSuite(Suite, chapter="races"):
             assert len(each) == 3 * len(groups), f"a claim holds part of a group: {each}"
         assert sum(map(len, claims)) == 3 * count
 
-    @proves(Capability.GROUPS)
     def test_racing_puts_never_overfill_a_group(self, store: Store) -> None:
-        """Contract: "A put with an id without _g, or with a surplus member of a group, raises ValueError."
-
-        Check first: the commit must count the members of the group again, in the same atomic step.
-        """
         for _ in range(10 * _FACTOR):
             partition = store.register("x", group_size=2)
             names = [[f"q_g{member}"] for member in range(4)]
             _put_four(store, partition, names, lambda member: torch.tensor([member]), wins=2)
 
     def test_first_writes_are_seen_whole_with_their_tags(self, store: Store) -> None:
-        """Contract: "The first write of a set of fields is atomic per sample: no reader or claim sees half of it, or
-        its data without its tags".
-
-        Check first: payload and tags must be stored before the cells are marked as produced, or all of it in one atomic
-        step. If a read finds one field of a put, it must find the other fields too.
-        """
         count = 120 * _FACTOR
         partition = store.register("x", "y", num_samples=count)
 
@@ -192,13 +163,6 @@ class RaceSuite(Suite, chapter="races"):
 
     @pytest.mark.parametrize("length", [1, 6400], ids=["small", "large"])
     def test_reads_that_overlap_clears_are_whole_or_keyerrors(self, store: Store, length: int) -> None:
-        """Contract: "A read that overlaps a clear returns whole rows or a KeyError, never a part of a row or
-        bytes of another."
-
-        Check first: the memory or keys of cleared rows must not be used again while a read may still use them. Some
-        rows of a read may be cleared while the others stay: the hook must notice this at every position of the batch
-        and for rows of every size.
-        """
         partition, other = store.register("x", "y"), store.register("x", "y")
         stays, goes = ids(3, "stays"), ids(3, "goes")
         # some reads beside each change: readers that never pause take the processor from the store
@@ -240,12 +204,7 @@ class RaceSuite(Suite, chapter="races"):
         in_threads(churn, partial(read, stays + goes), partial(read, goes + stays))
         assert not store.get(partition, stays, "y")["y"].any(), "rows that were not cleared are gone"
 
-    @proves(Capability.OVERWRITE)
     def test_racing_overwrites_leave_whole_cells(self, store: Store) -> None:
-        """Contract: "with overwrite, replace cells (last committed write wins)."
-
-        Check first: an overwrite must replace the whole cell in one step, with its length.
-        """
         partition = store.register("x")
         names = ids(4)
         store.put(partition, names, x=torch.zeros(4, 1, dtype=torch.int64))
@@ -265,10 +224,6 @@ class RaceSuite(Suite, chapter="races"):
         assert all(row.tolist()[0] in (1, 2, 3) for row in rows_of(store.get(partition, names)["x"], 4))
 
     def test_racing_puts_of_different_fields_all_stay(self, store: Store) -> None:
-        """Contract: "A put may add fields to known samples, merge tags key by key".
-
-        Check first: a read-modify-write of a row or of its tags. A concurrent put must not undo the changes of another.
-        """
         partition = store.register("x")
         names = ids(10)
         store.put(partition, names, x=torch.arange(10))
@@ -293,11 +248,6 @@ class RaceSuite(Suite, chapter="races"):
             assert tags[name] == {f"t{field[1:]}": index for field in fields}, "tags of a concurrent put were lost"
 
     def test_racing_first_writes_agree_on_a_schema(self, store: Store) -> None:
-        """Contract: "a field keeps one kind (tensor, object), dtype, rank and trailing shape, fixed by its first write.
-        A put that differs raises ValueError, and nothing is written."
-
-        Check first: the commit must compare the field specs again, in the same atomic step.
-        """
         columns: list[Callable[[], Any]] = [
             lambda: torch.zeros(2, dtype=torch.int64),
             lambda: torch.zeros(2),
@@ -309,10 +259,6 @@ class RaceSuite(Suite, chapter="races"):
             _put_four(store, store.register("x"), names, lambda writer: columns[writer](), wins=1)
 
     def test_everything_at_once(self, store: Store) -> None:
-        """Contract: "Thread-safe: one client may be used from several threads." and "No call hangs."
-
-        Check first: the order in which locks are taken. Two orders can cause a deadlock.
-        """
         partitions = [store.register("x", "y") for _ in range(2)]
         names = ids(8)
 

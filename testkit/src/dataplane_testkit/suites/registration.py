@@ -10,7 +10,6 @@ from dataplane_core.errors import LeaseExpiredError
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, ids
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 
 _ODD_NAMES = [
@@ -33,12 +32,6 @@ class RegistrationSuite(Suite, chapter="registration"):
     """A new registration leaves nothing of the earlier one; one that keeps leaves all."""
 
     def test_register_again_drops_rows(self, store: Store) -> None:
-        """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
-        when it returns."
-
-        Check first: register_partition must delete the old rows of a known partition, with their tags, before it
-        returns.
-        """
         partition = store.filled(3, tags=[{"old": 1}] * 3)
         store.register("x", partition_id=partition)
         for sample_id in ids(3):
@@ -49,12 +42,6 @@ class RegistrationSuite(Suite, chapter="registration"):
             assert store.tags_of(partition) == {"s1": {"new": 2}}
 
     def test_register_again_drops_the_schema(self, store: Store) -> None:
-        """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
-        when it returns."
-
-        Check first: the place where the kind, dtype and shape of a field are kept. They must belong to one
-        registration.
-        """
         partition = store.register("x")
         store.put(partition, ["a"], x=torch.tensor([1]))
         store.register("x", partition_id=partition)
@@ -66,14 +53,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         store.put(partition, ["a"], x=as_objects({"kind": "object"}))
         assert store.get(partition, ["a"])["x"] == [{"kind": "object"}]
 
-    @proves(Capability.CLAIMS)
     def test_register_again_drops_cursors(self, store: Store) -> None:
-        """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
-        when it returns." and "It tells claims when the last, smaller batch is complete."
-
-        Check first: tasks, cursors and the count of distinct ids must belong to one registration. It is not enough to
-        record sample ids.
-        """
         partition = store.filled(3, num_samples=3, tasks=["train", "old"])
         assert store.claim(partition, 3).size == 3
         store.register("x", partition_id=partition, num_samples=3)
@@ -85,14 +65,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         with store.refusal(KeyError, "old"):
             store.claim(partition, 1, task="old")
 
-    @proves(Capability.LEASES)
     def test_register_again_ends_leases(self, store: Store) -> None:
-        """Contract: "LeaseExpiredError names the ids whose token is no longer valid, so two holders never both
-        succeed."
-
-        Check first: the store must never use a lease token again, not even in a later registration of the same
-        partition.
-        """
         partition = store.filled(2)
         old = store.claim(partition, 2, lease_s=600)
         store.register("x", partition_id=partition)
@@ -104,12 +77,6 @@ class RegistrationSuite(Suite, chapter="registration"):
         store.client.ack(new)
 
     def test_any_string_is_an_id(self, store: Store) -> None:
-        """Contract: "Partition: a named table with its own schema, samples and tasks." and "Sample: one item of a
-        partition, named by a string id that is unique in the partition."
-
-        Check first: how names become keys of the engine. Escape them, so that a separator inside a name cannot be
-        confused with one between names.
-        """
         partition = store.register("x", partition_id=f"{store.new_id()} / ü:@|\n", tasks=["t a/b:ü"])
         columns = {f"f{name}": torch.arange(len(_ODD_NAMES)) * 100 + place for place, name in enumerate(_ODD_NAMES)}
         store.put(partition, _ODD_NAMES, columns=columns)
@@ -120,11 +87,6 @@ class RegistrationSuite(Suite, chapter="registration"):
             assert store.claim(partition, 99, *columns, task="t a/b:ü").sample_ids == _ODD_NAMES
 
     def test_enums_refuse_other_words(self, store: Store) -> None:
-        """Contract: "enums maps a field to the strings that it may hold. Any other string raises ValueError." and
-        "Where an enum is registered, only strings are checked against it."
-
-        Check first: PartitionInfo must hold the enums of the registration. Core checks strings against them.
-        """
         partition = store.register("role", "x", enums={"role": ["user", "assistant"]})
         with store.refusal(ValueError, "role", "tool"):
             store.put(partition, ids(2), role=as_objects("user", "tool"), x=torch.arange(2))
@@ -134,12 +96,6 @@ class RegistrationSuite(Suite, chapter="registration"):
         assert store.get(partition, ids(3), "role")["role"] == [None, 7, "user"]
 
     def test_enums_belong_to_one_registration(self, store: Store) -> None:
-        """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
-        when it returns."
-
-        Check first: describe_partition must return the newest registration, with an epoch that differs from the earlier
-        one.
-        """
         partition = store.register("role", enums={"role": ["a"]})
         store.put(partition, ids(1), role=as_objects("a"))
         # as another client would do; this client does not know of it
@@ -151,11 +107,6 @@ class RegistrationSuite(Suite, chapter="registration"):
     # --- the hooks ----------------------------------------------------------------------------------------------------
 
     def test_register_hook_returns_the_registration(self, store: Store) -> None:
-        """Hook spec: "Opens the partition. On return, an earlier registration is dropped or extended, as ``if_exists``
-        says."
-
-        Check first: the PartitionInfo must repeat the values of the request. describe_partition must return the same.
-        """
         partition = store.register("x")
         group_size = 2 if store.declares(Capability.GROUPS) else None
         info = store.hooks.register(
@@ -173,11 +124,6 @@ class RegistrationSuite(Suite, chapter="registration"):
         assert store.hooks.describe(partition) == info
 
     def test_the_epoch_is_the_one_that_the_registration_drew(self, store: Store) -> None:
-        """Hook spec: "The id of the registration, if it is a new one: random bits drawn by the client (new_id)."
-
-        Check first: use the epoch of the request. Do not count epochs in the store: a store that is restored to an
-        older state would use the same epochs again.
-        """
         drawn: list[str] = []
         partition = store.new_id()
         with store.faults.before("register_partition", lambda request: drawn.append(request.epoch)):
@@ -188,12 +134,7 @@ class RegistrationSuite(Suite, chapter="registration"):
 
     # --- keep ---------------------------------------------------------------------------------------------------------
 
-    @proves(Capability.CLAIMS)
     def test_keep_leaves_rows_tags_and_cursors(self, store: Store) -> None:
-        """Contract: "a partition that is there stays as it is: rows, tags, cursors, schema and num_samples."
-
-        Check first: register_partition with if_exists "keep" must not drop anything of a known partition.
-        """
         partition = store.filled(3, num_samples=3, tags=[{"n": row} for row in range(3)])
         assert store.claim(partition, 1).sample_ids == ["s0"]
         store.register("x", num_samples=99, tasks=["train"], partition_id=partition, if_exists="keep")
@@ -204,14 +145,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         assert rest.sample_ids == ["s1", "s2"]
         assert rest.tags == [{"n": 1}, {"n": 2}]
 
-    @proves(Capability.CLAIMS)
     def test_a_finished_partition_has_an_end(self, store: Store) -> None:
-        """Contract: "If the partition has no num_samples, it gets as many as it holds samples: a put of further ids is
-        refused, a put to known ids is not, and claims that wait for more return what is left."
-
-        Check first: to finish a partition, the client registers it with if_exists "keep" and num_samples 0. If the
-        partition has no num_samples, the store sets it, in one step, to the number of rows, and replies it.
-        """
         partition = store.filled(4, "x", "y")
         store.client.clear_samples(["s0"], partition)
         waits = store.waiting_claim(partition, 8)
@@ -224,12 +158,7 @@ class RegistrationSuite(Suite, chapter="registration"):
             store.put(partition, ["s4"], x=torch.arange(1))
         store.put(partition, ["s1"], y=torch.arange(1))
 
-    @proves(Capability.CLAIMS)
     def test_keep_adds_num_samples(self, store: Store) -> None:
-        """Contract: "If it has no num_samples, it gets those of the call, but at least as many as it holds samples"
-
-        Check first: register_partition with if_exists "keep" must set num_samples if the partition has none.
-        """
         partition = store.filled(2)
         store.register("x", num_samples=3, partition_id=partition, if_exists="keep")
         assert store.claim(partition, 2).size == 2
@@ -239,12 +168,7 @@ class RegistrationSuite(Suite, chapter="registration"):
         with store.refusal(ValueError, "3"):
             store.put(partition, ["s3"], x=torch.arange(1))
 
-    @proves(Capability.CLAIMS)
     def test_keep_adds_tasks_fields_and_enums(self, store: Store) -> None:
-        """Contract: "Fields, tasks, strings of enums and followers that it lacks are added."
-
-        Check first: a task that is added later must be given the rows that are there already.
-        """
         partition = store.register("x", enums={"word": ["a"]})
         store.put(partition, ids(2), x=torch.arange(2), word=as_objects("a", "a"))
         assert store.claim(partition, 2).size == 2
@@ -266,12 +190,7 @@ class RegistrationSuite(Suite, chapter="registration"):
             info = store.client.describe(partition).info
             assert (info.fields, info.followers) == (("x", "y"), ("late",))
 
-    @proves(Capability.GROUPS)
     def test_keep_refuses_another_group_size(self, store: Store) -> None:
-        """Contract: "Another group size raises ValueError, and nothing changes."
-
-        Check first: register_partition with if_exists "keep" must compare the group sizes before it adds anything.
-        """
         partition = store.filled(["k_g0", "k_g1"], group_size=2)
         for group_size in (None, 4):
             with store.refusal(ValueError, "grpo_group_size"):
@@ -280,14 +199,7 @@ class RegistrationSuite(Suite, chapter="registration"):
             store.claim(partition, 2, task="late")
         assert store.claim(partition, 2).size == 2
 
-    @proves(Capability.CLAIMS)
     def test_keep_from_many_clients_at_once(self, store: Store) -> None:
-        """Contract: "Of several clients that register a new partition with keep at the same time, one opens it, and
-        no row, task or field of the others is lost."
-
-        Check first: register_partition with if_exists "keep" must be one atomic step of the store. A read of the
-        registration, followed by a write of the merged one, loses what another client adds in between.
-        """
         count = 6
         clients = [store.client if place % 2 else store.same_store_client() for place in range(count)]
         for _ in range(3):
@@ -305,14 +217,7 @@ class RegistrationSuite(Suite, chapter="registration"):
             for place in range(count):
                 assert store.claim(partition, count, task=f"task{place}").size == count
 
-    @proves(Capability.CLAIMS)
     def test_open_partitions(self, store: Store) -> None:
-        """Contract: "a put or a claim that names an unknown partition registers it with keep, without num_samples
-        and groups; a claim also adds its task."
-
-        Check first: describe_partition must raise UnknownPartitionError for an unknown partition. register_partition
-        with if_exists "keep" must open it.
-        """
         client = store.another_client(open_partitions=True)
         first, second = store.owned_id(client), store.owned_id(client)
         client.put_samples(["a"], first, {"x": torch.tensor([1])})

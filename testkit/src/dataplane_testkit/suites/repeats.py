@@ -14,7 +14,6 @@ from dataplane_core.spec import Capability, new_id
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids
 from dataplane_testkit._hooks import Hooks, backend_of
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import BOUNDED_BYTES, Store
 from dataplane_testkit._timing import in_threads
 
@@ -45,16 +44,11 @@ def _claims_again(store: Store, partition: str, count: int = 4) -> list[str]:
     return list(claim.lease_tokens or ())
 
 
-class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
+class RepeatSuite(Suite, chapter="repeats"):
     """Requests that are repeated with the same id."""
 
     @pytest.mark.parametrize("size", list(_SIZES))
     def test_a_put_repeated_after_an_overwrite_leaves_the_newer_value(self, store: Store, size: str) -> None:
-        """Contract: "A request that is repeated with the same id is carried out once and gives the first outcome"
-
-        Check first: the put hook must keep PutRequest.request_id with what it commits, in one step, and look for it
-        before it commits.
-        """
         store.require(Capability.OVERWRITE)
         partition, request = store.register("x"), new_id()
         first = store.hooks.put(partition, ids(3), _rows(3, 1, _SIZES[size]), request_id=request)
@@ -66,10 +60,6 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
         assert _values(store, partition, ids(3)) == [3, 3, 3], "a put with another id was taken for a repeated one"
 
     def test_a_put_of_tags_repeated_leaves_the_newer_tags(self, store: Store) -> None:
-        """Contract: "A request that is repeated with the same id is carried out once and gives the first outcome"
-
-        Check first: a put without columns has an id too.
-        """
         partition, request = store.register("x"), new_id()
         store.hooks.put(partition, ids(2), _rows(2, 1), [{"n": 1}] * 2, request_id=request)
         tagged = new_id()
@@ -83,11 +73,6 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
     @pytest.mark.parametrize("cleared", ["samples", "partition", "new registration"])
     @pytest.mark.parametrize("size", list(_SIZES))
     def test_a_put_repeated_after_a_clear_writes_nothing(self, store: Store, size: str, cleared: str) -> None:
-        """Contract: "A put repeated after its rows were overwritten or cleared, or their partition was, changes nothing
-        and succeeds."
-
-        Check first: the id must be looked for before the partition is, and a clear must not drop it.
-        """
         partition, request = store.register("x"), new_id()
         put = partial(store.hooks.put, partition, ids(3), _rows(3, 1, _SIZES[size]), request_id=request)
         first = put()
@@ -100,12 +85,7 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
         there = [name for name in ids(3) if store.has(partition, name)]
         assert there == (["s2"] if cleared == "samples" else []), "a repeated put brought cleared rows back"
 
-    @proves(Capability.REPEATABLE, Capability.CAPACITY)
     def test_a_put_repeated_while_the_store_is_full_succeeds(self, store: Store) -> None:
-        """Contract: "A request that is repeated with the same id is carried out once and gives the first outcome"
-
-        Check first: the id must be looked for before room is reserved. The first put has its room.
-        """
         client = store.deployment.bounded("raise")
         hooks = Hooks(backend_of(client))
         partition = store.register("x", client=client)
@@ -115,10 +95,6 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
         assert hooks.put(partition, ["a"], rows, request_id=request) == first
 
     def test_a_refused_put_repeated_is_tried_anew(self, store: Store) -> None:
-        """Contract: "A request that was refused changed nothing. If it is repeated, it is tried anew."
-
-        Check first: the id is kept by the commit, not before.
-        """
         partition, request = store.register("x"), new_id()
         store.client.put_samples(["a"], partition, _rows(1, 0))
         floats = batch(1, x=torch.zeros(1, 2))
@@ -133,11 +109,6 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
 
     @pytest.mark.parametrize("size", list(_SIZES))
     def test_puts_with_the_same_id_at_the_same_time_are_carried_out_once(self, store: Store, size: str) -> None:
-        """Contract: "Of two requests with the same id at the same time, one is carried out, and both succeed, or fail
-        as it did."
-
-        Check first: the id must be looked for again in the step that commits.
-        """
         store.require(Capability.OVERWRITE)
         for number in range(10):
             partition, request = store.register("x"), new_id()
@@ -152,13 +123,8 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
             assert [reply.num_samples for reply in replies] == [3, 3, 3]
             assert _values(store, partition, ids(3)) == [2, 2, 2], f"round {number}: a put was carried out twice"
 
-    @proves(Capability.REPEATABLE, Capability.LEASES)
     @pytest.mark.parametrize("count", [4, 2500])
     def test_a_repeated_nack_leaves_the_next_holder_its_leases(self, store: Store, count: int) -> None:
-        """Contract: "So does an ack, nack or renewal repeated after its leases ended, whoever holds the samples then."
-
-        Check first: the hooks of ack, nack and renew must keep the request's id in the step that settles.
-        """
         partition, claimed, tokens = _claimed(store, count)
         request = new_id()
         first = store.hooks.nack(partition, claimed, tokens, request_id=request)
@@ -169,14 +135,9 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
         with pytest.raises(LeaseExpiredError):
             store.hooks.nack(partition, claimed, tokens, request_id=new_id())
 
-    @proves(Capability.REPEATABLE, Capability.LEASES)
     @pytest.mark.parametrize("operation", ["ack", "renew"])
     @pytest.mark.parametrize("count", [4, 2500])
     def test_a_repeated_ack_or_renewal_gives_the_first_outcome(self, store: Store, count: int, operation: str) -> None:
-        """Contract: "So does an ack, nack or renewal repeated after its leases ended, whoever holds the samples then."
-
-        Check first: the id must be looked for before the leases are.
-        """
         partition, claimed, tokens = _claimed(store, count)
         calls: dict[str, Callable[..., Any]] = {
             "ack": store.hooks.ack,
@@ -194,12 +155,7 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
         store.hooks.renew(partition, claimed, theirs, lease_s=_LONG_S)  # they still hold them
         store.hooks.ack(partition, claimed, theirs)
 
-    @proves(Capability.REPEATABLE, Capability.LEASES)
     def test_a_refused_ack_repeated_is_refused_again(self, store: Store) -> None:
-        """Contract: "A request that was refused changed nothing. If it is repeated, it is tried anew."
-
-        Check first: a refusal must not keep the id as done.
-        """
         partition, claimed, tokens = _claimed(store)
         store.hooks.nack(partition, claimed, tokens)
         request = new_id()
@@ -208,11 +164,6 @@ class RepeatSuite(Suite, chapter="repeats", proof=Capability.REPEATABLE):
                 store.hooks.ack(partition, claimed, tokens, request_id=request)
 
     def test_the_client_repeats_a_put_whose_reply_was_lost(self, store: Store) -> None:
-        """Contract: "With repeatable, a put, ack, nack or renew whose reply was lost is repeated by the client until
-        its deadline."
-
-        Check first: nothing of the backend. The kit drops the reply after the hook has returned.
-        """
         store.require(Capability.OVERWRITE)
         partition = store.register("x")
         requests: list[str] = []

@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from dataplane_core.errors import StalePartitionError
-from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import eventually
 
@@ -48,11 +46,6 @@ class RoomSuite(Suite, chapter="room"):
     """Payload is deleted from the engine, not only from the ledger."""
 
     def test_rows_that_are_cleared_leave_the_engine(self, store: Store) -> None:
-        """Contract: "With ids, it drops those rows with their tags and cursors".
-
-        Check first: the delete method, or the engine call that your backend uses instead. It must really delete the
-        payload, and clear_samples must call it for every row.
-        """
         partition = store.register("x")
         with store.held() as held:
             _put(store, partition)
@@ -63,10 +56,6 @@ class RoomSuite(Suite, chapter="room"):
             _shrinks_to(held, 0, "all rows were cleared")
 
     def test_a_cleared_partition_leaves_the_engine(self, store: Store) -> None:
-        """Contract: "With None, it drops the whole partition, schema included, whoever wrote it."
-
-        Check first: a clear of a partition must delete the payload of all its rows, from every put.
-        """
         partition = store.register("x", "y")
         with store.held() as held:
             _put(store, partition)
@@ -76,11 +65,6 @@ class RoomSuite(Suite, chapter="room"):
             _shrinks_to(held, 0, "the partition was cleared")
 
     def test_a_new_registration_leaves_nothing_of_the_old_in_the_engine(self, store: Store) -> None:
-        """Contract: "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone
-        when it returns."
-
-        Check first: a new registration of a partition must delete the payload of its old rows, as a clear does.
-        """
         partition = store.register("x")
         with store.held() as held:
             _put(store, partition)
@@ -88,12 +72,7 @@ class RoomSuite(Suite, chapter="room"):
             store.register("x", partition_id=partition)
             _shrinks_to(held, 0, "the partition was registered again")
 
-    @proves(Capability.OVERWRITE)
     def test_overwritten_cells_leave_the_engine(self, store: Store) -> None:
-        """Contract: "with overwrite, replace cells (last committed write wins)".
-
-        Check first: a put must delete the payload of the cells that it replaced.
-        """
         partition = store.register("x")
         with store.held() as held:
             for value in range(4):
@@ -103,10 +82,6 @@ class RoomSuite(Suite, chapter="room"):
             assert store.get(partition, ["s1"])["x"][0, 0].item() == 3
 
     def test_a_refused_put_leaves_nothing_in_the_engine(self, store: Store) -> None:
-        """Hook spec: "If another one is current, the backend raises StalePartitionError and writes nothing."
-
-        Check first: if a put is refused after it stored payload, it must delete this payload.
-        """
         partition = store.register("x")
         old = store.hooks.register(partition).epoch
         store.hooks.register(partition)

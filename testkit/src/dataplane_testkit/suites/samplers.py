@@ -9,10 +9,8 @@ import torch
 
 from dataplane_core.client import stream
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import ids
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 
 
@@ -21,14 +19,10 @@ def _put(store: Store, partition: str, lengths: list[int], first: int = 0) -> No
     store.put(partition, names, [{"input_lengths": each} for each in lengths], x=torch.arange(len(lengths)))
 
 
-class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
+class SamplerSuite(Suite, chapter="samplers"):
     """Claims with a sampler or a rank."""
 
     def test_freshest_first(self, store: Store) -> None:
-        """Contract: "sampler='freshest' gives the samples that were first written last, the newest first."
-
-        Check first: the claim hook must pass `sampler` to the ledger.
-        """
         partition = store.filled(6)
         store.put(partition, ["s0"], y=torch.zeros(1))  # its first write stays
         assert store.claim(partition, 2, sampler="freshest").sample_ids == ["s5", "s4"]
@@ -36,10 +30,6 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         assert store.claim(partition, 9, sampler="freshest").sample_ids == ["s3", "s2"]
 
     def test_equal_ranks_get_equal_samples(self, store: Store) -> None:
-        """Contract: "all claims of a task that ask for the same batch of the same rank give the same samples"
-
-        Check first: what a rank was given must be kept in the store, not in a client.
-        """
         partition = store.filled(5, num_samples=5, tasks=["train", "other"])
         one, two = store.client, store.same_store_client()
         got = []
@@ -56,10 +46,6 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         assert one.claim_meta(partition, "train", ["x"], 2, 1, timeout_s=10.0).size == 0
 
     def test_a_new_registration_begins_with_batch_0(self, store: Store) -> None:
-        """Contract: "A client's claims of a rank ask for its batches 0, 1, 2, ... of the registration"
-
-        Check first: the reply to a claim with a rank must name the registration.
-        """
         partition = store.register("x")
         for _ in range(2):
             store.put(partition, ids(4), x=torch.arange(4))
@@ -69,12 +55,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
             assert again.sample_ids == first.sample_ids == ["s0", "s1"]
             store.register("x", partition_id=partition)
 
-    @proves(Capability.SAMPLERS, Capability.LEASES)
     def test_the_ranks_of_a_replica_share_a_lease(self, store: Store) -> None:
-        """Contract: "give the same samples, and the same lease tokens"
-
-        Check first: a claim of a batch that was given must reply the token of the claim that it was given to.
-        """
         partition = store.filled(2)
         metas = [store.claim(partition, 2, dp_rank=3, batch_index=0, lease_s=600.0) for _ in range(2)]
         assert metas[0] == metas[1]
@@ -83,11 +64,6 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         assert store.client.check_consumption_status(partition, ["train"])
 
     def test_a_cleared_batch_is_refused_though_its_samples_are_written_anew(self, store: Store) -> None:
-        """Contract: "If a sample of the batch was cleared, the claim raises ValueError."
-
-        Check first: the claim must not give other samples in place of the cleared ones. A batch must not know its
-        samples by their ids alone: a new sample may have the same id.
-        """
         partition = store.filled(4)
         assert store.claim(partition, 2, dp_rank=0).sample_ids == ["s0", "s1"]
 
@@ -105,11 +81,6 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         refused()
 
     def test_balanced_ranks(self, store: Store) -> None:
-        """Contract: "the ranks' numbers of samples (or groups) differ by at most one" and "All ranks get about the same
-        number of tokens, by the tag input_lengths."
-
-        Check first: the claim hook must pass `dp_rank` and `dp_size` to the ledger.
-        """
         partition = store.register("x", num_samples=14)
         _put(store, partition, [100, 1, 1, 1, 1, 100, 1, 1, 1, 100, 100, 1])
 
@@ -128,12 +99,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         rest = [store.claim(partition, 3, dp_rank=rank, sampler="balanced", dp_size=4).size for rank in range(4)]
         assert rest == [1, 1, 0, 0]
 
-    @proves(Capability.SAMPLERS, Capability.GROUPS)
     def test_balanced_groups_stay_whole(self, store: Store) -> None:
-        """Contract: "the ranks' numbers of samples (or groups) differ by at most one"
-
-        Check first: the units that are divided are whole groups.
-        """
         partition = store.register("x", group_size=2)
         names = [f"k{group}_g{member}" for group in range(4) for member in range(2)]
         lengths = [9, 9, 1, 1, 1, 1, 8, 9]
@@ -144,13 +110,8 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         ]
         assert [part.sample_ids for part in parts] == [names[:2] + names[4:6], names[2:4] + names[6:]]
 
-    @proves(Capability.SAMPLERS, Capability.LEASES, Capability.LISTING)
     @pytest.mark.parametrize("sampler", ["first_write", "freshest", "balanced"])
     def test_ranks_get_equal_numbers_of_batches(self, store: Store, sampler: str) -> None:
-        """Contract: "So all ranks get the same number of batches."
-
-        Check first: the claim hook must pass `dp_size` to the ledger with every sampler, and return `Claim.num_ranks`.
-        """
         partition = store.register("x", "tokens", num_samples=5)
         columns = {"x": torch.arange(5.0), "tokens": [[1] * each for each in range(1, 6)]}
         store.client.put_samples(ids(5), partition, columns)
@@ -174,13 +135,7 @@ class SamplerSuite(Suite, chapter="samplers", proof=Capability.SAMPLERS):
         assert sizes == [[2, 0], [2, 1]]
         assert store.client.check_consumption_status(partition, ["train"])
 
-    @proves(Capability.SAMPLERS, Capability.LEASES)
     def test_the_end_is_the_same_for_all_ranks(self, store: Store) -> None:
-        """Contract: "once a rank was told that batch i does not exist, no rank gets one, even if samples come back."
-
-        Check first: a claim that finds no samples left for any rank must record that in the store. A journal must keep
-        it too.
-        """
         partition = store.filled(2, num_samples=2)
 
         def claim(rank: int, batch_index: int) -> KVBatchMeta:

@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from dataplane_core.errors import DataPlaneError
-from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._blobs import new_keys, of_all
 from dataplane_testkit._columns import as_objects, check_column, ids, items_of, jagged
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import PROMPT_S
 
@@ -74,10 +72,6 @@ class SmokeSuite(Suite, chapter="smoke"):
     """What every other test of the kit relies on."""
 
     def test_smoke_hundreds_of_blobs_come_back(self, store: Store) -> None:
-        """Blob store: "Stores a blob under a key that was never used before. Returns when every process can read it."
-
-        Check first: the put method. It must keep every blob, whatever the key and however many blobs there are.
-        """
         backend = store.blobs()
         blobs = {key: key.encode() * 3 for key in new_keys(_ROWS)}
         for key, data in blobs.items():
@@ -87,11 +81,6 @@ class SmokeSuite(Suite, chapter="smoke"):
         backend.delete_many(list(blobs))
 
     def test_smoke_a_few_rows_go_in_and_out(self, store: Store) -> None:
-        """Contract: "Writes cells; fields is a TensorDict of batch size [len(sample_ids)]." and "Exactly one row per id
-        given, in that order, repeats included."
-
-        Check first: call one put and one get by hand, as in the guide. No other test can pass before they work.
-        """
         partition = store.register("x", "y")
         store.put(partition, ids(3), [{"n": 0}, {"n": 1}, {"n": 2}], x=torch.arange(3), y=_column([7, 8, 9]))
         _readable(store, partition, ids(3), ["x", "y"])
@@ -100,11 +89,6 @@ class SmokeSuite(Suite, chapter="smoke"):
         check_column(found["y"], list(_column([9, 7, 8]).unbind()))
 
     def test_smoke_hundreds_of_rows_go_in_and_out(self, store: Store) -> None:
-        """Contract: "Returns only when the write is committed and visible to every other client" and "Exactly one row
-        per id given, in that order, repeats included."
-
-        Check first: look for rows that are lost within one large put, or between several puts.
-        """
         partition = store.register("x", "y")
         _put_hundreds(store, partition)
         _readable(store, partition, ids(_ROWS), ["x", "y"])
@@ -115,11 +99,6 @@ class SmokeSuite(Suite, chapter="smoke"):
 
     @pytest.mark.parametrize("state", [*_STATES, "inference", "compile"])
     def test_smoke_torchs_defaults_change_nothing(self, store: Store, state: str) -> None:
-        """Contract: "A put and a read do the same whatever torch's defaults are in the process: device, dtype, grad and
-        inference mode, deterministic algorithms, number of threads, torch.compile around the caller."
-
-        Check first: give a device and a dtype to every `torch.empty`, `torch.zeros`, `torch.tensor` and `torch.arange`.
-        """
         partition = store.register("x", "y", "f", "o")
         columns = {
             "x": torch.arange(3),
@@ -144,14 +123,7 @@ class SmokeSuite(Suite, chapter="smoke"):
             check_column(read.get("f"), floats)
             assert items_of(read.get("o")) == [{}, 1, "a"]
 
-    @proves(Capability.CLAIMS)
     def test_smoke_hundreds_of_rows_are_claimed_once(self, store: Store) -> None:
-        """Contract: "Across all clients and processes no sample is given to a task twice." and "Samples come in order
-        of first write, unless a sampler says otherwise."
-
-        Check first: the claim hook. It must mark the samples that it gives, must leave out none, and must sort row
-        numbers as numbers, not as text.
-        """
         partition = store.register("x", "y", num_samples=_ROWS)
         _put_hundreds(store, partition)
         given: list[str] = []
@@ -162,11 +134,6 @@ class SmokeSuite(Suite, chapter="smoke"):
         assert store.client.check_consumption_status(partition, ["train"])
 
     def test_smoke_a_clear_takes_what_it_names(self, store: Store) -> None:
-        """Contract: "With ids, it drops those rows with their tags and cursors. Ids that are not there are ignored."
-        and "With None, it drops the whole partition, schema included, whoever wrote it."
-
-        Check first: clear_samples, for some rows and for all. Rows that it does not name must stay.
-        """
         partition = store.register("x", "y")
         _put_hundreds(store, partition)
         store.client.clear_samples([f"s{value}" for value in range(0, _ROWS, 2)], partition)

@@ -8,7 +8,6 @@ import torch
 
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import bounded
 
@@ -45,17 +44,10 @@ _FILTERS: list[tuple[dict[str, Any], list[int]]] = [
 ]
 
 
-class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS):
+class TagFilterSuite(Suite, chapter="tag filters"):
     """Filters that the store applies to the tags."""
 
     def test_samples_match_the_filter(self, store: Store) -> None:
-        """Contract: "with tag_filter, a small predicate on tags such as {'weight_version': ('>=', 7)}, a claim hands
-        out only samples that match it." and "list_samples(partition_id, tag_filter=None, sample_ids=None) -> meta
-        returns ids and tags, no data."
-
-        Check first: use dataplane_core.spec.matches, for claims and listings. All conditions must hold. A missing tag,
-        or a type that cannot be compared, does not match.
-        """
         tasks = [f"task {number}" for number in range(len(_FILTERS))]
         partition = store.filled(5, tasks=tasks, tags=_TAGS)
         for task, (tag_filter, expected) in zip(tasks, _FILTERS, strict=True):
@@ -71,12 +63,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
                     f"after a claim with {tag_filter}, one without a filter did not give the rest"
                 )
 
-    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
     def test_filters_see_the_newest_tags(self, store: Store) -> None:
-        """Contract: "merge tags key by key".
-
-        Check first: the filter must use the tags at the time of the claim.
-        """
         partition = store.filled(3, tags=[{"v": 1}] * 3)
         assert store.claim(partition, 3, tag_filter={"v": 2}).size == 0
         store.put(partition, ["s1"], [{"v": 2}])
@@ -84,23 +71,13 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
         store.put(partition, ["s0"], [{"v": 3}])
         assert store.claim(partition, 3, tag_filter={"v": 1}).sample_ids == ["s2"]
 
-    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
     def test_skipped_samples_keep_their_place(self, store: Store) -> None:
-        """Contract: "Samples come in order of first write, unless a sampler says otherwise."
-
-        Check first: samples that do not match must stay in the pool, at their places in the order.
-        """
         partition = store.filled(6, tags=[{"odd": index % 2} for index in range(6)])
         assert store.claim(partition, 2, tag_filter={"odd": 1}).sample_ids == ["s1", "s3"]
         assert store.claim(partition, 3).sample_ids == ["s0", "s2", "s4"]
         assert store.claim(partition, 3).sample_ids == ["s5"]
 
-    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
     def test_blocking_claims_wait_for_matching_samples(self, store: Store) -> None:
-        """Contract: "A blocking claim waits until batch_size samples are ready".
-
-        Check first: samples that do not match must not count as ready.
-        """
         partition = store.filled(3, tags=[{"v": 1}, {"v": 2}, {"v": 1}])
         with store.refusal(TimeoutError, "1"):
             store.claim(partition, 2, tag_filter={"v": 2}, blocking=True, timeout_s=0.05)
@@ -108,14 +85,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
         store.put(partition, ["s3"], [{"v": 2}], x=torch.zeros(1, dtype=torch.int64))
         assert waiting.result(what="a claim of matching samples").sample_ids == ["s1", "s3"]
 
-    @proves(Capability.TAG_FILTERS, Capability.CLAIMS)
     def test_the_tail_under_a_filter(self, store: Store) -> None:
-        """Contract: "the samples left for the task may be fewer than batch_size. Then the claim waits until all of
-        these are ready, and returns them."
-
-        Check first: once num_samples ids were written, a claim with a filter must give the samples that match and are
-        left.
-        """
         partition = store.filled(4, num_samples=4, tags=[{"v": index % 2} for index in range(4)])
         meta = bounded(
             lambda: store.claim(partition, 3, tag_filter={"v": 1}, blocking=True, timeout_s=60),
@@ -123,12 +93,7 @@ class TagFilterSuite(Suite, chapter="tag filters", proof=Capability.TAG_FILTERS)
         )
         assert meta.sample_ids == ["s1", "s3"]
 
-    @proves(Capability.TAG_FILTERS, Capability.GROUPS)
     def test_groups_match_as_a_whole(self, store: Store) -> None:
-        """Contract: "whole groups only".
-
-        Check first: a group matches if all its members match. A filter must never split a group.
-        """
         partition = store.register("x", group_size=2)
         tags = [{"v": 1}, {"v": 2}, {"v": 2}, {"v": 2}]
         store.put(partition, ["a_g0", "a_g1", "b_g0", "b_g1"], tags, x=torch.arange(4))

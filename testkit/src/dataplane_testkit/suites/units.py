@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from dataplane_core.errors import InvalidRequestError, LostSamplesError
-from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import ids
 from dataplane_testkit._hooks import Hooks, backend_of
@@ -25,16 +24,10 @@ def _has_ended(store: Store, name: str) -> None:
     eventually(lambda: name not in {each.name for each in store.client.list_units()}, STARTS_S, "the end of the unit")
 
 
-class UnitSuite(Suite, chapter="units", proof=Capability.UNITS):
+class UnitSuite(Suite, chapter="units"):
     """`list_units`, `add_units`, `remove_unit`."""
 
     def test_a_unit_that_is_added_gets_rows_and_is_drained(self, store: Store) -> None:
-        """Contract: "starts count units, and returns when they take rows of later puts" ... "ends when the last of
-        its rows is cleared"
-
-        Check first: change_units must return when the new unit takes rows. A unit that is removed must get no rows of
-        later puts, and must not end while a sample has rows on it.
-        """
         partition = store.register("x")
         before = {each.name for each in store.client.list_units()}
         assert all(each.num_rows >= 0 and each.size_bytes >= 0 for each in store.client.list_units())
@@ -59,11 +52,6 @@ class UnitSuite(Suite, chapter="units", proof=Capability.UNITS):
         assert store.get(partition, ids(_NUM_ROWS, "later"))["x"].tolist() == list(range(_NUM_ROWS))
 
     def test_a_unit_that_is_removed_now_loses_its_rows_and_no_others(self, store: Store) -> None:
-        """Contract: "With now it ends at once: its rows are lost, as if its process had died"
-
-        Check first: a read of the rows of a unit that ended must fail at once with the refs that are gone; other rows
-        must be read as before.
-        """
         partition = store.register("x")
         (new,) = store.client.add_units(1)
         names = ids(10 * _NUM_ROWS)
@@ -86,11 +74,6 @@ class UnitSuite(Suite, chapter="units", proof=Capability.UNITS):
         _has_ended(store, new.name)
 
     def test_units_that_are_not_there_are_refused(self, store: Store) -> None:
-        """Contract: "If there is no such unit, or if it is the only one that takes rows, remove_unit raises
-        ValueError."
-
-        Check first: change_units must raise InvalidRequestError, and change nothing.
-        """
         names = [each.name for each in store.client.list_units() if each.state == "serving"]
         for refused in ("no such unit", *(names if len(names) == 1 else ())):
             with store.refusal(InvalidRequestError):

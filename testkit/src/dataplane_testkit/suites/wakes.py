@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from dataplane_core.errors import ClaimTimeoutError, UnknownPartitionError
-from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
+from dataplane_core.spec import Capability, Claim, ClaimRequest
 from dataplane_testkit import _workers
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import ids
-from dataplane_testkit._marks import proves
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import Background, eventually
 
@@ -47,16 +46,11 @@ def _num_running(claims: list[Background], expected: int) -> bool:
     return sum(each.running for each in claims) == expected
 
 
-class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
+class WakeSuite(Suite, chapter="wakes"):
     """Claims that wait are woken when they can be answered."""
 
     @pytest.mark.parametrize("change", ["put", "last field", "nack", "tag", "reset"])
     def test_a_claim_is_woken_when_its_samples_are_ready(self, store: Store, change: str) -> None:
-        """Contract: "With wakes, the store wakes a waiting claim when it can be answered"
-
-        Check first: every operation that makes samples ready must wake: puts of cells and of tags, nack,
-        reset_consumption.
-        """
         needs = {"nack": Capability.LEASES, "tag": Capability.TAG_FILTERS, "reset": Capability.CURSORS}
         store.require(needs.get(change))
         partition = store.register("x", "y", tasks=["train"])
@@ -87,11 +81,6 @@ class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
             assert claim.result(what="the claim").sample_ids == ["a"]
 
     def test_a_claim_is_woken_when_it_need_not_wait(self, store: Store) -> None:
-        """Contract: "With wakes, the store wakes a waiting claim when it can be answered"
-
-        Check first: a claim can be answered, too, when the partition is cleared, is finished (a registration with keep
-        and num_samples), or can give the task no more.
-        """
         with _no_polls(store):
             partition = store.register("x", num_samples=3)
             store.put(partition, ["a", "b"], x=torch.zeros(2))
@@ -115,13 +104,8 @@ class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
             with pytest.raises(UnknownPartitionError):
                 refused.result(what="the claim on a cleared partition")
 
-    @proves(Capability.WAKES, Capability.TAG_FILTERS)
     @pytest.mark.parametrize("cleared", ["partition", "samples"])
     def test_claims_with_many_filters_are_woken_when_they_need_not_wait(self, store: Store, cleared: str) -> None:
-        """Contract: "If the partition is cleared while it waits, it raises KeyError at once."
-
-        Check first: a store that looks at a few of the questions after each change must go on to the others.
-        """
         partition = store.register("x", "y", num_samples=1)
         store.put(partition, ["a"], [{"version": -1}], x=torch.zeros(1))
         with _no_polls(store):
@@ -137,10 +121,6 @@ class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
                         claim.result(what="a claim on a cleared partition")
 
     def test_only_as_many_are_woken_as_there_are_samples_for(self, store: Store) -> None:
-        """Contract: "and only as many claims as there are samples for"
-
-        Check first: a put that wakes every claim costs the more the more of them wait.
-        """
         partition = store.register("x")
         with _no_polls(store) as asked:
             claims = [store.waiting_claim(partition, 1) for _ in range(8)]
@@ -150,13 +130,8 @@ class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
             assert len(asked) == 8 + 8, f"8 claims that 8 puts could answer one by one asked {len(asked)} times"
         assert sorted(each.result().sample_ids[0] for each in claims) == ids(8)
 
-    @proves(Capability.WAKES, Capability.LEASES)
     @pytest.mark.parametrize("renewed", [False, True], ids=["given_later", "made_shorter_later"])
     def test_a_claim_asks_when_a_lease_has_ended(self, store: Store, renewed: bool) -> None:
-        """Contract: "A claim then also asks by itself: when a lease may have ended, and at least every 10 s."
-
-        Check first: a claim or a renewal must wake those that wait if a lease now ends before they ask again.
-        """
         partition = store.register("x")
         store.put(partition, ["s0"], x=torch.zeros(1))
         with _no_polls(store, but_for_leases=True):
@@ -169,10 +144,6 @@ class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
             assert waiting.result(what="a claim of a sample whose lease has ended").sample_ids == ids(2)
 
     def test_a_claim_that_timed_out_does_not_stop_the_next(self, store: Store) -> None:
-        """Contract: "With wakes, the store wakes a waiting claim when it can be answered"
-
-        Check first: the last question of a claim that times out has `explain` set. The claim does not wait after it.
-        """
         partition = store.register("x")
         with _no_polls(store):
             with store.refusal(ClaimTimeoutError):
@@ -181,12 +152,7 @@ class WakeSuite(Suite, chapter="wakes", proof=Capability.WAKES):
             store.put(partition, ["a"], x=torch.zeros(1))
             assert claim.result(what="the second claim").sample_ids == ["a"]
 
-    @proves(Capability.WAKES, Scope.HOST)
     def test_a_claim_of_a_killed_process_does_not_stop_the_next(self, store: Store, tmp_path: Path) -> None:
-        """Contract: "With wakes, the store wakes a waiting claim when it can be answered"
-
-        Check first: what waits for a client must be dropped with the client, and the next claim woken in its place.
-        """
         partition = store.register("x")
         with _no_polls(store):
             worker = store.deployment.new_worker()

@@ -1,0 +1,125 @@
+"""The rules that the kit tests, read from `rules.md` beside this file, and what the kit records of each of its tests.
+
+`rules.md` is the one table of rules: under each chapter the sentences that are proved, and under these the tests that
+prove them, each with what it needs and what to check first. The site shows it as a page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias, TypeVar
+
+from dataplane_core.backends import Backend
+from dataplane_core.spec import Capability, Scope
+
+#: What a test proves: the core of the contract, a capability, or a scope wider than one process.
+Proof: TypeAlias = Capability | Scope | Literal["core"]
+
+_Test = TypeVar("_Test", bound=Callable[..., Any])
+
+PAGE: Final = Path(__file__).with_name("rules.md")
+_RULE: Final = "__dataplane_rule__"
+_LIMIT_S: Final = "__dataplane_limit_s__"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The rule that a test of the kit tests.
+
+    Attributes:
+        chapter: The chapter of the kit.
+        source: Where the sentences are from: ``Contract``, ``Hook spec`` or ``Blob store``.
+        quotes: The sentences that the test proves.
+        proves: First the row of the report in which the test counts. If any entry is not declared, the test is skipped.
+        check_first: What to check first in a backend that fails the test.
+    """
+
+    chapter: str
+    source: str
+    quotes: tuple[str, ...]
+    proves: tuple[Proof, ...]
+    check_first: str
+
+    @property
+    def text(self) -> str:
+        """The source, and the sentences in quotes."""
+        return f"{self.source}: " + " and ".join(f'"{quote}"' for quote in self.quotes)
+
+
+def _rules(page: str) -> Iterator[tuple[str, Rule]]:
+    for part in page.split("\n## ")[1:]:
+        chapter, *blocks = part.split("\n\n")
+        source, quotes = "", tuple[str, ...]()
+        for block in blocks:
+            if block.startswith("> "):
+                said = [" ".join(each.split("\n> ")) for each in block.removeprefix("> ").strip().split("\n>\n> ")]
+                found = re.match(r"\*(.+?)\*: ", said[0])
+                source = found[1] if found else "Contract"
+                quotes = tuple(each.removeprefix(f"*{source}*: ") for each in said)
+                continue
+            for item in block.strip().removeprefix("- ").split("\n- "):
+                line = re.fullmatch(r"`(\w+)`(?: \((.+?)\))?: (.+)", " ".join(item.split()))
+                assert line, f"{PAGE.name} has no rule in: {item}"
+                proves = tuple(map(_proof, (line[2] or "core").split(", ")))
+                yield line[1], Rule(chapter, source, quotes, proves, line[3])
+
+
+def _proof(label: str) -> Proof:
+    if label == "core":
+        return "core"
+    return Scope(label.removeprefix("scope ")) if label.startswith("scope ") else Capability(label)
+
+
+#: Test -> its rule.
+RULES: Final = dict(_rules(PAGE.read_text(encoding="utf-8")))
+
+
+def lasts(limit_s: float) -> Callable[[_Test], _Test]:
+    """Marks a test of the kit that may take longer than others, with its limit in seconds."""
+
+    def mark(test: _Test) -> _Test:
+        setattr(test, _LIMIT_S, limit_s)
+        return test
+
+    return mark
+
+
+def limit_of(test: Any) -> float | None:
+    """The time limit of a test of the kit in seconds, if it has one of its own; otherwise None."""
+    limit_s: float | None = getattr(test, _LIMIT_S, None)
+    return limit_s
+
+
+def record_rule(test: Any) -> None:
+    """Records its rule with a test of the kit."""
+    setattr(test, _RULE, RULES[test.__name__])
+
+
+def rule_of(test: Any) -> Rule | None:
+    """The rule that a test of the kit tests. None for a test of the author."""
+    rule: Rule | None = getattr(test, _RULE, None)
+    return rule
+
+
+def chapter_of(test: Any) -> str | None:
+    """The chapter of a test of the kit. None for a test of the author."""
+    rule = rule_of(test)
+    return rule.chapter if rule else None
+
+
+def declares(cls: type[Backend], need: Proof) -> bool:
+    """Whether a backend class declares what a test proves."""
+    if isinstance(need, Capability):
+        return need in cls.capabilities
+    if isinstance(need, Scope):
+        reach = list(Scope)
+        return reach.index(cls.scope) >= reach.index(need)
+    return True
+
+
+def label_of(need: Proof) -> str:
+    """The name of a proof in reports."""
+    return f"scope {need}" if isinstance(need, Scope) else str(need)

@@ -1,0 +1,51 @@
+"""Each test of the kit has a rule, which quotes a sentence word for word, and says what to check first."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from dataplane_core.backends import blob_store
+from dataplane_core.spec import hooks, replies, requests
+from dataplane_testkit import BackendConformance, chapter_of
+from dataplane_testkit.rules import RULES
+
+_CONTRACT = Path(__file__).parents[2] / "docs" / "contract.md"
+
+
+def _plain(text: str) -> str:
+    """Without Markdown and line breaks."""
+    return " ".join(re.sub(r"[`*]", "", text).replace('"', "'").split())
+
+
+_SOURCES = {
+    "Contract": _plain(_CONTRACT.read_text(encoding="utf-8")),
+    "Hook spec": _plain("".join(map(inspect.getsource, (hooks, requests, replies)))),
+    "Blob store": _plain(inspect.getsource(blob_store)),
+}
+
+
+def test_each_test_of_the_kit_has_a_rule_and_each_rule_a_test() -> None:
+    assert RULES.keys() == {name for name in dir(BackendConformance) if name.startswith("test_")}
+
+
+def test_the_rules_have_the_kits_chapters_in_its_order() -> None:
+    chapters = [vars(suite)["__dataplane_chapter__"] for suite in reversed(BackendConformance.__bases__)]
+    assert list(dict.fromkeys(rule.chapter for rule in RULES.values())) == chapters
+    for suite, chapter in zip(reversed(BackendConformance.__bases__), chapters, strict=True):
+        assert {chapter_of(test) for name, test in vars(suite).items() if name.startswith("test_")} == {chapter}
+
+
+def test_rules_quote_what_their_source_says() -> None:
+    said = [
+        f"{name}: {quote}"
+        for name, rule in RULES.items()
+        for quote in rule.quotes
+        if not _plain(quote) or _plain(quote).rstrip(".") not in _SOURCES[rule.source]
+    ]
+    assert not said, "what no source says:\n" + "\n".join(said)
+
+
+def test_rules_say_what_to_check_first() -> None:
+    assert not [name for name, rule in RULES.items() if len(rule.check_first) <= 20]

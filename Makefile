@@ -22,16 +22,18 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of Python processes. Each would compile the sources again if none may keep the compiled ones.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Test files run in three processes side by side, since some wait; the tests of one file share its servers.
-JOBS   ?= 3
+# The tests of one file share its servers, so a file runs in one process. `make test` uses as many processes as cores.
+JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+ENGINES = $(wildcard tests/engines */tests/engines plugins/*/tests/engines examples/*/tests)
+LONG    = $(wildcard */tests/long plugins/*/tests/long)
 
 # Trainers need versions of their own, so each has an environment of its own, .venv-NAME, and its tests.
 TRAINERS       := trl verl areal skyrl
 REQUIRED_trl   := examples/trl/requirements.txt
 TESTS_trl      := examples/trl/tests
-$(foreach t,verl areal skyrl,$(eval REQUIRED_$(t) := tests/$(t)/requirements.txt))
-$(foreach t,verl areal skyrl,$(eval TESTS_$(t) := -c tests/$(t)/pytest.ini --rootdir tests/$(t) tests/$(t)))
+$(foreach t,verl areal skyrl,$(eval REQUIRED_$(t) := tests/long/$(t)/requirements.txt))
+$(foreach t,verl areal skyrl,$(eval TESTS_$(t) := -c tests/long/$(t)/pytest.ini --rootdir tests/long/$(t) tests/long/$(t)))
 # Their dependencies bring CUDA, so they are installed without them. What we use of them needs those that are required.
 ALONE_areal    := areal==1.0.4
 ALONE_skyrl    := skyrl==0.3.0
@@ -46,7 +48,7 @@ UNLIKE_MINIMUM := $(addprefix --ignore core/tests/,batch/test_inputs.py codec/te
 	house/test_public_names.py house/test_compiler_marks.py) \
 	-W "ignore:You are setting a list of elements:FutureWarning"
 
-.PHONY: help setup lock demo test test-long test-minimum $(addprefix test-,$(TRAINERS)) check format fuzz soak backends-page docs wheels clean
+.PHONY: help setup lock demo test test-engines test-long test-minimum $(addprefix test-,$(TRAINERS)) check format fuzz soak backends-page docs wheels clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -70,13 +72,16 @@ lock:  ## Pin the newest versions that the requirements accept, in requirements-
 demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a picture under out/
 	$(BIN)/python examples/grpo/train.py --config examples/grpo/config.yaml
 
-test: setup  ## Run the tests (about 19 minutes on 2 cores)
-	@bash scripts/system_packages.sh tests
+test: setup  ## Run the quick tests (5 minutes on 2 cores)
 	DATAPLANE_HYPOTHESIS_PROFILE=brief $(PYTEST) -m "not long"
 
-test-long: setup  ## Run all tests, with the long proofs
+test-engines: setup  ## Run the tests with Ray, Mooncake, clusters, hosts, kills, wheels, pages and whole GRPO runs
 	@bash scripts/system_packages.sh tests
-	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST)
+	$(BIN)/python scripts/test_engines.py $(PYTEST) -m "not long" $(ENGINES)
+
+test-long: setup  ## Run all tests with seeds and counts turned up, then those of other trainers
+	@bash scripts/system_packages.sh tests
+	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST) $(ENGINES) $(LONG) .
 	$(MAKE) $(addprefix test-,$(TRAINERS))
 
 test-minimum: .venv-minimum/.installed  ## Run the tests of core, noop, shm_store, redis_store with the oldest versions
@@ -133,7 +138,7 @@ backends-page: setup  ## Run the conformance kit on every backend and write docs
 
 docs: setup  ## Build the documentation as a site under site/, and check its links and its reference
 	$(BIN)/python -m mkdocs build --strict --quiet
-	DATAPLANE_SITE=$(CURDIR)/site $(BIN)/python -m pytest -q tests/docs/test_site.py
+	DATAPLANE_SITE=$(CURDIR)/site $(BIN)/python -m pytest -q tests/engines/docs/test_site.py
 
 wheels: setup  ## Build a wheel of every package under dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist $(foreach p,$(PACKAGES),./$(p))

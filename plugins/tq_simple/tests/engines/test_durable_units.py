@@ -1,0 +1,362 @@
+"""An instance in a folder: its processes are killed, one or all, and what was committed is there again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from dataplane_core import connect
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError, LostSamplesError
+from dataplane_core.hosting import lock_folder, owner_of
+from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
+from dataplane_tq_simple._errors import UnitsGoneError
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[3] / "shm_store" / "tests" / "engines"))
+from cluster_load import STARTS_S, TASKS, Load, eventually, put, right
+from durable_roles import notes_in, wait_for
+
+NAME = "kept"
+ROLES = Path(__file__).parents[3] / "shm_store" / "tests" / "engines" / "durable_roles.py"
+
+
+def config_of(address: str, folder: Path, **more: Any) -> dict[str, Any]:
+    own = {"instance": NAME, "ray_address": address, "num_storage_units": 2, "near_writer": False}
+    return {
+        "backend": "tq_simple",
+        "op_timeout_s": STARTS_S,
+        "options": {**own, "unit_bytes": 8 << 20, "durable": str(folder), **more},
+    }
+
+
+@pytest.fixture
+def config(ray_address: str, tmp_path: Path) -> dict[str, Any]:
+    return config_of(ray_address, tmp_path)
+
+
+@pytest.fixture
+def client(config: dict[str, Any]) -> Iterator[DataPlaneClient]:
+    with connect(config, bootstrap=True) as client:
+        client.register_partition("p", ["x"], None, TASKS)
+        yield client
+
+
+@pytest.fixture
+def kill(pid_of: Callable[[str], int]) -> Callable[..., None]:
+    """Kills processes of the instance at once: the controller, or units by their names."""
+
+    def kill(*names: str) -> None:
+        pids = [pid_of(f"tq-{NAME}/{name}" if name else f"tq-{NAME}") for name in names]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    return kill
+
+
+def states(client: DataPlaneClient) -> list[tuple[str, int]]:
+    return [(each.state, each.num_starts) for each in client.list_units()]
+
+
+def places(folder: Path) -> list[Path]:
+    return sorted((folder / NAME / "units").iterdir())
+
+
+def check(client: DataPlaneClient, load: Load) -> None:
+    """All that was put is there, and each sample was given once."""
+    written = [*load.first, *load.written, *load.last]
+    assert sorted(client.list_samples("p")) == sorted(written)
+    assert right(client, written)
+    assert sum(each.num_lost for each in client.list_units()) == 0
+    for task, claimed in load.claimed.items():
+        rest = client.claim_meta("p", task, ["x"], 10**6, blocking=False).sample_ids
+        assert sorted([*claimed, *rest]) == sorted(written), f"{task}: each is given once"
+
+
+def test_a_unit_that_is_killed_under_load_brings_its_rows_back(
+    client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]
+) -> None:
+    with Load(client, config) as load:
+        kill("unit-0")
+        load.goes_on()
+        eventually(lambda: states(client) == [("serving", 2), ("serving", 1)], "the unit is not started again")
+        load.goes_on()
+    check(client, load)
+
+
+def test_a_unit_the_controller_and_another_unit_are_killed_at_once_under_load(
+    client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]
+) -> None:
+    with Load(client, config) as load:
+        kill("unit-0", "")
+        load.goes_on()
+        kill("", "unit-0", "unit-1")
+        load.goes_on()
+        eventually(lambda: states(client) == [("serving", 3), ("serving", 2)], "the units are not started again")
+    check(client, load)
+
+
+def test_a_unit_waits_for_its_folder_and_says_what_is_wrong_with_it(
+    client: DataPlaneClient, tmp_path: Path, pid_of: Callable[[str], int]
+) -> None:
+    put(client, IDS)
+    pid = pid_of(f"tq-{NAME}/unit-0")
+    (place,) = [each for each in places(tmp_path) if owner_of(each).pid == pid]
+    aside = place.rename(tmp_path / "aside")
+    place.write_text("this is no folder")
+    with suppress(ProcessLookupError):  # it ends by itself if it happens to note something now
+        os.kill(pid, signal.SIGKILL)
+
+    def refusal() -> BackendUnavailableError | None:
+        try:
+            assert right(client, IDS)
+        except BackendUnavailableError as error:
+            return None if isinstance(error, UnitsGoneError) else error
+        return None
+
+    def is_back() -> bool:
+        with suppress(BackendUnavailableError):
+            return right(client, IDS[2:])
+        return False
+
+    refused = eventually(refusal, "nobody is told")
+    assert not refused.retryable
+    assert re.search(rf"unit-0 cannot bring its rows back: .*{place} cannot be used", str(refused))
+    put(client, ["more-1", "more-2", "more-3"])
+    client.clear_samples(["more-2", IDS[0]], "p")
+    client.clear_samples(["more-3"], "p")
+    place.unlink()  # now it looks for the node that has it
+    assert len(places(tmp_path)) == 1
+    client.clear_samples([IDS[1]], "p")
+    aside.rename(place)
+    eventually(is_back, "it does not find it")
+    assert right(client, ["more-1"])
+    assert [state for state, _ in states(client)] == ["serving", "serving"]
+    assert len(places(tmp_path)) == 2
+    eventually(lambda: sum(each.num_rows for each in client.list_units()) == 19, "what was cleared meanwhile is kept")
+    client.clear_samples(None, "p")
+    assert [each.num_rows for each in client.list_units()] == [0, 0]
+
+
+def test_a_unit_that_ray_does_not_start_again_is_created_again(
+    client: DataPlaneClient, pid_of: Callable[[str], int]
+) -> None:
+    put(client, IDS)
+    pid = pid_of(f"tq-{NAME}/unit-0")
+    ray.kill(ray.get_actor(f"tq-{NAME}/unit-0", namespace="dataplane"), no_restart=True)
+    eventually(lambda: states(client) == [("serving", 2), ("serving", 1)], "it is not created again")
+    assert right(client, IDS)
+    assert pid_of(f"tq-{NAME}/unit-0") != pid
+    client.remove_unit("unit-0", now=True)
+    assert 0 < len(lost(client, IDS)) < 20
+
+
+def test_a_unit_whose_folder_does_not_come_begins_without_it(
+    config: dict[str, Any], tmp_path: Path, kill: Callable[..., None]
+) -> None:
+    config["options"]["node_wait_s"] = 0.0
+    with connect(config, bootstrap=True) as client:
+        client.register_partition("p", ["x"], None, TASKS)
+        put(client, IDS)
+        for each in places(tmp_path):
+            each.rename(tmp_path / each.name)
+        kill("unit-0", "unit-1")
+        eventually(lambda: [state for state, _ in states(client)] == ["serving"] * 2, "they wait for it")
+        assert lost(client, IDS) == IDS
+        put(client, IDS)
+        assert right(client, IDS)
+        first = [(each, tmp_path / NAME / "units" / each.name) for each in tmp_path.iterdir() if each.name != NAME]
+        assert len(first) == 2
+        for each, back in first:
+            each.rename(back)
+        kill("unit-0", "unit-1")
+        eventually(lambda: states(client) == [("serving", 3)] * 2, "they are not started again")
+        assert right(client, IDS), "they go on with what they began"
+
+
+# --- all processes end ------------------------------------------------------------------------------------------------
+
+
+def filled(config: dict[str, Any]) -> None:
+    """Bootstraps an instance, puts 20 rows over its units, acks two and leases two, and ends it."""
+    with connect(config, bootstrap=True) as client:
+        client.register_partition("p", ["x"], None, TASKS, grpo_group_size=2)
+        put(client, IDS)
+        client.ack(client.claim_meta("p", "leased", ["x"], 2, lease_s=600))
+        client.claim_meta("p", "leased", ["x"], 2, lease_s=600)
+        client.clear_samples(IDS[18:], "p")
+
+
+IDS = [f"q{row // 2}_g{row % 2}-{row}" for row in range(20)]
+
+
+def lost(client: DataPlaneClient, ids: list[str]) -> list[str]:
+    """The samples that are lost. All others are right."""
+    found = []
+    for each in ids:
+        try:
+            assert right(client, [each])
+        except LostSamplesError:
+            found.append(each)
+    return found
+
+
+@pytest.mark.parametrize("sync", ["none", "commit"])
+def test_who_bootstraps_again_has_what_was_committed(config: dict[str, Any], tmp_path: Path, sync: str) -> None:
+    config["options"]["sync"] = sync
+
+    def said() -> str:
+        found = TQSimpleBackend.diagnose(TQSimpleConfig(**config["options"]), deadline=time.monotonic() + STARTS_S)
+        return next(each.what for each in found if str(tmp_path / NAME) in each.what)
+
+    assert "There is no folder" in said()
+    filled(config)
+    nobody = "has rows of 2 storage units. Its journal is open in no process. It was last in process"
+    eventually(lambda: nobody in said(), "the controller's process does not end")
+    with connect(config, bootstrap=True) as client:
+        assert right(client, IDS[:18])
+        claimed = client.claim_meta("p", "leased", ["x"], 100, blocking=False, lease_s=600)
+        assert list(claimed.sample_ids) == IDS[2:18], "what was acked is not given again, what was leased is"
+        assert sum(each.num_rows for each in client.list_units()) == 18
+        client.clear_samples(None, "p")
+        assert [each.num_rows for each in client.list_units()] == [0, 0]
+
+
+def test_places_that_are_removed_or_damaged_name_their_rows(config: dict[str, Any], tmp_path: Path) -> None:
+    filled(config)
+    cut, removed = places(tmp_path)
+    shutil.rmtree(removed)
+    with connect(config, bootstrap=True) as client:
+        gone = lost(client, IDS[:18])
+        assert 0 < len(gone) < 18
+        assert sum(each.num_lost for each in client.list_units()) == len(gone)
+        put(client, gone)
+        assert right(client, IDS[:18])
+    os.truncate(cut / "arena", 4096)
+    with connect(config, bootstrap=True) as client:
+        assert len(client.list_units()) == 2
+        now = lost(client, IDS[:18])
+        assert 0 < len(now) < 18
+        put(client, now)
+        assert right(client, IDS[:18])
+    assert [each for each in places(tmp_path) if each.name.startswith("damaged-")], "nothing is deleted"
+
+
+def test_rows_whose_bytes_are_not_what_was_put_are_named(config: dict[str, Any], tmp_path: Path) -> None:
+    filled(config)
+    for place in places(tmp_path):
+        with (place / "arena").open("r+b") as file:
+            data = file.read(1 << 16)
+            file.seek(0)
+            file.write(bytes(each ^ 1 if at % 1024 == 0 else each for at, each in enumerate(data)))
+    with connect(config, bootstrap=True) as client:
+        assert lost(client, IDS[:18])
+
+
+def test_a_journal_that_is_not_that_of_the_rows_is_refused(
+    config: dict[str, Any], tmp_path: Path, actors: Callable[[str], set[str]]
+) -> None:
+    filled(config)
+    journal = tmp_path / NAME / "journal"
+    journal.rename(tmp_path / "aside")
+    with pytest.raises(BackendUnavailableError, match="holds 'units', and no store"):
+        connect(config, bootstrap=True)
+    (tmp_path / NAME).rename(tmp_path / "first")
+    filled(config)
+    for place in places(tmp_path):
+        shutil.rmtree(place)
+    place = next((tmp_path / "first" / "units").iterdir())
+    shutil.copytree(place, tmp_path / NAME / "units" / place.name)
+    with pytest.raises(BackendUnavailableError, match="of an instance whose journal is not the one"):
+        connect(config, bootstrap=True)
+    eventually(lambda: not actors(f"tq-{NAME}"), "something is left behind")
+
+
+def test_a_second_owner_is_refused_while_one_lives(config: dict[str, Any], tmp_path: Path) -> None:
+    lock = lock_folder(tmp_path / NAME, "journal", 0.0)
+    with pytest.raises(AlreadyRunningError, match=f"in use by process {os.getpid()} of host {os.uname().nodename}"):
+        connect(config, bootstrap=True)
+    os.close(lock)
+    with connect(config, bootstrap=True) as client:
+        for folder, holds in [(tmp_path / NAME, "journal"), *((place, "notes") for place in places(tmp_path))]:
+            with pytest.raises(AlreadyRunningError, match="in use by process"):
+                lock_folder(folder, holds, 0.0)
+        client.remove_unit("unit-1")
+        eventually(lambda: len(places(tmp_path)) == 1, "what the unit kept is not deleted")
+        client.add_units(1)
+        assert len(places(tmp_path)) == 2
+
+
+def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    for options, said in [
+        ({"sync": "commit"}, "'sync' needs 'durable'"),
+        ({"durable": "here"}, "not an absolute path"),
+        ({"durable": str(tmp_path), "num_storage_units": 0}, "num_storage_units"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            connect({"backend": "tq_simple", "options": options}, bootstrap=True)
+
+
+MARK = "DATAPLANE_TEST_KILLED"
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that have a mark in their environment, and so all that they started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def kill_all(mark: str, programs: list[Any]) -> None:
+    """Kills the processes with a mark, in any order, and waits for those of this process."""
+    while victims := marked(mark):
+        random.shuffle(victims)
+        for pid in victims:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    for program in programs:
+        program.wait()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_all_processes_and_those_of_ray_may_be_killed_at_any_moment(python: Any, tmp_path: Path) -> None:
+    """Each round has a Ray of its own. All that runs on it is killed, and the next one goes on with the folder."""
+    options = {"instance": f"all-{uuid.uuid4().hex[:8]}", "durable": str(tmp_path / "folder"), "num_storage_units": 2}
+    config = {"backend": "tq_simple", "op_timeout_s": 300.0, "options": {**options, "unit_bytes": 64 << 20}}
+
+    def acked() -> int:
+        return sum(notes_in(tmp_path).get("acked", Counter()).values())
+
+    for number in range(int(os.environ.get("DATAPLANE_KILL_ROUNDS", "2"))):
+        mark, least = uuid.uuid4().hex, acked() + random.randint(1, 60)
+        programs: list[Any] = []
+        try:
+            for role in ("own", "write", "write", "consume", "consume"):
+                notes = tmp_path / f"{number}-{len(programs)}.notes"
+                env = {**os.environ, MARK: mark}
+                programs.append(python.start(ROLES, role, json.dumps(config), notes, env=env))
+                if role == "own":
+                    wait_for(lambda notes=notes: notes.exists() and notes.read_text() == "ready\n", "the owner")
+            wait_for(lambda least=least: acked() >= least, "some acks")
+        finally:
+            kill_all(mark, programs)
+        python.run(ROLES, "check", json.dumps(config), tmp_path, timeout=600)

@@ -1,0 +1,260 @@
+"""The folder of an instance, without Ray: what its units and its controller leave there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dataplane_core.errors import BackendUnavailableError, CapacityExceededError
+from dataplane_core.hosting import KeptExtentHost, KeptExtents, Layout, Wanted, extent_host
+from dataplane_core.ledger import commands
+from dataplane_core.spec import FieldSpec
+from dataplane_tq_simple import _host, _kept, _privates, _units
+from dataplane_tq_simple._book import Started
+from dataplane_tq_simple._host import ControllerHost, make_ledger
+from dataplane_tq_simple._kept import Place, delete_place, open_place, places_in
+from dataplane_tq_simple._messages import BeginNear
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "shm_store" / "tests" / "engines"))
+from power_loss import Disk
+
+X = {"x": FieldSpec("tensor", "uint8", 1)}
+SIZE = 1 << 14  # so little that rows are moved to make room
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (_host, _kept):
+        monkeypatch.setattr(module, "ENDING_S", 0.0)
+
+
+class Life:
+    """The processes of an instance with one unit, and what its clients do. Rows of equal length hold a number."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, sync: bool = False) -> None:
+        self._locks: list[int] = []
+        for module in (_host, _kept):
+            monkeypatch.setattr(module, "lock_folder", self._lock)
+        self._ledger = make_ledger(folder / "journal", None, sync, durable=True)
+        place = Place(str(folder / "units"), "place", "identity")
+        self._opened = open_place(place, SIZE, lambda: SIZE, sync=sync)
+        self._controller = ControllerHost(self._ledger)
+        self._unit = KeptExtentHost(self._opened.extents, self._opened.notes.commit_or_end)
+        started = Started(self._opened.token, "10.0.0.1", 1, "node", size_bytes=SIZE, place="place")
+        self._controller.book.begin("actor-", [("unit-0", "actor-unit-0", started)])
+        self._sessions = [each.begin_session() for each in (self._controller, self._unit)]
+        self.together = False
+        book, garbage = self._controller.book, self._controller.garbage()
+        here = book.here("unit-0", garbage)
+        assert sorted(here) == sorted(garbage)
+        self.tell_unit(extent_host.Retain(book.rows_of("unit-0")))
+        self.tell_unit(extent_host.Drop(list(here.values())))
+        self._controller.collected(garbage)
+        assert self._controller.garbage() == []
+
+    def _lock(self, *args: Any) -> int:
+        self._locks.append(lock_folder(*args))
+        return self._locks[-1]
+
+    def kill(self) -> None:
+        """As a SIGKILL of both: nothing is said, nothing is finished."""
+        self._ledger.close()
+        self._opened.notes.close()
+        for each in self._locks:
+            os.close(each)
+
+    def call(self, command: Any) -> Any:
+        reply = self._controller.answer(command, self._sessions[0])
+        self._controller.settle()
+        return reply
+
+    def tell_unit(self, request: Any) -> Any:
+        reply = self._unit.answer(request, self._sessions[1])
+        self._unit.settle()
+        return reply
+
+    def put(self, ids: list[str], length: int, number: int, *, whole: bool) -> None:
+        layout = Layout([])
+        layout.add_dense(len(ids), length, length)
+        write = commands.Write(list(X), [length] * len(ids))
+        write_id = self.call(BeginNear(commands.BeginPut("p", ids, X, [write], ttl_s=60.0), None, []))
+        wanted, data = [Wanted(write_id, layout, len(ids))], bytes([number]) * layout.size_bytes
+        try:
+            if whole:
+                self.tell_unit(extent_host.PutWhole(write_id, wanted, [data]))
+            else:
+                (offset,) = self.tell_unit(extent_host.Allocate(write_id, wanted))
+                self._opened.extents.arena.bytes[offset : offset + len(data)] = memoryview(data)
+                self.tell_unit(extent_host.Written(write_id))
+        except CapacityExceededError:
+            self.collect(self.call(commands.AbortPut(write_id)))
+            raise
+        self.collect(self.call(commands.CommitPut(write_id)))
+
+    def clear(self, ids: list[str]) -> None:
+        self.collect(self.call(commands.ClearRequest("p", ids))[1])
+
+    def collect(self, refs: Any) -> None:
+        if refs:
+            self.tell_unit(extent_host.Drop(refs))
+            self.call(commands.Collected(refs))
+
+    def ids_there(self) -> set[str]:
+        if not self.call(commands.ListPartitionsRequest()).partition_ids:
+            return set()
+        return set(self.call(commands.ListRequest("p")).sample_ids)
+
+    def read(self, ids: list[str]) -> list[bytes]:
+        rows = {}
+        for part in self.call(commands.Locate("p", ids, ["x"])).parts if ids else ():
+            found = self.tell_unit(extent_host.Find([(part.write_id, list(part.positions))], 1))
+            assert not found.gone, f"rows of {ids} are lost"
+            place = found.places[part.write_id]
+            (column,) = place.layout.columns
+            for row, there in zip(part.rows, found.rows[0] or part.positions, strict=True):
+                start = place.offset + column.start + there * column.step
+                rows[row] = bytes(self._opened.extents.arena.bytes[start : start + column.step])
+        return [rows[row] for row in range(len(ids))]
+
+
+lock_folder = _kept.lock_folder
+
+AHEAD: dict[str, Callable[[Path], bool]] = {
+    "nothing": lambda path: False,
+    "the arena": lambda path: path.name == "arena",
+    "the unit's notes": lambda path: "notes" in path.parts,
+    "the controller's journal": lambda path: "units" not in path.parts,
+}
+
+
+@pytest.mark.parametrize("ahead", [pytest.param(each, marks=pytest.mark.long) for each in AHEAD] + ["a short run"])
+def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: str
+) -> None:
+    """At every sync, the disks are looked at as they would be if the power were cut then."""
+    num_steps = 12 if ahead == "a short run" else 60
+    folder = tmp_path / "kept"
+    disk = Disk(monkeypatch, folder)
+    model: dict[str, bytes] = {}
+    unsure: set[str] = set()
+    images: list[tuple[Path, dict[str, bytes], set[str]]] = []
+    squeezed: list[int] = []
+    begun = False
+
+    def look() -> None:
+        if begun:
+            image = tmp_path / f"image {len(images)}"
+            some = list(AHEAD.values())[len(images) % len(AHEAD)] if ahead == "a short run" else AHEAD[ahead]
+            disk.restore(image, some)
+            images.append((image, dict(model), set(unsure)))
+
+    squeeze = KeptExtents._squeeze
+    monkeypatch.setattr(KeptExtents, "_squeeze", lambda *args: squeezed.append(squeeze(*args)) or squeezed[-1])
+    disk.at_each_sync = look
+    with monkeypatch.context() as patch:
+        life = Life(folder, patch, sync=True)
+        begun = True  # a place without a journal is refused, and is one that no row was ever in
+        life.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "e1"))
+        rng = random.Random(1)
+        for number in range(1, num_steps):
+            made = rng.sample(sorted(model), min(len(model), rng.randint(0, 2)))
+            ids = [*made, *(f"s{number}-{each}" for each in range(rng.randint(1, 3)))]
+            length = rng.choice([10, 1500])
+            unsure |= set(ids)
+            with suppress(CapacityExceededError):
+                life.put(ids, length, number, whole=rng.random() < 0.5)
+                model.update(dict.fromkeys(ids, bytes([number]) * length))
+            unsure.clear()
+            if len(model) > 8:
+                unsure |= set(gone := rng.sample(sorted(model), 4))
+                life.clear(gone)
+                for each in gone:
+                    del model[each]
+                unsure.clear()
+        life.kill()
+    monkeypatch.undo()
+    for module in (_host, _kept):
+        monkeypatch.setattr(module, "ENDING_S", 0.0)
+    assert len(images) > 4 * num_steps
+    assert any(squeezed) or num_steps < 60
+    for image, wanted, under_way in images:
+        with monkeypatch.context() as patch:
+            life = Life(image, patch)
+            there = life.ids_there()
+            assert there ^ wanted.keys() <= under_way
+            known = sorted((there & wanted.keys()) - under_way)
+            assert life.read(known) == [wanted[each] for each in known]
+            assert len(life.read(sorted(there))) == len(there)
+            life.kill()
+        shutil.rmtree(image)
+
+
+def test_a_place_is_deleted_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is killed while it deletes the files. Who deletes next deletes what is left."""
+    places = [Place(str(tmp_path), name, "identity") for name in ("first", "second")]
+    for each in places:
+        opened = open_place(each, SIZE, lambda: SIZE)
+        opened.notes.close()
+
+    def killed(folder: Path, **_: Any) -> None:
+        (folder / "arena").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            delete_place(places[0])
+    assert places_in(tmp_path) == ["second"]
+    delete_place(places[0])
+    assert os.listdir(tmp_path) == ["second"]
+    delete_place(places[1])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_place_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process tries it again until it can."""
+    place = Place(str(tmp_path), "place", "identity")
+    open_place(place, SIZE, lambda: SIZE).close()
+    (tmp_path / "place" / "arena").unlink()
+
+    def full(path: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path), None, str(target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", full)
+        said = set()
+        for _ in range(2):
+            with pytest.raises(BackendUnavailableError, match="No space left on device") as caught:
+                open_place(place, SIZE, lambda: SIZE)
+            said.add(str(caught.value))
+        assert len(said) == 1, "clients would be told something new again and again"
+
+    unit: Any = object.__new__(_units.StorageUnit)
+    unit._place, unit._started, unit._size_bytes, unit._sync, unit._touch_ahead_bytes = place, None, SIZE, False, 0
+    node = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(_units, "ray", SimpleNamespace(get_runtime_context=lambda: node))
+    monkeypatch.setattr(_units, "was_started_before", lambda: False)
+    monkeypatch.setattr(_privates, "unit_server", lambda unit: ("127.0.0.1", 1))
+    with monkeypatch.context() as patch:
+
+        def no_port(ip: str) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        patch.setattr(_units, "listen_on", no_port)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Too many open files"):
+                unit.describe()
+    open_place(place, SIZE, lambda: SIZE).close()
+    assert [each for each in os.listdir(tmp_path) if each.startswith("damaged-place-")]

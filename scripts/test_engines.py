@@ -1,0 +1,39 @@
+"""Runs tests that start engines, and runs each test that failed once more, alone and in a fresh process.
+
+    python scripts/test_engines.py PYTHON -m pytest ARGUMENTS
+
+A test that passes alone is FLAKY: it is printed, and the run counts as passed. Each FLAKY is a fault of the test or of the
+product that somebody has to mend. `make test` tries nothing again.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+#: What pytest returns if tests ran and some of them failed. Any other status is no matter of single tests.
+_SOME_FAILED = 1
+
+
+def main(command: list[str]) -> int:
+    """Runs the tests; returns the status for the shell."""
+    with tempfile.TemporaryDirectory() as cache:
+        status = subprocess.run([*command, "-o", f"cache_dir={cache}"], check=False).returncode
+        if status != _SOME_FAILED:
+            return status
+        failed = json.loads(Path(cache, "v", "cache", "lastfailed").read_text())
+    alone = command[: command.index("pytest") + 1]
+    broken = [
+        test for test in sorted(failed) if subprocess.run([*alone, "-p", "no:cacheprovider", test], check=False).returncode
+    ]
+    print()
+    for test in sorted(failed):
+        print("FAILED, alone too:" if test in broken else "FLAKY, passed alone:", test)
+    return _SOME_FAILED if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

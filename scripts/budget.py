@@ -1,7 +1,6 @@
 """The lines of Python and Lua that each part of the project may have, by budget.toml. They only fall.
 
-    python scripts/budget.py            # prints lines and budgets
-    python scripts/budget.py --lower    # lowers each budget to the lines that there are
+``python scripts/budget.py`` prints lines and budgets; ``--lower`` lowers each budget to the lines that there are.
 """
 
 from __future__ import annotations
@@ -66,7 +65,8 @@ if __name__ == "__main__":
         lower()
     have, may = lines(), budgets()
     for part, kinds in have.items():
-        print(f"{part:24}", *(f"{kind} {count:6} of {may.get(part, {}).get(kind, 0):6}" for kind, count in kinds.items()))
+        allowed = may.get(part, {})
+        print(f"{part:28}", *(f"{kind} {count:6} of {allowed.get(kind, 0):6}" for kind, count in kinds.items()))
     for kind in ("src", "tests", "other"):
         print(f"{kind}: {sum(kinds.get(kind, 0) for kinds in have.values())} lines")
     sys.exit("\n".join(over(have, may)))

@@ -1,9 +1,7 @@
 """Runs tests that start engines, and runs each test that failed once more, alone and in a fresh process.
 
-    python scripts/test_engines.py PYTHON -m pytest ARGUMENTS
-
-A test that passes alone is FLAKY: it is printed, and the run counts as passed. Each FLAKY is a fault of the test or of the
-product that somebody has to mend. `make test` tries nothing again.
+``python scripts/test_engines.py PYTHON -m pytest ARGUMENTS``. A test that passes alone is FLAKY: it is printed, and the
+run counts as passed. Each FLAKY is a fault of the test or of the product that somebody has to mend.
 """
 
 from __future__ import annotations
@@ -26,11 +24,10 @@ def main(command: list[str]) -> int:
             return status
         failed = json.loads(Path(cache, "v", "cache", "lastfailed").read_text())
     alone = command[: command.index("pytest") + 1]
-    broken = [
-        test for test in sorted(failed) if subprocess.run([*alone, "-p", "no:cacheprovider", test], check=False).returncode
-    ]
+    again = {test: subprocess.run([*alone, "-p", "no:cacheprovider", test], check=False) for test in sorted(failed)}
+    broken = [test for test, done in again.items() if done.returncode]
     print()
-    for test in sorted(failed):
+    for test in again:
         print("FAILED, alone too:" if test in broken else "FLAKY, passed alone:", test)
     return _SOME_FAILED if broken else 0
 

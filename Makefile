@@ -24,8 +24,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # The tests of one file share its servers, so a file runs in one process. `make test` uses as many processes as cores.
 JOBS   ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
-ENGINES = $(wildcard tests/engines */tests/engines plugins/*/tests/engines examples/*/tests)
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --no-loadscope-reorder --dist
+ENGINES = $(wildcard plugins/*/tests/engines tests/engines */tests/engines)
 LONG    = $(wildcard */tests/long plugins/*/tests/long)
 
 # Trainers need versions of their own, so each has an environment of its own, .venv-NAME, and its tests.
@@ -73,15 +73,15 @@ demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a 
 	$(BIN)/python examples/grpo/train.py --config examples/grpo/config.yaml
 
 test: setup  ## Run the quick tests (5 minutes on 2 cores)
-	DATAPLANE_HYPOTHESIS_PROFILE=brief $(PYTEST) -m "not long"
+	DATAPLANE_HYPOTHESIS_PROFILE=brief $(PYTEST) loadfile -m "not long"
 
 test-engines: setup  ## Run the tests with Ray, Mooncake, clusters, hosts, kills, wheels, pages and whole GRPO runs
 	@bash scripts/system_packages.sh tests
-	$(BIN)/python scripts/test_engines.py $(PYTEST) -m "not long" $(ENGINES)
+	$(BIN)/python scripts/test_engines.py $(PYTEST) loadgroup -m "not long" $(ENGINES)
 
 test-long: setup  ## Run all tests with seeds and counts turned up, then those of other trainers
 	@bash scripts/system_packages.sh tests
-	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST) $(ENGINES) $(LONG) .
+	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST) loadgroup $(ENGINES) $(LONG) .
 	$(MAKE) $(addprefix test-,$(TRAINERS))
 
 test-minimum: .venv-minimum/.installed  ## Run the tests of core, noop, shm_store, redis_store with the oldest versions

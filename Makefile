@@ -46,7 +46,7 @@ UNLIKE_MINIMUM := $(addprefix --ignore core/tests/,batch/test_inputs.py codec/te
 	house/test_public_names.py house/test_compiler_marks.py) \
 	-W "ignore:You are setting a list of elements:FutureWarning"
 
-.PHONY: help setup lock demo test test-long test-minimum $(addprefix test-,$(TRAINERS)) check format fuzz soak backends-page docs wheels clean
+.PHONY: help setup lock demo test test-long test-minimum $(addprefix test-,$(TRAINERS)) check format fuzz soak mutants backends-page docs wheels clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -127,6 +127,13 @@ fuzz: setup  ## Feed forged bytes to every decoder (INPUTS= for each; coverage-g
 
 soak: setup  ## Load every backend for 10 minutes (MINUTES=) with kills: memory, keys, descriptors, latency stay flat
 	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
+
+# The tier of tests that `make mutants` runs: quick, or engines for all. Any other option of the program by MUTANTS=.
+TIER ?= quick
+
+mutants: setup  ## Run the tests against 300 faults in the sources, one at a time (TIER=engines for all tests)
+	@bash scripts/system_packages.sh tests
+	$(BIN)/python tests/mutants/run.py --tier $(TIER) $(MUTANTS)
 
 backends-page: setup  ## Run the conformance kit on every backend and write docs/backends.md
 	$(BIN)/python scripts/backends_page.py

@@ -66,8 +66,8 @@ def main() -> None:
         return
     results = json.loads(options.out.read_text()) if options.out.exists() else {}
     listed = places.load()
-    wanted = [each for each in listed if (not options.only or each.id in options.only)]
-    wanted = [each for each in wanted if not options.room or each.room in options.room]
+    wanted = [each for each in listed if not options.only or each.id in options.only]
+    wanted = [each for each in wanted if any(f"{each.room}/".startswith(name and f"{name}/") for name in options.room)]
 
     def done(mutant: Mutant, result: dict[str, Any]) -> None:
         results[mutant.id] = {"room": mutant.room, **result, "state": state}
@@ -78,7 +78,8 @@ def main() -> None:
 
     jobs = {}
     for mutant in wanted:
-        if results.get(mutant.id, {}).get("state") == state and not options.only:
+        is_known = results.get(mutant.id, {}).get("state") == state
+        if is_known and not options.only and not mutant.equivalent:
             continue
         source = ROOT / mutant.file
         mutated = mutant.apply(source.read_text()) if source.exists() else None
@@ -103,7 +104,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tests", nargs="+", default=paths, help="folders of tests (those of pyproject.toml)")
     parser.add_argument("--tier", choices=SLOWER, default="quick", help="also the tests under `engines`")
     parser.add_argument("--only", nargs="+", metavar="ID", help="these mutants, also if they were run before")
-    parser.add_argument("--room", nargs="+", metavar="NAME", help="the mutants of these, such as core/ledger or tools")
+    parser.add_argument(
+        "--room", nargs="+", default=[""], metavar="NAME", help="only these mutants: core, core/ledger, tools"
+    )
     parser.add_argument("--jobs", type=int, choices=(1, 2), default=2)
     parser.add_argument("--budget", type=float, default=40, help="seconds of tests for a mutant, the quickest of them")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants.json")

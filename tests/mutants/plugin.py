@@ -8,19 +8,24 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from places import ROOT
+
+NOTED = Path(__file__).parent / "noted" / "sitecustomize.py"
+_FIRST_LIMIT_S, _LIMIT_S, _TIMES = 300, 30, 10  # of a test: a busy machine may take so many times what the map says
 
 
 class Telling:
-    """Tells each test that starts, and at the first failure ends the process: what is left of the test is of no use."""
+    """Tells each test that starts and each that fails, of those wanted. May end the process at the first failure."""
 
-    def __init__(self, lines: Path, wanted: dict[str, float] | None = None) -> None:
+    def __init__(self, lines: Path, wanted: Mapping[str, float], until_failure: bool) -> None:
         self._lines = lines.open("a", buffering=1)
         self._wanted = wanted
+        self._until_failure = until_failure
 
     def tell(self, **said: object) -> None:
         self._lines.write(json.dumps(said) + "\n")
@@ -31,87 +36,78 @@ class Telling:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Leaves the tests that are wanted, quick files first."""
-        if self._wanted is None:
-            return
         items[:] = [each for each in items if each.nodeid in self._wanted]
-        per_file: dict[str, float] = {}
+        per_file = Counter[str]()
         for each in items:
-            per_file[_file(each)] = per_file.get(_file(each), 0) + self._wanted[each.nodeid]
-        items.sort(key=lambda each: per_file[_file(each)])
+            per_file[_file(each.nodeid)] += self._wanted[each.nodeid]
+        items.sort(key=lambda each: per_file[_file(each.nodeid)])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.tell(test=nodeid, limit_s=30 + 10 * (self._wanted or {}).get(nodeid, 30))
+        seconds = self._wanted.get(nodeid)
+        self.tell(test=nodeid, limit_s=_FIRST_LIMIT_S if seconds is None else _LIMIT_S + _TIMES * seconds)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self._failed(report.nodeid, f"{report.when}: {report.longreprtext}")
+            self.tell(failed=report.nodeid, why=f"{report.when}: {report.longreprtext[-2000:]}")
+            if self._until_failure:
+                os._exit(1)  # what is left of the test is of no use, and may take long
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._failed(report.nodeid, f"import: {report.longreprtext}")
-
-    def _failed(self, nodeid: str, why: str) -> None:
-        self.tell(failed=nodeid, why=why[-2000:])
-        os._exit(1)
+            self.tell(failed=report.nodeid, why=f"import: {report.longreprtext[-2000:]}")
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self.tell(ended=int(exitstatus))
 
 
-class Control(Telling):
-    """Goes on after a failure."""
-
-    def _failed(self, nodeid: str, why: str) -> None:
-        self.tell(failed=nodeid, why=why[-2000:])
-
-
-class Mapping(Telling):
+class Noting(Telling):
     """Tells of each test of a folder how long it took and which functions it entered, here and in other processes."""
 
-    def __init__(self, lines: Path, folder: Path, notes: Path) -> None:
-        super().__init__(lines)
-        self._folder, self._notes = folder, notes
-        self._ok = True
-        self._entered: set[str] = set()
-        os.environ["DATAPLANE_MUTANTS_NOTES"] = str(notes)
-        spec = importlib.util.spec_from_file_location("noted", Path(__file__).parent / "noted" / "sitecustomize.py")
+    def __init__(self, lines: Path, folder: Path, functions: set[str]) -> None:
+        super().__init__(lines, {}, until_failure=False)
+        self._folder, self._functions = folder, functions
+        self._failed: set[str] = set()
+        self._here: set[str] = set()
+        self._notes = lines.with_suffix(".notes")  # where other processes note what they enter
+        os.environ["DATAPLANE_MUTANTS_NOTES"] = str(self._notes)
+        spec = importlib.util.spec_from_file_location("noted", NOTED)
         assert spec is not None
         assert spec.loader is not None
         self._noted: Any = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self._noted)
-        self._noted.tell = lambda code: self._entered.add(f"{code.co_filename}::{code.co_qualname}")
+        self._noted.tell = self._here.add
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         return True if collection_path.is_dir() and self._folder in collection_path.parents else None
 
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        pass
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        super().pytest_runtest_logreport(report)
+        if report.failed:
+            self._failed.add(report.nodeid)
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        self._ok, start = True, time.monotonic()
+        start = time.monotonic()
         self._noted.seen.clear()
-        self._entered.clear()
-        sys.setprofile(self._noted._note)
+        self._here.clear()
+        sys.setprofile(self._noted.note)
         try:
             return (yield)
         finally:
-            elsewhere = self._notes.read_text().splitlines() if self._notes.exists() else []
+            elsewhere = set(self._notes.read_text().splitlines()) if self._notes.exists() else set()
             self._notes.unlink(missing_ok=True)
             self.tell(
                 ran=item.nodeid,
                 s=round(time.monotonic() - start, 3),
-                ok=self._ok,
-                here=self._of_packages(self._entered),
-                elsewhere=self._of_packages(set(elsewhere)),
+                ok=item.nodeid not in self._failed,
+                here=sorted(self._functions & self._here),
+                elsewhere=sorted(self._functions & elsewhere),
             )
 
-    def _of_packages(self, names: set[str]) -> list[str]:
-        ours = f"{ROOT}/"
-        return sorted(name.removeprefix(ours) for name in names if name.startswith(ours))
 
-    def _failed(self, nodeid: str, why: str) -> None:
-        self._ok = False
-        self.tell(failed=nodeid, why=why[-2000:])
-
-
-def _file(item: pytest.Item) -> str:
-    return item.nodeid.split("::")[0]
+def _file(nodeid: str) -> str:
+    return nodeid.split("::")[0]

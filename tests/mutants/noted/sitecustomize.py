@@ -11,21 +11,21 @@ import threading
 seen = set()
 
 
-def to_file(code):
+def to_file(name):
     file = os.open(os.environ["DATAPLANE_MUTANTS_NOTES"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(file, f"{code.co_filename}::{code.co_qualname}\n".encode())
+    os.write(file, f"{name}\n".encode())
     os.close(file)
 
 
-#: Told of each function. The process that runs the tests has another one here.
+#: Is called with each function. The process that runs the tests has another one here.
 tell = to_file
 
 
-def _note(frame, event, _):
+def note(frame, event, _):
     if event == "call" and (code := frame.f_code) not in seen:
         seen.add(code)
         if "/src/dataplane_" in code.co_filename:
-            tell(code)
+            tell(f"{code.co_filename}::{code.co_qualname}")
 
 
 def _forked():
@@ -35,5 +35,5 @@ def _forked():
 
 
 os.register_at_fork(after_in_child=_forked)
-threading.setprofile(_note)
-sys.setprofile(_note)
+threading.setprofile(note)
+sys.setprofile(note)

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+import types
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -121,8 +122,10 @@ class Job:
             sys.path[:] = [*path, *(each for each in sys.path if each != os.path.dirname(__file__))]
             os.environ["PYTHONPATH"] = os.pathsep.join(path)
             os.environ["DATAPLANE_HYPOTHESIS_PROFILE"] = "brief"
-            for name in ("places", "plugin"):
+            sys.argv[:] = ["pytest"]
+            for name in ("places", "plugin", "forked"):
                 sys.modules.pop(name)  # a test may have a module of this name
+            sys.modules["__main__"] = types.ModuleType("__main__")  # `multiprocessing` would import ours again
             os._exit(int(pytest.main([*WORDS, *self.paths], plugins=[self.plugin(self.lines)])))
         except BaseException as error:
             print(repr(error), flush=True)

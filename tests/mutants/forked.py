@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -39,6 +40,10 @@ def preload() -> None:
     assert not any(name.startswith("dataplane_") for name in sys.modules)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     WORK.mkdir(parents=True, exist_ok=True)
+    try:
+        fcntl.flock(os.open(WORK / "lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"another run works in {WORK}")
 
 
 @dataclass

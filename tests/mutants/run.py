@@ -4,8 +4,8 @@ First it runs the tests once without a fault and notes which of the functions ea
 `out/`). A mutant then gets the tests that enter its function. It is caught by the first that fails, or never ends.
 Processes that tests start run the mutant too: a copy of the package with the fault is first on their path.
 
-A mutant that no test can tell from the original gets ``"equivalent": "why"`` in the list, by hand. After a change of the
-sources, ``--redraw`` replaces the mutants whose code is gone, and only these.
+A mutant that no test can tell from the original gets ``"equivalent": "why"`` in the list, by hand. After a change of
+the sources, ``--redraw`` replaces the mutants whose code is gone, and only these.
 
 At the end, a control: the tests that failed must pass without a fault. A run that was stopped goes on where it was, as
 long as no source and no test has changed.

@@ -20,7 +20,7 @@ from dataplane_core.errors import MissingDataError
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 from dataplane_tools._metrics import Federation
 
-FOLDER = Path(__file__).parents[2] / "examples/grafana"
+FOLDER = Path(__file__).parents[3] / "examples/grafana"
 
 
 @pytest.fixture

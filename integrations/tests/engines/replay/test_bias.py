@@ -11,7 +11,7 @@ import pytest
 
 from dataplane_integrations.replay import InOrderPolicy, ReadyFirstPolicy, WindowedPolicy
 
-PROGRAM = Path(__file__).resolve().parents[3] / "benchmarks" / "staleness.py"
+PROGRAM = Path(__file__).resolve().parents[4] / "benchmarks" / "staleness.py"
 
 
 @pytest.fixture(scope="module", params=[2, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 4))])

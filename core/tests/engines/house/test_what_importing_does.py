@@ -1,4 +1,4 @@
-"""Importing core does not import torch's compiler, and what tensordict says to the compiler is not lost."""
+"""Importing our packages changes nothing of the process, and imports neither engines nor torch's compiler."""
 
 import json
 import subprocess
@@ -43,3 +43,28 @@ def test_every_wing_that_uses_tensordict_delays_its_marks():
     faces = {wing: (core / wing / "__init__.py").read_text() for wing in wings}
     assert faces.keys() == {"batch", "client", "codec", "saves"}
     assert all("import _compiler_marks" in face for face in faces.values())
+
+
+def test_importing_our_packages_leaves_the_process_alone():
+    """It changes no environment, opens no socket, starts no thread, configures no logging and imports no engine."""
+    code = """
+import importlib, importlib.util, json, logging, os, socket, sys, threading
+opened = []
+class Watched(socket.socket):
+    def __init__(self, *args, **kwargs):
+        opened.append(args)
+        super().__init__(*args, **kwargs)
+import tensordict, torch, pydantic  # what others do is not ours
+before, handlers, level = dict(os.environ), list(logging.root.handlers), logging.root.level
+socket.socket = Watched
+import dataplane_core.middleware.metrics, dataplane_core.cli
+for name in ("noop", "shm", "redis", "tq_simple", "mooncake", "mooncake.machine", "integrations.trainer.megatron"):
+    if importlib.util.find_spec("dataplane_" + name.partition(".")[0]):
+        importlib.import_module("dataplane_" + name)
+print(json.dumps([
+    before == dict(os.environ), opened, threading.active_count(), handlers == logging.root.handlers,
+    level == logging.root.level, sorted({"ray", "transfer_queue", "zmq", "mooncake", "megatron"} & set(sys.modules))
+]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, [], 1, True, True, []]

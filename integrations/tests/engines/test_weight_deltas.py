@@ -613,7 +613,7 @@ _CASES = ["bf16 1e-6", "bf16 1e-5", "bf16 1e-3", "fp32 1e-6", "fp32 1e-3"]
 )
 def test_every_version_of_adamw_is_read_bit_for_bit(python, versions, cases):
     """The benchmark compares the bits of each version with those of the trainer."""
-    program = Path(__file__).parents[2] / "benchmarks" / "weights.py"
+    program = Path(__file__).parents[3] / "benchmarks" / "weights.py"
     options = ["--versions", versions, "--width", 64, "--anchor-every", 7, "--cases", *cases]
     done = python.run(program, *options, timeout=900)
     lines = [line.split("|") for line in done.stdout.splitlines()[2:]]
@@ -622,7 +622,7 @@ def test_every_version_of_adamw_is_read_bit_for_bit(python, versions, cases):
 
 
 def test_the_benchmark_says_how_many_versions_it_needs(python):
-    program = Path(__file__).parents[2] / "benchmarks" / "weights.py"
+    program = Path(__file__).parents[3] / "benchmarks" / "weights.py"
     done = python.run(program, "--versions", 1, check=False)
     assert (done.returncode, "--versions must be at least 2, got 1" in done.stderr) == (2, True)
 

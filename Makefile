@@ -46,7 +46,7 @@ UNLIKE_MINIMUM := $(addprefix --ignore core/tests/,batch/test_inputs.py codec/te
 	house/test_public_names.py house/test_compiler_marks.py) \
 	-W "ignore:You are setting a list of elements:FutureWarning"
 
-.PHONY: help setup lock demo test test-long test-minimum $(addprefix test-,$(TRAINERS)) check format fuzz soak backends-page docs wheels clean
+.PHONY: help setup lock demo test test-long test-minimum $(addprefix test-,$(TRAINERS)) check format fuzz soak toys backends-page docs wheels clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -127,6 +127,9 @@ fuzz: setup  ## Feed forged bytes to every decoder (INPUTS= for each; coverage-g
 
 soak: setup  ## Load every backend for 10 minutes (MINUTES=) with kills: memory, keys, descriptors, latency stay flat
 	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
+
+toys: setup  ## Run the kit on broken backends, and print how many it finds out (TOYS= their names, or other options)
+	$(BIN)/python testkit/tests/toys/run.py $(TOYS)
 
 backends-page: setup  ## Run the conformance kit on every backend and write docs/backends.md
 	$(BIN)/python scripts/backends_page.py

@@ -7,149 +7,116 @@ from dataclasses import replace
 
 import torch
 from broken_stores import FolderStore, toy as stores
-from table import Run
+from table import Run, Table
 
 from dataplane_core.backends import CapacityOptions, NoOptions
 from dataplane_core.errors import AlreadyRunningError, ConfigError
 from dataplane_core.spec import OPERATIONS, Capability, WireFormat, new_id
 from dataplane_noop import NoopBackend
 
-
-class DoesNotOverwrite(NoopBackend):
-    def __init__(self, config):
-        super().__init__(config)
-        self._service._ledger._overwrite = False
+noop, folder = Table(NoopBackend, __name__), Table(FolderStore, __name__, **stores.members)
 
 
-class HasNoCapacity(NoopBackend):
-    Config = NoOptions
-
-    def __init__(self, config):
-        super().__init__(CapacityOptions())
+def _overwrites_nothing(self, start, **how):
+    self._service._ledger._overwrite = False
+    start(**how)
 
 
-class DeclaresNothing(DoesNotOverwrite, HasNoCapacity):
-    """Puts, reads and clears; all else is refused."""
-
-    capabilities = frozenset()
-
-
-class DeclaresClaims(DeclaresNothing):
-    """Claims, and no other way to see tags."""
-
-    capabilities = frozenset({Capability.CLAIMS})
+def _late_at_first(self, right, request):
+    requests = self.seen[type(request)]
+    requests.append(request)
+    time.sleep(1.6 if len(requests) == 1 else 0)
+    return right(request)
 
 
-class CarriesRows(NoopBackend):
-    """An engine with two dtypes, no scalars, no empty rows, no jagged tensors and no objects."""
-
-    _dtypes = frozenset({torch.uint8, torch.float32})
-    wire = WireFormat(ragged="rows", promote_1d=True, objects="encoded", dtypes=_dtypes, zero_length_rows=False)
+class _NamedOptions(CapacityOptions):
+    name: str = "main"
 
 
-class CarriesBytes(NoopBackend):
-    """An engine of bytes."""
+_opened = set()
+_NO_OVERWRITE = {"start": _overwrites_nothing}
+_NO_CAPACITY = {"Config": NoOptions, "__init__": lambda self, init, config: init(CapacityOptions())}
+_ROWS = WireFormat(
+    ragged="rows",
+    promote_1d=True,
+    objects="encoded",
+    dtypes=frozenset({torch.uint8, torch.float32}),
+    zero_length_rows=False,
+)
 
-    wire = WireFormat(bytes=True)
+# fmt: off
+noop.row("DeclaresNothing", "", "Puts, reads and clears; all else is refused.", capabilities=frozenset(),
+         **_NO_OVERWRITE, **_NO_CAPACITY)
+noop.row("DeclaresClaims", "", "Claims, and no other way to see tags.", capabilities=frozenset({Capability.CLAIMS}),
+         **_NO_OVERWRITE, **_NO_CAPACITY)
+noop.row("CarriesRows", "", "Two dtypes, no scalars, no empty rows, no jagged tensors and no objects.", wire=_ROWS)
+noop.row("StandsStill", "", "On a machine that stands still for a while: its first ack and renewal come late.",
+         ack=_late_at_first, renew=_late_at_first)
 
-    def store_write(self, write_id, columns, num_samples, deadline):
-        copies = {name: [bytes(frame) for frame in column] for name, column in columns.items()}
-        super().store_write(write_id, copies, num_samples, deadline)
+@noop("", "An engine of bytes.", wire=WireFormat(bytes=True))
+def carries_bytes(self, store_write, write_id, columns, *rest):
+    store_write(write_id, {name: list(map(bytes, column)) for name, column in columns.items()}, *rest)
 
+@noop("", "Another client announces itself between two announcements of the test.")
+def others_come(self, announce, request):
+    self.seen["announced"].append(request)
+    if len(self.seen["announced"]) == 5:
+        announce(replace(request, client=replace(request.client, client_id=new_id()), ttl_s=600.0))
+    return announce(request)
 
-class StandsStill(NoopBackend):
-    """On a machine that stands still for a while: its first ack and its first renewal come late."""
+@noop("", "A store of one process, such as a file, that refuses to be opened twice.", Config=_NamedOptions,
+      isolated_options=staticmethod(lambda options, tag: {**options, "name": tag}))
+def opens_once(self, start, **how):
+    if self.config.name in _opened:
+        raise AlreadyRunningError(f"'{self.config.name}' is open.")
+    _opened.add(self.config.name)
 
-    acks, renews = 0, 0
+@noop.also("OpensOnce")
+def _closes(self, stop):
+    _opened.discard(self.config.name)
+    stop()
 
-    def ack(self, request):
-        self.acks += 1
-        time.sleep(1.6 if self.acks == 1 else 0)
-        return super().ack(request)
+@folder("", "All its clients have the capacity of the first one.")
+def one_capacity(self, start, *, bootstrap, deadline):
+    start(bootstrap=bootstrap, deadline=deadline)
+    path, mine = self.config.path / "capacity", str(self.config.capacity_bytes)
+    if bootstrap:
+        path.write_text(mine)
+    elif path.read_text() != mine:
+        raise ConfigError(f"the store at '{self.config.path}' has another capacity.")
+# fmt: on
 
-    def renew(self, request):
-        self.renews += 1
-        time.sleep(1.6 if self.renews == 1 else 0)
-        return super().renew(request)
-
-
-class OthersCome(NoopBackend):
-    """Another client announces itself between two announcements of the test."""
-
-    count = 0
-
-    def announce(self, request):
-        self.count += 1
-        if self.count == 5:
-            another = replace(request.client, client_id=new_id())
-            super().announce(replace(request, client=another, ttl_s=600.0))
-        return super().announce(request)
-
-
-_opened = []
-
-
-class OpensOnce(NoopBackend):
-    """A store of one process, such as a file, that refuses to be opened twice."""
-
-    class Config(CapacityOptions):
-        name: str = "main"
-
-    @classmethod
-    def isolated_options(cls, options, tag):
-        return {**options, "name": tag}
-
-    def start(self, *, bootstrap, deadline):
-        if self.config.name in _opened:
-            raise AlreadyRunningError(f"'{self.config.name}' is open.")
-        _opened.append(self.config.name)
-
-    def stop(self):
-        _opened.remove(self.config.name)
-        super().stop()
-
-
-class OneCapacity(FolderStore):
-    """All its clients have the capacity of the first one."""
-
-    def start(self, *, bootstrap, deadline):
-        super().start(bootstrap=bootstrap, deadline=deadline)
-        path, mine = self.config.path / "capacity", str(self.config.capacity_bytes)
-        if bootstrap:
-            path.write_text(mine)
-        elif path.read_text() != mine:
-            raise ConfigError(f"the store at '{self.config.path}' has another capacity.")
-
+folder.row("Plain", "", "What `dataplane new-plugin --journal` writes.")
 
 _COLUMNS = "columns_come_back or objects_come_back or joins_across or hook or any_batch or count_once"
 _BLOBS = "smoke or blob or many or journal or append or deleting or keys or engine"
 _PROCESSES = "process or attach or bootstrap or fork or elsewhere or holder or kill"
+_OTHER_ROOM = "test_a_refused_put_leaves_later_ones_alone_for_clients_with_other_room"
 _REFUSED = {f"test_undeclared_operations_are_refused[{each}]": "pass" for each in OPERATIONS}
+#: Name -> the tests that run, how many must pass at least, and outcomes of some.
+_TESTS = {
+    "DeclaresNothing": ("", 150, _REFUSED),
+    "DeclaresClaims": ("undeclared or tags or consumed or order or history", 20, {}),
+    "CarriesRows": (_COLUMNS, 40, {"test_equal_cells_count_once": "not declared"}),
+    "CarriesBytes": (_COLUMNS, 40, {}),
+    "StandsStill": ("acked_samples_never or renew_extends", 2, {}),
+    "OthersCome": ("listed or number_of_clients or announces", 5, {}),
+    "OpensOnce": ("close or attach or fork or bootstrap or auto or side_by_side or unknown_options", 8, {}),
+    "Plain": (f"{_BLOBS} or {_PROCESSES}", 50, {}),
+    "OneCapacity": ("clients_with_other_room", 0, {_OTHER_ROOM: "not declared"}),
+}
 RIGHT = {
-    run.backend.__name__: run
-    for run in (
-        Run(DeclaresNothing, _REFUSED, "", 150),
-        Run(DeclaresClaims, {}, "undeclared or tags or consumed or order or history", 20),
-        Run(CarriesRows, {"test_equal_cells_count_once": "not declared"}, _COLUMNS, 40),
-        Run(CarriesBytes, {}, _COLUMNS, 40),
-        Run(StandsStill, {}, "acked_samples_never or renew_extends", 2),
-        Run(OthersCome, {}, "listed or number_of_clients or announces", 5),
-        Run(OpensOnce, {}, "close or attach or fork or bootstrap or auto or side_by_side or unknown_options", 8),
-        Run(FolderStore, {}, f"{_BLOBS} or {_PROCESSES}", 50, stores.members),
-        Run(
-            OneCapacity,
-            {"test_a_refused_put_leaves_later_ones_alone_for_clients_with_other_room": "not declared"},
-            members=stores.members,
-        ),
-    )
+    name: ({**noop, **folder})[name]._replace(selection=selection, least=least, tests=tests)
+    for name, (selection, least, tests) in _TESTS.items()
 }
 
-#: Each declares all operations but one, and what builds on it.
-ALL_BUT_ONE = {}
 _ON_CLAIMS = {Capability.GROUPS, Capability.LEASES, Capability.SAMPLERS, Capability.CURSORS, Capability.WAKES}
 _BUILDS_ON = {Capability.CLAIMS: _ON_CLAIMS, Capability.OVERWRITE: {Capability.ATOMIC_OVERWRITE}}
-_BASES = {Capability.OVERWRITE: DoesNotOverwrite, Capability.CAPACITY: HasNoCapacity}
+_LACKS = {Capability.OVERWRITE: _NO_OVERWRITE, Capability.CAPACITY: _NO_CAPACITY}
+#: Each declares all operations but one, and what builds on it.
+ALL_BUT_ONE: dict[str, Run] = {}
 for _operation in sorted(OPERATIONS & NoopBackend.capabilities):
     _declared = NoopBackend.capabilities - {_operation} - _BUILDS_ON.get(_operation, set())
-    _backend = type(f"AllBut_{_operation}", (_BASES.get(_operation, NoopBackend),), {"capabilities": _declared})
-    ALL_BUT_ONE[_backend.__name__] = Run(_backend, {}, "not compile", 150)
+    _name = f"AllBut_{_operation}"
+    noop.row(_name, "", "Declares less.", capabilities=_declared, **_LACKS.get(_operation, {}))
+    ALL_BUT_ONE[_name] = noop[_name]._replace(selection="not compile", least=150)

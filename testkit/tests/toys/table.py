@@ -51,8 +51,8 @@ class Table(dict[str, Run]):
         backend = type(name, (self._base,), {"seen": seen, "__module__": self._module.__name__, "__doc__": report})
         setattr(self._module, name, backend)  # where other processes look for it
         self[name] = Run(backend, dict.fromkeys(tests.split(), "fail"), members=self.members)
-        for hook, change in hooks.items():
-            self._set(name, hook, change)
+        for member, value in hooks.items():
+            self._set(name, member, value)
 
     def __call__(self, tests: str, report: str, **others: Any) -> Any:
         """Decorates a hook. Its name is that of the toy; the name of its parameter `right` says which hook it is."""
@@ -73,15 +73,13 @@ class Table(dict[str, Run]):
 
         return add
 
-    def _set(self, name: str, hook: str, change: Any) -> None:
-        right = getattr(self._base, hook)
-        if callable(right):
+    def _set(self, name: str, member: str, value: Any) -> None:
+        right = getattr(self._base, member, None)
+        setattr(self[name].backend, member, _hook(right, value) if inspect.isfunction(right) else value)
 
-            @wraps(right)
-            def call(self, *arguments, **named):
-                return change(self, partial(right, self), *arguments, **named)
 
-        setattr(self[name].backend, hook, call if callable(right) else change)
+def _hook(right, change):
+    return wraps(right)(lambda self, *arguments, **named: change(self, partial(right, self), *arguments, **named))
 
 
 # --- what hooks do ----------------------------------------------------------------------------------------------------

@@ -263,7 +263,7 @@ def hangs_in_forks(self, start, *, bootstrap, deadline):
 @toy("test_the_store_serves_others_after_every_kill",
      "One lock for all, which a client takes before a put and gives back after it.")
 def locks_the_store(self, put_samples, request):
-    lock, until = _place(self, "lock"), time.monotonic() + 2.0
+    lock, until = _place(self, "lock"), time.monotonic() + 0.5
     while True:
         try:
             lock.touch(exist_ok=False)

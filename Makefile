@@ -49,7 +49,7 @@ UNLIKE_MINIMUM := $(addprefix --ignore core/tests/,batch/test_inputs.py codec/te
 	-W "ignore:You are setting a list of elements:FutureWarning"
 
 .PHONY: help setup lock demo test test-engines test-long test-minimum $(addprefix test-,$(TRAINERS)) check format fuzz soak \
-	mutants backends-page docs wheels clean
+	mutants toys backends-page docs wheels clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -140,6 +140,9 @@ TIER ?= quick
 mutants: setup  ## Run the tests against 300 faults in the sources, one at a time (TIER=engines for all tests)
 	@bash scripts/system_packages.sh tests
 	$(BIN)/python tests/mutants/run.py --tier $(TIER) $(MUTANTS)
+
+toys: setup  ## Run the kit on broken backends, and print how many it finds out (TOYS= their names, or other options)
+	$(BIN)/python testkit/tests/toys/run.py $(TOYS)
 
 backends-page: setup  ## Run the conformance kit on every backend and write docs/backends.md
 	$(BIN)/python scripts/backends_page.py

@@ -15,26 +15,26 @@ from dataplane_testkit import AuthorsClass, Settings, run_chaos
 
 _TOYS = Path(__file__).parent / "toys"
 
-#: Module and name of a broken backend -> the rules of which one must be found broken.
+#: Broken backend -> the rules of which one must be found broken.
 _BROKEN = {
-    "broken_claims.ClaimsTwice": {"given once"},
-    "broken_claims.ClaimsByName": {"order"},
-    "broken_claims.ClaimsWithoutTags": {"half"},
-    "broken_leases.LeasesNeverExpire": {"handed out again"},
-    "broken_leases.AcceptsExpiredAcks": {"two holders", "refused ack", "given once"},
-    "broken_leases.UsesTokensAgain": {"token"},
-    "broken_writes.ReportsSuccessTooEarly": {"committed"},
-    "broken_writes.CommitsTagsAfterData": {"half"},
-    "broken_writes.WritesFieldByField": {"half", "committed", "written", "order"},
-    "broken_writes.OverwritesByDeleting": {"given once"},
-    "broken_writes.OverwritesFieldByField": {"mixed"},
-    "broken_clears.KeepsRowsAcrossRegistrations": {"cleared"},
-    "broken_clears.KeepsRowsAfterClear": {"cleared"},
-    "broken_guarantees.EvictsWhenFull": {"committed"},
-    "broken_reads.ReordersRows": {"bits"},
+    "ClaimsTwice": {"given once"},
+    "ClaimsByName": {"order"},
+    "ClaimsWithoutTags": {"half"},
+    "LeasesNeverExpire": {"handed out again"},
+    "AcceptsExpiredAcks": {"two holders", "refused ack", "given once"},
+    "UsesTokensAgain": {"token"},
+    "ReportsSuccessTooEarly": {"committed"},
+    "CommitsTagsAfterData": {"half"},
+    "WritesFieldByField": {"half", "committed", "written", "order"},
+    "OverwritesByDeleting": {"given once"},
+    "OverwritesFieldByField": {"mixed"},
+    "KeepsRowsAcrossRegistrations": {"cleared"},
+    "KeepsRowsAfterClear": {"cleared"},
+    "EvictsWhenFull": {"committed"},
+    "ReordersRows": {"bits"},
 }
 #: One that gives twice and one that forgets.
-_FEW = ("broken_claims.ClaimsTwice", "broken_guarantees.EvictsWhenFull")
+_FEW = ("ClaimsTwice", "EvictsWhenFull")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,7 +61,7 @@ def _rules(verdict):
     return {found.rule for found in verdict.findings}
 
 
-def _found_out(cls, rules, folder, served=False, seconds=(1.5, 5.0, 15.0), **settings):
+def _found_out(cls, rules, folder, shared=False, seconds=(1.5, 5.0, 15.0), **settings):
     """Runs ever longer, since a race may not come about at once.
 
     Returns:
@@ -69,7 +69,7 @@ def _found_out(cls, rules, folder, served=False, seconds=(1.5, 5.0, 15.0), **set
     """
     verdict = None
     for seed, schedule_s in zip((3, 5, 7), seconds, strict=True):
-        own = {"address": str(folder / f"s{seed}")} if served else {}
+        own = {"path": str(folder / f"s{seed}")} if shared else {}
         with contextlib.suppress(OperationTimeoutError):  # no worker made a call
             verdict = _run(cls, own, folder / str(seed), seed=seed, schedule_s=schedule_s, **settings)
             if _rules(verdict) & rules:
@@ -81,8 +81,8 @@ def _found_out(cls, rules, folder, served=False, seconds=(1.5, 5.0, 15.0), **set
     "name", [name if name in _FEW else pytest.param(name, marks=pytest.mark.long) for name in _BROKEN]
 )
 def test_a_broken_backend_is_found_out(name, tmp_path):
-    module, _, cls = name.partition(".")
-    verdict = _found_out(getattr(importlib.import_module(module), cls), _BROKEN[name], tmp_path)
+    broken = importlib.import_module("broken").toy[name].backend
+    verdict = _found_out(broken, _BROKEN[name], tmp_path)
     text = verdict.page.read_text(encoding="utf-8")
     assert all(f"**{printable(found.text)}**" in text for found in verdict.findings)
     assert (verdict.page.parent / "w0.0.schedule.txt").exists()
@@ -138,5 +138,5 @@ _PROCESSES = {"every_s": 0.5, "pause_s": 0.02, "lease_s": 0.5}
 @pytest.mark.long
 def test_a_broken_store_of_several_processes_is_found_out(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(_TOYS), prepend=":")
-    broken = importlib.import_module("host_store").KeepsCursorsInTheClient
-    _found_out(broken, {"given once"}, tmp_path, served=True, seconds=(4.0, 10.0, 30.0), **_PROCESSES)
+    broken = importlib.import_module("broken_stores").toy["KeepsCursorsInTheClient"].backend
+    _found_out(broken, {"given once"}, tmp_path, shared=True, seconds=(4.0, 10.0, 30.0), **_PROCESSES)

@@ -23,7 +23,7 @@ def pytest_configure(config):
 """
 
 _BODY = """
-from broken_reads import ReordersRows
+from broken import ReordersRows
 from dataplane_testkit import BackendConformance
 
 class TestMine(BackendConformance):

@@ -362,11 +362,15 @@ def _more_copies(case: Any) -> dict[str, str]:
     }
 
 
+#: Slow: it reads the metadata of all installed packages.
+_packages = cache(packages_distributions)
+
+
 @cache
 def _distribution(package: str) -> str:
     # an editable install lists its entry points, but no files
     found = [each.distribution for each in find_plugins() if each.target.partition(".")[0].partition(":")[0] == package]
-    found += packages_distributions().get(package, [])
+    found += _packages().get(package, [])
     return f"{found[0]} {_version(found[0])}" if found else ""
 
 

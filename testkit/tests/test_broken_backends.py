@@ -45,11 +45,11 @@ def _long(*case):
 _SELECTED = {
     "TestFolderStore": "smoke or blob or many or journal or append or deleting or keys or engine",
     "TestDeclaresClaims": "undeclared or tags or consumed or order or history",
-    "TestCarriesRows": "columns_come_back or objects_come_back or joins_across or hook or any_batch or count_once",
+    "TestCarriesRows": "columns_come_back or objects_come_back or hook or count_once",
     "TestOneCapacity": "clients_with_other_room",
     "TestStandsStill": "acked_samples_never or renew_extends",
     "TestWakesTheDead": "killed_process",
-    "TestCarriesBytes": "columns_come_back or objects_come_back or joins_across or hook or any_batch",
+    "TestCarriesBytes": "columns_come_back or objects_come_back or hook",
     "TestHostStore": "process or attach or bootstrap or fork or elsewhere or holder or kill",
     "TestKeepsCursorsInTheClient": "goes_to_one or visible_in",
     "TestLocksTheStore": "serves_others",

@@ -147,34 +147,23 @@ class ColumnSuite(Suite, chapter="columns"):
     # --- large equal cells, as the one image of a group's samples -----------------------------------------------------
 
     def test_equal_cells_come_back_as_they_were_written(self, store: Store) -> None:
-        partition, images = store.register("copies", "objects", "one_memory"), _images()
+        partition, images, names = store.register("copies"), _images(), ["copies", "objects", "one_memory"]
         store.put(partition, _SAMPLES, copies=jagged(images), objects=as_objects(*images))
         lazy = LazyStackedTensorDict(*[TensorDict({"one_memory": image}, batch_size=[]) for image in images])
         store.client.put_samples(_SAMPLES, partition, lazy)
-        names = ["copies", "objects", "one_memory"]
         for samples in ([5, 4, 3, 2, 1, 0], [2], [3, 0], [1, 1, 4]):
             _check_images(store, partition, samples, images, *names)
         found = store.get(partition, _SAMPLES, *names)
+        shared = store.client.get_samples(_SAMPLES, partition, names, share_rows=True)
         for name in names:
             rows = _each(found[name])
             rows[0].zero_()
             assert [bits(row) for row in rows[1:]] == [bits(row) for row in images[1:]], f"{name}: rows share memory"
-        _check_images(store, partition, range(6), images, *names)
-
-    def test_shared_rows_are_one_object(self, store: Store) -> None:
-        partition, images = store.register("image", "objects", "n"), _images()
-        store.put(partition, _SAMPLES, image=jagged(images), objects=as_objects(*images))
-        for row, name in enumerate(_SAMPLES):  # each sample's other cells lie elsewhere
-            store.put(partition, [name], n=torch.tensor([row]))
-        order = [5, 4, 3, 2, 1, 0, 3, 3]
-        names = [_SAMPLES[row] for row in order]
-        found = store.client.get_samples(names, partition, ["image", "objects", "n"], share_rows=True)
-        assert found["n"].tolist() == order
-        for name in ("image", "objects"):
-            rows = _each(found[name])
-            assert [bits(row) for row in rows] == [bits(images[row]) for row in order]
+            rows = _each(shared[name])
+            assert [bits(row) for row in rows] == [bits(row) for row in images]
             if store.deployment.backend_class.wire.shared_rows:
                 assert len({id(row) for row in rows}) == 3, f"{name}: 3 images were read as more than 3 tensors"
+        _check_images(store, partition, range(6), images, *names)
 
     def test_clearing_a_sample_leaves_the_others(self, store: Store) -> None:
         partition, images = store.register("image"), _images()
@@ -208,24 +197,17 @@ class ColumnSuite(Suite, chapter="columns"):
     # --- integers, which are stored as narrow as a put allows ---------------------------------------------------------
 
     def test_puts_that_differ_in_width_are_read_together(self, store: Store) -> None:
-        partition = store.register("ragged", "dense")
-        kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        rounds = [(f"{low} {high}", low, high) for low, high in _RANGES]
-        if store.declares(Capability.OVERWRITE):  # wider cells, then narrower ones, in the place of others
-            rounds += [(f"{low} {high}", *_RANGES[-1 - place]) for place, (low, high) in enumerate(_RANGES)]
-        for prefix, low, high in rounds:
-            rows = _integers(low, high)
-            dense = torch.stack([row[:1_000] for row in rows])
-            dense[:, 0, 0] = high
-            names = ids(4, prefix)[:2] if f"{prefix}3" in kept else ids(4, prefix)
-            some = rows[: len(names)], dense[: len(names)]
-            store.put(partition, names, ragged=jagged(some[0]), dense=some[1])
-            kept.update(zip(names, zip(*some, strict=True), strict=True))
-            everything = list(kept)
-            for order in (names, everything, everything[::-5], [everything[-1], everything[0], everything[0]]):
-                found = store.get(partition, order, "ragged", "dense")
-                check_column(found["ragged"], [kept[name][0] for name in order])
-                check_column(found["dense"], [kept[name][1] for name in order])
+        partition = store.register("x")
+        rows = {f"{width} {row}": cells for width in _RANGES for row, cells in enumerate(_integers(*width))}
+        names = list(rows)
+        for start in range(0, len(names), 4):
+            store.put(partition, names[start : start + 4], x=jagged([rows[name] for name in names[start : start + 4]]))
+        if store.declares(Capability.OVERWRITE):  # wider cells in the place of narrower ones, and the reverse
+            rows.update({name: rows[other] for name, other in zip(names[::3], names[::-3], strict=True)})
+            for name in names[::3]:
+                store.put(partition, [name], x=rows[name].unsqueeze(0))
+        for order in (names, names[::-1], names[::5], [names[-1], names[0], names[0]]):
+            check_column(store.get(partition, order)["x"], [rows[name] for name in order])
 
     def test_capacity_counts_narrow_integers(self, store: Store) -> None:
         _require_narrow(store)

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ import torch
 from pydantic import BaseModel
 from tensordict import TensorDict
 
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, UnsupportedOperationError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import OPERATIONS, Capability, Scope, WireFormat
@@ -33,7 +32,7 @@ _OUTSIDE: Final[list[Any]] = [
     *(np.int64(1), np.zeros(2), datetime.datetime(2024, 1, 1)),
 ]
 _NO_TAGS: Final[list[Any]] = [{"a": [1]}, {"a": torch.tensor(1)}, {"a": np.float32(1)}, {1: 1}, {"a": 2**63}, "a"]
-_NO_FILTERS: Final[list[Any]] = [("~", 1), (">",), ("in", 3), (">", [1])]
+_NO_FILTERS: Final[list[Any]] = [["v"], *({"v": each} for each in (("~", 1), (">",), ("in", 3), (">", [1])))]
 #: Strings that are no names.
 _NO_NAMES: Final = ("", "\ud800")
 _LEASED: Final = KVBatchMeta("p", "train", ["a"], lease_tokens=["token"])
@@ -44,92 +43,85 @@ _USUAL: Final[dict[str, dict[str, Any]]] = {
     "put_samples": {"sample_ids": ["a", "b"], "fields": _X},
     "get_samples": {"sample_ids": ["a"], "select_fields": ["x"]},
     "claim_meta": {"task_name": "train", "required_fields": ["x"], "batch_size": 1, "blocking": False},
+    "check_consumption_status": {"task_names": ["train"]},
+    "is_finished": {"task_names": ["train"]},
+    "list_consumed": {"task_name": "train"},
+    "reset_consumption": {"task_name": "train"},
+    **{operation: {} for operation in ("list_samples", "list_sample_ids", "describe")},
 }
 
-#: What a call needs, the operation, the error, what its message must name, and arguments that are wrong.
-_WRONG: Final[list[tuple[Capability | None, str, type[Exception], str, list[dict[str, Any]]]]] = [
-    (None, "register_partition", ValueError, "", [{"partition_id": ""}, {"num_samples": 0}, {"fields": [""]}]),
-    (None, "register_partition", ValueError, "grpo_group_size", [{"grpo_group_size": 0}]),
-    (None, "register_partition", ValueError, "copy", [{"followers": ["copy"]}]),
-    (None, "register_partition", ValueError, "if_exists", [{"if_exists": "keeep"}]),
-    (None, "register_partition", TypeError, "", [{"partition_id": 7}, {"consumer_tasks": "train"}]),
-    (None, "put_samples", ValueError, "", [{"fields": None}, {"fields": TensorDict({}, batch_size=[2])}]),
-    (None, "put_samples", ValueError, "", [{"fields": batch(rows, x=torch.arange(rows))} for rows in (1, 3)]),
-    (None, "put_samples", ValueError, "", [{"fields": {name: torch.zeros(2)}} for name in _NO_NAMES]),
-    (None, "put_samples", ValueError, "", [{"sample_ids": ["a", name]} for name in _NO_NAMES]),
-    (None, "put_samples", ValueError, "", [{"partition_id": name} for name in _NO_NAMES]),
-    (None, "put_samples", ValueError, "'b'", [{"sample_ids": ["b", "b"]}]),
-    (None, "put_samples", ValueError, "align 1:1", [{"tags": [{}]}, {"tags": [{}] * 3}]),
-    (None, "put_samples", ValueError, "'o'", [{"fields": {"o": as_object_array(1, 2, 3)}}]),
-    (None, "put_samples", ValueError, "~", [{"fields": {name: torch.zeros(2)}} for name in ("~", "~sum")]),
-    (None, "put_samples", TypeError, "non-tensor", [{"fields": _X.clone().set("bad", _X)}]),
-    (None, "put_samples", TypeError, "non-tensor", [{"fields": _X.clone().set_non_tensor("bad", "for all rows")}]),
-    (None, "put_samples", TypeError, "meta", [{"fields": {"x": torch.zeros(2, device="meta")}}]),
-    (None, "put_samples", TypeError, "'o'", [{"fields": {"o": as_object_array(1, item)}} for item in _OUTSIDE]),
-    (None, "put_samples", TypeError, "", [{"tags": [row, row]} for row in _NO_TAGS]),
-    (None, "get_samples", ValueError, "", [{"sample_ids": [name]} for name in _NO_NAMES]),
-    (None, "get_samples", ValueError, "select_fields", [{"select_fields": []}]),
-    (Capability.CLAIMS, "claim_meta", ValueError, "batch_size", [{"batch_size": 0}, {"batch_size": -1}]),
-    (Capability.LEASES, "claim_meta", ValueError, "lease_s", [{"lease_s": 0}, {"lease_s": -1.0}]),
-    (
-        Capability.LEASES,
-        "renew",
-        ValueError,
-        "lease_s",
-        [{"meta": _LEASED, "lease_s": s} for s in (0, math.nan, math.inf)],
-    ),
-    (Capability.LEASES, "ack", ValueError, "token", [{"meta": KVBatchMeta("p", "train", ["a"])}]),
-    (Capability.TAG_FILTERS, "claim_meta", ValueError, "tag_filter", [{"tag_filter": ["v"]}]),
-    (
-        Capability.TAG_FILTERS,
-        "claim_meta",
-        ValueError,
-        "tag_filter",
-        [{"tag_filter": {"v": each}} for each in _NO_FILTERS],
-    ),
-    (Capability.SAMPLERS, "claim_meta", ValueError, "sampler", [{"sampler": "random"}]),
-    (
-        Capability.SAMPLERS,
-        "claim_meta",
-        ValueError,
-        "",
-        [{"sampler": "balanced"}, {"sampler": "balanced", "dp_rank": 0}],
-    ),
-    (Capability.SAMPLERS, "claim_meta", ValueError, "dp_rank", [{"dp_rank": 2, "dp_size": 2}, {"dp_rank": -1}]),
-    (Capability.SAMPLERS, "claim_meta", ValueError, "dp_rank", [{"dp_rank": True}, {"dp_size": 2}, {"batch_index": 0}]),
-    (Capability.SAMPLERS, "claim_meta", ValueError, "batch_index", [{"dp_rank": 0, "batch_index": -1}]),
-]
+_Arguments: TypeAlias = dict[str, Any]
 
-#: Operation -> calls that are refused where it is not declared, on a partition ``p`` with samples s0 and s1.
-_UNDECLARED: Final[dict[Capability, list[Callable[[DataPlaneClient, str], Any]]]] = {
-    Capability.CLAIMS: [
-        lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False),
-        lambda c, p: c.check_consumption_status(p, ["train"]),
-        lambda c, p: c.is_finished(p, ["train"]),
+#: What a call needs -> the operation, the error, what its message must name, and arguments that are wrong.
+_WRONG: Final[dict[Capability | None, list[tuple[str, type[Exception], str, list[_Arguments]]]]] = {
+    None: [
+        ("register_partition", ValueError, "", [{"partition_id": ""}, {"num_samples": 0}, {"fields": [""]}]),
+        ("register_partition", ValueError, "grpo_group_size", [{"grpo_group_size": 0}]),
+        ("register_partition", ValueError, "copy", [{"followers": ["copy"]}]),
+        ("register_partition", ValueError, "if_exists", [{"if_exists": "keeep"}]),
+        ("register_partition", TypeError, "", [{"partition_id": 7}, {"consumer_tasks": "train"}]),
+        ("put_samples", ValueError, "", [{"fields": None}, {"fields": TensorDict({}, batch_size=[2])}]),
+        ("put_samples", ValueError, "", [{"fields": batch(rows, x=torch.arange(rows))} for rows in (1, 3)]),
+        ("put_samples", ValueError, "", [{"fields": {name: torch.zeros(2)}} for name in _NO_NAMES]),
+        ("put_samples", ValueError, "", [{"sample_ids": ["a", name]} for name in _NO_NAMES]),
+        ("put_samples", ValueError, "", [{"partition_id": name} for name in _NO_NAMES]),
+        ("put_samples", ValueError, "'b'", [{"sample_ids": ["b", "b"]}]),
+        ("put_samples", ValueError, "align 1:1", [{"tags": [{}]}, {"tags": [{}] * 3}]),
+        ("put_samples", ValueError, "'o'", [{"fields": {"o": as_object_array(1, 2, 3)}}]),
+        ("put_samples", ValueError, "~", [{"fields": {name: torch.zeros(2)}} for name in ("~", "~sum")]),
+        ("put_samples", TypeError, "non-tensor", [{"fields": _X.clone().set("bad", _X)}]),
+        ("put_samples", TypeError, "non-tensor", [{"fields": _X.clone().set_non_tensor("bad", "for all rows")}]),
+        ("put_samples", TypeError, "meta", [{"fields": {"x": torch.zeros(2, device="meta")}}]),
+        ("put_samples", TypeError, "'o'", [{"fields": {"o": as_object_array(1, item)}} for item in _OUTSIDE]),
+        ("put_samples", TypeError, "", [{"tags": [row, row]} for row in _NO_TAGS]),
+        ("get_samples", ValueError, "", [{"sample_ids": [name]} for name in _NO_NAMES]),
+        ("get_samples", ValueError, "select_fields", [{"select_fields": []}]),
     ],
-    Capability.GROUPS: [lambda c, p: c.register_partition(f"{p}-2", ["x"], None, ["train"], grpo_group_size=2)],
+    Capability.CLAIMS: [("claim_meta", ValueError, "batch_size", [{"batch_size": 0}, {"batch_size": -1}])],
     Capability.LEASES: [
-        lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False, lease_s=1.0),
-        *(lambda c, p: c.ack(_LEASED), lambda c, p: c.nack(_LEASED), lambda c, p: c.renew(_LEASED, 60.0)),
+        ("claim_meta", ValueError, "lease_s", [{"lease_s": 0}, {"lease_s": -1.0}]),
+        ("renew", ValueError, "lease_s", [{"meta": _LEASED, "lease_s": time_s} for time_s in (0, math.nan, math.inf)]),
+        ("ack", ValueError, "token", [{"meta": KVBatchMeta("p", "train", ["a"])}]),
     ],
     Capability.TAG_FILTERS: [
-        lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False, tag_filter={"n": 1}),
-        lambda c, p: c.list_samples(p, {"n": 1}),
+        ("claim_meta", ValueError, "tag_filter", [{"tag_filter": each} for each in _NO_FILTERS]),
     ],
-    Capability.LISTING: [
-        *(lambda c, p: c.list_samples(p), lambda c, p: c.list_sample_ids(p), lambda c, p: c.describe(p)),
-        *(lambda c, p: c.list_partitions(), lambda c, p: c.ping(), lambda c, p: c.get_samples(["s0"], p, None)),
-    ],
-    Capability.CURSORS: [lambda c, p: c.list_consumed(p, "train"), lambda c, p: c.reset_consumption(p, "train")],
     Capability.SAMPLERS: [
-        lambda c, p: c.claim_meta(p, "train", ["x"], 1, 0, blocking=False),
-        lambda c, p: c.claim_meta(p, "train", ["x"], 1, blocking=False, sampler="freshest"),
+        ("claim_meta", ValueError, "sampler", [{"sampler": "random"}]),
+        ("claim_meta", ValueError, "", [{"sampler": "balanced"}, {"sampler": "balanced", "dp_rank": 0}]),
+        ("claim_meta", ValueError, "dp_rank", [{"dp_rank": 2, "dp_size": 2}, {"dp_rank": -1}, {"dp_rank": True}]),
+        ("claim_meta", ValueError, "dp_rank", [{"dp_size": 2}, {"batch_index": 0}]),
+        ("claim_meta", ValueError, "batch_index", [{"dp_rank": 0, "batch_index": -1}]),
     ],
-    Capability.CLIENTS: [lambda c, p: c.list_clients()],
-    Capability.UNITS: [lambda c, p: c.list_units(), lambda c, p: c.add_units(1), lambda c, p: c.remove_unit("a unit")],
-    Capability.OVERWRITE: [lambda c, p: c.put_samples(["s0", "s2"], p, batch(2, x=torch.arange(2) + 7))],
+}
+
+#: Operation -> calls that are refused where it is not declared, on a partition with samples s0 and s1.
+_UNDECLARED: Final[dict[Capability, list[tuple[str, _Arguments]]]] = {
+    Capability.CLAIMS: [("claim_meta", {}), ("check_consumption_status", {}), ("is_finished", {})],
+    Capability.GROUPS: [("register_partition", {"partition_id": "kit-groups", "grpo_group_size": 2})],
+    Capability.LEASES: [
+        ("claim_meta", {"lease_s": 1.0}),
+        *(("ack", {"meta": _LEASED}), ("nack", {"meta": _LEASED}), ("renew", {"meta": _LEASED, "lease_s": 60.0})),
+    ],
+    Capability.TAG_FILTERS: [("claim_meta", {"tag_filter": {"n": 1}}), ("list_samples", {"tag_filter": {"n": 1}})],
+    Capability.LISTING: [
+        *(("list_samples", {}), ("list_sample_ids", {}), ("describe", {}), ("list_partitions", {}), ("ping", {})),
+        ("get_samples", {"sample_ids": ["s0"], "select_fields": None}),
+    ],
+    Capability.CURSORS: [("list_consumed", {}), ("reset_consumption", {})],
+    Capability.SAMPLERS: [("claim_meta", {"dp_rank": 0}), ("claim_meta", {"sampler": "freshest"})],
+    Capability.CLIENTS: [("list_clients", {})],
+    Capability.UNITS: [("list_units", {}), ("add_units", {"count": 1}), ("remove_unit", {"name": "a unit"})],
+    Capability.OVERWRITE: [("put_samples", {"sample_ids": ["s0", "s2"], "fields": batch(2, x=torch.arange(2) + 7)})],
     Capability.CAPACITY: [],  # its options must not be there
 }
+
+
+def _call(store: Store, partition: str, operation: str, arguments: _Arguments) -> None:
+    """Calls the client with the usual arguments but for these."""
+    usual = {"partition_id": partition, **_USUAL[operation]} if operation in _USUAL else {}
+    getattr(store.client, operation)(**{**usual, **arguments})
+
 
 #: Hooks that must end by their deadline, and what they need.
 _HOOKS: Final[dict[str, tuple[Callable[[Hooks, str], Any], Capability | None]]] = {
@@ -186,23 +178,24 @@ class RefusalSuite(Suite, chapter="refusals"):
         if undeclared is None:
             not_run("the backend declares all operations")
         partition = store.filled(2, tags=[{"n": 1}, {"n": 2}])
-        for call in _UNDECLARED[undeclared]:
-            with store.refusal(UnsupportedOperationError) as caught:
-                call(store.client, partition)
+        for operation, arguments in _UNDECLARED[undeclared]:
+            with naming(operation), store.refusal(UnsupportedOperationError) as caught:
+                _call(store, partition, operation, arguments)
             assert isinstance(caught.value, NotImplementedError)
         assert store.get(partition, ids(2))["x"].tolist() == [0, 1], "a refused operation changed data"
         assert not store.has(partition, "s2"), "a refused operation wrote a row"
 
-    @pytest.mark.parametrize("need", list(dict.fromkeys(row[0] for row in _WRONG)), ids=lambda need: need or "core")
+    @pytest.mark.parametrize("need", _WRONG, ids=lambda need: need or "core")
     def test_wrong_arguments_reach_no_hook(self, store: Store, need: Capability | None) -> None:
         store.require(need)
         partition = store.register("x")
-        for operation, error_type, word, cases in (row[1:] for row in _WRONG if row[0] == need):
+        for operation, error_type, word, cases in _WRONG[need]:
+            if operation == "claim_meta" and not store.declares(Capability.CLAIMS):
+                operation = "list_samples"  # which has filters too
             for arguments in cases:
-                about = {"partition_id": partition, **_USUAL[operation]} if operation in _USUAL else {}
                 with store.faults.counting() as calls, naming(f"{operation} {arguments}"):
                     with store.refusal(error_type, word):
-                        getattr(store.client, operation)(**{**about, **arguments})
+                        _call(store, partition, operation, arguments)
                     assert calls == [], "a hook was called"
 
     # --- no call hangs ------------------------------------------------------------------------------------------------

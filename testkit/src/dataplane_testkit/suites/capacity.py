@@ -25,7 +25,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
-from dataplane_testkit._columns import batch, ids
+from dataplane_testkit._columns import ids
 from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._store import BOUNDED_BYTES, Store, not_declared
 from dataplane_testkit._timing import PROMPT_S, Background, bounded, eventually
@@ -36,17 +36,16 @@ _ROWS: Final = 8
 
 #: The rows, and the bytes, of one put into the engine that is measured.
 _NAMES: Final = ids(32)
-_PUT_BYTES: Final = 32 * 64 * 1024
+_SIZE: Final = 64 * 1024
+_PUT_BYTES: Final = 32 * _SIZE
 #: Bytes that an engine may keep beside the payload: less than half of it, because a test clears half of the rows.
 _SLACK_BYTES: Final = 3 * _PUT_BYTES // 8
 
 
-def _rows(count: int, value: int) -> torch.Tensor:
-    return torch.full((count, _ROW), value, dtype=torch.uint8)
-
-
-def _put(client: DataPlaneClient, partition: str, names: list[str], value: int = 2) -> None:
-    client.put_samples(names, partition, batch(len(names), x=_rows(len(names), value)))
+def _put(client: DataPlaneClient, partition: str, names: list[str], value: int = 2, size: int = _ROW) -> None:
+    """Puts rows that are full of one value."""
+    x = torch.full((len(names), size), value, dtype=torch.uint8)
+    client.put_samples(names, partition, {"x": x})
 
 
 def _full(store: Store, on_full: str = "raise") -> tuple[DataPlaneClient, str]:
@@ -67,7 +66,7 @@ def _put_refused(store: Store, partition: str) -> None:
     old = store.hooks.register(partition).epoch
     store.hooks.register(partition)
     with pytest.raises(StalePartitionError):
-        store.hooks.put(partition, _NAMES, batch(32, x=torch.zeros(32, _PUT_BYTES // 32, dtype=torch.uint8)), epoch=old)
+        store.hooks.put(partition, _NAMES, {"x": torch.zeros(32, _SIZE, dtype=torch.uint8)}, epoch=old)
 
 
 #: What is dropped, after a put -> how it is dropped, and the bytes of payload that are left.
@@ -77,12 +76,8 @@ _DROPS: Final[dict[str, tuple[Callable[[Store, str], Any], int]]] = {
     "a_partition": (lambda s, p: s.client.clear_samples(None, p), 0),
     "an_old_registration": (lambda s, p: s.register("x", partition_id=p), 0),
     "a_refused_put": (_put_refused, 0),
-    "overwritten_cells": (lambda s, p: [_put_into_engine(s, p, value) for value in range(1, 4)], _PUT_BYTES),
+    "overwritten_cells": (lambda s, p: [_put(s.client, p, _NAMES, value, _SIZE) for value in range(3)], _PUT_BYTES),
 }
-
-
-def _put_into_engine(store: Store, partition: str, value: int = 0) -> None:
-    store.put(partition, _NAMES, x=torch.full((32, _PUT_BYTES // 32), value, dtype=torch.uint8))
 
 
 class CapacitySuite(Suite, chapter="capacity"):
@@ -94,7 +89,7 @@ class CapacitySuite(Suite, chapter="capacity"):
         store.require(Capability.OVERWRITE if what == "overwritten_cells" else None)
         partition = store.register("x")
         with store.held() as held:
-            _put_into_engine(store, partition)
+            _put(store.client, partition, _NAMES, size=_SIZE)
             assert held() >= _PUT_BYTES - _SLACK_BYTES, f"held_bytes grew by {held()} for a put of {_PUT_BYTES} bytes"
             drop(store, partition)
             # the engine may delete in the background
@@ -121,7 +116,7 @@ class CapacitySuite(Suite, chapter="capacity"):
                 _put(client, partition, ids(4, "n"))
             client.clear_samples(["s0", "s1"], partition)
             with store.refusal(ValueError):
-                client.put_samples(["s0"], partition, batch(1, x=torch.zeros(1, _ROW // 8)))
+                client.put_samples(["s0"], partition, {"x": torch.zeros(1, _ROW // 8)})
             _put(client, partition, ["s0"])
             if store.declares(Capability.OVERWRITE):
                 _put(client, partition, ["s5"], value)
@@ -167,7 +162,12 @@ class CapacitySuite(Suite, chapter="capacity"):
         client, partition = _full(store, "block")
         for timeout_s in (0.3, 2.0, 10.0):
             names = ids(4, f"n{timeout_s:g}-")  # a put that was not answered in time may yet be done
-            put = partial(Hooks(backend_of(client), timeout_s).put, partition, names, batch(4, x=_rows(4, 2)))
+            put = partial(
+                Hooks(backend_of(client), timeout_s).put,
+                partition,
+                names,
+                {"x": torch.zeros(4, _ROW, dtype=torch.uint8)},
+            )
             with pytest.raises(OperationTimeoutError) as caught:
                 bounded(put, timeout_s + PROMPT_S, "a put that waits for room")
             if isinstance(caught.value, RoomTimeoutError):

@@ -69,7 +69,6 @@ class PartitionSuite(Suite, chapter="partitions"):
         partition = store.filled(3, num_samples=3, tasks=["train", "old"])
         old = store.claim(partition, 3, lease_s=lease_s)
         store.register("x", partition_id=partition, num_samples=3)
-        assert not store.client.check_consumption_status(partition, ["train"])
         store.put(partition, ids(2), x=torch.arange(2))
         with store.refusal(TimeoutError):
             store.claim(partition, 3, blocking=True, timeout_s=0.05)
@@ -78,9 +77,8 @@ class PartitionSuite(Suite, chapter="partitions"):
         with store.refusal(KeyError, "old"):
             store.claim(partition, 1, task="old")
         if lease_s:
-            with store.refusal(LeaseExpiredError) as caught:
+            with store.refusal(LeaseExpiredError):
                 store.client.ack(old)
-            assert sorted(caught.value.sample_ids) == ids(3)
             store.client.ack(new)
 
     def test_register_hook_returns_the_registration(self, store: Store) -> None:
@@ -176,29 +174,22 @@ class PartitionSuite(Suite, chapter="partitions"):
 
     def test_cleared_rows_are_gone(self, store: Store) -> None:
         partition = store.register("x", "y")
-        store.put(partition, ids(5), [{"n": 1}] * 5, x=torch.arange(5), y=torch.arange(5))
-        store.put(partition, ["tags"], [{"n": 2}])
+        store.put(partition, ids(5), [{"old": 1}] * 5, x=torch.arange(5), y=torch.arange(5))
         if store.declares(Capability.CLAIMS):
             assert store.claim(partition, 4).size == 4
-        store.client.clear_samples(["s3", "nobody", "s0", "s3", "tags"], partition)
-        store.client.clear_samples(["s3"], partition)
-        store.client.clear_samples([], partition)
+        for names in (["s3", "nobody", "s0", "s3"], ["s3"], []):
+            store.client.clear_samples(names, partition)
         for sample_id in ("s0", "s3"):
             for field in ("x", "y"):
                 with store.refusal(KeyError, f"'{sample_id}'"):
                     store.get(partition, [sample_id], field)
         assert store.get(partition, ["s4", "s1", "s2"])["x"].tolist() == [4, 1, 2]
         # an id that is written again is a new sample, without the old cells and tags, and last in the order
-        store.put(partition, ["s3", "tags"], [{}, {"new": 1}], x=torch.arange(2))
+        store.put(partition, ["s3"], [{"new": 1}], x=torch.arange(1))
         assert not store.has(partition, "s3", "y")
-        if store.declares(Capability.LISTING):
-            assert store.tags_of(partition) == {
-                **{f"s{row}": {"n": 1} for row in (1, 2, 4)},
-                "s3": {},
-                "tags": {"new": 1},
-            }
         if store.declares(Capability.CLAIMS):
-            assert store.claim(partition, 9).sample_ids == ["s4", "s3", "tags"]
+            given = store.claim(partition, 9)
+            assert (given.sample_ids, given.tags) == (["s4", "s3"], [{"old": 1}, {"new": 1}])
 
     def test_a_cleared_partition_is_gone(self, store: Store) -> None:
         partition = store.filled(3, tags=[{"old": 1}] * 3)
@@ -227,13 +218,13 @@ class PartitionSuite(Suite, chapter="partitions"):
         base = store.new_id()
         partitions = [store.register("x", partition_id=base + end) for end in ("", "-2", "/x")]
         for place, partition in enumerate(partitions):
-            store.put(partition, ids(3), x=torch.arange(3) + 10 * place)
+            store.put(partition, ids(2), x=torch.arange(2) + 10 * place)
         store.client.clear_samples(["s1"], base)
-        assert store.get(base, ["s0", "s2"])["x"].tolist() == [0, 2]
+        assert store.get(base, ["s0"])["x"].tolist() == [0]
         store.register("x", partition_id=base)
         store.client.clear_samples(None, base)
         for place in (1, 2):
-            assert store.get(partitions[place], ids(3))["x"].tolist() == [10 * place + row for row in range(3)]
+            assert store.get(partitions[place], ids(2))["x"].tolist() == [10 * place, 10 * place + 1]
 
     def test_clear_hook_counts_its_rows(self, store: Store) -> None:
         partition = store.filled(5)

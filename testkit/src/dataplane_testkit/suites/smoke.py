@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import pytest
@@ -23,24 +22,19 @@ _STEP: Final = 100
 
 
 @contextmanager
-def _set(write: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
-    write(value)
+def _other_defaults() -> Iterator[None]:
+    """Every global state of torch is another one than usual."""
+    before = torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(3)
+    torch.use_deterministic_algorithms(True)
     try:
-        yield
+        with torch.device("meta"), torch.inference_mode():
+            yield
     finally:
-        write(before)
-
-
-#: A global state of torch -> a block in which it is not the usual one.
-_STATES: Final[Mapping[str, Callable[[], AbstractContextManager[Any]]]] = {
-    "device": lambda: torch.device("meta"),
-    "dtype": lambda: _set(torch.set_default_dtype, torch.float64, torch.get_default_dtype()),
-    "grad": torch.no_grad,
-    "inference": torch.inference_mode,
-    "deterministic": lambda: _set(torch.use_deterministic_algorithms, True, False),
-    "threads": lambda: _set(torch.set_num_threads, 3, torch.get_num_threads()),
-    "compile": contextlib.nullcontext,
-}
+        torch.set_default_dtype(before[0])
+        torch.set_num_threads(before[1])
+        torch.use_deterministic_algorithms(before[2])
 
 
 def _rows(values: list[int]) -> list[torch.Tensor]:
@@ -93,7 +87,7 @@ class SmokeSuite(Suite, chapter="smoke"):
         assert given == ids(_ROWS)
         assert store.client.check_consumption_status(partition, ["train"])
 
-    @pytest.mark.parametrize("state", _STATES)
+    @pytest.mark.parametrize("state", ["defaults", "no_grad", "compile"])
     def test_smoke_torchs_defaults_change_nothing(self, store: Store, state: str) -> None:
         partition = store.register("x", "y", "f", "o")
         floats = [[0.5], [1.5, 2.5], []]
@@ -103,9 +97,11 @@ class SmokeSuite(Suite, chapter="smoke"):
             store.client.put_samples(ids(3), partition, columns, tags=[{"n": 0}, {"n": 1}, {"n": 2}])
             return store.client.get_samples(ids(3), partition, list(columns))
 
-        call = torch.compile(put_and_get, backend="eager") if state == "compile" else put_and_get
-        with _STATES[state]():
-            inside = call()
+        if state == "compile":
+            inside = torch.compile(put_and_get, backend="eager")()
+        else:
+            with _other_defaults() if state == "defaults" else torch.no_grad():
+                inside = put_and_get()
         for found in (inside, store.get(partition, ids(3), *columns)):
             assert found["x"].tolist() == [0, 1, 2]
             check_column(found["y"], _rows([7, 8, 9]))

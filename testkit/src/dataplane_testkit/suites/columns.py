@@ -203,8 +203,8 @@ class ColumnSuite(Suite, chapter="columns"):
         for start in range(0, len(names), 4):
             store.put(partition, names[start : start + 4], x=jagged([rows[name] for name in names[start : start + 4]]))
         if store.declares(Capability.OVERWRITE):  # wider cells in the place of narrower ones, and the reverse
-            rows.update({name: rows[other] for name, other in zip(names[::3], names[::-3], strict=True)})
-            for name in names[::3]:
+            rows.update({name: rows[other] for name, other in zip(names[1::3], names[-2::-3], strict=True)})
+            for name in names[1::3]:
                 store.put(partition, [name], x=rows[name].unsqueeze(0))
         for order in (names, names[::-1], names[::5], [names[-1], names[0], names[0]]):
             check_column(store.get(partition, order)["x"], [rows[name] for name in order])

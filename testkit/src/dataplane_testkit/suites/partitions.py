@@ -70,15 +70,16 @@ class PartitionSuite(Suite, chapter="partitions"):
         old = store.claim(partition, 3, lease_s=lease_s)
         store.register("x", partition_id=partition, num_samples=3)
         store.put(partition, ids(2), x=torch.arange(2))
+        new = store.claim(partition, 3, lease_s=lease_s)  # the first of the registration, as the old one was
+        assert (old.sample_ids, new.sample_ids) == (ids(3), ids(2))
         with store.refusal(TimeoutError):
             store.claim(partition, 3, blocking=True, timeout_s=0.05)
-        new = store.claim(partition, 3, lease_s=lease_s)
-        assert (old.sample_ids, new.sample_ids) == (ids(3), ids(2))
         with store.refusal(KeyError, "old"):
             store.claim(partition, 1, task="old")
         if lease_s:
-            with store.refusal(LeaseExpiredError):
+            with store.refusal(LeaseExpiredError) as caught:
                 store.client.ack(old)
+            assert sorted(caught.value.sample_ids) == ids(3)
             store.client.ack(new)
 
     def test_register_hook_returns_the_registration(self, store: Store) -> None:

@@ -119,9 +119,10 @@ class RowSuite(Suite, chapter="rows"):
             values += items_of(column)
             if column is columns[0]:
                 _check_values(store.get(partition, names)["x"], values, dtype_at_first)
-        _check_values(store.get(partition, ids(len(values))[::-1])["x"], values[::-1], dtype)
-        first = values[: len(columns[0])]
-        _check_values(store.get(partition, ids(len(first)))["x"], first, dtype)
+        first, everything = (store.get(partition, ids(count))["x"] for count in (len(columns[0]), len(values)))
+        _check_values(everything, values, dtype)
+        _check_values(first, values[: len(columns[0])], dtype)
+        assert dtype is None or first.shape[2:] == everything.shape[2:]
 
     @pytest.mark.parametrize("what", _MISMATCHES)
     def test_a_field_keeps_its_schema(self, store: Store, what: str) -> None:

@@ -16,8 +16,7 @@ pytest_plugins = ["pytester"]
 _HEAD = """
 import pytest
 from dataplane_testkit import BackendConformance
-from dataplane_testkit.suites.get import GetSuite
-from dataplane_testkit.suites.put import PutSuite
+from dataplane_testkit.suites.rows import RowSuite
 from dataplane_noop import NoopBackend
 """
 
@@ -58,20 +57,20 @@ def test_ten_lines_are_enough(run):
 
 
 def test_a_backend_may_be_named(run):
-    _, (report,) = run("class TestMine(GetSuite):\n    backend = 'noop'\n", "-k", "order_asked_for")
+    _, (report,) = run("class TestMine(RowSuite):\n    backend = 'noop'\n", "-k", "order_asked_for")
     assert report["backend"] == "noop"
     assert report["counts"]["pass"] == 1
 
 
 def test_a_class_that_names_no_backend_says_so(run):
-    result, _ = run("class TestMine(GetSuite):\n    pass\n", "-k", "order_asked_for")
+    result, _ = run("class TestMine(RowSuite):\n    pass\n", "-k", "order_asked_for")
     assert result.ret != 0
     result.stdout.fnmatch_lines(["*TestMine names no backend.*"])
 
 
 def test_options_are_a_fixture_that_may_use_others(run):
     body = """
-class TestMine(GetSuite):
+class TestMine(RowSuite):
     backend_class = NoopBackend
 
     @pytest.fixture(scope="session")
@@ -95,10 +94,13 @@ class TestMine(GetSuite):
 
 def test_what_an_author_leaves_out_is_not_run(run):
     body = "class TestMine(BackendConformance):\n    backend_class = NoopBackend\n"
-    _, (report,) = run(body, "-k", "holds_the_objects_put or leaves_nothing_in_the_engine or lost_payload")
+    _, (report,) = run(body, "-k", "engine_holds_what or a_refused_put] or lost_payload")
     assert {name: (test["outcome"], test["reason"]) for name, test in _selected(report).items()} == {
-        "test_the_engine_holds_the_objects_put": ("not run", "the author's class supplies no raw_get"),
-        "test_a_refused_put_leaves_nothing_in_the_engine": ("not run", "the author's class supplies no held_bytes"),
+        "test_the_engine_holds_what_was_put": ("not run", "the author's class supplies no raw_get"),
+        "test_what_is_dropped_leaves_the_engine[a_refused_put]": (
+            "not run",
+            "the author's class supplies no held_bytes",
+        ),
         "test_lost_payload_is_named": ("pass", ""),
     }
 
@@ -111,10 +113,10 @@ class Counts(NoopBackend):
     def start(self, *, bootstrap, deadline):
         self.started.append(1)
 
-class TestOne(GetSuite):
+class TestOne(RowSuite):
     backend_class = Counts
 
-class TestMany(GetSuite):
+class TestMany(RowSuite):
     backend_class = Counts
     store_per_test = True
 
@@ -122,7 +124,7 @@ def test_counts():
     # classes run in the order of the file
     assert len(Counts.started) == 1 + 3
 """
-    result, _ = run(body, "-k", "get_repeats_rows or order_asked_for or joins_rows_of or test_counts")
+    result, _ = run(body, "-k", "16_mb or order_asked_for or later_puts_add or test_counts")
     result.assert_outcomes(passed=7, deselected=result.parseoutcomes()["deselected"])
 
 
@@ -152,11 +154,11 @@ class Drops(NoopBackend):
         request.sample_ids = sorted(request.sample_ids)
         return super().get_samples(request)
 
-class TestMine(PutSuite, GetSuite):
+class TestMine(RowSuite):
     backend_class = Drops
     deviations = {deviations}
 """
-_WHOLE = _DROPS.replace("PutSuite, GetSuite", "BackendConformance")
+_WHOLE = _DROPS.replace("RowSuite", "BackendConformance")
 
 
 def test_a_deviation_is_an_expected_failure(run):
@@ -166,7 +168,7 @@ def test_a_deviation_is_an_expected_failure(run):
     test = _selected(report)["test_get_keeps_the_order_asked_for"]
     assert (test["outcome"], test["reason"]) == ("deviation", "the engine sorts")
     assert {row["name"]: row["verdict"] for row in report["capabilities"]}["core"] == "deviates"
-    result.stdout.fnmatch_lines(["deviations:", "*test_get_keeps_the_order_asked_for (get): the engine sorts"])
+    result.stdout.fnmatch_lines(["deviations:", "*test_get_keeps_the_order_asked_for (rows): the engine sorts"])
 
 
 def test_a_backend_may_bring_its_deviations(run):
@@ -180,7 +182,7 @@ def test_a_backend_may_bring_its_deviations(run):
 
 def test_the_facts_of_an_engine_and_what_it_costs_more_are_reported(run):
     body = """
-class TestMine(GetSuite):
+class TestMine(RowSuite):
     backend_class = NoopBackend
     most_copies = {"put_samples": (6, "the engine copies twice")}
 """
@@ -193,10 +195,10 @@ class TestMine(GetSuite):
 
 
 def test_a_deviation_that_passes_fails(run):
-    body = _DROPS.format(deviations="{'test_put_returns_a_receipt': 'it was broken once'}")
-    result, (report,) = run(body, "-k", "put_returns_a_receipt")
+    body = _DROPS.format(deviations="{'test_a_cell_of_16_mb': 'it was broken once'}")
+    result, (report,) = run(body, "-k", "a_cell_of_16_mb")
     result.assert_outcomes(failed=1, deselected=len(report["tests"]) - 1)
-    assert _selected(report)["test_put_returns_a_receipt"]["reason"] == "[XPASS(strict)] it was broken once"
+    assert _selected(report)["test_a_cell_of_16_mb"]["reason"] == "[XPASS(strict)] it was broken once"
     assert not report["passed"]
 
 
@@ -265,11 +267,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "order_asked_for" in item.name:
             item.add_marker(pytest.mark.skip(reason="quietly"))
-        if "get_repeats_rows" in item.name:
+        if "a_cell_of_16_mb" in item.name:
             item.add_marker(pytest.mark.xfail(reason="quietly"))
 """
-    body = "class TestMine(GetSuite):\n    backend_class = NoopBackend\n"
-    result, (report,) = run(body, "-k", "order_asked_for or get_repeats_rows", conftest=conftest)
+    body = "class TestMine(RowSuite):\n    backend_class = NoopBackend\n"
+    result, (report,) = run(body, "-k", "order_asked_for or a_cell_of_16_mb", conftest=conftest)
     assert not report["passed"]
     assert {test["outcome"] for test in _selected(report).values()} == {"fail"}
     result.stdout.fnmatch_lines(["*carries the mark 'skip'*", "*carries the mark 'xfail'*"])
@@ -320,7 +322,7 @@ def test_tries():
     "processes", [[], pytest.param(["-n", "2"], marks=pytest.mark.long)], ids=["one_process", "several"]
 )
 def test_what_was_not_selected_is_counted(run, processes):
-    body = "class TestMine(GetSuite):\n    backend_class = NoopBackend\n"
+    body = "class TestMine(RowSuite):\n    backend_class = NoopBackend\n"
     _, (report,) = run(body, "-k", "order_asked_for", *processes)
     assert {row["name"]: row["verdict"] for row in report["capabilities"]}["core"] == "in part"
     assert (report["counts"]["pass"], report["counts"]["not run"]) == (1, len(report["tests"]) - 1)
@@ -356,7 +358,7 @@ class Warns(NoopBackend):
         {warn}
         return super().get_samples(request)
 
-class TestMine(GetSuite):
+class TestMine(RowSuite):
     backend_class = Warns
 """
 
@@ -370,13 +372,13 @@ class TestMine(GetSuite):
 )
 def test_the_text_of_warnings_is_told(run, warn, category, text):
     body = _WARNS.format(warn=warn)
-    result, (report,) = run(body, "-k", "get_repeats_rows", "-W", "default")
+    result, (report,) = run(body, "-k", "a_cell_of_16_mb", "-W", "default")
     (warning,) = report["warnings"]
-    assert (warning["category"], warning["test"]) == (category, "test_get_repeats_rows")
+    assert (warning["category"], warning["test"]) == (category, "test_a_cell_of_16_mb")
     assert text in warning["text"]
     result.stdout.fnmatch_lines(["warnings:", f"  {category}: *{text}*"])
     # and where they are errors, the failure says which warning it was
-    result, (report,) = run(body, "-k", "get_repeats_rows", "-W", "error")
+    result, (report,) = run(body, "-k", "a_cell_of_16_mb", "-W", "error")
     assert report["warnings"] == []
     (test,) = _selected(report).values()
     assert category in test["reason"]
@@ -398,7 +400,7 @@ def test_quick_tests_come_first_and_the_machine_last(run):
 
 
 def test_tests_carry_a_marker(run):
-    body = "class TestMine(GetSuite):\n    backend_class = NoopBackend\n\ndef test_not_of_the_kit():\n    pass\n"
+    body = "class TestMine(RowSuite):\n    backend_class = NoopBackend\n\ndef test_not_of_the_kit():\n    pass\n"
     result, _ = run(body, "-m", "dataplane", "-k", "order_asked_for or not_of_the_kit")
     result.assert_outcomes(passed=1, deselected=result.parseoutcomes()["deselected"])
 
@@ -406,7 +408,7 @@ def test_tests_carry_a_marker(run):
 def test_without_the_plugin_the_kit_still_judges(pytester):
     pytester.makepyfile(_HEAD + _WHOLE.format(deviations="{'test_get_keeps_the_order_asked_for': 'the engine sorts'}"))
     arguments = ["-p", "no:dataplane_conformance", "-p", "no:cacheprovider", "--strict-markers", "-W", "error"]
-    result = pytester.runpytest_inprocess(*arguments, "-k", "order_asked_for or joins_rows_of or puts_that_overlap")
+    result = pytester.runpytest_inprocess(*arguments, "-k", "order_asked_for or later_puts_add or puts_that_overlap")
     result.assert_outcomes(failed=1, xfailed=1, passed=2, deselected=result.parseoutcomes()["deselected"])
     assert "conformance of" not in result.stdout.str()
 

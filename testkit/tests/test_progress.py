@@ -37,7 +37,7 @@ def test_failures_are_told_at_once_with_their_rule_and_how_long_the_rest_takes(p
     pytester.makeconftest(_CONFTEST)
     pytester.makepyfile(_BODY)
     options = ["-q", "-p", "no:cacheprovider", "-W", "error", "--strict-markers", "-o", "console_output_style=classic"]
-    result = pytester.runpytest_inprocess(*options, "-k", "order_asked_for or get_repeats_rows or joins_rows_of")
+    result = pytester.runpytest_inprocess(*options, "-k", "order_asked_for or get_all_fields or lost_payload")
     result.stdout.fnmatch_lines(
         [
             "3 tests, the quick ones first",

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from dataplane_testkit.suites.arguments import ArgumentSuite
 from dataplane_testkit.suites.blobs import BlobSuite
-from dataplane_testkit.suites.bounds import BoundSuite
-from dataplane_testkit.suites.capabilities import CapabilitySuite
 from dataplane_testkit.suites.capacity import CapacitySuite
 from dataplane_testkit.suites.claims import ClaimSuite
-from dataplane_testkit.suites.clear import ClearSuite
 from dataplane_testkit.suites.clients import ClientSuite
+from dataplane_testkit.suites.columns import ColumnSuite
 from dataplane_testkit.suites.consumption import ConsumptionSuite
 from dataplane_testkit.suites.costs import CostSuite
 from dataplane_testkit.suites.crashes import CrashSuite
 from dataplane_testkit.suites.cursors import CursorSuite
-from dataplane_testkit.suites.equal_cells import EqualCellsSuite
 from dataplane_testkit.suites.faults import FaultSuite
-from dataplane_testkit.suites.get import GetSuite
 from dataplane_testkit.suites.groups import GroupSuite
 from dataplane_testkit.suites.guarantees import GuaranteeSuite
 from dataplane_testkit.suites.journal import JournalSuite
@@ -24,18 +19,15 @@ from dataplane_testkit.suites.leases import LeaseSuite
 from dataplane_testkit.suites.lifecycle import LifecycleSuite
 from dataplane_testkit.suites.listing import ListingSuite
 from dataplane_testkit.suites.machine import MachineSuite
-from dataplane_testkit.suites.matrix import MatrixSuite
-from dataplane_testkit.suites.narrow import NarrowSuite
-from dataplane_testkit.suites.overwrite import OverwriteSuite
+from dataplane_testkit.suites.partitions import PartitionSuite
 from dataplane_testkit.suites.processes import ProcessSuite
-from dataplane_testkit.suites.put import PutSuite
 from dataplane_testkit.suites.races import RaceSuite
-from dataplane_testkit.suites.registration import RegistrationSuite
+from dataplane_testkit.suites.refusals import RefusalSuite
 from dataplane_testkit.suites.repeats import RepeatSuite
-from dataplane_testkit.suites.room import RoomSuite
+from dataplane_testkit.suites.rows import RowSuite
 from dataplane_testkit.suites.samplers import SamplerSuite
 from dataplane_testkit.suites.smoke import SmokeSuite
-from dataplane_testkit.suites.tag_filters import TagFilterSuite
+from dataplane_testkit.suites.tags import TagSuite
 from dataplane_testkit.suites.units import UnitSuite
 from dataplane_testkit.suites.wakes import WakeSuite
 
@@ -49,14 +41,10 @@ class BackendConformance(
     GuaranteeSuite,
     LifecycleSuite,
     CostSuite,
-    BoundSuite,
     FaultSuite,
-    ArgumentSuite,
+    RefusalSuite,
     CapacitySuite,
     ConsumptionSuite,
-    RoomSuite,
-    ClearSuite,
-    OverwriteSuite,
     CursorSuite,
     ListingSuite,
     SamplerSuite,
@@ -64,17 +52,13 @@ class BackendConformance(
     UnitSuite,
     WakeSuite,
     RepeatSuite,
-    TagFilterSuite,
+    TagSuite,
     LeaseSuite,
     GroupSuite,
     ClaimSuite,
-    NarrowSuite,
-    EqualCellsSuite,
-    MatrixSuite,
-    GetSuite,
-    PutSuite,
-    RegistrationSuite,
-    CapabilitySuite,
+    ColumnSuite,
+    PartitionSuite,
+    RowSuite,
     JournalSuite,
     BlobSuite,
     SmokeSuite,

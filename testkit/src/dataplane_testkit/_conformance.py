@@ -9,15 +9,12 @@ from dataplane_testkit.suites.capabilities import CapabilitySuite
 from dataplane_testkit.suites.capacity import CapacitySuite
 from dataplane_testkit.suites.claims import ClaimSuite
 from dataplane_testkit.suites.clear import ClearSuite
-from dataplane_testkit.suites.clients import ClientSuite
 from dataplane_testkit.suites.consumption import ConsumptionSuite
 from dataplane_testkit.suites.costs import CostSuite
 from dataplane_testkit.suites.crashes import CrashSuite
-from dataplane_testkit.suites.cursors import CursorSuite
 from dataplane_testkit.suites.equal_cells import EqualCellsSuite
 from dataplane_testkit.suites.faults import FaultSuite
 from dataplane_testkit.suites.get import GetSuite
-from dataplane_testkit.suites.groups import GroupSuite
 from dataplane_testkit.suites.guarantees import GuaranteeSuite
 from dataplane_testkit.suites.journal import JournalSuite
 from dataplane_testkit.suites.leases import LeaseSuite
@@ -31,13 +28,10 @@ from dataplane_testkit.suites.processes import ProcessSuite
 from dataplane_testkit.suites.put import PutSuite
 from dataplane_testkit.suites.races import RaceSuite
 from dataplane_testkit.suites.registration import RegistrationSuite
-from dataplane_testkit.suites.repeats import RepeatSuite
 from dataplane_testkit.suites.room import RoomSuite
-from dataplane_testkit.suites.samplers import SamplerSuite
 from dataplane_testkit.suites.smoke import SmokeSuite
 from dataplane_testkit.suites.tag_filters import TagFilterSuite
-from dataplane_testkit.suites.units import UnitSuite
-from dataplane_testkit.suites.wakes import WakeSuite
+from dataplane_testkit.suites.waits import WaitSuite
 
 
 class BackendConformance(
@@ -53,20 +47,14 @@ class BackendConformance(
     FaultSuite,
     ArgumentSuite,
     CapacitySuite,
-    ConsumptionSuite,
     RoomSuite,
     ClearSuite,
     OverwriteSuite,
-    CursorSuite,
+    ConsumptionSuite,
     ListingSuite,
-    SamplerSuite,
-    ClientSuite,
-    UnitSuite,
-    WakeSuite,
-    RepeatSuite,
+    WaitSuite,
     TagFilterSuite,
     LeaseSuite,
-    GroupSuite,
     ClaimSuite,
     NarrowSuite,
     EqualCellsSuite,

@@ -69,7 +69,7 @@ class LeaseSuite(Suite, chapter="leases"):
         again = store.claim(partition, 6, lease_s=_LONG_S)
         assert again.sample_ids[:2] == ids(2), "a sample that nobody settled is not handed out again"
         assert not {"s2", "s3"}.intersection(again.sample_ids), (
-            "a lease that was renewed ended when it had ended before"
+            "a lease that was renewed ended at its old end"
         )
         assert not {"s4", "s5"}.intersection(again.sample_ids), "an acked sample went back to the pool"
         store.client.ack(held.slice(2, 4))

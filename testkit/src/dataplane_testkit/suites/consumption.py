@@ -61,17 +61,6 @@ class ConsumptionSuite(Suite, chapter="consumption"):
         store.client.clear_samples(ids(4), partition)
         assert _consumed(store, partition), "cleared samples do not count as written and consumed"
 
-    def test_leased_samples_count_when_acked(self, store: Store) -> None:
-        partition = store.filled(3)
-        meta = store.claim(partition, 2, lease_s=_LONG_S)
-        store.claim(partition, 2)
-        assert not _consumed(store, partition), "leased samples count before they are acked"
-        store.client.ack(meta.slice(0, 1))
-        store.client.nack(meta.slice(1, 2))
-        assert not _consumed(store, partition)
-        store.client.ack(store.claim(partition, 2, lease_s=_LONG_S))
-        assert _consumed(store, partition)
-
     # --- cursors ------------------------------------------------------------------------------------------------------
 
     def test_reset_consumption(self, store: Store) -> None:

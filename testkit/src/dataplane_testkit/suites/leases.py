@@ -68,9 +68,7 @@ class LeaseSuite(Suite, chapter="leases"):
         _wait_out(store, lease_s)
         again = store.claim(partition, 6, lease_s=_LONG_S)
         assert again.sample_ids[:2] == ids(2), "a sample that nobody settled is not handed out again"
-        assert not {"s2", "s3"}.intersection(again.sample_ids), (
-            "a lease that was renewed ended at its old end"
-        )
+        assert not {"s2", "s3"}.intersection(again.sample_ids), "a lease that was renewed ended at its old end"
         assert not {"s4", "s5"}.intersection(again.sample_ids), "an acked sample went back to the pool"
         store.client.ack(held.slice(2, 4))
 
@@ -113,6 +111,7 @@ class LeaseSuite(Suite, chapter="leases"):
         with store.refusal(LeaseExpiredError, "'s1'"):
             store.client.ack(first)
         assert store.claim(partition, 4).sample_ids == ["s1", "s3"]
+        assert not store.client.check_consumption_status(partition, ["train"]), "leased samples count as consumed"
         rest = first.subset([0]).concat(second.subset([0]))
         for _ in range(2):  # the reply to the first ack may have been lost
             store.client.ack(rest)

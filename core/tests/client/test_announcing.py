@@ -1,9 +1,10 @@
-"""How a client announces itself. What stores list is tested by the kit's chapter "clients"."""
+"""How a client announces itself. What stores list is tested by the kit's chapter "listing"."""
 
 import asyncio
 import gc
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from dataplane_core.client import announcing
 from dataplane_core.client.phases import Phases
 from dataplane_core.errors import ConfigError, OperationTimeoutError
 from dataplane_core.spec import AnnounceReply
-from dataplane_testkit._timing import STARTS_S, eventually
+from dataplane_testkit._timing import STARTS_S, Background, eventually
 
 
 class Client:
@@ -206,3 +207,19 @@ def test_a_call_that_failed_is_no_longer_under_way():
 def test_the_name_of_the_program(monkeypatch, argv, name):
     monkeypatch.setattr(sys, "argv", argv)
     assert announcing.program_name() == name
+
+
+def test_a_client_announces_its_calls_until_it_closes():
+    with connect({"backend": "noop", "announce_s": 0.05, "role": "r"}) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        waiting = Background(lambda: client.claim_meta("p", "t", ["x"], 1, timeout_s=600.0))
+
+        def telling_the_claim():
+            return [each for each in client.list_clients() for call in each.calls if call.partition_id == "p"]
+
+        (found,) = eventually(telling_the_claim, within_s=STARTS_S, what="an announcement of a claim that waits")
+        assert (found.host, found.pid, found.role) == (socket.gethostname(), os.getpid(), "r")
+        assert found.num_calls == len(found.calls)
+        client.clear_samples(None, "p")
+        with pytest.raises(KeyError):
+            waiting.result()

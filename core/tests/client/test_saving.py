@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SaveError, UnknownPartitionError
+from dataplane_core.errors import (
+    CorruptDataError,
+    InvalidRequestError,
+    InvalidTypeError,
+    MissingDataError,
+    SaveError,
+    UnknownPartitionError,
+)
 from dataplane_core.saves import files
 from dataplane_core.spec import hookimpl
 
@@ -300,3 +307,25 @@ def test_a_save_with_something_else_than_a_file_is_refused(tmp_path, no_file, na
         with pytest.raises(SaveError, match="cannot be read"):
             client.load(tmp_path / "save")
         assert client.list_sample_ids("p") == ["a"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "longer", "changed", "manifest"])
+def test_a_save_that_is_damaged_is_refused_before_anything_is_changed(client, tmp_path, damage):
+    client.register_partition("p", ["x"], None, ["t"])
+    put(client, "a", "b")
+    client.save(tmp_path)
+    put(client, "c")
+    (path,) = tmp_path.glob("manifest.json" if damage == "manifest" else "rows-*.bin")
+    whole = path.read_bytes()
+    damaged = {"cut": whole[:-1], "longer": whole + b"x", "changed": whole[:-1] + bytes([whole[-1] ^ 1])}
+    path.write_bytes(damaged.get(damage) or whole.replace(b'"num_blocks":1', b'"num_blocks":0'))
+    with pytest.raises(CorruptDataError):
+        client.load(tmp_path)
+    assert client.list_sample_ids("p") == ["a", "b", "c"]
+    path.write_bytes(whole)
+    with pytest.raises(InvalidRequestError, match="nowhere"):
+        client.load(tmp_path, ["nowhere"])
+    with pytest.raises(MissingDataError, match="no save"):
+        client.load(tmp_path / "none")
+    client.load(tmp_path)
+    assert client.list_sample_ids("p") == ["a", "b"]

@@ -295,3 +295,23 @@ def test_the_rows_of_each_field_are_counted_only_if_they_are_needed():
         assert client.describe("p", count_rows=False).num_samples == 2
         client.why("p")
     assert asked == [True, False, False]
+
+
+def test_each_poll_of_a_claim_is_a_request_of_its_own_which_middleware_may_change():
+    asked = []
+
+    class Change:
+        @hookimpl(wrapper=True)
+        def claim(self, request):
+            asked.append(tuple(request.required_fields))
+            request.required_fields.append("z")
+            request.wake = None  # so that it asks again by itself
+            return (yield)
+
+    with connect({"backend": "noop", "middleware": [Change()]}) as client:
+        client.register_partition("p", ["x", "z"], None, ["train"])
+        waiting = Background(lambda: client.claim_meta("p", "train", ["x"], 1, timeout_s=600.0))
+        eventually(lambda: len(asked) >= 3, what="the third request of a claim that waits")
+        client.put_samples(["a"], "p", {"x": [1], "z": [1]})
+        assert waiting.result(STARTS_S).sample_ids == ["a"]
+    assert set(asked) == {("x",)}

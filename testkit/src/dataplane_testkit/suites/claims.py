@@ -1,43 +1,37 @@
-"""`claim_meta`: gives each ready sample to each task once, in the order of first write."""
+"""What a claim gives: each ready sample once, in order; whole groups; batches of samplers and ranks."""
 
 from __future__ import annotations
 
-import os
 import pickle
-import time
 from functools import partial
 
 import pytest
 import torch
 
-from dataplane_core.errors import ClaimTimeoutError, UnknownPartitionError, UnknownTaskError
-from dataplane_core.spec import ClaimRequest, this_process
+from dataplane_core.client import DataPlaneClient, stream
+from dataplane_core.errors import InvalidRequestError, UnknownPartitionError, UnknownTaskError
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import ids
 from dataplane_testkit._store import Store
-from dataplane_testkit._timing import Background, bounded, eventually
+from dataplane_testkit._timing import bounded
 
-_LONG_S = 60.0
+_LONG_S = 600.0
 
 
 class ClaimSuite(Suite, chapter="claims"):
-    """Claims without groups, leases or tag filters."""
-
-    # --- what is handed out -------------------------------------------------------------------------------------------
+    """Claims that do not wait, without leases and tag filters."""
 
     def test_each_sample_is_given_once(self, store: Store) -> None:
-        partition = store.register("x")
+        partition = store.register("x", tasks=["train", "eval"])
         empty = store.claim(partition, 4)
         assert (empty.sample_ids, empty.tags, empty.size) == ([], [], 0)
         store.put(partition, ids(10), x=torch.arange(10))
-        given = [store.claim(partition, 4).sample_ids for _ in range(4)]
+        store.put(partition, ids(10), y=torch.zeros(10))
+        given = [store.claim(partition, 4, *fields).sample_ids for fields in ("x", "y", "x", ["x", "y"])]
         assert given == [ids(10)[:4], ids(10)[4:8], ids(10)[8:], []]
-
-    def test_each_task_has_its_own_cursor(self, store: Store) -> None:
-        partition = store.filled(4, tasks=["train", "eval"])
-        assert store.claim(partition, 3).sample_ids == ids(3)
-        assert store.claim(partition, 4, task="eval").sample_ids == ids(4)
-        assert store.claim(partition, 4).sample_ids == ["s3"]
+        assert store.claim(partition, 10, task="eval").sample_ids == ids(10)
 
     def test_only_ready_samples_are_given(self, store: Store) -> None:
         partition = store.filled(5)
@@ -48,223 +42,174 @@ class ClaimSuite(Suite, chapter="claims"):
         store.put(partition, ["s4", "s0"], y=torch.zeros(2))
         assert store.claim(partition, 5, "x", "y").sample_ids == ["s0", "s4"]
 
-    def test_required_fields_share_one_cursor(self, store: Store) -> None:
-        partition = store.filled(3, "x", "y")
-        assert store.claim(partition, 2, "x").sample_ids == ["s0", "s1"]
-        store.put(partition, ids(3), y=torch.zeros(3))
-        assert store.claim(partition, 3, "y").sample_ids == ["s2"]
-
-    # --- order --------------------------------------------------------------------------------------------------------
-
     def test_claims_come_in_order_of_first_write(self, store: Store) -> None:
         partition = store.register("x")
-        order = ["z", "a", "m10", "m9", "b", "y"]
-        store.put(partition, order[:3], x=torch.arange(3))
-        store.put(partition, order[3:], x=torch.arange(3))
+        order = ["tagged", "z", "a", "m10", "m9", "b"]
+        store.put(partition, ["tagged"], [{"n": 1}])
+        store.put(partition, order[1:4], x=torch.arange(3))
+        store.put(partition, order[4:], x=torch.arange(2))
+        store.put(partition, ["tagged"], x=torch.arange(1))
         assert store.claim(partition, 2).sample_ids == order[:2]
         assert store.claim(partition, 9).sample_ids == order[2:]
-
-    def test_tags_alone_are_a_first_write(self, store: Store) -> None:
-        partition = store.register("x", num_samples=3)
-        store.put(partition, ["b"], [{"n": 1}])
-        store.put(partition, ["a", "c"], x=torch.arange(2))
-        store.client.clear_samples(["c"], partition)
-        with store.refusal(TimeoutError, "'b'", "x"):
-            store.claim(partition, 3, blocking=True, timeout_s=0.05)
-        store.put(partition, ["b"], x=torch.arange(1))
-        assert store.claim(partition, 3, blocking=True).sample_ids == ["b", "a"]
-
-    # --- what comes along ---------------------------------------------------------------------------------------------
 
     def test_claims_bring_tags(self, store: Store) -> None:
         partition = store.register("x")
         tags = [{"input_lengths": 5 + index, "n": str(index)} for index in range(4)]
-        store.put(partition, ids(4), tags, x=torch.arange(4))
-        store.put(partition, ["s4"], [{"n": "4"}], x=torch.zeros(1, dtype=torch.int64))
+        store.put(partition, ids(4), tags, x=torch.zeros(4, 1000))
+        store.put(partition, ["s4"], [{"n": "4"}], x=torch.zeros(1, 1000))
         meta = store.claim(partition, 2)
-        assert meta.tags == tags[:2]
-        assert meta.sequence_lengths == [5, 6]
+        assert (meta.tags, meta.sequence_lengths) == (tags[:2], [5, 6])
         assert (meta.task_name, meta.fields, meta.lease_tokens) == ("train", ["x"], None)
         rest = store.claim(partition, 9)
-        assert rest.tags == [*tags[2:], {"n": "4"}]
-        assert rest.sequence_lengths is None
+        assert (rest.tags, rest.sequence_lengths) == ([*tags[2:], {"n": "4"}], None)
+        data = pickle.dumps(rest)
+        assert len(data) < 2000, "a meta holds more than names and tags"
+        assert pickle.loads(data) == rest  # pickled by this process
+        assert store.client.get_data(pickle.loads(data)).batch_size == torch.Size([3])
 
-    def test_metas_travel(self, store: Store) -> None:
-        partition = store.register("x")
-        store.put(partition, ids(100), [{"n": index} for index in range(100)], x=torch.zeros(100, 1000))
-        meta = store.claim(partition, 100)
-        data = pickle.dumps(meta)
-        assert len(data) < 10_000
-        assert pickle.loads(data) == meta  # pickled by this process
-        assert store.client.get_data(pickle.loads(data)).batch_size == torch.Size([100])
-
-    # --- blocking -----------------------------------------------------------------------------------------------------
-
-    def test_blocking_waits_until_enough_are_ready(self, store: Store) -> None:
-        partition = store.register("x")
-        waiting = store.waiting_claim(partition, 4)
-        for start in (0, 2):
-            assert waiting.running
-            store.put(partition, [f"s{start}", f"s{start + 1}"], x=torch.arange(2))
-        assert waiting.result(what="a claim of samples that are ready").sample_ids == ids(4)
-
-    def test_a_waiting_claim_takes_nothing(self, store: Store) -> None:
-        partition = store.filled(3)
-        with store.refusal(TimeoutError):
-            store.claim(partition, 4, blocking=True, timeout_s=0.1)
-        assert store.claim(partition, 4).sample_ids == ids(3), "a claim that timed out marked samples as given"
-
-    def test_blocking_gives_the_tail(self, store: Store) -> None:
-        partition = store.filled(3, num_samples=5)
-        assert store.claim(partition, 2, blocking=True).size == 2
-        waiting = store.waiting_claim(partition, 4)
-        store.put(partition, ["s3"], x=torch.zeros(1, dtype=torch.int64))
-        assert waiting.running
-        store.put(partition, ["s4"], x=torch.zeros(1, dtype=torch.int64))
-        assert waiting.result(what="a claim of the tail").sample_ids == ["s2", "s3", "s4"]
-        for _ in range(2):
-            meta = bounded(lambda: store.claim(partition, 2, blocking=True, timeout_s=_LONG_S), what="an empty claim")
-            assert meta.size == 0
-
-    def test_the_tail_counts_distinct_ids(self, store: Store) -> None:
-        partition = store.filled(3, "x", "y", num_samples=4)
-        store.put(partition, ids(3), y=torch.arange(3))
-        store.client.clear_samples(["s0", "s2"], partition)
-        store.put(partition, ["s0"], x=torch.arange(1))
-        with store.refusal(TimeoutError):
-            store.claim(partition, 3, blocking=True, timeout_s=0.05)
-        store.put(partition, ["s3"], x=torch.arange(1))
-        meta = bounded(lambda: store.claim(partition, 4, blocking=True, timeout_s=_LONG_S), what="a claim of the tail")
-        assert meta.sample_ids == ["s1", "s0", "s3"]
-
-    def test_the_tail_waits_for_required_fields(self, store: Store) -> None:
-        partition = store.filled(3, "x", "y", num_samples=3)
-        store.put(partition, ["s0"], y=torch.zeros(1))
-        with store.refusal(TimeoutError):
-            store.claim(partition, 2, "y", blocking=True, timeout_s=0.05)
-        store.put(partition, ["s2"], y=torch.zeros(1))
-        assert store.claim(partition, 2, "y", blocking=True).sample_ids == ["s0", "s2"]
-
-    def test_a_timeout_says_what_is_missing(self, store: Store) -> None:
-        partition = store.filled(5, "x", "y", "z")
-        store.put(partition, ["s0", "s3"], y=torch.zeros(2), z=torch.zeros(2))
-        store.put(partition, ["s1"], y=torch.zeros(1))
-        start = time.monotonic()
-        with store.refusal(ClaimTimeoutError, "2", "4", "'s1'", "z") as caught:
-            bounded(
-                lambda: store.claim(partition, 4, "x", "y", "z", blocking=True, timeout_s=0.2), what="a claim's timeout"
-            )
-        assert time.monotonic() - start >= 0.2, "a claim timed out too early"
-        error = caught.value
-        assert isinstance(error, TimeoutError)
-        assert error.num_ready == 2
-        assert {name: sorted(fields) for name, fields in error.missing_cells.items()} == {
-            "s1": ["z"],
-            "s2": ["y", "z"],
-            "s4": ["y", "z"],
-        }
-
-    def test_a_claim_of_a_cleared_partition_ends_at_once(self, store: Store) -> None:
-        partition = store.register("x")
-        waiting = store.waiting_claim(partition, 1)
-        store.client.clear_samples(None, partition)
-        with store.refusal(KeyError, partition):
-            waiting.result(what="a claim of a partition that was cleared")
-
-    # --- refusals -----------------------------------------------------------------------------------------------------
-
-    @pytest.mark.parametrize("blocking", [False, True])
-    def test_unknown_partition_or_task_is_refused(self, store: Store, blocking: bool) -> None:
-        partition, unknown = store.register("x"), store.new_id()
-        store.put(partition, ["a"], x=torch.zeros(1))
-        with store.refusal(UnknownPartitionError, unknown):
-            store.claim(unknown, 1, blocking=blocking, timeout_s=_LONG_S)
-        with store.refusal(UnknownTaskError, "nobody"):
-            store.claim(partition, 1, task="nobody", blocking=blocking, timeout_s=_LONG_S)
+    def test_unknown_partition_or_task_is_refused(self, store: Store) -> None:
+        partition, unknown = store.filled(1), store.new_id()
+        for blocking in (False, True):
+            with store.refusal(UnknownPartitionError, unknown):
+                store.claim(unknown, 1, blocking=blocking, timeout_s=_LONG_S)
+            with store.refusal(UnknownTaskError, "nobody"):
+                store.claim(partition, 1, task="nobody", blocking=blocking, timeout_s=_LONG_S)
 
     # --- the hook -----------------------------------------------------------------------------------------------------
 
     def test_claim_hook_never_waits(self, store: Store) -> None:
-        partition = store.register("x")
-        store.put(partition, ["a"], x=torch.zeros(1))
+        partition = store.filled(1)
         for all_or_nothing in (True, False):
-            claim = bounded(
-                partial(store.hooks.within(600).claim, partition, 2, ["y"], all_or_nothing=all_or_nothing),
-                what="a claim hook with nothing to give",
-            )
-            assert list(claim.sample_ids) == []
+            ask = partial(store.hooks.within(600).claim, partition, 2, ["y"], all_or_nothing=all_or_nothing)
+            assert list(bounded(ask, what="a claim hook with nothing to give").sample_ids) == []
 
     def test_claim_hook_gives_all_or_nothing(self, store: Store) -> None:
         partition = store.filled(3, num_samples=4)
-        none = store.hooks.claim(partition, 4, all_or_nothing=True)
-        assert (list(none.sample_ids), none.exhausted) == ([], False)
-        store.put(partition, ["s3"], x=torch.zeros(1, dtype=torch.int64))
-        assert list(store.hooks.claim(partition, 3, all_or_nothing=True).sample_ids) == ids(3)
-        tail = store.hooks.claim(partition, 3, all_or_nothing=True)
-        assert (list(tail.sample_ids), tail.exhausted) == (["s3"], True)
-        end = store.hooks.claim(partition, 3, all_or_nothing=True)
-        assert (list(end.sample_ids), end.exhausted) == ([], True)
-        other = store.register("x", num_samples=3)
-        store.put(other, ids(3), x=torch.arange(3))
-        rest = store.hooks.claim(other, 8)
-        assert (list(rest.sample_ids), rest.exhausted) == (ids(3), True)
+        given = []
+        for batch_size, all_or_nothing in ((4, True), (2, True), (4, False), (1, True)):
+            claim = store.hooks.claim(partition, batch_size, all_or_nothing=all_or_nothing)
+            given.append((list(claim.sample_ids), claim.exhausted))
+        assert given == [([], False), (["s0", "s1"], False), (["s2"], False), ([], False)]
+        store.put(partition, ["s3"], x=torch.arange(1))
+        for left in (["s3"], []):
+            claim = store.hooks.claim(partition, 3, all_or_nothing=True)
+            assert (list(claim.sample_ids), claim.exhausted) == (left, True)
 
-    # --- while a claim waits, and when it waited in vain --------------------------------------------------------------
+    # --- groups -------------------------------------------------------------------------------------------------------
 
-    def test_a_waiting_claim_is_asked_anew_each_time(self, store: Store) -> None:
-        partition = store.register("x", "y")
-        asked: list[list[str]] = []
-
-        def change(request: ClaimRequest) -> None:
-            asked.append(list(request.required_fields))
-            request.required_fields.append("y")
-            request.wake = None  # so that it asks again by itself
-
-        with store.faults.before("claim", change):
-            waiting = Background(lambda: store.claim(partition, 1, blocking=True, timeout_s=_LONG_S))
-            eventually(lambda: len(asked) >= 3, what="the third request of a waiting claim")
-            store.put(partition, ["a"], x=torch.zeros(1), y=torch.zeros(1))
-            assert waiting.result(what="the claim").sample_ids == ["a"]
-        assert set(map(tuple, asked)) == {("x",)}, "a request contains what middleware changed in an earlier request"
-
-    def test_a_timeout_says_who_holds_the_samples(self, store: Store) -> None:
-        partition = store.filled(6)
-        store.client.ack(store.claim(partition, 1, lease_s=_LONG_S))
-        store.claim(partition, 3, lease_s=_LONG_S)
-        with store.refusal(ClaimTimeoutError, "3 are leased", "'s1'", str(os.getpid())) as caught:
-            store.claim(partition, 4, blocking=True, timeout_s=0.05)
-        found = caught.value.shortfall
-        assert found is not None
-        assert (caught.value.num_ready, found.num_leased) == (2, 3)
-        assert {each.sample_id for each in found.leased} <= {"s1", "s2", "s3"}
-        for each in found.leased:
-            assert each.holder == this_process()
-            assert 0 < each.left_s <= _LONG_S
-
-    def test_a_timeout_counts_what_the_filter_passes_over(self, store: Store) -> None:
-        partition = store.filled(5, "x", "y", tags=[{"v": number} for number in range(5)])
-        store.put(partition, ["s9"], [{"v": 0}], y=torch.zeros(1))
-        with store.refusal(ClaimTimeoutError, "4 are passed over by the tag filter") as caught:
-            store.claim(partition, 4, blocking=True, timeout_s=0.05, tag_filter={"v": (">=", 3)})
-        found = caught.value.shortfall
-        assert found is not None
-        assert (caught.value.num_ready, found.num_not_matching, found.num_lacking) == (2, 4, 0)
-
-    def test_a_timeout_names_groups_that_are_not_whole(self, store: Store) -> None:
-        partition = store.filled(["whole_g0", "whole_g1", "part_g0", "late_g0", "late_g1"], "x", "y", group_size=2)
-        store.put(partition, ["whole_g0", "whole_g1", "part_g0", "late_g0"], y=torch.zeros(4))
-        with store.refusal(ClaimTimeoutError, "'part' holds 1", "'late_g1' lacks 'y'") as caught:
-            store.claim(partition, 4, "x", "y", blocking=True, timeout_s=0.05)
-        found = caught.value.shortfall
-        assert found is not None
-        assert (caught.value.num_ready, found.num_incomplete, found.num_lacking) == (2, 1, 2)
-        assert dict(found.incomplete_groups) == {"part": 1}
+    def test_incomplete_groups_are_not_given(self, store: Store) -> None:
+        partition = store.filled(["z_g1", "a_g0", "k_g0", "k_g1", "m_g0", "m_g1"], "x", "y", group_size=2)
+        store.put(partition, ["z_g1", "a_g0", "k_g0", "m_g0", "m_g1"], y=torch.zeros(5))
+        assert store.claim(partition, 8, "x", "y").sample_ids == ["m_g0", "m_g1"]
+        for member in ("a_g1", "z_g0"):
+            store.put(partition, [member], x=torch.arange(1), y=torch.zeros(1))
+        assert sorted(store.claim(partition, 2, "x", "y").sample_ids) == ["z_g0", "z_g1"]
+        assert sorted(store.claim(partition, 8, "x", "y").sample_ids) == ["a_g0", "a_g1"]
+        assert store.claim(partition, 8).sample_ids == ["k_g0", "k_g1"]
+        for blocking in (True, False):
+            with store.refusal(InvalidRequestError, "3", "2"):
+                store.claim(partition, 3, blocking=blocking)
 
     def test_large_groups_are_written_and_given_whole(self, store: Store) -> None:
-        size = 9000
-        partition = store.register("x", group_size=size)
-        names = [f"q_g{number}" for number in range(size)]
-        store.put(partition, names, x=torch.arange(size))
-        meta = store.claim(partition, size, blocking=True)
-        assert sorted(meta.sample_ids) == sorted(names)
-        assert store.get(partition, [names[-1], names[0]])["x"].tolist() == [size - 1, 0]
+        names = [f"q_g{number}" for number in range(9000)]
+        partition = store.filled(names, group_size=9000)
+        assert sorted(store.claim(partition, 9000, blocking=True).sample_ids) == sorted(names)
+        assert store.get(partition, [names[-1], names[0]])["x"].tolist() == [8999, 0]
+
+    def test_ids_that_fit_no_group_are_refused(self, store: Store) -> None:
+        partition = store.register("x", group_size=2)
+        store.put(partition, ["a_g0", "v_g1_gx", "v_g2_gx", "a_g1", "v_g1_g"], x=torch.arange(5))
+        for wrong in (["b_g0", "lonely"], ["b_g0", "c_g0", "c_g1", "c_g2"], ["b_g0", "a_g7"]):
+            with store.refusal(InvalidRequestError, wrong[-1].partition("_")[0]):
+                store.put(partition, wrong, x=torch.arange(len(wrong)))
+        assert not store.has(partition, "b_g0"), "a refused put wrote a row"
+        store.put(partition, ["a_g1", "a_g0"], y=torch.arange(2))  # members that are known are no surplus
+        assert store.claim(partition, 6).sample_ids == ["a_g0", "a_g1", "v_g1_gx", "v_g1_g"], "the last _g counts"
+
+    def test_a_group_with_a_cleared_member_is_never_given(self, store: Store) -> None:
+        partition = store.filled(["a_g0", "a_g1", "b_g0", "c_g0", "c_g1"], group_size=2)
+        store.client.clear_samples(["a_g1", "b_g0"], partition)
+        store.put(partition, ["a_g1", "b_g0", "b_g1"], x=torch.arange(3))
+        assert store.claim(partition, 6).sample_ids == ["c_g0", "c_g1"]
+        assert store.get(partition, ["a_g0", "b_g1"])["x"].tolist() == [0, 2]
+
+    # --- samplers and ranks -------------------------------------------------------------------------------------------
+
+    def test_freshest_first(self, store: Store) -> None:
+        partition = store.filled(6)
+        store.put(partition, ["s0"], y=torch.zeros(1))  # its first write stays
+        assert store.claim(partition, 2, sampler="freshest").sample_ids == ["s5", "s4"]
+        assert store.claim(partition, 2).sample_ids == ["s0", "s1"]
+        assert store.claim(partition, 9, sampler="freshest").sample_ids == ["s3", "s2"]
+
+    def test_equal_ranks_get_equal_samples(self, store: Store) -> None:
+        partition = store.filled(5, num_samples=5)
+        lease_s = _LONG_S if store.declares(Capability.LEASES) else None
+        one, two = store.client, store.same_store_client()
+
+        def batch(client: DataPlaneClient, rank: int, index: int | None) -> KVBatchMeta:
+            about = (partition, "train", ["x"], 2, rank)
+            return client.claim_meta(*about, timeout_s=10.0, batch_index=index, lease_s=lease_s)
+
+        first = [batch(one, rank, None) for rank in (0, 1)]
+        assert [meta.sample_ids for meta in first] == [["s0", "s1"], ["s2", "s3"]]
+        assert [batch(two, rank, 0) for rank in (0, 1)] == first, "the same ranks got other samples or lease tokens"
+        assert batch(one, 0, None).sample_ids == batch(two, 0, 1).sample_ids == ["s4"]
+        assert batch(one, 1, None).sample_ids == []
+        store.register(partition_id=partition)
+        store.put(partition, ids(2), x=torch.arange(2))
+        assert batch(one, 0, None).sample_ids == ["s0", "s1"], "a new registration does not begin with batch 0"
+
+    def test_a_cleared_batch_is_refused_though_its_samples_are_written_anew(self, store: Store) -> None:
+        partition = store.filled(4)
+        first = partial(store.claim, partition, 2, dp_rank=0, batch_index=0)
+        assert first().sample_ids == ["s0", "s1"]
+        store.client.clear_samples(["s0"], partition)
+        for _ in range(2):
+            with store.refusal(ValueError, "cleared"):
+                first()
+            store.put(partition, ["s0"], x=torch.arange(1))
+        assert store.claim(partition, 4, dp_rank=0).sample_ids == ["s2", "s3", "s0"]
+
+    def test_balanced_ranks(self, store: Store) -> None:
+        partition = store.register("x", num_samples=14)
+        lengths = [100, 1, 1, 1, 1, 100, 1, 1, 1, 100, 100, 1, 5, 5]
+        tags = [{"input_lengths": each} for each in lengths]
+        store.put(partition, ids(12), tags[:12], x=torch.arange(12))
+        parts = [store.claim(partition, 3, dp_rank=rank, sampler="balanced", dp_size=4) for rank in (2, 0, 3, 1)]
+        assert [sum(part.sequence_lengths or ()) for part in parts] == [102] * 4
+        assert sorted(each for part in parts for each in part.sample_ids) == sorted(ids(12))
+        assert all(part.sample_ids == sorted(part.sample_ids, key=lambda each: int(each[1:])) for part in parts)
+        store.put(partition, ["s12", "s13"], tags[12:], x=torch.arange(2))
+        rest = [store.claim(partition, 3, dp_rank=rank, sampler="balanced", dp_size=4).size for rank in range(4)]
+        assert rest == [1, 1, 0, 0]
+
+    def test_balanced_groups_stay_whole(self, store: Store) -> None:
+        names = [f"k{group}_g{member}" for group in range(4) for member in range(2)]
+        partition = store.filled(
+            names, group_size=2, tags=[{"input_lengths": each} for each in (9, 9, 1, 1, 1, 1, 8, 9)]
+        )
+        parts = [store.claim(partition, 4, dp_rank=rank, sampler="balanced", dp_size=2) for rank in range(2)]
+        assert [part.sample_ids for part in parts] == [names[:2] + names[4:6], names[2:4] + names[6:]]
+
+    @pytest.mark.parametrize("sampler", ["first_write", "freshest", "balanced"])
+    def test_ranks_get_equal_numbers_of_batches(self, store: Store, sampler: str) -> None:
+        partition = store.filled(5, "x", "o", num_samples=5)
+        store.put(partition, ids(5), o=[[1] * each for each in range(5)])
+        about = (partition, "train", ["x", "o"], 2)
+        sizes = []
+        for rank in (1, 0):  # one after the other: the ranks need not ask at the same time
+            batches = stream(store.same_store_client(), *about, dp_rank=rank, dp_size=2, sampler=sampler)
+            sizes.append([len(batch.columns["o"]) for batch in batches])
+        assert sizes == [[2, 0], [2, 1]]
+        assert store.client.check_consumption_status(partition, ["train"])
+
+    def test_the_end_is_the_same_for_all_ranks(self, store: Store) -> None:
+        partition = store.filled(2, num_samples=2)
+        claim = partial(store.claim, partition, 1, lease_s=_LONG_S, dp_size=2, blocking=True, timeout_s=30.0)
+        first = [claim(dp_rank=rank, batch_index=0) for rank in (0, 1)]
+        assert [meta.sample_ids for meta in first] == [["s0"], ["s1"]]
+        assert claim(dp_rank=0, batch_index=1).size == 0
+        store.client.nack(first[0])
+        assert claim(dp_rank=1, batch_index=1).size == claim(dp_rank=0, batch_index=1).size == 0
+        assert [claim(dp_rank=rank, batch_index=2).sample_ids for rank in (1, 0)] == [[], ["s0"]]

@@ -1,220 +1,223 @@
-"""Leases: samples that nobody settles go back to the pool, and two holders never both succeed."""
+"""Leases: what nobody settles goes back to the pool. Requests that are repeated with the same id."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from typing import Any, Final
 
 import pytest
 import torch
 
-from dataplane_core.errors import LeaseExpiredError
-from dataplane_core.meta import KVBatchMeta
+from dataplane_core.errors import LeaseExpiredError, SchemaMismatchError
+from dataplane_core.spec import Capability, new_id
 from dataplane_testkit._base import Suite
-from dataplane_testkit._columns import ids
-from dataplane_testkit._store import Store
-from dataplane_testkit._timing import bounded
+from dataplane_testkit._columns import batch, ids
+from dataplane_testkit._hooks import Hooks, backend_of
+from dataplane_testkit._store import BOUNDED_BYTES, Store
+from dataplane_testkit._timing import PROMPT_S, eventually, in_threads
 
-#: The duration of a lease that does not expire during a test, and of one that a test waits for.
-_LONG_S = 600.0
-_SHORT_S = 0.1
-
-
-def _wait_out(lease_s: float = _SHORT_S) -> None:
-    """Waits until every lease of this time that was taken before this call has expired on every clock."""
-    time.sleep(lease_s + 0.05)
+#: Seconds of a lease that does not end during a test, and of one that a test waits for.
+_LONG_S, _SHORT_S = 600.0, 0.1
+#: Elements of a row: few, and so many that an engine stores them on another way.
+_SIZES: Final = {"small": 2, "large": 64 * 1024}
+each_size = pytest.mark.parametrize("size", list(_SIZES))
 
 
-def _in_time(store: Store, partition: str, settle: Callable[[KVBatchMeta], None]) -> float:
-    """Claims four samples with a short lease, and settles them while it lasts. Returns the lease in seconds.
-
-    On a machine that stands still, the lease may end first. The next try then has a longer one.
-    """
-    for lease_s in (_SHORT_S, 1.0, 10.0):
-        began = time.monotonic()
-        meta = store.claim(partition, 4, lease_s=lease_s)
-        assert meta.sample_ids == ids(4)
-        try:
-            settle(meta)
-            return lease_s
-        except LeaseExpiredError:
-            assert time.monotonic() - began >= 0.9 * lease_s, "a lease ended long before its time"
-            _wait_out(lease_s)
-    raise AssertionError("this machine is too busy: no lease could be settled in time")
+def _wait_out(store: Store, lease_s: float = _SHORT_S) -> None:
+    """Waits until leases of this time have ended that were given before: until one has that is given now."""
+    partition = store.filled(1)
+    assert store.claim(partition, 1, lease_s=lease_s).size == 1
+    eventually(lambda: store.claim(partition, 1).size, lease_s + PROMPT_S, "the end of a lease that nobody settles")
 
 
-def _settlers(store: Store) -> list[Callable[[KVBatchMeta], None]]:
+def _settlers(store: Store) -> list[Callable[[Any], None]]:
     """ack, nack, renew."""
     return [store.client.ack, store.client.nack, partial(store.client.renew, lease_s=_LONG_S)]
 
 
+def _rows(count: int, value: int, size: str = "small") -> Any:
+    return batch(count, x=torch.full((count, _SIZES[size]), value, dtype=torch.int32))
+
+
+def _values(store: Store, partition: str, sample_ids: list[str]) -> list[int]:
+    return [int(row[0]) for row in store.get(partition, sample_ids)["x"]]
+
+
 class LeaseSuite(Suite, chapter="leases"):
-    """Claims with ``lease_s``, ack, nack, renew."""
+    """Claims with ``lease_s``, ack, nack, renew, and request ids."""
 
-    def test_leased_claims_carry_tokens(self, store: Store) -> None:
-        partition = store.filled(4)
-        meta = store.claim(partition, 3, lease_s=_LONG_S)
-        assert meta.lease_tokens is not None
-        assert len(meta.lease_tokens) == 3
-        assert all(isinstance(token, str) for token in meta.lease_tokens)
-        assert store.claim(partition, 3).lease_tokens is None
+    def test_lease_tokens_are_those_that_the_claim_drew(self, store: Store) -> None:
+        partition = store.filled(6)
+        drawn: list[str] = []
+        with store.faults.before("claim", lambda request: drawn.append(request.token)):
+            given = [store.claim(partition, 2, lease_s=_LONG_S).lease_tokens for _ in range(2)]
+        assert given == [[token] * 2 for token in drawn]
+        assert len(set(drawn)) == 2
+        assert store.claim(partition, 2).lease_tokens is None
 
-    def test_unsettled_leases_go_back(self, store: Store) -> None:
-        partition = store.filled(4)
-        lost = store.claim(partition, 2, lease_s=_SHORT_S)
-        _wait_out()
-        again = store.claim(partition, 4, lease_s=_LONG_S)
-        assert again.sample_ids == ids(4), "samples that went back to the pool lost their places in the order"
-        assert again.lease_tokens is not None
-        assert lost.lease_tokens is not None
-        assert not set(again.lease_tokens) & set(lost.lease_tokens), "a lease token was used twice"
-
-    def test_blocking_claims_wake_when_leases_run_out(self, store: Store) -> None:
-        partition = store.filled(1)
-        waiting = store.waiting_claim(partition, 2)
-        store.claim(partition, 1, lease_s=_SHORT_S)
-        store.put(partition, ["s1"], x=torch.arange(1))
-        assert waiting.result(30, "a claim of a sample whose lease has ended").sample_ids == ids(2)
-
-    def test_acked_samples_never_go_back(self, store: Store) -> None:
-        partition = store.filled(4)
-        _wait_out(_in_time(store, partition, store.client.ack))
-        assert store.claim(partition, 4).size == 0
-
-    def test_an_expired_ack_is_refused(self, store: Store) -> None:
-        partition = store.filled(4)
-        meta = store.claim(partition, 2, lease_s=_SHORT_S)
-        _wait_out()
-        with store.refusal(LeaseExpiredError, "'s0'") as caught:
-            store.client.ack(meta)
-        assert sorted(caught.value.sample_ids) == ["s0", "s1"]
-        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ids(4), "a refused ack settled samples"
+    def test_only_what_nobody_settles_goes_back(self, store: Store) -> None:
+        for lease_s in (_SHORT_S, 1.0, 10.0):  # on a machine that stands still, a short lease may end before the ack
+            partition = store.filled(6)
+            held = store.claim(partition, 6, lease_s=lease_s)
+            with suppress(LeaseExpiredError):
+                store.client.renew(held.slice(2, 4), _LONG_S)
+                store.client.ack(held.slice(4, 6))
+                break
+        _wait_out(store, lease_s)
+        again = store.claim(partition, 6, lease_s=_LONG_S)
+        assert again.sample_ids[:2] == ids(2), "a sample that nobody settled is not handed out again"
+        assert not {"s2", "s3"}.intersection(again.sample_ids), "a lease that was renewed ended at its old end"
+        assert not {"s4", "s5"}.intersection(again.sample_ids), "an acked sample went back to the pool"
+        store.client.ack(held.slice(2, 4))
 
     def test_two_holders_never_both_succeed(self, store: Store) -> None:
-        partition = store.filled(4)
-        first = store.claim(partition, 4, lease_s=_SHORT_S)
-        _wait_out()
-        second = store.claim(partition, 4, lease_s=_LONG_S)
-        assert second.sample_ids == first.sample_ids
-        for settle in _settlers(store):
-            with store.refusal(LeaseExpiredError):
-                settle(first)
-        store.client.ack(second)
-        with store.refusal(LeaseExpiredError):
-            store.client.nack(first)
-        assert store.client.check_consumption_status(partition, ["train"])
-
-    def test_settling_is_all_or_none(self, store: Store) -> None:
-        partition = store.filled(4)
+        partition = store.filled(4, tasks=["train", "eval"])
+        stranger = store.claim(partition, 2, task="eval", lease_s=_LONG_S)
+        stranger.task_name = "train"
         held = store.claim(partition, 2, lease_s=_LONG_S)
         lost = store.claim(partition, 2, lease_s=_SHORT_S)
-        _wait_out()
-        both = held.concat(lost)
+        _wait_out(store)
         for settle in _settlers(store):
-            with store.refusal(LeaseExpiredError) as caught:
-                settle(both)
-            assert sorted(caught.value.sample_ids) == ["s2", "s3"], (
-                "LeaseExpiredError does not name exactly the ids whose tokens are invalid"
-            )
-        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s2", "s3"], (
-            "a refused nack returned samples to the pool"
-        )
-        store.client.ack(held)
-
-    def test_nack_gives_back_at_once(self, store: Store) -> None:
-        partition = store.filled(4)
-        meta = store.claim(partition, 3, lease_s=_LONG_S)
-        store.client.nack(meta.subset([0, 2]))
-        with store.refusal(LeaseExpiredError):
-            store.client.ack(meta.subset([0]))
-        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s0", "s2", "s3"]
-
-    def test_renew_extends_the_lease(self, store: Store) -> None:
-        partition = store.filled(4)
-        renewed: list[KVBatchMeta] = []
-
-        def renew_two(meta: KVBatchMeta) -> None:
-            store.client.renew(meta.slice(0, 2), _LONG_S)
-            renewed.append(meta.slice(0, 2))
-
-        _wait_out(_in_time(store, partition, renew_two))
-        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["s2", "s3"]
-        store.client.ack(renewed[0])
-
-    def test_renew_may_shorten_the_lease(self, store: Store) -> None:
-        partition = store.filled(4)
-        meta = store.claim(partition, 2, lease_s=_LONG_S)
-        store.client.renew(meta, _SHORT_S)
-        _wait_out()
-        with store.refusal(LeaseExpiredError):
-            store.client.ack(meta)
-
-    def test_acks_may_be_for_parts_of_claims(self, store: Store) -> None:
-        partition = store.filled(4)
-        first, second = (store.claim(partition, 2, lease_s=_LONG_S) for _ in range(2))
-        store.client.ack(second.subset([1]).concat(first.subset([1])))
-        assert not store.client.check_consumption_status(partition, ["train"])
-        assert store.claim(partition, 4).size == 0
-        store.client.nack(second.subset([0]))
-        assert store.claim(partition, 4).sample_ids == ["s2"]
-        store.client.ack(first.subset([0]))
-        assert store.client.check_consumption_status(partition, ["train"])
-
-    def test_acking_again_succeeds(self, store: Store) -> None:
-        partition = store.filled(4)
-        meta = store.claim(partition, 4, lease_s=_LONG_S)
-        with store.faults.error_after("ack", ConnectionError("the reply was lost")), pytest.raises(RuntimeError):
-            store.client.ack(meta)
-        store.client.ack(meta)
-        store.client.ack(meta.subset([2, 1]))
-        for settle in _settlers(store)[1:]:
             with store.refusal(LeaseExpiredError):
-                settle(meta)
+                settle(stranger)
+            with store.refusal(LeaseExpiredError, "'s2'") as caught:
+                settle(held.concat(lost))
+            assert sorted(caught.value.sample_ids) == ["s2", "s3"], "not exactly the ids whose tokens are invalid"
+        again = store.claim(partition, 4, lease_s=_LONG_S)
+        assert again.sample_ids == ["s2", "s3"], "a settlement that was refused for some samples changed others"
+        for settle in _settlers(store):
+            with store.refusal(LeaseExpiredError):
+                settle(lost)
+        store.client.ack(again)
+        store.client.ack(held)
         assert store.client.check_consumption_status(partition, ["train"])
-        assert store.claim(partition, 4).size == 0
-
-    def test_leased_samples_count_as_given(self, store: Store) -> None:
-        partition = store.filled(4, num_samples=4)
-        held = store.claim(partition, 3, lease_s=_LONG_S)
-        rest = bounded(partial(store.claim, partition, 2, blocking=True, timeout_s=60), what="a claim of the tail")
-        assert rest.sample_ids == ["s3"]
-        assert (
-            bounded(partial(store.claim, partition, 2, blocking=True, timeout_s=60), what="a claim of nothing").size
-            == 0
-        )
-        store.client.nack(held)
-        assert store.claim(partition, 3, blocking=True).sample_ids == ids(3)
-
-    def test_each_task_leases_on_its_own(self, store: Store) -> None:
-        partition = store.filled(2, tasks=["train", "eval"])
-        train = store.claim(partition, 2, lease_s=_LONG_S)
-        evaluation = store.claim(partition, 2, task="eval", lease_s=_LONG_S)
-        assert train.sample_ids == evaluation.sample_ids
-        store.client.nack(train)
-        evaluation.task_name = "train"
-        with store.refusal(LeaseExpiredError):
-            store.client.ack(evaluation)
-        assert store.claim(partition, 2).size == 2
-        assert store.claim(partition, 2, task="eval").size == 0
 
     def test_cleared_samples_end_their_leases(self, store: Store) -> None:
         partition = store.filled(2)
         meta = store.claim(partition, 2, lease_s=_LONG_S)
         store.client.clear_samples(["s0"], partition)
+        store.put(partition, ["s0"], x=torch.arange(1))
         with store.refusal(LeaseExpiredError) as caught:
             store.client.ack(meta)
         assert list(caught.value.sample_ids) == ["s0"]
-        store.put(partition, ["s0"], x=torch.tensor([7]))
-        with store.refusal(LeaseExpiredError):
-            store.client.ack(meta.subset([0]))
         assert store.claim(partition, 2).sample_ids == ["s0"]
-        store.client.ack(meta.subset([1]))
 
-    def test_lease_tokens_are_those_that_the_claim_drew(self, store: Store) -> None:
+    def test_an_ack_is_for_good_and_a_nack_gives_back(self, store: Store) -> None:
         partition = store.filled(4)
-        drawn: list[str] = []
-        with store.faults.before("claim", lambda request: drawn.append(request.token)):
-            given = [store.claim(partition, 1, lease_s=_LONG_S).lease_tokens for _ in range(4)]
-        assert given == [[token] for token in drawn]
-        assert len(set(drawn)) == 4
+        first, second = (store.claim(partition, 2, lease_s=_LONG_S) for _ in range(2))
+        store.client.nack(second.subset([1]).concat(first.subset([1])))
+        with store.refusal(LeaseExpiredError, "'s1'"):
+            store.client.ack(first)
+        assert store.claim(partition, 4).sample_ids == ["s1", "s3"]
+        assert not store.client.check_consumption_status(partition, ["train"]), "leased samples count as consumed"
+        rest = first.subset([0]).concat(second.subset([0]))
+        for _ in range(2):  # the reply to the first ack may have been lost
+            store.client.ack(rest)
+        for settle in _settlers(store)[1:]:
+            with store.refusal(LeaseExpiredError):
+                settle(rest)
+        assert store.client.check_consumption_status(partition, ["train"])
+        assert store.claim(partition, 4).size == 0
+
+    def test_groups_are_settled_as_a_whole(self, store: Store) -> None:
+        partition = store.filled(["a_g0", "a_g1", "b_g0", "b_g1"], group_size=2)
+        meta = store.claim(partition, 4, lease_s=_LONG_S)
+        for settle in _settlers(store):
+            with store.refusal(ValueError, "'b'"):
+                settle(meta.subset([0, 1, 2]))
+        store.client.ack(meta.slice(2, 4))
+        store.client.nack(meta.slice(0, 2))
+        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["a_g0", "a_g1"]
+
+    # --- repeats ------------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("size", [*_SIZES, "tags"])
+    def test_a_repeated_put_leaves_the_newer_value(self, store: Store, size: str) -> None:
+        partition, overwrites = store.register("x"), size != "tags" and store.declares(Capability.OVERWRITE)
+        store.client.put_samples(ids(3), partition, _rows(3, 0) if size == "tags" else None, [{"n": 0}] * 3)
+        fields = None if size == "tags" else _rows(3, 1, size)
+        put = partial(store.hooks.put, partition, ids(3), fields, [{"n": 1}] * 3, request_id=new_id())
+        first = put()
+        store.client.put_samples(ids(2), partition, _rows(2, 2, size) if overwrites else None, [{"n": 2}] * 2)
+        assert put() == first, "a repeated put has another outcome"
+        assert [tags["n"] for tags in store.tags_of(partition).values()] == [2, 2, 1], "it wrote over newer tags"
+        if overwrites:
+            assert _values(store, partition, ids(3)) == [2, 2, 1], "it wrote over a newer value"
+            store.hooks.put(partition, ids(3), _rows(3, 3, size), request_id=new_id())
+            assert _values(store, partition, ids(3)) == [3, 3, 3], "a put with another id was taken for a repeated one"
+
+    @pytest.mark.parametrize("cleared", ["samples", "partition", "new registration"])
+    @each_size
+    def test_a_put_repeated_after_a_clear_writes_nothing(self, store: Store, size: str, cleared: str) -> None:
+        partition = store.register("x")
+        put = partial(store.hooks.put, partition, ids(3), _rows(3, 1, size), request_id=new_id())
+        first = put()
+        store.client.clear_samples(ids(2) if cleared == "samples" else None, partition)
+        if cleared == "new registration":
+            store.register(partition_id=partition)
+        assert put() == first, "a repeated put has another outcome"
+        if cleared == "partition":
+            store.register(partition_id=partition)
+        there = [name for name in ids(3) if store.has(partition, name)]
+        assert there == (["s2"] if cleared == "samples" else []), "a repeated put brought cleared rows back"
+
+    def test_a_put_repeated_while_the_store_is_full_succeeds(self, store: Store) -> None:
+        client = store.deployment.bounded("raise")
+        partition = store.register("x", client=client)
+        rows = batch(1, x=torch.zeros(1, 6 * BOUNDED_BYTES // 10, dtype=torch.uint8))
+        put = partial(Hooks(backend_of(client)).put, partition, ["a"], rows, request_id=new_id())
+        assert put() == put()
+
+    def test_a_refused_put_repeated_is_tried_anew(self, store: Store) -> None:
+        partition = store.register("x")
+        store.client.put_samples(["a"], partition, _rows(1, 0))
+        floats = batch(1, x=torch.zeros(1, 2))
+        put = partial(store.hooks.put, partition, ["b"], floats, request_id=new_id())
+        for _ in range(2):
+            with pytest.raises(SchemaMismatchError):
+                put()
+        store.client.clear_samples(None, partition)
+        store.register(partition_id=partition)
+        put()
+        assert store.has(partition, "b")
+
+    @each_size
+    def test_puts_with_the_same_id_at_the_same_time_are_carried_out_once(self, store: Store, size: str) -> None:
+        store.require(Capability.OVERWRITE)
+        for number in range(10):
+            partition = store.register("x")
+            put = partial(store.hooks.put, partition, ids(3), _rows(3, 1, size), request_id=new_id())
+
+            def put_and_change(put: Callable[[], Any] = put, partition: str = partition) -> Any:
+                reply = put()
+                store.client.put_samples(ids(3), partition, _rows(3, 2, size))
+                return reply
+
+            replies = in_threads(put_and_change, put, put)
+            assert [reply.num_samples for reply in replies] == [3, 3, 3]
+            assert _values(store, partition, ids(3)) == [2, 2, 2], f"round {number}: a put was carried out twice"
+
+    @pytest.mark.parametrize("operation", ["ack", "nack", "renew"])
+    @pytest.mark.parametrize("count", [4, 2500])
+    def test_a_repeated_settlement_gives_the_first_outcome(self, store: Store, count: int, operation: str) -> None:
+        partition, hooks = store.filled(count), store.hooks
+        mine = list(hooks.claim(partition, count, lease_s=_LONG_S).lease_tokens)
+        lease_s = {"lease_s": _LONG_S} if operation == "renew" else {}
+        settle = partial(getattr(hooks, operation), partition, ids(count), mine, request_id=new_id(), **lease_s)
+        first = settle()
+        if operation == "renew":
+            hooks.nack(partition, ids(count), mine)
+        elif operation == "ack":
+            store.client.clear_samples(ids(count), partition)
+            store.put(partition, ids(count), x=torch.arange(count))
+        theirs = list(hooks.claim(partition, count, lease_s=_LONG_S).lease_tokens)
+        assert len(theirs) == count
+        assert settle() == first
+        assert not hooks.claim(partition, count).sample_ids, "it gave another holder's samples back"
+        hooks.ack(partition, ids(count), theirs)
+        refused = partial(getattr(hooks, operation), partition, ids(count), mine, request_id=new_id(), **lease_s)
+        for _ in range(2):
+            with pytest.raises(LeaseExpiredError):
+                refused()

@@ -1,0 +1,260 @@
+"""Claims that wait: what they wait for, what their timeout says, and who wakes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+
+from dataplane_core.errors import ClaimTimeoutError, Shortfall, UnknownPartitionError
+from dataplane_core.spec import Capability, Claim, ClaimRequest, this_process
+from dataplane_testkit import _workers
+from dataplane_testkit._base import Suite
+from dataplane_testkit._columns import ids
+from dataplane_testkit._store import Store
+from dataplane_testkit._timing import Background, bounded, eventually
+
+#: Seconds of a lease that does not end during a test, of one that a test waits for, and of a timeout.
+_LONG_S, _SHORT_S, _TIMEOUT_S = 600.0, 0.1, 0.05
+#: Claims that know of no lease ask every 10 s.
+_SOON_S: Final = 5.0
+
+# --- scenes: a claim that waits, what ends its wait, and what it gets -------------------------------------------------
+
+
+def _gives(waiting: Background, *sample_ids: str) -> None:
+    assert waiting.result(what="a claim that can be answered").sample_ids == list(sample_ids)
+
+
+def full_batch(store: Store) -> None:
+    partition = store.register("x")
+    waiting = store.waiting_claim(partition, 4)
+    for sample_id in ids(4):
+        assert waiting.running
+        store.put(partition, [sample_id], x=torch.arange(1))
+    _gives(waiting, *ids(4))
+
+
+def last_field(store: Store) -> None:
+    partition = store.filled(3, "x", "y", num_samples=3)
+    store.put(partition, ["s0"], y=torch.zeros(1))
+    waiting = store.waiting_claim(partition, 2, "x", "y")
+    store.put(partition, ["s2"], y=torch.zeros(1))
+    _gives(waiting, "s0", "s2")
+
+
+def tail(store: Store) -> None:
+    partition = store.filled(3, num_samples=5)
+    store.client.clear_samples(["s1"], partition)
+    store.put(partition, ["s1", "s3"], x=torch.arange(2))  # s1 was counted already
+    waiting = store.waiting_claim(partition, 9)
+    assert store.claim(partition, 1).sample_ids == ["s0"]
+    store.put(partition, ["s4"], [{"n": 1}])  # all are written, but one is not ready
+    assert waiting.running
+    store.put(partition, ["s4"], x=torch.arange(1))
+    _gives(waiting, "s2", "s1", "s3", "s4")
+    _gives(store.waiting_claim(partition, 1))  # nothing is left
+
+
+def finish(store: Store) -> None:
+    partition = store.filled(1)
+    waiting = store.waiting_claim(partition, 2)
+    store.client.finish_partition(partition)
+    _gives(waiting, "s0")
+
+
+def cleared_partition(store: Store) -> None:
+    partition = store.register("x")
+    waiting = store.waiting_claim(partition, 1)
+    store.client.clear_samples(None, partition)
+    with store.refusal(UnknownPartitionError, partition):
+        waiting.result(what="a claim of a partition that was cleared")
+
+
+def whole_groups(store: Store) -> None:
+    store.require(Capability.GROUPS)
+    partition = store.filled(["a_g0", "a_g1", "b_g0", "c_g0"], group_size=2, num_samples=6)
+    waiting = store.waiting_claim(partition, 4)
+    store.put(partition, ["c_g1"], x=torch.arange(1))
+    _gives(waiting, "a_g0", "a_g1", "c_g0", "c_g1")
+    waiting = store.waiting_claim(partition, 2)
+    store.client.clear_samples(["b_g0"], partition)
+    store.put(partition, ["b_g1"], x=torch.arange(1))
+    _gives(waiting)  # the last group is never given
+
+
+def nack(store: Store) -> None:
+    store.require(Capability.LEASES)
+    partition = store.filled(1)
+    held = store.claim(partition, 1, lease_s=_LONG_S)
+    waiting = store.waiting_claim(partition, 1)
+    store.client.nack(held)
+    _gives(waiting, "s0")
+
+
+def tail_beside_a_lease(store: Store) -> None:
+    store.require(Capability.LEASES)
+    partition = store.filled(2, num_samples=3)
+    held = store.claim(partition, 1, lease_s=_LONG_S)
+    waiting = store.waiting_claim(partition, 3)
+    store.put(partition, ["s2"], x=torch.arange(1))
+    _gives(waiting, "s1", "s2")
+    _gives(store.waiting_claim(partition, 1))  # nothing is left
+    store.client.nack(held)
+    assert store.claim(partition, 1, blocking=True).sample_ids == ["s0"]
+
+
+def end_of_a_lease(store: Store) -> None:
+    store.require(Capability.LEASES)
+    for lease_s in (_SHORT_S, _LONG_S):
+        partition = store.filled(1)
+        waiting = store.waiting_claim(partition, 2)
+        held = store.claim(partition, 1, lease_s=lease_s)
+        if lease_s == _LONG_S:
+            store.client.renew(held, _SHORT_S)
+        store.put(partition, ["s1"], x=torch.arange(1))
+        _gives(waiting, "s0", "s1")
+
+
+def tag(store: Store) -> None:
+    store.require(Capability.TAG_FILTERS)
+    partition = store.filled(1, tags=[{"version": 1}])
+    waiting = store.waiting_claim(partition, 1, tag_filter={"version": (">=", 2)})
+    store.put(partition, ["s0"], [{"version": 2}])
+    _gives(waiting, "s0")
+
+
+def reset(store: Store) -> None:
+    store.require(Capability.CURSORS)
+    partition = store.filled(1)
+    store.claim(partition, 1)
+    waiting = store.waiting_claim(partition, 1)
+    store.client.reset_consumption(partition, "train")
+    _gives(waiting, "s0")
+
+
+SCENES = [full_batch, last_field, tail, finish, cleared_partition, whole_groups]
+SCENES += [nack, tail_beside_a_lease, end_of_a_lease, tag, reset]
+each_scene = pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+
+
+@contextmanager
+def _no_polls(store: Store, *, but_for_leases: bool = False) -> Iterator[list[str]]:
+    """Claims that wait ask again only when they are woken, or when their time is over. Lists the tokens of all that
+    asked. With ``but_for_leases``, they also ask when the store says that they should ask before long.
+    """
+    asked: list[str] = []
+
+    def note(request: ClaimRequest, claim: Claim) -> Claim:
+        asked.append(request.token)
+        soon = but_for_leases and 0 < claim.ask_again_s < _SOON_S
+        return claim if soon else replace(claim, ask_again_s=_LONG_S)
+
+    with store.faults.after("claim", note):
+        yield asked
+
+
+def _have_ended(claims: list[Background], count: int) -> bool:
+    return sum(not each.running for each in claims) == count
+
+
+def _shortfall(store: Store, partition: str, words: list[str], *fields: str, **options: Any) -> tuple[int, Shortfall]:
+    """How many samples were ready for a claim of four that waited in vain, and what it says of the others."""
+    claim = partial(store.claim, partition, 4, *fields, blocking=True, timeout_s=_TIMEOUT_S, **options)
+    with store.refusal(ClaimTimeoutError, *words) as caught:
+        bounded(claim, what="a claim's timeout")
+    assert caught.value.shortfall is not None
+    return caught.value.num_ready, caught.value.shortfall
+
+
+class WaitSuite(Suite, chapter="waits"):
+    """Claims with ``blocking=True``."""
+
+    @each_scene
+    def test_a_claim_that_waits_is_answered(self, store: Store, scene: Callable[[Store], None]) -> None:
+        scene(store)
+
+    @each_scene
+    def test_a_claim_that_waits_is_woken(self, store: Store, scene: Callable[[Store], None]) -> None:
+        with _no_polls(store, but_for_leases=scene is end_of_a_lease):
+            scene(store)
+
+    # --- timeouts -----------------------------------------------------------------------------------------------------
+
+    def test_a_timeout_says_what_is_missing(self, store: Store) -> None:
+        partition = store.filled(4, "x", "y", "z")
+        store.put(partition, ["s0", "s3"], y=torch.zeros(2), z=torch.zeros(2))
+        store.put(partition, ["s1"], y=torch.zeros(1))
+        num_ready, found = _shortfall(store, partition, ["'s1'", "z"], "x", "y", "z")
+        assert (num_ready, found.num_lacking) == (2, 2)
+        missing = {name: sorted(fields) for name, fields in found.missing_cells.items()}
+        assert missing == {"s1": ["z"], "s2": ["y", "z"]}
+        assert store.claim(partition, 9).sample_ids == ids(4), "a claim that timed out marked samples as given"
+
+    def test_a_timeout_says_who_holds_the_samples(self, store: Store) -> None:
+        partition = store.filled(6)
+        store.client.ack(store.claim(partition, 1, lease_s=_LONG_S))
+        store.claim(partition, 3, lease_s=_LONG_S)
+        num_ready, found = _shortfall(store, partition, ["'s1'", str(os.getpid())])
+        assert (num_ready, found.num_leased) == (2, 3)
+        assert {each.sample_id for each in found.leased} <= {"s1", "s2", "s3"}
+        assert all(each.holder == this_process() and 0 < each.left_s <= _LONG_S for each in found.leased)
+
+    def test_a_timeout_counts_what_the_filter_passes_over(self, store: Store) -> None:
+        partition = store.filled(5, "x", "y", tags=[{"v": number} for number in range(5)])
+        store.put(partition, ["s9"], [{"v": 0}], y=torch.zeros(1))
+        num_ready, found = _shortfall(store, partition, ["filter"], tag_filter={"v": (">=", 3)})
+        assert (num_ready, found.num_not_matching, found.num_lacking) == (2, 4, 0)
+
+    def test_a_timeout_names_groups_that_are_not_whole(self, store: Store) -> None:
+        partition = store.filled(["whole_g0", "whole_g1", "part_g0", "late_g0", "late_g1"], "x", "y", group_size=2)
+        store.put(partition, ["whole_g0", "whole_g1", "part_g0", "late_g0"], y=torch.zeros(4))
+        num_ready, found = _shortfall(store, partition, ["'part'", "'late_g1'", "'y'"], "x", "y")
+        assert (num_ready, found.num_incomplete, found.num_lacking) == (2, 1, 2)
+        assert dict(found.incomplete_groups) == {"part": 1}
+
+    # --- many that wait -----------------------------------------------------------------------------------------------
+
+    def test_claims_with_many_filters_are_woken_when_they_need_not_wait(self, store: Store) -> None:
+        partition = store.filled(["a"], "x", "y", num_samples=1, tags=[{"version": -1}])
+        filters = [{"version": ("!=", number)} for number in range(24)]
+        with _no_polls(store):
+            claims = [store.waiting_claim(partition, 1, "y", tag_filter=each) for each in filters]
+            store.client.clear_samples(["a"], partition)
+            for claim in claims:
+                _gives(claim)
+
+    def test_only_as_many_are_woken_as_there_are_samples_for(self, store: Store) -> None:
+        partition = store.register("x")
+        with _no_polls(store) as asked:
+            with store.refusal(ClaimTimeoutError):  # this claim is to be woken no more
+                store.claim(partition, 1, blocking=True, timeout_s=_TIMEOUT_S)
+            asked.clear()
+            claims = [store.waiting_claim(partition, 1) for _ in range(8)]
+            for number, sample_id in enumerate(ids(8), start=1):
+                store.put(partition, [sample_id], x=torch.zeros(1))
+                eventually(partial(_have_ended, claims, number), what="the end of one claim")
+            assert len(asked) == 8 + 8, f"8 claims that 8 puts could answer one by one asked {len(asked)} times"
+        assert sorted(each.result().sample_ids[0] for each in claims) == ids(8)
+
+    def test_a_claim_of_a_killed_process_does_not_stop_the_next(self, store: Store, tmp_path: Path) -> None:
+        partition = store.register("x")
+        with _no_polls(store):
+            worker = store.deployment.new_worker()
+            try:
+                worker.wait_ready()
+                worker.start(_workers.claim_and_tell, partition, tmp_path / "asked")
+                eventually((tmp_path / "asked").exists, what="the first question of a claim in another process")
+                claim = store.waiting_claim(partition, 1)
+                worker.kill()
+            finally:
+                worker.close()
+            store.put(partition, ["a"], x=torch.zeros(1))
+            _gives(claim, "a")

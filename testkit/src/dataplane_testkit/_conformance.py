@@ -1,9 +1,8 @@
-"""`BackendConformance`: all suites in one class."""
+"""The suites in one class each: `BackendConformance` has all, `EngineConformance` those that an engine decides."""
 
 from __future__ import annotations
 
 from dataplane_testkit.suites.arguments import ArgumentSuite
-from dataplane_testkit.suites.blobs import BlobSuite
 from dataplane_testkit.suites.bounds import BoundSuite
 from dataplane_testkit.suites.capabilities import CapabilitySuite
 from dataplane_testkit.suites.capacity import CapacitySuite
@@ -12,14 +11,12 @@ from dataplane_testkit.suites.clear import ClearSuite
 from dataplane_testkit.suites.clients import ClientSuite
 from dataplane_testkit.suites.consumption import ConsumptionSuite
 from dataplane_testkit.suites.costs import CostSuite
-from dataplane_testkit.suites.crashes import CrashSuite
 from dataplane_testkit.suites.cursors import CursorSuite
+from dataplane_testkit.suites.engine import EngineSuite
 from dataplane_testkit.suites.equal_cells import EqualCellsSuite
 from dataplane_testkit.suites.faults import FaultSuite
 from dataplane_testkit.suites.get import GetSuite
 from dataplane_testkit.suites.groups import GroupSuite
-from dataplane_testkit.suites.guarantees import GuaranteeSuite
-from dataplane_testkit.suites.journal import JournalSuite
 from dataplane_testkit.suites.leases import LeaseSuite
 from dataplane_testkit.suites.lifecycle import LifecycleSuite
 from dataplane_testkit.suites.listing import ListingSuite
@@ -43,10 +40,8 @@ from dataplane_testkit.suites.wakes import WakeSuite
 class BackendConformance(
     # pytest runs the tests of the last base first: smoke tests first, slow tests last
     MachineSuite,
-    CrashSuite,
     ProcessSuite,
     RaceSuite,
-    GuaranteeSuite,
     LifecycleSuite,
     CostSuite,
     BoundSuite,
@@ -75,8 +70,7 @@ class BackendConformance(
     PutSuite,
     RegistrationSuite,
     CapabilitySuite,
-    JournalSuite,
-    BlobSuite,
+    EngineSuite,
     SmokeSuite,
     chapter="",
 ):
@@ -84,4 +78,25 @@ class BackendConformance(
 
     `AuthorsClass` documents what a subclass may define. It may add its own tests, but must not override anything else
     of the kit.
+    """
+
+
+class EngineConformance(
+    MachineSuite,
+    LifecycleSuite,
+    CapacitySuite,
+    RoomSuite,
+    ClearSuite,
+    NarrowSuite,
+    EqualCellsSuite,
+    MatrixSuite,
+    GetSuite,
+    PutSuite,
+    EngineSuite,
+    SmokeSuite,
+    chapter="",
+):
+    """What a backend on core's ledger (`LedgerBackend`, `BlobStore`) can get wrong by itself: for the quick run.
+
+    Core's ledger decides the rest of `BackendConformance`, which such a backend must pass too.
     """

@@ -25,7 +25,7 @@ class ClaimsTwice(NoopBackend):
         return claim if request.lease_s else replace(claim, lease_tokens=None)
 
 
-@breaks("test_many_claimers_get_each_sample_once")
+@breaks("test_many_claimers_get_each_sample_once[alone]")
 class ClaimsInTwoSteps(NoopBackend):
     """Looks first and marks later, so that two claimers see the same sample."""
 

@@ -19,8 +19,8 @@ from host_store import (
 
 from dataplane_core.ledger import commands
 from dataplane_testkit import BackendConformance
-from dataplane_testkit.suites.crashes import CrashSuite
 from dataplane_testkit.suites.lifecycle import LifecycleSuite
+from dataplane_testkit.suites.processes import ProcessSuite
 from dataplane_testkit.suites.wakes import WakeSuite
 
 
@@ -57,12 +57,12 @@ class TestKeepsCursorsInTheClient(BackendConformance):
     options = _at("cursors")
 
 
-class TestDiesBadly(CrashSuite):
+class TestDiesBadly(ProcessSuite):
     backend_class = DiesBadly
     options = _at("dies")
 
 
-class TestLocksTheStore(CrashSuite):
+class TestLocksTheStore(ProcessSuite):
     backend_class = LocksTheStore
     options = _at("locks")
 

@@ -16,7 +16,8 @@ class RecordingCase(AuthorsClass):
     backend = "recording"
 
     @pytest.fixture(scope="class")
-    def recording(self, tmp_path_factory):
+    @classmethod
+    def recording(cls, tmp_path_factory):
         folder = tmp_path_factory.mktemp("recording")
         with connect({"backend": "noop", "middleware": [{"recorder": {"folder": str(folder)}}]}) as client:
             client.register_partition("of-the-run", ["x"], None, [])

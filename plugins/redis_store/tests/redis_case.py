@@ -27,7 +27,8 @@ class RedisCase(AuthorsClass):
     }
 
     @pytest.fixture(scope="class")
-    def namespace(self):
+    @classmethod
+    def namespace(cls):
         return f"kit-{uuid.uuid4().hex[:8]}"
 
     @pytest.fixture

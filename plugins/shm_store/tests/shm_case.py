@@ -18,7 +18,8 @@ class ShmCase(AuthorsClass):
     backend_class = ShmBackend
 
     @pytest.fixture(scope="class")
-    def namespace(self):
+    @classmethod
+    def namespace(cls):
         return f"kit-{uuid.uuid4().hex[:8]}"
 
     @pytest.fixture

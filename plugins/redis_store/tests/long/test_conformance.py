@@ -57,7 +57,8 @@ class TestValkey(RedisCase, BackendConformance):
         return {"url": durable.url, "namespace": "kit"}
 
     @pytest.fixture(scope="class")
-    def durable(self, start_servers):
+    @classmethod
+    def durable(cls, start_servers):
         return start_servers("--appendonly", "yes", "--appendfsync", "always", binary=VALKEY)
 
     def restart(self, backend):

@@ -72,7 +72,7 @@ class _Scene:
     def gives(self, *names: str) -> None:
         """Asserts that the task is given these samples, and has then consumed all."""
         assert self.given() == list(names), "the task is given a sample twice or not at all"
-        assert self.client.check_consumption_status(self.partition, ["train"])
+        assert _is_consumed(self)
 
     def has(self, **cells: int) -> None:
         """Asserts that exactly these samples are there, each once, with its cell and its tag."""
@@ -86,6 +86,10 @@ class _Scene:
             assert meta.tags == [{"n": number} for number in cells.values()]
         if self.store.declares(Capability.CLAIMS):
             self.gives(*cells)
+
+
+def _is_consumed(scene: _Scene) -> bool:
+    return scene.client.check_consumption_status(scene.partition, ["train"])
 
 
 def _unchanged(scene: _Scene) -> None:
@@ -136,12 +140,7 @@ _CASES: Final[dict[str, _Case]] = {
     "ack": _Case("ack", lambda s: s.client.ack(s.held), lambda s: s.gives("s2"), Capability.LEASES),
     "nack": _Case("nack", lambda s: s.client.nack(s.held), lambda s: s.gives(*ids(3)), Capability.LEASES),
     "renew": _Case("renew", lambda s: s.client.renew(s.held, _LONG_S), _renewed, Capability.LEASES),
-    "check_consumption_status": _Case(
-        "check_consumption",
-        lambda s: s.client.check_consumption_status(s.partition, ["train"]),
-        _unchanged,
-        Capability.CLAIMS,
-    ),
+    "check_consumption_status": _Case("check_consumption", _is_consumed, _unchanged, Capability.CLAIMS),
     "clear_samples": _Case(
         "clear_samples", lambda s: s.client.clear_samples(["s1"], s.partition), lambda s: s.has(s0=0, s2=2)
     ),

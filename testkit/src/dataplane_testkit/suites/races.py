@@ -45,10 +45,9 @@ class RaceSuite(Suite, chapter="races"):
             return []
 
         consume = partial(claim_all, store.client, partition, 6, _CLAIM_S)
-        claims = [
-            each for part in in_threads(*[partial(produce, m) for m in range(3)], *[consume] * 4) for each in part
-        ]
-        claims += [each for worker in workers for each in worker.result(_CLAIM_S + 30)]
+        parts = in_threads(*[partial(produce, m) for m in range(3)], *[consume] * 4, within_s=_CLAIM_S + 120)
+        parts += [worker.result(_CLAIM_S + 30) for worker in workers]
+        claims = [each for part in parts for each in part]
         given = [name for each in claims for name in each]
         assert len(given) == len(set(given)), "a sample was given to two claimers"
         assert len(given) == 3 * _GROUPS, "samples were lost"

@@ -181,7 +181,6 @@ class EngineSuite(Suite, chapter="engine"):
         for key in (*gone, *stays):
             blobs.put(key, b"data")
         blobs.delete_many([*missing, *gone])
-        blobs.delete_many(gone)
         _holds(blobs, {**dict.fromkeys((*missing, *gone)), **dict.fromkeys(stays, b"data")}, "delete_many")
 
     def test_blobs_from_several_threads(self, store: Store) -> None:

@@ -114,7 +114,9 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     def test_a_client_attaches_where_something_runs(self, store: Store) -> None:
         deployment = store.deployment
         if store.scope is Scope.PROCESS:
-            if not deployment.backend_class.opens_anywhere:
+            if deployment.backend_class.opens_anywhere:
+                store.attached_client().close()
+            else:
                 with store.refusal(BackendUnavailableError):
                     deployment.connect(deployment.options, bootstrap=False)
             with deployment.connect(deployment.separate_options("auto"), bootstrap="auto") as client:

@@ -16,7 +16,7 @@ Environment variables:
 
 - ``DATAPLANE_HYPOTHESIS_PROFILE=long``: many random examples, 200 kills instead of 20, 100,000 claims by 8 processes.
   ``brief``: a quarter of the usual.
-- ``DATAPLANE_CONFORMANCE_KILLS``: how many clients the chapter "crashes" kills.
+- ``DATAPLANE_CONFORMANCE_KILLS``: how many clients the chapter "processes" kills.
 - ``DATAPLANE_CONFORMANCE_SEED``: the random seed for the moments of these kills. A failing test prints its seed.
 - ``DATAPLANE_CONFORMANCE_PROMPT_S``: the most seconds that a call may take that must not wait. Default: 10.
 """
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from dataplane_testkit._author import AuthorsClass, ConformanceError, Disturbance
     from dataplane_testkit._base import Suite
-    from dataplane_testkit._conformance import BackendConformance
+    from dataplane_testkit._conformance import BackendConformance, EngineConformance
     from dataplane_testkit._hooks import backend_of
     from dataplane_testkit._progress import Progress
     from dataplane_testkit.chaos import Settings, Shim, Verdict, run_chaos, run_shim
@@ -40,6 +40,7 @@ __all__ = [
     "BackendConformance",
     "ConformanceError",
     "Disturbance",
+    "EngineConformance",
     "Faults",
     "Progress",
     "Report",
@@ -64,7 +65,7 @@ _FROM: Final = {
     **dict.fromkeys(("chapter_of", "limit_of", "rule_of"), "rules"),
     **dict.fromkeys(("Settings", "Shim", "Verdict", "run_chaos", "run_shim"), "chaos"),
     **dict.fromkeys(("Report", "to_json"), "report"),
-    "BackendConformance": "_conformance",
+    **dict.fromkeys(("BackendConformance", "EngineConformance"), "_conformance"),
     "Faults": "faults",
     "Progress": "_progress",
     "Suite": "_base",

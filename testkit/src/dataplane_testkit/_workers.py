@@ -158,16 +158,12 @@ def read_items(client: DataPlaneClient, partition_id: str, sample_ids: list[str]
     return client.get_samples(sample_ids, partition_id, [field])[field].tolist()
 
 
-def claim_all(client: DataPlaneClient, partition_id: str, task: str, batch_size: int, within_s: float) -> list[str]:
-    """Claims until the partition can give no more. Returns the ids."""
-    mine: list[str] = []
-    give_up = time.monotonic() + within_s
-    while time.monotonic() < give_up:
-        meta = client.claim_meta(partition_id, task, ["x"], batch_size, timeout_s=within_s)
-        if not meta.size:
-            break
-        mine.extend(meta.sample_ids)
-    return mine
+def claim_all(client: DataPlaneClient, partition_id: str, batch_size: int, timeout_s: float) -> list[list[str]]:
+    """Claims until the partition can give no more. Returns the ids of each claim."""
+    claims: list[list[str]] = []
+    while (meta := client.claim_meta(partition_id, "train", ["x"], batch_size, timeout_s=timeout_s)).size:
+        claims.append(meta.sample_ids)
+    return claims
 
 
 def claim_and_tell(client: DataPlaneClient, partition_id: str, path: Path) -> None:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from dataplane_testkit._author import AuthorsClass, ConformanceError, Disturbance
     from dataplane_testkit._base import Suite
     from dataplane_testkit._conformance import BackendConformance
+    from dataplane_testkit._conformance_command import Progress
     from dataplane_testkit._hooks import backend_of
-    from dataplane_testkit._progress import Progress
     from dataplane_testkit.chaos import Settings, Shim, Verdict, run_chaos, run_shim
     from dataplane_testkit.faults import Faults
     from dataplane_testkit.report import Report, to_json
@@ -66,7 +66,7 @@ _FROM: Final = {
     **dict.fromkeys(("Report", "to_json"), "report"),
     "BackendConformance": "_conformance",
     "Faults": "faults",
-    "Progress": "_progress",
+    "Progress": "_conformance_command",
     "Suite": "_base",
 }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import pytest
@@ -118,3 +118,14 @@ def _check_authors_class(cls: type[Suite]) -> None:
             )
         if not reason.strip():
             raise ConformanceError(f"{cls.__name__}.most_copies[{operation!r}] gives no reason.")
+
+
+def unused_deviations(items: Sequence[Any]) -> list[str]:
+    """Deviations that match no collected case. Only of classes of which every test was collected."""
+    unused = []
+    for cls in dict.fromkeys(item.cls for item in items):
+        names = [item.name for item in items if item.cls is cls]
+        if {name.partition("[")[0] for name in names} >= {name for name in kit_members(cls) if name.startswith("test_")}:
+            used = [key for key in cls.all_deviations() if any(deviation_of({key: "x"}, name) for name in names)]
+            unused += [f"{cls.__name__}: {key}" for key in cls.all_deviations() if key not in used]
+    return unused

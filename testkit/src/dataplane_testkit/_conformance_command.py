@@ -9,7 +9,6 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -40,103 +39,42 @@ class TestConformance(BackendConformance):
 
 #: Of a run on a store whose calls may have no deadline: how long one may take.
 _SHIM_TIMES: Final = {"op_timeout_s": 5.0, "allowance_s": 5.0}
-#: Seconds between two progress lines if the output is not a terminal.
-_EVERY_S: Final = 10.0
-#: Seconds between two changes of the progress line on a terminal.
-_REFRESH_S: Final = 0.1
 
 
 class Progress:
-    """A pytest plugin that shows progress instead of dots: tests done, time left, and each failure as it happens.
+    """A pytest plugin that prints how many tests there are, and each failure as it happens, among pytest's dots.
 
-    On a terminal, one line changes. Otherwise it prints a line every few seconds.
-
-    Args:
-        config: The session's config, for its terminal reporter.
-        clock: Returns the time in seconds.
+    Attributes:
+        passed: How many tests have passed.
     """
 
-    def __init__(self, config: pytest.Config, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
+        self.passed = 0
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Keeps the session's config, for its terminal reporter."""
         self._config = config
-        self._clock = clock
-        self._total = self._ran = self._failed = 0
-        self._began = self._shown = 0.0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Counts the tests."""
-        self._total = len(session.items)
-        self._began = self._shown = self._clock()
-        if self._total:
-            self._write(f"{self._total} tests, the quick ones first")
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """Suppresses pytest's letters. The outcomes are still counted."""
-        if isinstance(report, pytest.TestReport) and not hasattr(report, "wasxfail"):
-            if report.when == "call" or not report.passed:
-                return report.outcome, "", report.outcome.upper()
-            return "", "", ""
-        return None
+        if session.items:
+            self._write(f"{len(session.items)} tests, the quick ones first")
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Prints a failure immediately, with its rule. After each test, updates the progress."""
+        """Prints a failure immediately, with its rule."""
+        self.passed += report.when == "call" and report.passed
         if report.failed:
-            self._failed += 1
             crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longreprtext)
             self._write(f"FAILED {report.nodeid.rpartition('::')[2]}: {crash.strip().partition(chr(10))[0]}")
-            for title, text in report.sections:
-                if title == "the rule that it breaks":  # from the kit's pytest plugin
-                    for line in text.split("\n\n"):
-                        self._write(f"    {line}")
-        if report.when == "teardown":
-            self._ran += 1
-            self._tell()
+            for text in (text for title, text in report.sections if title == "the rule that it breaks"):
+                self._write("    " + text.replace("\n\n", "\n    "))
 
-    def _tell(self) -> None:
-        now = self._clock()
-        if now - self._shown < (_REFRESH_S if self._terminal.isatty else _EVERY_S) or self._ran == self._total:
-            return
-        self._shown = now
-        left_s = (now - self._began) / self._ran * (self._total - self._ran)
-        failures = f", {self._failed} failed" if self._failed else ""
-        done = f"{self._ran} of {self._total} tests{failures}"
-        self._write(f"{done}, about {_in_words(left_s)} left at this pace", passing=True)
-
-    @property
-    def _terminal(self) -> pytest.TerminalReporter:
+    def _write(self, text: str) -> None:
         terminal: pytest.TerminalReporter = self._config.pluginmanager.getplugin("terminalreporter")
-        return terminal
-
-    def _write(self, line: str, *, passing: bool = False) -> None:
-        """Writes a line. On a terminal, the next line replaces a ``passing`` one."""
-        terminal = self._terminal
-        if terminal.isatty:
-            terminal.rewrite(line, erase=True)
-            if not passing:
-                terminal.line("")
-        else:
-            terminal.line(line)
-            terminal.flush()
-
-
-def _in_words(seconds: float) -> str:
-    if seconds < 5:
-        return "a few seconds"
-    rounded = int(5 * -(-seconds // 5))  # rounded up to a multiple of five
-    return f"{rounded} s" if rounded < 120 else f"{rounded // 60} min {rounded % 60} s"
-
-
-class _Watcher:
-    """Shows progress, and counts the tests that passed."""
-
-    passed = 0
-
-    def pytest_configure(self, config: pytest.Config) -> None:
-        config.pluginmanager.register(Progress(config))
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.passed += report.when == "call" and report.outcome == "passed"
+        terminal.ensure_newline()
+        terminal.write_line(text)
+        terminal.flush()
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -152,14 +90,14 @@ def run(chosen: argparse.Namespace) -> int:
     values = _ready(chosen.name, chosen.options)
     for path in (chosen.json_path, chosen.markdown_path):
         _check_report(path)
-    watcher = _Watcher()
+    progress = Progress()
     with tempfile.TemporaryDirectory(prefix="dataplane-conformance-") as folder:
         file, settings = Path(folder, "test_conformance.py"), Path(folder, "pytest.ini")
         file.write_text(_TEST.format(name=chosen.name, options=json.dumps(values)), encoding="utf-8")
         settings.write_text("[pytest]\n", encoding="utf-8")
         # by the name of its entry point, so that it is loaded where plugins are not loaded by themselves
         words = ["-p", "dataplane_conformance", str(file), "-c", str(settings), "--rootdir", folder]
-        words += ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-o", "console_output_style=classic"]
+        words += ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider"]
         # of the package itself and this command, which hold no assertion
         told = "Module already imported so cannot be rewritten; dataplane_testkit"
         words += ["-W", f"ignore:{told}:pytest.PytestAssertRewriteWarning"]
@@ -168,8 +106,8 @@ def run(chosen: argparse.Namespace) -> int:
         words += ["-k", chosen.select] if chosen.select is not None else []
         words += ["--dataplane-json", chosen.json_path] if chosen.json_path else []
         words += ["--dataplane-markdown", chosen.markdown_path] if chosen.markdown_path else []
-        status = pytest.main(words, plugins=[watcher])
-    return 0 if status == pytest.ExitCode.OK and watcher.passed else 1
+        status = pytest.main(words, plugins=[progress])
+    return 0 if status == pytest.ExitCode.OK and progress.passed else 1
 
 
 def run_chaos(chosen: argparse.Namespace) -> int:
@@ -262,8 +200,7 @@ def _options_of(text: str) -> dict[str, Any]:
         values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"--options is not valid YAML: {yaml_problem(error)}.") from None
-    if values is None:
-        values = {}
+    values = {} if values is None else values
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"--options must be a mapping such as '{{url: ...}}', got {type(values).__name__}.")
     try:

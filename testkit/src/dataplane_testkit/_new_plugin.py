@@ -1,6 +1,6 @@
 """`dataplane new-plugin NAME`: writes a project with a backend that installs and passes the kit without changes.
 
-The project lies in the folder `template`, under the name ``acme_store``. What is otherwise in one with a journal lies in
+The project lies in the folder `template`, under the name ``acme_store``. What differs in one with a journal lies in
 `template_journal`.
 """
 

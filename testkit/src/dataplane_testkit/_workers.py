@@ -117,14 +117,8 @@ def _serve(connection: Connection, connect: Callable[[], AbstractContextManager[
         _reply(connection, False, error)
         return
     _reply(connection, True, os.getpid())
-    with opening as client:
-        while True:
-            try:
-                command = pickle.loads(connection.recv_bytes())  # from our own parent
-            except EOFError:
-                return
-            if command is None:
-                return
+    with opening as client, contextlib.suppress(EOFError):  # our parent has ended
+        while (command := pickle.loads(connection.recv_bytes())) is not None:  # from our own parent
             function, arguments = command
             try:
                 _reply(connection, True, function(client, *arguments))

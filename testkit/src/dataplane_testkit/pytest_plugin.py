@@ -118,9 +118,9 @@ class _Recorder:
 
         reports = []
         for tests in self._classes.values():
-            warned = [(category, text, tests.get(test)) for test, category, text in self._warned if test in {"", *tests}]
-            named = [(category, text, test["name"] if test else "no test") for category, text, test in warned]
-            reports.append(Report.of(list(tests.values()), named))
+            names = {"": "no test", **{nodeid: record["name"] for nodeid, record in tests.items()}}
+            warned = [(category, text, names[test]) for test, category, text in self._warned if test in names]
+            reports.append(Report.of(list(tests.values()), warned))
         return reports
 
     # --- what happens -------------------------------------------------------------------------------------------------
@@ -146,9 +146,7 @@ class _Recorder:
                 if outcome is not None:
                     self._keep(report.nodeid, record, outcome, reason, report.duration)
 
-    def _keep(
-        self, nodeid: str, record: dict[str, Any], outcome: str, reason: str, duration_s: float = 0.0
-    ) -> None:
+    def _keep(self, nodeid: str, record: dict[str, Any], outcome: str, reason: str, duration_s: float = 0.0) -> None:
         tests = self._classes.setdefault(record["class"], {})
         before = tests.get(nodeid, {"outcome": "", "duration_s": 0.0})
         if before["outcome"] != "fail":
@@ -171,7 +169,7 @@ class _Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
-        """Writes the files. A process of pytest-xdist leaves that to the one that started it, which collects no tests."""
+        """Writes the files. A process of pytest-xdist leaves that to the one that started it."""
         config = self._config
         if hasattr(config, "workeroutput"):
             every = [each for tests in self._classes.values() for each in tests.items()]

@@ -166,11 +166,12 @@ class Report:
 
     def _lists(self) -> dict[str, list[str]]:
         """The lists below the table: title -> lines."""
+        declared = self.header["why_not_declared"]
         reasons = Counter(test["reason"] for test in self.tests if test["outcome"] == "not run")
         return {
             "failures": [line for test in self.tests if test["outcome"] == "fail" for line in _broken(test)],
             "deviations": [line for test in self.tests if test["outcome"] == "deviation" for line in _broken(test)[:2]],
-            "why it does not declare more": [f"- {what}: {why}" for what, why in self.header["why_not_declared"].items()],
+            "why it does not declare more": [f"- {what}: {why}" for what, why in declared.items()],
             "not run": [f"- {count} {'test' if count == 1 else 'tests'}: {why}" for why, count in reasons.items()],
             "warnings": [f"- {each['category']}: {each['text']} ({_where(each)})" for each in self.warnings],
         }
@@ -179,7 +180,8 @@ class Report:
 def _broken(test: Mapping[str, Any]) -> list[str]:
     """A test that did not pass, its rule, and what to check first."""
     name, chapter, reason = test["name"], test["chapter"], test["reason"]
-    return [f"- {name} ({chapter}): {reason}", f"  - the rule: {test['rule']}", f"  - check first: {test['check_first']}"]
+    about = [f"  - the rule: {test['rule']}", f"  - check first: {test['check_first']}"]
+    return [f"- {name} ({chapter}): {reason}", *about]
 
 
 def _where(warning: Mapping[str, Any]) -> str:

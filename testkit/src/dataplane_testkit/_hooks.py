@@ -67,17 +67,13 @@ class Hooks:
         partition_id: str,
         fields: Sequence[str] = ("x",),
         *,
-        num_samples: int | None = None,
         tasks: Sequence[str] = ("train",),
         group_size: int | None = None,
-        enums: Mapping[str, Sequence[str]] | None = None,
-        followers: Sequence[str] = (),
+        **more: Any,
     ) -> Any:
-        words = {name: list(each) for name, each in (enums or {}).items()}
-        about = {"fields": list(fields), "consumer_tasks": list(tasks), "followers": list(followers), "enums": words}
-        return self._ask(
-            "register_partition", partition_id, num_samples=num_samples, grpo_group_size=group_size, **about
-        )
+        """``more`` are further attributes of the request."""
+        about = {"fields": list(fields), "consumer_tasks": list(tasks), "grpo_group_size": group_size, **more}
+        return self._ask("register_partition", partition_id, **about)
 
     def describe(self, partition_id: str) -> Any:
         return self._ask("describe_partition", partition_id)
@@ -122,10 +118,8 @@ class Hooks:
         self, partition_id: str, batch_size: int, fields: Sequence[str] = ("x",), task: str = "train", **more: Any
     ) -> Any:
         """``more`` are further attributes of the request."""
-        about = {"all_or_nothing": False, "lease_s": None, "tag_filter": None, **more}
-        return self._ask(
-            "claim", partition_id, task_name=task, required_fields=list(fields), batch_size=batch_size, **about
-        )
+        about = {"task_name": task, "required_fields": list(fields), "all_or_nothing": False, **more}
+        return self._ask("claim", partition_id, batch_size=batch_size, **about)
 
     def consumed(self, partition_id: str, tasks: Sequence[str] = ("train",)) -> Any:
         return self._ask("check_consumption", partition_id, task_names=list(tasks))

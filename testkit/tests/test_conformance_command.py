@@ -38,8 +38,9 @@ def test_a_failure_is_told_at_once_with_its_rule(capsys, monkeypatch):
     assert "conformance of noop" in rest
 
 
-def test_a_selection_of_nothing_is_no_success():
+def test_a_selection_of_nothing_is_no_success(capsys):
     assert main(["conformance", "noop", "-k", "no_such_test_at_all"]) == 1
+    assert " deselected" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import random
 import shlex
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -107,6 +106,7 @@ def run(chosen: argparse.Namespace) -> int:
         words += ["--dataplane-json", chosen.json_path] if chosen.json_path else []
         words += ["--dataplane-markdown", chosen.markdown_path] if chosen.markdown_path else []
         status = pytest.main(words, plugins=[progress])
+    sys.modules.pop(file.stem, None)  # the next run in this process has another
     return 0 if status == pytest.ExitCode.OK and progress.passed else 1
 
 
@@ -136,18 +136,18 @@ def run_chaos(chosen: argparse.Namespace) -> int:
         words += [] if names is None else [option, ",".join(sorted(names)) or "none"]
     print(f"chaos on {name}: {minutes:g} min, seed {seed}", flush=True)
     case = type("Case", (AuthorsClass,), {"backend": name})()
-    line = _Line()
+    run_it = partial(run_shim, name) if shim else partial(run_schedule, case)
     given = {"faults": chosen.faults, "steps": chosen.steps} | (_SHIM_TIMES if shim else {})
     try:
-        verdict = (partial(run_shim, name) if shim else partial(run_schedule, case))(
+        verdict = run_it(
             values,
             Settings(seed=seed, schedule_s=60 * minutes, **given),
             folder=Path(chosen.folder or f"chaos-{name.rpartition(':')[2]}-{seed}"),
             command=shlex.join(words),
-            progress=line.show,
+            progress=_show,
         )
     finally:
-        line.end()
+        _show("")
     print(verdict.facts)
     print("\n".join(verdict.table()))
     if chosen.json_path is not None:
@@ -160,21 +160,10 @@ def run_chaos(chosen: argparse.Namespace) -> int:
     return 0 if verdict.passed else 1
 
 
-class _Line:
-    """The progress line: on a terminal one line that changes, elsewhere nothing."""
-
-    def __init__(self) -> None:
-        self._last = 0.0
-        self._shown = False
-
-    def show(self, text: str) -> None:
-        if sys.stderr.isatty() and time.monotonic() > self._last + 0.2:
-            self._last, self._shown = time.monotonic(), True
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self._shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+def _show(text: str) -> None:
+    """On a terminal, writes the one line that changes; elsewhere nothing."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _ready(name: str, options: str) -> dict[str, Any]:

@@ -77,15 +77,7 @@ class Progress:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Runs the kit in this process.
-
-    Returns:
-        0 if a test passed and none failed, else 1.
-
-    Raises:
-        ConfigError: The options are not a YAML mapping, or the backend refuses them.
-        PluginError: The backend cannot be loaded.
-    """
+    """Runs the kit in this process. Returns 0 if a test passed and none failed, else 1."""
     values = _ready(chosen.name, chosen.options)
     for path in (chosen.json_path, chosen.markdown_path):
         _check_report(path)
@@ -113,13 +105,7 @@ def run(chosen: argparse.Namespace) -> int:
 def run_chaos(chosen: argparse.Namespace) -> int:
     """Runs a random schedule in processes that are killed and stopped, and has its history checked.
 
-    Returns:
-        0 if nothing was found, else 1.
-
-    Raises:
-        ConfigError: The options are not a YAML mapping, or the backend refuses them.
-        PluginError: The backend cannot be loaded.
-        DataPlaneError: The store cannot be started.
+    Returns 0 if nothing was found, else 1.
     """
     name, minutes = chosen.name, 1.0 if chosen.minutes is None else chosen.minutes
     shim = ":" in name

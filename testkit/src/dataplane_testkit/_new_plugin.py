@@ -28,11 +28,7 @@ _WITH_OPTIONS: Final = {
 
 
 def run(name: str, *, folder: str | None, journal: bool = False) -> int:
-    """Writes the project and prints the next commands. Its arguments are those of the command.
-
-    Raises:
-        ConfigError: The name is not valid or is taken, or the folder is not empty or cannot be written.
-    """
+    """Writes the project and prints the next commands. Its arguments are those of the command."""
     _check_name(name)
     distribution, module = f"dataplane-{name.replace('_', '-')}", f"dataplane_{name}"
     _check_free(name, distribution, module)

@@ -36,14 +36,8 @@ kept: dict[str, Nursery] = {}
 class Nursery:
     """A process from which others are forked. Forks that end when their pipe is closed also end with it.
 
-    Only one thread at a time may use it.
-
-    Attributes:
-        users: How many stores under test use it.
-
-    Args:
-        prepare: Called in the process before the first fork. It imports what all forks need. It must be importable by
-            name.
+    Only one thread at a time may use it. ``prepare`` is called in the process before the first fork, and imports what
+    all forks need. It must be importable by name. ``users`` is how many stores under test use the process.
     """
 
     def __init__(self, prepare: Callable[[], Any]) -> None:

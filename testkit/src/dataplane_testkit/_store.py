@@ -100,10 +100,7 @@ class Deployment:
     def connect(self, options: Mapping[str, Any], *, bootstrap: Bootstrap = True, **config: Any) -> DataPlaneClient:
         """A client of the backend under test, with a `Faults` around it. The caller must close it.
 
-        Args:
-            options: The backend's options.
-            bootstrap: As for `dataplane_core.connect`.
-            config: Further keys of the config.
+        ``config`` are further keys of the config.
         """
         client = connect_backend(
             self.backend_class, self._config(options, middleware=[Faults()], **config), bootstrap=bootstrap
@@ -457,9 +454,7 @@ class Store:
     def refusal(self, error_type: type[_E], *words: str) -> Iterator[pytest.ExceptionInfo[_E]]:
         """Asserts that the block raises an error with all properties of a data-plane error.
 
-        Args:
-            error_type: The builtin exception or data-plane error that a user would catch.
-            words: What the message must contain.
+        ``error_type`` is what a user would catch. The message must contain ``words``.
         """
         with pytest.raises(error_type) as caught:
             yield caught

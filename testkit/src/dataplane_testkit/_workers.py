@@ -33,12 +33,8 @@ class Worker:
     """One process with an attached client. It is forked from a process that never had a client.
 
     Everything that is sent is pickled, so functions must be importable by name. The process ends after `close`, or when
-    this process ends.
-
-    Args:
-        nursery: Forks the process.
-        connect: Makes the client, a context manager, in the process.
-        waits: Whether the process waits for `Worker.connect` before, so that several can begin at the same time.
+    this process ends. ``connect`` makes the client, a context manager, in the process. With ``waits``, the process
+    waits for `Worker.connect` before, so that several can begin at the same time.
     """
 
     def __init__(

@@ -52,12 +52,7 @@ class Report:
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]], warned: Sequence[tuple[str, str, str]] = ()) -> Report:
-        """The report of the tests of one class, from the records of the pytest plugin.
-
-        Args:
-            records: One record per test.
-            warned: Category, text and test of each warning.
-        """
+        """The report of the tests of one class: their records, and the category, text and test of each warning."""
         names = ("name", "chapter", "proves", "outcome", "reason", "duration_s", "rule", "check_first")
         tests = [{name: record[name] for name in names} | {"proves": record["proves"][0]} for record in records]
         warnings: dict[tuple[str, str], dict[str, Any]] = {}

@@ -1,14 +1,12 @@
-"""The fault wrappers. What the kit's own tests ask of them, the kit shows on every backend."""
+"""What authors may do with `Faults` and the kit does not. What the kit asks of it, each run of the kit shows."""
 
 from __future__ import annotations
-
-import time
 
 import pytest
 import torch
 
 from dataplane_core.connecting import connect
-from dataplane_core.errors import BackendError, BackendUnavailableError
+from dataplane_core.errors import BackendError
 from dataplane_testkit import Faults
 
 
@@ -28,13 +26,6 @@ def put(client, name):
     client.put_samples([name], "p", {"x": torch.zeros(1)})
 
 
-@pytest.mark.parametrize(("kind", "written"), [("error_before", []), ("error_after", ["a"])])
-def test_an_error_before_reaches_no_backend_and_one_after_loses_only_the_reply(client, faults, kind, written):
-    with getattr(faults, kind)("put_samples", BackendUnavailableError("gone")), pytest.raises(BackendUnavailableError):
-        put(client, "a")
-    assert client.list_sample_ids("p") == written
-
-
 def test_faults_of_one_operation_may_be_nested(client, faults):
     seen = []
 
@@ -50,16 +41,6 @@ def test_faults_of_one_operation_may_be_nested(client, faults):
         put(client, "b")
     put(client, "c")
     assert seen == ["before", "inner before", "outer", "inner", "before", "outer"]
-
-
-def test_a_late_request_reaches_the_backend_after_its_deadline(client, faults):
-    late = []
-    with (
-        faults.late("put_samples"),
-        faults.after("put_samples", lambda request, reply: late.append(time.monotonic() > request.deadline) or reply),
-    ):
-        put(client, "a")
-    assert late == [True]
 
 
 def test_truncation_cuts_jagged_columns_too(client, faults):

@@ -244,11 +244,9 @@ class Mixin:
     ("bases", "namespace", "words"),
     [
         ((), {ORDER: lambda self: None}, f"overrides {ORDER}.*deviations = {{"),
-        ((), {ORDER: None}, f"overrides {ORDER}"),
         ((), {ORDER: pytest.mark.skip(lambda self: None)}, f"overrides {ORDER}"),
         ((Mixin,), {}, "overrides test_cleared_rows_are_gone"),
         ((), {"store": None}, "overrides store"),
-        ((), {"_conformance_gate": None}, "overrides _conformance_gate"),
         ((), {"deviations": {"test_no_such": "why"}}, "is no test of the kit"),
         ((), {"deviations": {ORDER: " "}}, "gives no reason"),
         ((), {"most_copies": {"claim": (9, "why")}}, "Expected put_samples or get_samples"),

@@ -28,7 +28,7 @@ def report_of(*tests, scope="process"):
         ("core", ["pass", "not selected"], "process", "in part"),
         ("claims", ["pass"], "process", "proven"),
         ("leases", ["pass"], "process", "not declared"),
-        ("scope host", ["pass"], "cluster", "proven"),
+        ("scope host", ["pass"], "host", "proven"),
         ("scope host", ["not declared"], "process", "not declared"),
     ],
 )

@@ -113,7 +113,8 @@ def run_chaos(chosen: argparse.Namespace) -> int:
     if not minutes > 0:
         raise ConfigError(f"--minutes must be above 0, got {minutes:g}.")
     _check_report(chosen.json_path)
-    from dataplane_testkit import AuthorsClass, Settings, run_chaos as run_schedule, run_shim
+    from dataplane_testkit._author import AuthorsClass
+    from dataplane_testkit.chaos import Settings, run_chaos as run_schedule, run_shim
 
     seed = random.SystemRandom().randrange(1_000_000) if chosen.seed is None else chosen.seed
     words = ["dataplane", "conformance", name, "--chaos", "--minutes", f"{minutes:g}", "--seed", str(seed)]

@@ -202,7 +202,8 @@ def _in_one_line(text: str) -> str:
 def _outcome_of(report: pytest.TestReport) -> tuple[str | None, str]:
     """Outcome and reason after one phase of a test. The outcome is None if the phase does not decide it."""
     if report.failed:
-        text = report.longreprtext if report.longrepr is not None else ""
+        # pytest-xdist puts a line of its own before the text of a report
+        text = report.longrepr if isinstance(report.longrepr, str) else report.longreprtext
         crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", text)
         said = crash.strip().partition("\n")[0]
         if "Warning" in said:  # it was turned into an error: its text is in the next lines, or in the error's cause

@@ -33,12 +33,8 @@ class Worker:
     """One process with an attached client. It is forked from a process that never had a client.
 
     Everything that is sent is pickled, so functions must be importable by name. The process ends after `close`, or when
-    this process ends.
-
-    Args:
-        nursery: Forks the process.
-        connect: Makes the client, a context manager, in the process.
-        waits: Whether the process waits for `Worker.connect` before, so that several can begin at the same time.
+    this process ends. ``connect`` makes the client, a context manager, in the process. With ``waits``, the process
+    waits for `Worker.connect` before, so that several can begin at the same time.
     """
 
     def __init__(
@@ -117,14 +113,8 @@ def _serve(connection: Connection, connect: Callable[[], AbstractContextManager[
         _reply(connection, False, error)
         return
     _reply(connection, True, os.getpid())
-    with opening as client:
-        while True:
-            try:
-                command = pickle.loads(connection.recv_bytes())  # from our own parent
-            except EOFError:
-                return
-            if command is None:
-                return
+    with opening as client, contextlib.suppress(EOFError):  # our parent has ended
+        while (command := pickle.loads(connection.recv_bytes())) is not None:  # from our own parent
             function, arguments = command
             try:
                 _reply(connection, True, function(client, *arguments))

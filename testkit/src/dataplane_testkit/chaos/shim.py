@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import sys
 import uuid
@@ -11,8 +10,8 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Final
@@ -33,16 +32,10 @@ from dataplane_testkit._columns import items_of
 from dataplane_testkit._nursery import Nursery
 from dataplane_testkit._timing import Background
 from dataplane_testkit._workers import Worker
-from dataplane_testkit.chaos.checker import check
-from dataplane_testkit.chaos.history import History
-from dataplane_testkit.chaos.page import page
-from dataplane_testkit.chaos.rules import RULES
-from dataplane_testkit.chaos.run import Found, Settings, Target, Verdict, run_on
-from dataplane_testkit.chaos.schedule import TASKS
+from dataplane_testkit.chaos.rules import GUARANTEES, RULES
+from dataplane_testkit.chaos.run import Settings, Target, Verdict, run_on
+from dataplane_testkit.chaos.worker import TASKS
 
-#: What a store may promise besides the rules: a put that overlaps a clear commits before it or fails; a committed put
-#: survives the death of the store's processes.
-GUARANTEES: Final = ("fenced", "durable")
 #: What workers can do with each shim, and with one whose claims have leases.
 _STEPS: Final = frozenset(
     ("put", "put_later", "overwrite", "put_again", "get", "get_one_field", "claim", "list", "clear")
@@ -70,33 +63,6 @@ class Shim(ABC):
     Args:
         tasks: Task -> the fields that a sample must have before a claim of the task may give it.
         options: The options of the run, such as an address.
-
-    Examples:
-        >>> class Table(Shim):
-        ...     promises = {"committed": "a put that has returned can be read"}
-        ...
-        ...     def __init__(self, tasks):
-        ...         self.rows, self.given = {}, set()
-        ...
-        ...     def put(self, partition, rows):
-        ...         for sample, cells in rows.items():
-        ...             self.rows.setdefault((partition, sample), {}).update(cells)
-        ...
-        ...     def get(self, partition, samples, fields):
-        ...         return {each: self.rows.get((partition, each), {}) for each in samples}
-        ...
-        ...     def claim(self, partition, task, fields, limit, lease_s):
-        ...         ready = [each for each, cells in self.rows.items() if {*fields} <= {*cells}]
-        ...         mine = [each for each in ready if each[0] == partition and (*each, task) not in self.given]
-        ...         self.given.update((*each, task) for each in mine[:limit])
-        ...         return [sample for _, sample in mine[:limit]]
-        ...
-        ...     def list(self, partition):
-        ...         return [sample for mine, sample in self.rows if mine == partition]
-        ...
-        ...     def clear(self, partition, samples):
-        ...         for sample in samples:
-        ...             self.rows.pop((partition, sample), None)
     """
 
     promises: ClassVar[Mapping[str, str]] = {}
@@ -174,15 +140,11 @@ def _module(place: str) -> ModuleType:
     path = Path(place).resolve()
     name = f"dataplane_shim_{path.stem}_{zlib.crc32(bytes(path)):08x}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[name])
-        except BaseException:
-            del sys.modules[name]
-            raise
+        loader = SourceFileLoader(name, str(path))
+        module = ModuleType(name)
+        module.__file__ = str(path)
+        loader.exec_module(module)
+        sys.modules[name] = module
     return sys.modules[name]
 
 
@@ -292,37 +254,8 @@ def _prepare(name: str) -> None:
 
 
 def _opened(name: str, options: Mapping[str, Any], mark: str, give_up_s: float) -> ShimClient:
-    tasks = {task: each.fields for task, each in TASKS.items()}
+    tasks = {task: fields for task, (fields, _) in TASKS.items()}
     return ShimClient(load_shim(name)(tasks, **options), mark, give_up_s)
-
-
-# --- the run ----------------------------------------------------------------------------------------------------------
-
-
-def judged(history: History, promises: Mapping[str, str]) -> tuple[Found, Found]:
-    """What a history breaks of what a store promises, and what else it breaks of the contract.
-
-    Nothing that the store does not promise is taken for granted where its promises are judged: not that puts and
-    overwrites are whole, that a put which overlaps a clear fails, or that the store outlives its processes.
-
-    Returns:
-        The findings of both kinds, each with the history in which `check` finds it.
-    """
-    events = tuple(
-        replace(each, loses_data=each.loses_data or not (each.process or "durable" in promises))
-        for each in history.events
-    )
-    held = replace(
-        history,
-        events=events,
-        atomic_overwrite="mixed" in promises,
-        whole_puts="half" in promises,
-        fenced="fenced" in promises,
-    )
-    broken = [each for each in check(held) if each.rule in promises or each.rule == "puts"]  # without puts, no proof
-    rules = {each.rule for each in broken}
-    seen = [each for each in check(history) if each.rule not in rules]
-    return [(each, held) for each in broken], [(each, history) for each in seen]
 
 
 def run_shim(
@@ -336,13 +269,13 @@ def run_shim(
 ) -> Verdict:
     """Runs a random schedule on any store, under kills and stops, and judges its history by what the store promises.
 
-    The store must run, or be started by the shim. It blocks as `run_chaos` does.
+    The store must run, or be started by the shim. The rest is as of `run_chaos`.
 
     Args:
         name: The class of the shim, see `load_shim`.
         options: Its keyword arguments. They must be picklable.
         settings: How the run goes.
-        folder: If something is found: gets the page, the history of each process, and the schedules.
+        folder: If something is found: gets the page and the history of each process.
         command: The command that repeats the run, for the page.
         progress: Called a few times a second with what is going on.
 
@@ -362,12 +295,13 @@ def run_shim(
         nursery = Nursery.of(name.rpartition(":")[0], partial(_prepare, name))
         stack.callback(nursery.release)
         target = Target(
+            name=name.rpartition(":")[2],
             client=client,
             op_timeout_s=settings.op_timeout_s,
             new_worker=partial(Worker, nursery, opened),
             steps=_STEPS | (_LEASED_STEPS if "lease" in promises else frozenset()),
             disturbances=client.shim.disturbances(),
             tags=False,
+            promises=promises,
         )
-        write = partial(page, name.rpartition(":")[2], command, promises=promises)
-        return run_on(target, settings, None, partial(judged, promises=promises), write, folder, progress)
+        return run_on(target, settings, folder, command, progress)

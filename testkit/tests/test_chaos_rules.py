@@ -352,9 +352,10 @@ def test_the_page_tells_the_calls_that_prove_the_fault_in_order(long):
 
 def test_a_kill_loses_the_end_of_the_call_under_way_at_most(tmp_path):
     path = tmp_path / "w0.0"
-    recorder = Recorder(path, "w0.0", 0.0)
-    assert recorder.call("clear", "p", lambda: None, samples=["a"])
-    assert recorder.call("list", "p", lambda: 3, lambda reply: {"samples": ["a"], "seen": {"a": {"#v": reply}}}) == 3
+    recorder = Recorder(path, 0.0)
+    assert recorder.call(lambda: None, operation="clear", partition="p", samples=["a"])
+    shows = lambda reply: {"samples": ["a"], "seen": {"a": {"#v": reply}}}  # noqa: E731
+    assert recorder.call(lambda: 3, shows, operation="list", partition="p") == 3
     recorder.close()
     whole = path.read_bytes()
     for size in range(len(whole) + 1):

@@ -1,14 +1,12 @@
-"""`dataplane conformance NAME`, also with `--chaos`."""
+"""`dataplane conformance NAME`."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from dataplane_core.cli import main
-from dataplane_noop import NoopBackend
 
 
 def test_the_command_runs_the_kit_and_writes_reports(tmp_path, capsys):
@@ -52,42 +50,6 @@ def test_wrong_options_are_not_quoted(options, capsys):
     printed = capsys.readouterr()
     assert "--options" in printed.err
     assert "hunter2" not in printed.out + printed.err
-
-
-def _chaos(folder, *arguments):
-    words = ["conformance", "noop", "--chaos", "--minutes", "0.03", "--seed", "7"]
-    return main([*words, "--json", str(folder / "r.json"), "-o", str(folder / "found"), *arguments])
-
-
-def test_chaos_prints_its_seed_and_what_ran(tmp_path, capsys):
-    status = _chaos(tmp_path)
-    printed = capsys.readouterr()
-    assert status == 0, printed.out
-    assert printed.out.startswith("chaos on noop: 0.03 min, seed 7\n")
-    assert printed.out.endswith("no rule of the contract was broken\n")
-    assert printed.err == ""  # no progress line where nobody looks
-    summary = json.loads((tmp_path / "r.json").read_text())
-    assert summary["passed"]
-    assert summary["calls"]["put"]["ok"] > 0
-    assert not (tmp_path / "found").exists()
-
-
-def test_chaos_names_the_fault_and_the_page(tmp_path, capsys, monkeypatch):
-    right = NoopBackend.claim
-
-    def backwards(self, request):
-        claim = right(self, request)
-        return replace(claim, sample_ids=claim.sample_ids[::-1], tags=claim.tags[::-1])
-
-    monkeypatch.setattr(NoopBackend, "claim", backwards)
-    status = _chaos(tmp_path)
-    said = capsys.readouterr().out
-    assert status == 1
-    assert "FAULT order: " in said
-    assert said.endswith(f"see {tmp_path / 'found' / 'finding.md'}\n")
-    text = (tmp_path / "found" / "finding.md").read_text()
-    assert "dataplane conformance noop --chaos --minutes 0.03 --seed 7" in text
-    assert not json.loads((tmp_path / "r.json").read_text())["passed"]
 
 
 @pytest.mark.parametrize(

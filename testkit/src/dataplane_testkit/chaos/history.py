@@ -110,8 +110,7 @@ class Call:
         """The same call, as if it had been about these of its samples only."""
         kept = [sample in samples for sample in self.samples]
         parts: dict[str, Any] = {
-            name: tuple(compress(values, kept)) if len(values) == len(kept) else values
-            for name, values in (("samples", self.samples), ("size_bytes", self.size_bytes), ("tokens", self.tokens))
+            name: tuple(compress(getattr(self, name), kept)) for name in ("samples", "size_bytes", "tokens")
         }
         return replace(self, **parts, seen={sample: cells for sample, cells in self.seen.items() if sample in samples})
 
@@ -186,50 +185,33 @@ def said(error: BaseException) -> str:
 
 
 class Recorder:
-    """Appends the calls of one process to its file. Only one thread may use it.
+    """Appends the calls of one process to its file, with times since ``epoch_s``. Only one thread may use it."""
 
-    Args:
-        path: The file.
-        process: The name of the process.
-        epoch_s: `time.monotonic` at the start of the run; all processes of a host share this clock.
-    """
-
-    def __init__(self, path: Path, process: str, epoch_s: float) -> None:
-        self.process = process
+    def __init__(self, path: Path, epoch_s: float) -> None:
         self._epoch_s = epoch_s
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._numbers = 0
 
     def call(
         self,
-        operation: str,
-        partition: str,
         act: Callable[[], Any],
         shows: Callable[[Any], Mapping[str, Any]] = lambda reply: {},
         **about: Any,
     ) -> Any:
-        """Makes a call, and writes down its start and its end.
-
-        Args:
-            operation: As in `Call`.
-            partition: The partition.
-            act: Makes the call, and returns the reply.
-            shows: The reply -> further attributes of the `Call`.
-            about: Further attributes of the `Call`.
+        """Makes a call by ``act``, and writes down what it is about and, at its end, what the reply shows.
 
         Returns:
             The reply; True if it is None. None if the call failed: an error is written down, not raised.
         """
         self._numbers += 1
-        begin = {"number": self._numbers, "operation": operation, "partition": partition, **about}
-        self._write({**begin, "begin_s": self._now()})
+        self._write({"number": self._numbers, **about, "begin_s": self._now()})
         end: dict[str, Any] = {"number": self._numbers, "outcome": OK}
         reply = None
         try:
             reply = act()
             end |= shows(reply)
         except Exception as error:
-            end |= {"outcome": outcome_of(operation, error), "error": said(error)}
+            end |= {"outcome": outcome_of(about["operation"], error), "error": said(error)}
         self._write({**end, "end_s": self._now()})
         if end["outcome"] != OK:
             return None

@@ -158,7 +158,7 @@ class Hands:
 
     def __init__(self, client: Any, plan: Plan, process: str, first_version: int) -> None:
         self._client, self._plan, self._process, self._version = client, plan, process, first_version
-        self._recorder = Recorder(plan.file_of(process), process, plan.epoch_s)
+        self._recorder = Recorder(plan.file_of(process), plan.epoch_s)
         self._numbers = 0
         self._known = {name: deque[str](maxlen=_KNOWN) for name in PARTITIONS}
         self._held: list[KVBatchMeta] = []
@@ -224,7 +224,8 @@ class Hands:
                 self._call("save", partition, save, version=self._numbers)
 
     def _call(self, operation: str, partition: str, act: Callable[[], Any], *shows: Any, **about: Any) -> Any:
-        return self._recorder.call(operation, partition, act, *shows, **{"timeout_s": self._plan.op_timeout_s} | about)
+        about = {"operation": operation, "partition": partition, "timeout_s": self._plan.op_timeout_s} | about
+        return self._recorder.call(act, *shows, **about)
 
     def write(self, partition: str, names: Sequence[str], fields: Sequence[str], lengths: Sequence[int] = ()) -> bool:
         """Puts fields of samples with the next version, which a tag holds too."""

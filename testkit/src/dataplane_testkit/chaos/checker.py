@@ -382,14 +382,18 @@ def _order(task: Task) -> Findings:
 def _passed_over(index: Index, task: Task) -> Findings:
     """Claims that did not give a sample that they had to give: it was ready all the time, and nobody could hold it."""
     lost = [(claim.begin_s, _may_take_until(index, claim)) for claim in task.claims if claim.outcome == UNKNOWN]
+    kept_s = {
+        sample: min((hold.claim.begin_s for hold in holds if math.isinf(hold.freed_s)), default=math.inf)
+        for sample, holds in task.holds.items()
+    }
     for claim in task.claims:
         begin_s, end_s, over = claim.begin_s, claim.end_s, list[tuple[Row, list[Call]]]()
         if any(since_s <= end_s and until_s >= begin_s for since_s, until_s in lost):
             continue
-        for row in task.rows.values():
-            if not any(hold.claim.begin_s <= end_s and hold.freed_s >= begin_s for hold in task.holds[row.sample]):
-                puts = row.cells(begin_s, end_s, claim.fields)
-                over += [(row, [put.call for put in puts])] if puts else []
+        for row in [row for sample, row in task.rows.items() if kept_s[sample] > end_s]:
+            held = any(hold.claim.begin_s <= end_s and hold.freed_s >= begin_s for hold in task.holds[row.sample])
+            puts = [] if held or row.sample in claim.samples else row.cells(begin_s, end_s, claim.fields)
+            over += [(row, [put.call for put in puts])] if puts else []
         waited = claim.error_name == "ClaimTimeoutError" and end_s <= begin_s + claim.timeout_s + _LATE_S
         if over and claim.outcome == OK and len(claim.samples) < claim.limit and not claim.blocking:
             (row, puts_of), gave = over[0], f"{claim} of up to {claim.limit} gave {len(claim.samples)}"

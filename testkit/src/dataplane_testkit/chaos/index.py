@@ -61,11 +61,13 @@ class Row:
 
     def cells(self, begin_s: float, end_s: float, fields: Collection[str]) -> list[Put]:
         """The puts by which all fields were there for certain from one moment to another. Empty: not for certain."""
-        if self.unsafe:
-            return []
-        puts = [self.there(begin_s, end_s, (name,)) for name in fields]
-        known = [put for put in puts if put is not None]
-        return known if len(known) == len(puts) else []
+        found: list[Put] = []
+        for name in fields:
+            put = None if self.unsafe else self.there(begin_s, end_s, (name,))
+            if put is None:
+                return []
+            found.append(put)
+        return found
 
     def first_write_by(self, at_s: float) -> float:
         """The moment by which the sample, held at ``at_s``, had been written first. Infinite: not certain."""

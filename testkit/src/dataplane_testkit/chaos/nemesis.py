@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -18,8 +19,9 @@ from dataplane_testkit._workers import Worker
 from dataplane_testkit.chaos.history import Event
 from dataplane_testkit.chaos.worker import Plan, live
 
-#: What happens, as likely as these weights say. ``disturb``: something that the author of the store supplies.
-_WEIGHTS: Final[Mapping[str, int]] = {"kill": 5, "stop": 4, "disturb": 2}
+#: How likely it is that a worker is killed or stopped, or that something is done to the store.
+_WEIGHTS: Final[Mapping[str, float]] = {"kill": 5, "stop": 4}
+_WEIGHT_OF_OTHERS: Final = 2
 #: How long it lasts, in leases: some stops outlast them.
 _LENGTHS: Final = (0.2, 0.5, 1.5, 3.0)
 #: Seconds between two looks at workers that end, and at whether a call begins.
@@ -48,7 +50,7 @@ class _Life:
         return f"w{self.number}.{self.life}"
 
 
-class Nemesis:
+class Nemesis(ExitStack):
     """The workers of a run, and what is done to them. Each killed worker gets a new life.
 
     Args:
@@ -59,76 +61,63 @@ class Nemesis:
     """
 
     def __init__(self, plan: Plan, new_worker: Callable[[], Worker], names: list[str], events: list[Event]) -> None:
+        super().__init__()
         self._plan, self._new_worker, self._names, self._events = plan, new_worker, names, events
         self._workers: dict[int, _Life] = {}
         self._until_s = 0.0
 
-    def __enter__(self) -> Nemesis:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for worker in self._workers.values():
-            worker.process.kill()
-            worker.process.close()
-
     def start(self, count: int, for_s: float) -> None:
         """Starts so many workers, and lets them take steps for a time once all are attached."""
         for number in range(count):
-            self._workers[number] = _Life(number, 0, self._new_worker())
+            self._fork(number, 0)
         for worker in self._workers.values():
             worker.process.wait_ready()
         self._until_s = time.monotonic() + for_s
         for worker in self._workers.values():
             self._begin(worker)
 
-    def disrupt(
-        self, faults: frozenset[str], disturbances: Mapping[str, Disturbance], every_s: float, look: Callable[[], None]
-    ) -> None:
+    def disrupt(self, faults: Mapping[str, Disturbance | None], every_s: float, look: Callable[[], None]) -> None:
         """Kills and stops workers and disturbs the store until the workers end.
 
         Args:
-            faults: ``kill``, ``stop`` and names of disturbances: those that happen.
-            disturbances: Name -> what can be done to the store.
+            faults: What happens: ``kill``, ``stop``, and by name what can be done to the store.
             every_s: The mean time from one to the next, in seconds.
             look: Called a few times a second.
         """
         rng, due_s = random.Random(f"{self._plan.seed} nemesis"), time.monotonic() + every_s / 2
-        named = sorted(faults & disturbances.keys())
-        kinds = [kind for kind in _WEIGHTS if kind in faults or (kind == "disturb" and named)]
-        while time.monotonic() < self._until_s:
-            due_s += rng.uniform(0.3, 1.7) * every_s
-            while time.monotonic() < (min(due_s, self._until_s) if kinds else self._until_s):
+        others = len(faults.keys() - _WEIGHTS.keys())
+        weights = [_WEIGHTS.get(name) or _WEIGHT_OF_OTHERS / others for name in faults]
+        while True:
+            due_s += rng.uniform(0.3, 1.7) * every_s if faults else math.inf
+            while time.monotonic() < min(due_s, self._until_s):
                 self._continue(self._now())
                 look()
                 time.sleep(0.05)
-            if kinds and time.monotonic() < self._until_s:
-                kind = rng.choices(kinds, [_WEIGHTS[each] for each in kinds])[0]
-                worker = self._workers[rng.randrange(len(self._workers))]
-                for_s = rng.choice(_LENGTHS) * self._plan.lease_s
-                if kind == "disturb":
-                    name = rng.choice(named)
-                    self._disturb(name, disturbances[name], for_s)
-                else:
-                    self._stop(worker, rng.random(), for_s)
-                if kind == "kill":
-                    self._kill(worker)
-                    self._renew(worker)
+            if time.monotonic() >= self._until_s:
+                return
+            name, number = rng.choices(list(faults), weights)[0], rng.randrange(len(self._workers))
+            for_s, disturbance = rng.choice(_LENGTHS) * self._plan.lease_s, faults[name]
+            if disturbance is not None:
+                self._disturb(name, disturbance, for_s)
+                continue
+            self._stop(self._workers[number], rng.random(), for_s)
+            if name == "kill":
+                self._renew(self._kill(number))
 
     def kill_all(self, count: int) -> None:
         """Kills so many workers, each after some calls. When it returns, none is left."""
-        rng, numbers = random.Random(self._plan.seed), list(self._workers)
-        count = max(count, len(numbers))
-        for turn in range(count):
-            worker = self._workers[turn % len(numbers)]
+        rng, size = random.Random(self._plan.seed), len(self._workers)
+        for turn in range(max(count, size)):
+            worker = self._workers[turn % size]
             eventually(partial(self._has_called, worker), STARTS_S, f"the first calls of {worker.name}")
             self._stop(worker, rng.random())
-            self._kill(worker)
-            if turn < count - len(numbers):
+            self._kill(worker.number)
+            if turn < count - size:
                 self._renew(worker)
 
     def finish(self, late_s: float) -> None:
         """Waits until all workers have ended, but not much longer: their last calls are then ones that never ended."""
-        self._continue(float("inf"))
+        self._continue(math.inf)
         for worker in self._workers.values():
             while not worker.process.replied and time.monotonic() < self._until_s + late_s:
                 time.sleep(_LOOK_S)
@@ -143,12 +132,17 @@ class Nemesis:
         self._plan.file_of(worker.name).touch()
         worker.process.start(live, self._plan, worker.number, worker.life, self._until_s)
 
-    def _renew(self, worker: _Life) -> None:
+    def _fork(self, number: int, life: int) -> _Life:
+        worker = self._workers[number] = _Life(number, life, self._new_worker())
+        self.callback(worker.process.close)
+        self.callback(worker.process.kill)  # before
+        return worker
+
+    def _renew(self, killed: _Life) -> None:
         """Gives a worker that was killed its next life."""
-        born = _Life(worker.number, worker.life + 1, self._new_worker())
-        self._workers[worker.number] = born
-        born.process.wait_ready()
-        self._begin(born)
+        worker = self._fork(killed.number, killed.life + 1)
+        worker.process.wait_ready()
+        self._begin(worker)
 
     def _has_called(self, worker: _Life) -> bool:
         if worker.process.replied:
@@ -163,13 +157,13 @@ class Nemesis:
             Event(kind=name, process="", begin_s=began_s, end_s=self._now(), loses_data=disturbance.loses_data)
         )
 
-    def _kill(self, worker: _Life) -> None:
+    def _kill(self, number: int) -> _Life:
         """Kills a worker that is stopped."""
+        worker = self._workers.pop(number)
         os.kill(worker.process.pid, signal.SIGKILL)
         worker.process.kill()  # which also waits for its end
         self._add_event("kill", worker)
-        worker.process.close()
-        del self._workers[worker.number]
+        return worker
 
     def _continue(self, by_s: float) -> None:
         """Continues the workers whose stop is over by a moment."""

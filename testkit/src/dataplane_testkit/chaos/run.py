@@ -256,16 +256,13 @@ class _Run(ExitStack):
     def __init__(self, target: Target, settings: Settings, progress: Callable[[str], None] = lambda text: None) -> None:
         super().__init__()
         self._target, self._settings, self._progress = target, settings, progress
-        known = frozenset({"kill", "stop", *target.disturbances})
-        self._faults = known if settings.faults is None else settings.faults
-        steps = target.steps if settings.steps is None else settings.steps
-        for what, asked, has in (("faults", self._faults, known), ("steps", steps, target.steps)):
-            if unknown := sorted(asked - has):
-                raise ConfigError(
-                    f"{what}: '{unknown[0]}' cannot be done to this store. Expected some of {sorted(has)}."
-                )
+        known: dict[str, Disturbance | None] = {"kill": None, "stop": None, **target.disturbances}
+        faults, steps = settings.faults, target.steps if settings.steps is None else settings.steps
+        for what, asked, has in (("faults", faults or (), sorted(known)), ("steps", steps, sorted(target.steps))):
+            if unknown := sorted(set(asked) - set(has)):
+                raise ConfigError(f"{what}: '{unknown[0]}' cannot be done to this store. Expected some of {has}.")
+        self._faults = {name: each for name, each in known.items() if faults is None or name in faults}
         self._folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="dataplane-chaos-")))
-        self._tasks = tuple(TASKS) if "claim" in target.steps else ()
         self._plan = Plan(
             seed=settings.seed,
             folder=self._folder,
@@ -274,7 +271,6 @@ class _Run(ExitStack):
             lease_s=settings.lease_s,
             op_timeout_s=settings.op_timeout_s,
             steps=steps,
-            tasks=self._tasks or ("once",),
             leases="ack" in target.steps,
             tags=target.tags,
         )
@@ -294,7 +290,7 @@ class _Run(ExitStack):
             with Nemesis(self._plan, target.new_worker, self._processes, self._events) as nemesis:
                 nemesis.start(settings.workers, settings.schedule_s)
                 if settings.kills is None:
-                    nemesis.disrupt(self._faults, target.disturbances, settings.every_s, self._look)
+                    nemesis.disrupt(self._faults, settings.every_s, self._look)
                     nemesis.finish(settings.op_timeout_s + settings.allowance_s)
                 else:
                     nemesis.kill_all(settings.kills)
@@ -388,7 +384,8 @@ class _Run(ExitStack):
 
     def _take_the_rest(self, audit: Hands) -> None:
         """Claims (and acks) for all tasks until nothing has come back for longer than any lease lasts."""
-        left = {(partition, task) for partition in PARTITIONS for task in self._tasks}
+        tasks = TASKS if "claim" in self._target.steps else ()
+        left = {(partition, task) for partition in PARTITIONS for task in tasks}
         last, tells = time.monotonic(), "consumed" in self._target.steps
         given: Counter[tuple[str, str]] = Counter()
         while left and time.monotonic() < last + 3 * self._settings.lease_s + 1:

@@ -84,15 +84,8 @@ class Shim(ABC):
     ) -> Sequence[str] | Mapping[str, str]:
         """Takes up to ``limit`` samples that have these fields, and that the task was not given yet. Does not wait.
 
-        Args:
-            partition: The partition.
-            task: The task.
-            fields: The fields.
-            limit: The most samples.
-            lease_s: Seconds after which a sample that is not acked is given again. None: it is given for good.
-
-        Returns:
-            The samples in the order in which they are given; with a lease, sample -> its token.
+        Returns them in the order in which they are given; with a lease, sample -> its token. ``lease_s``: the seconds
+        after which a sample that is not acked is given again. None: it is given for good.
         """
 
     @abstractmethod
@@ -140,11 +133,13 @@ def _module(place: str) -> ModuleType:
     path = Path(place).resolve()
     name = f"dataplane_shim_{path.stem}_{zlib.crc32(bytes(path)):08x}"
     if name not in sys.modules:
-        loader = SourceFileLoader(name, str(path))
-        module = ModuleType(name)
+        sys.modules[name] = module = ModuleType(name)
         module.__file__ = str(path)
-        loader.exec_module(module)
-        sys.modules[name] = module
+        try:
+            SourceFileLoader(name, str(path)).exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
     return sys.modules[name]
 
 
@@ -175,9 +170,7 @@ class ShimClient:
     """
 
     def __init__(self, shim: Shim, mark: str, give_up_s: float) -> None:
-        self.shim = shim
-        self._mark = mark
-        self._give_up_s = give_up_s
+        self.shim, self._mark, self._give_up_s = shim, mark, give_up_s
 
     def __enter__(self) -> ShimClient:
         return self
@@ -203,18 +196,9 @@ class ShimClient:
             raise MissingDataError(f"not there: {', '.join(missing[:6])}")
         return {field: [_unpacked(field, rows[name][field]) for name in names] for field in fields}
 
-    def claim_meta(
-        self,
-        partition: str,
-        task: str,
-        fields: Sequence[str],
-        limit: int,
-        *,
-        lease_s: float | None,
-        **_: object,
-    ) -> KVBatchMeta:
+    def claim_meta(self, partition: str, task: str, fields: Sequence[str], limit: int, **how: Any) -> KVBatchMeta:
         """Claims what is ready."""
-        given = self._ask("claim", self._mark + partition, task, list(fields), limit, lease_s)
+        given = self._ask("claim", self._mark + partition, task, list(fields), limit, how["lease_s"])
         tokens = list(given.values()) if isinstance(given, Mapping) else None
         return KVBatchMeta(partition, task, list(given), lease_tokens=tokens)
 
@@ -229,11 +213,9 @@ class ShimClient:
 
     def clear_samples(self, names: Sequence[str] | None, partition: str) -> None:
         """Drops samples. None: all; and if the store does not answer, none."""
-        if names is not None:
-            self._ask("clear", self._mark + partition, names)
-            return
-        with suppress(DataPlaneError):
-            self._ask("clear", self._mark + partition, self.list_samples(partition).sample_ids)
+        with suppress(*([DataPlaneError] if names is None else [])):
+            given = self.list_samples(partition).sample_ids if names is None else names
+            self._ask("clear", self._mark + partition, given)
 
     def _ask(self, operation: str, *arguments: Any) -> Any:
         call = Background(partial(getattr(self.shim, operation), *arguments))
@@ -267,20 +249,14 @@ def run_shim(
     command: str = "",
     progress: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """Runs a random schedule on any store, under kills and stops, and judges its history by what the store promises.
+    """As `run_chaos`, on any store: judges the history by what the store promises.
 
-    The store must run, or be started by the shim. The rest is as of `run_chaos`.
+    The store must run, or be started by the shim. `Verdict.findings` are promises that were broken.
 
     Args:
         name: The class of the shim, see `load_shim`.
         options: Its keyword arguments. They must be picklable.
-        settings: How the run goes.
-        folder: If something is found: gets the page and the history of each process.
-        command: The command that repeats the run, for the page.
-        progress: Called a few times a second with what is going on.
-
-    Returns:
-        What was found. `Verdict.findings` are promises that were broken.
+        settings, folder, command, progress: As of `run_chaos`.
 
     Raises:
         ConfigError: There is no such shim, or the run asks for a fault or step that is not possible.

@@ -75,9 +75,8 @@ class Plan:
     pause_s: float
     lease_s: float
     op_timeout_s: float
-    #: The steps that the store can take, and the tasks whose claims it can serve.
+    #: The steps that the workers take.
     steps: frozenset[str] = frozenset(STEPS)
-    tasks: tuple[str, ...] = tuple(TASKS)
     #: Whether the claims of leased tasks have leases, and whether puts have a tag with their version.
     leases: bool = True
     tags: bool = True
@@ -169,7 +168,7 @@ class Hands:
 
     def take(self, kind: str, rng: random.Random) -> None:
         """Takes one of `STEPS`."""
-        partition, task = rng.choices(PARTITIONS, (3, 1))[0], rng.choice((*self._plan.tasks, self._plan.tasks[0]))
+        partition, task = rng.choices(PARTITIONS, (3, 1))[0], rng.choice(("train", *TASKS))
         lengths = rng.choices((1, 3, 200, 1000), k=rng.choice((1, 1, 2, 3, 4, 6)))
         count, chance, known = len(lengths), rng.random(), list(dict.fromkeys(self._known[partition]))
         if rng.random() < _HOT_SHARE:

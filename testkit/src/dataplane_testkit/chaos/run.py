@@ -392,21 +392,18 @@ class _Run(ExitStack):
             for partition, task in sorted(left):
                 self._progress(f"auditing task {task} of {partition}")
                 meta, leased = audit.claim(partition, task, _AUDIT_CLAIMS), self._plan.lease_of(task) is not None
-                if meta is not None and meta.size:
-                    given[partition, task] += 1
-                    last = time.monotonic()
+                if meta is None:
+                    over = True  # why is in the history
+                elif meta.size:
+                    last, given[partition, task] = time.monotonic(), given[partition, task] + 1
+                    over = given[partition, task] > _MOST_AUDIT_CLAIMS  # a store that gives the same again and again
                     if leased and tells:
                         audit.consumed(partition, task)  # not yet: these are not acked
                     if leased:
                         audit.settle("ack", meta)
-                # over if a claim failed, if a store gives the same again and again, or if all is given for good
-                endless = given[partition, task] > _MOST_AUDIT_CLAIMS
-                if (
-                    meta is None
-                    or endless
-                    or (not meta.size and (not leased or (tells and audit.consumed(partition, task))))
-                ):
-                    left.discard((partition, task))
+                else:
+                    over = not leased or (tells and audit.consumed(partition, task))
+                left -= {(partition, task)} if over else set()
             time.sleep(0.2)
 
     def _read_all(self, audit: Hands, partition: str) -> None:

@@ -106,6 +106,7 @@ committed: a read finds nothing of a put that returned
   fine    A; 0.5-3 get a -> MissingDataError
   fine    A; 1.5-? clear a; 2-3 get a -> MissingDataError
   fine    0-? put a v=1; 2-3 get a -> MissingDataError
+  fine    A; 2-3 get a,b -> MissingDataError
 committed: a listing leaves out a sample
   broken  A; 2-3 list
   fine    A; 2-3 list -> a=1
@@ -193,6 +194,9 @@ order: a reply is out of order
   fine    A; B; 4-5 claim -> a=1 b=2
   fine    A; 0.5-3 put b v=2; 4-5 claim -> b=2 a=1
   fine    A; B; 3.1-3.2 clear a; 3.3-3.4 put a v=3; 4-5 claim -> b=2 a=3
+order: a sample that was cleared and put again comes first
+  broken  A; B; 3.1-3.2 clear a; 3.3-3.4 put a v=3; 4-5 claim -> a=3 b=2
+  fine    A; B; 3.1-? clear a; 3.3-3.4 put a v=3; 4-5 claim -> a=3 b=2
 order: a later sample is given first
   broken  A; B; 4-5 claim limit=1 -> b=2
   fine    A; B; 4-5 claim limit=1 -> a=1
@@ -221,6 +225,7 @@ at most one claim: more samples are lost than lost replies account for
 consumed: a task is done too early
   broken  A; 2-3 consumed -> yes; 9-10 claim -> a=1
   fine    A; 1.5-1.8 claim -> a=1; 2-3 consumed -> yes
+  fine    A; 1.5-? claim; 2-3 consumed -> yes
   fine    A; 2-3 consumed -> no; 9-10 claim -> a=1
 consumed: a task is done before the ack
   broken  A; 1.5-1.8 claim token=A -> a=1; 2-3 consumed -> yes
@@ -229,6 +234,9 @@ capacity: the store holds too much
   broken  capacity_bytes=100: 0-1 put a v=1 bytes=60; 2-3 put b v=2 bytes=60
   fine    capacity_bytes=100: 0-1 put a v=1 bytes=60; 2-9 clear a; 2-3 put b v=2 bytes=60
   fine    capacity_bytes=100: 0-1 put a v=1 bytes=60; 2-3 put a v=2 bytes=60
+capacity: what was dropped while it was put does not count, not even as room
+  broken  capacity_bytes=99: 0-3 put a v=1; 1-2 clear a; 0-1.5 put b v=2 bytes=60; 0-1.6 put c v=3 bytes=45; 2-3 clear b
+  fine    capacity_bytes=100: 0-3 put a v=1 bytes=60; 1-2 clear a; 4-5 put b v=2 bytes=60
 deadline: a call ends long after its deadline
   broken  end_s=60: 0-40 put a v=1 timeout=5
   fine    end_s=60: 0-14 put a v=1 timeout=5

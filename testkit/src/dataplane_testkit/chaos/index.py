@@ -177,7 +177,7 @@ class Index:
         self.rows: dict[str, dict[str, Row]] = defaultdict(dict)
         #: Partition -> what dropped all of it, or may have dropped it.
         losses: list[Call | Event] = [each for each in history.events if each.loses_data]
-        self.wipes = defaultdict(losses.copy)
+        self.wipes: dict[str, list[Call | Event]] = defaultdict(losses.copy)
         of_tasks: dict[tuple[str, str], list[Call]] = defaultdict(list)
         for call in self.calls:
             rows = self.rows[call.partition]

@@ -223,8 +223,8 @@ class Hands:
                 self._call("save", partition, save, version=self._numbers)
 
     def _call(self, operation: str, partition: str, act: Callable[[], Any], *shows: Any, **about: Any) -> Any:
-        about = {"operation": operation, "partition": partition, "timeout_s": self._plan.op_timeout_s} | about
-        return self._recorder.call(act, *shows, **about)
+        usual = {"operation": operation, "partition": partition, "timeout_s": self._plan.op_timeout_s}
+        return self._recorder.call(act, *shows, **{**usual, **about})
 
     def write(self, partition: str, names: Sequence[str], fields: Sequence[str], lengths: Sequence[int] = ()) -> bool:
         """Puts fields of samples with the next version, which a tag holds too."""

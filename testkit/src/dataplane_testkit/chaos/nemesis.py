@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -50,7 +50,7 @@ class _Life:
         return f"w{self.number}.{self.life}"
 
 
-class Nemesis(ExitStack):
+class Nemesis:
     """The workers of a run, and what is done to them. Each killed worker gets a new life.
 
     Args:
@@ -61,10 +61,15 @@ class Nemesis(ExitStack):
     """
 
     def __init__(self, plan: Plan, new_worker: Callable[[], Worker], names: list[str], events: list[Event]) -> None:
-        super().__init__()
         self._plan, self._new_worker, self._names, self._events = plan, new_worker, names, events
         self._workers: dict[int, _Life] = {}
         self._until_s = 0.0
+
+    def close(self) -> None:
+        """Ends the workers that are left."""
+        for worker in self._workers.values():
+            worker.process.kill()
+            worker.process.close()
 
     def start(self, count: int, for_s: float) -> None:
         """Starts so many workers, and lets them take steps for a time once all are attached."""
@@ -134,8 +139,6 @@ class Nemesis(ExitStack):
 
     def _fork(self, number: int, life: int) -> _Life:
         worker = self._workers[number] = _Life(number, life, self._new_worker())
-        self.callback(worker.process.close)
-        self.callback(worker.process.kill)  # before
         return worker
 
     def _renew(self, killed: _Life) -> None:
@@ -153,9 +156,8 @@ class Nemesis(ExitStack):
         began_s = self._now()
         with disturbance.act():
             time.sleep(for_s if disturbance.lasts else 0.0)
-        self._events.append(
-            Event(kind=name, process="", begin_s=began_s, end_s=self._now(), loses_data=disturbance.loses_data)
-        )
+        times = {"begin_s": began_s, "end_s": self._now()}
+        self._events.append(Event(kind=name, process="", **times, loses_data=disturbance.loses_data))
 
     def _kill(self, number: int) -> _Life:
         """Kills a worker that is stopped."""
@@ -163,6 +165,7 @@ class Nemesis(ExitStack):
         os.kill(worker.process.pid, signal.SIGKILL)
         worker.process.kill()  # which also waits for its end
         self._add_event("kill", worker)
+        worker.process.close()
         return worker
 
     def _continue(self, by_s: float) -> None:

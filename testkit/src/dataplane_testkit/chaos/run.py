@@ -287,7 +287,7 @@ class _Run(ExitStack):
         if target.new_worker is None:
             self._threads()
         else:
-            with Nemesis(self._plan, target.new_worker, self._processes, self._events) as nemesis:
+            with closing(Nemesis(self._plan, target.new_worker, self._processes, self._events)) as nemesis:
                 nemesis.start(settings.workers, settings.schedule_s)
                 if settings.kills is None:
                     nemesis.disrupt(self._faults, settings.every_s, self._look)

@@ -1,14 +1,12 @@
-"""`dataplane conformance NAME`, also with `--chaos`."""
+"""`dataplane conformance NAME`."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from dataplane_core.cli import main
-from dataplane_noop import NoopBackend
 
 
 def test_the_command_runs_the_kit_and_writes_reports(tmp_path, capsys):

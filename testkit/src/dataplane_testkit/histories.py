@@ -181,7 +181,7 @@ class Model:
 
     def answer(self, step: Step) -> Any:
         """The reply to a step. Raises as the ledger does."""
-        self.now += 1 / 64  # no two claims at the same time
+        self.now += 2**-20  # no two claims at the same time, and no lease ends unless time is said to pass
         match step:
             case Wait(seconds):
                 self.now += seconds
@@ -256,6 +256,8 @@ class History:
         self._weights = {name: weight for name, (weight, needs) in _DRAWN.items() if needs <= self.able}
         for name in _ONLY_REAL if not self.real else _ONLY_VIRTUAL:
             self._weights.pop(name, None)
+        # a NaN that was saved and loaded is another one
+        self._tags = TAGS if self.real else [each for each in TAGS if "nan" not in repr(each)]
 
     def step(self, ledger: Ledger, now: float) -> Step:
         """The next step."""
@@ -274,7 +276,10 @@ class History:
         dice = self.dice
         if isinstance(step, Put):
             self._puts = [*self._puts[-8:], step]
-            if dice.random() < 0.5:
+            if "l" in step.columns and dice.random() < 0.6:  # what a list becomes depends on the others of its field
+                self._next.append(lambda: self._put(step.partition_id, fields=["l"]))
+                self._next.append(lambda: self._read(step.partition_id, fields=["l"]))
+            elif dice.random() < 0.5:
                 self._next.append(lambda: self._read(step.partition_id, step.sample_ids, list(step.columns)))
         elif isinstance(step, commands.BeginPut) and reply is not None:
             self._begun.append(reply)
@@ -289,7 +294,7 @@ class History:
 
     def _claimed(self, claim: commands.ClaimRequest, reply: Any) -> None:
         dice, ids = self.dice, list(reply.sample_ids)
-        if ids and claim.lease_s:
+        if ids and reply.lease_tokens:
             self._claims = [*self._claims[-8:], _Given(claim, ids, list(reply.lease_tokens))]
             if dice.random() < 0.4:
                 self._next += [lambda: self._settle(ago=0)] * dice.randint(1, 2)
@@ -394,7 +399,7 @@ class History:
             ids,
             self._columns(list(fields) or self._fields()),
             self._number(),
-            tags=[dice.choice(TAGS) for _ in ids] if dice.random() < 0.5 else None,
+            tags=[dice.choice(self._tags) for _ in ids] if dice.random() < 0.5 else None,
             epoch=dice.choice(["now", "old"]) if dice.random() < 0.1 else "",
             fault=dice.choice(["lost"] * repeatable + ["late"]) if dice.random() < 0.1 and self.real else "",
         )
@@ -405,7 +410,7 @@ class History:
 
     def _put_tags(self) -> Step:
         ids = self._some_ids()
-        return Put(self._part(), ids, {}, self._number(), tags=[self.dice.choice(TAGS) for _ in ids])
+        return Put(self._part(), ids, {}, self._number(), tags=[self.dice.choice(self._tags) for _ in ids])
 
     def _put_again(self) -> Step | None:
         """The very cells of an earlier put, with their values of now."""
@@ -470,7 +475,7 @@ class History:
             self._fields() if dice.random() < 0.9 else [],
             dice.choice([1, 2, 2, 3, 4, 6]) * ((known and known.grpo_group_size) or 1),
             all_or_nothing=waits,
-            explain=waits,
+            explain=waits and self.real,
             lease_s=dice.choice([None, *leases]) if Capability.LEASES in self.able else None,
             tag_filter=self._filter(),
             sampler=dice.choice(["first_write"] * 3 + ["freshest"] * (Capability.SAMPLERS in self.able)),
@@ -534,7 +539,7 @@ class History:
             for _ in range(self.dice.randint(0, 2)):
                 task = self.dice.choice([*TASKS, "nobody"])
                 about = {"task_name": task, "required_fields": self._fields(), "tag_filter": self._filter()}
-                questions.append(Question(**about, explain=self.dice.random() < 0.5))
+                questions.append(Question(**about, explain=self.real and self.dice.random() < 0.5))
         return commands.InspectRequest(self._part(), questions)
 
     def _list_fields(self) -> Step:

@@ -256,6 +256,8 @@ class History:
         self._weights = {name: weight for name, (weight, needs) in _DRAWN.items() if needs <= self.able}
         for name in _ONLY_REAL if not self.real else _ONLY_VIRTUAL:
             self._weights.pop(name, None)
+        if self.bounded:
+            self._weights = {name: each for name, each in self._weights.items() if name in _OF_ROOM}
         # a NaN that was saved and loaded is another one
         self._tags = TAGS if self.real else [each for each in TAGS if "nan" not in repr(each)]
 
@@ -346,6 +348,8 @@ class History:
         return self.dice.choice(["p", "p", "p", "pq"]) if self.dice.random() < 0.98 else "nowhere"
 
     def _some_ids(self, most: int = 6) -> list[str]:
+        if self.bounded:
+            return self.dice.sample(IDS[:6], self.dice.choice([1, 1, 2, 3]))
         if self.dice.random() < 0.5:  # whole groups
             first = self.dice.randrange(5)
             near = [each for each in IDS if int(each[1]) in (first, (first + 1) % 5)]
@@ -393,7 +397,7 @@ class History:
 
     def _put(self, name: str = "", ids: Sequence[str] = (), fields: Sequence[str] = ()) -> Step:
         dice, repeatable = self.dice, Capability.REPEATABLE in self.able
-        ids = list(ids) or self._some_ids(3 if self.bounded else 6)
+        ids = list(ids) or self._some_ids()
         put = Put(
             name or self._part(),
             ids,
@@ -560,7 +564,7 @@ class History:
         about = {"host": "a host", "pid": self._number(), "role": "kit", "open_s": 1.0, "num_calls": len(calls)}
         client = ClientInfo(client_id=self.dice.choice(CLIENTS), **about, calls=calls)
         ends = [600.0, 600.0, 0.0, SHORT_S] if self.real else [600.0, 0.0, 2.0]
-        self._next.append(self._list_clients)
+        self._next.append(self._list_clients if self.dice.random() < 0.6 else self._announce)
         return commands.AnnounceRequest(client, self.dice.choice(ends))
 
     def _list_clients(self) -> Step:
@@ -605,4 +609,5 @@ _DRAWN: Final[dict[str, tuple[float, frozenset[str]]]] = {
     "wait": (6, frozenset()),
 }
 _ONLY_REAL: Final = ("put_many", "stay", "lose", "announce")
+_OF_ROOM: Final = ("put", "put_again", "repeat", "read", "clear", "clear_all")
 _ONLY_VIRTUAL: Final = ("begin", "commit", "wait")

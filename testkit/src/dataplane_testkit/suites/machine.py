@@ -351,7 +351,7 @@ class StoreMachine:
 
     def await_short_leases(self) -> None:
         """Waits until leases have ended that were given for a moment. The model's clock jumps."""
-        if not self.short:
+        if not self.short or self.is_over:
             return
         self.short.clear()
         time.sleep(2 * SHORT_S)

@@ -101,7 +101,9 @@ class Put:
     def commands(self, ledger: Ledger, now: float, ttl_s: float = 1e9, size_bytes: int = 0) -> list[Command[Any]]:
         """The put as the ledger gets it: begun and committed, or tags alone. A cell has at least ``size_bytes``."""
         known = told(ledger, commands.InspectRequest(self.partition_id), now)
-        specs = {name: self._spec(kind, known.specs.get(name) if known else None) for name, kind in self.columns.items()}
+        specs = {
+            name: self._spec(kind, known.specs.get(name) if known else None) for name, kind in self.columns.items()
+        }
         epoch = {"": None, "now": known.info.epoch if known else None, "old": "of another time"}[self.epoch]
         about = (self.partition_id, self.sample_ids)
         if not specs:
@@ -290,7 +292,7 @@ class History:
         elif isinstance(step, commands.ClearRequest) and reply is not None:
             self._was_cleared(step)
         elif isinstance(step, commands.RegisterRequest) and step.if_exists == "replace" and self._claims:
-            self._next += [partial_claim for partial_claim in self._after_registration(step)]
+            self._next += self._after_registration(step)
         elif isinstance(step, commands.NackRequest) and reply is None and dice.random() < 0.5:
             self._next.append(lambda: self._claim(step.partition_id, step.task_name))
 
@@ -365,7 +367,9 @@ class History:
     def _columns(self, fields: Sequence[str]) -> dict[str, str]:
         if self.bounded:
             kinds = ["large"] * 2 + ["equal"] * (2 * self.shares)
-            return {"e": self.dice.choice(kinds)} if not self.narrows or self.dice.random() < 0.8 else {"w": "large ints"}
+            return (
+                {"e": self.dice.choice(kinds)} if not self.narrows or self.dice.random() < 0.8 else {"w": "large ints"}
+            )
         odd = self.dice.random() < 0.3
         kinds = {name: self.dice.choice(each) if odd or name in "lwe" else each[0] for name, each in FIELDS.items()}
         return {name: kinds[name] for name in fields}

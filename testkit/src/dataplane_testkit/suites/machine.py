@@ -56,13 +56,13 @@ _ANSWER_S: Final = 60.0
 RULES: Final = {
     "register": "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone when "
     "it returns.",
-    "keep": "With `if_exists=\"keep\"`, a partition that is there stays as it is: rows, tags, cursors, schema and "
+    "keep": 'With `if_exists="keep"`, a partition that is there stays as it is: rows, tags, cursors, schema and '
     "`num_samples`.",
     "identity": "A lease, put, registration or sample that the store lost is unknown to it, and its identity is never "
     "given to another one.",
     "put": "Returns only when the write is committed and visible to every other client.",
     "put refused": "A put that differs raises `ValueError`, and nothing is written.",
-    "outcome": "The error's `outcome` says `\"done\"` or `\"not_done\"` wherever the store can tell, and `\"unknown\"` "
+    "outcome": 'The error\'s `outcome` says `"done"` or `"not_done"` wherever the store can tell, and `"unknown"` '
     "otherwise.",
     "room": "If a put does not fit, `on_full` decides: with `block` it waits for room until its deadline, with `raise` "
     "it fails at once.",
@@ -235,27 +235,31 @@ class StoreMachine:
         """The partition of the store that has this name in the history."""
         return f"{self.base}{name}"
 
-    def new_history(self, seed: int) -> History:
-        """A history for this store."""
-        wire = self.store.deployment.backend_class.wire
+    def draw(self, seed: int, num_steps: int) -> Failure | None:
+        """Takes steps that a history draws. Returns how it failed."""
+        wire, about = self.store.deployment.backend_class.wire, self.store.deployment.backend_class
         narrows = self.store.backend.narrow and (wire.bytes or wire.narrow)
-        able = self.store.deployment.backend_class.capabilities
         options = {"bounded": self.bounded, "narrows": narrows, "shares": wire.shared_rows}
-        return History(random.Random(seed), able, real=True, **options)
+        history = History(random.Random(seed), about.capabilities, real=True, **options)
+        try:
+            with self.ending():
+                while len(self.steps) < num_steps and not self.is_over:
+                    step = history.step(self.model.ledger, self.model.now)
+                    history.heard(step, self.take(step))
+        except Exception as error:  # also what a store must not raise
+            return Failure(self.steps, error)
+        return None
 
-    def draw(self, history: History, num_steps: int) -> None:
-        """Takes steps that a history draws."""
-        with self.ending():
-            while len(self.steps) < num_steps and not self.is_over:
-                step = history.step(self.model.ledger, self.model.now)
-                history.heard(step, self.take(step))
-
-    def repeat(self, steps: Sequence[Step]) -> None:
-        """Takes these steps."""
-        with self.ending():
-            for step in steps:
-                if not self.is_over:
-                    self.take(step)
+    def repeat(self, steps: Sequence[Step]) -> Failure | None:
+        """Takes these steps. Returns how they failed."""
+        try:
+            with self.ending():
+                for step in steps:
+                    if not self.is_over:
+                        self.take(step)
+        except Exception as error:
+            return Failure(self.steps, error)
+        return None
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -464,9 +468,9 @@ class StoreMachine:
 
         carried_out, error = self.expected(step)
         faults = Faults.of(client)
-        with faults.before("put_samples", arrange), self.noting(client, "put_samples", f"r{step.number}"):
-            with faults.after("put_samples", lose) if step.fault == "lost" else nullcontext():
-                self.agree(_rule_of_put(error), call, error, "the put")
+        losing = faults.after("put_samples", lose) if step.fault == "lost" else nullcontext()
+        with faults.before("put_samples", arrange), self.noting(client, "put_samples", f"r{step.number}"), losing:
+            self.agree(_rule_of_put(error), call, error, "the put")
         if carried_out:
             self.was_put(step)
         return carried_out
@@ -723,7 +727,9 @@ class StoreMachine:
         """Acks, gives back or renews. A lease that ends soon may have ended already."""
         reply, error = self.expected(step)
         tokens = [self.tokens.get(token, token) for token in step.lease_tokens]
-        meta = KVBatchMeta(self.partition(step.partition_id), step.task_name, list(step.sample_ids), lease_tokens=tokens)
+        meta = KVBatchMeta(
+            self.partition(step.partition_id), step.task_name, list(step.sample_ids), lease_tokens=tokens
+        )
         extra = (step.lease_s,) if isinstance(step, commands.RenewRequest) else ()
         call = lambda: getattr(client, step.op)(meta, *extra)  # noqa: E731
         with self.noting(client, step.op, step.request_id):
@@ -735,7 +741,7 @@ class StoreMachine:
                     raise Broken("settle", f"{step.op} should have succeeded: {late!r}") from late
             else:
                 self.agree("settle", call, error, step.op)
-        return None if error is not None else (reply, )
+        return None if error is not None else (reply,)
 
     take_ack = take_nack = take_renew = settle
 
@@ -822,8 +828,7 @@ def check_shortfall(rule: str, found: Any, expected: Any) -> None:
 
 def _short(tag_filter: Any) -> Any:
     """A filter as a user writes it."""
-    return None if tag_filter is None else {name: (value if op != "==" else value) if op == "==" else (op, value)
-                                            for name, (op, value) in tag_filter.items()}
+    return tag_filter and {name: value if op == "==" else (op, value) for name, (op, value) in tag_filter.items()}
 
 
 def _options(claim: commands.ClaimRequest) -> dict[str, Any]:
@@ -868,15 +873,6 @@ class Failure:
         return f"{type(self.error).__name__}: {self.error}\nThe calls, the least that still fail:\n{calls}"
 
 
-def attempt(machine: StoreMachine, run: Callable[[StoreMachine], None]) -> Failure | None:
-    """Runs a history. Returns how it failed, or None."""
-    try:
-        run(machine)
-    except Exception as error:  # also what the store must not raise
-        return Failure(machine.steps, error)
-    return None
-
-
 def shrunk(failure: Failure, again: Callable[[Sequence[Step]], Failure | None]) -> Failure:
     """The failure of a history with as few steps as leaving out steps can reach within a bounded number of runs."""
     give_up, runs, size = time.monotonic() + _MOST_S, 0, len(failure.steps) // 2
@@ -910,15 +906,15 @@ class MachineSuite(Suite, chapter="machine"):
         self, store: Store, clients: Sequence[DataPlaneClient], histories: Mapping[int, int], *, bounded: bool
     ) -> None:
         """Runs histories. One that fails is shrunk first."""
+
+        def new() -> StoreMachine:
+            return StoreMachine(store, clients, bounded=bounded)
+
         seed = new_seed() if is_long() else 1
         for num_steps, count in histories.items():
             for _ in range(by_profile(count // 4, count, count * 25)):
                 seed += 1
-                machine = StoreMachine(store, clients, bounded=bounded)
-                history = machine.new_history(seed)
-                failure = attempt(machine, lambda machine: machine.draw(history, num_steps))
+                failure = new().draw(seed, num_steps)
                 if failure is not None:
-                    again = lambda steps: attempt(  # noqa: E731
-                        StoreMachine(store, clients, bounded=bounded), lambda machine: machine.repeat(steps)
-                    )
-                    raise AssertionError(str(shrunk(failure, again))) from failure.error
+                    least = shrunk(failure, lambda steps: new().repeat(steps))
+                    raise AssertionError(str(least)) from least.error

@@ -427,7 +427,7 @@ class History:
     def _put_many(self) -> Step:
         self._weights.pop("put_many")  # once
         claim = commands.ClaimRequest("pq", "eval", [], len(MANY_IDS), all_or_nothing=False, token="many")
-        self._next += [lambda: Put("pq", MANY_IDS, {}, self._number()), lambda: claim]
+        self._next += [lambda: Put("pq", MANY_IDS, {}, self._number(), tags=[{}] * len(MANY_IDS)), lambda: claim]
         return commands.RegisterRequest("pq", [], None, list(TASKS), None, {}, f"e{self._number()}")
 
     def _begin(self) -> Step | None:
@@ -590,7 +590,7 @@ _DRAWN: Final[dict[str, tuple[float, frozenset[str]]]] = {
     "put": (14, frozenset()),
     "put_tags": (2, frozenset()),
     "put_again": (1, frozenset()),
-    "put_many": (0.05, _CLAIMS),
+    "put_many": (0.2, _CLAIMS),
     "begin": (5, frozenset()),
     "commit": (5, frozenset()),
     "repeat": (2, frozenset({Capability.REPEATABLE})),

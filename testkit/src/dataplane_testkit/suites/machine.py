@@ -229,6 +229,7 @@ class StoreMachine:
         self.sent: dict[str, tuple[str, Any]] = {}  # id of a request -> its hook, and what the store got
         self.short: set[str] = set()  # tokens of leases that end soon
         self.staying: tuple[Stay, Background] | None = None
+        self.stays: set[str] = set()  # the store's tokens of claims that wait
         self.is_over = False
 
     def partition(self, name: str) -> str:
@@ -498,7 +499,7 @@ class StoreMachine:
         self.was_put(step)
         sample_id, (name, kind) = step.sample_ids[0], next(iter(step.columns.items()))
         found, _ = _attempt(lambda: client.get_samples([sample_id], self.partition(step.partition_id), [name]))
-        is_there = found is not None and bool((found[name] == _row(kind, _numbers(step)[0])).all())
+        is_there = found is not None and torch.equal(found[name][0], _row(kind, _numbers(step)[0]))
         if outcome == ("not_done" if is_there else "done"):
             raise Broken("outcome", f"the put is {'' if is_there else 'not '}there, but was said to be {outcome}")
         self.is_over = True  # the model cannot know what becomes of it
@@ -669,7 +670,8 @@ class StoreMachine:
                 return reply
             meta = self.agree(rule, call, error, "the claim", 0.0 if reply and reply.sample_ids else 2 * _ANSWER_S)
         if meta is not None:
-            self.tokens.setdefault(step.token, sent[-1].token)
+            asked = [each.token for each in sent if each.token not in self.stays]  # one that waits may ask meanwhile
+            self.tokens.setdefault(step.token, asked[-1])
             self.was_given(step, reply, meta, rule)
         return reply
 
@@ -703,12 +705,14 @@ class StoreMachine:
         claim = step.claim
         if error is not None or reply.answered:
             return self.take_answered(claim, client, reply, error)
-        waiting = self.store.waiting_claim(
-            *(self.partition(claim.partition_id), claim.batch_size, *claim.required_fields),
-            client=client,
-            timeout_s=600.0,
-            **_options(claim),
-        )
+        with self.noting(client, "claim", None) as sent:
+            waiting = self.store.waiting_claim(
+                *(self.partition(claim.partition_id), claim.batch_size, *claim.required_fields),
+                client=client,
+                timeout_s=600.0,
+                **_options(claim),
+            )
+        self.stays.update(each.token for each in sent)
         self.staying = step, waiting
         return None
 

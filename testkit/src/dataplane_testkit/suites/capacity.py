@@ -69,6 +69,11 @@ def _put_refused(store: Store, partition: str) -> None:
         store.hooks.put(partition, _NAMES, {"x": torch.zeros(32, _SIZE, dtype=torch.uint8)}, epoch=old)
 
 
+def _overwrite(store: Store, partition: str) -> None:
+    for value in range(3):
+        _put(store.client, partition, _NAMES, value, _SIZE)
+
+
 #: What is dropped, after a put -> how it is dropped, and the bytes of payload that are left.
 _DROPS: Final[dict[str, tuple[Callable[[Store, str], Any], int]]] = {
     "half_of_the_rows": (lambda s, p: s.client.clear_samples(_NAMES[::2], p), _PUT_BYTES // 2),
@@ -76,7 +81,7 @@ _DROPS: Final[dict[str, tuple[Callable[[Store, str], Any], int]]] = {
     "a_partition": (lambda s, p: s.client.clear_samples(None, p), 0),
     "an_old_registration": (lambda s, p: s.register("x", partition_id=p), 0),
     "a_refused_put": (_put_refused, 0),
-    "overwritten_cells": (lambda s, p: [_put(s.client, p, _NAMES, value, _SIZE) for value in range(3)], _PUT_BYTES),
+    "overwritten_cells": (_overwrite, _PUT_BYTES),
 }
 
 

@@ -71,8 +71,9 @@ class TagSuite(Suite, chapter="tags"):
 
     def test_tags_keep_their_types(self, store: Store) -> None:
         partition = store.register("x")
+        store.put(partition, ["a"], [_VALUES], x=torch.tensor([1]))
         for client in (store.same_store_client(), store.client):  # which reads what the other has written
-            client.put_samples(["a"], partition, {"x": torch.tensor([1])}, [_VALUES])
+            client.put_samples(["a"], partition, tags=[_VALUES])
             assert client.get_samples(["a"], partition, ["x"])["x"].tolist() == [1]
         found = store.tags_of(partition)["a"]
         assert found.keys() == _VALUES.keys()

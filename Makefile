@@ -24,8 +24,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # The tests of one file share its servers, so a file runs in one process. `make test` uses as many processes as cores.
 JOBS   ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
-ENGINES = $(wildcard tests/engines */tests/engines plugins/*/tests/engines examples/*/tests)
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --no-loadscope-reorder --dist
+ENGINES = $(wildcard plugins/*/tests/engines tests/engines */tests/engines)
 LONG    = $(wildcard */tests/long plugins/*/tests/long)
 
 # Trainers need versions of their own, so each has an environment of its own, .venv-NAME, and its tests.
@@ -44,11 +44,12 @@ MINIMUM       := core plugins/noop plugins/shm_store plugins/redis_store
 TORCH_MINIMUM ?= torch==2.7.0
 # Not run: what needs datasets or Ray, whose own bounds are higher, or looks at all packages or at a new tensordict. And
 # old versions of tensordict warn of lists in a TensorDict.
-UNLIKE_MINIMUM := $(addprefix --ignore core/tests/,batch/test_inputs.py codec/test_arrow_types.py codec/test_wire_inputs.py \
-	house/test_public_names.py house/test_compiler_marks.py) \
+UNLIKE_MINIMUM := $(addprefix --ignore core/tests/,batch/test_inputs.py codec/test_arrow_types.py codec/test_wire.py \
+	house/test_public_names.py) \
 	-W "ignore:You are setting a list of elements:FutureWarning"
 
-.PHONY: help setup lock demo test test-engines test-long test-minimum $(addprefix test-,$(TRAINERS)) check format fuzz soak backends-page docs wheels clean
+.PHONY: help setup lock demo test test-engines test-long test-minimum $(addprefix test-,$(TRAINERS)) check format fuzz soak \
+	mutants toys backends-page docs wheels clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -73,15 +74,15 @@ demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a 
 	$(BIN)/python examples/grpo/train.py --config examples/grpo/config.yaml
 
 test: setup  ## Run the quick tests (5 minutes on 2 cores)
-	DATAPLANE_HYPOTHESIS_PROFILE=brief $(PYTEST) -m "not long"
+	DATAPLANE_HYPOTHESIS_PROFILE=brief $(PYTEST) loadfile -m "not long"
 
 test-engines: setup  ## Run the tests with Ray, Mooncake, clusters, hosts, kills, wheels, pages and whole GRPO runs
 	@bash scripts/system_packages.sh tests
-	$(BIN)/python scripts/test_engines.py $(PYTEST) -m "not long" $(ENGINES)
+	$(BIN)/python scripts/test_engines.py $(PYTEST) loadgroup -m "not long" $(ENGINES)
 
 test-long: setup  ## Run all tests with seeds and counts turned up, then those of other trainers
 	@bash scripts/system_packages.sh tests
-	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST) $(ENGINES) $(LONG) .
+	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST) loadgroup $(ENGINES) $(LONG) .
 	$(MAKE) $(addprefix test-,$(TRAINERS))
 
 test-minimum: .venv-minimum/.installed  ## Run the tests of core, noop, shm_store, redis_store with the oldest versions
@@ -132,6 +133,16 @@ fuzz: setup  ## Feed forged bytes to every decoder (INPUTS= for each; coverage-g
 
 soak: setup  ## Load every backend for 10 minutes (MINUTES=) with kills: memory, keys, descriptors, latency stay flat
 	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
+
+# The tier of tests that `make mutants` runs: quick, or engines for all. Any other option of the program by MUTANTS=.
+TIER ?= quick
+
+mutants: setup  ## Run the tests against 300 faults in the sources, one at a time (TIER=engines for all tests)
+	@bash scripts/system_packages.sh tests
+	$(BIN)/python tests/mutants/run.py --tier $(TIER) $(MUTANTS)
+
+toys: setup  ## Run the kit on broken backends, and print how many it finds out (TOYS= their names, or other options)
+	$(BIN)/python testkit/tests/toys/run.py $(TOYS)
 
 backends-page: setup  ## Run the conformance kit on every backend and write docs/backends.md
 	$(BIN)/python scripts/backends_page.py

@@ -82,6 +82,18 @@ def pytest_configure(config: pytest.Config) -> None:
     multiprocessing.util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup``, files that use the shared Ray run in one process, so that there is one Ray."""
+    if config.getoption("dist", "no") != "loadgroup":
+        return
+    on_ray = {item.path for item in items if "ray_server" in getattr(item, "fixturenames", ())}
+    for item in items:
+        item.add_marker(
+            pytest.mark.xdist_group("ray" if item.path in on_ray else str(item.path.relative_to(config.rootpath)))
+        )
+
+
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""What only `make test-long` tries. A whole test of this kind lies in a folder `long`; this is for lists of parameters."""
+"""What only `make test-long` tries, for lists of parameters. A whole test of this kind lies in a folder `long`."""
 
 from __future__ import annotations
 

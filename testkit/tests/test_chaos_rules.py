@@ -1,10 +1,15 @@
-"""The checker of chaos runs: one bad history per rule is found out, and its good neighbours are not."""
+"""The checker of chaos runs: each rule has a history that breaks it, and the nearest ones that do not.
+
+A history is a text of calls: ``2-3 get a -> 1`` began at 2 s, ended at 3 s and showed version 1 of sample a. An end of
+``?`` was never seen: the outcome is unknown. After ``->`` comes what the reply showed, or an error; ``? Error`` leaves
+open whether the call changed anything.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,423 +21,361 @@ from dataplane_core.errors import (
     ClaimTimeoutError,
     OperationTimeoutError,
 )
-from dataplane_testkit.chaos import RULES, Call, Event, History, check, schedule, shrunk
-from dataplane_testkit.chaos.history import Recorder, outcome_of, read_calls, to_json
+from dataplane_testkit.chaos import RULES, Call, Event, History, check, judged, shrunk
+from dataplane_testkit.chaos.history import Recorder, outcome_of, read_calls
 from dataplane_testkit.chaos.page import page
-from dataplane_testkit.chaos.schedule import DISRUPTIONS, Plan, disruptions, steps
 
-BASE = ("x", "y")
-_COUNT = iter(range(1_000_000))
-
-
-def call(operation, begin_s, end_s=None, *samples, process="w0.0", **about):
-    about.setdefault("outcome", "ok" if end_s is not None else "unknown")
-    end_s = math.inf if end_s is None else end_s
-    about = {"partition": "p", "samples": samples} | about
-    return Call(process=process, number=next(_COUNT), operation=operation, begin_s=begin_s, end_s=end_s, **about)
+#: The numbers of a call in a text, such as ``lease=4``.
+_NUMBERS = {"v": "version", "lease": "lease_s", "limit": "limit", "timeout": "timeout_s"}
 
 
-def put(version, begin_s, end_s=None, *samples, fields=BASE, size_bytes=10, **about):
-    sizes = (size_bytes,) * len(samples)
-    tag = "#v" if "x" in fields else "#z"
-    return call("put", begin_s, end_s, *samples, version=version, fields=(*fields, tag), size_bytes=sizes, **about)
+def call_of(number, text):
+    """The call, or the event, of a part of a text."""
+    asked, _, reply = text.partition("->")
+    (times, operation, *words), reply = asked.split(), reply.split()
+    begin_s, end_s = (math.inf if each == "?" else float(each) for each in times.split("-"))
+    if operation in ("kill", "stop", "disturb", "lose"):
+        process = "w0.0" if operation in ("kill", "stop") else ""
+        return Event(kind=operation, process=process, begin_s=begin_s, end_s=end_s, loses_data=operation == "lose")
+    samples = tuple(words.pop(0).split(",")) if words and "=" not in words[0] and words[0] != "wait" else ()
+    options = dict(word.partition("=")[::2] for word in words)
+    about = {full: float(options[short]) for short, full in _NUMBERS.items() if short in options}
+    fields = tuple(options.get("fields", "x" if operation == "claim" else "x,y").split(","))
+    about |= {"samples": samples, "fields": fields, "task": options.get("task", "t")}
+    about |= {"tokens": (options["token"],) * len(samples)} if "token" in options else {}
+    about |= {"outcome": "unknown" if math.isinf(end_s) else "ok"}
+    if operation == "put":
+        tag = "#v" if "x" in fields else "#z"
+        about |= {"fields": (*fields, tag), "size_bytes": (int(options.get("bytes", 10)),) * len(samples)}
+    if operation == "claim":
+        about |= {"limit": int(options.get("limit", 4)), "blocking": "wait" in options}
+    if operation == "clear":
+        about["whole"] = not samples
+    if reply and reply[0] == "?":
+        about |= {"outcome": "unknown", "error": f"{reply[1]}: said"}
+    elif reply and "Error" in reply[0]:
+        about |= {"outcome": "refused", "error": f"{reply[0]}: said"}
+    elif operation == "consumed":
+        about["flag"] = reply == ["yes"]
+    elif operation == "get":
+        shown = dict(zip(fields, reply * len(fields), strict=False))
+        cells = {field: int(version) if version.isdigit() else version for field, version in shown.items()}
+        about["seen"] = {sample: cells for sample in samples if reply}
+    elif reply:  # samples with the versions in their tags: a=1
+        given = dict(each.partition("=")[::2] for each in reply)
+        tags = {sample: {"#v": int(version)} if version else {} for sample, version in given.items()}
+        about |= {"samples": tuple(given), "seen": tags}
+        about |= {"tokens": (options["token"],) * len(given)} if "token" in options else {}
+    if "token" in options and operation == "claim":
+        about.setdefault("lease_s", 10.0)
+    about["version"] = int(about.get("version", 0))
+    return Call(
+        process="w0.0", number=number, operation=operation, partition="p", begin_s=begin_s, end_s=end_s, **about
+    )
 
 
-def get(version, begin_s, end_s, *samples, fields=BASE, **about):
-    seen = {sample: dict.fromkeys(fields, version) for sample in samples}
-    return call("get", begin_s, end_s, *samples, **({"fields": fields, "seen": seen} | about))
+def history(text, **settings):
+    """The history of a text. What comes before a colon are settings of the history."""
+    settings_text, _, calls = text.rpartition(": ")
+    for word in settings_text.split():
+        name, _, value = word.partition("=")
+        settings[name] = value != "no" and float(value)
+    texts = "; ".join(SHORT.get(part, part) for part in calls.split("; ")).split("; ")
+    parts = [call_of(number, part) for number, part in enumerate(texts)]
+    events = tuple(each for each in parts if isinstance(each, Event))
+    return History(calls=tuple(each for each in parts if isinstance(each, Call)), events=events, **settings)
 
 
-def missing(begin_s, end_s, *samples, fields=BASE, error="MissingDataError: no a"):
-    return call("get", begin_s, end_s, *samples, fields=fields, outcome="refused", error=error)
-
-
-def claim(begin_s, end_s, *samples, token="", lease_s=None, task="t", limit=4, version=1, **about):
-    seen = {sample: {"#v": version} for sample in samples} if version else {sample: {} for sample in samples}
-    if token:
-        lease_s = lease_s or 10.0
-        about["tokens"] = (token,) * len(samples)
-    about = {"seen": seen, "fields": ("x",), "lease_s": lease_s, "task": task, "limit": limit} | about
-    return call("claim", begin_s, end_s, *samples, **about)
-
-
-def settle(operation, begin_s, end_s, *samples, token="A", task="t", **about):
-    return call(operation, begin_s, end_s, *samples, tokens=(token,) * len(samples), task=task, **about)
-
-
-def refused(operation, begin_s, end_s, *samples, token="A"):
-    return settle(operation, begin_s, end_s, *samples, token=token, outcome="refused", error="LeaseExpiredError: late")
-
-
-def clear(begin_s, end_s=None, *samples, **about):
-    return call("clear", begin_s, end_s, *samples, whole=not samples, **about)
-
-
-def listing(begin_s, end_s, **versions):
-    seen = {sample: {"#v": version} if version else {} for sample, version in versions.items()}
-    return call("list", begin_s, end_s, *versions, seen=seen)
-
-
-A = put(1, 0, 1, "a")
-B = put(2, 2, 3, "b")
-
-#: Name -> the rule, a history that breaks it (calls, or a whole history), and histories that do not.
-CASES = {
-    "a read finds nothing of a put that returned": (
-        "committed",
-        [A, missing(2, 3, "a")],
-        [A, missing(0.5, 3, "a")],
-        [A, clear(1.5, None, "a"), missing(2, 3, "a")],
-        [put(1, 0, None, "a"), missing(2, 3, "a")],
-    ),
-    "a listing leaves out a sample": (
-        "committed",
-        [A, listing(2, 3)],
-        [A, listing(2, 3, a=1)],
-        [A, listing(0.5, 3)],
-        [A, clear(2.5, 4), listing(2, 3)],
-    ),
-    "payload is lost": (
-        "lost",
-        [A, missing(2, 3, "a", error="LostSamplesError: gone")],
-        History(
-            calls=(A, missing(2, 3, "a", error="LostSamplesError: gone")),
-            events=(Event(kind="the server restarts", process="", begin_s=1, end_s=2, loses_data=True),),
-        ),
-    ),
-    "a cell differs": (
-        "bits",
-        [A, get("expected 1, read 2", 2, 3, "a")],
-        [A, get(1, 2, 3, "a")],
-    ),
-    "a read shows what nobody wrote": ("written", [A, get(7, 2, 3, "a")], [A, put(7, 1, None, "a"), get(7, 2, 3, "a")]),
-    "a read shows what was refused": (
-        "written",
-        [A, put(7, 1, 2, "a", outcome="refused", error="CapacityExceededError: full"), get(7, 3, 4, "a")],
-    ),
-    "a read shows what was written later": ("written", [put(1, 5, 6, "a"), get(1, 2, 3, "a")]),
-    "a read shows what was replaced": (
-        "latest",
-        [A, put(2, 2, 3, "a"), get(1, 4, 5, "a")],
-        [A, put(2, 2, 3, "a"), get(2, 4, 5, "a")],
-        [A, put(2, 2, 4.5, "a"), get(1, 4, 5, "a")],
-        [put(1, 0, None, "a"), put(2, 2, 3, "a"), get(1, 4, 5, "a")],
-    ),
-    "a read shows what was cleared": (
-        "cleared",
-        [A, clear(2, 3, "a"), get(1, 4, 5, "a")],
-        [A, clear(2, 4.5, "a"), get(1, 4, 5, "a")],
-        [A, clear(2, None, "a"), get(1, 4, 5, "a")],
-        [A, clear(2, 3, "b"), get(1, 4, 5, "a")],
-    ),
-    "a read shows what was there before a registration": ("cleared", [A, call("register", 2, 3), get(1, 4, 5, "a")]),
-    "half of a put is seen": (
-        "half",
-        [put(1, 0, None, "a"), get(1, 1, 2, "a", fields=("x",)), missing(3, 4, "a", fields=("y",))],
-        [put(1, 0, None, "a"), missing(1, 2, "a", fields=("y",)), get(1, 3, 4, "a", fields=("x",))],
-    ),
-    "a claim brings no tags": ("half", [A, claim(2, 3, "a", version=None)], [A, claim(2, 3, "a")]),
-    "a read mixes two versions": (
-        "mixed",
-        [A, put(2, 2, 9, "a"), get(1, 3, 4, "a", seen={"a": {"x": 1, "y": 2}})],
-        [A, put(2, 2, 9, "a", fields=("y",)), get(1, 3, 4, "a", seen={"a": {"x": 1, "y": 2}})],
-        History(calls=(A, put(2, 2, 9, "a"), get(1, 3, 4, "a", seen={"a": {"x": 1, "y": 2}})), atomic_overwrite=False),
-    ),
-    "a sample is given twice without a lease": (
-        "given once",
-        [A, claim(2, 3, "a"), claim(4, 5, "a")],
-        [A, claim(2, 3, "a"), claim(4, 5, "a", task="u")],
-        [A, claim(2, 3, "a"), clear(3, 4, "a"), put(2, 4, 4.5, "a"), claim(5, 6, "a", version=2)],
-        [A, claim(2, None, "a"), claim(4, 5, "a")],
-    ),
-    "an acked sample is given again": (
-        "given once",
-        [A, claim(2, 3, "a", token="A"), settle("ack", 4, 5, "a"), claim(20, 21, "a", token="B")],
-        [A, claim(2, 3, "a", token="A"), refused("ack", 14, 15, "a"), claim(20, 21, "a", token="B")],
-    ),
-    "two holders both ack": (
-        "two holders",
-        [
-            *(A, claim(2, 3, "a", token="A", lease_s=1), claim(5, 6, "a", token="B", lease_s=1)),
-            *(settle("ack", 7, 8, "a"), settle("ack", 7, 8, "a", token="B")),
-        ],
-        [
-            *(A, claim(2, 3, "a", token="A", lease_s=1), claim(5, 6, "a", token="B", lease_s=1)),
-            *(refused("ack", 7, 8, "a"), settle("ack", 7, 8, "a", token="B")),
-        ],
-        [A, claim(2, 3, "a", token="A"), settle("ack", 4, 5, "a"), settle("ack", 6, 7, "a")],
-    ),
-    "a lease that was handed out again can be acked": (
-        "refused ack",
-        [A, claim(2, 3, "a", token="A", lease_s=1), claim(5, 6, "a", token="B"), settle("ack", 7, 8, "a")],
-    ),
-    "a leased sample is given to another": (
-        "lease",
-        [A, claim(2, 3, "a", token="A"), claim(5, 6, "a", token="B")],
-        [A, claim(2, 3, "a", token="A", lease_s=4), claim(5, 6.1, "a", token="B")],
-        [A, claim(2, 3, "a", token="A"), settle("nack", 4, None, "a"), claim(5, 6, "a", token="B")],
-    ),
-    "a renewed lease ends early": (
-        "lease",
-        [
-            *(A, claim(2, 3, "a", token="A", lease_s=4), settle("renew", 5, 5.5, "a", lease_s=4)),
-            claim(7, 8, "a", token="B"),
-        ],
-    ),
-    "an ack in time is refused": (
-        "lease",
-        [A, claim(2, 3, "a", token="A"), refused("ack", 4, 5, "a")],
-        [A, claim(2, 3, "a", token="A", lease_s=2), refused("ack", 4, 5, "a")],
-        [A, claim(2, 3, "a", token="A"), clear(3, 4), refused("ack", 4, 5, "a")],
-        [A, claim(2, 3, "a", token="A"), settle("nack", 3, 4, "a"), refused("ack", 4, 5, "a")],
-    ),
-    "a token is used again": (
-        "token",
-        [A, B, claim(4, 5, "a", token="A", limit=1), claim(6, 7, "b", token="A", version=2)],
-        [A, B, claim(4, 5, "a", token="A", limit=1), claim(6, 7, "b", token="B", version=2)],
-    ),
-    "a reply is out of order": (
-        "order",
-        [A, B, claim(4, 5, "b", "a", seen={"a": {"#v": 1}, "b": {"#v": 2}})],
-        [A, B, claim(4, 5, "a", "b", seen={"a": {"#v": 1}, "b": {"#v": 2}})],
-        [A, put(2, 0.5, 3, "b"), claim(4, 5, "b", "a", seen={"a": {"#v": 1}, "b": {"#v": 2}})],
-        [
-            *(A, B, clear(3.1, 3.2, "a"), put(3, 3.3, 3.4, "a")),
-            claim(4, 5, "b", "a", seen={"a": {"#v": 3}, "b": {"#v": 2}}),
-        ],
-    ),
-    "a later sample is given first": (
-        "order",
-        [A, B, claim(4, 5, "b", limit=1, version=2)],
-        [A, B, claim(4, 5, "a", limit=1)],
-        [A, B, claim(3.5, None, "a"), claim(4, 5, "b", limit=1, version=2)],
-        [put(1, 0, 1, "a", fields=("y",)), B, claim(4, 5, "b", limit=1, version=2)],
-    ),
-    "a ready sample is not given": (
-        "ready",
-        [A, claim(4, 5, limit=1)],
-        [A, claim(0.5, 5, limit=1)],
-        [A, claim(2, 3, "a", token="A"), claim(40, 41, limit=1)],
-        [A, claim(2, None, limit=1), claim(4, 5, limit=1)],
-    ),
-    "a nacked sample is not given": (
-        "ready",
-        [A, claim(2, 3, "a", token="A"), settle("nack", 4, 5, "a"), claim(6, 7, lease_s=1)],
-    ),
-    "a blocking claim waits in vain": (
-        "waiting",
-        [
-            *(A, B),
-            claim(4, 9, limit=2, blocking=True, timeout_s=5, outcome="refused", error="ClaimTimeoutError: 2 are ready"),
-        ],
-        [
-            *(A, B),
-            claim(4, 9, limit=3, blocking=True, timeout_s=5, outcome="refused", error="ClaimTimeoutError: 2 are ready"),
-        ],
-    ),
-    "a lease never ends": (
-        "handed out again",
-        History(calls=(A, claim(2, 3, "a", token="A"), claim(40, 41, lease_s=10)), audited_s=39),
-        History(
-            calls=(A, claim(2, 3, "a", token="A"), settle("ack", 4, None, "a"), claim(40, 41, lease_s=10)), audited_s=39
-        ),
-    ),
-    "more samples are lost than lost replies account for": (
-        "at most one claim",
-        History(calls=(A, B, claim(3.5, None, limit=1), claim(40, 41)), audited_s=39),
-        History(calls=(A, B, claim(3.5, None, limit=2), claim(40, 41)), audited_s=39),
-    ),
-    "a task is done too early": (
-        "consumed",
-        [A, call("consumed", 2, 3, flag=True, task="t"), claim(9, 10, "a")],
-        [A, claim(1.5, 1.8, "a"), call("consumed", 2, 3, flag=True, task="t")],
-        [A, call("consumed", 2, 3, flag=False, task="t"), claim(9, 10, "a")],
-    ),
-    "a task is done before the ack": (
-        "consumed",
-        [A, claim(1.5, 1.8, "a", token="A"), call("consumed", 2, 3, flag=True, task="t")],
-        [
-            *(A, claim(1.5, 1.8, "a", token="A"), settle("ack", 2.5, 4, "a")),
-            call("consumed", 2, 3, flag=True, task="t"),
-        ],
-    ),
-    "the store holds too much": (
-        "capacity",
-        History(calls=(put(1, 0, 1, "a", size_bytes=60), put(2, 2, 3, "b", size_bytes=60)), capacity_bytes=100),
-        History(
-            calls=(
-                *(put(1, 0, 1, "a", size_bytes=60), clear(2, 9, "a")),
-                put(2, 2, 3, "b", size_bytes=60),
-            ),
-            capacity_bytes=100,
-        ),
-        History(calls=(put(1, 0, 1, "a", size_bytes=60), put(2, 2, 3, "a", size_bytes=60)), capacity_bytes=100),
-    ),
-    "a call ends long after its deadline": (
-        "deadline",
-        History(calls=(put(1, 0, 40, "a", timeout_s=5),), allowance_s=10),
-        History(calls=(put(1, 0, 14, "a", timeout_s=5),), allowance_s=10),
-        History(
-            calls=(put(1, 0, 40, "a", timeout_s=5),),
-            events=(Event(kind="stop", process="w0.0", begin_s=3, end_s=35),),
-            allowance_s=10,
-        ),
-    ),
-    "a call never ends": (
-        "deadline",
-        History(calls=(put(1, 0, None, "a", timeout_s=5),), end_s=60, allowance_s=10),
-        History(
-            calls=(put(1, 0, None, "a", timeout_s=5),),
-            events=(Event(kind="kill", process="w0.0", begin_s=3, end_s=4),),
-            end_s=60,
-            allowance_s=10,
-        ),
-    ),
-    "a call fails for no reason": (
-        "error",
-        [put(1, 0, 1, "a", outcome="unknown", error="BackendUnavailableError: no reply")],
-        [put(1, 0, 60, "a", outcome="unknown", error="OperationTimeoutError: no reply")],
-        History(
-            calls=(put(1, 0, 1, "a", outcome="unknown", error="BackendUnavailableError: no reply"),),
-            events=(Event(kind="the server stops", process="", begin_s=0.5, end_s=2),),
-        ),
-    ),
-    "a put times out at once": (
-        "error",
-        [put(1, 0, 1, "a", outcome="unknown", error="OperationTimeoutError: no reply")],
-        History(
-            calls=(put(1, 0, 1, "a", outcome="unknown", error="OperationTimeoutError: no reply"),),
-            events=(Event(kind="the server stops", process="", begin_s=0.5, end_s=2),),
-        ),
-    ),
-    "a claim times out at once": (
-        "error",
-        [claim(4, 5, limit=1, blocking=True, timeout_s=5, outcome="refused", error="ClaimTimeoutError: 0 are ready")],
-    ),
-    "no put succeeds": (
-        "puts",
-        [
-            put(each, each, each + 0.1, "a", outcome="refused", error="CapacityExceededError: full")
-            for each in range(20)
-        ],
-        [put(each, each, each + 0.1, "a", outcome="refused", error="CapacityExceededError: full") for each in range(5)],
-    ),
-    "an error is not of the data plane": (
-        "error",
-        [put(1, 0, 1, "a", outcome="unknown", error="!ZeroDivisionError: division by zero")],
-    ),
-    "a partition is not known": (
-        "registered",
-        [call("register", 0, 1), put(1, 2, 3, "a", outcome="refused", error="UnknownPartitionError: p")],
-        [
-            *(call("register", 0, 1), clear(2, 3)),
-            put(1, 2, 3, "a", outcome="refused", error="UnknownPartitionError: p"),
-        ],
-    ),
-    "a save leaves out a sample": (
-        "save",
-        [A, call("saved", 2, 3)],
-        [A, call("saved", 2, 3, "a", seen={"a": {"x": 1, "#v": 1}})],
-    ),
-    "a save cannot be loaded": ("save", [A, call("saved", 2, None, error="CorruptDataError: cut")]),
+FULL = [f"{at}-{at}.5 put a v={at} -> CapacityExceededError" for at in range(20)]
+#: Short for calls of a history.
+SHORT = {
+    "A": "0-1 put a v=1",
+    "B": "2-3 put b v=2",
+    "HELD": "0-1 put a v=1; 2-3 claim token=A -> a=1",
+    "HELD_2": "0-1 put a v=1; 2-3 claim token=A lease=2 -> a=1",
+    "HELD_4": "0-1 put a v=1; 2-3 claim token=A lease=4 -> a=1",
+    "BRIEF": "0-1 put a v=1; 2-3 claim token=A lease=1 -> a=1; 5-6 claim token=B lease=1 -> a=1",
+    "FULL_5": "; ".join(FULL[:5]),
+    "FULL_20": "; ".join(FULL),
 }
 
+#: A rule, and what breaks it: a history that breaks it and no other, and the nearest ones that break none.
+CASES = """
+committed: a read finds nothing of a put that returned
+  broken  A; 2-3 get a -> MissingDataError
+  fine    A; 0.5-3 get a -> MissingDataError
+  fine    A; 1.5-? clear a; 2-3 get a -> MissingDataError
+  fine    0-? put a v=1; 2-3 get a -> MissingDataError
+  fine    A; 2-3 get a,b -> MissingDataError
+committed: a listing leaves out a sample
+  broken  A; 2-3 list
+  fine    A; 2-3 list -> a=1
+  fine    A; 0.5-3 list
+  fine    A; 2.5-4 clear a; 2-3 list
+lost: payload is lost
+  broken  A; 2-3 get a -> LostSamplesError
+  fine    A; 1-2 lose; 2-3 get a -> LostSamplesError
+bits: a cell differs
+  broken  A; 2-3 get a -> differs
+  fine    A; 2-3 get a -> 1
+written: a read shows what nobody wrote
+  broken  A; 2-3 get a -> 7
+  fine    A; 1-? put a v=7; 2-3 get a -> 7
+written: a read shows what was refused
+  broken  A; 1-2 put a v=7 -> CapacityExceededError; 3-4 get a -> 7
+  fine    A; 1-2 put a v=7 timeout=1 -> ? OperationTimeoutError; 3-4 get a -> 7
+written: a read shows what was written later
+  broken  5-6 put a v=1; 1-2 get a -> 1
+  fine    1.5-6 put a v=1; 1-2 get a -> 1
+written: a listing shows a sample that nobody wrote
+  broken  1-2 list -> a
+  fine    0-? put a v=1; 1-2 list -> a=1
+latest: a read shows what was replaced
+  broken  A; 2-3 put a v=2; 4-5 get a -> 1
+  fine    A; 2-3 put a v=2; 4-5 get a -> 2
+  fine    A; 2-4.5 put a v=2; 4-5 get a -> 1
+  fine    0-? put a v=1; 2-3 put a v=2; 4-5 get a -> 1
+cleared: a read shows what was cleared
+  broken  A; 2-3 clear a; 4-5 get a -> 1
+  fine    A; 2-4.5 clear a; 4-5 get a -> 1
+  fine    A; 2-? clear a; 4-5 get a -> 1
+  fine    A; 2-3 clear b; 4-5 get a -> 1
+cleared: a read shows what was there before a registration
+  broken  A; 2-3 register; 4-5 get a -> 1
+  fine    A; 2-3 keep; 4-5 get a -> 1
+half: half of a put is seen
+  broken  0-? put a v=1; 1-2 get a fields=x -> 1; 3-4 get a fields=y -> MissingDataError
+  fine    0-? put a v=1; 1-2 get a fields=y -> MissingDataError; 3-4 get a fields=x -> 1
+  fine    whole_puts=no: 0-? put a v=1; 1-2 get a fields=x -> 1; 3-4 get a fields=y -> MissingDataError
+half: a claim brings no tags
+  broken  A; 2-3 claim -> a
+  fine    A; 2-3 claim -> a=1
+mixed: a read mixes two versions
+  broken  A; 2-9 put a v=2; 3-4 get a -> 1 2
+  fine    A; 2-9 put a v=2 fields=y; 3-4 get a -> 1 2
+  fine    atomic_overwrite=no: A; 2-9 put a v=2; 3-4 get a -> 1 2
+latest: one field of an overwrite was seen
+  broken  A; 2-? put a v=2; 3-4 get a fields=x -> 2; 5-6 get a fields=y -> 1
+  fine    atomic_overwrite=no: A; 2-? put a v=2; 3-4 get a fields=x -> 2; 5-6 get a fields=y -> 1
+given once: a sample is given twice without a lease
+  broken  A; 2-3 claim -> a=1; 4-5 claim -> a=1
+  fine    A; 2-3 claim -> a=1; 4-5 claim task=u -> a=1
+  fine    A; 2-3 claim -> a=1; 3-4 clear a; 4-4.5 put a v=2; 5-6 claim -> a=2
+  fine    A; 2-? claim; 4-5 claim -> a=1
+given once: an acked sample is given again
+  broken  HELD; 4-5 ack a token=A; 20-21 claim token=B -> a=1
+  fine    HELD; 14-15 ack a token=A -> LeaseExpiredError; 20-21 claim token=B -> a=1
+two holders: two holders both ack
+  broken  BRIEF; 7-8 ack a token=A; 7-8 ack a token=B
+  fine    BRIEF; 7-8 ack a token=A -> LeaseExpiredError; 7-8 ack a token=B
+  fine    HELD; 4-5 ack a token=A; 6-7 ack a token=A
+refused ack: a lease that was handed out again can be acked
+  broken  BRIEF; 7-8 ack a token=A
+  fine    BRIEF; 7-8 ack a token=B
+  fine    BRIEF; 7-8 ack a token=A -> LeaseExpiredError
+lease: a leased sample is given to another
+  broken  HELD; 5-6 claim token=B -> a=1
+  fine    HELD_4; 5-6.1 claim token=B -> a=1
+  fine    HELD; 4-? nack a token=A; 5-6 claim token=B -> a=1
+lease: a renewed lease ends early
+  broken  HELD_4; 5-5.5 renew a token=A lease=4; 7-8 claim token=B -> a=1
+  fine    HELD_4; 5-5.5 renew a token=A lease=4; 7-9.1 claim token=B -> a=1
+  fine    HELD_4; 5-? renew a token=A lease=4; 7-8 claim token=B -> a=1
+lease: an ack in time is refused
+  broken  HELD; 4-5 ack a token=A -> LeaseExpiredError
+  fine    HELD_2; 4-5 ack a token=A -> LeaseExpiredError
+  fine    HELD; 3-4 clear; 4-5 ack a token=A -> LeaseExpiredError
+  fine    HELD; 3-4 nack a token=A; 4-5 ack a token=A -> LeaseExpiredError
+token: a token is used again
+  broken  A; B; 4-5 claim token=A limit=1 -> a=1; 6-7 claim token=A limit=1 -> b=2
+  fine    A; B; 4-5 claim token=A limit=1 -> a=1; 6-7 claim token=B limit=1 -> b=2
+order: a reply is out of order
+  broken  A; B; 4-5 claim -> b=2 a=1
+  fine    A; B; 4-5 claim -> a=1 b=2
+  fine    A; 0.5-3 put b v=2; 4-5 claim -> b=2 a=1
+  fine    A; B; 3.1-3.2 clear a; 3.3-3.4 put a v=3; 4-5 claim -> b=2 a=3
+order: a sample that was cleared and put again comes first
+  broken  A; B; 3.1-3.2 clear a; 3.3-3.4 put a v=3; 4-5 claim -> a=3 b=2
+  fine    A; B; 3.1-? clear a; 3.3-3.4 put a v=3; 4-5 claim -> a=3 b=2
+order: a later sample is given first
+  broken  A; B; 4-5 claim limit=1 -> b=2
+  fine    A; B; 4-5 claim limit=1 -> a=1
+  fine    A; B; 3.5-? claim; 4-5 claim limit=1 -> b=2
+  fine    0-1 put a v=1 fields=y; B; 4-5 claim limit=1 -> b=2
+ready: a ready sample is not given
+  broken  A; 4-5 claim
+  fine    A; 0.5-5 claim
+  fine    HELD; 40-41 claim
+  fine    A; 2-? claim limit=1; 4-5 claim
+  fine    A; 2-3 clear a; 4-5 claim
+  fine    0-1 put a v=1 fields=y; 4-5 claim
+ready: a nacked sample is not given
+  broken  HELD; 4-5 nack a token=A; 6-7 claim lease=1
+  fine    HELD; 4-6.5 nack a token=A; 6-7 claim lease=1
+waiting: a blocking claim waits in vain
+  broken  A; B; 4-9 claim wait timeout=5 limit=2 -> ClaimTimeoutError
+  fine    A; B; 4-9 claim wait timeout=5 limit=3 -> ClaimTimeoutError
+  fine    A; B; 5-6 stop; 4-9 claim wait timeout=5 limit=2 -> ClaimTimeoutError
+handed out again: a lease never ends
+  broken  audited_s=39: HELD; 40-41 claim lease=10
+  fine    audited_s=39: HELD; 4-? ack a token=A; 40-41 claim lease=10
+at most one claim: more samples are lost than lost replies account for
+  broken  audited_s=39: A; B; 3.5-? claim limit=1; 40-41 claim
+  fine    audited_s=39: A; B; 3.5-? claim limit=2; 40-41 claim
+consumed: a task is done too early
+  broken  A; 2-3 consumed -> yes; 9-10 claim -> a=1
+  fine    A; 1.5-1.8 claim -> a=1; 2-3 consumed -> yes
+  fine    A; 1.5-? claim; 2-3 consumed -> yes
+  fine    A; 2-3 consumed -> no; 9-10 claim -> a=1
+consumed: a task is done before the ack
+  broken  A; 1.5-1.8 claim token=A -> a=1; 2-3 consumed -> yes
+  fine    A; 1.5-1.8 claim token=A -> a=1; 2.5-4 ack a token=A; 2-3 consumed -> yes
+capacity: the store holds too much
+  broken  capacity_bytes=100: 0-1 put a v=1 bytes=60; 2-3 put b v=2 bytes=60
+  fine    capacity_bytes=100: 0-1 put a v=1 bytes=60; 2-9 clear a; 2-3 put b v=2 bytes=60
+  fine    capacity_bytes=100: 0-1 put a v=1 bytes=60; 2-3 put a v=2 bytes=60
+capacity: what was dropped while it was put does not count, not even as room
+  broken  capacity_bytes=99: 0-3 put a v=1; 1-2 clear a; 0-1.5 put b v=2 bytes=60; 0-1.6 put c v=3 bytes=45; 2-3 clear b
+  fine    capacity_bytes=100: 0-3 put a v=1 bytes=60; 1-2 clear a; 4-5 put b v=2 bytes=60
+deadline: a call ends long after its deadline
+  broken  end_s=60: 0-40 put a v=1 timeout=5
+  fine    end_s=60: 0-14 put a v=1 timeout=5
+  fine    end_s=60: 0-40 put a v=1 timeout=5; 3-35 stop
+deadline: a call never ends
+  broken  end_s=60: 0-? put a v=1 timeout=5
+  fine    end_s=60: 0-? put a v=1 timeout=5; 3-4 kill
+error: a call fails for no reason
+  broken  0-1 put a v=1 -> ? BackendUnavailableError
+  fine    0-1 put a v=1 -> ? BackendUnavailableError; 0.5-2 disturb
+error: a put times out at once
+  broken  0-1 put a v=1 -> ? OperationTimeoutError
+  fine    0-60 put a v=1 -> ? OperationTimeoutError
+  fine    0-1 put a v=1 -> ? OperationTimeoutError; 0.5-2 disturb
+error: a claim times out at once
+  broken  4-5 claim wait timeout=5 limit=1 -> ClaimTimeoutError
+  fine    4-9 claim wait timeout=5 limit=1 -> ClaimTimeoutError
+error: an error is not of the data plane
+  broken  0-1 put a v=1 -> ? !ZeroDivisionError
+puts: no put succeeds
+  broken  FULL_20
+  fine    FULL_5
+  fine    FULL_20; 30-31 put a v=30
+registered: a partition is not known
+  broken  0-1 register; 2-3 put a v=1 -> UnknownPartitionError
+  fine    0-1 register; 2-3 clear; 2-3 put a v=1 -> UnknownPartitionError
+save: a save leaves out a sample
+  broken  A; 2-3 saved
+  fine    A; 2-3 saved -> a=1
+save: a save cannot be loaded
+  broken  A; 2-3 saved -> ? CorruptDataError
+"""
 
-def _history(made):
-    return made if isinstance(made, History) else History(calls=tuple(made))
+
+def cases():
+    """Name -> the rule, and the lines of its histories."""
+    found, name = {}, ""
+    for line in CASES.strip().splitlines():
+        kind, _, text = line.strip().partition("  ")
+        if text:
+            found[name][1].append((kind, text.strip()))
+        else:
+            rule, _, name = line.partition(": ")
+            found[name] = rule, []
+    return found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_rule_is_found_broken(name):
-    rule, bad, *_ = CASES[name]
-    assert {found.rule for found in check(_history(bad))} == {rule}
+def rules(text, **settings):
+    return {found.rule for found in check(history(text, **settings))}
 
 
-@pytest.mark.parametrize(
-    ("name", "place"), [(name, place) for name, case in CASES.items() for place in range(len(case) - 2)]
-)
-def test_a_history_that_may_be_right_is_not_held_against_the_store(name, place):
-    assert check(_history(CASES[name][2 + place])) == []
+@pytest.mark.parametrize(("rule", "lines"), cases().values(), ids=cases())
+def test_a_history_breaks_its_rule_and_its_neighbours_break_none(rule, lines):
+    assert [(text, rules(text)) for _, text in lines] == [
+        (text, {rule} if kind == "broken" else set()) for kind, text in lines
+    ]
 
 
-def test_there_is_a_bad_history_for_every_rule_and_each_rule_quotes_the_contract():
-    assert {case[0] for case in CASES.values()} == set(RULES)
+def test_each_rule_is_broken_by_a_history_and_quotes_the_contract():
+    assert {rule for rule, _ in cases().values()} == set(RULES)
     contract = " ".join((Path(__file__).parents[2] / "docs" / "contract.md").read_text(encoding="utf-8").split())
     assert [rule for rule, quote in RULES.items() if quote not in contract] == []
 
 
-def test_nothing_is_promised_about_puts_that_overlap_clears_unless_the_store_is_fenced():
-    calls = (put(1, 0, 4, "a"), clear(2, 3, "a"), missing(5, 6, "a", fields=("y",)), get(1, 5, 6, "a", fields=("x",)))
-    more = (*calls, missing(7, 8, "a"))
-    assert check(History(calls=more, fenced=False)) == []
-    assert check(History(calls=more, fenced=True)) != []
+#: What a store may not promise -> a rule, and a history that breaks it only if that is taken for granted.
+GRANTED = {
+    "half": ("ready", "0-? put a v=1; 1-2 get a fields=x -> 1; 3-4 claim fields=x,y"),
+    "mixed": ("latest", "A; 2-? put a v=2; 3-4 get a fields=x -> 2; 5-6 get a fields=y -> 1"),
+    "fenced": ("written", "0-2 put a v=1; 1-1.5 clear a; 3-4 get a -> 9"),
+    "durable": ("committed", "A; 2-3 disturb; 4-5 get a -> MissingDataError"),
+}
+
+
+@pytest.mark.parametrize("guarantee", GRANTED)
+def test_nothing_is_taken_for_granted_that_a_store_does_not_promise(guarantee):
+    rule, text = GRANTED[guarantee]
+    promises = dict.fromkeys(("half", guarantee, rule), "here")
+    assert rule in {found.rule for found, _ in judged(history(text), promises)[0]}
+    del promises[guarantee]
+    broken, seen = judged(history(text), promises)
+    assert not broken
+    assert rule in {found.rule for found, _ in seen}
+
+
+def test_a_store_without_promises_breaks_none_but_its_puts_must_succeed():
+    assert judged(history(GRANTED["fenced"][1]), {})[0] == []
+    assert {found.rule for found, _ in judged(history("FULL_20"), {})[0]} == {"puts"}
 
 
 # --- shrinking and the page -------------------------------------------------------------------------------------------
 
 
-def _long():
-    """Many calls that do not matter, and a double claim among them."""
-    calls = []
-    for number in range(40):
-        at = 10 * number
-        calls += [
-            put(10 + number, at, at + 1, f"s{number}", f"t{number}", process="w1.0"),
-            claim(at + 2, at + 3, f"s{number}", f"t{number}", version=10 + number),
-        ]
-    again = claim(300, 301, "s7", version=17, limit=1, process="w2.0")
-    return History(
-        calls=(*calls, again), events=(Event(kind="kill", process="w2.0", begin_s=300.5, end_s=300.6),)
-    ), again
+@pytest.fixture
+def long():
+    """Many calls that do not matter, a double claim among them, and its finding."""
+    parts = [f"{t}-{t}.5 put s{t},t{t} v={t}; {t}.6-{t}.9 claim -> s{t}={t} t{t}={t}" for t in range(10, 50)]
+    made = history("; ".join([*parts, "60-61 claim -> s17=17", "60.5-60.6 kill"]))
+    (found,) = check(made)
+    return made, found
 
 
-def test_a_history_is_shortened_to_what_matters():
-    history, again = _long()
-    (found,) = [each for each in check(history) if each.rule == "given once"]
-    short = shrunk(history, found)
-    assert again.name in {each.name for each in short.calls}
-    assert len(short.calls) <= 3
-    assert {sample for each in short.calls for sample in each.samples} == {"s7"}
+def test_a_history_is_shortened_to_the_calls_and_samples_that_prove_the_finding(long):
+    made, found = long
+    short = shrunk(made, found)
+    assert [call.operation for call in short.calls] == ["claim", "claim"]
+    assert {sample for call in short.calls for sample in call.samples} == {"s17"}
     assert found.key in {each.key for each in check(short)}
 
 
-def test_the_page_tells_the_calls_that_prove_the_fault_in_order():
-    history, again = _long()
-    (found,) = [each for each in check(history) if each.rule == "given once"]
-    text = page("toy", "dataplane conformance toy --chaos --seed 7", [(found, shrunk(history, found))], "Seed 7.")
+def test_the_page_tells_the_calls_that_prove_the_fault_in_order(long):
+    made, found = long
+    text = page("toy", "dataplane conformance toy --chaos --seed 7", [(found, shrunk(made, found))], "Seed 7.")
     assert RULES["given once"] in text
     assert "dataplane conformance toy --chaos --seed 7" in text
-    assert text.index(f"**{found.calls[0].name}**") < text.index(f"**{again.name}**")
-    assert "| 300.000 | 301.000 |" in text
-    assert "kill -9" in text
+    first, second = (call.name for call in found.calls)
+    assert text.index(f"17.600   17.900 * {first}") < text.index(f"60.000   61.000 * {second}") < text.index("kill -9")
 
 
-# --- the files --------------------------------------------------------------------------------------------------------
+# --- what the processes write down ------------------------------------------------------------------------------------
 
 
 def test_a_kill_loses_the_end_of_the_call_under_way_at_most(tmp_path):
-    recorder = Recorder(tmp_path / "w0.0", "w0.0", 0.0)
-    assert recorder.call("clear", "p", lambda: None, samples=["a"])
-    assert recorder.call("list", "p", lambda: {"samples": ["a"], "seen": {"a": {"#v": 3}}})
+    path = tmp_path / "w0.0"
+    recorder = Recorder(path, 0.0)
+    assert recorder.call(lambda: None, operation="clear", partition="p", samples=["a"])
+    shows = lambda reply: {"samples": ["a"], "seen": {"a": {"#v": reply}}}  # noqa: E731
+    assert recorder.call(lambda: 3, shows, operation="list", partition="p") == 3
     recorder.close()
-    whole = (tmp_path / "w0.0").read_bytes()
+    whole = path.read_bytes()
     for size in range(len(whole) + 1):
-        (tmp_path / "w0.0").write_bytes(whole[:size])
-        calls = read_calls(tmp_path / "w0.0", "w0.0")
+        path.write_bytes(whole[:size])
+        calls = read_calls(path, "w0.0")
         assert [each.outcome for each in calls].count("unknown") <= 1
     assert [(each.operation, each.outcome, each.samples) for each in calls] == [
         ("clear", "ok", ("a",)),
         ("list", "ok", ("a",)),
     ]
     assert calls[1].seen == {"a": {"#v": 3}}
-
-
-def test_a_history_is_written_whole():
-    history, _ = _long()
-    written = json.loads(to_json(history))
-    assert [each["number"] for each in written["calls"]] == [each.number for each in history.calls]
-    assert written["events"][0]["kind"] == "kill"
-    json.loads(to_json(History(calls=(put(1, 0, None, "a"),))))
+    assert json.loads(json.dumps(asdict(calls[1])))["seen"] == calls[1].seen
 
 
 @pytest.mark.parametrize(
@@ -451,33 +394,3 @@ def test_a_history_is_written_whole():
 )
 def test_an_error_says_whether_the_call_changed_anything(operation, error, outcome):
     assert outcome_of(operation, error) == outcome
-
-
-# --- schedules --------------------------------------------------------------------------------------------------------
-
-
-def _first(made, count=200):
-    return [each for each, _ in zip(made, range(count), strict=False)]
-
-
-def test_the_same_seed_gives_the_same_schedule_and_another_one_does_not():
-    plan, other = (Plan(seed, 0.05, 1.0) for seed in (1, 2))
-    assert _first(steps(plan, 1, 0)) == _first(steps(plan, 1, 0))
-    assert _first(steps(plan, 1, 0)) != _first(steps(other, 1, 0))
-    assert _first(steps(plan, 1, 0)) != _first(steps(plan, 1, 1))
-    many = {each.kind for worker in range(3) for each in _first(steps(plan, worker, 0), 2000)}
-    assert many == plan.steps
-    assert _first(disruptions(plan, 3, 2.0, list(DISRUPTIONS))) == _first(disruptions(plan, 3, 2.0, list(DISRUPTIONS)))
-    assert {each.kind for each in _first(disruptions(plan, 3, 2.0, ["kill", "stop"]))} == {"kill", "stop"}
-
-
-def test_a_step_that_the_backend_cannot_take_is_not_in_the_schedule():
-    plan = Plan(1, 0.05, 1.0, steps=frozenset({"put", "get"}))
-    assert {each.kind for each in _first(steps(plan, 0, 0))} == {"put", "get"}
-
-
-def test_a_choice_is_always_of_something_that_is_there(monkeypatch):
-    highest = random.Random()
-    monkeypatch.setattr(highest, "random", lambda: math.nextafter(1, 0))
-    monkeypatch.setattr(schedule.random, "Random", lambda *_: highest)
-    assert all(each.choice < 1 for each in _first(steps(Plan(1, 0.05, 1.0), 0, 0), 3))

@@ -5,421 +5,275 @@ from __future__ import annotations
 import json
 
 import pytest
+from tiers import in_long
 
-from dataplane_noop import NoopBackend
-from dataplane_testkit import AuthorsClass, BackendConformance, ConformanceError
-from dataplane_testkit._author import AUTHORS_NAMES
+from dataplane_testkit import BackendConformance, ConformanceError
 from dataplane_testkit.rules import RULES
+from dataplane_testkit.suites.rows import RowSuite
 
 pytest_plugins = ["pytester"]
 
-_HEAD = """
-import pytest
+ORDER = "test_get_keeps_the_order_asked_for"
+HEAD = f"""
+import pytest, socket, warnings
 from dataplane_testkit import BackendConformance
-from dataplane_testkit.suites.get import GetSuite
-from dataplane_testkit.suites.put import PutSuite
+from dataplane_testkit.suites.rows import RowSuite
 from dataplane_noop import NoopBackend
+
+ORDER = {ORDER!r}
+
+def of(name, cls=NoopBackend, base=RowSuite, **more):
+    return type("Test", (base,), {{"backend": name, "backend_class": cls, **more}})
+
+class Sorts(NoopBackend):
+    def get_samples(self, request):
+        request.sample_ids = sorted(request.sample_ids)
+        return super().get_samples(request)
 """
 
 
 @pytest.fixture
 def run(pytester, monkeypatch):
-    """Runs a test file in this process and returns pytest's result and the reports."""
+    """Runs a test file in this process. Its result, and the reports by the name of the backend."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
 
-    def run(body, *arguments, conftest=None):
-        pytester.makepyfile(_HEAD + body)
-        if conftest is not None:
-            pytester.makeconftest(conftest)
+    def run(body, *words):
         path = pytester.path / "report.json"
-        result = pytester.runpytest_inprocess(
-            "-p", "no:cacheprovider", "-W", "error", "--strict-markers", "--dataplane-json", str(path), *arguments
-        )
+        pytester.makepyfile(HEAD + body)
+        options = ["-p", "no:cacheprovider", "-W", "error", "--strict-markers", "--dataplane-json", str(path)]
+        result = pytester.runpytest_inprocess(*options, *words)
         reports = json.loads(path.read_text()) if path.exists() else []
-        return result, reports
+        return result, {report["backend"]: report for report in reports}
 
     return run
 
 
-def _selected(report):
-    return {test["name"]: test for test in report["tests"] if test["reason"] != "not selected"}
+def selected(report):
+    """Test -> outcome and reason."""
+    tests = [test for test in report["tests"] if test["reason"] != "not selected"]
+    return {test["name"]: (test["outcome"], test["reason"]) for test in tests}
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+CLASSES = """
+class SortsAndSaysSo(Sorts):
+    deviations = {ORDER: "its engine sorts"}
+
+class Dead(NoopBackend):
+    tries = []
+
+    def start(self, *, bootstrap, deadline):
+        self.tries.append(1)
+        raise OSError(f"port 6379 is taken, try {len(self.tries)}")
+
+@pytest.fixture
+def no_server(self):
+    pytest.skip("no server on this machine")
+
+TestRight = of("right", most_copies={"put_samples": (6, "the engine copies twice")})
+TestBroken = of("broken", Sorts)
+TestDeviates = of("deviates", Sorts, deviations={ORDER: "the engine sorts"})
+TestBackend = of("backend deviates", SortsAndSaysSo)
+TestKeepsIt = of("keeps it", deviations={ORDER: "it was broken once"})
+TestCannotRun = of("cannot run", options=no_server)
+TestDead = of("dead", Dead)
+TestSkipped, TestXfailed = of("skipped"), of("xfailed")
+TestByName = of("noop", None)
+TestCases = of("cases", base=BackendConformance, deviations={"test_a_field_keeps_its_schema[*dtype]": "never fails"})
+"""
+QUIETLY = """
+import pytest
+
+MARKS = {"skipped": pytest.mark.skip, "xfailed": pytest.mark.xfail}
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.cls.backend in MARKS:
+            item.add_marker(MARKS[item.cls.backend](reason="quietly"))
+"""
+#: Backend -> outcome and reason of the selected test, and the verdict on the core.
+EXPECTED = {
+    "right": ("pass", "", "in part"),
+    "noop": ("pass", "", "in part"),
+    "broken": ("fail", "assert ", "failed"),
+    "deviates": ("deviation", "the engine sorts", "deviates"),
+    "backend deviates": ("deviation", "its engine sorts", "deviates"),
+    "keeps it": ("fail", "[XPASS(strict)] it was broken once", "failed"),
+    "cannot run": ("not run", "no server on this machine", "not run"),
+    "dead": ("fail", "setup: dataplane_core.errors.BackendError: [dead] connect failed", "failed"),
+    "skipped": ("fail", f"setup: Failed: {ORDER} is a test of the conformance kit and", "failed"),
+    "xfailed": ("fail", f"setup: Failed: {ORDER} is a test of the conformance kit and", "failed"),
+}
+
+
+@pytest.mark.parametrize("processes", [[], *in_long(["-n", "2"])], ids=lambda words: " ".join(words) or "one process")
+def test_the_report_says_what_each_class_proved(run, pytester, processes):
+    pytester.makeconftest(QUIETLY)
+    markdown = pytester.path / "report.md"
+    some = "order_asked_for or (keeps_its_schema and dtype) or (TestDead and repeats_rows)"
+    result, reports = run(CLASSES, "-k", some, "--dataplane-markdown", str(markdown), *processes)
+    for name, (outcome, reason, verdict) in EXPECTED.items():
+        report = reports[name]
+        found, why = selected(report)[ORDER]
+        assert (found, report["capabilities"][0]["verdict"]) == (outcome, verdict), name
+        assert why.startswith(reason), name
+        assert report["passed"] == (outcome == "pass"), name
+        assert report["counts"]["not run"] >= 10, "tests that were not selected are counted"
+    cases = [outcome for name, (outcome, _) in selected(reports["cases"]).items() if name != ORDER]
+    assert sorted(cases) == ["fail", "fail", "pass", "pass"], "two cases are said to fail, and do not"
+    again = "the store could not be connected: BackendError: [dead] connect failed"
+    dead = [again in why and "try 1" in why for _, why in selected(reports["dead"]).values()]
+    assert processes or sorted(dead) == [False, True], "it was not tried again"
+
+    right, broken = reports["right"], reports["broken"]
+    assert right["schema"] == "dataplane-conformance/1"
+    assert right["distribution"].startswith("dataplane-noop ")
+    assert right["why_not_declared"]["6 copies in put_samples"] == "the engine copies twice"
+    (test,) = [test for test in broken["tests"] if test["name"] == ORDER]
+    assert test["rule"] == 'Contract: "Exactly one row per id given, in that order, repeats included."'
+    assert test["check_first"] == "bring the engine's rows into the order of request.sample_ids."
+    result.stdout.fnmatch_lines(["*the rule that it breaks*", test["rule"], "Check first: *", "*of broken*"])
+    for text in (result.stdout.str(), markdown.read_text()):
+        assert f"\n  - the rule: {test['rule']}\n  - check first: {test['check_first']}\n" in text
+        assert all(report["badge"] in text for report in reports.values())
+
+
+WARNS = """
+class Warns(NoopBackend):
+    def get_samples(self, request):
+        self.warn()
+        return super().get_samples(request)
+
+class Deprecated(Warns):
+    def warn(self):
+        warnings.warn(f"row at {id(self):#x}\\nis old", DeprecationWarning)
+
+class Leaks(Warns):
+    def warn(self):
+        socket.socket()
+
+TestDeprecated, TestLeaks = of("deprecated", Deprecated), of("leaks", Leaks)
+"""
+TEXTS = {"deprecated": ("DeprecationWarning", "is old"), "leaks": ("ResourceWarning", "unclosed <socket.socket")}
+
+
+@pytest.mark.parametrize("how", ["default", "error"])
+def test_the_text_of_a_warning_is_told_also_where_it_is_an_error(run, how):
+    result, reports = run(WARNS, "-k", "get_repeats_rows", "-W", how)
+    for name, (category, text) in TEXTS.items():
+        ((outcome, reason),) = selected(reports[name]).values()
+        told = [f"{each['category']}: {each['text']} in {each['test']}" for each in reports[name]["warnings"]]
+        assert (outcome, len(told)) == (("pass", 1) if how == "default" else ("fail", 0))
+        assert category in (told or [reason])[0]
+        assert text in (told or [reason])[0]
+        result.stdout.fnmatch_lines([f"- *{category}*{text}*"])
 
 
 # --- an author's class ------------------------------------------------------------------------------------------------
 
-
-def test_ten_lines_are_enough(run):
-    body = "class TestMine(BackendConformance):\n    backend_class = NoopBackend\n"
-    result, (report,) = run(body, "-k", "order_asked_for or given_once")
-    result.assert_outcomes(passed=2, deselected=len(report["tests"]) - 2)
-    assert report["backend"] == "NoopBackend"
-    assert report["distribution"].startswith("dataplane-noop ")
-    result.stdout.fnmatch_lines(["*conformance of NoopBackend*", "core * in part * 1 *", "*dataplane contract 1 |*"])
-
-
-def test_a_backend_may_be_named(run):
-    _, (report,) = run("class TestMine(GetSuite):\n    backend = 'noop'\n", "-k", "order_asked_for")
-    assert report["backend"] == "noop"
-    assert report["counts"]["pass"] == 1
-
-
-def test_a_class_that_names_no_backend_says_so(run):
-    result, _ = run("class TestMine(GetSuite):\n    pass\n", "-k", "order_asked_for")
-    assert result.ret != 0
-    result.stdout.fnmatch_lines(["*TestMine names no backend.*"])
-
-
-def test_options_are_a_fixture_that_may_use_others(run):
-    body = """
-class TestMine(GetSuite):
-    backend_class = NoopBackend
-
-    @pytest.fixture(scope="session")
-    def server(self):
-        return 5_000_000
-
-    @pytest.fixture
-    def options(self, server, tmp_path):
-        return {"capacity_bytes": server}
-
-    def test_of_my_own(self, store):
-        assert store.client.config.options == {"capacity_bytes": 5_000_000}
-"""
-    result, (report,) = run(body, "-k", "order_asked_for or of_my_own", "-W", "default")
-    result.assert_outcomes(
-        passed=2, warnings=result.parseoutcomes().get("warnings", 0), deselected=len(report["tests"]) - 1
-    )
-    # an author's own tests run beside the kit's, and are not part of its report
-    assert list(_selected(report)) == ["test_get_keeps_the_order_asked_for"]
-
-
-def test_what_an_author_leaves_out_is_not_run(run):
-    body = "class TestMine(BackendConformance):\n    backend_class = NoopBackend\n"
-    _, (report,) = run(body, "-k", "holds_the_objects_put or leaves_nothing_in_the_engine or lost_payload")
-    assert {name: (test["outcome"], test["reason"]) for name, test in _selected(report).items()} == {
-        "test_the_engine_holds_the_objects_put": ("not run", "the author's class supplies no raw_get"),
-        "test_a_refused_put_leaves_nothing_in_the_engine": ("not run", "the author's class supplies no held_bytes"),
-        "test_lost_payload_is_named": ("pass", ""),
-    }
-
-
-def test_one_store_serves_the_class_unless_told_otherwise(run):
-    body = """
+STORES = """
 class Counts(NoopBackend):
     started = []
 
     def start(self, *, bootstrap, deadline):
         self.started.append(1)
 
-class TestOne(GetSuite):
-    backend_class = Counts
+TestOneStore, TestStorePerTest = of("one", Counts), of("several", Counts, store_per_test=True)
 
-class TestMany(GetSuite):
-    backend_class = Counts
-    store_per_test = True
-
-def test_counts():
-    # classes run in the order of the file
+def test_counts():  # classes run in the order of the file
     assert len(Counts.started) == 1 + 3
+
+@pytest.fixture(scope="session")
+def server():
+    return 5_000_000
+
+class TestOptions(of("options")):
+    @pytest.fixture
+    def options(self, server, tmp_path):
+        return {"capacity_bytes": server}
+
+    def test_of_my_own(self, store):
+        assert store.client.config.options == {"capacity_bytes": 5_000_000}
+
+TestPlain = of("plain", base=BackendConformance, through_asyncio=True)
 """
-    result, _ = run(body, "-k", "get_repeats_rows or order_asked_for or joins_rows_of or test_counts")
-    result.assert_outcomes(passed=7, deselected=result.parseoutcomes()["deselected"])
+OF_PLAIN = {
+    "test_the_engine_holds_what_was_put": ("not run", "the author's class supplies no raw_get"),
+    "test_what_is_dropped_leaves_the_engine[a_refused_put]": ("not run", "the author's class supplies no held_bytes"),
+    "test_lost_payload_is_named": ("pass", ""),
+}
 
 
-def test_all_that_an_author_may_define_is_documented():
-    for name in AUTHORS_NAMES:
-        about = f"{AuthorsClass.__doc__} {getattr(getattr(AuthorsClass, name), '__doc__', '')}"
-        assert f"{name}: " in about or getattr(AuthorsClass, name).__doc__, name
-    assert {"backend", "options", "restart", "disturbances", "most_copies"} <= AUTHORS_NAMES
-    assert not AUTHORS_NAMES & {"under_test", "supplies", "store"}
-
-
-def test_copies_that_the_kit_cannot_count_are_not_run(run):
-    body = """
-class TestMine(BackendConformance):
-    backend_class = NoopBackend
-    through_asyncio = True
-"""
-    _, (report,) = run(body, "-k", "copied_no_more")
-    assert {test["outcome"] for test in _selected(report).values()} == {"not run"}
-
-
-# --- deviations and quiet overrides -----------------------------------------------------------------------------------
-
-_DROPS = """
-class Drops(NoopBackend):
-    def get_samples(self, request):
-        request.sample_ids = sorted(request.sample_ids)
-        return super().get_samples(request)
-
-class TestMine(PutSuite, GetSuite):
-    backend_class = Drops
-    deviations = {deviations}
-"""
-_WHOLE = _DROPS.replace("PutSuite, GetSuite", "BackendConformance")
-
-
-def test_a_deviation_is_an_expected_failure(run):
-    body = _DROPS.format(deviations="{'test_get_keeps_the_order_asked_for': 'the engine sorts'}")
-    result, (report,) = run(body, "-k", "order_asked_for")
-    result.assert_outcomes(xfailed=1, deselected=len(report["tests"]) - 1)
-    test = _selected(report)["test_get_keeps_the_order_asked_for"]
-    assert (test["outcome"], test["reason"]) == ("deviation", "the engine sorts")
-    assert {row["name"]: row["verdict"] for row in report["capabilities"]}["core"] == "deviates"
-    result.stdout.fnmatch_lines(["deviations:", "*test_get_keeps_the_order_asked_for (get): the engine sorts"])
-
-
-def test_a_backend_may_bring_its_deviations(run):
-    body = _DROPS.format(deviations="{}").replace(
-        "    def get", "    deviations = {'test_get_keeps_the_order_asked_for': 'the engine sorts'}\n\n    def get", 1
-    )
-    result, (report,) = run(body, "-k", "order_asked_for")
-    result.assert_outcomes(xfailed=1, deselected=len(report["tests"]) - 1)
-    assert _selected(report)["test_get_keeps_the_order_asked_for"]["reason"] == "the engine sorts"
-
-
-def test_the_facts_of_an_engine_and_what_it_costs_more_are_reported(run):
-    body = """
-class TestMine(GetSuite):
-    backend_class = NoopBackend
-    most_copies = {"put_samples": (6, "the engine copies twice")}
-"""
-    result, (report,) = run(body, "-k", "order_asked_for")
-    assert report["why_not_declared"]["6 copies in put_samples"] == "the engine copies twice"
-    assert report["why_not_declared"]["durable"] == NoopBackend.why_not_declared["durable"]
-    result.stdout.fnmatch_lines(
-        ["why it does not declare more:", "*durable: *", "*6 copies in put_samples: the engine copies*"]
-    )
-
-
-def test_a_deviation_that_passes_fails(run):
-    body = _DROPS.format(deviations="{'test_put_returns_a_receipt': 'it was broken once'}")
-    result, (report,) = run(body, "-k", "put_returns_a_receipt")
-    result.assert_outcomes(failed=1, deselected=len(report["tests"]) - 1)
-    assert _selected(report)["test_put_returns_a_receipt"]["reason"] == "[XPASS(strict)] it was broken once"
-    assert not report["passed"]
-
-
-def test_a_deviation_may_name_cases(run):
-    body = _WHOLE.format(deviations="{'test_a_field_keeps_its_schema[*dtype]': 'never fails'}")
-    result, (report,) = run(body, "-k", "keeps_its_schema and dtype")
-    result.assert_outcomes(failed=2, passed=2, deselected=len(report["tests"]) - 4)
+def test_what_an_author_gives_is_used_and_what_is_left_out_is_not_run(run):
+    more = ("copied_no_more", "order_asked_for", "get_repeats_rows", "test_counts", "of_my_own")
+    result, reports = run(STORES, "-k", " or ".join((*OF_PLAIN, *more)))
+    assert not {"failed", "errors"} & result.parseoutcomes().keys()
+    found = selected(reports["plain"])
+    assert found.items() >= OF_PLAIN.items()
+    assert {outcome for name, (outcome, _) in found.items() if "copied_no_more" in name} == {"not run"}
+    assert "test_of_my_own" not in str(reports), "an author's own tests run, but are not part of the report"
 
 
 def test_a_deviation_whose_case_does_not_exist_is_refused(run):
-    body = _WHOLE.format(deviations="{'test_columns_come_back_bit_for_bit[float9]': 'no such dtype'}")
-    result, _ = run(body, "-k", "order_asked_for")
+    deviations = {"test_columns_come_back_bit_for_bit[float9]": "no such dtype"}
+    result, _ = run(f"TestMine = of('mine', base=BackendConformance, deviations={deviations})", "-k", "order")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*float9*"])
 
 
-@pytest.mark.parametrize(
-    ("namespace", "words"),
-    [
-        ({"test_get_keeps_the_order_asked_for": lambda self: None}, "overrides test_get_keeps_the_order_asked_for"),
-        ({"test_get_keeps_the_order_asked_for": None}, "overrides test_get_keeps_the_order_asked_for"),
-        ({"store": None}, "overrides store"),
-        ({"_conformance_gate": None}, "overrides _conformance_gate"),
-        ({"deviations": {"test_no_such": "why"}}, "is no test of the kit"),
-        ({"most_copies": {"claim": (9, "why")}}, "names 'claim'. Expected put_samples or get_samples"),
-        ({"most_copies": {"put_samples": (9, "")}}, "gives no reason"),
-        ({"deviations": {"test_get_keeps_the_order_asked_for": " "}}, "gives no reason"),
-        ({"pytestmark": pytest.mark.xfail}, "marks the whole kit xfail"),
-        ({"pytestmark": [pytest.mark.xfail(reason="x")]}, "marks the whole kit xfail"),
-    ],
-)
-def test_quiet_overrides_are_refused(namespace, words):
-    with pytest.raises(ConformanceError, match=words):
-        type("TestMine", (BackendConformance,), namespace)
-
-
-def test_an_override_by_a_mixin_is_refused():
-    class Mixin:
-        def test_cleared_rows_are_gone(self):
-            pass
-
-    with pytest.raises(ConformanceError, match="overrides test_cleared_rows_are_gone"):
-        type("TestMine", (Mixin, BackendConformance), {})
-
-
-def test_an_override_fails_the_collection_of_its_file(run):
-    body = """
-class TestMine(BackendConformance):
-    backend_class = NoopBackend
-
-    @pytest.mark.skip
+class Mixin:
     def test_cleared_rows_are_gone(self):
         pass
-"""
-    result, reports = run(body)
-    assert result.ret != 0
-    assert reports == []
-    result.stdout.fnmatch_lines(["*TestMine overrides test_cleared_rows_are_gone*deviations = {*"])
 
 
-def test_skip_marks_from_outside_fail(run):
-    conftest = """
-import pytest
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "order_asked_for" in item.name:
-            item.add_marker(pytest.mark.skip(reason="quietly"))
-        if "get_repeats_rows" in item.name:
-            item.add_marker(pytest.mark.xfail(reason="quietly"))
-"""
-    body = "class TestMine(GetSuite):\n    backend_class = NoopBackend\n"
-    result, (report,) = run(body, "-k", "order_asked_for or get_repeats_rows", conftest=conftest)
-    assert not report["passed"]
-    assert {test["outcome"] for test in _selected(report).values()} == {"fail"}
-    result.stdout.fnmatch_lines(["*carries the mark 'skip'*", "*carries the mark 'xfail'*"])
-
-
-def test_what_a_machine_cannot_run_is_not_run(run):
-    body = """
-class TestMine(BackendConformance):
-    backend_class = NoopBackend
-
-    @pytest.fixture
-    def options(self):
-        pytest.skip("no server on this machine")
-"""
-    result, (report,) = run(body, "-k", "order_asked_for or cleared_rows")
-    result.assert_outcomes(skipped=2, deselected=len(report["tests"]) - 2)
-    assert {test["outcome"] for test in _selected(report).values()} == {"not run"}
-    assert not report["passed"], "a run in which nothing ran proves nothing"
-    result.stdout.fnmatch_lines(["not run:", "*2 tests: no server on this machine"])
+@pytest.mark.parametrize(
+    ("bases", "namespace", "words"),
+    [
+        ((), {ORDER: lambda self: None}, f"overrides {ORDER}.*deviations = {{"),
+        ((), {ORDER: pytest.mark.skip(lambda self: None)}, f"overrides {ORDER}"),
+        ((Mixin,), {}, "overrides test_cleared_rows_are_gone"),
+        ((), {"store": None}, "overrides store"),
+        ((), {"deviations": {"test_no_such": "why"}}, "is no test of the kit"),
+        ((), {"deviations": {ORDER: " "}}, "gives no reason"),
+        ((), {"most_copies": {"claim": (9, "why")}}, "Expected put_samples or get_samples"),
+        ((), {"most_copies": {"put_samples": (9, "")}}, "gives no reason"),
+        ((), {"pytestmark": pytest.mark.xfail}, "marks the whole kit xfail"),
+        ((), {"pytestmark": [pytest.mark.xfail(reason="x")]}, "marks the whole kit xfail"),
+    ],
+)
+def test_quiet_overrides_are_refused(bases, namespace, words):
+    with pytest.raises(ConformanceError, match=f"(?s){words}"):
+        type("TestMine", (*bases, BackendConformance), namespace)
 
 
-def test_a_store_that_does_not_start_fails_once_with_its_reason(run):
-    body = """
-class Dead(NoopBackend):
-    tries = []
-
-    def start(self, *, bootstrap, deadline):
-        self.tries.append(1)
-        raise OSError("port 6379 is taken")
-
-class TestMine(BackendConformance):
-    backend_class = Dead
-
-def test_tries():
-    assert Dead.tries == [1]
-"""
-    result, (report,) = run(body, "-k", "cleared_rows or order_asked_for or test_tries")
-    assert result.parseoutcomes()["errors"] == 2
-    assert result.parseoutcomes()["passed"] == 1
-    assert all("port 6379 is taken" in test["reason"] for test in _selected(report).values())
-    assert "the rule that it breaks" not in result.stdout.str(), "nothing was tested, so no rule is to blame"
+def test_a_class_that_names_no_backend_is_refused():
+    with pytest.raises(ConformanceError, match="TestMine names no backend"):
+        type("TestMine", (RowSuite,), {}).under_test()
 
 
 # --- the plugin -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "processes", [[], pytest.param(["-n", "2"], marks=pytest.mark.long)], ids=["one_process", "several"]
-)
-def test_what_was_not_selected_is_counted(run, processes):
-    body = "class TestMine(GetSuite):\n    backend_class = NoopBackend\n"
-    _, (report,) = run(body, "-k", "order_asked_for", *processes)
-    assert {row["name"]: row["verdict"] for row in report["capabilities"]}["core"] == "in part"
-    assert (report["counts"]["pass"], report["counts"]["not run"]) == (1, len(report["tests"]) - 1)
-    assert len(report["tests"]) > 10
-
-
-def test_a_failure_names_its_rule_in_the_report(run, pytester):
-    markdown = pytester.path / "report.md"
-    result, (report,) = run(
-        _DROPS.format(deviations="{}"), "-k", "order_asked_for", "--dataplane-markdown", str(markdown)
-    )
-    test = _selected(report)["test_get_keeps_the_order_asked_for"]
-    assert test["rule"] == 'Contract: "Exactly one row per id given, in that order, repeats included."'
-    assert test["check_first"] == "bring the engine's rows into the order of request.sample_ids."
-    result.stdout.fnmatch_lines(
-        [
-            "*the rule that it breaks*",
-            'Contract: "Exactly one row per id given, in that order, repeats included."',
-            "*Check first:*",
-            "failures:",
-            "*the rule: Contract: *",
-            "*check first: bring the engine's rows*",
-        ]
-    )
-    assert "  - check first: bring the engine's rows" in markdown.read_text()
-
-
-_WARNS = """
-import socket, warnings
-
-class Warns(NoopBackend):
-    def get_samples(self, request):
-        {warn}
-        return super().get_samples(request)
-
-class TestMine(GetSuite):
-    backend_class = Warns
-"""
-
-
-@pytest.mark.parametrize(
-    ("warn", "category", "text"),
-    [
-        ("warnings.warn(f'row at {id(request):#x}\\nis old', DeprecationWarning)", "DeprecationWarning", "is old"),
-        ("socket.socket()", "ResourceWarning", "unclosed <socket.socket"),
-    ],
-)
-def test_the_text_of_warnings_is_told(run, warn, category, text):
-    body = _WARNS.format(warn=warn)
-    result, (report,) = run(body, "-k", "get_repeats_rows", "-W", "default")
-    (warning,) = report["warnings"]
-    assert (warning["category"], warning["test"]) == (category, "test_get_repeats_rows")
-    assert text in warning["text"]
-    result.stdout.fnmatch_lines(["warnings:", f"  {category}: *{text}*"])
-    # and where they are errors, the failure says which warning it was
-    result, (report,) = run(body, "-k", "get_repeats_rows", "-W", "error")
-    assert report["warnings"] == []
-    (test,) = _selected(report).values()
-    assert category in test["reason"]
-    assert text in test["reason"]
-
-
-# --- order ------------------------------------------------------------------------------------------------------------
-
-
-def test_quick_tests_come_first_and_the_machine_last(run):
-    body = "class TestMine(BackendConformance):\n    backend_class = NoopBackend\n"
-    result, _ = run(body, "--collect-only", "-q")
-    names = [line.rpartition("::")[2] for line in result.outlines if "::" in line]
-    order = list(dict.fromkeys(RULES[name.partition("[")[0]].chapter for name in names))
-    assert order[:3] == ["smoke", "blobs", "journal"]
-    assert order[-4:] == ["races", "processes", "crashes", "machine"]
+def test_the_kits_tests_carry_a_marker_and_the_quick_ones_come_first(run):
+    body = "TestMine = of('mine', base=BackendConformance)\n\ndef test_not_of_the_kit():\n    pass\n"
+    result, _ = run(body, "--collect-only", "-q", "-m", "dataplane")
+    names = [line.rpartition("::")[2].partition("[")[0] for line in result.outlines if "::" in line]
+    order = list(dict.fromkeys(RULES[name].chapter for name in names))
     assert order == list(dict.fromkeys(rule.chapter for rule in RULES.values()))
-    assert sum(RULES[name.partition("[")[0]].chapter == "smoke" for name in names) >= 5
+    assert order[0] == "smoke"
 
 
-def test_tests_carry_a_marker(run):
-    body = "class TestMine(GetSuite):\n    backend_class = NoopBackend\n\ndef test_not_of_the_kit():\n    pass\n"
-    result, _ = run(body, "-m", "dataplane", "-k", "order_asked_for or not_of_the_kit")
-    result.assert_outcomes(passed=1, deselected=result.parseoutcomes()["deselected"])
-
-
-def test_without_the_plugin_the_kit_still_judges(pytester):
-    pytester.makepyfile(_HEAD + _WHOLE.format(deviations="{'test_get_keeps_the_order_asked_for': 'the engine sorts'}"))
-    arguments = ["-p", "no:dataplane_conformance", "-p", "no:cacheprovider", "--strict-markers", "-W", "error"]
-    result = pytester.runpytest_inprocess(*arguments, "-k", "order_asked_for or joins_rows_of or puts_that_overlap")
-    result.assert_outcomes(failed=1, xfailed=1, passed=2, deselected=result.parseoutcomes()["deselected"])
-    assert "conformance of" not in result.stdout.str()
+def test_without_the_plugin_the_kit_still_judges(pytester, monkeypatch):
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    pytester.makepyfile(HEAD + CLASSES)
+    words = ["-p", "no:dataplane_conformance", "-p", "no:cacheprovider", "--strict-markers", "-W", "error"]
+    result = pytester.runpytest_inprocess(*words, "-k", "order_asked_for and (Right or Broken or TestDeviates)")
+    result.assert_outcomes(passed=1, failed=1, xfailed=1, deselected=result.parseoutcomes()["deselected"])
 
 
 def test_other_suites_are_left_alone(pytester):
-    pytester.makepyfile(
-        """
-        import sys
-
-        def test_it():
-            assert not {"dataplane_core", "torch"} & set(sys.modules)
-        """
-    )
+    pytester.makepyfile("import sys\n\ndef test_it():\n    assert not {'dataplane_core', 'torch'} & set(sys.modules)\n")
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-W", "error")
     result.assert_outcomes(passed=1)
     assert "conformance" not in result.stdout.str()

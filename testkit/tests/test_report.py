@@ -1,88 +1,53 @@
-"""The report: verdicts, forms, and the versioned JSON."""
+"""The report: verdicts, and what Markdown would take for its own. `test_kit_rules` shows the rest."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from dataplane_testkit.report import NOT_SELECTED, SCHEMA, Report, Result, to_json
+from dataplane_testkit.report import Report
+
+HEADER = {"backend": "toy", "distribution": "toy-dist 1.0", "core_version": "0.1.0", "contract_version": 1}
+DECLARED = {"wire": "jagged", "declared": ["claims"], "why_not_declared": {"durable": "all in memory"}}
 
 
-def _report(*results, capabilities=("claims",), scope="process"):
+def report_of(*tests, scope="process"):
+    names = ("name", "proves", "outcome", "reason")
+    rest = {"chapter": "chapter", "duration_s": 0.1, "rule": "a rule", "check_first": "the engine"}
     return Report(
-        backend="toy",
-        distribution="toy-dist 1.0",
-        core_version="0.1.0",
-        contract_version=1,
-        scope=scope,
-        wire="jagged",
-        capabilities=capabilities,
-        why_not_declared={"durable": "it is all in memory"},
-        results=tuple(
-            Result(name, "chapter", proves, outcome, reason, 0.1) for name, proves, outcome, reason in results
-        ),
+        {**HEADER, **DECLARED, "scope": scope}, [dict(zip(names, test, strict=True)) | rest for test in tests]
     )
 
 
 @pytest.mark.parametrize(
-    ("results", "scope", "verdicts", "passed"),
+    ("row", "outcomes", "scope", "verdict"),
     [
-        (
-            [("a", "core", "pass", ""), ("b", "claims", "pass", "")],
-            "process",
-            {"core": "proven", "claims": "proven", "leases": "not declared"},
-            True,
-        ),
-        (
-            [("a", "core", "pass", ""), ("b", "core", "fail", "broke"), ("c", "claims", "deviation", "why")],
-            "process",
-            {"core": "failed", "claims": "deviates"},
-            False,
-        ),
-        ([("a", "core", "pass", ""), ("b", "core", "deviation", "why")], "process", {"core": "deviates"}, True),
-        (
-            [("a", "core", "not run", "no server"), ("b", "claims", "not run", NOT_SELECTED)],
-            "process",
-            {"core": "not run"},
-            False,
-        ),
-        ([("a", "core", "pass", ""), ("b", "core", "not run", NOT_SELECTED)], "process", {"core": "in part"}, True),
-        ([("a", "scope host", "pass", "")], "cluster", {"scope host": "proven"}, True),
-        ([("a", "scope host", "not declared", "scope host")], "process", {"scope host": "not declared"}, False),
+        ("core", ["pass", "pass"], "process", "proven"),
+        ("core", ["pass", "fail", "deviation"], "process", "failed"),
+        ("core", ["pass", "deviation"], "process", "deviates"),
+        ("core", ["not run"], "process", "not run"),
+        ("core", ["pass", "not selected"], "process", "in part"),
+        ("claims", ["pass"], "process", "proven"),
+        ("leases", ["pass"], "process", "not declared"),
+        ("scope host", ["pass"], "host", "proven"),
+        ("scope host", ["not declared"], "process", "not declared"),
     ],
 )
-def test_verdicts(results, scope, verdicts, passed):
-    report = _report(*results, scope=scope)
-    assert {row.name: row.verdict for row in report.rows()}.items() >= verdicts.items()
-    assert report.passed == passed
+def test_verdicts(row, outcomes, scope, verdict):
+    report = report_of(*(("a", row, each.replace("selected", "run"), each) for each in outcomes), scope=scope)
+    assert {each["name"]: each["verdict"] for each in report.rows()}[row] == verdict
+    assert report.passed == ("pass" in outcomes and "fail" not in outcomes)
 
 
-def test_json_is_versioned_and_complete():
-    report = _report(("a", "core", "pass", ""), ("b", "claims", "fail", "broke"))
-    (read,) = json.loads(to_json([report]))
-    assert read["schema"] == SCHEMA == "dataplane-conformance/1"
-    assert read["counts"] == {"pass": 1, "fail": 1, "deviation": 0, "not declared": 0, "not run": 0}
-    assert [test["name"] for test in read["tests"]] == ["a", "b"]
-    assert read["badge"] == report.badge()
-    assert {row["name"] for row in read["capabilities"]} >= {"core", "claims", "durable"}
-
-
-def test_text_and_markdown_name_failures_deviations_and_reasons():
-    report = _report(
-        ("a", "core", "fail", "broke | here"),
-        ("b", "core", "deviation", "the engine <cannot>"),
-        ("c", "core", "not run", "no server"),
-        ("d", "core", "not run", "no server"),
-    )
+def test_markdown_is_escaped_and_text_is_not():
+    cannot = [(name, "core", "not run", "no server") for name in "cd"]
+    report = report_of(("a", "core", "fail", "broke | here"), ("b", "core", "deviation", "<cannot>"), *cannot)
     text, markdown = report.to_text(), report.to_markdown()
-    assert "a (chapter): broke | here" in text
-    assert "2 tests: no server" in text
+    assert "- a (chapter): broke | here\n  - the rule: a rule\n  - check first: the engine\n" in text
+    assert "- b (chapter): <cannot>\n" in text
+    assert "- 2 tests: no server" in text
     assert "broke \\| here" in markdown
     assert "&lt;cannot>" in markdown
-    assert "| core | failed | 0 | 1 | 1 | 0 | 2 |" in markdown
-
-
-def test_the_badge_is_one_line():
-    badge = _report(("a", "core", "pass", ""), ("b", "claims", "pass", "")).badge()
-    assert badge == "dataplane contract 1 | toy: 2 of 2 declared proven, 2 passed, 0 failed, 0 deviations"
+    assert "| core | failed | 0 | 1 | 1 | 0 | 2 |" in " ".join(markdown.split())
+    badge = "dataplane contract 1 | toy: 0 of 2 declared proven, 0 passed, 1 failed, 1 deviations"
+    assert badge in markdown
+    assert report.to_dict()["badge"] == badge

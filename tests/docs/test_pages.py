@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TOPS = ("docs", "core", "testkit", "tools", "plugins", "integrations", "compat", "examples")
@@ -21,25 +20,32 @@ def _prose(page: Path) -> str:
     return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
+@cache
 def _anchors(page: Path) -> set[str]:
     """Of its headings, as code hosts make them."""
     headings = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text(encoding="utf-8")):
-        found = (page.parent / target).resolve() if target else page
-        assert found.exists(), f"{page.name} links {target}"
-        assert not anchor or anchor in _anchors(found), f"{page.name} links {target}#{anchor}"
+def test_links_lead_somewhere() -> None:
+    wrong = []
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text(encoding="utf-8")):
+            found = (page.parent / target).resolve() if target else page
+            if not found.exists() or (anchor and anchor not in _anchors(found)):
+                wrong.append(f"{page.relative_to(ROOT)} links {target}#{anchor}")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_rows_of_tables_follow_a_head(page: Path) -> None:
+def test_rows_of_tables_follow_a_head() -> None:
     """A blank line within a table turns the rows after it into text."""
-    for table in re.findall(r"(?:^\|.*\n)+", _prose(page), re.MULTILINE):
-        assert re.match(r".*\n[|: -]+\n", table), f"{page.name}: no head above {table[:60]}"
+    wrong = [
+        f"{page.relative_to(ROOT)}: no head above {table[:60]}"
+        for page in PAGES
+        for table in re.findall(r"(?:^\|.*\n)+", _prose(page), re.MULTILINE)
+        if not re.match(r".*\n[|: -]+\n", table)
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_what_the_readme_installs_is_there() -> None:

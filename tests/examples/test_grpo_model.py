@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from grpo.config import ModelConfig
@@ -14,6 +16,14 @@ from torch.testing import assert_close
 
 CONFIG = ModelConfig(width=32, layers=2, heads=2, context=24)
 PROMPTS = ["1+2=", "345+678=", "12+34=", "9+10="] * 3
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A rollout worker sets torch's number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

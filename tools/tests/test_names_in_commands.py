@@ -16,7 +16,7 @@ from dataplane_core.errors import UnknownPartitionError
 from dataplane_core.spec import UnitInfo
 from dataplane_testkit.chaos import Call, Finding, History
 from dataplane_testkit.chaos.page import page
-from dataplane_testkit.report import Report, Result
+from dataplane_testkit.report import Report
 from dataplane_tools._top import Looks, screen
 from dataplane_tools.commands import read
 
@@ -90,8 +90,11 @@ def test_units_reports_pages_and_logs(client, capsys, caplog, monkeypatch):
     assert main(["units", "config.yaml", "list"]) == 0
     check(capsys.readouterr().out)
 
-    result = Result(EVIL, EVIL, "core", "fail", EVIL, 0.0)
-    check(Report(EVIL, EVIL, EVIL, 1, EVIL, EVIL, (EVIL,), {EVIL: EVIL}, (result,)).to_markdown())
+    header = dict.fromkeys(("backend", "distribution", "core_version", "contract_version", "wire"), EVIL)
+    header |= {"scope": "host", "declared": [EVIL], "why_not_declared": {EVIL: EVIL}}
+    test = dict.fromkeys(("name", "chapter", "reason", "rule", "check_first"), EVIL)
+    test |= {"proves": "core", "outcome": "fail", "duration_s": 0.0}
+    check(Report(header, [test]).to_markdown())
     names = {"process": "w0.1", "partition": EVIL, "samples": (EVIL,), "fields": (EVIL,), "error": EVIL}
     call = Call(number=1, operation="put", begin_s=0.0, **names)
     found = Finding(rule="puts", text=EVIL, partition=EVIL, samples=(EVIL,), calls=(call,))

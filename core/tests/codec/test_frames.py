@@ -1,21 +1,20 @@
-"""Cells as frames: the format byte for byte, columns at once, and every kind of damage refused."""
+"""Cells as frames, and frames as rows: the formats byte for byte, and every kind of damage refused with its place."""
 
 from __future__ import annotations
 
 import contextlib
 import struct
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from framing import frame_cell, frame_column, unframe_cell, unframe_column
 
-from dataplane_core.codec import ALL_DTYPES
+from dataplane_core.codec import join_row, join_rows, split_rows
 from dataplane_core.codec.header import MAX_CELL_BYTES
 from dataplane_core.codec.tensors import DTYPE_CODES
-from dataplane_core.errors import FrameError, InvalidTypeError
-from dataplane_core.spec import FieldSpec
-
-DTYPES = sorted(ALL_DTYPES, key=str)
+from dataplane_core.errors import FrameError, InvalidRequestError, InvalidTypeError
 
 
 def frame(kind=1, code=12, dims=(2,), payload=b"\x00" * 8, magic=b"DPF", version=1, rank=None, zero=0):
@@ -23,15 +22,14 @@ def frame(kind=1, code=12, dims=(2,), payload=b"\x00" * 8, magic=b"DPF", version
     return head + struct.pack(f"<{len(dims)}q", *dims) + payload
 
 
-def test_the_format_is_pinned():
+def test_the_formats_are_pinned():
     assert frame_cell(torch.tensor([1, -2], dtype=torch.int16)) == bytes.fromhex(
         "445046010107010002000000000000000100feff"
     )
     assert frame_cell(torch.tensor(True)) == b"DPF\x01\x01\x01\x00\x00\x01"
     assert frame_cell("a") == b"DPF\x01\x02\x02\x01\x00\x02\x00\x00\x00\x00\x00\x00\x00\xa1a"
-
-
-def test_dtype_codes_are_pinned():
+    row = b"DPR\x01\x02\x00\x00\x00" + b"\x01" + b"\x00" * 7 + b"\x02" + b"\x00" * 7 + b"abc"
+    assert join_row([b"a", b"bc"]) == row
     names = [str(dtype).removeprefix("torch.") for dtype in sorted(DTYPE_CODES, key=DTYPE_CODES.__getitem__)]
     assert names == [
         *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
@@ -41,38 +39,7 @@ def test_dtype_codes_are_pinned():
     assert sorted(DTYPE_CODES.values()) == list(range(1, 22))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (700,), (2, 3), (2, 0, 3)], ids=str)
-def test_a_cell_comes_back_bit_for_bit(dtype, shape, random_cell, bits):
-    cell = random_cell(shape, dtype)
-    for kind in (bytes, bytearray, memoryview):
-        found = unframe_cell(kind(frame_cell(cell)))
-        assert (found.dtype, found.shape) == (dtype, shape)
-        assert bits(found) == bits(cell)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        [()] * 3,
-        [(2,)] * 3,
-        [(600, 2)] * 3,
-        [(3,), (0,), (5,)],
-        [(700,), (0,), (2000,)],
-        [(3, 2), (1, 2)],
-        [(0,), (0,)],
-        [(2, 0), (1, 0)],
-    ],
-    ids=str,
-)
-def test_the_frames_of_a_column_are_those_of_its_cells(dtype, shapes, random_cell, assert_rows):
-    rows = [random_cell(shape, dtype, seed) for seed, shape in enumerate(shapes)]
-    spec = FieldSpec.of_cells(dtype, shapes[0])
-    frames = frame_column(rows)
-    assert [bytes(each) for each in frames] == [frame_cell(row) for row in rows]
-    for believed in (spec, None):
-        assert_rows(unframe_column(frames, believed), rows)
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -95,13 +62,6 @@ def test_large_columns_share_no_memory_with_those_before(lengths, assert_rows):
         assert_rows(after, rows)
 
 
-def test_frames_of_other_bytes_like_types_are_read():
-    frames = [bytearray(each) for each in frame_column(torch.arange(6.0).view(3, 2))]
-    assert unframe_column(frames).tolist() == [[0, 1], [2, 3], [4, 5]]
-    floats = memoryview(bytearray(frames[0])).cast("H")
-    assert unframe_cell(floats).tolist() == [0, 1]
-
-
 def test_what_is_read_is_new_and_writable_memory():
     data = bytearray(frame_cell(torch.zeros(2)))
     column = unframe_column([data])
@@ -110,66 +70,135 @@ def test_what_is_read_is_new_and_writable_memory():
     assert column.tolist() == [[1, 1]]
 
 
-def test_a_cell_that_no_reader_would_accept_is_refused_by_the_writer():
-    with pytest.raises(InvalidTypeError, match="at most 64 dims"):
-        frame_cell(torch.empty(0, MAX_CELL_BYTES))
+def test_frames_of_large_cells_hold_their_memory():
+    cells = [torch.full((1 << 19,), float(value)) for value in range(2)]
+    frames = [frame_column(cell[None])[0] for cell in cells]
+    assert all(memoryview(frame).readonly for frame in frames)
+    for frame, cell in zip(frames, cells, strict=True):
+        assert torch.equal(unframe_column([frame])[0], cell)
 
 
+def test_memory_of_large_rows_is_used_again_once_nobody_holds_it():
+    held, places = [], set()
+    for value in range(20):
+        frames = [bytes([value]) * (1 << 20), b"end"]
+        data, offsets = join_rows([[[frame] for frame in frames]])
+        assert (bytes(data), offsets.tolist()) == (join_row(frames), [0, len(data)])
+        places.add(np.frombuffer(data, dtype=np.uint8).ctypes.data)
+        held = [*held, (data[1:], join_row(frames)[1:])][-2:]
+        assert all(bytes(row) == expected for row, expected in held)
+        del data
+    assert len(places) < 10
+
+
+def test_splitting_copies_no_large_frame():
+    one, two = b"a" * 2000, b"b" * 2000
+    data, offsets = join_rows([[[one, b"small"], [two, b"short"]]])
+    view = memoryview(data)
+    (first, second), (_, last) = split_rows([view[start:stop] for start, stop in pairwise(offsets)])
+    data[:] = bytes(data).replace(b"a", b"A").replace(b"b", b"B")
+    assert (bytes(first), bytes(second), bytes(last)) == (one.upper(), two.upper(), b"short")
+
+
+# --- rows of frames ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frames", [[], [b""], [b"one", b"", b"longer", bytes(range(256)) * 8]], ids=len)
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda row: np.frombuffer(row, dtype=np.uint8)])
+def test_the_frames_of_a_row_come_back(frames, kind):
+    row = kind(join_row([bytearray(frame) for frame in frames]))
+    assert [[bytes(frame) for frame in each] for each in split_rows([row])] == [frames]
+
+
+def test_rows_joined_at_once_are_those_joined_one_by_one():
+    columns = [[b"a", b"bb", b""], [b"x" * 3000, b"", b"y"], [bytearray(b"1"), memoryview(b"22"), b"333"]]
+    data, offsets = join_rows([columns])
+    assert (type(data), offsets.dtype, offsets[0], offsets[-1]) == (memoryview, np.int64, 0, len(data))
+    rows = [data[start:stop] for start, stop in pairwise(offsets)]
+    assert rows == [join_row(row) for row in zip(*columns, strict=True)]
+    data, offsets = join_rows([[[], []]])
+    assert (data, offsets.tolist(), split_rows([])) == (bytearray(), [0], [])
+
+
+@pytest.mark.parametrize("columns", [[[b"a"], [b"b", b"c"]], []])
+def test_columns_of_unequal_length_are_refused(columns):
+    with pytest.raises(InvalidRequestError, match=str(list(map(len, columns))).replace("[", r"\[")):
+        join_rows([columns])
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+GOOD = join_row([b"a", b"bc"])
 MALFORMED = {
-    "nothing": (b"", "truncated"),
-    "half a header": (b"DPF\x01\x01", "truncated"),
-    "header without dims": (frame(rank=3, dims=(), payload=b""), "truncated"),
-    "another magic": (frame(magic=b"XYZ"), "magic"),
-    "a later version": (frame(version=2), "version 2. Expected 1"),
-    "version 0": (frame(version=0), "version 0"),
-    "an unknown kind": (frame(kind=3), "kind 3"),
-    "kind 0": (frame(kind=0), "kind 0"),
-    "flags": (frame(zero=1), "flags 1"),
-    "dtype code 0": (frame(code=0), "dtype code 0"),
-    "an unknown dtype": (frame(code=22), "dtype code 22"),
-    "too many dims": (frame(dims=(1,) * 65, payload=b"\x00" * 4), "rank 65"),
-    "a negative dim": (frame(dims=(-2,)), "negative"),
-    "two negative dims": (frame(dims=(-1, -2)), "negative"),
-    "a huge dim": (frame(dims=(2**62,)), "more than"),
-    "a huge dim without content": (frame(dims=(2**62, 0), payload=b""), "more than"),
-    "an overflow to 8 bytes": (frame(dims=(2**32, 2**31, 2)), "more than"),
-    "an overflow to 0": (frame(dims=(2**32, 2**32), payload=b""), "more than"),
-    "a short payload": (frame(payload=b"\x00" * 7), "truncated"),
-    "no payload": (frame(payload=b""), "truncated"),
-    "a long payload": (frame(payload=b"\x00" * 9), "too long"),
-    "an object of rank 0": (frame(kind=2, code=2, dims=(), payload=b"\xc0"), "object frame"),
-    "an object of floats": (frame(kind=2, code=12, dims=(1,), payload=b"\x00" * 4), "object frame"),
-    "a broken object": (frame(kind=2, code=2, dims=(1,), payload=b"\xc1"), "malformed"),
-    "an empty object": (frame(kind=2, code=2, dims=(0,), payload=b""), "malformed"),
+    "nothing": b"",
+    "half a header": b"DPF\x01\x01",
+    "header without dims": frame(rank=3, dims=(), payload=b""),
+    "another magic": frame(magic=b"XYZ"),
+    "a later version": frame(version=2),
+    "version 0": frame(version=0),
+    "an unknown kind": frame(kind=3),
+    "kind 0": frame(kind=0),
+    "flags": frame(zero=1),
+    "dtype code 0": frame(code=0),
+    "an unknown dtype": frame(code=22),
+    "too many dims": frame(dims=(1,) * 65, payload=b"\x00" * 4),
+    "a negative dim": frame(dims=(-2,)),
+    "two negative dims": frame(dims=(-1, -2)),
+    "a huge dim": frame(dims=(2**62,)),
+    "a huge dim without content": frame(dims=(2**62, 0), payload=b""),
+    "an overflow to 8 bytes": frame(dims=(2**32, 2**31, 2)),
+    "an overflow to 0": frame(dims=(2**32, 2**32), payload=b""),
+    "a short payload": frame(payload=b"\x00" * 7),
+    "no payload": frame(payload=b""),
+    "a long payload": frame(payload=b"\x00" * 9),
+    "an object of rank 0": frame(kind=2, code=2, dims=(), payload=b"\xc0"),
+    "an object of floats": frame(kind=2, code=12, dims=(1,), payload=b"\x00" * 4),
+    "a broken object": frame(kind=2, code=2, dims=(1,), payload=b"\xc1"),
+    "an empty object": frame(kind=2, code=2, dims=(0,), payload=b""),
+}
+MALFORMED_ROWS = {
+    "nothing": b"",
+    "half an index": GOOD[:12],
+    "another magic": b"X" + GOOD[1:],
+    "a later version": GOOD[:3] + b"\x02" + GOOD[4:],
+    "a huge count": GOOD[:4] + b"\xff" * 4 + GOOD[8:],
+    "a negative size": GOOD[:8] + b"\xff" * 8 + GOOD[16:],
+    "a huge size": GOOD[:8] + b"\xff" * 7 + b"\x7f" + GOOD[16:],
+    "a short frame": GOOD[:-1],
+    "more bytes": GOOD + b"z",
 }
 
 
-@pytest.mark.parametrize(("data", "reason"), MALFORMED.values(), ids=MALFORMED.keys())
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_a_malformed_frame_says_what_is_wrong(data, reason, kind):
-    with pytest.raises(FrameError, match=reason):
-        unframe_cell(kind(data))
-    for frames in ([kind(data)], [kind(data)] * 2):
-        with pytest.raises(FrameError, match=rf"row 0.*{reason}"):
+@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED.keys())
+def test_a_malformed_frame_is_refused_and_its_row_named(data):
+    for frames in ([data], [bytearray(data)] * 2, [memoryview(data)]):
+        with pytest.raises(FrameError, match="row 0"):
             unframe_column(frames)
-    if "object" not in reason and "malformed" not in reason:
-        with pytest.raises(FrameError, match=rf"row 1.*{reason}"):
-            unframe_column([kind(frame()), kind(data), kind(frame())])
+    with pytest.raises(FrameError, match="row 1"):
+        unframe_column([frame(), data, frame()])
+
+
+@pytest.mark.parametrize("data", MALFORMED_ROWS.values(), ids=MALFORMED_ROWS.keys())
+def test_a_malformed_row_of_frames_is_refused_and_named(data):
+    with pytest.raises(FrameError) as caught:
+        split_rows([GOOD, data])
+    assert caught.value.row == 1
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        frame_cell(torch.zeros(2, dtype=torch.int32)),
-        frame_cell(torch.zeros(2, 1)),
-        frame_cell(torch.tensor(0.0)),
-        frame_cell("ab"),
-        frame_cell(torch.zeros(2, dtype=torch.int64)),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(2, 1),
+        torch.tensor(0.0),
+        "ab",
+        torch.zeros(2, dtype=torch.int64),
     ],
+    ids=repr,
 )
 def test_frames_that_do_not_fit_one_column_name_the_row(other):
     with pytest.raises(FrameError, match=r"row 2: .*does not fit row 0"):
-        unframe_column([frame(), frame(), other])
+        unframe_column([frame(), frame(), frame_cell(other)])
 
 
 def test_rows_that_claim_too_much_together_are_refused():
@@ -179,7 +208,12 @@ def test_rows_that_claim_too_much_together_are_refused():
         unframe_column([huge] * 9)
 
 
-def test_every_single_byte_of_a_frame_may_be_damaged():
+def test_a_cell_that_no_reader_would_accept_is_refused_by_the_writer():
+    with pytest.raises(InvalidTypeError, match="at most 64 dims"):
+        frame_cell(torch.empty(0, MAX_CELL_BYTES))
+
+
+def test_every_byte_of_a_frame_may_be_damaged_and_every_truncation_is_refused():
     for data in (frame_cell(torch.arange(3, dtype=torch.int16)), frame_cell({"k": [1, "a"]})):
         for at in range(len(data)):
             for value in (0, 1, 2, 3, 12, 0x7F, 0x80, 0xC1, 0xDD, 0xFF, data[at] ^ 1, data[at] ^ 64):
@@ -189,12 +223,7 @@ def test_every_single_byte_of_a_frame_may_be_damaged():
                     unframe_cell(bytes(damaged))
                 with contextlib.suppress(FrameError):
                     unframe_column([data, bytes(damaged)])
-
-
-def test_every_truncation_of_a_frame_is_refused():
-    for data in (frame_cell(torch.arange(3, dtype=torch.int16)), frame_cell({"k": [1, "a"]})):
-        for size in range(len(data)):
             with pytest.raises(FrameError):
-                unframe_cell(data[:size])
+                unframe_cell(data[:at])
             with pytest.raises(FrameError):
-                unframe_column([data, data[:size]])
+                unframe_column([data, data[:at]])

@@ -38,6 +38,7 @@ FACES = {
         "BackendConformance",
         "ConformanceError",
         "Disturbance",
+        "EngineConformance",
         "Faults",
         "Progress",
         "Report",

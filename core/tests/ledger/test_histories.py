@@ -1,12 +1,37 @@
-"""What a ledger keeps beside its rows, and how its time is told, changes no answer. See `histories`."""
+"""What a ledger keeps beside its rows, how its time is told, and that it is cut off, changes no answer."""
+
+import random
 
 import pytest
 from histories import History, answer, contents, saved_and_loaded
 
-from dataplane_core.ledger import Ledger, commands, leases, views
+from dataplane_core.errors import DataPlaneError
+from dataplane_core.ledger import (
+    Ledger,
+    batches,
+    commands,
+    done,
+    leases,
+    ledger,
+    partition,
+    put_writes,
+    room,
+    rows,
+    views,
+)
 
 #: The second ledger's clock shows so many seconds more.
 AHEAD_S = 1024.0
+MODULES = (batches, done, leases, ledger, partition, put_writes, room, rows, views)
+
+
+def all_commands(history, first):
+    """The commands of a history without end. What the ledger answers is sent back."""
+    while True:
+        for command in history.commands(first):
+            while command is not None:
+                reply = yield command
+                command = history.heard(command, reply)
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(2_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
@@ -16,8 +41,9 @@ def test_ledgers_answer_alike(monkeypatch, count):
         history = History(seed)
         rebuilt = Ledger(**history.options)
         kept = Ledger(**history.options, self_expiring=False)
+        drawn, reply = all_commands(history, rebuilt), None
         for step in range(500):
-            command = history.command()
+            command = drawn.send(reply)
             monkeypatch.setattr(views, "_SLACK", 0)
             monkeypatch.setattr(leases, "_SLACK", 0)
             monkeypatch.setattr(views, "_MOST_FILTERS", 2)
@@ -34,4 +60,43 @@ def test_ledgers_answer_alike(monkeypatch, count):
                 assert contents(kept, now) == contents(rebuilt, history.now), (seed, step, command)
             if step % 40 == 0:
                 kept = saved_and_loaded(kept, now)
-            history.heard(command, reply)
+
+
+@pytest.mark.parametrize("most", [1_000, pytest.param(20_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+def test_what_is_cut_off_leaves_no_trace(interrupted, most):
+    """Of two ledgers that get the same commands, those of one are cut off, taken back and given again."""
+    dice, cuts, seed = random.Random(0), 0, 0
+
+    class Cut(Ledger):
+        def apply(self, command, now):
+            nonlocal cuts
+            handler, answers = ledger._handler_of(type(command)), []
+
+            def act():
+                try:
+                    answers.append(handler(self, command, now))
+                except DataPlaneError as error:
+                    answers.append(error)
+
+            if interrupted(act, dice.randrange(dice.choice([100, 400, 2000])), *MODULES) is not None:
+                cuts += 1
+                cuts += interrupted(self.take_back, dice.randrange(2000), *MODULES) is not None
+                self.take_back()
+                act()
+            self._undo.clear()
+            (found,) = answers
+            if isinstance(found, DataPlaneError):
+                raise found
+            return found
+
+    while cuts < most:
+        history = History(seed)
+        whole, cut = Ledger(**history.options), Cut(**history.options)
+        drawn, reply = all_commands(history, whole), None
+        for step in range(300):
+            command = drawn.send(reply)
+            reply = answer(whole, command, history.now)
+            assert answer(cut, command, history.now) == reply, (seed, step, command)
+            if step % 5 == 0:
+                assert contents(cut, history.now) == contents(whole, history.now), (seed, step, command)
+        seed += 1

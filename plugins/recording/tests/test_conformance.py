@@ -1,32 +1,9 @@
-"""In partitions that the run did not have, the backend keeps the whole contract."""
-
 from __future__ import annotations
 
-import time
+from recording_case import RecordingCase
 
-import pytest
-
-from dataplane_core import connect
-from dataplane_core.codec import split_rows
-from dataplane_core.ledger import commands
-from dataplane_testkit import BackendConformance
+from dataplane_testkit import EngineConformance
 
 
-@pytest.fixture(scope="module")
-def recording(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("recording")
-    with connect({"backend": "noop", "middleware": [{"recorder": {"folder": str(folder)}}]}) as client:
-        client.register_partition("of-the-run", ["x"], None, [])
-    return folder
-
-
-class TestRecording(BackendConformance):
-    backend = "recording"
-
-    @pytest.fixture
-    def options(self, recording):
-        return {"folder": str(recording), "other_partitions": "serve"}
-
-    def raw_get(self, backend, partition_id, sample_id, field):
-        (part,) = backend.call_ledger(time.monotonic() + 60, commands.Locate(partition_id, [sample_id], [field])).parts
-        return split_rows([backend.get(f"row{part.write_id + part.positions[0]:x}")])[0][part.slots[0]]
+class TestRecording(RecordingCase, EngineConformance):
+    """In partitions that the run did not have, the backend keeps the contract as far as core's ledger does not."""

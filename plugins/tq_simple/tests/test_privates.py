@@ -39,12 +39,6 @@ def test_transfer_queue_has_moved_none_of_them():
     assert [name for name in names() if not is_there(name)] == []
 
 
-def test_one_that_moved_would_be_noticed():
-    storage = "transfer_queue.storage.simple_storage"
-    moved = [f"{storage}:Gone", f"{storage}:SimpleStorageUnit._handle_gone", f"{storage}:StorageUnitData._gone_keys"]
-    assert not any(map(is_there, moved))
-
-
 def test_each_has_a_definition_and_no_other_module_uses_transfer_queue():
     tree = ast.parse((SOURCE / "_privates.py").read_text())
     assert len(names()) == sum(isinstance(node, ast.FunctionDef | ast.AnnAssign) for node in tree.body)

@@ -16,7 +16,7 @@ Environment variables:
 
 - ``DATAPLANE_HYPOTHESIS_PROFILE=long``: many random examples, 200 kills instead of 20, 100,000 claims by 8 processes.
   ``brief``: a quarter of the usual.
-- ``DATAPLANE_CONFORMANCE_KILLS``: how many clients the chapter "crashes" kills.
+- ``DATAPLANE_CONFORMANCE_KILLS``: how many clients the chapter "processes" kills.
 - ``DATAPLANE_CONFORMANCE_SEED``: the random seed for the moments of these kills. A failing test prints its seed.
 - ``DATAPLANE_CONFORMANCE_PROMPT_S``: the most seconds that a call may take that must not wait. Default: 10.
 """
@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from dataplane_testkit._author import AuthorsClass, ConformanceError, Disturbance
     from dataplane_testkit._base import Suite
-    from dataplane_testkit._conformance import BackendConformance
+    from dataplane_testkit._conformance import BackendConformance, EngineConformance
+    from dataplane_testkit._conformance_command import Progress
     from dataplane_testkit._hooks import backend_of
-    from dataplane_testkit._progress import Progress
     from dataplane_testkit.chaos import Settings, Shim, Verdict, run_chaos, run_shim
     from dataplane_testkit.faults import Faults
     from dataplane_testkit.report import Report, to_json
@@ -40,6 +40,7 @@ __all__ = [
     "BackendConformance",
     "ConformanceError",
     "Disturbance",
+    "EngineConformance",
     "Faults",
     "Progress",
     "Report",
@@ -56,27 +57,27 @@ __all__ = [
     "to_json",
 ]
 
-#: Public name -> the module that it is from. It is imported at its first use: the pytest plugin and the commands import
-#: this package before pytest can rewrite the kit's assertions, and wherever it is installed.
+#: Module -> public names from it. They are imported at their first use: the pytest plugin and the commands import this
+#: package before pytest can rewrite the kit's assertions, and wherever it is installed.
 _FROM: Final = {
-    **dict.fromkeys(("AuthorsClass", "ConformanceError", "Disturbance"), "_author"),
-    "backend_of": "_hooks",
-    **dict.fromkeys(("chapter_of", "limit_of", "rule_of"), "rules"),
-    **dict.fromkeys(("Settings", "Shim", "Verdict", "run_chaos", "run_shim"), "chaos"),
-    **dict.fromkeys(("Report", "to_json"), "report"),
-    "BackendConformance": "_conformance",
-    "Faults": "faults",
-    "Progress": "_progress",
-    "Suite": "_base",
+    "_author": ("AuthorsClass", "ConformanceError", "Disturbance"),
+    "_base": ("Suite",),
+    "_conformance": ("BackendConformance", "EngineConformance"),
+    "_conformance_command": ("Progress",),
+    "_hooks": ("backend_of",),
+    "chaos": ("Settings", "Shim", "Verdict", "run_chaos", "run_shim"),
+    "faults": ("Faults",),
+    "report": ("Report", "to_json"),
+    "rules": ("chapter_of", "limit_of", "rule_of"),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Imports a public name at its first use (PEP 562)."""
-    if name not in _FROM:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
-    return value
+    for module, names in _FROM.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

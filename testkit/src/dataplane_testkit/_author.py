@@ -101,15 +101,10 @@ class AuthorsClass:
         return None
 
     # The next methods are optional. If one is not implemented, the tests that need it are not run. The report says so.
+    # ``backend`` is the started backend of the kit's client.
 
     def raw_get(self, backend: Backend, partition_id: str, sample_id: str, field: str) -> Any:
-        """Reads one cell without the backend's hooks and core's codec; for the chapter "matrix".
-
-        Args:
-            backend: The started backend of the kit's client.
-            partition_id: A registered partition.
-            sample_id: A sample that was put.
-            field: A field of it.
+        """Reads one cell, which was put, without the backend's hooks and core's codec; for the chapter "matrix".
 
         Returns:
             The cell as the engine holds it: a frame if the wire format is bytes, otherwise the encoded tensor or item.
@@ -121,9 +116,6 @@ class AuthorsClass:
 
         Use the sizes that the engine reports for its keys, files or segments, not a count of the backend. They may
         include overhead, because the tests only compare values. The kit does this itself for a `BlobStore`.
-
-        Args:
-            backend: The started backend of the kit's client.
         """
         raise NotImplementedError
 
@@ -132,20 +124,13 @@ class AuthorsClass:
 
         It may also delete other cells of the sample that were put in the same call. The kit does this itself for a
         `LedgerBackend`.
-
-        Args:
-            backend: The started backend of the kit's client.
-            partition_id: A registered partition.
-            sample_id: A sample that was put.
-            field: A field of it.
         """
         raise NotImplementedError
 
     def restart(self, backend: Backend) -> None:
         """Kills the store's processes with kill -9 and starts them again; for backends that declare ``durable``.
 
-        Args:
-            backend: The started backend of the kit's client. The tests use it after the restart too.
+        The tests use ``backend`` after the restart too.
         """
         raise NotImplementedError
 
@@ -153,9 +138,6 @@ class AuthorsClass:
         """What a chaos run can do to the store besides killing and stopping clients; see `run_chaos`.
 
         The default has one disturbance if the class implements `restart`, otherwise none.
-
-        Args:
-            backend: The started backend of the kit's client.
 
         Returns:
             A short name for the history, such as ``the server is stopped``, and the disturbance.

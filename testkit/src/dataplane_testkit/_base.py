@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import pytest
 
 from dataplane_testkit._author import AUTHORS_NAMES, MOST_COPIES, AuthorsClass, ConformanceError
 from dataplane_testkit._store import NOT_DECLARED, Deployment, Store
-from dataplane_testkit.rules import declares, label_of, record_rule, rule_of
+from dataplane_testkit.rules import declares, label_of, rule_of
 
 #: What the classes of the kit have, and authors' classes inherit.
 _CHAPTER: Final = "__dataplane_chapter__"
@@ -29,13 +29,9 @@ class Suite(AuthorsClass):
             _check_authors_class(cls)
             return
         setattr(cls, _CHAPTER, chapter)
-        owners = [
-            name for base in cls.__bases__ if base is not Suite for name in vars(base) if not name.startswith("__")
-        ]
-        assert len(owners) == len(set(owners)), "two suites of the kit define the same name"
-        for name, member in list(vars(cls).items()):
-            if name.startswith("test_"):
-                record_rule(member)
+        suites = [base for base in cls.__bases__ if base is not Suite]
+        names = [name for base in suites for name in vars(base) if not name.startswith("__")]
+        assert len(names) == len(set(names)), "two suites of the kit define the same name"
 
     # --- fixtures -----------------------------------------------------------------------------------------------------
 
@@ -118,3 +114,15 @@ def _check_authors_class(cls: type[Suite]) -> None:
             )
         if not reason.strip():
             raise ConformanceError(f"{cls.__name__}.most_copies[{operation!r}] gives no reason.")
+
+
+def unused_deviations(items: Sequence[Any]) -> list[str]:
+    """Deviations that match no collected case. Only of classes of which every test was collected."""
+    unused = []
+    for cls in dict.fromkeys(item.cls for item in items):
+        names = [item.name for item in items if item.cls is cls]
+        tests = {name for name in kit_members(cls) if name.startswith("test_")}
+        if tests <= {name.partition("[")[0] for name in names}:
+            used = [key for key in cls.all_deviations() if any(deviation_of({key: "x"}, name) for name in names)]
+            unused += [f"{cls.__name__}: {key}" for key in cls.all_deviations() if key not in used]
+    return unused

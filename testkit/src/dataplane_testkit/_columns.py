@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
@@ -179,77 +180,61 @@ def _jagged_of(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return nested
 
 
-def _dense(*cell: int) -> Callable[[torch.dtype, int], Laid]:
-    def lay(dtype: torch.dtype, seed: int) -> Laid:
-        column = random_cells(dtype, (NUM_ROWS, *cell), seed)
-        return column, list(column.clone().unbind())
-
-    return lay
+def _dense(*cell: int, rows: int = NUM_ROWS) -> Callable[[torch.dtype, int], torch.Tensor]:
+    return lambda dtype, seed: random_cells(dtype, (rows, *cell), seed)
 
 
-def _ragged(lengths: Sequence[int], *trailing: int) -> Callable[[torch.dtype, int], Laid]:
-    def lay(dtype: torch.dtype, seed: int) -> Laid:
-        values = random_cells(dtype, (sum(lengths), *trailing), seed)
-        return _jagged_of(values, torch.tensor(lengths)), list(values.clone().split_with_sizes(list(lengths)))
-
-    return lay
+def _ragged(lengths: Sequence[int], *trailing: int) -> Callable[[torch.dtype, int], torch.Tensor]:
+    return lambda dtype, seed: _jagged_of(random_cells(dtype, (sum(lengths), *trailing), seed), torch.tensor(lengths))
 
 
-def _one_row(dtype: torch.dtype, seed: int) -> Laid:
-    column = random_cells(dtype, (1, 4), seed)
-    return column, [column[0].clone()]
+def _transposed(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return random_cells(dtype, (3, NUM_ROWS, 2), seed).transpose(0, 1)
 
 
-def _transposed(dtype: torch.dtype, seed: int) -> Laid:
-    column = random_cells(dtype, (3, NUM_ROWS, 2), seed).transpose(0, 1)
-    return column, list(column.contiguous().unbind())
+def _expanded(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return random_cells(dtype, (1, 1, 3), seed).expand(NUM_ROWS, 2, 3)
 
 
-def _expanded(dtype: torch.dtype, seed: int) -> Laid:
-    column = random_cells(dtype, (1, 1, 3), seed).expand(NUM_ROWS, 2, 3)
-    return column, list(column.contiguous().unbind())
+def _strided_slice(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return random_cells(dtype, (2 * NUM_ROWS + 1, 6), seed)[1::2, 1:5:2]
 
 
-def _strided_slice(dtype: torch.dtype, seed: int) -> Laid:
-    column = random_cells(dtype, (2 * NUM_ROWS + 1, 6), seed)[1::2, 1:5:2]
-    return column, list(column.contiguous().unbind())
-
-
-def _nans(dtype: torch.dtype, seed: int) -> Laid:
+def _nans(dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Each with another payload."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     exponent = torch.tensor(math.inf, dtype=dtype).view(whole)
-    column = (exponent | torch.arange(1, NUM_ROWS + 1, dtype=whole)).view(dtype)
-    return column, list(column.clone().unbind())
+    return (exponent | torch.arange(1, NUM_ROWS + 1, dtype=whole)).view(dtype)
 
 
-def _with_grad(dtype: torch.dtype, seed: int) -> Laid:
-    column = random_cells(dtype, (NUM_ROWS, 3), seed)
-    return column.clone().requires_grad_(), list(column.unbind())
+def _with_grad(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return random_cells(dtype, (NUM_ROWS, 3), seed).requires_grad_()
 
 
-def _jagged_with_grad(dtype: torch.dtype, seed: int) -> Laid:
-    values = random_cells(dtype, (sum(_LENGTHS),), seed)
-    column = _jagged_of(values.clone().requires_grad_(), torch.tensor(_LENGTHS))
-    return column, list(values.split_with_sizes(list(_LENGTHS)))
+def _jagged_with_grad(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return _jagged_of(random_cells(dtype, (sum(_LENGTHS),), seed).requires_grad_(), torch.tensor(_LENGTHS))
 
 
-def _jagged_with_holes(dtype: torch.dtype, seed: int) -> Laid:
-    values = random_cells(dtype, (NUM_ROWS * 7, 2), seed)
-    lengths = torch.tensor(_LENGTHS)
-    offsets = torch.arange(NUM_ROWS + 1) * 7
-    column = torch.nested.nested_tensor_from_jagged(values, offsets, lengths)
-    return column, [values[7 * index : 7 * index + length].clone() for index, length in enumerate(_LENGTHS)]
+def _jagged_with_holes(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    values, offsets = random_cells(dtype, (NUM_ROWS * 7, 2), seed), torch.arange(NUM_ROWS + 1) * 7
+    nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, torch.tensor(_LENGTHS))
+    return nested
 
 
-def _strided_nested(lengths: Sequence[int]) -> Callable[[torch.dtype, int], Laid]:
-    def lay(dtype: torch.dtype, seed: int) -> Laid:
+def _strided_nested(lengths: Sequence[int]) -> Callable[[torch.dtype, int], torch.Tensor]:
+    def lay(dtype: torch.dtype, seed: int) -> torch.Tensor:
         rows = [random_cells(dtype, (length, 2), seed + index) for index, length in enumerate(lengths)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that the strided layout is a prototype
-            return torch.nested.nested_tensor(rows, layout=torch.strided), rows
+            return torch.nested.nested_tensor(rows, layout=torch.strided)
 
     return lay
+
+
+def _laid(lay: Callable[[torch.dtype, int], torch.Tensor], dtype: torch.dtype, seed: int) -> Laid:
+    """A column, and copies of its rows as torch takes it apart."""
+    column = lay(dtype, seed)
+    return column, [row.detach().clone() for row in column.unbind()]
 
 
 _REAL: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -265,8 +250,7 @@ _ONLY_FOR: Final[dict[str, frozenset[torch.dtype]]] = {
     "strided_nested_with_empty_rows": _STRIDED,
 }
 
-#: Layout -> the function that makes a column of a dtype and a seed.
-LAYOUTS: Final[dict[str, Callable[[torch.dtype, int], Laid]]] = {
+_LAYS: Final[dict[str, Callable[[torch.dtype, int], torch.Tensor]]] = {
     "scalars": _dense(),
     "column_of_one": _dense(1),
     "vectors": _dense(3),
@@ -274,7 +258,7 @@ LAYOUTS: Final[dict[str, Callable[[torch.dtype, int], Laid]]] = {
     "trailing_dims": _dense(2, 3),
     "deep": _dense(2, 1, 3, 2),
     "trailing_dim_of_0": _dense(2, 0),
-    "one_row": _one_row,
+    "one_row": _dense(4, rows=1),
     "jagged": _ragged(_LENGTHS),
     "jagged_with_empty_rows": _ragged(_LENGTHS_WITH_EMPTY),
     "jagged_of_equal_lengths": _ragged((3,) * NUM_ROWS),
@@ -290,6 +274,8 @@ LAYOUTS: Final[dict[str, Callable[[torch.dtype, int], Laid]]] = {
     "nans": _nans,
     "with_grad": _with_grad,
 }
+#: Layout -> the function that makes a column of a dtype and a seed, and its rows.
+LAYOUTS: Final = {layout: partial(_laid, lay) for layout, lay in _LAYS.items()}
 
 
 def layouts_of(dtype: torch.dtype) -> list[str]:

@@ -8,19 +8,16 @@ import random
 import shlex
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import pytest
 import yaml
 
 from dataplane_core.config import validate_model, yaml_problem
 from dataplane_core.connecting import load_backend
 from dataplane_core.errors import ConfigError, printable
-
-if TYPE_CHECKING:
-    from dataplane_testkit import Report
 
 _TEST = """\
 import json
@@ -43,79 +40,72 @@ class TestConformance(BackendConformance):
 _SHIM_TIMES: Final = {"op_timeout_s": 5.0, "allowance_s": 5.0}
 
 
-def run(chosen: argparse.Namespace) -> int:
-    """Runs the kit in this process.
+class Progress:
+    """A pytest plugin that prints how many tests there are, and each failure as it happens, among pytest's dots.
 
-    Returns:
-        0 if a test ran and nothing failed, else 1.
-
-    Raises:
-        ConfigError: The options are not a YAML mapping, or the backend refuses them.
-        PluginError: The backend cannot be loaded.
+    Attributes:
+        passed: How many tests have passed.
     """
+
+    def __init__(self) -> None:
+        self.passed = 0
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Keeps the session's config, for its terminal reporter."""
+        self._config = config
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Counts the tests."""
+        if session.items:
+            self._write(f"{len(session.items)} tests, the quick ones first")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Prints a failure immediately, with its rule."""
+        self.passed += report.when == "call" and report.passed
+        if report.failed:
+            crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longreprtext)
+            self._write(f"FAILED {report.nodeid.rpartition('::')[2]}: {crash.strip().partition(chr(10))[0]}")
+            for text in (text for title, text in report.sections if title == "the rule that it breaks"):
+                self._write("    " + text.replace("\n\n", "\n    "))
+
+    def _write(self, text: str) -> None:
+        terminal: pytest.TerminalReporter = self._config.pluginmanager.getplugin("terminalreporter")
+        terminal.ensure_newline()
+        terminal.write_line(text)
+        terminal.flush()
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Runs the kit in this process. Returns 0 if a test passed and none failed, else 1."""
     values = _ready(chosen.name, chosen.options)
     for path in (chosen.json_path, chosen.markdown_path):
         _check_report(path)
-    import pytest
-
-    reports: list[Report] = []
-
-    class Watcher:
-        """Shows progress, and collects the reports when the session ends.
-
-        Imports modules with assertions only after pytest can rewrite these.
-        """
-
-        @pytest.hookimpl(tryfirst=True)
-        def pytest_unconfigure(self, config: pytest.Config) -> None:
-            from dataplane_testkit import pytest_plugin
-
-            reports.extend(pytest_plugin.reports_of(config))
-
-        @pytest.hookimpl(tryfirst=True)
-        def pytest_configure(self, config: pytest.Config) -> None:
-            from dataplane_testkit import Progress
-
-            config.pluginmanager.register(Progress(config))
-
+    progress = Progress()
     with tempfile.TemporaryDirectory(prefix="dataplane-conformance-") as folder:
-        file = Path(folder, "test_conformance.py")
+        file, settings = Path(folder, "test_conformance.py"), Path(folder, "pytest.ini")
         file.write_text(_TEST.format(name=chosen.name, options=json.dumps(values)), encoding="utf-8")
-        Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+        settings.write_text("[pytest]\n", encoding="utf-8")
         # by the name of its entry point, so that it is loaded where plugins are not loaded by themselves
-        arguments = [
-            "-p",
-            "dataplane_conformance",
-            str(file),
-            "-c",
-            str(Path(folder, "pytest.ini")),
-            "--rootdir",
-            folder,
-        ]
-        arguments += ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-o", "console_output_style=classic"]
-        # of the package itself, which holds this command and no assertion
+        words = ["-p", "dataplane_conformance", str(file), "-c", str(settings), "--rootdir", folder]
+        words += ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider"]
+        # of the package itself and this command, which hold no assertion
         told = "Module already imported so cannot be rewritten; dataplane_testkit"
-        arguments += ["-W", f"ignore:{told}:pytest.PytestAssertRewriteWarning"]
-        arguments += ["--disable-warnings"]  # the report lists them
-        arguments += ["-x"] if chosen.first_failure else []
-        arguments += ["-k", chosen.select] if chosen.select is not None else []
-        arguments += ["--dataplane-json", chosen.json_path] if chosen.json_path else []
-        arguments += ["--dataplane-markdown", chosen.markdown_path] if chosen.markdown_path else []
-        status = pytest.main(arguments, plugins=[Watcher()])
-    succeeded = status == pytest.ExitCode.OK and bool(reports) and all(report.passed for report in reports)
-    return 0 if succeeded else 1
+        words += ["-W", f"ignore:{told}:pytest.PytestAssertRewriteWarning"]
+        words += ["--disable-warnings"]  # the report lists them
+        words += ["-x"] if chosen.first_failure else []
+        words += ["-k", chosen.select] if chosen.select is not None else []
+        words += ["--dataplane-json", chosen.json_path] if chosen.json_path else []
+        words += ["--dataplane-markdown", chosen.markdown_path] if chosen.markdown_path else []
+        status = pytest.main(words, plugins=[progress])
+    sys.modules.pop(file.stem, None)  # the next run in this process has another
+    return 0 if status == pytest.ExitCode.OK and progress.passed else 1
 
 
 def run_chaos(chosen: argparse.Namespace) -> int:
     """Runs a random schedule in processes that are killed and stopped, and has its history checked.
 
-    Returns:
-        0 if nothing was found, else 1.
-
-    Raises:
-        ConfigError: The options are not a YAML mapping, or the backend refuses them.
-        PluginError: The backend cannot be loaded.
-        DataPlaneError: The store cannot be started.
+    Returns 0 if nothing was found, else 1.
     """
     name, minutes = chosen.name, 1.0 if chosen.minutes is None else chosen.minutes
     shim = ":" in name
@@ -123,7 +113,8 @@ def run_chaos(chosen: argparse.Namespace) -> int:
     if not minutes > 0:
         raise ConfigError(f"--minutes must be above 0, got {minutes:g}.")
     _check_report(chosen.json_path)
-    from dataplane_testkit import AuthorsClass, Settings, run_chaos as run_schedule, run_shim
+    from dataplane_testkit._author import AuthorsClass
+    from dataplane_testkit.chaos import Settings, run_chaos as run_schedule, run_shim
 
     seed = random.SystemRandom().randrange(1_000_000) if chosen.seed is None else chosen.seed
     words = ["dataplane", "conformance", name, "--chaos", "--minutes", f"{minutes:g}", "--seed", str(seed)]
@@ -132,18 +123,18 @@ def run_chaos(chosen: argparse.Namespace) -> int:
         words += [] if names is None else [option, ",".join(sorted(names)) or "none"]
     print(f"chaos on {name}: {minutes:g} min, seed {seed}", flush=True)
     case = type("Case", (AuthorsClass,), {"backend": name})()
-    line = _Line()
+    run_it = partial(run_shim, name) if shim else partial(run_schedule, case)
     given = {"faults": chosen.faults, "steps": chosen.steps} | (_SHIM_TIMES if shim else {})
     try:
-        verdict = (partial(run_shim, name) if shim else partial(run_schedule, case))(
+        verdict = run_it(
             values,
             Settings(seed=seed, schedule_s=60 * minutes, **given),
             folder=Path(chosen.folder or f"chaos-{name.rpartition(':')[2]}-{seed}"),
             command=shlex.join(words),
-            progress=line.show,
+            progress=_show,
         )
     finally:
-        line.end()
+        _show("")
     print(verdict.facts)
     print("\n".join(verdict.table()))
     if chosen.json_path is not None:
@@ -156,21 +147,10 @@ def run_chaos(chosen: argparse.Namespace) -> int:
     return 0 if verdict.passed else 1
 
 
-class _Line:
-    """The progress line: on a terminal one line that changes, elsewhere nothing."""
-
-    def __init__(self) -> None:
-        self._last = 0.0
-        self._shown = False
-
-    def show(self, text: str) -> None:
-        if sys.stderr.isatty() and time.monotonic() > self._last + 0.2:
-            self._last, self._shown = time.monotonic(), True
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self._shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+def _show(text: str) -> None:
+    """On a terminal, writes the one line that changes; elsewhere nothing."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _ready(name: str, options: str) -> dict[str, Any]:
@@ -196,8 +176,7 @@ def _options_of(text: str) -> dict[str, Any]:
         values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"--options is not valid YAML: {yaml_problem(error)}.") from None
-    if values is None:
-        values = {}
+    values = {} if values is None else values
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"--options must be a mapping such as '{{url: ...}}', got {type(values).__name__}.")
     try:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,21 +14,19 @@ from torch.utils._pytree import tree_leaves
 _R = TypeVar("_R")
 
 
-@dataclass(frozen=True, slots=True)
-class Allocated:
+class Allocated(NamedTuple):
     """What a call allocated in this process.
 
     Attributes:
-        tensor_bytes: All tensor memory that torch's operators allocated in the calling thread, even if it was freed.
-        python_bytes: The peak of the memory of Python objects and numpy arrays in all threads, minus that before.
+        size_bytes: All tensor memory that torch's operators allocated in the calling thread, even if it was freed, and
+            the peak of the memory of Python objects and numpy arrays in all threads, minus that before.
     """
 
-    tensor_bytes: int
-    python_bytes: int
+    size_bytes: int
 
     def copies_of(self, payload_bytes: int) -> float:
         """The allocated bytes as a multiple of the payload."""
-        return (self.tensor_bytes + self.python_bytes) / payload_bytes
+        return self.size_bytes / payload_bytes
 
 
 def allocated(call: Callable[[], _R]) -> tuple[_R, Allocated]:
@@ -50,7 +47,7 @@ def allocated(call: Callable[[], _R]) -> tuple[_R, Allocated]:
     finally:
         if not tracing:
             tracemalloc.stop()
-    return result, Allocated(storages.size_bytes, peak - before)
+    return result, Allocated(storages.size_bytes + peak - before)
 
 
 class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its hooks untyped
@@ -64,9 +61,8 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        known = {address for address, _ in _sized((args, kwargs))}
-        made = {address: size for address, size in _sized(result) if address not in known}
-        self.size_bytes += sum(made.values())
+        known = dict(_sized((args, kwargs)))
+        self.size_bytes += sum(size for address, size in dict(_sized(result)).items() if address not in known)
         return result
 
 

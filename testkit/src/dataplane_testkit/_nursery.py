@@ -36,14 +36,8 @@ kept: dict[str, Nursery] = {}
 class Nursery:
     """A process from which others are forked. Forks that end when their pipe is closed also end with it.
 
-    Only one thread at a time may use it.
-
-    Attributes:
-        users: How many stores under test use it.
-
-    Args:
-        prepare: Called in the process before the first fork. It imports what all forks need. It must be importable by
-            name.
+    Only one thread at a time may use it. ``prepare`` is called in the process before the first fork, and imports what
+    all forks need. It must be importable by name. ``users`` is how many stores under test use the process.
     """
 
     def __init__(self, prepare: Callable[[], Any]) -> None:
@@ -78,13 +72,9 @@ class Nursery:
         return self._process.pid
 
     def fork(self, body: Body) -> tuple[int, Connection]:
-        """Starts a process that runs ``body`` and then ends.
+        """Starts a process that runs ``body`` and then ends. Returns its process id, and our end of the pipe to it.
 
-        Args:
-            body: It is pickled, so it must be importable by name or be a `functools.partial` of such a function.
-
-        Returns:
-            Its process id, and the end of the pipe to it for this process.
+        ``body`` is pickled, so it must be importable by name or be a `functools.partial` of such a function.
         """
         if not self._ready:
             self._answer()
@@ -100,22 +90,20 @@ class Nursery:
 
     def exit_status(self, pid: int) -> int | None:
         """A fork's exit status as `os.waitstatus_to_exitcode` returns it (-9: killed). None while it runs."""
-        status: int | None = self._ask("status", pid)
+        self._connection.send(("status", pid))
+        status: int | None = self._answer()
         return status
 
     def kill(self, pid: int) -> None:
         """Kills a fork with SIGKILL, and returns when it is gone. Does nothing if it has already ended."""
-        self._ask("kill", pid)
+        self._connection.send(("kill", pid))
+        self._answer()
 
     def close(self) -> None:
         """Kills the process. It holds nothing that it would have to release."""
         self._connection.close()
         self._process.kill()
         self._process.join(END_S)
-
-    def _ask(self, what: str, pid: int) -> Any:
-        self._connection.send((what, pid))
-        return self._answer()
 
     def _answer(self) -> Any:
         return answer(self._connection, START_S, "the process that forks the test processes")

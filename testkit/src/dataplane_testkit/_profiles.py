@@ -31,9 +31,7 @@ def new_seed() -> int:
 def kit_settings(max_examples: int, *, stateful_step_count: int = 50) -> settings:
     """The kit's Hypothesis settings. They do not depend on the profile that the author's tests load.
 
-    Args:
-        max_examples: How many examples to try. The profile ``long`` tries 25 times as many, ``brief`` a quarter.
-        stateful_step_count: The most steps in one run of a state machine.
+    The profile ``long`` tries 25 times as many examples, ``brief`` a quarter.
     """
     long = is_long()
     return settings(

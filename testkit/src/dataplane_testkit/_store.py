@@ -78,53 +78,38 @@ class Deployment:
     @classmethod
     def of(cls, owner: Any, case: AuthorsClass, options: dict[str, Any]) -> Deployment:
         """The deployment of a pytest node for these options. Connects a new one if there is none yet."""
-        known: dict[str, Deployment | Exception] | None = owner.stash.get(_KNOWN, None)
-        if known is None:
-            known = owner.stash[_KNOWN] = {}
-            owner.addfinalizer(lambda: _close_all(known))
+        if _KNOWN not in owner.stash:
+            owner.stash[_KNOWN] = {}
+            owner.addfinalizer(lambda: _close_all(owner.stash[_KNOWN]))
+        known: dict[str, Deployment | Exception] = owner.stash[_KNOWN]
         key = repr(sorted(options.items()))
-        found = known.get(key)
-        if isinstance(found, Exception):
-            pytest.fail(f"the store could not be connected: {type(found).__name__}: {found}", pytrace=False)
-        if found is None:
+        if key not in known:
             if len(known) >= _MOST_STORES:
                 pytest.fail("the fixture 'options' returns different options for each test. Set store_per_test = True.")
             try:
-                found = cls(case, options)
+                known[key] = cls(case, options)
             except Exception as error:
                 known[key] = error
                 raise
-            known[key] = found
+        found = known[key]
+        if isinstance(found, Exception):
+            pytest.fail(f"the store could not be connected: {type(found).__name__}: {found}", pytrace=False)
         found.case = case
         return found
 
     def connect(self, options: Mapping[str, Any], *, bootstrap: Bootstrap = True, **config: Any) -> DataPlaneClient:
         """A client of the backend under test, with a `Faults` around it. The caller must close it.
 
-        Args:
-            options: The backend's options.
-            bootstrap: As for `dataplane_core.connect`.
-            config: Further keys of the config.
+        ``config`` are further keys of the config.
         """
-        full = self._config(options, middleware=[Faults()], **config)
-        client = connect_backend(self.backend_class, full, bootstrap=bootstrap)
+        client = connect_backend(
+            self.backend_class, self._config(options, middleware=[Faults()], **config), bootstrap=bootstrap
+        )
         return cast("DataPlaneClient", ThroughAsyncio(client)) if self.case.through_asyncio else client
 
     def _config(self, options: Mapping[str, Any], **config: Any) -> DataPlaneConfig:
         case = {"num_ledgers": self.case.num_ledgers, "op_timeout_s": self.case.op_timeout_s}
         return DataPlaneConfig(backend=self.name, options=dict(options), **{**case, **config})
-
-    def isolated(self, tag: str, **options: Any) -> DataPlaneClient:
-        """A client of a separate store with further options. Calls with equal arguments return the same client."""
-        key = f"{tag} {sorted(options.items())}"
-        if key not in self._clients:
-            made = self.separate_options(f"kit{len(self._clients)}")
-            self._clients[key] = self.connect({**made, **options})
-        return self._clients[key]
-
-    def bounded(self, on_full: str) -> DataPlaneClient:
-        """A client of a separate store with a capacity of `BOUNDED_BYTES`."""
-        return self.isolated("bounded", capacity_bytes=BOUNDED_BYTES, on_full=on_full)
 
     def separate_options(self, tag: str) -> dict[str, Any]:
         """Options of a store that shares nothing with this one."""
@@ -134,6 +119,19 @@ class Deployment:
         """Options with which further clients attach to this store."""
         return self.case.attach_options(copy.deepcopy(self.options), backend_of(self.client))
 
+    # --- clients that several tests share -----------------------------------------------------------------------------
+
+    def isolated(self, tag: str, **options: Any) -> DataPlaneClient:
+        """A client of a separate store with further options. Calls with equal arguments return the same client."""
+        key = f"{tag} {sorted(options.items())}"
+        if key not in self._clients:
+            self._clients[key] = self.connect({**self.separate_options(f"kit{len(self._clients)}"), **options})
+        return self._clients[key]
+
+    def bounded(self, on_full: str) -> DataPlaneClient:
+        """A client of a separate store with a capacity of `BOUNDED_BYTES`."""
+        return self.isolated("bounded", capacity_bytes=BOUNDED_BYTES, on_full=on_full)
+
     def closed_client(self) -> DataPlaneClient:
         """A closed client. All tests that only check that it refuses calls share it."""
         if "closed" not in self._clients:
@@ -142,6 +140,8 @@ class Deployment:
             self._clients["closed"] = self.connect(options, bootstrap=not attach)
             self._clients["closed"].close()
         return self._clients["closed"]
+
+    # --- clients in processes -----------------------------------------------------------------------------------------
 
     def workers(self, count: int) -> list[Worker]:
         """Clients in separate processes, attached to the store. They are kept for later tests."""
@@ -164,17 +164,16 @@ class Deployment:
     ) -> Worker:
         """A client in a separate process, by default attached to this store. The caller must wait for it and close it.
 
-        Args:
-            options: Options to connect with. Default: those that attach to this store.
-            bootstrap: As for `connect`.
-            config: Further keys of the config.
+        The arguments are those of `connect`. A process that may bootstrap waits for `Worker.connect`.
         """
-        chosen = self.attach_options() if options is None else options
         if self._nursery is None:
             self._nursery = Nursery.of(self.backend_class.__module__, partial(prepare, self.backend_class))
+        chosen = self.attach_options() if options is None else options
         full = self._config(chosen, attach_wait_s=STARTS_S, **config)
         connect = partial(attached, self.backend_class, full.model_dump(), bootstrap)
         return Worker(self._nursery, connect, waits=bootstrap is not False)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
 
     def once(self, make: Callable[[Deployment], _R]) -> _R:
         """Calls ``make(self)`` once, and returns or raises the same result on every call. Several tests check it."""
@@ -263,25 +262,24 @@ class Store:
 
     # --- clients ------------------------------------------------------------------------------------------------------
 
-    def another_client(self, **config: Any) -> DataPlaneClient:
-        """A further client, closed when the test ends. It attaches to the same store. With the scope process, which
-        does not allow that, it gets a separate store."""
-        if self.scope is Scope.PROCESS:
-            return self.keep(self.deployment.connect(self.deployment.separate_options("another"), **config))
-        return self.attached_client(**config)
-
-    def same_store_client(self) -> DataPlaneClient:
-        """A further client of the same store, if there can be one, else the shared client."""
-        return self.client if self.scope is Scope.PROCESS else self.attached_client()
+    def keep(self, client: DataPlaneClient) -> DataPlaneClient:
+        """Has a client closed when the test ends."""
+        self._clients.append(client)
+        return client
 
     def attached_client(self, **config: Any) -> DataPlaneClient:
         """A further client of the same store, closed when the test ends. For scopes wider than one process."""
         return self.keep(self.deployment.connect(self.deployment.attach_options(), bootstrap=False, **config))
 
-    def keep(self, client: DataPlaneClient) -> DataPlaneClient:
-        """Has a client closed when the test ends."""
-        self._clients.append(client)
-        return client
+    def same_store_client(self) -> DataPlaneClient:
+        """A further client of the same store, if there can be one, else the shared client."""
+        return self.client if self.scope is Scope.PROCESS else self.attached_client()
+
+    def another_client(self, **config: Any) -> DataPlaneClient:
+        """A further client, closed when the test ends: of the same store, or with the scope process of another."""
+        if self.scope is not Scope.PROCESS:
+            return self.attached_client(**config)
+        return self.keep(self.deployment.connect(self.deployment.separate_options("another"), **config))
 
     # --- partitions and rows ------------------------------------------------------------------------------------------
 
@@ -303,8 +301,7 @@ class Store:
     ) -> str:
         """Registers a partition that the test's end clears: by default a new one, with ``x``, of the shared client.
 
-        Returns:
-            The partition's id.
+        It returns the partition's id.
         """
         owner = client or self.client
         chosen = partition_id or self.new_id()
@@ -317,16 +314,9 @@ class Store:
     def filled(
         self, samples: int | Sequence[str], *fields: str, tags: Sequence[Mapping[str, Any]] | None = None, **about: Any
     ) -> str:
-        """Registers a partition, and puts samples whose field ``x`` holds 0, 1, 2, ...
+        """Registers a partition as `register` does, and puts samples whose field ``x`` holds 0, 1, 2, ...
 
-        Args:
-            samples: Their ids; or how many, which are then ``s0``, ``s1``, ...
-            fields: As for `register`.
-            tags: Their tags.
-            about: As for `register`.
-
-        Returns:
-            The partition's id.
+        ``samples`` are their ids; or how many, which are then ``s0``, ``s1``, ... It returns the partition's id.
         """
         names = ids(samples) if isinstance(samples, int) else samples
         partition = self.register(*fields, **about)
@@ -373,13 +363,8 @@ class Store:
     ) -> Background:
         """A blocking claim that waits: the store was asked, and gave it nothing.
 
-        Args:
-            partition_id: A registered partition.
-            batch_size: More samples than are ready.
-            fields: The required fields. Default: ``x``.
-            client: The client that claims, made by the kit. Default: the shared client.
-            timeout_s: As for the client's `claim_meta`.
-            options: The same.
+        The fields and options are those of `claim`, the client is one that the kit made, by default the shared one.
+        ``batch_size`` must be more than is ready.
         """
         owner, asked = client or self.client, threading.Event()
 
@@ -400,10 +385,8 @@ class Store:
     def tags_of(self, partition_id: str) -> dict[str, dict[str, Any]]:
         """Id -> tags. Uses a listing if it is declared, otherwise a claim of the task ``train`` that requires ``x``."""
         self.require(Capability.LISTING, Capability.CLAIMS)
-        if self.declares(Capability.LISTING):
-            meta = self.client.list_samples(partition_id)
-        else:
-            meta = self.claim(partition_id, 10_000)
+        listing = self.declares(Capability.LISTING)
+        meta = self.client.list_samples(partition_id) if listing else self.claim(partition_id, 10_000)
         assert meta.tags is not None, "the meta carries no tags"
         return dict(zip(meta.sample_ids, meta.tags, strict=True))
 
@@ -471,9 +454,7 @@ class Store:
     def refusal(self, error_type: type[_E], *words: str) -> Iterator[pytest.ExceptionInfo[_E]]:
         """Asserts that the block raises an error with all properties of a data-plane error.
 
-        Args:
-            error_type: The builtin exception or data-plane error that a user would catch.
-            words: What the message must contain.
+        ``error_type`` is what a user would catch. The message must contain ``words``.
         """
         with pytest.raises(error_type) as caught:
             yield caught

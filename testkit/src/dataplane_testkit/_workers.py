@@ -33,12 +33,8 @@ class Worker:
     """One process with an attached client. It is forked from a process that never had a client.
 
     Everything that is sent is pickled, so functions must be importable by name. The process ends after `close`, or when
-    this process ends.
-
-    Args:
-        nursery: Forks the process.
-        connect: Makes the client, a context manager, in the process.
-        waits: Whether the process waits for `Worker.connect` before, so that several can begin at the same time.
+    this process ends. ``connect`` makes the client, a context manager, in the process. With ``waits``, the process
+    waits for `Worker.connect` before, so that several can begin at the same time.
     """
 
     def __init__(
@@ -117,14 +113,8 @@ def _serve(connection: Connection, connect: Callable[[], AbstractContextManager[
         _reply(connection, False, error)
         return
     _reply(connection, True, os.getpid())
-    with opening as client:
-        while True:
-            try:
-                command = pickle.loads(connection.recv_bytes())  # from our own parent
-            except EOFError:
-                return
-            if command is None:
-                return
+    with opening as client, contextlib.suppress(EOFError):  # our parent has ended
+        while (command := pickle.loads(connection.recv_bytes())) is not None:  # from our own parent
             function, arguments = command
             try:
                 _reply(connection, True, function(client, *arguments))
@@ -158,16 +148,12 @@ def read_items(client: DataPlaneClient, partition_id: str, sample_ids: list[str]
     return client.get_samples(sample_ids, partition_id, [field])[field].tolist()
 
 
-def claim_all(client: DataPlaneClient, partition_id: str, task: str, batch_size: int, within_s: float) -> list[str]:
-    """Claims until the partition can give no more. Returns the ids."""
-    mine: list[str] = []
-    give_up = time.monotonic() + within_s
-    while time.monotonic() < give_up:
-        meta = client.claim_meta(partition_id, task, ["x"], batch_size, timeout_s=within_s)
-        if not meta.size:
-            break
-        mine.extend(meta.sample_ids)
-    return mine
+def claim_all(client: DataPlaneClient, partition_id: str, batch_size: int, timeout_s: float) -> list[list[str]]:
+    """Claims until the partition can give no more. Returns the ids of each claim."""
+    claims: list[list[str]] = []
+    while (meta := client.claim_meta(partition_id, "train", ["x"], batch_size, timeout_s=timeout_s)).size:
+        claims.append(meta.sample_ids)
+    return claims
 
 
 def claim_and_tell(client: DataPlaneClient, partition_id: str, path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,9 @@ from dataplane_core.spec import Claim, FieldList, SampleList, SharedRows, WireBa
 
 __all__ = ["Faults"]
 
+#: Operation -> what is called around it, that of the outer block first.
+_Actions = dict[str, tuple[Callable[..., Any], ...]]
+
 
 class Faults(Middleware):
     """Counts hook calls, and injects faults before or after them. Can be used from several threads."""
@@ -26,8 +29,8 @@ class Faults(Middleware):
         super().__init__()
         self._lock = threading.Lock()
         self._logs: list[list[str]] = []
-        self._before: dict[str, tuple[Callable[[Any], None], ...]] = {}
-        self._after: dict[str, tuple[Callable[[Any, Any], Any], ...]] = {}
+        self._before: _Actions = {}
+        self._after: _Actions = {}
 
     @classmethod
     def of(cls, client: Any) -> Faults:
@@ -49,71 +52,52 @@ class Faults(Middleware):
             with self._lock:
                 self._logs = [each for each in self._logs if each is not log]
 
-    @contextmanager
-    def before(self, operation: str, action: Callable[[Any], None]) -> Iterator[None]:
+    def before(self, operation: str, action: Callable[[Any], None]) -> AbstractContextManager[None]:
         """Calls ``action(request)`` before the backend gets the request. If it raises, the client gets that error.
 
         In nested blocks, the action of the outer one is called first.
         """
-        outer = self._before.get(operation, ())
-        self._before[operation] = (*outer, action)
-        try:
-            yield
-        finally:
-            self._before[operation] = outer
+        return _active(self._before, operation, action)
 
-    @contextmanager
-    def after(self, operation: str, action: Callable[[Any, Any], Any]) -> Iterator[None]:
+    def after(self, operation: str, action: Callable[[Any, Any], Any]) -> AbstractContextManager[None]:
         """Calls ``action(request, reply)`` after the backend has replied. Its result replaces the reply.
 
         In nested blocks, the action of the inner one gets what that of the outer one returned.
         """
-        outer = self._after.get(operation, ())
-        self._after[operation] = (*outer, action)
-        try:
-            yield
-        finally:
-            self._after[operation] = outer
+        return _active(self._after, operation, action)
 
-    @contextmanager
-    def error_before(self, operation: str, error: Exception) -> Iterator[None]:
+    def error_before(self, operation: str, error: Exception) -> AbstractContextManager[None]:
         """The backend never gets the request. The client gets ``error``."""
 
         def act(request: Any) -> None:
             raise error
 
-        with self.before(operation, act):
-            yield
+        return self.before(operation, act)
 
-    @contextmanager
-    def error_after(self, operation: str, error: Exception) -> Iterator[None]:
+    def error_after(self, operation: str, error: Exception) -> AbstractContextManager[None]:
         """The backend executes the request, but its reply is lost. The client gets ``error``."""
 
         def act(request: Any, reply: Any) -> Any:
             raise error
 
-        with self.after(operation, act):
-            yield
+        return self.after(operation, act)
 
-    @contextmanager
-    def delay(self, operation: str, duration_s: float) -> Iterator[None]:
+    def delay(self, operation: str, duration_s: float) -> AbstractContextManager[None]:
         """Delays every request by ``duration_s`` seconds."""
-        with self.before(operation, lambda request: time.sleep(duration_s)):
-            yield
+        return self.before(operation, lambda request: time.sleep(duration_s))
 
-    @contextmanager
-    def late(self, operation: str, allowed_s: float = 0.01) -> Iterator[None]:
+    def late(self, operation: str, allowed_s: float = 0.01) -> AbstractContextManager[None]:
         """Sets the deadline to ``allowed_s`` seconds after the call, and passes the request on after this deadline."""
 
         def act(request: Any) -> None:
             request.deadline = min(request.deadline, time.monotonic() + allowed_s)
             time.sleep(max(0.0, request.deadline - time.monotonic()) + allowed_s)
 
-        with self.before(operation, act):
-            yield
+        return self.before(operation, act)
 
-    @contextmanager
-    def truncation(self, num_rows: int = 1, field: str | None = None, operation: str = "get_samples") -> Iterator[None]:
+    def truncation(
+        self, num_rows: int = 1, field: str | None = None, operation: str = "get_samples"
+    ) -> AbstractContextManager[None]:
         """Truncates replies.
 
         Args:
@@ -139,8 +123,7 @@ class Faults(Middleware):
                 return replace(reply, patterns=reply.patterns[:-num_rows])
             return replace(reply, num_samples=reply.num_samples - num_rows)
 
-        with self.after(operation, act):
-            yield
+        return self.after(operation, act)
 
     def _around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
         with self._lock:
@@ -152,6 +135,16 @@ class Faults(Middleware):
         for after in self._after.get(operation, ()):
             reply = after(request, reply)
         return reply
+
+
+@contextmanager
+def _active(actions: _Actions, operation: str, action: Callable[..., Any]) -> Iterator[None]:
+    outer = actions.get(operation, ())
+    actions[operation] = (*outer, action)
+    try:
+        yield
+    finally:
+        actions[operation] = outer
 
 
 def _without_last(column: Any, num_rows: int) -> Any:

@@ -29,14 +29,6 @@ _PROPERTY = "dataplane"
 #: Time limit of a test of the kit in seconds, if pytest-timeout is installed and no other limit is set.
 _TIMEOUT_S = 300
 
-#: Test class -> test -> its record for the report.
-_Records = dict[str, dict[str, dict[str, Any]]]
-_RECORDS = pytest.StashKey[_Records]()
-#: Test that was not selected -> its record.
-_NOT_SELECTED = pytest.StashKey[dict[str, dict[str, Any]]]()
-#: Test, category and text of each warning.
-_WARNED = pytest.StashKey[list[tuple[str, str, str]]]()
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options that write the report to files."""
@@ -46,13 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the marker that every test of the kit gets."""
+    """Registers the marker that every test of the kit gets, and what records the results."""
     config.addinivalue_line(
         "markers", "dataplane(proves, chapter): a test of the data-plane conformance kit; added by the kit itself"
     )
-    config.stash[_RECORDS] = {}
-    config.stash[_NOT_SELECTED] = {}
-    config.stash[_WARNED] = []
+    config.stash[_RECORDER] = _Recorder(config)
+    config.pluginmanager.register(config.stash[_RECORDER], "dataplane-conformance-recorder")
 
 
 def _is_kit_test(item: pytest.Item) -> TypeGuard[pytest.Function]:
@@ -68,38 +59,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mine = [item for item in items if _is_kit_test(item)]
     if not mine:
         return
-    from dataplane_testkit import report
+    from dataplane_testkit._base import unused_deviations
+    from dataplane_testkit.report import record_of
 
-    plugins = config.pluginmanager
-    timeout = plugins.hasplugin("timeout")
+    timeout = config.pluginmanager.hasplugin("timeout")
     others_limit = timeout and (config.getoption("timeout") or config.getini("timeout"))
     for item in mine:
-        record = report.record_of(item)
+        record = record_of(item)
         item.user_properties.append((_PROPERTY, record))
         item.add_marker(pytest.mark.dataplane(proves=record["proves"], chapter=record["chapter"]))
         limit_s = dataplane_testkit.limit_of(item.obj) or (None if others_limit else _TIMEOUT_S)
         if timeout and limit_s is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(limit_s))
-    unused = report.unused_deviations(mine)
-    if unused:
+    if unused := unused_deviations(mine):
         raise pytest.UsageError(f"conformance kit: deviations that name no case of their test: {', '.join(unused)}")
-
-
-def pytest_deselected(items: Sequence[pytest.Item]) -> None:
-    """Counts tests that were not selected as not run."""
-    for item in items:
-        for name, record in item.user_properties:
-            if name == _PROPERTY and isinstance(record, dict):
-                item.config.stash[_NOT_SELECTED][item.nodeid] = record
-                _keep(item.config, item.nodeid, record, outcome="not run", reason="not selected", duration_s=0.0)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Counts the tests that were not selected, as a process of pytest-xdist tells at its end."""
-    for nodeid, record in getattr(node, "workeroutput", {}).get(_PROPERTY, {}).items():
-        if nodeid not in node.config.stash[_RECORDS].get(record["class"], {}):
-            _keep(node.config, nodeid, record, outcome="not run", reason="not selected", duration_s=0.0)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -127,11 +100,43 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return outcome
 
 
-class _Listener:
-    """Records the results, also those of other processes (pytest-xdist). Registered once per session."""
+class _Recorder:
+    """Records the results, also those of other processes (pytest-xdist), and writes the reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
+        #: Class -> test -> its record.
+        self._classes: dict[str, dict[str, dict[str, Any]]] = {}
+        #: Test, category and text of each warning.
+        self._warned: list[tuple[str, str, str]] = []
+
+    def reports(self) -> list[Report]:
+        """One per class of tests, in the order in which they ran."""
+        if not self._classes:
+            return []
+        from dataplane_testkit import Report
+
+        reports = []
+        for tests in self._classes.values():
+            names = {"": "no test", **{nodeid: record["name"] for nodeid, record in tests.items()}}
+            warned = [(category, text, names[test]) for test, category, text in self._warned if test in names]
+            reports.append(Report.of(list(tests.values()), warned))
+        return reports
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Counts tests that were not selected as not run."""
+        for item in items:
+            for name, record in item.user_properties:
+                if name == _PROPERTY and isinstance(record, dict):
+                    self._keep(item.nodeid, record, "not run", "not selected")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Counts the tests that were not selected, as a process of pytest-xdist tells at its end."""
+        for nodeid, record in getattr(node, "workeroutput", {}).get(_PROPERTY, {}).items():
+            self._classes.setdefault(record["class"], {}).setdefault(nodeid, record)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keeps the outcome of each test."""
@@ -139,78 +144,53 @@ class _Listener:
             if name == _PROPERTY and isinstance(record, dict):
                 outcome, reason = _outcome_of(report)
                 if outcome is not None:
-                    _keep(self._config, report.nodeid, record, outcome, reason, report.duration)
+                    self._keep(report.nodeid, record, outcome, reason, report.duration)
+
+    def _keep(self, nodeid: str, record: dict[str, Any], outcome: str, reason: str, duration_s: float = 0.0) -> None:
+        tests = self._classes.setdefault(record["class"], {})
+        before = tests.get(nodeid, {"outcome": "", "duration_s": 0.0})
+        if before["outcome"] != "fail":
+            duration_s += before["duration_s"]
+            tests[nodeid] = {**record, "outcome": outcome, "reason": reason, "duration_s": duration_s}
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, nodeid: str) -> None:
         """Keeps the text of each warning."""
         text = _in_one_line(str(warning_message.message))
-        self._config.stash[_WARNED].append((nodeid, warning_message.category.__name__, text))
+        self._warned.append((nodeid, warning_message.category.__name__, text))
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Prints one report per class."""
+        for report in self.reports():
+            if report.started:
+                terminalreporter.section(f"conformance of {report.backend}")
+                terminalreporter.write_line(report.to_text())
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        """Writes the files. A process of pytest-xdist leaves that to the one that started it."""
+        config = self._config
+        if hasattr(config, "workeroutput"):
+            every = [each for tests in self._classes.values() for each in tests.items()]
+            config.workeroutput[_PROPERTY] = {
+                nodeid: record for nodeid, record in every if record["reason"] == "not selected"
+            }
+            return
+        if path := config.getoption("--dataplane-json"):
+            from dataplane_testkit import to_json
+
+            Path(path).write_text(to_json(self.reports()), encoding="utf-8")
+        if path := config.getoption("--dataplane-markdown"):
+            Path(path).write_text("\n".join(each.to_markdown() for each in self.reports()), encoding="utf-8")
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Registers the listener."""
-    session.config.pluginmanager.register(_Listener(session.config), "dataplane-conformance-listener")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Prints one report per class."""
-    for report in reports_of(config):
-        if not report.started:
-            continue
-        terminalreporter.section(f"conformance of {report.backend}")
-        terminalreporter.write_line(report.to_text())
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Writes the files. A process of pytest-xdist leaves that to the one that started it, which collects no tests."""
-    config = session.config
-    if hasattr(config, "workeroutput"):
-        config.workeroutput[_PROPERTY] = config.stash[_NOT_SELECTED]
-        return
-    json_path, markdown_path = config.getoption("--dataplane-json"), config.getoption("--dataplane-markdown")
-    if not (json_path or markdown_path):
-        return
-    from dataplane_testkit import report
-
-    reports = reports_of(config)
-    if json_path:
-        Path(json_path).write_text(report.to_json(reports), encoding="utf-8")
-    if markdown_path:
-        Path(markdown_path).write_text("\n".join(each.to_markdown() for each in reports), encoding="utf-8")
+_RECORDER = pytest.StashKey[_Recorder]()
 
 
 def reports_of(config: pytest.Config) -> list[Report]:
     """The reports of a session, one per class of tests, in the order in which they ran."""
-    records = config.stash.get(_RECORDS, {})
-    if not records:
-        return []
-    from dataplane_testkit import Report
-
-    warned = config.stash[_WARNED]
-    return [
-        Report.of(
-            list(tests.values()),
-            [
-                (category, text, tests[nodeid]["name"] if nodeid else "no test")
-                for nodeid, category, text in warned
-                if nodeid in tests or not nodeid
-            ],
-        )
-        for tests in records.values()
-    ]
-
-
-def _keep(
-    config: pytest.Config, nodeid: str, record: dict[str, Any], outcome: str, reason: str, duration_s: float
-) -> None:
-    tests = config.stash[_RECORDS].setdefault(record["class"], {})
-    before = tests.get(nodeid)
-    if before is not None and before["outcome"] == "fail":
-        return
-    if before is not None:
-        duration_s += before["duration_s"]
-    tests[nodeid] = {**record, "outcome": outcome, "reason": reason, "duration_s": duration_s}
+    return config.stash[_RECORDER].reports()
 
 
 def _in_one_line(text: str) -> str:
@@ -222,12 +202,11 @@ def _in_one_line(text: str) -> str:
 def _outcome_of(report: pytest.TestReport) -> tuple[str | None, str]:
     """Outcome and reason after one phase of a test. The outcome is None if the phase does not decide it."""
     if report.failed:
-        text = report.longreprtext if report.longrepr is not None else ""
+        # pytest-xdist puts a line of its own before the text of a report
+        text = report.longrepr if isinstance(report.longrepr, str) else report.longreprtext
         crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", text)
         said = crash.strip().partition("\n")[0]
-        if (
-            "Warning" in said
-        ):  # a warning turned into an error: its text is in the next lines, or in the exception that caused it
+        if "Warning" in said:  # it was turned into an error: its text is in the next lines, or in the error's cause
             causes = [each.message for _, each, _ in getattr(report.longrepr, "chain", [])[-2::-1] if each is not None]
             said = _in_one_line("\n".join([crash, *causes]))
         return "fail", (f"{report.when}: " if report.when != "call" else "") + said

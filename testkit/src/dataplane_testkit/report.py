@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from typing import Any, Final
@@ -18,10 +18,9 @@ from dataplane_core.connecting import find_plugins
 from dataplane_core.errors import printable
 from dataplane_core.spec import CONTRACT_VERSION, Capability, Scope
 from dataplane_testkit._author import MOST_COPIES, shown_name
-from dataplane_testkit._base import deviation_of, kit_members
 from dataplane_testkit.rules import label_of, rule_of
 
-__all__ = ["NOT_SELECTED", "OUTCOMES", "SCHEMA", "Report", "Result", "Row", "record_of", "to_json", "unused_deviations"]
+__all__ = ["NOT_SELECTED", "OUTCOMES", "SCHEMA", "Report", "record_of", "to_json"]
 
 #: Name and version of the JSON format.
 SCHEMA: Final = "dataplane-conformance/1"
@@ -32,269 +31,162 @@ OUTCOMES: Final = ("pass", "fail", "deviation", "not declared", "not run")
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """The result of one test.
-
-    Attributes:
-        name: The name of the test, with its parameters.
-        chapter: The chapter of the contract.
-        proves: The row in which it counts: ``core``, a capability or a scope.
-        outcome: One of `OUTCOMES`.
-        reason: Why it did not pass. Empty if it passed.
-        duration_s: Its duration in seconds.
-        rule: The sentence that it tests, and its source.
-        check_first: What to check first in a backend that fails the test.
-    """
-
-    name: str
-    chapter: str
-    proves: str
-    outcome: str
-    reason: str
-    duration_s: float
-    rule: str = ""
-    check_first: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Warned:
-    """A warning that was raised during the tests and did not make one fail.
-
-    Attributes:
-        category: The name of its class.
-        text: Its text.
-        count: How often it was raised. Texts that differ only in numbers and addresses are counted together.
-        test: The first test in which it was raised.
-    """
-
-    category: str
-    text: str
-    count: int
-    test: str
-
-    def in_words(self) -> str:
-        """The warning as one line of text."""
-        where = f"in {self.test}" if self.count == 1 else f"{self.count} times, first in {self.test}"
-        return f"{self.category}: {self.text} ({where})"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table.
-
-    Attributes:
-        name: ``core``, a capability or a scope.
-        declared: Whether the backend declares it.
-        counts: Outcome -> number of tests.
-        verdict: ``proven``, ``in part`` (some were not selected), ``failed``, ``deviates``, ``not declared``, or
-            ``not run``.
-    """
-
-    name: str
-    declared: bool
-    counts: Mapping[str, int]
-    verdict: str
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """What the tests of one class proved about one backend.
 
     Attributes:
-        backend: The entry-point name of the backend, or the name of its class.
-        distribution: The installed distribution that holds the class, with its version. Empty if there is none.
-        core_version: Version of dataplane-core.
-        contract_version: Version of the contract.
-        scope: The declared scope.
-        wire: The declared wire format as text.
-        capabilities: The declared capabilities.
-        why_not_declared: What the engine does not allow -> why: a capability, a wider scope, fewer copies.
-        results: The results of all tests, in the order in which they ran.
-        warnings: The warnings that were raised during the tests.
+        header: ``backend`` (its entry-point name, or the name of its class), ``distribution`` (the installed one that
+            holds the class, with its version; or empty), ``core_version``, ``contract_version``, and what the class
+            declares: ``scope``, ``wire``, ``declared`` (the capabilities), and ``why_not_declared`` (what the engine
+            does not allow -> why).
+        tests: For each test, in the order in which they ran: ``name`` (with its parameters), ``chapter``, ``proves``
+            (the row in which it counts), ``outcome`` (one of `OUTCOMES`), ``reason`` (why it did not pass),
+            ``duration_s``, ``rule`` (the sentence that it tests, and its source), and ``check_first``.
+        warnings: For each warning that did not make a test fail: ``category``, ``text``, ``count`` (texts that differ
+            only in numbers and addresses are counted together), and ``test`` (the first in which it was raised).
     """
 
-    backend: str
-    distribution: str
-    core_version: str
-    contract_version: int
-    scope: str
-    wire: str
-    capabilities: tuple[str, ...]
-    why_not_declared: Mapping[str, str]
-    results: tuple[Result, ...]
-    warnings: tuple[Warned, ...] = ()
+    header: Mapping[str, Any]
+    tests: Sequence[Mapping[str, Any]]
+    warnings: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]], warned: Sequence[tuple[str, str, str]] = ()) -> Report:
-        """The report of the tests of one class, from the records of the pytest plugin.
+        """The report of the tests of one class: their records, and the category, text and test of each warning."""
+        names = ("name", "chapter", "proves", "outcome", "reason", "duration_s", "rule", "check_first")
+        tests = [{name: record[name] for name in names} | {"proves": record["proves"][0]} for record in records]
+        warnings: dict[tuple[str, str], dict[str, Any]] = {}
+        for category, text, test in warned:
+            new = {"category": category, "text": text, "count": 0, "test": test}
+            warnings.setdefault((category, re.sub(r"0x[0-9a-f]+|\d+", "#", text)), new)["count"] += 1
+        return cls(records[0]["header"], tests, list(warnings.values()))
 
-        Args:
-            records: One record per test.
-            warned: Category, text and test of each warning.
-        """
-        header = records[0]["header"]
-        names = [field.name for field in fields(Result)]
-        results = tuple(
-            Result(**{**{name: record[name] for name in names}, "proves": record["proves"][0]}) for record in records
-        )
-        capabilities = tuple(header["capabilities"])
-        return cls(**{**header, "capabilities": capabilities}, results=results, warnings=_counted(warned))
+    @property
+    def backend(self) -> str:
+        """The name of the backend."""
+        return str(self.header["backend"])
 
     @property
     def passed(self) -> bool:
         """Whether at least one test passed and none failed."""
-        counts = self.counts
-        return not counts["fail"] and counts["pass"] > 0
+        return not self.counts["fail"] and self.counts["pass"] > 0
 
     @property
     def started(self) -> bool:
         """Whether any test was selected."""
-        return any(result.reason != NOT_SELECTED for result in self.results)
+        return any(test["reason"] != NOT_SELECTED for test in self.tests)
 
     @property
-    def counts(self) -> Counter[str]:
+    def counts(self) -> dict[str, int]:
         """Outcome -> number of tests."""
-        return Counter(result.outcome for result in self.results)
+        return _counted(self.tests)
 
-    def rows(self) -> list[Row]:
-        """The rows of the table: the core, every capability, every scope wider than one process."""
-        names = [
-            "core",
-            *map(str, Capability),
-            *sorted({r.proves for r in self.results if r.proves.startswith("scope")}),
-        ]
-        rows = []
-        for name in names:
-            counts = Counter(result.outcome for result in self.results if result.proves == name)
-            declared = name == "core" or name in self.capabilities or self._reaches(name)
-            whole = not any(r.proves == name and r.reason == NOT_SELECTED for r in self.results)
-            verdict = _verdict(declared, counts, whole)
-            rows.append(Row(name, declared, {each: counts[each] for each in OUTCOMES}, verdict))
-        return rows
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the table: the core, every capability, every scope wider than one process.
 
-    def _reaches(self, name: str) -> bool:
-        reach = [str(scope) for scope in Scope]
-        scope = name.removeprefix("scope ")
-        return name != scope and reach.index(self.scope) >= reach.index(scope)
+        Returns:
+            For each: ``name``, ``declared``, the number of tests of each outcome, and ``verdict``: ``proven``, ``in
+            part`` (some were not selected), ``failed``, ``deviates``, ``not declared`` or ``not run``.
+        """
+        scopes = [label_of(scope) for scope in Scope]
+        declared = {"core", *self.header["declared"], *scopes[: scopes.index(f"scope {self.header['scope']}") + 1]}
+        proven = sorted({test["proves"] for test in self.tests} & {*scopes})
+        return [self._row(name, name in declared) for name in ("core", *map(str, Capability), *proven)]
+
+    def _row(self, name: str, declared: bool) -> dict[str, Any]:
+        tests = [test for test in self.tests if test["proves"] == name]
+        counts = _counted(tests)
+        if not declared:
+            verdict = "not declared"
+        elif counts["fail"]:
+            verdict = "failed"
+        elif counts["deviation"]:
+            verdict = "deviates"
+        elif not counts["pass"]:
+            verdict = "not run"
+        else:
+            verdict = "in part" if any(test["reason"] == NOT_SELECTED for test in tests) else "proven"
+        return {"name": name, "declared": declared, "verdict": verdict, **counts}
 
     # --- forms --------------------------------------------------------------------------------------------------------
 
     def badge(self) -> str:
         """A summary in one line."""
-        counts, rows = self.counts, self.rows()
-        proven = [row for row in rows if row.declared and row.verdict == "proven"]
-        declared = [row for row in rows if row.declared]
+        counts, verdicts = self.counts, [row["verdict"] for row in self.rows() if row["declared"]]
         return (
-            f"dataplane contract {self.contract_version} | {self.backend}: {len(proven)} of {len(declared)} declared "
-            f"proven, {counts['pass']} passed, {counts['fail']} failed, {counts['deviation']} deviations"
+            f"dataplane contract {self.header['contract_version']} | {self.backend}: {verdicts.count('proven')} of "
+            f"{len(verdicts)} declared proven, {counts['pass']} passed, {counts['fail']} failed, "
+            f"{counts['deviation']} deviations"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values, in the format `SCHEMA`."""
         return {
             "schema": SCHEMA,
-            "backend": self.backend,
-            "distribution": self.distribution,
-            "core_version": self.core_version,
-            "contract_version": self.contract_version,
-            "scope": self.scope,
-            "wire": self.wire,
-            "declared": list(self.capabilities),
-            "why_not_declared": dict(self.why_not_declared),
+            **self.header,
             "passed": self.passed,
             "badge": self.badge(),
-            "counts": {outcome: self.counts[outcome] for outcome in OUTCOMES},
-            "capabilities": [
-                {"name": row.name, "declared": row.declared, "verdict": row.verdict, **row.counts}
-                for row in self.rows()
-            ],
-            "tests": [{**asdict(result), "duration_s": round(result.duration_s, 4)} for result in self.results],
-            "warnings": [asdict(warned) for warned in self.warnings],
+            "counts": self.counts,
+            "capabilities": self.rows(),
+            "tests": [{**test, "duration_s": round(test["duration_s"], 4)} for test in self.tests],
+            "warnings": list(self.warnings),
         }
-
-    def to_text(self) -> str:
-        """The report as plain text."""
-        lines = [*self._about(), ""]
-        width = max(len(row.name) for row in self.rows())
-        lines.append(
-            f"{'':<{width}}  {'verdict':<12}  {'pass':>5} {'fail':>5} {'deviation':>9} {'not decl.':>9} {'not run':>7}"
-        )
-        for row in self.rows():
-            c = row.counts
-            lines.append(
-                f"{row.name:<{width}}  {row.verdict:<12}  {c['pass']:>5} {c['fail']:>5} {c['deviation']:>9} "
-                f"{c['not declared']:>9} {c['not run']:>7}"
-            )
-        for title, listed in self._lists():
-            lines += ["", f"{title}:"]
-            for text, *details in listed:
-                lines += [f"  {text}", *(f"      {detail}" for detail in details)]
-        return "\n".join(map(printable, [*lines, "", self.badge()]))
 
     def to_markdown(self) -> str:
         """The report as Markdown."""
-        lines = [f"## {self.backend}", "", *(f"- {line}" for line in self._about()[1:]), ""]
-        lines += ["| capability | verdict | pass | fail | deviation | not declared | not run |"]
-        lines += ["|---|---|---:|---:|---:|---:|---:|"]
+        return self._page(lambda text: re.sub(r"([|*])", r"\\\1", text).replace("<", "&lt;"))
+
+    def to_text(self) -> str:
+        """The same for a terminal: nothing in it is escaped."""
+        return self._page(str)
+
+    def _page(self, escape: Callable[[str], str]) -> str:
+        about = self.header
+        lines = [
+            f"## {self.backend}" + (f" ({about['distribution']})" if about["distribution"] else ""),
+            "",
+            f"- contract {about['contract_version']}, dataplane-core {about['core_version']}",
+            f"- scope {about['scope']}; wire: {about['wire']}",
+            f"- declares: {', '.join(about['declared']) or 'nothing'}",
+            "",
+            f"| {'capability':<16} | verdict      | {' | '.join(OUTCOMES)} |",
+            f"|{'-' * 18}|{'-' * 14}|{''.join('-' * (len(each) + 1) + ':|' for each in OUTCOMES)}",
+        ]
         for row in self.rows():
-            numbers = " | ".join(str(row.counts[outcome]) for outcome in OUTCOMES)
-            lines.append(f"| {row.name} | {row.verdict} | {numbers} |")
-        for title, listed in self._lists():
-            lines += ["", f"**{title[0].upper()}{title[1:]}**", ""]
-            for text, *details in listed:
-                lines += [f"- {_escape(text)}", *(f"  - {_escape(detail)}" for detail in details)]
+            counts = " | ".join(f"{row[each]:>{len(each)}}" for each in OUTCOMES)
+            lines.append(f"| {row['name']:<16} | {row['verdict']:<12} | {counts} |")
+        for title, entries in self._lists().items():
+            lines += ["", f"{title}:", "", *(escape(entry) for entry in entries)] if entries else []
         return "\n".join(map(printable, [*lines, "", f"`{self.badge()}`", ""]))
 
-    def _about(self) -> list[str]:
-        return [
-            f"{self.backend}{f' ({self.distribution})' if self.distribution else ''}",
-            f"contract {self.contract_version}, dataplane-core {self.core_version}",
-            f"scope {self.scope}; wire: {self.wire}",
-            f"declares: {', '.join(self.capabilities) or 'nothing'}",
-        ]
-
-    def _lists(self) -> list[tuple[str, list[list[str]]]]:
-        """The lists below the table: title -> entries. An entry is its text, followed by its details.
-
-        Failures and deviations with their rules, why the backend does not declare more, the reasons of tests that were
-        not run, and the warnings.
-        """
-        lists: list[tuple[str, list[list[str]]]] = []
-        for outcome, title in (("fail", "failures"), ("deviation", "deviations")):
-            found = [
-                [f"{r.name} ({r.chapter}): {r.reason}", *_named("the rule", r.rule)]
-                + (_named("check first", r.check_first) if outcome == "fail" else [])
-                for r in self.results
-                if r.outcome == outcome
-            ]
-            if found:
-                lists.append((title, found))
-        if self.why_not_declared:
-            lists.append(
-                ("why it does not declare more", [[f"{name}: {why}"] for name, why in self.why_not_declared.items()])
-            )
-        reasons = Counter(result.reason for result in self.results if result.outcome == "not run")
-        if reasons:
-            lists.append(
-                ("not run", [[f"{count} {'test' if count == 1 else 'tests'}: {r}"] for r, count in reasons.items()])
-            )
-        if self.warnings:
-            lists.append(("warnings", [[each.in_words()] for each in self.warnings]))
-        return lists
+    def _lists(self) -> dict[str, list[str]]:
+        """The lists below the table: title -> lines."""
+        declared = self.header["why_not_declared"]
+        reasons = Counter(test["reason"] for test in self.tests if test["outcome"] == "not run")
+        return {
+            "failures": [line for test in self.tests if test["outcome"] == "fail" for line in _broken(test)],
+            "deviations": [line for test in self.tests if test["outcome"] == "deviation" for line in _broken(test)[:2]],
+            "why it does not declare more": [f"- {what}: {why}" for what, why in declared.items()],
+            "not run": [f"- {count} {'test' if count == 1 else 'tests'}: {why}" for why, count in reasons.items()],
+            "warnings": [f"- {each['category']}: {each['text']} ({_where(each)})" for each in self.warnings],
+        }
 
 
-def _named(what: str, text: str) -> list[str]:
-    return [f"{what}: {text}"] if text else []
+def _broken(test: Mapping[str, Any]) -> list[str]:
+    """A test that did not pass, its rule, and what to check first."""
+    name, chapter, reason = test["name"], test["chapter"], test["reason"]
+    about = [f"  - the rule: {test['rule']}", f"  - check first: {test['check_first']}"]
+    return [f"- {name} ({chapter}): {reason}", *about]
 
 
-def _counted(warned: Sequence[tuple[str, str, str]]) -> tuple[Warned, ...]:
-    """Counts the warnings. Texts that differ only in numbers and addresses are counted together."""
-    found: dict[tuple[str, str], Warned] = {}
-    for category, text, test in warned:
-        key = (category, re.sub(r"0x[0-9a-f]+|\d+", "#", text))
-        known = found.get(key, Warned(category, text, 0, test))
-        found[key] = replace(known, count=known.count + 1)
-    return tuple(found.values())
+def _where(warning: Mapping[str, Any]) -> str:
+    count, test = warning["count"], warning["test"]
+    return f"in {test}" if count == 1 else f"{count} times, first in {test}"
+
+
+def _counted(tests: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    counts = Counter(test["outcome"] for test in tests)
+    return {outcome: counts[outcome] for outcome in OUTCOMES}
 
 
 def to_json(reports: Sequence[Report]) -> str:
@@ -302,31 +194,15 @@ def to_json(reports: Sequence[Report]) -> str:
     return json.dumps([report.to_dict() for report in reports], indent=2) + "\n"
 
 
-def _verdict(declared: bool, counts: Mapping[str, int], whole: bool) -> str:
-    if not declared:
-        return "not declared"
-    if counts["fail"]:
-        return "failed"
-    if counts["deviation"]:
-        return "deviates"
-    if not counts["pass"]:
-        return "not run"
-    return "proven" if whole else "in part"
-
-
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
-
-
 # --- for the pytest plugin --------------------------------------------------------------------------------------------
 
 
 def record_of(item: Any) -> dict[str, Any]:
     """What the report needs to know about a collected test, as JSON values."""
-    node, rule = item.getparent(pytest.Class), rule_of(item.obj)
+    rule = rule_of(item.obj)
     assert rule is not None, "only tests of the kit are recorded"
     return {
-        "class": node.nodeid,
+        "class": item.getparent(pytest.Class).nodeid,
         "name": item.name,
         "chapter": rule.chapter,
         "proves": [label_of(need) for need in rule.proves],
@@ -340,6 +216,8 @@ def record_of(item: Any) -> dict[str, Any]:
 def _header(case: Any) -> dict[str, Any]:
     """The part of a record that is the same for all tests of a class."""
     cls: type[Backend] = case.under_test()
+    copies = {operation: case.copies_allowed(operation) for operation in MOST_COPIES}
+    more = {f"{most:g} copies in {each}": why for each, (most, why) in copies.items() if most > MOST_COPIES[each]}
     return {
         "backend": shown_name(case),
         "distribution": _distribution(cls.__module__.partition(".")[0]),
@@ -347,26 +225,20 @@ def _header(case: Any) -> dict[str, Any]:
         "contract_version": CONTRACT_VERSION,
         "scope": str(cls.scope),
         "wire": cls.wire.describe(),
-        "capabilities": sorted(map(str, cls.capabilities)),
-        "why_not_declared": {**{str(name): why for name, why in cls.why_not_declared.items()}, **_more_copies(case)},
+        "declared": sorted(map(str, cls.capabilities)),
+        "why_not_declared": {str(what): why for what, why in cls.why_not_declared.items()} | more,
     }
 
 
-def _more_copies(case: Any) -> dict[str, str]:
-    """The limits of copies of the payload that the author has raised -> why."""
-    allowed = {operation: case.copies_allowed(operation) for operation in MOST_COPIES}
-    return {
-        f"{most:g} copies in {operation}": why
-        for operation, (most, why) in allowed.items()
-        if most > MOST_COPIES[operation]
-    }
+#: Slow: it reads the metadata of all installed packages.
+_packages = cache(packages_distributions)
 
 
 @cache
 def _distribution(package: str) -> str:
     # an editable install lists its entry points, but no files
     found = [each.distribution for each in find_plugins() if each.target.partition(".")[0].partition(":")[0] == package]
-    found += packages_distributions().get(package, [])
+    found += _packages().get(package, [])
     return f"{found[0]} {_version(found[0])}" if found else ""
 
 
@@ -375,17 +247,3 @@ def _version(distribution: str) -> str:
         return version(distribution)
     except PackageNotFoundError:
         return "unknown"
-
-
-def unused_deviations(items: Sequence[Any]) -> list[str]:
-    """Deviations that match no collected case. Only of classes of which every test was collected."""
-    unused = []
-    for cls in dict.fromkeys(item.cls for item in items):
-        names = [item.name for item in items if item.cls is cls]
-        tests = {name for name in kit_members(cls) if name.startswith("test_")}
-        if {name.partition("[")[0] for name in names} < tests:
-            continue
-        for key in cls.all_deviations():
-            if not any(deviation_of({key: "x"}, name) for name in names):
-                unused.append(f"{cls.__name__}: {key}")
-    return unused

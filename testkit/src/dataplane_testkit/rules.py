@@ -21,7 +21,6 @@ Proof: TypeAlias = Capability | Scope | Literal["core"]
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 PAGE: Final = Path(__file__).with_name("rules.md")
-_RULE: Final = "__dataplane_rule__"
 _LIMIT_S: Final = "__dataplane_limit_s__"
 
 
@@ -93,15 +92,9 @@ def limit_of(test: Any) -> float | None:
     return limit_s
 
 
-def record_rule(test: Any) -> None:
-    """Records its rule with a test of the kit."""
-    setattr(test, _RULE, RULES[test.__name__])
-
-
 def rule_of(test: Any) -> Rule | None:
     """The rule that a test of the kit tests. None for a test of the author."""
-    rule: Rule | None = getattr(test, _RULE, None)
-    return rule
+    return RULES.get(test.__name__) if test.__module__.startswith("dataplane_testkit.") else None
 
 
 def chapter_of(test: Any) -> str | None:

@@ -6,10 +6,9 @@ from collections import deque
 from contextlib import contextmanager, suppress
 
 from dataplane_testkit.chaos import Event, History, judged
-from dataplane_testkit.chaos.history import Recorder, read_calls
-from dataplane_testkit.chaos.schedule import Plan
+from dataplane_testkit.chaos.history import read_calls
 from dataplane_testkit.chaos.shim import ShimClient
-from dataplane_testkit.chaos.worker import Hands
+from dataplane_testkit.chaos.worker import Hands, Plan
 
 #: Seconds that a client waits for its turn.
 _WAIT_S = 60
@@ -87,16 +86,16 @@ class Race:
 
     def __init__(self, folder, **shims):
         self.turns = Turns()
-        self._folder, self._shims = folder, shims
-        self._plan = Plan(0, 0.0, 60.0, leases="lease" in next(iter(shims.values())).promises, tags=False)
-        self._recorders, self._killed = [], set()
+        self._shims, self._killed = shims, set()
+        times = {"epoch_s": 0.0, "pause_s": 0.0, "lease_s": 60.0, "op_timeout_s": 60.0}
+        leases = "lease" in next(iter(shims.values())).promises
+        self._plan = Plan(seed=0, folder=folder, **times, leases=leases, tags=False)
         self._hands, self._clients = {}, []
         mark = f"{uuid.uuid4().hex}-"
         for number, name in enumerate(shims, start=1):
-            self._recorders.append(Recorder(folder / f"{name}.jsonl", name, 0.0))
             client = ShimClient(_InTurn(shims[name], self, name), mark, 120.0)
             self._clients.append(client)
-            self._hands[name] = Hands(client, self._recorders[-1], self._plan, number * 100, 60.0, folder)
+            self._hands[name] = Hands(client, self._plan, name, number * 100)
             self._hands[name].listed("p0")  # a connection is opened by requests of its own
 
     def of(self, name):
@@ -126,12 +125,12 @@ class Race:
         for task in tasks:
             meta = self._hands["audit"].claim("p0", task, 64)
             if meta is not None and self._plan.lease_of(task) is not None:
-                self._hands["audit"].ack(meta)
+                self._hands["audit"].settle("ack", meta)
 
     def stop(self):
         """Ends the histories."""
-        for recorder in self._recorders:
-            recorder.close()
+        for hands in self._hands.values():
+            hands.close()
 
     def close(self):
         """Ends the histories and the clients, the audit's last: it may have started the store."""
@@ -141,7 +140,7 @@ class Race:
 
     def rules(self):
         """The rules that the history breaks: those that the store promises, and the others."""
-        calls = [call for name in self._shims for call in read_calls(self._folder / f"{name}.jsonl", name)]
+        calls = [call for name in self._shims for call in read_calls(self._plan.file_of(name), name)]
         audits = [call.begin_s for call in calls if call.process == "audit"]
         kills = [Event(kind="kill", process=name, begin_s=0.0, end_s=0.0) for name in self._killed]
         history = History(calls=tuple(calls), events=tuple(kills), audited_s=min(audits, default=0.0) - 1e-6)

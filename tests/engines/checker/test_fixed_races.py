@@ -6,15 +6,15 @@ import pytest
 import redis
 from in_turn import Race
 
-from dataplane_testkit.chaos.schedule import BASE, TASKS
 from dataplane_testkit.chaos.shim import load_shim
+from dataplane_testkit.chaos.worker import BASE, TASKS
 
-FIELDS = {task: each.fields for task, each in TASKS.items()}
+FIELDS = {task: fields for task, (fields, _) in TASKS.items()}
 SHIMS = ("redis_hash.py:RedisHash", "dataplane_client.py:Dataplane")
 
 
 def put(*names):
-    return lambda client: client.write("p0", names, BASE, "v", [3] * len(names))
+    return lambda client: client.write("p0", names, BASE)
 
 
 def read(*names):

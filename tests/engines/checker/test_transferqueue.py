@@ -6,15 +6,15 @@ import threading
 import pytest
 from in_turn import Race
 
-from dataplane_testkit.chaos.schedule import BASE, TASKS
 from dataplane_testkit.chaos.shim import load_shim
+from dataplane_testkit.chaos.worker import BASE, TASKS
 
 
 @pytest.fixture(scope="module")
 def queue(ray_address, shims):
     """A queue of its own."""
     cls = load_shim(f"{shims}/transferqueue_client.py:TransferQueue")
-    queue = cls({task: each.fields for task, each in TASKS.items()}, ray_address=ray_address)
+    queue = cls({task: fields for task, (fields, _) in TASKS.items()}, ray_address=ray_address)
     yield queue
     queue.close()
 
@@ -28,7 +28,7 @@ def race(queue, tmp_path):
 
 
 def put(client, *names):
-    return client.write("p0", names, BASE, "v", [3] * len(names))
+    return client.write("p0", names, BASE)
 
 
 def read(client, *names):

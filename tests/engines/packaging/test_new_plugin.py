@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tiers import in_long
 
 JOB = """
 import torch
@@ -14,54 +15,34 @@ with connect({"backend": "acme_store"}) as client:
     meta = client.claim_meta("train", "trainer", ["x"], 2)
     print(type(client._backend).__name__, meta.sample_ids, client.get_data(meta)["x"].tolist())
 """
-
-
-@pytest.fixture(scope="module")
-def project(clean):
-    """The generated project, installed."""
-    return generated(clean, "acme_store")
-
-
-@pytest.fixture(scope="module")
-def with_journal(clean):
-    """A generated project with a journal, installed."""
-    return generated(clean, "acme_files", "--journal")
-
-
-def generated(clean, name, *words):
-    done = clean.run("dataplane", "new-plugin", name, *words)
-    assert done.returncode == 0, done.stderr
-    folder = clean.folder / f"dataplane-{name.replace('_', '-')}"
-    clean.install(folder)
-    return folder
-
-
-def run_kit(forked, project, tmp_path, *select):
-    report = tmp_path / "report.json"
-    words = ["-q", "-p", "no:cacheprovider", "--rootdir", project, "-c", project / "pyproject.toml", project / "tests"]
-    done = forked.run("-m", "pytest", *words, "--dataplane-json", report, *select, timeout=590, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    (result,) = json.loads(report.read_text(encoding="utf-8"))
-    assert result["counts"]["fail"] == 0
-    return result["counts"]
-
-
-def test_it_connects_by_name_works_and_passes_a_taste_of_the_kit(forked, project, tmp_path):
-    assert forked.run("-c", JOB).stdout.strip() == "AcmeStore ['a', 'b'] [1.0, 2.0]"
-    select = "order_asked_for or given_once or objects_come_back or overlap or full_store or two_holders"
-    assert run_kit(forked, project, tmp_path, "-k", select)["pass"] >= 8
-
-
+TASTE = "order_asked_for or given_once or objects_come_back or overlap or full_store or two_holders"
 # The example of a third party has a journal too, and runs the whole kit. A store of files differs in its engine.
 OF_THE_ENGINE = "blob or journal or append or deleting or engine or kill or smoke or full or attach or bootstrap"
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("select", "least"), [(("-k", OF_THE_ENGINE), 40), pytest.param((), 350, marks=pytest.mark.long)]
+    ("name", "journal", "select", "least"),
+    [
+        ("acme_store", [], ["-k", TASTE], 8),
+        ("acme_files", ["--journal"], ["-k", OF_THE_ENGINE], 40),
+        *in_long(("whole_files", ["--journal"], [], 350)),
+    ],
 )
-def test_with_a_journal_it_passes_the_kit(forked, with_journal, tmp_path, select, least):
-    assert run_kit(forked, with_journal, tmp_path, *select)["pass"] > least
+def test_it_installs_connects_by_name_and_passes_the_kit(clean, forked, tmp_path, name, journal, select, least):
+    done = clean.run("dataplane", "new-plugin", name, *journal)
+    assert done.returncode == 0, done.stderr
+    project = clean.folder / f"dataplane-{name.replace('_', '-')}"
+    clean.install(project)
+    if not journal:
+        assert forked.run("-c", JOB).stdout.strip() == "AcmeStore ['a', 'b'] [1.0, 2.0]"
+    report = tmp_path / "report.json"
+    words = ["-q", "-p", "no:cacheprovider", "--rootdir", project, "-c", project / "pyproject.toml", project / "tests"]
+    done = forked.run("-m", "pytest", *words, "--dataplane-json", report, *select, timeout=590, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    (result,) = json.loads(report.read_text(encoding="utf-8"))
+    assert result["counts"]["fail"] == 0
+    assert result["counts"]["pass"] >= least
 
 
 # --- commands of packages that are not there --------------------------------------------------------------------------
@@ -83,7 +64,6 @@ def test_a_command_of_a_package_that_is_not_installed_says_which_to_install(clea
     assert "(pip install dataplane-tools)" in " ".join(clean.run("dataplane", "--help").stdout.split())
 
 
-def test_only_the_command_that_is_named_is_imported(clean):
-    assert clean.run("python", "-c", LOADED, "--help").stdout.splitlines()[-1] == "[]"
-    assert clean.run("python", "-c", LOADED, "doctor", "--help").stdout.splitlines()[-1] == "[]"
-    assert clean.run("python", "-c", LOADED, "conformance", "--help").stdout.splitlines()[-1] == "['dataplane_testkit']"
+@pytest.mark.parametrize(("command", "loaded"), [([], []), (["doctor"], []), (["conformance"], ["dataplane_testkit"])])
+def test_only_the_command_that_is_named_is_imported(clean, command, loaded):
+    assert clean.run("python", "-c", LOADED, *command, "--help").stdout.splitlines()[-1] == str(loaded)

@@ -223,13 +223,18 @@ class _Helpers:
                 raise
 
     def _work(self) -> None:
+        me = threading.current_thread()
         try:
             while True:
-                self._asked.get(timeout=_IDLE_S).give()
-        except Empty:
-            pass
+                try:
+                    self._asked.get(timeout=_IDLE_S).give()
+                except Empty:
+                    self._threads.discard(me)  # whoever asks from now on starts another one
+                    if self._asked.empty():
+                        return
+                    self._threads.add(me)  # somebody asked just before, and counted on this one
         finally:
-            self._threads.discard(threading.current_thread())
+            self._threads.discard(me)
 
 
 _helpers = _Helpers()

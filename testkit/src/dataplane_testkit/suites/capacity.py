@@ -1,71 +1,133 @@
-"""The options `capacity_bytes` and `on_full`: the store stays within its bytes and evicts nothing."""
+"""The options `capacity_bytes` and `on_full`, and the room of what is dropped: nothing is evicted, nothing leaks.
+
+Two kinds of tests. Those of a full store use a separate one, with room for eight rows. Those of the engine do not trust
+the ledger: they measure with the author's ``held_bytes``, or read the blobs of a `BlobStore`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any, Final
 
 import pytest
 import torch
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import CapacityExceededError, DataPlaneError, OperationTimeoutError, RoomTimeoutError
+from dataplane_core.errors import (
+    CapacityExceededError,
+    DataPlaneError,
+    OperationTimeoutError,
+    RoomTimeoutError,
+    StalePartitionError,
+)
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
-from dataplane_testkit._columns import batch, ids
-from dataplane_testkit._hooks import backend_of
+from dataplane_testkit._columns import ids
+from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._store import BOUNDED_BYTES, Store, not_declared
-from dataplane_testkit._timing import PROMPT_S, Background
+from dataplane_testkit._timing import PROMPT_S, Background, bounded, eventually
 
-_ROWS_THAT_FIT = 8
-#: The store has room for eight rows and some overhead of the engine, but not for twelve rows.
-_ROW = BOUNDED_BYTES // 10
+#: The bounded store has room for eight rows of this size and some overhead of the engine, but not for twelve.
+_ROW: Final = BOUNDED_BYTES // 10
+_ROWS: Final = 8
+
+#: The rows, and the bytes, of one put into the engine that is measured.
+_NAMES: Final = ids(32)
+_SIZE: Final = 64 * 1024
+_PUT_BYTES: Final = 32 * _SIZE
+#: Bytes that an engine may keep beside the payload: less than half of it, because a test clears half of the rows.
+_SLACK_BYTES: Final = 3 * _PUT_BYTES // 8
 
 
-def _rows(count: int, value: int = 0) -> torch.Tensor:
-    return torch.full((count, _ROW), value, dtype=torch.uint8)
+def _put(client: DataPlaneClient, partition: str, names: list[str], value: int = 2, size: int = _ROW) -> None:
+    """Puts rows that are full of one value."""
+    x = torch.full((len(names), size), value, dtype=torch.uint8)
+    client.put_samples(names, partition, {"x": x})
 
 
 def _full(store: Store, on_full: str = "raise") -> tuple[DataPlaneClient, str]:
     client = store.deployment.bounded(on_full)
     partition = store.register("x", client=client)
-    client.put_samples(ids(_ROWS_THAT_FIT), partition, batch(_ROWS_THAT_FIT, x=_rows(_ROWS_THAT_FIT, 1)))
+    _put(client, partition, ids(_ROWS), 1)
     return client, partition
 
 
-def _put(client: DataPlaneClient, partition: str, names: list[str], value: int = 2) -> None:
-    client.put_samples(names, partition, batch(len(names), x=_rows(len(names), value)))
+def _values(client: DataPlaneClient, partition: str, names: list[str]) -> list[int]:
+    """What the rows hold: each was put full of one value."""
+    column = client.get_samples(names, partition, ["x"])["x"]
+    assert torch.equal(column, column[:, :1].expand(-1, _ROW))
+    return [int(value) for value in column[:, 0]]
+
+
+def _put_refused(store: Store, partition: str) -> None:
+    old = store.hooks.register(partition).epoch
+    store.hooks.register(partition)
+    with pytest.raises(StalePartitionError):
+        store.hooks.put(partition, _NAMES, {"x": torch.zeros(32, _SIZE, dtype=torch.uint8)}, epoch=old)
+
+
+#: What is dropped, after a put -> how it is dropped, and the bytes of payload that are left.
+_DROPS: Final[dict[str, tuple[Callable[[Store, str], Any], int]]] = {
+    "half_of_the_rows": (lambda s, p: s.client.clear_samples(_NAMES[::2], p), _PUT_BYTES // 2),
+    "all_rows": (lambda s, p: s.client.clear_samples(_NAMES, p), 0),
+    "a_partition": (lambda s, p: s.client.clear_samples(None, p), 0),
+    "an_old_registration": (lambda s, p: s.register("x", partition_id=p), 0),
+    "a_refused_put": (_put_refused, 0),
+    "overwritten_cells": (lambda s, p: [_put(s.client, p, _NAMES, value, _SIZE) for value in range(3)], _PUT_BYTES),
+}
 
 
 class CapacitySuite(Suite, chapter="capacity"):
-    """These tests use a separate store with room for eight rows."""
+    """A store that is full, and what leaves it."""
+
+    @pytest.mark.parametrize("what", _DROPS)
+    def test_what_is_dropped_leaves_the_engine(self, store: Store, what: str) -> None:
+        drop, left = _DROPS[what]
+        store.require(Capability.OVERWRITE if what == "overwritten_cells" else None)
+        partition = store.register("x")
+        with store.held() as held:
+            _put(store.client, partition, _NAMES, size=_SIZE)
+            assert held() >= _PUT_BYTES - _SLACK_BYTES, f"held_bytes grew by {held()} for a put of {_PUT_BYTES} bytes"
+            drop(store, partition)
+            # the engine may delete in the background
+            eventually(lambda: held() <= left + _SLACK_BYTES, what=f"that the engine drops all but {left} bytes")
 
     def test_nothing_is_evicted(self, store: Store) -> None:
         client, partition = _full(store)
-        for _ in range(3):
+        for count, retryable in ((4, True), (4, True), (20, False)):  # there will never be room for twenty
             with store.refusal(CapacityExceededError) as caught:
-                _put(client, partition, ids(4, "n"))
+                _put(client, partition, ids(count, "n"))
             assert isinstance(caught.value, RuntimeError)
-            assert caught.value.retryable
+            assert caught.value.retryable == retryable
         with pytest.raises(KeyError):
             client.get_samples(["n0"], partition, ["x"])
-        found = client.get_samples(ids(_ROWS_THAT_FIT), partition, ["x"])["x"]
-        assert torch.equal(found, _rows(_ROWS_THAT_FIT, 1))
+        assert _values(client, partition, ids(_ROWS)) == [1] * _ROWS
         if store.declares(Capability.CLAIMS):
             meta = client.claim_meta(partition, "train", ["x"], 99, blocking=False)
-            assert meta.sample_ids == ids(_ROWS_THAT_FIT)
+            assert meta.sample_ids == ids(_ROWS)
 
-    def test_what_is_cleared_makes_room(self, store: Store) -> None:
+    def test_room_does_not_leak(self, store: Store) -> None:
         client, partition = _full(store)
-        client.clear_samples(ids(4), partition)
-        _put(client, partition, ids(4, "n"))
-        assert torch.equal(client.get_samples(["n3"], partition, ["x"])["x"], _rows(1, 2))
+        for value in range(25):
+            with store.refusal(RuntimeError):
+                _put(client, partition, ids(4, "n"))
+            client.clear_samples(["s0", "s1"], partition)
+            with store.refusal(ValueError):
+                client.put_samples(["s0"], partition, {"x": torch.zeros(1, _ROW // 8)})
+            _put(client, partition, ["s0"])
+            if store.declares(Capability.OVERWRITE):
+                _put(client, partition, ["s5"], value)
+                assert _values(client, partition, ["s5"]) == [value]
+            _put(client, partition, ["s1"])
+        client.clear_samples(ids(_ROWS), partition)
+        _put(client, partition, ids(_ROWS))
         client.register_partition(partition, ["x"], None, ["train"])
-        _put(client, partition, ids(_ROWS_THAT_FIT, "n"))
+        _put(client, partition, ids(_ROWS, "n"))
         client.clear_samples(None, partition)
-        other = store.register("x", client=client)
-        _put(client, other, ids(_ROWS_THAT_FIT, "m"))
+        _put(client, store.register("x", client=client), ids(_ROWS, "m"))
 
     def test_a_refused_put_leaves_later_ones_alone_for_clients_with_other_room(self, store: Store) -> None:
         client, partition = _full(store)
@@ -79,63 +141,35 @@ class CapacitySuite(Suite, chapter="capacity"):
             other = store.deployment.connect({**options, "capacity_bytes": 2 * BOUNDED_BYTES}, bootstrap=False)
         except DataPlaneError:
             not_declared("clients with different capacities")
-        with other:
-            for each in (client, other):
-                found = each.get_samples(["n0", "n1", "s7"], partition, ["x"])["x"]
-                assert found[:, 0].tolist() == [2, 3, 1], "a read returned a row of another put"
+        for each in (client, store.keep(other)):
+            assert _values(each, partition, ["n0", "n1", "s7"]) == [2, 3, 1], "a read returned a row of another put"
 
-    def test_room_does_not_leak(self, store: Store) -> None:
-        client, partition = _full(store)
-        for _ in range(25):
-            with store.refusal(RuntimeError):
-                _put(client, partition, ids(4, "n"))
-            client.clear_samples(["s0"], partition)
-            with store.refusal(ValueError):
-                client.put_samples(["s0"], partition, batch(1, x=torch.zeros(1, _ROW // 8)))
-            _put(client, partition, ["s0"])
-        client.clear_samples(ids(_ROWS_THAT_FIT), partition)
-        _put(client, partition, ids(_ROWS_THAT_FIT))
-
-    def test_overwrites_take_no_room_for_long(self, store: Store) -> None:
-        client, partition = _full(store)
-        client.clear_samples(ids(4), partition)
-        for value in range(20):
-            _put(client, partition, ["s5"], value)
-        assert torch.equal(client.get_samples(["s5"], partition, ["x"])["x"], _rows(1, 19))
-
-    def test_a_put_that_can_never_fit_says_so(self, store: Store) -> None:
-        for on_full in ("raise", "block"):
-            client, partition = _full(store, on_full)
-            start = time.monotonic()
-            with store.refusal(RuntimeError) as caught:
-                _put(client, partition, ids(20, "n"))
-            assert isinstance(caught.value, CapacityExceededError)
-            assert not caught.value.retryable
-            assert time.monotonic() - start < PROMPT_S
-            client.clear_samples(None, partition)
+    # --- puts that wait for room --------------------------------------------------------------------------------------
 
     def test_a_blocked_put_goes_on_when_there_is_room(self, store: Store) -> None:
         client, partition = _full(store, "block")
+        with store.refusal(CapacityExceededError):  # for which there will never be room
+            bounded(lambda: _put(client, partition, ids(20, "n")), what="a put of more than capacity_bytes")
         waiting = Background(lambda: _put(client, partition, ids(4, "n")))
-        time.sleep(0.1)
         assert waiting.running, "a put into a full store did not wait"
         with pytest.raises(KeyError):
             client.get_samples(["n0"], partition, ["x"])
         client.clear_samples(ids(4), partition)
         waiting.result(what="a put after rows were cleared")
-        assert torch.equal(
-            client.get_samples(["n0", "s7"], partition, ["x"])["x"], torch.cat([_rows(1, 2), _rows(1, 1)])
-        )
+        assert _values(client, partition, ["n0", "s7"]) == [2, 1]
 
     def test_a_blocked_put_ends_by_its_deadline(self, store: Store) -> None:
         client, partition = _full(store, "block")
         for timeout_s in (0.3, 2.0, 10.0):
             names = ids(4, f"n{timeout_s:g}-")  # a put that was not answered in time may yet be done
-            hooks = type(store.hooks)(backend_of(client), timeout_s)
-            start = time.monotonic()
+            put = partial(
+                Hooks(backend_of(client), timeout_s).put,
+                partition,
+                names,
+                {"x": torch.zeros(4, _ROW, dtype=torch.uint8)},
+            )
             with pytest.raises(OperationTimeoutError) as caught:
-                hooks.put(partition, names, batch(4, x=_rows(4)))
-            assert time.monotonic() - start < timeout_s + PROMPT_S
+                bounded(put, timeout_s + PROMPT_S, "a put that waits for room")
             if isinstance(caught.value, RoomTimeoutError):
                 break  # else the store did not say in time that it is full, as on a machine that stands still
         assert isinstance(caught.value, RoomTimeoutError)
@@ -149,11 +183,11 @@ class CapacitySuite(Suite, chapter="capacity"):
         client, partition = _full(store, "block")
         large = Background(lambda: _put(client, partition, ids(6, "large")))
         small: dict[str, Background] = {}
-        held = ids(_ROWS_THAT_FIT)
+        held = ids(_ROWS)
         try:
             # each row that is cleared would make room for a small put. On a machine that stands still for a second some
             # of them may go first, but together they hold no more than the store
-            while large.running and held and len(small) < 4 * _ROWS_THAT_FIT:
+            while large.running and held and len(small) < 4 * _ROWS:
                 client.clear_samples([held.pop(0)], partition)
                 name = f"small{len(small)}"
                 small[name] = Background(partial(_put, client, partition, [name]))
@@ -164,7 +198,7 @@ class CapacitySuite(Suite, chapter="capacity"):
         finally:
             give_up = time.monotonic() + PROMPT_S
             while any(each.running for each in [large, *small.values()]) and time.monotonic() < give_up:
-                client.clear_samples([*small, *ids(_ROWS_THAT_FIT), *ids(6, "large")], partition)
+                client.clear_samples([*small, *ids(_ROWS), *ids(6, "large")], partition)
                 time.sleep(0.01)
         for each in small.values():
             each.result(what="a small put")

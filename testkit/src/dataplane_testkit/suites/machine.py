@@ -1,281 +1,849 @@
-"""Random sequences of calls. The results are compared with a model: a `Ledger` and a dict of values."""
+"""Random histories of calls on a real store, each compared with the ledger: see `dataplane_testkit.histories`."""
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 
-from dataplane_core.errors import DataPlaneError, LeaseExpiredError
-from dataplane_core.ledger import Command, Ledger, Reply, commands
+from dataplane_core.backends import BlobStore, LedgerBackend
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import DataPlaneError, LeaseExpiredError, LostReplyError, LostSamplesError, MissingDataError
+from dataplane_core.ledger import commands
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import Capability, FieldSpec, check_tag_filter, new_id
+from dataplane_core.spec import Capability, Claim, ListClientsRequest, this_process
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, check_column, items_of, jagged, same_items
+from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._profiles import by_profile, is_long, new_seed
-from dataplane_testkit._store import Store
+from dataplane_testkit._store import BOUNDED_BYTES, Store, check_error
+from dataplane_testkit._timing import Background, bounded, eventually
+from dataplane_testkit.faults import Faults
+from dataplane_testkit.histories import (
+    LARGE,
+    PARTITIONS,
+    ROOM_FOR,
+    SHORT_S,
+    TASKS,
+    History,
+    Lose,
+    Model,
+    Put,
+    Repeat,
+    Stay,
+    Step,
+    told,
+)
 
-_T = TypeVar("_T")
+#: How many histories, and how many steps each has. The short ones come first: what they find is easy to read.
+_HISTORIES: Final = {8: 32, 25: 40, 60: 40}
+_BOUNDED: Final = {25: 16}
+#: How often a history that failed is run again at most, and for how many seconds, to find the calls that matter.
+_MOST_RUNS, _MOST_S = 150, 30.0
+#: Bytes of a cell that fits into a store without others, and into none with what a few refused puts leaked.
+_BRIM: Final = 9 * BOUNDED_BYTES // 10
+#: The most seconds that a claim may take that can be answered.
+_ANSWER_S: Final = 60.0
 
-#: Groups of two, and one surplus member.
-_IDS = [*(f"q{group}_g{member}" for group in range(6) for member in range(2)), "q0_g2"]
-_FIELDS = ["x", "y", "o"]
-_SPECS = {
-    "x": FieldSpec("tensor", "int64", 1),
-    "y": FieldSpec("tensor", "float32", 0),
-    "o": FieldSpec.of_objects(),
+#: What a comparison proves -> the sentence of docs/contract.md.
+RULES: Final = {
+    "register": "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone when "
+    "it returns.",
+    "keep": 'With `if_exists="keep"`, a partition that is there stays as it is: rows, tags, cursors, schema and '
+    "`num_samples`.",
+    "identity": "A lease, put, registration or sample that the store lost is unknown to it, and its identity is never "
+    "given to another one.",
+    "put": "Returns only when the write is committed and visible to every other client.",
+    "put refused": "A put that differs raises `ValueError`, and nothing is written.",
+    "outcome": 'The error\'s `outcome` says `"done"` or `"not_done"` wherever the store can tell, and `"unknown"` '
+    "otherwise.",
+    "room": "If a put does not fit, `on_full` decides: with `block` it waits for room until its deadline, with `raise` "
+    "it fails at once.",
+    "repeat": "A request that is repeated with the same id is carried out once and gives the first outcome, until at "
+    "least 60 s after its deadline.",
+    "read": "Exactly one row per id given, in that order, repeats included.",
+    "bits": "Dtype and values come back bit for bit (NaN payloads too), for torch's integer, floating, bool, complex, "
+    "bfloat16 and float8 dtypes.",
+    "missing": "A missing sample, or a cell not yet produced, raises a subclass of `KeyError` that names the first few "
+    "and counts the rest.",
+    "lost": "Payload that the store has lost raises `LostSamplesError` at once.",
+    "claim": "Hands out samples whose required fields are all produced and that `task_name` has not been given.",
+    "order": "Samples come in order of first write, unless a sampler says otherwise.",
+    "shortfall": "The `shortfall` of that timeout error says why the other samples were not given.",
+    "wait": "A blocking claim waits until `batch_size` samples are ready, and returns them.",
+    "ranks": "with `dp_rank`, all claims of a task that ask for the same batch of the same rank give the same samples, "
+    "and the same lease tokens, so that each rank of a replica group may claim.",
+    "lease": "with `lease_s`, a claim that is neither acked nor renewed in time is handed out again.",
+    "settle": "`LeaseExpiredError` names the ids whose token is no longer valid, so two holders never both succeed.",
+    "consumed": "whether every task has consumed every sample that the partition holds.",
+    "clear": "With ids, it drops those rows with their tags and cursors.",
+    "engine": "Nothing is ever evicted.",
+    "payload": "the payload bytes that it holds",
+    "list": "returns ids and tags, no data.",
+    "list_fields": "returns, for each sample, the fields that it has.",
+    "list_partitions": "`list_partitions()` returns the names of the registered partitions, sorted.",
+    "describe": "how many samples the partition holds, and how many were cleared",
+    "describe rows": "for each of these fields, how many of the samples have it",
+    "describe tasks": "for each task, how many samples are ready (a claim of all registered fields could give them "
+    "now), leased, and consumed",
+    "oldest": "A renewal does not change the age.",
+    "questions": "what a claim would find: how many samples are ready for it and, if asked, its shortfall.",
+    "list_consumed": "returns the held samples that the task has consumed, in order of first write.",
+    "reset": "afterwards the task has consumed these samples, and nothing else.",
+    "clients": "`list_clients()` returns the clients of the store, of all processes.",
+    "ended": "With `ended`, it also lists those that closed, or were not heard of for too long, in the last ten "
+    "minutes; their `state` says which.",
+    "deadline": "Every call ends by its deadline",
+    "errors": "Errors derive from `DataPlaneError`, which carries `backend`, `retryable` and `hint`, survives pickling, "
+    "and keeps its cause.",
 }
-_FOREIGN = FieldSpec("tensor", "int16", 1)
-_TASKS = ["train", "eval"]
-_FILTERS = [None, None, None, None, {"v": (">=", 2)}, {"v": 1}, {"late": True}]
-_LONG_S = 3600.0
-_SHORT_S = 0.02
 
-#: The operations, each with its weight, and what it needs.
-_ACTIONS: dict[str, tuple[float, Capability | None]] = {
-    "put": (6, None),
-    "get": (3, None),
-    "claim": (5, Capability.CLAIMS),
-    "settle": (3, Capability.LEASES),
-    "listing": (2, Capability.LISTING),
-    "consumption": (2, Capability.CLAIMS),
-    "clear": (2, None),
-    "put_tags": (1, None),
-    "start_afresh": (0.25, None),
-    "finish": (0.25, None),
-}
-#: Steps of a sequence -> how many sequences. The short ones first: what they find is easy to read.
-_SEQUENCES: Final = {5: 40, 15: 30, 40: 30}
+
+class Broken(AssertionError):
+    """A store differs from the ledger."""
+
+    def __init__(self, rule: str, text: str) -> None:
+        super().__init__(f'{text}\nThe last call breaks the contract: "{RULES[rule]}"')
+
+
+def same(rule: str, found: Any, expected: Any, what: str) -> None:
+    """Asserts that a store says what the ledger says."""
+    if found != expected:
+        raise Broken(rule, f"{what}: {found!r}, expected {expected!r}")
+
+
+@contextmanager
+def proving(rule: str) -> Iterator[None]:
+    """Names the rule that an assertion of the block proves."""
+    try:
+        yield
+    except Broken:
+        raise
+    except AssertionError as error:
+        raise Broken(rule, str(error)) from error
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def _row(kind: str, number: int) -> Any:
+    """The cell of a put's row, different for each number. Lists come back as lists or as tensors of the same values."""
+    match kind:
+        case "ragged":
+            return torch.full((number % 4,), number)
+        case "dense":
+            return torch.tensor([number, number + (1 << 40)])
+        case "short":
+            return torch.full((number % 4,), number % 30_000, dtype=torch.int16)
+        case "scalar" if number % 3 == 0:  # a NaN with a payload
+            return torch.tensor(0x7FC00000 | number, dtype=torch.int32).view(torch.float32)
+        case "scalar":
+            return torch.tensor(float(number))
+        case "column":
+            return torch.tensor([float(number)])
+        case "objects":
+            return {"n": number} if number % 3 else None
+        case "empty lists":
+            return []
+        case "lists of ints":
+            return [number % 1000] * (1 + number % 2)
+        case "lists of floats":
+            return [number % 1000 + 0.5]
+        case "small ints" | "wide ints":
+            row = (torch.arange(4000) + number) % 100
+            row[0] = row[0] if kind == "small ints" else (1 << 40) + number
+            return row
+        case "large ints":
+            return (torch.arange(LARGE) + number) % 100
+    return torch.full((LARGE,), number % 251, dtype=torch.uint8)
+
+
+def _numbers(put: Put) -> list[int]:
+    """What the rows of a put are made of."""
+    return [put.number * 16 + place for place in range(len(put.sample_ids))]
+
+
+def _rows(put: Put, field: str) -> list[Any]:
+    kind = put.columns[field]
+    return [_row(kind, put.number if kind == "equal" else number) for number in _numbers(put)]
+
+
+def _column(kind: str, rows: list[Any]) -> Any:
+    if kind in ("ragged", "short"):
+        return jagged(rows)
+    if kind == "objects":
+        return as_objects(*rows)
+    return rows if isinstance(rows[0], list) else torch.stack(rows)
+
+
+def _plain(column: Any) -> list[Any]:
+    """The rows of a column as lists."""
+    if isinstance(column, torch.Tensor):
+        return [row.tolist() for row in column.unbind()]
+    return [row.tolist() if isinstance(row, torch.Tensor) else row for row in items_of(column)]
+
+
+def _scribble(column: Any) -> None:
+    """The caller uses its memory for something else."""
+    if isinstance(column, torch.Tensor):
+        (column.values() if column.is_nested else column).zero_()
+
+
+def _exact(tags: Any) -> list[tuple[str, str, str]]:
+    """So that 1, 1.0 and True differ, and NaN is NaN."""
+    return sorted((name, type(value).__name__, repr(value)) for name, value in tags.items())
+
+
+# --- a store and its model --------------------------------------------------------------------------------------------
 
 
 class StoreMachine:
-    """One partition of a real store, and a ledger that gets the same calls.
+    """Two partitions of a real store, and a model that takes the same steps.
 
-    The ledger's clock is virtual. Leases are far longer than any run, except those whose end the machine waits for.
+    Args:
+        store: The store under test.
+        clients: Clients of the store or of one with a capacity, which take turns.
+        bounded: Whether they have a capacity.
     """
 
-    def __init__(self, store: Store, rng: random.Random) -> None:
+    def __init__(self, store: Store, clients: Sequence[DataPlaneClient], *, bounded: bool = False) -> None:
         self.store = store
-        self.rng = rng
-        self.partition = store.new_id()
-        self.model = Ledger(overwrite=store.declares(Capability.OVERWRITE))
-        self.now = 0.0
-        self.count = 0
-        self.values: dict[tuple[str, str], Any] = {}
-        self.claims: list[tuple[KVBatchMeta, list[str]]] = []
-        self.group_size: int | None = None
-        self.calls: list[str] = []
+        self.clients = clients
+        self.bounded = bounded
+        capacity_bytes = ROOM_FOR * LARGE if bounded else None
+        self.model = Model(overwrite=store.declares(Capability.OVERWRITE), capacity_bytes=capacity_bytes)
+        self.base = store.owned_id(clients[0])
+        self.steps: list[Step] = []
+        self.cells: dict[tuple[str, str, str], tuple[str, int]] = {}
+        self.tokens: dict[str, str] = {}  # of the model -> of the store
+        self.metas: dict[str, KVBatchMeta] = {}
+        self.epochs: dict[str, str] = {}
+        self.given: dict[tuple[str, str, str], tuple[float, float]] = {}  # a leased sample -> when, here and there
+        self.sent: dict[str, tuple[str, Any]] = {}  # id of a request -> its hook, and what the store got
+        self.short: set[str] = set()  # tokens of leases that end soon
+        self.staying: tuple[Stay, Background] | None = None
+        self.stays: set[str] = set()  # the store's tokens of claims that wait
+        self.is_over = False
 
-    def run(self, num_steps: int) -> None:
-        """Registers the partition, takes so many steps, compares every cell once more and clears the partition."""
-        able = {name: weight for name, (weight, need) in _ACTIONS.items() if need is None or self.store.declares(need)}
+    def partition(self, name: str) -> str:
+        """The partition of the store that has this name in the history."""
+        return f"{self.base}{name}"
+
+    def draw(self, seed: int, num_steps: int) -> Failure | None:
+        """Takes steps that a history draws. Returns how it failed."""
+        wire, about = self.store.deployment.backend_class.wire, self.store.deployment.backend_class
+        narrows = self.store.backend.narrow and (wire.bytes or wire.narrow)
+        options = {"bounded": self.bounded, "narrows": narrows, "shares": wire.shared_rows}
+        history = History(random.Random(seed), about.capabilities, real=True, **options)
         try:
-            self.register()
-            for action in self.rng.choices(list(able), list(able.values()), k=num_steps):
-                getattr(self, action)()
-            for field in _FIELDS:
-                ids = [sample_id for sample_id in _IDS if (sample_id, field) in self.values]
-                if ids:
-                    self.compare(self.store.get(self.partition, ids, field), ids, [field])
+            with self.ending():
+                while len(self.steps) < num_steps and not self.is_over:
+                    step = history.step(self.model.ledger, self.model.now)
+                    history.heard(step, self.take(step))
+        except Exception as error:  # also what a store must not raise
+            return Failure(self.steps, error)
+        return None
+
+    def repeat(self, steps: Sequence[Step]) -> Failure | None:
+        """Takes these steps. Returns how they failed."""
+        try:
+            with self.ending():
+                for step in steps:
+                    if not self.is_over:
+                        self.take(step)
         except Exception as error:
-            error.add_note("The calls:\n" + "\n".join(self.calls))
-            raise
-        self.ask("clear_samples", None, self.partition)
+            return Failure(self.steps, error)
+        return None
 
-    def ask(self, operation: str, *arguments: Any, **options: Any) -> Any:
-        """Calls the client, and notes the call."""
-        told = [*map(repr, arguments), *(f"{name}={value!r}" for name, value in options.items())]
-        self.calls.append(f"  {operation}({', '.join(told)})")
-        return getattr(self.store.client, operation)(*arguments, **options)
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Compares once more what is there at the end, drops it, and looks at what is left in the engine."""
+        audits = self.clients[0] is self.store.client and (
+            isinstance(self.store.backend, BlobStore) or self.store.case.supplies("held_bytes")
+        )
+        with self.store.held() if audits else nullcontext(lambda: 0) as grown:
+            try:
+                yield
+                self.end()
+                with proving("payload"):
+                    eventually(lambda: grown() <= 0, what="that the engine deletes what was cleared or refused")
+            finally:
+                for name in PARTITIONS:
+                    with suppress(DataPlaneError):
+                        self.clients[0].clear_samples(None, self.partition(name))
 
-    def tell(self, command: Command[Reply]) -> Reply:
-        """Makes the call on the model, and returns its reply."""
-        return self.model.apply(command, self.now)
+    def end(self) -> None:
+        """The last comparisons of a history."""
+        if not self.is_over:
+            for name in PARTITIONS:
+                self.end_partition(name)
+        for name in PARTITIONS:
+            self.take(commands.ClearRequest(name, None))
+        if self.staying is not None:
+            with suppress(KeyError):
+                self.staying[1].result(_ANSWER_S, "a claim whose partition was cleared")
+        if self.bounded and not self.is_over:
+            self.fill()
 
-    def rarely(self) -> bool:
-        """True in one of four calls."""
-        return self.rng.random() < 0.25
+    def end_partition(self, name: str) -> None:
+        """Reads every cell, and lists and counts what there is."""
+        for field in sorted({key[2] for key in self.cells if key[0] == name}):
+            ids = [key[1] for key in self.cells if (key[0], key[2]) == (name, field)]
+            self.take(commands.Locate(name, ids, [field]))
+        if self.store.declares(Capability.LISTING):
+            self.take(commands.ListRequest(name))
+            self.take(commands.InspectRequest(name))
+        if self.store.declares(Capability.CLAIMS):
+            for task in TASKS:
+                self.take(commands.ConsumptionRequest(name, [task]))
 
-    def some(self, values: Sequence[_T], most: int) -> list[_T]:
-        """One or more different values."""
-        return self.rng.sample(values, self.rng.randint(1, min(most, len(values))))
+    def fill(self) -> None:
+        """All of the room can be used again."""
+        partition, client = self.partition(PARTITIONS[0]), self.clients[0]
+        client.register_partition(partition, ["x"], None, [])
+        try:
+            client.put_samples(["brim"], partition, {"x": torch.zeros(1, _BRIM, dtype=torch.uint8)})
+        except DataPlaneError as error:
+            raise Broken("room", f"a store that was emptied does not take what it took before: {error}") from error
 
-    def some_fields(self) -> list[str]:
-        """Fields to write, read or require."""
-        return self.rng.choice([["x", "y", "o"], ["y", "x", "o"], ["x"], ["y"], ["o", "x"]])
+    # --- taking steps -------------------------------------------------------------------------------------------------
+
+    def take(self, step: Step) -> Any:
+        """Takes a step on the store and on the model, and compares the answers. Returns that of the model."""
+        if not (isinstance(step, commands.SettleRequest) and self.short.intersection(step.lease_tokens)):
+            self.await_short_leases()
+        self.steps.append(step)
+        client = self.clients[len(self.steps) % len(self.clients)]
+        reply = getattr(self, f"take_{step.op}")(step, client)
+        self.look_at_who_stays()
+        return reply
+
+    def expected(self, step: Step) -> tuple[Any, DataPlaneError | None]:
+        """What the model says."""
+        return _attempt(lambda: self.model.answer(step))
+
+    def agree(
+        self, rule: str, call: Callable[[], Any], expected: DataPlaneError | None, what: str, within_s: float = 0.0
+    ) -> Any:
+        """Makes a call of the store, which must succeed or be refused as the model says. Returns its result."""
+        found, error = _attempt((lambda: bounded(call, within_s, what)) if within_s else call)
+        if error is not None and rule != "repeat":  # a hook that is called directly does not name the backend
+            with proving("errors"):
+                check_error(error, self.store.name)
+        if expected is None:
+            if error is not None:
+                raise Broken(rule, f"{what} should have succeeded: {type(error).__name__}: {error}") from error
+            return found
+        if error is None:
+            raise Broken(rule, f"{what} succeeded, but should have raised: {expected!r}")
+        if _builtin(error) is not _builtin(expected):
+            raise Broken(rule, f"{what} raised {error!r}, expected {expected!r}") from error
+        if isinstance(expected, LeaseExpiredError):
+            same("settle", sorted(getattr(error, "sample_ids", ())), sorted(expected.sample_ids), "the ids named")
+        if isinstance(expected, MissingDataError) and not isinstance(error, LostSamplesError):
+            for name in ("missing_samples", "missing_cells"):
+                known, named = getattr(expected, name), getattr(error, name, ())
+                if not set(named) <= set(known) or bool(named) != bool(known):
+                    raise Broken("missing", f"{what} named {named}, expected some of {known}")
+        return None
+
+    def await_short_leases(self) -> None:
+        """Waits until leases have ended that were given for a moment. The model's clock jumps."""
+        if not self.short or self.is_over:
+            return
+        self.short.clear()
+        time.sleep(2 * SHORT_S)
+        self.model.now += 2 * SHORT_S
+        if self.store.declares(Capability.LISTING):
+            for name in PARTITIONS:
+                described = told(self.model.ledger, commands.InspectRequest(name), self.model.now)
+                counts = {} if described is None else {each: of.num_leased for each, of in described.tasks.items()}
+
+                def have_ended(name: str = name, counts: Mapping[str, int] = counts) -> bool:
+                    found = self.clients[0].describe(self.partition(name)).tasks
+                    return all(found[task].num_leased <= count for task, count in counts.items())
+
+                if counts:
+                    with proving("lease"):
+                        eventually(have_ended, what="the end of a lease")
+
+    def look_at_who_stays(self) -> None:
+        """A claim that waits gets its answer if the last step let it be answered."""
+        if self.staying is None or self.is_over:
+            return
+        stay, waiting = self.staying
+        expected, error = self.expected(stay)
+        if error is None and not expected.answered:
+            return
+        self.staying = None
+        what = "a claim that waited"
+        meta = self.agree("wait", lambda: waiting.result(_ANSWER_S, what), error, what)
+        if error is None:
+            self.was_given(stay.claim, expected, meta, "wait")
+
+    @contextmanager
+    def noting(self, client: DataPlaneClient, hook: str, request_id: str | None) -> Iterator[list[Any]]:
+        """Yields a list of the requests that the store gets, and keeps the last one under an id."""
+        sent: list[Any] = []
+
+        def note(request: Any) -> None:
+            kept = copy(request)
+            if hook == "put_samples":
+                kept.columns, kept.specs = dict(request.columns), dict(request.specs)
+            sent.append(kept)
+            if request_id is not None:
+                self.sent[request_id] = hook, kept
+
+        with Faults.of(client).before(hook, note):
+            yield sent
 
     # --- registration -------------------------------------------------------------------------------------------------
 
-    def register(self) -> None:
-        """Registers the partition in the store and the model. Forgets everything about the earlier registration."""
-        self.group_size = 2 if self.rarely() and self.store.declares(Capability.GROUPS) else None
-        about = (self.partition, _FIELDS, self.rng.choice([None, 6, 12]), _TASKS, self.group_size)
-        self.ask("register_partition", *about)
-        self.tell(commands.RegisterRequest(*about, {}, new_id()))
-        self.values.clear()
+    def take_register(self, step: commands.RegisterRequest, client: DataPlaneClient) -> Any:
+        """Registers a partition anew or keeps it, or finishes it. Its epoch is that which the client drew."""
+        finishes = step.if_exists == "keep" and not step.consumer_tasks
+        partition, rule = self.partition(step.partition_id), "keep" if step.if_exists == "keep" else "register"
+        is_new = told(self.model.ledger, commands.DescribeRequest(step.partition_id), 0.0) is None
+        if finishes and is_new:
+            return None
+        reply, error = self.expected(step)
 
-    def start_afresh(self) -> None:
-        """Registers the partition again, sometimes after a clear."""
-        if self.rng.random() < 0.5:
-            self.ask("clear_samples", None, self.partition)
-            self.tell(commands.ClearRequest(self.partition, None))
-        self.register()
+        def call() -> None:
+            if finishes:
+                client.finish_partition(partition)
+            else:
+                about = (step.fields, step.num_samples, step.consumer_tasks, step.grpo_group_size)
+                client.register_partition(partition, *about, if_exists=step.if_exists)
 
-    def finish(self) -> None:
-        """Says that no more samples come."""
-        self.ask("finish_partition", self.partition)
-        self.tell(commands.RegisterRequest(self.partition, [], 0, [], self.group_size, {}, new_id(), "keep"))
+        with self.noting(client, "register_partition", None) as sent:
+            self.agree(rule, call, error, "the registration")
+        if error is not None:
+            return None
+        if is_new or step.if_exists == "replace":
+            self.epochs[step.partition_id] = sent[-1].epoch
+            self.forget(step.partition_id, None)
+        info = Hooks(backend_of(client)).describe(partition)
+        same("identity", info.epoch, self.epochs[step.partition_id], "the epoch of the registration")
+        same(rule, replace(info, epoch=""), replace(reply[0], epoch=""), "the registration")
+        return reply
+
+    def forget(self, name: str, ids: Sequence[str] | None) -> None:
+        """Cells that were cleared."""
+        for key in [key for key in self.cells if key[0] == name and (ids is None or key[1] in ids)]:
+            del self.cells[key]
 
     # --- writes -------------------------------------------------------------------------------------------------------
 
-    def put(self) -> None:
-        """Puts new cells, overwrites, or a column of another dtype, sometimes with tags."""
-        ids, fields = self.some(_IDS, 8), self.some_fields()
-        made = {field: self.cells(field, len(ids)) for field in fields}
-        specs = {field: _SPECS[field] for field in fields}
-        columns = {field: column for field, (column, _) in made.items()}
-        foreign = self.rng.choice([None] * 6 + ["x", "y"])
-        if foreign in columns and any(key[1] == foreign for key in self.values):
-            columns[foreign], specs[foreign] = torch.zeros(len(ids), 2, dtype=torch.int16), _FOREIGN
-        tags = None
-        if self.rng.random() < 0.5:
-            tags = [{"v": (self.count + place) % 4, "late": False} for place in range(len(ids))]
-        if self.write(ids, columns, specs, tags):
-            for field, (_, rows) in made.items():
-                self.values.update({(sample_id, field): row for sample_id, row in zip(ids, rows, strict=True)})
+    def take_put(self, step: Put, client: DataPlaneClient) -> Any:
+        """Puts, perhaps with a reply that is lost, or too late."""
+        columns = {name: _column(kind, _rows(step, name)) for name, kind in step.columns.items()}
+        partition = self.partition(step.partition_id)
 
-    def cells(self, field: str, count: int) -> tuple[Any, list[Any]]:
-        """A column of values that were never used before, and its rows."""
-        start = self.count
-        self.count += count
-        numbers = range(start, start + count)
-        if field == "x":
-            rows = [torch.full((number % 4,), number) for number in numbers]
-            return jagged(rows), rows
-        if field == "y":
-            return torch.tensor([float(n) for n in numbers]), [torch.tensor(float(n)) for n in numbers]
-        items = [{"n": number} if number % 3 else None for number in numbers]
-        return as_objects(*items), items
+        def call() -> Any:
+            meta = client.put_samples(step.sample_ids, partition, columns or None, step.tags)
+            for column in columns.values():
+                _scribble(column)
+            return meta
 
-    def put_tags(self) -> None:
-        """Puts tags without fields."""
-        ids = self.some(_IDS, 8)
-        self.write(ids, {}, {}, [{"v": self.rng.randint(0, 3), "late": True}] * len(ids))
+        def arrange(request: Any) -> None:
+            request.columns = dict(reversed(request.columns.items()))  # as middleware may that adds one
+            if step.epoch:
+                request.epoch = self.epochs.get(step.partition_id) if step.epoch == "now" else "of another time"
 
-    def write(self, ids: list[str], columns: dict[str, Any], specs: dict[str, FieldSpec], tags: Any) -> bool:
-        """Puts to the model and to the store. Returns whether both accepted the put."""
-        writes = [commands.Write(list(specs), [0] * len(ids))] if specs else []
-        begin = commands.BeginPut(self.partition, ids, specs, writes, tags, ttl_s=1e9)
-        _, expected = _attempt(lambda: self.tell(commands.CommitPut(self.tell(begin))))
-        _, found = _attempt(lambda: self.ask("put_samples", ids, self.partition, columns or None, tags))
-        _agree(expected, found, "put_samples")
-        return expected is None
+        if step.fault == "late":
+            return self.put_late(step, client, call)
+        replies: list[Any] = []
 
-    def clear(self) -> None:
-        """Clears some samples, which may not exist."""
-        ids = self.some(_IDS, 2)
-        self.ask("clear_samples", ids, self.partition)
-        self.tell(commands.ClearRequest(self.partition, ids))
-        for key in [key for key in self.values if key[0] in ids]:
-            del self.values[key]
+        def lose(request: Any, reply: Any) -> Any:
+            replies.append(reply)
+            if len(replies) == 1:
+                raise LostReplyError("put_samples failed: the kit dropped the reply.")
+            return reply
+
+        carried_out, error = self.expected(step)
+        faults = Faults.of(client)
+        losing = faults.after("put_samples", lose) if step.fault == "lost" else nullcontext()
+        with faults.before("put_samples", arrange), self.noting(client, "put_samples", f"r{step.number}"), losing:
+            self.agree(_rule_of_put(error), call, error, "the put")
+        if carried_out:
+            self.was_put(step)
+        return carried_out
+
+    def was_put(self, step: Put) -> None:
+        """The store holds the cells of a put."""
+        for name, kind in step.columns.items():
+            for sample_id, number in zip(step.sample_ids, _numbers(step), strict=True):
+                self.cells[step.partition_id, sample_id, name] = kind, step.number if kind == "equal" else number
+
+    def put_late(self, step: Put, client: DataPlaneClient, call: Callable[[], Any]) -> Any:
+        """A put that the store gets after its deadline: what the error says of it must be true."""
+        with Faults.of(client).late("put_samples"):
+            _, error = _attempt(call)
+        would_be = told(self.model.ledger, step.commands(self.model.ledger, self.model.now)[0], self.model.now)
+        outcome = "done" if error is None else getattr(error, "outcome", "unknown")
+        is_late = isinstance(error, TimeoutError) or error is None
+        if would_be is None:  # refused; the model has not changed
+            if error is None:
+                raise Broken("put refused", "a put after its deadline succeeded, but should have been refused")
+            return None
+        self.model.ledger.apply(commands.AbortPut(would_be), self.model.now)
+        if not is_late:
+            raise Broken("deadline", f"a put after its deadline raised {error!r}, expected a TimeoutError") from error
+        self.was_put(step)
+        sample_id, (name, kind) = step.sample_ids[0], next(iter(step.columns.items()))
+        found, _ = _attempt(lambda: client.get_samples([sample_id], self.partition(step.partition_id), [name]))
+        is_there = found is not None and torch.equal(found[name][0], _row(kind, _numbers(step)[0]))
+        if outcome == ("not_done" if is_there else "done"):
+            raise Broken("outcome", f"the put is {'' if is_there else 'not '}there, but was said to be {outcome}")
+        self.is_over = True  # the model cannot know what becomes of it
+        return None
+
+    def take_repeat(self, step: Repeat, client: DataPlaneClient) -> Any:
+        """The very request comes again."""
+        if step.request_id not in self.sent:
+            return None
+        hook, request = self.sent[step.request_id]
+        put = self.model.done(step.request_id)
+        if isinstance(put, Put) and "lists of ints" in put.columns.values():  # what they become may be another by now
+            return None
+        reply, error = self.expected(step)
+        again = replace(request, deadline=time.monotonic() + _ANSWER_S)
+        self.agree("repeat", lambda: getattr(backend_of(client), hook)(again), error, "the repeated request")
+        if isinstance(put, Put) and reply:
+            self.was_put(put)
+        return reply
+
+    def take_clear(self, step: commands.ClearRequest, client: DataPlaneClient) -> Any:
+        """Clears samples or a partition."""
+        reply, error = self.expected(step)
+        partition = self.partition(step.partition_id)
+        with self.noting(client, "clear_samples", None):
+            self.agree("clear", lambda: client.clear_samples(step.sample_ids, partition), error, "the clear")
+        self.forget(step.partition_id, step.sample_ids)
+        return reply
+
+    def take_lose(self, step: Lose, client: DataPlaneClient) -> Any:
+        """The payload of a cell is lost, is missed by a read, and is cleared."""
+        can_lose = isinstance(self.store.backend, LedgerBackend) or self.store.case.supplies("lose_payload")
+        if not can_lose or (step.partition_id, step.sample_id, step.field) not in self.cells:
+            return None
+        partition = self.partition(step.partition_id)
+        self.store.lose(partition, step.sample_id, step.field)
+        _, error = _attempt(lambda: client.get_samples([step.sample_id], partition, [step.field]))
+        if not isinstance(error, LostSamplesError):
+            raise Broken("lost", f"a read of payload that is lost raised {error!r}, expected a LostSamplesError")
+        return self.take_clear(commands.ClearRequest(step.partition_id, [step.sample_id]), client)
 
     # --- reads --------------------------------------------------------------------------------------------------------
 
-    def get(self) -> None:
-        """Reads samples, some of them twice. If a cell is missing, the whole read must fail."""
-        fields = self.some_fields()
-        ready = [each for each in _IDS if all((each, field) in self.values for field in fields)]
-        ids = self.rng.choices(_IDS if self.rarely() or not ready else ready, k=self.rng.randint(1, 6))
-        found, error = _attempt(lambda: self.ask("get_samples", ids, self.partition, fields))
-        if set(ids) <= set(ready):
-            assert error is None, f"a read of existing cells raised an error: {error}"
-            self.compare(found, ids, fields)
-        else:
-            assert isinstance(error, KeyError), f"a read of missing cells of {ids} did not raise KeyError: {error!r}"
+    def take_locate(self, step: commands.Locate, client: DataPlaneClient) -> Any:
+        """Reads cells, which may be missing. What was read belongs to the caller."""
+        unique = list(dict.fromkeys(step.sample_ids))
+        _, error = self.expected(replace(step, sample_ids=unique))
+        if error is not None and not isinstance(error, KeyError):
+            error = None  # cells of lists whose field has been open: the client reads them in parts
+        partition, fields = self.partition(step.partition_id), list(step.fields)
+        call = lambda: client.get_samples(step.sample_ids, partition, fields)  # noqa: E731
+        found = self.agree("missing" if error else "read", call, error, "the read", 2 * _ANSWER_S if error else 0.0)
+        if found is not None:
+            self.compare(found, step.partition_id, step.sample_ids, fields)
+        return found
 
-    def compare(self, found: Any, ids: list[str], fields: list[str]) -> None:
+    def compare(self, found: Any, name: str, ids: Sequence[str], fields: Sequence[str]) -> None:
         """Compares every cell with its last write."""
         for field in fields:
-            expected = [self.values[sample_id, field] for sample_id in ids]
-            if field == "o":
-                items = items_of(found[field])
-                assert len(items) == len(expected)
-                assert all(map(same_items, items, expected)), f"objects {items}, expected {expected}"
-            else:
-                check_column(found[field], expected)
+            expected = [_row(*self.cells[name, sample_id, field]) for sample_id in ids]
+            column = found[field]
+            with proving("bits"):
+                if field == "o":
+                    items = items_of(column)
+                    assert len(items) == len(expected), f"{len(items)} objects, expected {len(expected)}"
+                    assert all(map(same_items, items, expected)), f"objects {items}, expected {expected}"
+                elif field == "l":
+                    same("bits", _plain(column), expected, "the lists")
+                else:
+                    check_column(column, expected)
+            _scribble(column)
 
-    def some_filter(self) -> Any:
-        """A tag filter, or in most cases None."""
-        return self.rng.choice(_FILTERS) if self.store.declares(Capability.TAG_FILTERS) else None
+    def take_list_samples(self, step: commands.ListRequest, client: DataPlaneClient) -> Any:
+        """Lists ids and tags, in order of first write."""
+        reply, error = self.expected(step)
+        about = (self.partition(step.partition_id), _short(step.tag_filter), step.sample_ids)
+        meta = self.agree("list", lambda: client.list_samples(*about), error, "the listing")
+        if meta is not None:
+            same("order", meta.sample_ids, list(reply.sample_ids), "the ids listed")
+            same("list", [*map(_exact, meta.tags)], [*map(_exact, reply.tags)], "the tags listed")
+        return reply
 
-    def listing(self) -> None:
-        """Compares the listed ids, their order and their tags with the model."""
-        tag_filter = self.some_filter()
-        expected = self.tell(commands.ListRequest(self.partition, check_tag_filter(tag_filter)))
-        meta = self.ask("list_samples", self.partition, tag_filter)
-        assert meta.sample_ids == list(expected.sample_ids)
-        assert meta.tags == list(expected.tags)
+    def take_list_partitions(self, step: commands.ListPartitionsRequest, client: DataPlaneClient) -> Any:
+        """Lists the partitions. Others of the store are left out."""
+        reply, _ = self.expected(step)
+        mine = [each for each in client.list_partitions() if each.startswith(self.base)]
+        same("list_partitions", mine, sorted(map(self.partition, reply.partition_ids)), "the partitions")
+        return reply
 
-    def consumption(self) -> None:
-        """Compares the consumption status with the model."""
-        tasks = self.some([*_TASKS, "nobody"], 2)
-        expected = self.tell(commands.ConsumptionRequest(self.partition, tasks))
-        assert self.ask("check_consumption_status", self.partition, tasks) == expected
+    def take_list_fields(self, step: commands.FieldsRequest, client: DataPlaneClient) -> Any:
+        """Lists the fields of samples."""
+        reply, error = self.expected(step)
+        call = lambda: client.list_fields(step.sample_ids, self.partition(step.partition_id))  # noqa: E731
+        found = self.agree("list_fields", call, error, "the list of fields")
+        if found is not None:
+            same("list_fields", [*map(sorted, found)], [sorted(reply.patterns[at]) for at in reply.index], "the fields")
+        return reply
+
+    def take_inspect(self, step: commands.InspectRequest, client: DataPlaneClient) -> Any:
+        """Describes a partition, and answers questions."""
+        reply, error = self.expected(step)
+        asked_at = time.monotonic()
+        partition, name = self.partition(step.partition_id), step.partition_id
+        found = self.agree("describe", lambda: client.describe(partition), error, "the description")
+        if found is None:
+            return None
+        same("identity", found.info.epoch, self.epochs[name], "the epoch")
+        same("keep", replace(found.info, epoch=""), replace(reply.info, epoch=""), "the registration")
+        same("describe", dict(found.specs), dict(reply.specs), "the schema")
+        counts = ("num_samples", "num_cleared")
+        same("describe", [getattr(found, each) for each in counts], [getattr(reply, each) for each in counts], "counts")
+        same("describe", found.oldest_s is None, reply.oldest_s is None, "whether there is an oldest sample")
+        if not any(key[0] == name for key in self.cells):
+            same("payload", found.held_bytes, 0, "the bytes that it holds")
+        same("describe rows", dict(found.num_rows), dict(reply.num_rows), "the samples that have a field")
+        for task, expected in reply.tasks.items():
+            of = found.tasks[task]
+            numbers = [(each.num_ready, each.num_leased, each.num_consumed) for each in (of, expected)]
+            same("describe tasks", *numbers, f"what is ready, leased and consumed of {task}")
+            self.check_oldest(name, task, of.oldest_lease, expected.oldest_lease, asked_at)
+        if step.questions:
+            answers = Hooks(backend_of(client)).answers(partition, *step.questions)
+            for answer, expected in zip(answers, reply.answers, strict=True):
+                same("questions", answer is None, expected is None, "whether there is such a task")
+                if expected is not None:
+                    same("questions", answer.num_ready, expected.num_ready, "the samples that are ready")
+                    check_shortfall("questions", answer.shortfall, expected.shortfall)
+        return reply
+
+    def check_oldest(self, name: str, task: str, found: Any, expected: Any, asked_at: float) -> None:
+        """Of leases that were given together, a description may name any."""
+        same("oldest", found is None, expected is None, f"whether {task} has a lease")
+        if found is None:
+            return
+        same("oldest", found.holder, this_process(), "the holder of the oldest lease")
+        given, oldest = (self.given.get((name, task, each.sample_id)) for each in (found, expected))
+        if given is not None and oldest is not None:
+            same("oldest", given[0], oldest[0], f"when '{found.sample_id}' was leased, of the oldest lease")
+            if found.held_s is not None and found.held_s < asked_at - given[1] - 0.002:
+                raise Broken("oldest", f"a lease is {found.held_s} s old that was given {asked_at - given[1]} s ago")
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
-    def claim(self) -> None:
-        """Claims with or without all_or_nothing; without a lease, with a long one or with a short one that expires."""
-        task, fields = self.rng.choice(_TASKS), self.some_fields()
-        batch_size = self.rng.randint(1, 4) * (self.group_size or 1)
-        blocking, tag_filter = self.rarely(), self.some_filter()
-        leases = [None, _LONG_S, _LONG_S, _SHORT_S] if self.store.declares(Capability.LEASES) else [None]
-        lease_s = self.rng.choice(leases)
-        about = (self.partition, task, fields, batch_size)
-        asked: dict[str, Any] = {"lease_s": lease_s, "tag_filter": check_tag_filter(tag_filter)}
-        expected = self.tell(
-            commands.ClaimRequest(*about, token=new_id(), explain=True, all_or_nothing=blocking, **asked)
+    def take_claim(self, step: commands.ClaimRequest, client: DataPlaneClient) -> Any:
+        """Claims with or without waiting, a lease, a filter, a sampler and ranks."""
+        if step.lease_s == SHORT_S and self.staying is not None:
+            step = replace(step, lease_s=_ANSWER_S * 60)
+        reply, error = self.expected(step)
+        rule = "claim" if step.dp_rank is None else "ranks"
+
+        def call() -> KVBatchMeta:
+            return client.claim_meta(
+                *(self.partition(step.partition_id), step.task_name, step.required_fields, step.batch_size),
+                **_options(step),
+                blocking=step.all_or_nothing,
+                timeout_s=0,
+            )
+
+        with self.noting(client, "claim", None) as sent:
+            if error is None and step.all_or_nothing and not reply.answered:
+                _, late = _attempt(call)
+                if not isinstance(late, TimeoutError):
+                    raise Broken(rule, f"a claim that should time out did not: {late!r}")
+                with proving("errors"):
+                    check_error(late, self.store.name)
+                same("shortfall", getattr(late, "num_ready", None), reply.num_ready, "how many samples were ready")
+                check_shortfall("shortfall", getattr(late, "shortfall", None), reply.shortfall)
+                return reply
+            meta = self.agree(rule, call, error, "the claim", 0.0 if reply and reply.sample_ids else 2 * _ANSWER_S)
+        if meta is not None:
+            asked = [each.token for each in sent if each.token not in self.stays]  # one that waits may ask meanwhile
+            self.tokens.setdefault(step.token, asked[-1])
+            self.was_given(step, reply, meta, rule)
+        return reply
+
+    def was_given(self, step: commands.ClaimRequest, reply: Claim, meta: KVBatchMeta, rule: str) -> None:
+        """Compares what a claim gave, reads it, and keeps its leases."""
+        same(rule, meta.sample_ids, list(reply.sample_ids), "the ids claimed")
+        same("order", [*map(_exact, meta.tags or [])], [*map(_exact, reply.tags)], "the tags claimed")
+        if reply.lease_tokens is not None and meta.size:
+            real = list(meta.lease_tokens or [])
+            tokens = [self.tokens.setdefault(token, real[0]) for token in reply.lease_tokens]
+            same("identity", real, tokens, "the lease tokens")
+            now = time.monotonic()
+            for sample_id, token in zip(meta.sample_ids, reply.lease_tokens, strict=True):
+                if token == step.token:
+                    self.given[step.partition_id, step.task_name, sample_id] = self.model.now, now
+            if step.lease_s == SHORT_S:
+                self.short.add(step.token)
+        if meta.size and step.required_fields and step.dp_rank is None:  # the first claim of a batch chose its fields
+            found = self.agree("read", lambda: self.store_of(meta), None, "the read of what was claimed")
+            self.compare(found, step.partition_id, meta.sample_ids, step.required_fields)
+
+    def store_of(self, meta: KVBatchMeta) -> Any:
+        """What a meta names."""
+        return self.clients[0].get_data(meta)
+
+    def take_stay(self, step: Stay, client: DataPlaneClient) -> Any:
+        """A claim begins to wait, unless it is answered at once."""
+        if self.staying is not None:
+            return None
+        reply, error = self.expected(step)
+        claim = step.claim
+        if error is not None or reply.answered:
+            return self.take_answered(claim, client, reply, error)
+        with self.noting(client, "claim", None) as sent:
+            waiting = self.store.waiting_claim(
+                *(self.partition(claim.partition_id), claim.batch_size, *claim.required_fields),
+                client=client,
+                timeout_s=600.0,
+                **_options(claim),
+            )
+        self.stays.update(each.token for each in sent)
+        self.staying = step, waiting
+        return None
+
+    def take_answered(
+        self, claim: commands.ClaimRequest, client: DataPlaneClient, reply: Any, error: DataPlaneError | None
+    ) -> Any:
+        """A waiting claim that is answered at once."""
+        about = (self.partition(claim.partition_id), claim.task_name, claim.required_fields, claim.batch_size)
+        call = lambda: client.claim_meta(*about, **_options(claim), timeout_s=_ANSWER_S)  # noqa: E731
+        meta = self.agree("wait", call, error, "the claim")
+        if meta is not None:
+            self.was_given(claim, reply, meta, "wait")
+        return reply
+
+    def settle(self, step: Any, client: DataPlaneClient) -> Any:
+        """Acks, gives back or renews. A lease that ends soon may have ended already."""
+        reply, error = self.expected(step)
+        tokens = [self.tokens.get(token, token) for token in step.lease_tokens]
+        meta = KVBatchMeta(
+            self.partition(step.partition_id), step.task_name, list(step.sample_ids), lease_tokens=tokens
         )
-        options = {"blocking": blocking, "timeout_s": 0, "lease_s": lease_s, "tag_filter": tag_filter}
-        meta, error = _attempt(lambda: self.ask("claim_meta", *about, **options))
-        if blocking and not expected.sample_ids and not expected.exhausted:
-            assert isinstance(error, TimeoutError), f"a claim that should time out did not: {meta or error!r}"
-            return
-        assert error is None, f"a claim raised an error: {error}"
-        assert (meta.sample_ids, meta.tags) == (list(expected.sample_ids), list(expected.tags))
-        if not meta.size:
-            return
-        if lease_s is not None:
-            assert expected.lease_tokens is not None
-            self.claims.append((meta, list(expected.lease_tokens)))
-        self.compare(self.store.client.get_data(meta), meta.sample_ids, fields)
-        if lease_s == _SHORT_S:
-            time.sleep(1.5 * _SHORT_S)  # until the lease has expired
-            self.now += 2 * _SHORT_S
+        extra = (step.lease_s,) if isinstance(step, commands.RenewRequest) else ()
+        call = lambda: getattr(client, step.op)(meta, *extra)  # noqa: E731
+        with self.noting(client, step.op, step.request_id):
+            if error is None and self.short.intersection(step.lease_tokens):
+                _, late = _attempt(call)
+                if isinstance(late, LeaseExpiredError):
+                    self.is_over = True  # the model cannot take back that they were settled
+                elif late is not None:
+                    raise Broken("settle", f"{step.op} should have succeeded: {late!r}") from late
+            else:
+                self.agree("settle", call, error, step.op)
+        return None if error is not None else (reply,)
 
-    def settle(self) -> None:
-        """Settles a claim or a part of it. Its leases may be valid, settled, expired or cleared."""
-        if not self.claims:
-            return
-        meta, tokens = self.rng.choice(self.claims[-4:])
-        places = list(range(meta.size))
-        if self.group_size is None and self.rng.random() < 0.5:
-            places = self.some(places, meta.size)
-        part, tokens = meta.subset(places), [tokens[place] for place in places]
-        settle: Any = self.rng.choice(
-            [commands.AckRequest, commands.AckRequest, commands.NackRequest, commands.RenewRequest]
-        )
-        extra = (_LONG_S,) if settle is commands.RenewRequest else ()
-        command: commands.SettleRequest = settle(self.partition, part.task_name, part.sample_ids, tokens, *extra)
-        _, expected = _attempt(lambda: self.tell(command))
-        _, found = _attempt(lambda: self.ask(command.op, part, *extra))
-        _agree(expected, found, command.op)
+    take_ack = take_nack = take_renew = settle
+
+    def take_consumed(self, step: commands.ConsumptionRequest, client: DataPlaneClient) -> Any:
+        """Compares the consumption status, and whether tasks are finished."""
+        reply, _ = self.expected(step)
+        partition = self.partition(step.partition_id)
+        same("consumed", client.check_consumption_status(partition, step.task_names), reply, "the consumption status")
+        info = told(self.model.ledger, commands.DescribeRequest(step.partition_id), self.model.now)
+        finished, error = _attempt(lambda: client.is_finished(partition, step.task_names))
+        if info is None or not set(step.task_names) <= set(info.consumer_tasks):
+            same("consumed", isinstance(error, KeyError), True, f"whether is_finished raised a KeyError ({error!r})")
+        else:
+            same("consumed", finished, reply and info.num_samples is not None, "whether the tasks are finished")
+        return reply
+
+    def take_export(self, step: commands.ExportRequest, client: DataPlaneClient) -> Any:
+        """Compares what tasks have consumed, and what was cleared."""
+        reply, error = self.expected(step)
+        partition = self.partition(step.partition_id)
+        for task in TASKS:
+            call = lambda task=task: client.list_consumed(partition, task)  # noqa: E731
+            found = self.agree("list_consumed", call, error, "list_consumed")
+            if error is None:
+                same("list_consumed", found, list(reply.consumed[task]), f"what {task} has consumed")
+        if error is None:
+            request = commands.ExportRequest(partition, deadline=time.monotonic() + _ANSWER_S)
+            state = backend_of(client).export_partition(request)
+            same("clear", sorted(state.cleared_ids), list(reply.cleared_ids), "the ids that were cleared")
+            same("clear", sorted(state.broken_groups), list(reply.broken_groups), "the groups that lost a member")
+        return reply
+
+    def take_set_cursor(self, step: commands.SetCursorRequest, client: DataPlaneClient) -> Any:
+        """Sets what a task has consumed."""
+        reply, error = self.expected(step)
+        about = (self.partition(step.partition_id), step.task_name, step.sample_ids)
+        self.agree("reset", lambda: client.reset_consumption(*about), error, "reset_consumption")
+        return reply
+
+    # --- clients ------------------------------------------------------------------------------------------------------
+
+    def take_announce(self, step: commands.AnnounceRequest, client: DataPlaneClient) -> Any:
+        """Another client of the store says that it is there, or closes, or is silent from now on."""
+        reply, _ = self.expected(step)
+        hooks = Hooks(backend_of(client))
+        info = replace(step.client, client_id=f"{self.base}{step.client.client_id}")
+        told = hooks.announce(info, step.ttl_s)
+        if told.num_clients < reply and step.ttl_s != SHORT_S:
+            raise Broken("clients", f"the store says that it has {told.num_clients} clients, but {reply} are listed")
+        if step.ttl_s == SHORT_S:
+            self.model.now += 2 * SHORT_S
+            listed = lambda: {each.client_id for each in hooks.clients()}  # noqa: E731
+            with proving("ended"):
+                eventually(lambda: info.client_id not in listed(), what="the end of a client that is silent")
+        return reply
+
+    def take_list_clients(self, step: ListClientsRequest, client: DataPlaneClient) -> Any:
+        """Lists the clients that were announced."""
+        reply, _ = self.expected(step)
+        listed = Hooks(backend_of(client)).clients(ended=step.ended)
+        mine = {each.client_id.removeprefix(self.base): each for each in listed if each.client_id.startswith(self.base)}
+        about = lambda each: (each.pid, each.state, list(each.calls))  # noqa: E731
+        rule = "ended" if step.ended else "clients"
+        found = {name: about(each) for name, each in mine.items()}
+        same(rule, found, {each.client_id: about(each) for each in reply}, "the clients")
+        return reply
 
 
-def _attempt(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def check_shortfall(rule: str, found: Any, expected: Any) -> None:
+    """Compares why a claim gets no more. Of the leases that end first, it may name any that end together."""
+    same(rule, found is None, expected is None, "whether it says what is lacking")
+    if found is None:
+        return
+    names = ("num_leased", "num_not_matching", "not_matching", "num_incomplete", "num_lacking")
+    for name in names:
+        same(rule, getattr(found, name), getattr(expected, name), name)
+    for name in ("incomplete_groups", "missing_cells"):
+        same(rule, dict(getattr(found, name)), dict(getattr(expected, name)), name)
+    same(rule, len(found.leased), len(expected.leased), "how many leases it names")
+    for each in found.leased:
+        same(rule, each.holder, this_process(), f"the holder of '{each.sample_id}'")
+        same(rule, 0.0 <= each.left_s < math.inf, True, "whether it says when the lease ends")
+
+
+def _short(tag_filter: Any) -> Any:
+    """A filter as a user writes it."""
+    return tag_filter and {name: value if op == "==" else (op, value) for name, (op, value) in tag_filter.items()}
+
+
+def _options(claim: commands.ClaimRequest) -> dict[str, Any]:
+    """The optional arguments of a client's claim."""
+    options = {"lease_s": claim.lease_s, "tag_filter": _short(claim.tag_filter), "sampler": claim.sampler}
+    if claim.dp_rank is not None:
+        options |= {"dp_rank": claim.dp_rank, "dp_size": claim.dp_size, "batch_index": claim.batch_index}
+    return options
+
+
+def _attempt(call: Callable[[], Any]) -> tuple[Any, Any]:
     """The result of a call, or the error that it raised."""
     try:
         return call(), None
@@ -283,28 +851,69 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _agree(expected: Exception | None, found: Exception | None, operation: str) -> None:
-    """Asserts that both succeeded, or that both raised errors of the same builtin type."""
-    if expected is None:
-        assert found is None, f"{operation} should have succeeded: {found}"
-        return
-    assert found is not None, f"{operation} succeeded, but should have raised: {expected}"
-    assert _builtin(found) is _builtin(expected), f"{operation} raised {found!r}, expected {expected!r}"
-    if isinstance(expected, LeaseExpiredError):
-        assert isinstance(found, LeaseExpiredError), f"{operation} raised {found!r}, expected {expected!r}"
-        assert sorted(found.sample_ids) == sorted(expected.sample_ids)
-
-
 def _builtin(error: BaseException) -> type:
     """The builtin exception that a user would catch."""
     return next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins")
+
+
+def _rule_of_put(error: DataPlaneError | None) -> str:
+    if error is None:
+        return "put"
+    return "room" if isinstance(error, RuntimeError) else "put refused"
+
+
+# --- running and shrinking --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A history that failed: the steps up to the failure, and the error."""
+
+    steps: list[Step]
+    error: Exception
+
+    def __str__(self) -> str:
+        calls = "\n".join(f"    {step}" for step in self.steps)
+        return f"{type(self.error).__name__}: {self.error}\nThe calls, the least that still fail:\n{calls}"
+
+
+def shrunk(failure: Failure, again: Callable[[Sequence[Step]], Failure | None]) -> Failure:
+    """The failure of a history with as few steps as leaving out steps can reach within a bounded number of runs."""
+    give_up, runs, size = time.monotonic() + _MOST_S, 0, len(failure.steps) // 2
+    while size:
+        at = 0
+        while at < len(failure.steps) and runs < _MOST_RUNS and time.monotonic() < give_up:
+            runs += 1
+            found = again([*failure.steps[:at], *failure.steps[at + size :]])
+            if found is None or len(found.steps) >= len(failure.steps):
+                at += size
+            else:
+                failure = found
+        size //= 2
+    return failure
 
 
 class MachineSuite(Suite, chapter="machine"):
     """The contract as a whole, tested by random sequences of calls."""
 
     def test_random_histories_agree_with_the_ledger(self, store: Store) -> None:
-        rng = random.Random(new_seed() if is_long() else 1)
-        for num_steps, count in _SEQUENCES.items():
+        self.run(store, [store.client, store.same_store_client()], _HISTORIES, bounded=False)
+        if store.declares(Capability.CAPACITY):
+            self.run(store, [store.deployment.bounded("raise")], _BOUNDED, bounded=True)
+
+    def run(
+        self, store: Store, clients: Sequence[DataPlaneClient], histories: Mapping[int, int], *, bounded: bool
+    ) -> None:
+        """Runs histories. One that fails is shrunk first."""
+
+        def new() -> StoreMachine:
+            return StoreMachine(store, clients, bounded=bounded)
+
+        seed = new_seed() if is_long() else 1
+        for num_steps, count in histories.items():
             for _ in range(by_profile(count // 4, count, count * 25)):
-                StoreMachine(store, rng).run(num_steps)
+                seed += 1
+                failure = new().draw(seed, num_steps)
+                if failure is not None:
+                    least = shrunk(failure, lambda steps: new().repeat(steps))
+                    raise AssertionError(str(least)) from least.error

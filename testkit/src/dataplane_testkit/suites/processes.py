@@ -1,25 +1,71 @@
-"""Several processes on one store, attached with ``bootstrap=False``. For scopes wider than one process."""
+"""Several processes on one store, attached with ``bootstrap=False``; some are killed."""
 
 from __future__ import annotations
 
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final
+from unittest import mock
+
+import pytest
 import torch
 
 from dataplane_core.errors import LeaseExpiredError
+from dataplane_core.spec import Capability
 from dataplane_testkit import _workers
 from dataplane_testkit._base import Suite
-from dataplane_testkit._columns import as_objects, batch, ids, items_of
-from dataplane_testkit._profiles import is_long
-from dataplane_testkit._store import Store
-from dataplane_testkit._timing import Background, eventually
+from dataplane_testkit._blobs import journal_state
+from dataplane_testkit._columns import as_objects, batch, ids, items_of, jagged
+from dataplane_testkit._hooks import backend_of
+from dataplane_testkit._profiles import by_profile, new_seed
+from dataplane_testkit._store import Deployment, Store
+from dataplane_testkit._timing import eventually
+from dataplane_testkit.chaos.checker import check, shrunk
+from dataplane_testkit.chaos.history import OK, History
+from dataplane_testkit.chaos.page import table
+from dataplane_testkit.chaos.rules import Finding
+from dataplane_testkit.chaos.run import HEIR, Settings, history_of
 from dataplane_testkit.rules import lasts
+
+#: How many processes are killed. The environment variable sets another number.
+_KILLS: Final = int(os.environ.get("DATAPLANE_CONFORMANCE_KILLS") or by_profile(5, 20, 200))
+#: Time limit in seconds. The first of the tests with kills does them all.
+_LIMIT_S: Final = 900.0
+
+
+def _aftermath(deployment: Deployment) -> tuple[History, list[Finding], str]:
+    """Kills processes while they put and claim, at random moments: the history, what it breaks, how it was made."""
+    seed = new_seed()
+    timeout_s = deployment.case.op_timeout_s
+    settings = Settings(seed=seed, schedule_s=_LIMIT_S, kills=_KILLS, pause_s=0.01, lease_s=0.3, op_timeout_s=timeout_s)
+    state = f"(seed {seed})"
+    try:
+        history = history_of(deployment, settings)
+    except Exception as error:
+        state += journal_state(backend_of(deployment.client))
+        raise AssertionError(f"{type(error).__name__}: {error} {state}") from error
+    return history, check(history), state + journal_state(backend_of(deployment.client))
+
+
+def _holds(store: Store, *rules: str) -> None:
+    """Asserts that the history of the kills breaks none of these rules of the checker. The first says most."""
+    history, findings, state = store.deployment.once(_aftermath)
+    broken = sorted((each for each in findings if each.rule in rules), key=lambda each: rules.index(each.rule))
+    if broken:
+        names = ", ".join(dict.fromkeys(each.rule for each in broken))
+        proof = "\n".join(table(broken[0], shrunk(history, broken[0])))
+        pytest.fail(f"{names}: {broken[0].text}\n\n{proof}\n\n{state}", pytrace=False)
 
 
 class ProcessSuite(Suite, chapter="processes"):
-    """What holds within one client must also hold across processes."""
+    """What holds within one client must also hold across processes, also if these are killed."""
 
     def test_a_put_is_visible_in_other_processes(self, store: Store) -> None:
-        (worker,) = store.deployment.workers(1)
-        partition = store.register("x")
+        (worker,), partition = store.deployment.workers(1), store.register("x")
         for value in range(20):
             store.put(partition, [f"s{value}"], [{"n": value}], x=torch.tensor([value]))
             assert worker.run(_workers.read_items, partition, [f"s{value}"], "x") == [value]
@@ -29,56 +75,30 @@ class ProcessSuite(Suite, chapter="processes"):
         assert found["x"].tolist() == [8, 7]
         assert items_of(found["o"]) == [None, {"a": 1}]
 
-    def test_registrations_cross_processes(self, store: Store) -> None:
-        (worker,) = store.deployment.workers(1)
-        partition = store.register("x")
-        store.put(partition, ["a"], x=torch.tensor([1]))
+    def test_registrations_and_clears_cross_processes(self, store: Store) -> None:
+        (worker,), partition = store.deployment.workers(1), store.filled(3)
         worker.run(_workers.call, "register_partition", partition, ["x"], None, ["train"])
-        assert not store.has(partition, "a")
-        store.put(partition, ["a"], x=torch.tensor([1.5]))
-        assert worker.run(_workers.read_items, partition, ["a"], "x") == [1.5]
-
-    def test_clears_cross_processes(self, store: Store) -> None:
-        (worker,) = store.deployment.workers(1)
-        partition = store.register("x")
-        worker.run(_workers.call, "put_samples", ids(3), partition, batch(3, x=torch.arange(3)))
-        store.client.clear_samples(["s1"], partition)
-        with store.refusal(KeyError, "'s1'"):
-            worker.run(_workers.read_items, partition, ["s0", "s1"], "x")
+        assert not store.has(partition, "s0")
+        store.put(partition, ids(3), x=torch.arange(3) / 2)
+        assert worker.run(_workers.read_items, partition, ids(3), "x") == [0, 0.5, 1]
+        worker.run(_workers.call, "put_samples", ["w"], partition, batch(1, x=torch.tensor([4.0])))
+        store.client.clear_samples(["s1", "w"], partition)
+        for gone in ("s1", "w"):
+            with store.refusal(KeyError, f"'{gone}'"):
+                worker.run(_workers.read_items, partition, ["s0", gone], "x")
         worker.run(_workers.call, "clear_samples", None, partition)
         with store.refusal(KeyError, partition):
             store.get(partition, ["s0"])
 
-    @lasts(900.0)
-    def test_each_sample_goes_to_one_process(self, store: Store) -> None:
-        count, others, batch_size, within_s = (100_000, 7, 64, 600.0) if is_long() else (300, 2, 7, 60.0)
-        workers = store.deployment.workers(others)
-        partition = store.register("x", num_samples=count)
-        names = ids(count)
-        for worker in workers:
-            worker.start(_workers.claim_all, partition, "train", batch_size, within_s)
-        mine = Background(lambda: _workers.claim_all(store.client, partition, "train", batch_size, within_s))
-        step = 5000 if is_long() else 50
-        for start in range(0, count, step):
-            part = names[start : start + step]
-            store.put(partition, part, x=torch.arange(len(part)))
-        given = [worker.result(within_s + 30) for worker in workers]
-        given.append(mine.result(within_s + 30, "the claims of this process"))
-        flat = [name for part in given for name in part]
-        assert len(flat) == len(set(flat)), "a sample was given to two processes"
-        assert sorted(flat) == sorted(names), "samples were lost"
-
-    def test_consumption_is_seen_by_every_process(self, store: Store) -> None:
-        (worker,) = store.deployment.workers(1)
-        partition = store.filled(4)
-        store.claim(partition, 3)
-        assert not worker.run(_workers.call, "check_consumption_status", partition, ["train"])
-        assert worker.run(_workers.claim_leased, partition, "train", 3, None).sample_ids == ["s3"]
-        assert store.client.check_consumption_status(partition, ["train"])
+    def test_a_lease_may_be_settled_elsewhere(self, store: Store) -> None:
+        (worker,), partition = store.deployment.workers(1), store.filled(2)
+        meta = worker.run(_workers.claim_leased, partition, "train", 2, 600.0)
+        assert not store.client.check_consumption_status(partition, ["train"])
+        store.client.ack(meta)
+        assert worker.run(_workers.call, "check_consumption_status", partition, ["train"])
 
     def test_a_killed_holder_loses_its_lease(self, store: Store) -> None:
-        (worker,) = store.deployment.workers(1)
-        partition = store.filled(4)
+        (worker,), partition = store.deployment.workers(1), store.filled(4)
         lost = worker.run(_workers.claim_leased, partition, "train", 4, 0.5)
         assert lost.sample_ids == ids(4)
         worker.kill()
@@ -87,9 +107,87 @@ class ProcessSuite(Suite, chapter="processes"):
         with store.refusal(LeaseExpiredError):
             store.client.ack(lost)
 
-    def test_a_lease_may_be_settled_elsewhere(self, store: Store) -> None:
-        (worker,) = store.deployment.workers(1)
-        partition = store.filled(2)
-        meta = worker.run(_workers.claim_leased, partition, "train", 2, 600.0)
-        store.client.ack(meta)
-        assert worker.run(_workers.call, "check_consumption_status", partition, ["train"])
+    # --- processes killed while they put and claim --------------------------------------------------------------------
+
+    @lasts(_LIMIT_S)
+    def test_the_store_serves_others_after_every_kill(self, store: Store) -> None:
+        _holds(store, "deadline", "error", "puts", "registered", "waiting")
+
+    @lasts(_LIMIT_S)
+    def test_killed_producers_leave_no_half_rows(self, store: Store) -> None:
+        _holds(store, "half", "bits", "written", "mixed")
+
+    @lasts(_LIMIT_S)
+    def test_killed_producers_lose_no_committed_sample(self, store: Store) -> None:
+        _holds(store, "committed", "lost", "latest", "cleared", "save")
+
+    @lasts(_LIMIT_S)
+    def test_what_a_killed_producer_was_putting_can_be_put_again(self, store: Store) -> None:
+        history, _, state = store.deployment.once(_aftermath)
+        failed = [call.error for call in history.calls if call.process == HEIR and call.outcome != OK]
+        assert not failed, f"a put of the samples that a killed process was putting failed: {failed[0]} {state}"
+
+    @lasts(_LIMIT_S)
+    def test_killed_consumers_get_no_sample_twice(self, store: Store) -> None:
+        _holds(store, "given once", "at most one claim", "ready", "order")
+
+    @lasts(_LIMIT_S)
+    def test_killed_consumers_lose_no_leased_sample(self, store: Store) -> None:
+        _holds(store, "handed out again", "two holders", "lease", "refused ack", "token", "consumed")
+
+    # --- guarantees of the store --------------------------------------------------------------------------------------
+
+    def test_committed_puts_survive_a_crash(self, store: Store) -> None:
+        partition = store.register("x", "o")
+        store.put(partition, ids(50), [{"n": n} for n in range(50)], x=torch.arange(50), o=as_objects(*range(50)))
+        given = store.claim(partition, 10).sample_ids if store.declares(Capability.CLAIMS) else []
+        store.deployment.end_workers()  # a restart may replace files that the workers have open
+        store.ask_author("restart")
+        assert store.get(partition, ids(50))["x"].tolist() == list(range(50))
+        if given:
+            assert store.claim(partition, 50).sample_ids == ids(50)[10:], (
+                "after the crash, claimed samples are given again, or others are lost"
+            )
+
+    def test_nothing_is_unpickled(self, store: Store) -> None:
+        partition = store.register("x", "o")
+        columns = {"x": jagged([torch.arange(2), torch.arange(5)]), "o": as_objects({"a": [1]}, torch.arange(3))}
+        with _unpickling_is_reported() as places:
+            store.put(partition, ids(2), [{"n": 1}, {"n": 2}], columns)
+            store.get(partition, ids(2), "x", "o")
+            if store.declares(Capability.CLAIMS):
+                store.claim(partition, 2)
+                store.client.check_consumption_status(partition, ["train"])
+            if store.declares(Capability.LISTING):
+                store.client.list_samples(partition)
+            store.client.clear_samples(["s0"], partition)
+        assert not places, f"data was unpickled in {places[0]}"
+
+
+@contextmanager
+def _unpickling_is_reported() -> Iterator[list[str]]:
+    """Yields a list of the places that unpickle data in the block.
+
+    It finds the functions of pickle in all modules, and in the class that multiprocessing's connections and queues use.
+    """
+    places: list[str] = []
+
+    def reporting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            caller = sys._getframe(1)
+            places.append(f"{caller.f_code.co_filename}:{caller.f_lineno}")
+            return original(*arguments, **options)
+
+        return call
+
+    class Unpickler(pickle.Unpickler):
+        __init__ = reporting(pickle.Unpickler.__init__)
+
+    instead: dict[int, Any] = {id(each): staticmethod(reporting(each)) for each in (pickle.load, pickle.loads)}
+    instead[id(pickle.Unpickler)] = Unpickler
+    with ExitStack() as patched:
+        for owner in [*sys.modules.values(), ForkingPickler]:
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if id(value) in instead:
+                    patched.enter_context(mock.patch.object(owner, name, instead[id(value)]))
+        yield places

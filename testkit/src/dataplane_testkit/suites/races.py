@@ -1,165 +1,136 @@
-"""Races between threads that use one client."""
+"""Threads of one client, and processes, that put, read, claim and clear at the same time."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
 
 from dataplane_core.errors import DataPlaneError, LeaseExpiredError
-from dataplane_core.spec import Capability
+from dataplane_core.spec import Capability, Scope
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, ids, items_of, jagged, rows_of
-from dataplane_testkit._profiles import is_long
+from dataplane_testkit._profiles import by_profile
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import in_threads
 from dataplane_testkit._workers import claim_all
+from dataplane_testkit.rules import lasts
 
-_FACTOR = 10 if is_long() else 1
-
-
-def _put_four(store: Store, partition: str, names: list[list[str]], column: Callable[[int], Any], *, wins: int) -> None:
-    """Four puts at the same time, of which the store must accept so many."""
-
-    def put(writer: int) -> bool:
-        try:
-            store.put(partition, names[writer], x=column(writer))
-        except ValueError:
-            return False
-        return True
-
-    won = in_threads(*[partial(put, writer) for writer in range(4)])
-    assert sum(won) == wins, f"{sum(won)} of 4 puts were accepted that exclude each other. Expected {wins}"
-    assert [store.has(partition, mine[-1]) for mine in names] == won
+_FACTOR: Final = by_profile(1, 1, 10)
+#: Of the test of claims: how many groups of three, processes besides this one, and the seconds of each claim.
+_GROUPS, _PROCESSES, _CLAIM_S = by_profile((80, 2, 60.0), (80, 2, 60.0), (33_000, 7, 600.0))
 
 
 class RaceSuite(Suite, chapter="races"):
-    """Threads that put, read, claim and clear at the same time."""
+    """What one call sees and does while others run."""
 
-    def test_many_claimers_get_each_sample_once(self, store: Store) -> None:
-        count = 240 * _FACTOR
-        partition = store.register("x", num_samples=count)
-        names = ids(count)
+    @pytest.mark.parametrize("group_size", [None, 3], ids=["alone", "groups"])
+    @lasts(900.0)
+    def test_many_claimers_get_each_sample_once(self, store: Store, group_size: int | None) -> None:
+        store.require(Capability.GROUPS if group_size else None)
+        partition = store.register("x", group_size=group_size, num_samples=3 * _GROUPS)
+        workers = [] if store.scope is Scope.PROCESS else store.deployment.workers(_PROCESSES)
+        for worker in workers:
+            worker.start(claim_all, partition, 6, _CLAIM_S)
 
-        def produce(start: int) -> list[str]:
-            for index in range(start, count, 24):
-                mine = names[index : index + 12]
-                store.put(partition, mine, x=torch.arange(len(mine)))
+        def produce(member: int) -> list[list[str]]:
+            for part in torch.arange(_GROUPS).chunk(7):
+                store.put(partition, [f"q{group}_g{member}" for group in part.tolist()], x=part)
             return []
 
-        consume = partial(claim_all, store.client, partition, "train", 7, 60.0)
-        given = in_threads(partial(produce, 0), partial(produce, 12), *[consume] * 6)
-        flat = [name for part in given for name in part]
-        assert len(flat) == len(set(flat)), "a sample was given to two claimers"
-        assert sorted(flat) == sorted(names), "samples were lost"
+        consume = partial(claim_all, store.client, partition, 6, _CLAIM_S)
+        parts = in_threads(*[partial(produce, m) for m in range(3)], *[consume] * 4, within_s=_CLAIM_S + 120)
+        parts += [worker.result(_CLAIM_S + 30) for worker in workers]
+        claims = [each for part in parts for each in part]
+        given = [name for each in claims for name in each]
+        assert len(given) == len(set(given)), "a sample was given to two claimers"
+        assert len(given) == 3 * _GROUPS, "samples were lost"
         assert store.client.check_consumption_status(partition, ["train"])
+        for each in claims if group_size else []:
+            whole = {name.partition("_")[0] for name in each}
+            assert len(each) == 3 * len(whole), f"a claim holds a part of a group: {each}"
 
     def test_many_holders_ack_each_sample_once(self, store: Store) -> None:
-        partition = store.register("x")
-        names = ids(60)
-        store.put(partition, names, x=torch.arange(60))
-        give_up = time.monotonic() + 60
+        partition, give_up = store.filled(60), time.monotonic() + 60
 
-        def consume(seed: int) -> list[str]:
+        def consume(turn: int) -> list[str]:
             acked: list[str] = []
-            turn = seed
             while not store.client.check_consumption_status(partition, ["train"]):
                 assert time.monotonic() < give_up, "samples were lost: the partition is never consumed"
                 turn += 1
-                # every third claim has a lease that is too short, as if its consumer had stalled
-                meta = store.claim(partition, 5, lease_s=0.01 if turn % 3 == 0 else 60)
-                if turn % 3 == 0:
-                    time.sleep(0.02)
-                if turn % 5 == 0 and turn % 3:
+                is_short = turn % 3 == 0  # a lease that ends about when it is acked
+                meta = store.claim(partition, 5, lease_s=0.01 if is_short else 60)
+                if is_short:
+                    time.sleep(0.001 * (turn % 20))
+                elif turn % 5 == 0:
                     store.client.nack(meta)
                     continue
-                try:
+                with suppress(LeaseExpiredError):
                     store.client.ack(meta)
-                except LeaseExpiredError:
-                    continue
-                acked.extend(meta.sample_ids)
+                    acked += meta.sample_ids
             return acked
 
-        given = in_threads(*[partial(consume, seed) for seed in range(5)])
-        flat = [name for part in given for name in part]
-        assert len(flat) == len(set(flat)), "two holders acked the same sample"
-        assert sorted(flat) == sorted(names)
+        acked = [name for part in in_threads(*[partial(consume, turn) for turn in range(5)]) for name in part]
+        assert len(acked) == len(set(acked)), "two holders acked the same sample"
+        assert sorted(acked) == sorted(ids(60))
 
-    def test_many_claimers_never_split_groups(self, store: Store) -> None:
-        count = 40 * _FACTOR
-        partition = store.register("x", group_size=3, num_samples=3 * count)
+    @pytest.mark.parametrize("what", ["schema", "group"])
+    def test_of_racing_puts_that_exclude_each_other_one_is_accepted(self, store: Store, what: str) -> None:
+        store.require(Capability.GROUPS if what == "group" else None)
 
-        def produce(member: int) -> list[list[str]]:
-            for group in range(count):
-                store.put(partition, [f"q{group}_g{member}"], x=torch.tensor([group]))
-            return []
+        of_one_group, expected = what == "group", {"schema": 1, "group": 2}[what]
 
-        def consume() -> list[list[str]]:
-            mine: list[list[str]] = []
-            while True:
-                meta = store.claim(partition, 6, blocking=True, timeout_s=60)
-                if not meta.size:
-                    return mine
-                mine.append(meta.sample_ids)
+        def put(partition: str, name: str, column: Any) -> bool:
+            try:
+                store.put(partition, [name], x=column)
+            except ValueError:
+                return False
+            return True
 
-        claims = [
-            each for part in in_threads(*[partial(produce, m) for m in range(3)], *[consume] * 3) for each in part
-        ]
-        for each in claims:
-            groups = {name.partition("_")[0] for name in each}
-            assert len(each) == 3 * len(groups), f"a claim holds part of a group: {each}"
-        assert sum(map(len, claims)) == 3 * count
-
-    def test_racing_puts_never_overfill_a_group(self, store: Store) -> None:
         for _ in range(10 * _FACTOR):
-            partition = store.register("x", group_size=2)
-            names = [[f"q_g{member}"] for member in range(4)]
-            _put_four(store, partition, names, lambda member: torch.tensor([member]), wins=2)
+            partition, names = store.register("x", group_size=2 if of_one_group else None), ids(4, "q_g")
+            columns = [torch.arange(1), torch.zeros(1), torch.zeros(1, 3), as_objects(1)]
+            if of_one_group:
+                columns = columns[:1] * 4
+            accepted = in_threads(*[partial(put, partition, *each) for each in zip(names, columns, strict=True)])
+            assert sum(accepted) == expected, f"{sum(accepted)} of 4 puts that exclude each other were accepted"
+            assert [store.has(partition, name) for name in names] == accepted
 
     def test_first_writes_are_seen_whole_with_their_tags(self, store: Store) -> None:
         count = 120 * _FACTOR
         partition = store.register("x", "y", num_samples=count)
 
-        def produce() -> int:
+        def produce() -> None:
             for index in range(count):
-                tags = [{"n": index, "input_lengths": index % 5}]
                 rows = jagged([torch.full((index % 5,), index)])
+                tags = [{"n": index, "input_lengths": index % 5}]
                 store.put(partition, [f"s{index}"], tags, x=rows, y=torch.tensor([index]), o=as_objects(index))
-            return 0
 
-        def check(index: int) -> None:
-            found = store.get(partition, [f"s{index}"], "o", "y", "x")
+        def check(name: str) -> int:
+            found, index = store.get(partition, [name], "o", "y", "x"), int(name[1:])
             assert (found["y"].tolist(), items_of(found["o"])) == ([index], [index])
             assert rows_of(found["x"], 1)[0].tolist() == [index] * (index % 5)
+            return index
 
-        def consume(required: str) -> int:
-            seen = 0
-            while True:
-                meta = store.claim(partition, 1, required, task="train", blocking=True, timeout_s=60)
-                if not meta.size:
-                    return seen
-                (index,) = (int(name[1:]) for name in meta.sample_ids)
-                assert meta.tags == [{"n": index, "input_lengths": index % 5}], (
-                    "a claim returned a sample without its tags"
-                )
-                check(index)
-                seen += 1
-
-        def read() -> int:
-            for index in range(count):
-                while not store.has(partition, f"s{index}", "x"):
+        def read() -> None:
+            for name in ids(count):
+                while not store.has(partition, name, "x"):
                     time.sleep(0.0005)
-                check(index)
-            return 0
+                check(name)
+
+        def consume(required: str) -> None:
+            while (meta := store.claim(partition, 1, required, blocking=True, timeout_s=60)).size:
+                index = check(*meta.sample_ids)
+                assert meta.tags == [{"n": index, "input_lengths": index % 5}], "a sample was claimed without its tags"
 
         consumers = [partial(consume, name) for name in ("x", "y", "o") if store.declares(Capability.CLAIMS)]
-        counts = in_threads(produce, read, *consumers)
-        assert sum(counts) == (count if consumers else 0)
+        in_threads(produce, read, *consumers)
 
     @pytest.mark.parametrize("length", [1, 6400], ids=["small", "large"])
     def test_reads_that_overlap_clears_are_whole_or_keyerrors(self, store: Store, length: int) -> None:
@@ -172,7 +143,7 @@ class RaceSuite(Suite, chapter="races"):
             rows = [torch.full((length + (value + index) % 4,), value) for index in range(3)]
             store.put(target, names, x=jagged(rows), y=torch.full((3,), value))
 
-        def churn() -> int:
+        def churn() -> None:
             for value in range(1, 1 + 40 * _FACTOR):
                 changes: list[Callable[[], object]] = [
                     partial(fill, partition, goes, value),
@@ -182,110 +153,106 @@ class RaceSuite(Suite, chapter="races"):
                     partial(store.client.clear_samples, goes, other),
                 ]
                 for change in changes:
-                    reads.release(8)
+                    reads.release(12)
                     change()
             done.set()
-            reads.release(2)
-            return 0
+            reads.release(3)
 
-        def read(names: list[str]) -> int:
+        def read(names: list[str]) -> None:
             while reads.acquire(timeout=60) and not done.is_set():
-                try:
+                with suppress(KeyError):
                     found = store.get(partition, names, "x", "y")
-                except KeyError:
-                    continue
-                for name, row, value in zip(names, rows_of(found["x"], 6), found["y"].tolist(), strict=True):
-                    assert value > 0 if name in goes else value == 0, "a read returned another sample's row"
-                    whole = len(row) == length + (value + int(name[-1])) % 4 and bool((row == value).all())
-                    assert whole, "a read returned a row that mixes two writes"
-            return 0
+                    for name, row, value in zip(names, rows_of(found["x"], 6), found["y"].tolist(), strict=True):
+                        assert value > 0 if name in goes else value == 0, "a read returned another sample's row"
+                        assert row.tolist() == [value] * (length + (value + int(name[-1])) % 4), (
+                            "a row mixes two writes"
+                        )
+
+        def look() -> None:
+            while reads.acquire(timeout=60) and not done.is_set():
+                if store.declares(Capability.CLAIMS):
+                    store.claim(other, 2)
+                if store.declares(Capability.LISTING):
+                    assert set(store.client.list_samples(partition).sample_ids) <= {*stays, *goes}
 
         fill(partition, stays, 0)
-        in_threads(churn, partial(read, stays + goes), partial(read, goes + stays))
+        in_threads(churn, partial(read, stays + goes), partial(read, goes + stays), look)
         assert not store.get(partition, stays, "y")["y"].any(), "rows that were not cleared are gone"
 
+    @pytest.mark.parametrize("what", ["clear", "registration"])
+    def test_puts_that_overlap_clears_are_whole_or_nothing(self, store: Store, what: str) -> None:
+        names, rounds, put_s = ids(16), by_profile(10, 40, 200), 0.0
+
+        def put(partition: str) -> float:
+            start = time.monotonic()
+            with suppress(DataPlaneError):  # a put that overlaps a clear may fail
+                store.put(partition, names, [{"new": 1}] * 16, y=torch.full((16, 64), 7))
+            return time.monotonic() - start
+
+        def drop(partition: str, delay_s: float) -> None:
+            time.sleep(delay_s)
+            if what == "clear":
+                store.client.clear_samples(names, partition)
+            else:
+                store.client.register_partition(partition, ["x", "y"], None, ["train"])
+
+        for number in range(rounds):
+            partition = store.filled(16, "x", "y", tags=[{"old": 1}] * 16)
+            delay_s = put_s * number / rounds  # another moment of the put each time
+            took_s, _ = in_threads(partial(put, partition), partial(drop, partition, delay_s))
+            put_s = max(put_s, min(took_s, 0.1))
+            there = [name for name in names if store.has(partition, name, "y")]
+            assert there in ([], names), f"{len(there)} of 16 rows of a put that overlapped a clear are there"
+            assert not any(store.has(partition, name, "x") for name in names), "cleared cells can be read again"
+            if there and store.declares(Capability.LISTING):
+                meta = store.client.list_samples(partition)
+                assert meta.tags == [{"new": 1}] * 16, "a sample that was cleared has its old tags"
+
     def test_racing_overwrites_leave_whole_cells(self, store: Store) -> None:
-        partition = store.register("x")
-        names = ids(4)
-        store.put(partition, names, x=torch.zeros(4, 1, dtype=torch.int64))
+        _read_beside_overwrites(store, lambda versions: True)
 
-        def write(value: int) -> int:
-            for turn in range(15 * _FACTOR):
-                store.put(partition, names, x=torch.full((4, 1 + (value + turn) % 5), value))
-            return 0
-
-        def read() -> int:
-            for _ in range(40 * _FACTOR):
-                for row in rows_of(store.get(partition, names)["x"], 4):
-                    assert len(set(row.tolist())) == 1, f"a cell mixes two writes: {row.tolist()}"
-            return 0
-
-        in_threads(*[partial(write, value) for value in range(1, 4)], read)
-        assert all(row.tolist()[0] in (1, 2, 3) for row in rows_of(store.get(partition, names)["x"], 4))
+    def test_reads_see_all_old_or_all_new_cells(self, store: Store) -> None:
+        _read_beside_overwrites(store, lambda versions: len(versions) == 1)
 
     def test_racing_puts_of_different_fields_all_stay(self, store: Store) -> None:
-        partition = store.register("x")
-        names = ids(10)
-        store.put(partition, names, x=torch.arange(10))
+        partition, names = store.filled(10), ids(10)
 
-        def put(writer: int) -> int:
+        def put(writer: int) -> None:
             for turn in range(5):
-                store.put(
-                    partition,
-                    names,
-                    [{f"t{writer}-{turn}": index} for index in range(10)],
-                    {f"f{writer}-{turn}": torch.arange(10) + writer},
-                )
-            return 0
+                tags = [{f"t{writer}-{turn}": index} for index in range(10)]
+                store.put(partition, names, tags, {f"f{writer}-{turn}": torch.arange(10) + writer})
 
         in_threads(*[partial(put, writer) for writer in range(5)])
-        fields = [f"f{writer}-{turn}" for writer in range(5) for turn in range(5)]
-        found = store.get(partition, names, *fields)
-        for name in fields:
-            assert found[name].tolist() == [index + int(name[1]) for index in range(10)]
-        tags = store.tags_of(partition)
+        keys = [f"{writer}-{turn}" for writer in range(5) for turn in range(5)]
+        found, tags = store.get(partition, names, *(f"f{key}" for key in keys)), store.tags_of(partition)
+        for key in keys:
+            assert found[f"f{key}"].tolist() == [index + int(key[0]) for index in range(10)]
         for index, name in enumerate(names):
-            assert tags[name] == {f"t{field[1:]}": index for field in fields}, "tags of a concurrent put were lost"
+            assert tags[name] == {f"t{key}": index for key in keys}, "tags of a concurrent put were lost"
 
-    def test_racing_first_writes_agree_on_a_schema(self, store: Store) -> None:
-        columns: list[Callable[[], Any]] = [
-            lambda: torch.zeros(2, dtype=torch.int64),
-            lambda: torch.zeros(2),
-            lambda: torch.zeros(2, 3),
-            lambda: as_objects(1, 2),
-        ]
-        for _ in range(10 * _FACTOR):
-            names = [[f"w{writer}-a", f"w{writer}-b"] for writer in range(4)]
-            _put_four(store, store.register("x"), names, lambda writer: columns[writer](), wins=1)
 
-    def test_everything_at_once(self, store: Store) -> None:
-        partitions = [store.register("x", "y") for _ in range(2)]
-        names = ids(8)
+def _read_beside_overwrites(store: Store, may_be_read: Callable[[set[int]], bool]) -> None:
+    """Reads samples while three threads overwrite all their cells. A read may find these versions of a sample."""
+    partition, names, count = store.register("x", "y", "o"), ids(8), by_profile(10, 30, 300)
 
-        def work(seed: int) -> int:
-            partition = partitions[seed % 2]
-            for turn in range(25 * _FACTOR):
-                action = (seed + turn) % 6
-                try:
-                    if action in (0, 3):
-                        store.put(partition, names[:4], [{"n": turn}] * 4, {"xy"[turn % 2]: torch.arange(4)})
-                    elif action == 1:
-                        found = store.get(partition, names[:2], "x")
-                        assert found["x"].tolist() == [0, 1]
-                    elif action == 2:
-                        store.client.clear_samples(names[turn % 4 :], partition)
-                    elif action == 4 and store.declares(Capability.CLAIMS):
-                        store.claim(partition, 2)
-                    elif store.declares(Capability.LISTING):
-                        assert set(store.client.list_samples(partition).sample_ids) <= set(names)
-                except DataPlaneError as error:
-                    # refused where the backend does not declare overwrite or fenced
-                    if isinstance(error, TimeoutError):
-                        raise
-            return 0
+    def write(value: int) -> None:
+        rows = [torch.full((1 + (value + index) % 5,), value) for index in range(8)]
+        store.put(partition, names, x=jagged(rows), y=torch.full((8,), value), o=as_objects(*[value] * 8))
 
-        in_threads(*[partial(work, seed) for seed in range(6)], within_s=120)
-        for partition in partitions:
-            store.client.clear_samples(names, partition)
-            store.put(partition, ["end"], x=torch.arange(1))
-            assert store.get(partition, ["end"])["x"].tolist() == [0]
+    def write_all(writer: int) -> None:
+        for turn in range(count):
+            write(3 * turn + writer)
+
+    def read_all() -> None:
+        for _ in range(count):
+            found = store.get(partition, names, "o", "x", "y")
+            rows, values, items = rows_of(found["x"], 8), found["y"].tolist(), items_of(found["o"])
+            for index, row in enumerate(rows):
+                value = int(row[0])
+                assert row.tolist() == [value] * (1 + (value + index) % 5), f"a cell mixes two writes: {row.tolist()}"
+                versions = {value, values[index], items[index]}
+                assert may_be_read(versions), f"row {index} mixes the versions {sorted(versions)}"
+
+    write(0)
+    in_threads(*[partial(write_all, writer) for writer in range(3)], read_all, read_all)
+    read_all()

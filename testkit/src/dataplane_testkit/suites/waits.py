@@ -18,6 +18,7 @@ from dataplane_core.spec import Capability, Claim, ClaimRequest, this_process
 from dataplane_testkit import _workers
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import ids
+from dataplane_testkit._nursery import START_S
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import Background, bounded, eventually
 
@@ -251,7 +252,9 @@ class WaitSuite(Suite, chapter="waits"):
             try:
                 worker.wait_ready()
                 worker.start(_workers.claim_and_tell, partition, tmp_path / "asked")
-                eventually((tmp_path / "asked").exists, what="the first question of a claim in another process")
+                # in a process that has just started, on a loaded machine
+                asked = (tmp_path / "asked").exists
+                eventually(asked, START_S, "the first question of a claim in another process")
                 claim = store.waiting_claim(partition, 1)
                 worker.kill()
             finally:

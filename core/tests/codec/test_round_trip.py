@@ -1,0 +1,169 @@
+"""Every dtype, shape and container comes back bit for bit: in frames, in items, and over every kind of wire."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from framing import frame_cell, frame_column, unframe_cell, unframe_column
+from hypothesis import given, strategies as st
+from tensordict import NonTensorStack, TensorDict
+
+from dataplane_core.codec import (
+    ALL_DTYPES,
+    copy_item,
+    decode_columns,
+    decode_item,
+    encode_columns,
+    encode_item,
+    join_rows,
+    split_rows,
+)
+from dataplane_core.spec import FieldSpec, WireFormat
+
+WIRES = {
+    "jagged": WireFormat(),
+    "bytes": WireFormat(bytes=True),
+    "rows": WireFormat(ragged="rows"),
+    "native": WireFormat(objects="native"),
+    "promoted": WireFormat(promote_1d=True),
+    "no empty rows": WireFormat(zero_length_rows=False),
+    "uint8 only": WireFormat(dtypes=frozenset({torch.uint8})),
+    "everything": WireFormat(
+        ragged="rows",
+        promote_1d=True,
+        zero_length_rows=False,
+        dtypes=frozenset({torch.uint8, torch.int64, torch.float32}),
+    ),
+}
+SHAPES = {
+    "scalars": [()] * 4,
+    "one wide": [(1,)] * 4,
+    "dense": [(4,)] * 3,
+    "dense and large": [(600, 2)] * 3,
+    "dense, three dims": [(4, 2, 3)] * 3,
+    "ragged": [(3,), (1,), (4,), (1,), (5,)],
+    "ragged and large": [(700,), (0,), (2000,)],
+    "ragged, three dims": [(3, 2, 3), (1, 2, 3), (4, 2, 3)],
+    "ragged, one wide": [(3, 1), (1, 1)],
+    "empty rows": [(0,), (3,), (0,)],
+    "only empty rows": [(0,)] * 3,
+    "no content": [(2, 0), (0, 0), (1, 0)],
+    "no content, dense": [(2, 0, 3)] * 3,
+    "odd shape": [(1, 2, 1, 2, 1)],
+    "one row": [(3,)],
+    "one scalar": [()],
+}
+DTYPES = sorted(ALL_DTYPES, key=str)
+EACH_WIRE = pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES.keys())
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def column_of(rows):
+    """Dense or jagged, made without the code under test."""
+    if len({row.shape for row in rows}) == 1:
+        return torch.stack(rows)
+    offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets)
+
+
+@EACH_DTYPE
+@EACH_WIRE
+def test_every_shape_comes_back_over_every_wire(wire, dtype, random_cell, assert_rows):
+    for name, shapes in SHAPES.items():
+        rows = [random_cell(shape, dtype, seed) for seed, shape in enumerate(shapes)]
+        fields = TensorDict({name: column_of(rows)}, batch_size=[len(rows)])
+        columns, specs = encode_columns(fields, len(rows), wire)
+        assert_rows(decode_columns(columns, specs, len(rows), wire)[name], rows)
+
+
+@EACH_DTYPE
+def test_every_shape_comes_back_in_frames_and_in_items(dtype, random_cell, assert_rows, bits):
+    for shapes in SHAPES.values():
+        rows = [random_cell(shape, dtype, seed) for seed, shape in enumerate(shapes)]
+        frames = frame_column(rows)
+        assert [bytes(each) for each in frames] == [frame_cell(row) for row in rows]
+        for believed in (FieldSpec.of_cells(dtype, shapes[0]), None):
+            assert_rows(unframe_column(frames, believed), rows)
+        for kind in (bytes, bytearray, memoryview):
+            assert_rows(unframe_cell(kind(frames[0]))[None], rows[:1])
+        for item in (decode_item(encode_item({"t": rows})), copy_item({"t": rows})):
+            for found, row in zip(item["t"], rows, strict=True):
+                assert (type(found), found.dtype, found.shape) == (torch.Tensor, dtype, row.shape)
+                assert bits(found) == bits(row)
+                assert found.numel() == 0 or found.data_ptr() != row.data_ptr()
+
+
+@EACH_WIRE
+def test_many_columns_travel_together(wire, random_cell, assert_rows):
+    lengths = [4, 1, 3]
+    rows = {
+        "ids": [random_cell((length,), torch.int64, length) for length in lengths],
+        "logprobs": [random_cell((length,), torch.float32, length) for length in lengths],
+        "reward": [random_cell((), torch.float16, length) for length in lengths],
+        "deep": [random_cell((5, 2, 3), torch.bfloat16, length) for length in lengths],
+    }
+    fields = TensorDict({name: column_of(each) for name, each in rows.items()}, batch_size=[3])
+    fields["texts"] = NonTensorStack("x", {"y": [1, None]}, b"z")
+    columns, specs = encode_columns(fields, 3, wire)
+    # the specs say what the caller wrote, not what travels
+    assert [specs[name].to_text() for name in ("ids", "reward", "deep", "texts")] == [
+        *("tensor:int64:1:", "tensor:float16:0:", "tensor:bfloat16:3:2,3", "object::0:"),
+    ]
+    raised = decode_columns(columns, specs, 3, wire)
+    assert list(raised) == [*rows, "texts"]
+    for name, each in rows.items():
+        assert_rows(raised[name], each)
+    assert raised["texts"].tolist() == ["x", {"y": [1, None]}, b"z"]
+
+
+def test_columns_come_back_through_rows_of_frames():
+    floats, items = torch.arange(12.0).view(3, 4), ["a", None, [1]]
+    data, offsets = join_rows([[frame_column(floats), frame_column(items)]])
+    rows = [memoryview(data)[start:stop] for start, stop in pairwise(offsets)]
+    columns = list(zip(*split_rows(rows), strict=True))
+    assert torch.equal(unframe_column(columns[0]), floats)
+    assert unframe_column(columns[1]) == items
+    assert unframe_cell(memoryview(bytearray(frame_cell(floats[1]))).cast("H")).tolist() == [4, 5, 6, 7]
+
+
+@EACH_WIRE
+def test_jagged_columns_of_equal_lengths_can_be_combined(wire):
+    lengths = torch.tensor([0, 4, 5, 8])
+    one = torch.nested.nested_tensor_from_jagged(torch.arange(8.0), lengths)
+    two = torch.nested.nested_tensor_from_jagged(torch.arange(8.0), lengths.clone())
+    columns, specs = encode_columns({"one": one, "two": two}, 3, wire)
+    raised = decode_columns(columns, specs, 3, wire)
+    total = raised["one"] + raised["two"]
+    assert total.values().tolist() == (torch.arange(8.0) * 2).tolist()
+
+
+@st.composite
+def row_shapes(draw):
+    rank = draw(st.integers(0, 3))
+    count = draw(st.integers(1, 6))
+    if rank == 0:
+        return [()] * count
+    trailing = tuple(draw(st.lists(st.integers(0, 3), min_size=rank - 1, max_size=rank - 1)))
+    return [(draw(st.integers(0, 5)), *trailing) for _ in range(count)]
+
+
+@st.composite
+def wires(draw):
+    dtypes = draw(st.frozensets(st.sampled_from(DTYPES)))
+    return WireFormat(
+        bytes=draw(st.booleans()),
+        ragged=draw(st.sampled_from(["jagged", "rows"])),
+        promote_1d=draw(st.booleans()),
+        objects=draw(st.sampled_from(["native", "encoded"])),
+        dtypes=dtypes | {torch.uint8},
+        zero_length_rows=draw(st.booleans()),
+    )
+
+
+@given(shapes=row_shapes(), wire=wires(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
+def test_any_column_survives_any_wire(shapes, wire, dtype, seed, random_cell, assert_rows):
+    rows = [random_cell(shape, dtype, seed + number) for number, shape in enumerate(shapes)]
+    columns, specs = encode_columns({"x": column_of(rows)}, len(rows), wire)
+    assert_rows(decode_columns(columns, specs, len(rows), wire)["x"], rows)

@@ -1,0 +1,393 @@
+"""What a backend is handed, what a trainer may hand in, and which replies of a backend are refused."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from framing import FRAMES, frame_column
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch.testing._internal.two_tensor import TwoTensor
+
+from dataplane_core.codec import as_columns, cell_nbytes, decode_columns, encode_columns, encode_item, num_rows
+from dataplane_core.errors import BackendError, FrameError, InvalidRequestError, InvalidTypeError, SchemaMismatchError
+from dataplane_core.spec import FieldSpec, WireFormat
+
+JAGGED, ROWS, NATIVE = WireFormat(), WireFormat(ragged="rows"), WireFormat(objects="native")
+PROMOTED = WireFormat(promote_1d=True)
+NO_EMPTY_ROWS = WireFormat(zero_length_rows=False)
+ONLY_BYTES = WireFormat(dtypes=frozenset({torch.uint8}))
+ALL_AT_ONCE = WireFormat(ragged="rows", promote_1d=True, zero_length_rows=False, dtypes=frozenset({torch.uint8}))
+FLOATS = FieldSpec.of_cells(torch.float32, (0,))
+DEEP = FieldSpec.of_cells(torch.float32, (0, 2))
+SCALARS = FieldSpec.of_cells(torch.float32, ())
+OBJECTS = FieldSpec.of_objects()
+
+
+def jagged(lengths, *trailing):
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    values = torch.arange(float(offsets[-1]) * torch.Size(trailing).numel())
+    return torch.nested.nested_tensor_from_jagged(values.view(-1, *trailing), offsets)
+
+
+def quietly(make):
+    """torch warns of nested tensors that are strided, of csr and of quantised tensors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
+
+
+def object_array(items):
+    array = np.empty(len(items), dtype=object)
+    array[:] = items
+    return array
+
+
+# --- what a backend is handed -----------------------------------------------------------------------------------------
+
+
+def encoded(column, wire, **kwargs):
+    columns, _ = encode_columns({"x": column}, num_rows(column), wire, **kwargs)
+    return columns["x"]
+
+
+#: Column, wire -> the shape and dtype in which it travels; of unequal rows those of the values.
+SENT = {
+    "equal rows of a jagged column go dense": (jagged([3, 3]), JAGGED, (2, 3), torch.float32),
+    "scalars are promoted": (torch.zeros(3), PROMOTED, (3, 1), torch.float32),
+    "wide cells are not": (torch.zeros(3, 1), PROMOTED, (3, 1), torch.float32),
+    "a dtype that is not carried goes as bytes": (torch.zeros(2, 3), ONLY_BYTES, (2, 3, 4), torch.uint8),
+    "of scalars too": (torch.zeros(2, dtype=torch.bfloat16), ONLY_BYTES, (2, 2), torch.uint8),
+    "the last dim is that of the bytes": (torch.zeros(2, 3, 4, 5), ONLY_BYTES, (2, 3, 80), torch.uint8),
+    "and of ragged rows": (jagged([2, 1], 3), ONLY_BYTES, (3, 12), torch.uint8),
+    "a dtype that is carried stays": (torch.ones(2, 3).byte(), ONLY_BYTES, (2, 3), torch.uint8),
+    "cells without content get some": (torch.zeros(2, 3, 0), NO_EMPTY_ROWS, (2, 4), torch.uint8),
+}
+
+
+@pytest.mark.parametrize("case", SENT)
+def test_the_form_in_which_a_column_travels(case):
+    column, wire, shape, dtype = SENT[case]
+    sent = encoded(column, wire)
+    sent = sent.values() if sent.is_nested else sent
+    assert (tuple(sent.shape), sent.dtype) == (shape, dtype)
+
+
+def test_unequal_rows_travel_as_one_jagged_tensor_or_as_a_list_of_rows():
+    column = encoded(jagged([3, 0, 2]), JAGGED)
+    assert column.layout == torch.jagged
+    assert (column._maybe_min_seqlen, column._maybe_max_seqlen) == (0, 3)
+    assert [row.shape for row in encoded(torch.zeros(2, 3), ROWS)] == [(3,), (3,)]
+    rows = encoded(jagged([3, 0, 2], 4), ROWS)
+    assert [tuple(row.shape) for row in rows] == [(3, 4), (0, 4), (2, 4)]
+    assert all(row.is_contiguous() for row in rows)
+
+
+def test_where_empty_rows_do_not_survive_every_row_gets_one_element_in_front():
+    column = encoded(jagged([2, 0]), NO_EMPTY_ROWS)
+    assert column.offsets().diff().tolist() == [3, 1]
+    assert column.values().tolist() == [0, 0, 1, 0]
+    # whether or not a row is empty: the reader does not see the data before it decides
+    assert encoded(torch.ones(2, 3), NO_EMPTY_ROWS).tolist() == [[0, 1, 1, 1]] * 2
+    assert encoded(torch.ones(2), NO_EMPTY_ROWS).tolist() == [1, 1]
+
+
+def test_promoted_scalars_come_back_as_scalars_and_wide_cells_as_wide():
+    columns, specs = encode_columns({"scalar": torch.zeros(3), "wide": torch.zeros(3, 1)}, 3, PROMOTED)
+    decoded = decode_columns(columns, specs, 3, PROMOTED)
+    assert (decoded["scalar"].shape, decoded["wide"].shape) == ((3,), (3, 1))
+
+
+def test_objects_travel_as_items_or_as_bytes_and_bytes_wires_get_one_frame_per_cell():
+    stack = NonTensorStack("x", [1, 2])
+    assert encoded(stack, NATIVE) == ["x", [1, 2]]
+    rows = encoded(stack, WireFormat(objects="encoded", ragged="rows"))
+    assert [bytes(row.numpy()) for row in rows] == [encode_item("x"), encode_item([1, 2])]
+    assert encoded(stack, WireFormat(objects="encoded")).layout == torch.jagged
+    for column in (torch.zeros(2), jagged([2, 0]), stack):
+        frames = encoded(column, FRAMES)
+        assert len(frames) == 2
+        assert all(isinstance(frame, (bytes, bytearray, memoryview)) for frame in frames)
+
+
+def test_what_needs_no_change_is_not_copied():
+    dense, item = torch.ones(3, 2), {"list": [torch.zeros(2)]}
+    columns, specs = encode_columns({"x": dense}, 3, JAGGED)
+    assert columns["x"].data_ptr() == dense.data_ptr()
+    assert decode_columns(columns, specs, 3, JAGGED)["x"].data_ptr() == dense.data_ptr()
+    columns, specs = encode_columns({"x": NonTensorStack(item)}, 1, NATIVE)
+    assert columns["x"][0] is item
+    assert decode_columns(columns, specs, 1, NATIVE)["x"].tolist()[0] is item
+
+
+def test_cell_nbytes_counts_what_travels():
+    assert cell_nbytes(torch.zeros(3, 2), 3) == 8
+    assert cell_nbytes(jagged([2, 1, 3], 2), 3).tolist() == [16, 8, 24]
+    assert cell_nbytes([b"abc", b""], 2).tolist() == [3, 0]
+    assert cell_nbytes([torch.zeros(2), torch.zeros(1)], 2).tolist() == [8, 4]
+
+
+# --- what is taken ----------------------------------------------------------------------------------------------------
+
+VALUES, OFFSETS = torch.arange(20.0).view(10, 2), torch.tensor([0, 4, 5, 10])
+CONJUGATE = torch.tensor([1 + 2j, 3 - 4j, -5j]).conj()
+ITEMS = ["a", {"k": [1, None]}, [2.5]]
+
+
+def nested(values=VALUES, offsets=OFFSETS, **kwargs):
+    return torch.nested.nested_tensor_from_jagged(values, offsets, **kwargs)
+
+
+def strided(*rows):
+    return quietly(lambda: torch.nested.nested_tensor(list(rows), layout=torch.strided))
+
+
+TENSORS = {
+    "transposed": torch.arange(24.0).view(8, 3).t(),
+    "permuted": torch.arange(24.0).view(2, 3, 4).permute(1, 2, 0),
+    "strided": torch.arange(48.0).view(3, 16)[:, ::2],
+    "flipped": torch.arange(24.0).view(3, 8).flip(1),
+    "expanded": torch.arange(3.0).view(3, 1).expand(3, 5),
+    "expanded rows": torch.arange(5.0).expand(3, 5),
+    "expanded scalar": torch.tensor(2.0).expand(3),
+    "with gradient": torch.ones(3, 2, requires_grad=True),
+    "with graph": torch.ones(3, 2, requires_grad=True) * 2,
+    "a parameter": torch.nn.Parameter(torch.ones(3, 2)),
+    "channels last": torch.arange(24.0).view(3, 2, 2, 2).to(memory_format=torch.channels_last),
+    "offset": torch.arange(25, dtype=torch.uint8)[1:].view(3, 8),
+    "odd strides of a size 1": torch.arange(6.0).view(3, 2)[:, :1],
+    "odd strides of one row": torch.as_strided(torch.arange(30.0), (3, 1, 1), (1, 7, 7)),
+    "conjugate": CONJUGATE,
+    "negative": CONJUGATE.imag,
+    "jagged": nested(),
+    "jagged with int32 offsets": nested(offsets=OFFSETS.to(torch.int32)),
+    "jagged with holes": nested(lengths=torch.tensor([2, 0, 5])),
+    "jagged, equal but for holes": nested(lengths=torch.tensor([1, 1, 1])),
+    "jagged, narrowed": torch.nested.narrow(
+        torch.arange(24.0).view(3, 8), 1, torch.tensor([0, 1, 2]), torch.tensor([3, 2, 4]), layout=torch.jagged
+    ),
+    "jagged, values not contiguous": nested(torch.arange(20.0).view(2, 10).t()),
+    "jagged, trailing dims transposed": nested(torch.arange(60.0).view(10, 2, 3)).transpose(2, 3),
+    "jagged with gradient": nested(VALUES.clone().requires_grad_()),
+    "jagged on dim 2, equal rows": nested(torch.arange(18.0).view(9, 2), torch.tensor([0, 3, 6, 9])).transpose(1, 2),
+    "nested and strided": strided(torch.ones(2, 3), torch.ones(0, 3), torch.ones(4, 3)),
+    "nested and strided, equal rows": strided(*[torch.ones(2, 3)] * 3),
+    "nested and strided scalars": strided(torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)),
+    "nested and strided, transposed": strided(*[torch.arange(6.0).view(2, 3)] * 3).transpose(1, 2),
+}
+#: In which form tensordict hands in objects or numbers -> what comes back.
+LISTS = {
+    "NonTensorStack": (NonTensorStack(*ITEMS), ITEMS),
+    "object array": (object_array(ITEMS), ITEMS),
+    "TensorDict of NonTensorStack": (TensorDict({"x": NonTensorStack(*ITEMS)}, batch_size=[3]), ITEMS),
+    "TensorDict of object array": (TensorDict({"x": object_array(ITEMS)}, batch_size=[3]), ITEMS),
+    "TensorDict of list": (TensorDict({"x": ITEMS}, batch_size=[3]), ITEMS),
+    "strings": (TensorDict({"x": ["a", "b", "c"]}, batch_size=[3]), ["a", "b", "c"]),
+    **{
+        f"equal items {item!r}": (NonTensorStack(*[item] * 3), [item] * 3)
+        for item in ("x", [1, 2], [], {}, None, [["a"], ["b"]])
+    },
+}
+EACH_WIRE = pytest.mark.parametrize("wire", [JAGGED, FRAMES, ALL_AT_ONCE], ids=WireFormat.describe)
+
+
+def there_and_back(column, wire):
+    fields = column if isinstance(column, TensorDict) else {"x": column}
+    columns, specs = encode_columns(fields, 3, wire)
+    return decode_columns(columns, specs, 3, wire)["x"]
+
+
+@EACH_WIRE
+@pytest.mark.parametrize("kind", TENSORS)
+def test_tensors_of_any_kind_are_taken(kind, wire, assert_rows):
+    column = TENSORS[kind]
+    rows = [row.detach().resolve_conj().resolve_neg().contiguous() for row in column.unbind()]
+    assert_rows(there_and_back(column, wire), rows)
+
+
+@EACH_WIRE
+def test_a_jagged_tensor_over_a_part_of_its_values_is_taken(wire, assert_rows):
+    column = nested(offsets=torch.tensor([1, 4, 5, 9]))  # which `unbind` of torch refuses
+    assert_rows(there_and_back(column, wire), [VALUES[1:4], VALUES[4:5], VALUES[5:9]])
+
+
+@EACH_WIRE
+def test_a_tensor_written_in_inference_mode_and_numbers_of_a_tensordict_are_taken(wire):
+    with torch.inference_mode():
+        column = torch.ones(3, 2)
+    assert there_and_back(column, wire).tolist() == [[1, 1]] * 3
+    assert there_and_back(TensorDict({"x": [1, 2, 3]}, batch_size=[3]), wire).tolist() == [1, 2, 3]
+
+
+@EACH_WIRE
+@pytest.mark.parametrize("form", LISTS)
+def test_objects_are_taken_in_every_form_that_tensordict_makes_of_them(form, wire):
+    column, items = LISTS[form]
+    decoded = there_and_back(column, wire)
+    assert (type(decoded), decoded.batch_size) == (NonTensorStack, (3,))
+    assert decoded.tolist() == items
+    assert TensorDict({"x": decoded}, batch_size=[3])["x"] == items
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+#: What -> column, error, what it names beside the field. The put is of 3 rows.
+REFUSED = {
+    "too many rows": (torch.zeros(511, 2), InvalidRequestError, "511 rows. Expected 3"),
+    "too many jagged rows": (nested(torch.zeros(511), torch.arange(512)), InvalidRequestError, "511 rows. Expected 3"),
+    "too many objects": (NonTensorStack(*["x"] * 511), InvalidRequestError, "511 rows. Expected 3"),
+    "too many items": (np.array(["x"] * 511, dtype=object), InvalidRequestError, "511 rows. Expected 3"),
+    "a scalar tensor": (torch.tensor(1.0), InvalidRequestError, "scalar tensor. Expected 3 rows"),
+    **{
+        f"no tensor: {leaf!r}": (leaf, InvalidTypeError, "non-tensor leaf")
+        for leaf in ("text", 3, None, {"a": 1}, {1, 2, 3})
+    },
+    "an array": (np.zeros(3), InvalidTypeError, "non-tensor leaf"),
+    "an array of strings": (np.array(["a", "b", "c"]), InvalidTypeError, "non-tensor leaf"),
+    "objects of two dims": (np.empty((3, 1), dtype=object), InvalidTypeError, "non-tensor leaf"),
+    "a nested TensorDict": (TensorDict({"y": torch.zeros(3)}, batch_size=[3]), InvalidTypeError, "non-tensor leaf"),
+    "one item for all": (NonTensorData("one", batch_size=[3]), InvalidTypeError, "non-tensor leaf"),
+    "None for all": (NonTensorData(None, batch_size=[3]), InvalidTypeError, "non-tensor leaf"),
+    "a sparse tensor": (torch.eye(3).to_sparse(), InvalidTypeError, "sparse tensor"),
+    "a csr tensor": (quietly(lambda: torch.eye(3).to_sparse_csr()), InvalidTypeError, "sparse tensor"),
+    "a quantised tensor": (
+        quietly(lambda: torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.quint8)),
+        InvalidTypeError,
+        "quantised tensor",
+    ),
+    "a dtype outside the contract": (torch.zeros(3).byte().view(torch.bits8), InvalidTypeError, "torch.bits8"),
+    "a wrapper": (TwoTensor(torch.zeros(3), torch.zeros(3)), InvalidTypeError, "full_tensor"),
+    "rows that differ in another dim than their first": (
+        nested().transpose(1, 2),
+        SchemaMismatchError,
+        "row 0 is float32 (2, 4), row 1 is float32 (2, 1)",
+    ),
+    "offsets outside the values": (
+        nested(torch.arange(4.0), torch.tensor([0, 1, 2, 9])),
+        InvalidTypeError,
+        "offsets do not lie within its 4 values",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_carried_is_refused_by_field(what):
+    column, error, named = REFUSED[what]
+    with pytest.raises(error) as caught:
+        encode_columns({"good": torch.zeros(3), "x": column}, 3, JAGGED)
+    assert "'x'" in str(caught.value)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_among_the_rows_of_a_list_are_refused(layout):
+    row = quietly(lambda: torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=layout))
+    with pytest.raises(InvalidTypeError, match="'x' is a nested tensor"):
+        as_columns("put_samples", {"x": [torch.zeros(2), row]}, 2)
+
+
+@pytest.mark.parametrize("wire", [JAGGED, NATIVE, FRAMES], ids=WireFormat.describe)
+def test_an_object_outside_the_closed_set_names_field_row_and_type_and_may_be_pickled(wire):
+    fields = {"x": NonTensorStack("fine", {"deep": [1, (2, 3)]})}
+    with pytest.raises(InvalidTypeError, match=r"'x', row 1 at \['deep'\]\[1\].*of type tuple"):
+        encode_columns(fields, 2, wire)
+    columns, specs = encode_columns(fields, 2, wire, allow_pickle=True)
+    assert decode_columns(columns, specs, 2, wire, allow_pickle=True)["x"].tolist() == ["fine", {"deep": [1, (2, 3)]}]
+    if wire is not NATIVE:
+        with pytest.raises(FrameError, match="pickled"):
+            decode_columns(columns, specs, 2, wire)
+
+
+# --- replies ----------------------------------------------------------------------------------------------------------
+
+
+def raised(column, spec, wire=JAGGED, **kwargs):
+    return decode_columns({"x": column}, {"x": spec}, 3, wire, **kwargs)["x"]
+
+
+#: Reply, spec, wire. Three rows were asked for.
+WRONG_REPLIES = [
+    # fewer or more rows
+    (torch.zeros(2), SCALARS, JAGGED),
+    (torch.zeros(4, 2), FLOATS, JAGGED),
+    (jagged([1, 2]), FLOATS, JAGGED),
+    ([torch.zeros(1)] * 2, FLOATS, ROWS),
+    ([], FLOATS, ROWS),
+    (["a"], OBJECTS, NATIVE),
+    (torch.zeros(2, 5, dtype=torch.uint8), OBJECTS, JAGGED),
+    (frame_column(torch.zeros(2)), SCALARS, FRAMES),
+    (frame_column(["a"]), OBJECTS, FRAMES),
+    # other cells than the spec says
+    (torch.zeros(3, dtype=torch.float64), SCALARS, JAGGED),
+    (torch.zeros(3, 1), SCALARS, JAGGED),
+    (torch.zeros(3), SCALARS, PROMOTED),
+    (torch.zeros(3), FLOATS, JAGGED),
+    (torch.zeros(3, 2, 3), DEEP, JAGGED),
+    (jagged([1, 2, 3], 3), DEEP, JAGGED),
+    (jagged([1, 2, 3]), SCALARS, JAGGED),
+    (jagged([1, 2, 3]), DEEP, JAGGED),
+    (torch.zeros(3, 2, 2), FLOATS, ONLY_BYTES),
+    (torch.zeros(3, 2, 3, dtype=torch.uint8), FLOATS, ONLY_BYTES),
+    ([torch.zeros(2), torch.zeros(2), torch.zeros(2, 1)], FLOATS, ROWS),
+    ([torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int32)], FLOATS, ROWS),
+    ([b"a", b"b", b"c"], FLOATS, ROWS),
+    (torch.tensor(1.0), FLOATS, JAGGED),
+    (None, FLOATS, JAGGED),
+    (torch.zeros(3, 2), OBJECTS, JAGGED),
+    (torch.zeros(3, 2, device="meta"), FLOATS, JAGGED),
+    (frame_column(torch.zeros(3)), FLOATS, FRAMES),
+    ([None] * 3, FLOATS, FRAMES),
+    (torch.zeros(3, 2), FLOATS, FRAMES),
+    (["a", "b", "c"], OBJECTS, FRAMES),
+    (None, OBJECTS, FRAMES),
+    (None, OBJECTS, NATIVE),
+    ("abc", OBJECTS, NATIVE),
+    (frame_column(torch.zeros(3, 2)), DEEP, FRAMES),
+    (frame_column(torch.zeros(3)), OBJECTS, FRAMES),
+    (frame_column(["a", "b", "c"]), SCALARS, FRAMES),
+    (torch.zeros(3, 0), FLOATS, NO_EMPTY_ROWS),
+    (jagged([1, 0, 2]), FLOATS, NO_EMPTY_ROWS),
+    # damaged, or of a dtype that nobody knows
+    ([*frame_column(torch.zeros(2))[:1], b"abc", b"abc"], SCALARS, FRAMES),
+    (torch.full((3, 2), 0xC1, dtype=torch.uint8), OBJECTS, JAGGED),  # a byte that msgpack never uses
+    (torch.zeros(3), FieldSpec("tensor", "float99"), JAGGED),
+]
+
+
+@pytest.mark.parametrize(("column", "spec", "wire"), WRONG_REPLIES)
+def test_a_reply_that_is_not_what_the_spec_says_is_a_backend_error(column, spec, wire):
+    with pytest.raises((BackendError, FrameError), match=r"'x'|float99"):
+        raised(column, spec, wire)
+
+
+def test_the_error_says_what_came_and_what_was_expected():
+    with pytest.raises(BackendError, match=r"float64 cells of shape \(L, 3\)\. Expected float32 cells of shape \(L, 2"):
+        raised(jagged([1, 2, 3], 3).double(), DEEP)
+    with pytest.raises(BackendError, match=r"2 rows\. Expected 3"):
+        raised(torch.zeros(2), SCALARS)
+    with pytest.raises(BackendError, match="no spec for field 'x'"):
+        decode_columns({"x": torch.zeros(3)}, {}, 3, JAGGED)
+
+
+def test_another_container_of_the_same_cells_is_fine():
+    for column, spec, wire, shape in [
+        (jagged([2, 2, 2]), FLOATS, JAGGED, (3, 2)),
+        ([torch.zeros(2)] * 3, FLOATS, JAGGED, (3, 2)),
+        (torch.zeros(3, 2), FLOATS, ROWS, (3, 2)),
+        (list(torch.zeros(3)), SCALARS, ROWS, (3,)),
+        (jagged([1, 1, 1]), SCALARS, PROMOTED, (3,)),
+    ]:
+        assert raised(column, spec, wire).shape == shape
+    items = ["a", [1], None]
+    for column in (items, tuple(items), object_array(items), NonTensorStack(*items)):
+        assert raised(column, OBJECTS, NATIVE).tolist() == items
+
+
+def test_a_reply_is_made_contiguous_and_detached_and_may_lie_at_an_odd_address():
+    column = raised(torch.zeros(2, 3, requires_grad=True).t(), FLOATS)
+    assert column.is_contiguous()
+    assert not column.requires_grad
+    column = torch.arange(1, 26, dtype=torch.uint8)[1:].view(3, 2, 4)
+    assert raised(column, FLOATS, ONLY_BYTES).view(torch.uint8).flatten().tolist() == list(range(2, 26))

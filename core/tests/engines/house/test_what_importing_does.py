@@ -1,0 +1,70 @@
+"""Importing our packages changes nothing of the process, and imports neither engines nor torch's compiler."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import dataplane_core
+
+_CODE = """
+import json, sys
+import dataplane_core.client
+import tensordict.base, tensordict.utils, torch
+was_imported = "torch._dynamo" in sys.modules
+from torch._dynamo import trace_rules
+marked = [tensordict.base._foreach_copy_compiled, tensordict.utils._add_batch_dim_c]
+print(json.dumps([
+    was_imported,
+    torch.compiler.allow_in_graph.__module__,
+    [trace_rules.is_callable_allowed(each) for each in marked],
+    tensordict.utils._lock_warn._dynamo_marked_constant,
+]))
+"""
+
+
+def test_the_client_imports_no_compiler_and_tensordicts_marks_are_made_once_somebody_does():
+    done = subprocess.run([sys.executable, "-c", _CODE], capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [False, "torch.compiler", [True, True], True]
+
+
+def test_the_ledger_and_the_command_are_imported_without_torch():
+    """So the process of a ledger starts fast and stays small, and the help of the command comes at once."""
+    code = (
+        "import sys, dataplane_core.ledger, dataplane_core.host_memory, dataplane_core.cli\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+def test_every_wing_that_uses_tensordict_delays_its_marks():
+    core = Path(dataplane_core.__file__).parent
+    wings = {file.relative_to(core).parts[0] for file in core.rglob("*.py") if "tensordict import" in file.read_text()}
+    faces = {wing: (core / wing / "__init__.py").read_text() for wing in wings}
+    assert faces.keys() == {"batch", "client", "codec", "saves"}
+    assert all("import _compiler_marks" in face for face in faces.values())
+
+
+def test_importing_our_packages_leaves_the_process_alone():
+    """It changes no environment, opens no socket, starts no thread, configures no logging and imports no engine."""
+    code = """
+import importlib, importlib.util, json, logging, os, socket, sys, threading
+opened = []
+class Watched(socket.socket):
+    def __init__(self, *args, **kwargs):
+        opened.append(args)
+        super().__init__(*args, **kwargs)
+import tensordict, torch, pydantic  # what others do is not ours
+before, handlers, level = dict(os.environ), list(logging.root.handlers), logging.root.level
+socket.socket = Watched
+import dataplane_core.middleware.metrics, dataplane_core.cli
+for name in ("noop", "shm", "redis", "tq_simple", "mooncake", "mooncake.machine", "integrations.trainer.megatron"):
+    if importlib.util.find_spec("dataplane_" + name.partition(".")[0]):
+        importlib.import_module("dataplane_" + name)
+print(json.dumps([
+    before == dict(os.environ), opened, threading.active_count(), handlers == logging.root.handlers,
+    level == logging.root.level, sorted({"ray", "transfer_queue", "zmq", "mooncake", "megatron"} & set(sys.modules))
+]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, [], 1, True, True, []]

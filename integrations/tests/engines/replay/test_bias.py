@@ -1,0 +1,45 @@
+"""The bias of the policies, in the simulation that `benchmarks/staleness.py` prints."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane_integrations.replay import InOrderPolicy, ReadyFirstPolicy, WindowedPolicy
+
+PROGRAM = Path(__file__).resolve().parents[4] / "benchmarks" / "staleness.py"
+
+
+@pytest.fixture(scope="module", params=[2, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 4))])
+def results(request: pytest.FixtureRequest) -> dict[str, Any]:
+    spec = importlib.util.spec_from_file_location("staleness", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    sys.modules["staleness"] = program  # its dataclasses look themselves up there
+    spec.loader.exec_module(program)
+    lengths = program.draw_lengths(4000)
+    policies = {"in order": InOrderPolicy, "windowed": WindowedPolicy, "ready first": ReadyFirstPolicy}
+    return {
+        name: program.simulate(policy(max_staleness=request.param, groups_per_version=16), lengths, 40, 1.0, False)
+        for name, policy in policies.items()
+    }
+
+
+def test_only_ready_first_trains_less_on_long_answers(results: dict[str, Any]) -> None:
+    for name in ("in order", "windowed"):
+        assert results[name].evicted == 0.0
+        assert results[name].length_ratio == pytest.approx(1.0, abs=0.02)
+        assert results[name].longest_tenth == pytest.approx(0.1, abs=0.02)
+    assert results["ready first"].evicted > 0.05
+    assert results["ready first"].length_ratio < 0.9
+    assert results["ready first"].longest_tenth < 0.05
+
+
+def test_what_waiting_costs_is_shown_too(results: dict[str, Any]) -> None:
+    assert results["ready first"].groups_per_time > results["in order"].groups_per_time
+    assert results["ready first"].waits < results["in order"].waits

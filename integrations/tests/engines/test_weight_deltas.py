@@ -1,0 +1,696 @@
+"""Weights of which only the changes are sent: bit-equal at every version, chains, anchors, and who dies in between."""
+
+import gc
+import io
+import itertools
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from dataplane_core import connect
+from dataplane_core.codec import ALL_DTYPES
+from dataplane_core.errors import (
+    ClaimTimeoutError,
+    CorruptDataError,
+    InvalidRequestError,
+    InvalidTypeError,
+    LostSamplesError,
+    MissingDataError,
+    OperationTimeoutError,
+)
+from dataplane_integrations import weights as module
+from dataplane_integrations._packed_weights import next_version, read_version
+from dataplane_integrations.weights import WEIGHTS, WeightReader, open_weights, publish_weights
+from dataplane_testkit._timing import STARTS_S, Background
+
+SHM = {"backend": "shm_store", "options": {"capacity_bytes": 40_000_000}}
+
+
+def raw(tensor):
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+            assert raw(found[name]) == raw(value), name
+            assert found[name].is_contiguous()
+        else:
+            assert found[name] == value, name
+
+
+def model(version, size=4096):
+    """Weights of which few elements, all, or none change from version to version."""
+    dice = torch.Generator().manual_seed(0)
+    few = torch.randn(size, generator=dice).bfloat16()
+    few[: version * 3] *= 1.5
+    return {
+        "few": few.view(-1, 4),
+        "all": torch.full((3, 5), float(version)),
+        "none": torch.arange(100),
+        "step": torch.tensor(version),
+        "extra._extra_state": {"version": version},
+    }
+
+
+def rows(client):
+    """The versions in the store: version -> its anchor."""
+    tags = client.list_samples(WEIGHTS).tags
+    return {tag["weight_version"]: tag["weight_anchor"] for tag in tags}
+
+
+def held_bytes(client, version):
+    return client.get_samples([f"v{version}"], WEIGHTS, ["weight_bytes"])["weight_bytes"].numel()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "noop",
+        "shm_store",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("redis_store", "tq_simple")),
+    ],
+)
+def store(request):
+    config = {"backend": request.param}
+    if request.param == "tq_simple":
+        request.getfixturevalue("local_ray")
+        config |= {"op_timeout_s": 60, "options": {"instance": "weight-deltas"}}
+    elif request.param != "noop":
+        config["options"] = {"namespace": "weight-deltas"}
+    with connect(config) as client:
+        yield client
+
+
+@pytest.fixture
+def client(store):
+    open_weights(store)
+    yield store
+    open_weights(store)  # drops the copy that the next delta would be of
+
+
+@pytest.fixture
+def noop():
+    with connect({"backend": "noop"}) as client:
+        open_weights(client)
+        yield client
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_every_dtype_shape_and_bit_comes_back(client):
+    def column(version):
+        dice = np.random.default_rng(version)
+        tensors = {}
+        for dtype in sorted(ALL_DTYPES, key=str):
+            changed = torch.from_numpy(np.random.default_rng(0).integers(0, 2, (300, dtype.itemsize), dtype=np.uint8))
+            changed[: version % 3 * 100] = torch.from_numpy(dice.integers(0, 2, dtype.itemsize, dtype=np.uint8))
+            tensors[f"{dtype}"] = changed.reshape(-1).view(dtype).view(30, 10)
+            tensors[f"{dtype} scalar"] = tensors[f"{dtype}"][0, 0].clone()
+            tensors[f"{dtype} none"] = torch.empty(3, 0, dtype=dtype)
+        return tensors
+
+    reader = WeightReader(client, "r")
+    for version in range(5):
+        publish_weights(client, version, column(version), delta=True)
+        assert_same(reader.newest(), column(version))
+    assert rows(client)[4] == 0
+
+
+def test_nans_signs_and_infinities_are_compared_by_their_bits(noop):
+    bits = [0x7FC0, 0x7FC1, 0xFFC1, 0x8000, 0x0000, 0x7F80, 0x0001]
+    reader = WeightReader(noop, "r")
+    for version, shift in enumerate(range(len(bits))):
+        values = torch.tensor((bits[shift:] + bits[:shift]) * 500, dtype=torch.uint16).view(torch.bfloat16)
+        publish_weights(noop, version, {"w": values}, delta=True)
+        assert raw(reader.newest()["w"]) == raw(values)
+    assert rows(noop)[6] == 0
+
+
+def test_views_parameters_arrays_and_tied_tensors(noop):
+    memory = torch.randn(60, 40)
+    layer = torch.nn.Linear(40, 60, bias=False)
+    late = WeightReader(noop, "late")
+    reader = WeightReader(noop, "r")
+    for version in range(3):
+        with torch.no_grad():
+            memory[version] += 1
+            layer.weight[version] += 1
+        given = {
+            "transposed": memory.T,
+            "strided": memory[::3, 1::2],
+            "expanded": memory[:1].expand(50, 40),
+            "parameter": layer.weight,
+            "tied": layer.weight,
+            "part": layer.weight[1:],
+            "conj": torch.view_as_complex(memory.view(60, 20, 2)).conj(),
+        }
+        publish_weights(noop, version, {**given, "array": memory.numpy()[:, 3]}, delta=True)
+        expected = {**given, "array": memory[:, 3]}
+        expected = {name: value.detach().resolve_conj().clone() for name, value in expected.items()}
+        assert_same(reader.newest(), expected)
+    found = late.newest()
+    assert_same(found, expected)
+    found["tied"].zero_()  # each is the caller's own
+    assert_same({"parameter": found["parameter"]}, {"parameter": expected["parameter"]})
+    memory += 1
+    assert held_bytes(noop, 0) < sum(each.nbytes for each in expected.values())  # the tied ones once
+
+
+def test_the_caller_and_the_reader_may_change_their_tensors(noop):
+    reader = WeightReader(noop, "r")
+    values = torch.zeros(1000)
+    for version in range(3):
+        values += 1
+        publish_weights(noop, version, {"w": values}, delta=True)
+        expected = values.clone()
+        values.fill_(7.0)
+        found = reader.newest()
+        assert_same(found, {"w": expected})
+        found["w"].fill_(9.0)
+        values.copy_(expected)
+
+
+def test_weights_without_a_byte_and_without_a_tensor(noop):
+    reader = WeightReader(noop, "r")
+    for version in range(3):
+        for weights in ({"w": torch.empty(0, 3)}, {"extra": version}):
+            open_weights(noop)
+            publish_weights(noop, version, weights, delta=True)
+            publish_weights(noop, version + 1, weights, delta=True)
+            reader.version = None
+            assert_same(reader.newest(), weights)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@given(st.data())
+def test_any_change_of_any_tensor_is_carried_bit_for_bit(data):
+    dtypes = st.sampled_from(sorted(ALL_DTYPES, key=str))
+    shapes = st.lists(st.sampled_from([0, 1, 2, 7, 50, 300]), max_size=3).filter(lambda shape: np.prod(shape) < 20_000)
+    layout = data.draw(st.dictionaries(st.text(max_size=3), st.tuples(dtypes, shapes), min_size=1, max_size=4))
+    dice = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    memory = {
+        name: dice.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+        for name, (dtype, shape) in layout.items()
+    }
+    written = read = None
+    for number in range(4):
+        for each in memory.values():
+            share = data.draw(st.sampled_from([0.0, 1e-3, 0.05, 0.4, 0.6, 1.0]))
+            changed = dice.random(len(each)) < share
+            each[changed] ^= dice.integers(1, data.draw(st.sampled_from([2, 256])), changed.sum(), dtype=np.uint8)
+        weights = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in layout.items()}
+        for name, tensor in weights.items():
+            if tensor.numel():
+                tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(memory[name]))
+        written, header, payload = next_version(written, number, weights, anchor=False)
+        assert len(payload) <= sum(map(len, memory.values()))
+        read = read_version(read, number, header, [payload])
+        assert read.packed.digest() == read.digest
+        assert_same(read.packed.tensors(), weights)
+
+
+# --- chains -----------------------------------------------------------------------------------------------------------
+
+
+def test_deltas_are_small_and_an_anchor_comes_every_few_versions(client):
+    reader = WeightReader(client, "r")
+    anchors = []
+    for version in range(9):
+        publish_weights(client, version, model(version), delta=True, anchor_every=4)
+        assert_same(reader.newest(), model(version))
+        assert reader.newest() is None
+        assert_same(WeightReader(client, "late").newest(), model(version))
+        anchors.append(rows(client)[version])
+        if anchors[-1] != version:
+            assert held_bytes(client, version) < held_bytes(client, anchors[-1]) / 10
+    assert anchors == [0, 0, 0, 0, 4, 4, 4, 4, 8]
+
+
+def test_what_the_newest_versions_build_on_is_kept_and_nothing_else(noop):
+    found = []
+    for version in range(9):
+        publish_weights(noop, version, model(version), delta=True, anchor_every=3, keep=2)
+        found.append(list(rows(noop)))
+    assert found[2:6] == [[0, 1, 2], [0, 1, 2, 3], [3, 4], [3, 4, 5]]
+    assert found[8] == [6, 7, 8]
+    publish_weights(noop, 9, model(9), keep=2)  # whole: it builds on nothing, but version 8 does
+    assert list(rows(noop)) == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(("keep", "every"), [(2, 1), (4, 1), (6, 2), (2, 5), (3, 4)])
+def test_the_most_rows_and_anchors_that_the_store_holds(noop, monkeypatch, keep, every):
+    during, after = [], []
+    clear = noop.clear_samples
+    monkeypatch.setattr(noop, "clear_samples", lambda *args: (during.append(rows(noop)), clear(*args)))
+    for version in range(3 * (keep + every)):
+        publish_weights(noop, version, model(version), delta=True, anchor_every=every, keep=keep)
+        after.append(rows(noop))
+    assert max(map(len, after)) == keep + every - 1
+    assert max(map(len, during)) == keep + every
+    assert max(len(set(each.values())) for each in after) <= keep
+
+
+def test_bytes_of_many_parts(client, monkeypatch):
+    monkeypatch.setattr(module, "_PART_BYTES", 1000, raising=False)
+    reader = WeightReader(client, "r")
+
+    def check(version, size, *, delta=True, **options):
+        weights = model(version, size)
+        publish_weights(client, version, weights, delta=delta, **options)
+        reader.version = None
+        for each in (reader, WeightReader(client, "late")):
+            assert_same(each.newest(), weights)
+        return delta and client.get_samples([f"v{version}"], WEIGHTS, ["weight_header"])["weight_header"][0]["parts"]
+
+    parts = check(0, 4096)
+    assert len(parts) == 10  # of 9.1 kB
+    columns = client.get_samples(["v0"], WEIGHTS, parts)
+    assert [columns[name].numel() for name in parts[:-1]] == [1000] * 9
+    assert check(1, 4096) == ["weight_bytes"]
+    assert rows(client) == {0: 0, 1: 0}
+    assert len(check(2, 4096, anchor_every=1)) == 10
+    assert len(check(2, 1024)) == 3  # over the ten
+    for delta in (False, True, False):
+        check(3, 1024, delta=delta)
+
+
+def test_a_reader_skips_versions_within_a_chain_and_over_an_anchor(client):
+    reader = WeightReader(client, "r")
+    for version in (0, 3, 4, 7, 20, 21, 40, 41):  # read now and then
+        publish_weights(client, version, model(version), delta=True, anchor_every=4)
+        if version in (0, 7, 41):
+            assert_same(reader.newest(), model(version))
+            assert reader.version == version
+
+
+def test_a_reader_takes_only_the_deltas_that_it_lacks(noop):
+    reader = WeightReader(noop, "r")
+    for version in range(3):
+        publish_weights(noop, version, model(version), delta=True)
+        reader.newest()
+    noop.clear_samples(["v0", "v1"], WEIGHTS)
+    publish = rows(noop)
+    assert publish == {2: 0}
+    publish_weights(noop, 3, model(3), delta=True)
+    assert_same(reader.newest(), model(3))
+
+
+@pytest.mark.parametrize("gone", [["v0"], ["v1"]])
+def test_an_anchor_or_a_delta_that_was_dropped(noop, gone):
+    reader = WeightReader(noop, "r")
+    for version in range(3):
+        publish_weights(noop, version, model(version), delta=True)
+    reader.newest()
+    noop.clear_samples(gone, WEIGHTS)
+    with pytest.raises(LostSamplesError, match=r"build on version [01], which is not in the store"):
+        WeightReader(noop, "late").newest()
+    assert reader.newest() is None
+    publish_weights(noop, 3, model(3), delta=True)
+    assert rows(noop)[3] == 3
+    assert_same(WeightReader(noop, "late").newest(), model(3))
+    assert_same(reader.newest(), model(3))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"all": torch.zeros(3, 5, dtype=torch.float64)},
+        {"all": torch.zeros(5, 3)},
+        {"all": torch.zeros(15)},
+        {"few": torch.zeros(8, 4).bfloat16()},
+        {"more": torch.zeros(2)},
+        {"all": {"is": "an object"}},
+        {"all": None, "few": None},
+    ],
+)
+def test_another_layout_begins_at_an_anchor(noop, changed):
+    reader = WeightReader(noop, "r")
+    publish_weights(noop, 0, model(0), delta=True)
+    reader.newest()
+    other = {name: value for name, value in {**model(1), **changed}.items() if value is not None}
+    publish_weights(noop, 1, other, delta=True)
+    assert_same(reader.newest(), other)
+    publish_weights(noop, 2, other, delta=True)
+    assert_same(reader.newest(), other)
+    assert rows(noop) == {1: 1, 2: 1}
+
+
+def test_the_order_of_the_names_does_not_matter(noop):
+    reader = WeightReader(noop, "r")
+    for version in range(3):
+        weights = dict(reversed(model(version).items())) if version % 2 else model(version)
+        publish_weights(noop, version, weights, delta=True)
+        assert_same(reader.newest(), weights)
+    assert rows(noop)[2] == 0
+
+
+def test_tensors_that_are_no_longer_tied_begin_at_an_anchor(noop):
+    reader = WeightReader(noop, "r")
+    tied = torch.randn(500)
+    for version, other in enumerate([tied, tied, tied.clone(), tied + 1]):
+        publish_weights(noop, version, {"a": tied, "b": other}, delta=True)
+        assert_same(reader.newest(), {"a": tied, "b": other})
+    assert rows(noop) == {2: 2, 3: 2}
+
+
+def test_a_delta_that_is_not_smaller_is_an_anchor(noop):
+    reader = WeightReader(noop, "r")
+    for version in range(3):
+        noise = torch.from_numpy(np.random.default_rng(version).integers(0, 256, 10_000, dtype=np.uint8))
+        publish_weights(noop, version, {"w": noise}, delta=True)
+        assert_same(reader.newest(), {"w": noise})
+    assert rows(noop) == {1: 1, 2: 2}
+
+
+def test_whole_versions_and_chains_in_turn_also_over_each_other(client):
+    reader = WeightReader(client, "r")
+    delta, whole = True, False
+    plan = [
+        (0, delta, 0),
+        (1, delta, 0),
+        (1, whole, None),
+        (2, whole, None),
+        (2, delta, 2),
+        (3, delta, 2),
+        (3, delta, 3),
+    ]
+    for number, (version, kind, anchor) in enumerate([*plan, (4, delta, 3), (5, whole, None), (6, delta, 6)]):
+        publish_weights(client, version, model(number), delta=kind)
+        assert rows(client)[version] == anchor
+        assert_same(WeightReader(client, "late").newest(), model(number))
+        reader.version = None  # the same version again
+        assert_same(reader.newest(), model(number))
+
+
+def test_a_trainer_that_begins_again_with_and_without_opening():
+    with connect(SHM) as client:
+        open_weights(client)
+        reader = WeightReader(client, "r")
+        for version in range(3):
+            publish_weights(client, version, model(version), delta=True)
+        reader.wait(STARTS_S)
+        with connect(SHM, bootstrap=False) as again:
+            with pytest.raises(InvalidRequestError, match="version 2 is published"):
+                publish_weights(again, 1, model(9), delta=True)
+            publish_weights(again, 3, model(7), delta=True)
+            assert_same(reader.wait(STARTS_S), model(7))
+            publish_weights(again, 4, model(8), delta=True)
+            assert rows(client) == {3: 3, 4: 3}
+            assert_same(reader.wait(STARTS_S), model(8))
+        # the first trainer's chain is not the newest any more
+        publish_weights(client, 5, model(5), delta=True)
+        assert rows(client)[5] == 5
+        assert_same(reader.wait(STARTS_S), model(5))
+        with connect(SHM, bootstrap=False) as again:
+            for version in (5, 6):  # the same versions, with others under them
+                waiting = Background(lambda: reader.wait(STARTS_S))
+                if version == 5:
+                    open_weights(again)
+                publish_weights(again, version, model(version + 20), delta=True)
+                assert_same(waiting.result(STARTS_S), model(version + 20))
+        publish_weights(client, 6, model(6), delta=True)
+        assert rows(client)[6] == 6
+
+
+@pytest.mark.parametrize("kind", ["delta", "whole", "whole over it"])
+def test_another_client_replaces_the_anchor(kind):
+    with connect(SHM) as client, connect(SHM, bootstrap=False) as other:
+        open_weights(client)
+        publish_weights(client, 5, model(5), delta=True)
+        if kind == "whole":
+            other.clear_samples(["v5"], WEIGHTS)
+        publish_weights(other, 5, model(9), delta=kind == "delta")
+        publish_weights(client, 6, model(6), delta=True)
+        assert rows(client) == {5: 5 if kind == "delta" else None, 6: 6}
+        assert_same(WeightReader(client, "late").newest(), model(6))
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_row_without_its_cells_ends_the_read(noop, monkeypatch, delta):
+    publish_weights(noop, 0, model(0), delta=delta)
+    asked = []
+
+    def fail(sample_ids, *_):
+        assert len(asked) < 5
+        asked.append(sample_ids)
+        raise MissingDataError("a cell is not there")
+
+    monkeypatch.setattr(noop, "get_samples", fail)
+    for take in (WeightReader(noop, "r").newest, lambda: WeightReader(noop, "r").wait(STARTS_S)):
+        asked.clear()
+        with pytest.raises(MissingDataError, match="a cell is not there"):
+            take()
+        assert len(asked) == 2
+
+
+def test_the_wait_ends_also_if_versions_are_dropped_while_they_are_read(noop, monkeypatch):
+    publish_weights(noop, 0, model(0))
+    versions = itertools.count(1)
+
+    def fail(*_):
+        version = next(versions)
+        assert version < 50
+        publish_weights(noop, version, model(version))
+        raise MissingDataError("dropped")
+
+    monkeypatch.setattr(noop, "get_samples", fail)
+    with pytest.raises(ClaimTimeoutError, match="no weights newer"):
+        WeightReader(noop, "r").wait(0.0)
+
+
+def test_a_reader_goes_on_after_an_error_of_the_store_from_where_it_was(noop, monkeypatch):
+    reader, read = WeightReader(noop, "r"), []
+    get = noop.get_samples
+
+    def fails_once(sample_ids, *args):
+        read.append(sample_ids[0])
+        if read == ["v2", "v3"]:
+            raise OperationTimeoutError("slow")
+        return get(sample_ids, *args)
+
+    for version in range(5):
+        publish_weights(noop, version, model(version), delta=True)
+        if version == 1:
+            reader.newest()
+    monkeypatch.setattr(noop, "get_samples", fails_once)
+    with pytest.raises(OperationTimeoutError):
+        reader.newest()
+    assert_same(reader.newest(), model(4))
+    assert read == ["v2", "v3", "v3", "v4"]
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_clients_that_are_strict_about_fields(caplog, delta):
+    for strict in (True, False):
+        with connect({"backend": "noop", "strict_fields": strict}) as client:
+            open_weights(client)
+            publish_weights(client, 0, model(0), delta=delta)
+            reader = WeightReader(client, "r")
+            assert_same(reader.wait(STARTS_S), model(0))
+            publish_weights(client, 1, model(1), delta=delta)
+            assert_same(reader.wait(STARTS_S), model(1))
+    assert not caplog.messages
+
+
+def test_a_call_that_fails_leaves_no_chain_and_no_half_version(noop):
+    reader = WeightReader(noop, "r")
+    publish_weights(noop, 0, model(0), delta=True)
+    with pytest.raises(InvalidTypeError, match=r"extra\._extra_state.*BytesIO"):
+        publish_weights(noop, 1, {**model(1), "extra._extra_state": io.BytesIO()}, delta=True)
+    with pytest.raises(InvalidTypeError, match=r"weight 'none'.*sparse"):
+        publish_weights(noop, 1, {**model(1), "none": torch.eye(3).to_sparse()}, delta=True)
+    with pytest.raises(InvalidTypeError, match=r"weight 'none'.*meta"):
+        publish_weights(noop, 1, {**model(1), "none": torch.empty(3, device="meta")}, delta=True)
+    with pytest.raises(InvalidTypeError, match="the name 7"):
+        publish_weights(noop, 1, {**model(1), 7: torch.ones(3)}, delta=True)
+    assert_same(reader.newest(), model(0))
+    publish_weights(noop, 1, model(1), delta=True)
+    assert rows(noop) == {0: 0, 1: 1}
+    assert_same(reader.newest(), model(1))
+
+
+@pytest.mark.parametrize("name", ["weight_version", "weight_header", "weight_bytes", "weight_bytes.7"])
+def test_names_of_the_partitions_own_fields_are_refused(noop, name):
+    for delta in (False, True):
+        with pytest.raises(InvalidRequestError, match=f"named '{name}'"):
+            publish_weights(noop, 0, {name: torch.ones(1)}, delta=delta)
+    with pytest.raises(InvalidRequestError, match="anchor_every=0"):
+        publish_weights(noop, 0, model(0), delta=True, anchor_every=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"anchor_every": "3"}, "publish_weights: anchor_every must be an int, got str"),
+        ({"keep": 2.5}, "publish_weights: keep must be an int, got float"),
+        ({"version": None}, "publish_weights: version must be an int, got NoneType"),
+        ({"weights": [torch.ones(1)]}, "publish_weights: weights must be a dict, got list"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(noop, options, expected):
+    with pytest.raises(InvalidTypeError, match=expected):
+        publish_weights(noop, **{"version": 0, "weights": model(0), "delta": True, **options})
+    assert rows(noop) == {}
+
+
+@pytest.mark.parametrize("header", [None, {}, {"parts": 3}])
+def test_a_damaged_header_is_named(noop, header):
+    publish_weights(noop, 0, model(0), delta=True)
+    column = np.empty(1, dtype=object)
+    column[0] = header
+    noop.put_samples(["v0"], WEIGHTS, {"weight_header": column})
+    with pytest.raises(CorruptDataError, match="the header of version 0 of the weights is damaged"):
+        WeightReader(noop, "r").newest()
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_damaged_bytes_are_never_given_as_weights(noop, which):
+    for version in range(3):
+        publish_weights(noop, version, model(version), delta=True)
+    found = noop.get_samples([f"v{which}"], WEIGHTS, ["weight_bytes"])["weight_bytes"].clone()
+    found[0, -1] ^= 1
+    noop.put_samples([f"v{which}"], WEIGHTS, {"weight_bytes": found})
+    reader = WeightReader(noop, "r")
+    with pytest.raises(CorruptDataError):
+        reader.newest()
+    publish_weights(noop, 3, model(3), delta=True, anchor_every=3)
+    assert_same(reader.newest(), model(3))
+
+
+@pytest.mark.parametrize("options", [{}, {"delta": True, "anchor_every": 3}], ids=["whole", "deltas"])
+def test_weights_are_never_mixed_while_versions_follow_fast(client, options):
+    reader, ended = WeightReader(client, "r"), threading.Event()
+
+    def publish():
+        for version in range(40):
+            publish_weights(client, version, model(version), **options)
+        ended.set()
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    seen = []
+    while not ended.is_set() or not seen:
+        found = reader.newest()
+        if found is not None:
+            assert_same(found, model(reader.version))
+            seen.append(reader.version)
+    thread.join()
+    assert seen == sorted(set(seen))
+
+
+def test_the_copy_of_the_last_version_goes_with_its_client():
+    def publish_and_close():
+        with connect({"backend": "noop"}) as client:
+            for step in (lambda: publish_weights(client, 9, model(9)), lambda: open_weights(client)):
+                open_weights(client)
+                publish_weights(client, 1, model(1), delta=True)
+                assert module._chains[client][WEIGHTS].newest.number == 1
+                step()
+                assert module._chains[client] == {}
+            publish_weights(client, 1, model(1), delta=True)
+
+    publish_and_close()
+    gc.collect()
+    assert not any(module._chains.values())
+
+
+_CASES = ["bf16 1e-6", "bf16 1e-5", "bf16 1e-3", "fp32 1e-6", "fp32 1e-3"]
+
+
+@pytest.mark.parametrize(
+    ("versions", "cases"), [(6, _CASES[::4]), pytest.param(200, _CASES, marks=pytest.mark.long)], ids=["6", "200"]
+)
+def test_every_version_of_adamw_is_read_bit_for_bit(python, versions, cases):
+    """The benchmark compares the bits of each version with those of the trainer."""
+    program = Path(__file__).parents[3] / "benchmarks" / "weights.py"
+    options = ["--versions", versions, "--width", 64, "--anchor-every", 7, "--cases", *cases]
+    done = python.run(program, *options, timeout=900)
+    lines = [line.split("|") for line in done.stdout.splitlines()[2:]]
+    assert [line[1].strip() for line in lines] == cases
+    assert float(lines[0][4].rstrip("% ")) < 5  # a delta, in percent of the whole
+
+
+def test_the_benchmark_says_how_many_versions_it_needs(python):
+    program = Path(__file__).parents[3] / "benchmarks" / "weights.py"
+    done = python.run(program, "--versions", 1, check=False)
+    assert (done.returncode, "--versions must be at least 2, got 1" in done.stderr) == (2, True)
+
+
+# --- processes that die -----------------------------------------------------------------------------------------------
+
+_PUBLISHES = """
+import sys, torch
+from dataplane_core import connect
+from dataplane_integrations.weights import publish_weights
+def model(version):
+    weights = torch.zeros(200_000, dtype=torch.bfloat16)
+    weights[: version % 199_000] = float(version)
+    return {"w": weights, "step": torch.tensor(version)}
+with connect({"backend": "shm_store", "options": {"capacity_bytes": 40_000_000}}, bootstrap=False) as client:
+    for version in range(int(sys.argv[1]), 10**6):
+        publish_weights(client, version, model(version), delta=True, anchor_every=5)
+        print(version, flush=True)
+"""
+_READS = """
+import torch
+from dataplane_core import connect
+from dataplane_integrations.weights import WeightReader
+with connect({"backend": "shm_store", "options": {"capacity_bytes": 40_000_000}}, bootstrap=False) as client:
+    reader = WeightReader(client, "child")
+    while True:
+        found = reader.wait(timeout_s=120.0)
+        version, weights = reader.version, torch.zeros(200_000, dtype=torch.bfloat16)
+        weights[: version % 199_000] = float(version)
+        print(version, found["step"].item() == version and torch.equal(found["w"], weights), flush=True)
+"""
+
+
+@pytest.mark.parametrize("rounds", [(1, 7), pytest.param((1, 7, 3, 12) * 3, marks=pytest.mark.long)], ids=len)
+def test_writers_and_readers_that_are_killed_in_the_middle(python, rounds):
+    """Each time others go on from what is in the store, and every version that is read is one that was published."""
+    first = 0
+    with connect(SHM) as client:
+        open_weights(client)
+        watcher = WeightReader(client, "watcher")
+        for lines in rounds:
+            with (
+                python.start("-c", _PUBLISHES, str(first), stdout=subprocess.PIPE, text=True) as writer,
+                python.start("-c", _READS, stdout=subprocess.PIPE, text=True) as reader,
+            ):
+                for line in itertools.islice(reader.stdout, lines):
+                    assert line.endswith(" True\n"), line
+                for child in (reader, writer):
+                    child.send_signal(signal.SIGKILL)
+                for line in reader.stdout:
+                    assert line.endswith(" True\n") or not line.endswith("\n"), line
+            found = watcher.newest()
+            assert found["step"].item() == watcher.version
+            assert torch.count_nonzero(found["w"]) == watcher.version % 199_000
+            assert WeightReader(client, "late").newest()["step"].item() == watcher.version
+            first = watcher.version + 1
+
+
+_WITHOUT = """
+import sys
+sys.modules["zstandard"] = None
+try:
+    import dataplane_integrations.weights
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_zstandard_an_error_says_what_to_install(python):
+    done = python.run("-c", _WITHOUT)
+    assert "pip install zstandard" in done.stdout

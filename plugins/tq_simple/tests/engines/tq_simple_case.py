@@ -1,0 +1,46 @@
+"""What the conformance kit needs to know of tq_simple, on a real Ray."""
+
+import time
+
+import pytest
+
+from dataplane_core.codec import Ragged
+from dataplane_core.hosting import Memory
+from dataplane_core.ledger import commands
+from dataplane_testkit import AuthorsClass
+from dataplane_tq_simple import TQSimpleBackend
+
+
+class TQSimpleCase(AuthorsClass):
+    backend = "tq_simple"
+    backend_class = TQSimpleBackend
+
+    @pytest.fixture
+    def options(self, ray_address):
+        return {"instance": "conformance", "ray_address": ray_address}
+
+    def raw_get(self, backend, partition_id, sample_id, field):
+        """The cell, straight from the memory of the storage unit."""
+        deadline = time.monotonic() + 30
+        located = backend.call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
+        (unit, (read,)), *_ = units_of(backend, located, deadline)
+        (part,) = unit.get([read], located.specs, deadline)
+        column, row = part.columns[field], part.rows[0]
+        if isinstance(column, Ragged):
+            return column.values[column.offsets[row] : column.offsets[row + 1]].clone()
+        return column[row].clone()
+
+    def held_bytes(self, backend):
+        """The rows in the memory of the storage units, as the units count them."""
+        deadline, engine = time.monotonic() + 30, backend._engine
+        engine._places.refresh(deadline)
+        units = [engine._unit(number, deadline) for number in engine._places.living().values()]
+        return sum(unit.session.call("the kit's", deadline, Memory()).held_bytes for unit in units)
+
+    def conflicting_options(self, options):
+        return {**options, "num_storage_units": 2}
+
+
+def units_of(backend, located, deadline):
+    engine = backend._engine
+    return [(engine._unit(number, deadline), reads) for number, reads in engine._reads(located, deadline).items()]

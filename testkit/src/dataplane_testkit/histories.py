@@ -1,0 +1,617 @@
+"""Random histories of a store: the one generator of calls, for all that is compared with the ledger.
+
+A history is a list of steps, which are plain data: commands of the ledger, and a few things that no command is. Steps
+name what earlier steps made by numbers that the generator draws, so a history stays one if steps are left out. The
+kit's machine takes it on a store, core's tests on two ledgers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, TypeAlias, TypeVar
+
+from dataplane_core.errors import AlreadyDoneError, DataPlaneError
+from dataplane_core.ledger import Command, Ledger, commands
+from dataplane_core.ledger.clients import ClientRegister
+from dataplane_core.spec import CallInfo, Capability, ClientInfo, FieldSpec, ListClientsRequest, Question
+
+_T = TypeVar("_T")
+
+#: Groups of three. The name of a partition is the beginning of that of the other one.
+IDS: Final = [f"q{group}_g{member}" for group in range(5) for member in range(3)]
+#: So many that an engine may take them in parts.
+MANY_IDS: Final = [f"many_g{number}" for number in range(8200)]
+PARTITIONS: Final = ("p", "pq")
+TASKS: Final = ("train", "eval")
+CLIENTS: Final = ("a", "b", "c")
+TAGS: Final[list[dict[str, Any]]] = [
+    *({"v": each} for each in (0, 1, 2, 3, -1, 1.5, True, False, None, "a", float("nan"), float("inf"), 2**60)),
+    *({"v": 2, "rare": "r"}, {"rare": True}, {"late": True}, {"input_lengths": 7}, {"input_lengths": 2, "v": 1}, {}),
+]
+FILTERS: Final[list[dict[str, tuple[str, Any]]]] = [
+    *({"v": (symbol, 1)} for symbol in ("==", "!=", "<", "<=", ">", ">=")),
+    *({"v": ("in", [0, 2, "a"])}, {"late": ("==", True)}, {"v": (">=", 1), "rare": ("==", "r")}),
+]
+#: A lease that does not end while a history lasts, and one whose end the kit waits for.
+LONG_S: Final = 36000.0
+SHORT_S: Final = 0.02
+#: Elements of a cell that is large enough to be stored once with its equals, or narrowed; and how many fit.
+LARGE: Final = 132 * 1024
+ROOM_FOR: Final = 4
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of cells: the field's spec after a put of them, and the bytes that a store with a capacity counts."""
+
+    spec: FieldSpec
+    size_bytes: int = 0
+    shared: bool = False  # all rows of a put are equal
+
+
+KINDS: Final = {
+    "ragged": Kind(FieldSpec("tensor", "int64", 1)),
+    "dense": Kind(FieldSpec("tensor", "int64", 1)),
+    "short": Kind(FieldSpec("tensor", "int16", 1)),
+    "scalar": Kind(FieldSpec("tensor", "float32", 0)),
+    "column": Kind(FieldSpec("tensor", "float32", 1)),
+    "objects": Kind(FieldSpec.of_objects()),
+    "empty lists": Kind(FieldSpec.of_empty_lists()),
+    "lists of ints": Kind(FieldSpec.of_ints(1)),
+    "lists of floats": Kind(FieldSpec("tensor", "float32", 1)),
+    "small ints": Kind(FieldSpec("tensor", "int64", 1)),
+    "wide ints": Kind(FieldSpec("tensor", "int64", 1)),
+    "large": Kind(FieldSpec("tensor", "uint8", 1), LARGE),
+    "equal": Kind(FieldSpec("tensor", "uint8", 1), LARGE, shared=True),
+    "large ints": Kind(FieldSpec("tensor", "int64", 1), LARGE),
+}
+#: Field -> the kinds of cells that it is given: the first one in most cases.
+FIELDS: Final = {
+    "x": ("ragged", "ragged", "dense", "short"),
+    "y": ("scalar", "scalar", "column"),
+    "o": ("objects",),
+    "l": ("lists of ints", "empty lists", "lists of floats"),
+    "w": ("small ints", "wide ints"),
+    "e": ("equal", "large"),
+}
+
+
+@dataclass(frozen=True)
+class Put:
+    """A put, whole.
+
+    Attributes:
+        columns: Field -> kind of its cells. None: tags alone.
+        number: What its cells are made of, and its request id.
+        epoch: The registration that it was checked against: ``now`` the current one, ``old`` another one.
+        fault: ``lost``: its first reply is lost. ``late``: its deadline has passed when the store gets it.
+    """
+
+    op = "put"
+    partition_id: str
+    sample_ids: Sequence[str]
+    columns: Mapping[str, str]
+    number: int
+    tags: Sequence[Mapping[str, Any]] | None = None
+    epoch: Literal["", "now", "old"] = ""
+    fault: Literal["", "lost", "late"] = ""
+
+    def commands(self, ledger: Ledger, now: float, ttl_s: float = 1e9, size_bytes: int = 0) -> list[Command[Any]]:
+        """The put as the ledger gets it: begun and committed, or tags alone. A cell has at least ``size_bytes``."""
+        known = told(ledger, commands.InspectRequest(self.partition_id), now)
+        specs = {
+            name: self._spec(kind, known.specs.get(name) if known else None) for name, kind in self.columns.items()
+        }
+        epoch = {"": None, "now": known.info.epoch if known else None, "old": "of another time"}[self.epoch]
+        about = (self.partition_id, self.sample_ids)
+        if not specs:
+            tags = self.tags or [{}] * len(self.sample_ids)
+            return [commands.PutTags(*about, tags, epoch, request_id=f"r{self.number}", left_s=ttl_s)]
+        writes = []
+        for name, kind in self.columns.items():
+            rows = [0] * len(self.sample_ids) if KINDS[kind].shared else None
+            count = 1 if rows else len(self.sample_ids)
+            writes.append(commands.Write([name], [KINDS[kind].size_bytes or size_bytes] * count, rows))
+        first = self.number * 1000
+        begin = commands.BeginPut(
+            *(*about, specs, writes, self.tags, epoch), write_id=first, ttl_s=ttl_s, request_id=f"r{self.number}"
+        )
+        return [begin, commands.CommitPut(first)]
+
+    @staticmethod
+    def _spec(kind: str, known: FieldSpec | None) -> FieldSpec:
+        """A list of ints becomes what its field holds."""
+        spec = KINDS[kind].spec
+        return known if known is not None and spec.lists == "ints" and known.dtype.startswith("float") else spec
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A put, ack, nack or renew whose reply was lost comes again, with the id of the first request."""
+
+    op = "repeat"
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Time passes."""
+
+    op = "wait"
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Stay:
+    """A claim that waits until a later step lets it be answered."""
+
+    op = "stay"
+    claim: commands.ClaimRequest
+
+
+@dataclass(frozen=True)
+class Lose:
+    """The engine loses a cell. It is cleared after a read has found that out."""
+
+    op = "lose"
+    partition_id: str
+    sample_id: str
+    field: str
+
+
+Step: TypeAlias = Command[Any] | Put | Repeat | Wait | Stay | Lose
+
+
+def told(ledger: Ledger, command: Command[_T], now: float) -> _T | None:
+    """A reply of the ledger, or None if it refuses."""
+    try:
+        return ledger.apply(command, now)
+    except DataPlaneError:
+        return None
+
+
+class Model:
+    """What a store must answer: a ledger, the clients that announced themselves, and a clock that only steps move."""
+
+    def __init__(self, **options: Any) -> None:
+        self.ledger = Ledger(**options)
+        self.clients = ClientRegister()
+        self.now = 0.0
+        self._done: dict[str, Put | commands.SettleRequest] = {}
+
+    def answer(self, step: Step) -> Any:
+        """The reply to a step. Raises as the ledger does."""
+        self.now += 2**-20  # no two claims at the same time, and no lease ends unless time is said to pass
+        match step:
+            case Wait(seconds):
+                self.now += seconds
+            case Stay(claim):
+                return self.ledger.apply(claim, self.now)
+            case Put():
+                self._done[f"r{step.number}"] = step
+                return self._put(step)
+            case Repeat(request_id):
+                before = self._done.get(request_id)
+                return None if before is None else self.answer(before)
+            case commands.AnnounceRequest():
+                return self.clients.announce(step.client, step.ttl_s, self.now)
+            case ListClientsRequest():
+                return self.clients.listed(self.now, step.ended)
+            case Command():
+                if isinstance(step, commands.SettleRequest) and step.request_id:
+                    self._done[step.request_id] = step
+                return self.ledger.apply(step, self.now)
+        return None
+
+    def done(self, request_id: str) -> Put | commands.SettleRequest | None:
+        """The step that had this id."""
+        return self._done.get(request_id)
+
+    def _put(self, put: Put) -> bool:
+        """Returns whether it was carried out, not done already."""
+        try:
+            for command in put.commands(self.ledger, self.now):
+                self.ledger.apply(command, self.now)
+        except AlreadyDoneError:
+            return False
+        return True
+
+
+@dataclass
+class _Given:
+    """A claim, and what it gave."""
+
+    claim: commands.ClaimRequest
+    sample_ids: list[str]
+    tokens: list[str]
+
+
+@dataclass
+class History:
+    """Draws the steps of a history, one after another, with a look at the ledger that takes them.
+
+    Args:
+        dice: Determines the history.
+        able: What the store declares.
+        real: A real store: nobody jumps in time, and a put is one step. Leases are short, long or none.
+        bounded: The store has room for `ROOM_FOR` large cells. Only these are written.
+    """
+
+    dice: random.Random
+    able: frozenset[str] = frozenset(Capability)
+    real: bool = False
+    bounded: bool = False
+    narrows: bool = True
+    shares: bool = True
+    count: int = 0
+    _next: list[Callable[[], Step | None]] = field(default_factory=list)
+    _claims: list[_Given] = field(default_factory=list)
+    _puts: list[Put] = field(default_factory=list)
+    _cleared: list[tuple[str, list[str]]] = field(default_factory=list)
+    _requests: list[str] = field(default_factory=list)
+    _begun: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._next = [lambda name=name: self._register(name, keep=False) for name in PARTITIONS]
+        self._weights = {name: weight for name, (weight, needs) in _DRAWN.items() if needs <= self.able}
+        for name in _ONLY_REAL if not self.real else _ONLY_VIRTUAL:
+            self._weights.pop(name, None)
+        if self.bounded:
+            self._weights = {name: each for name, each in self._weights.items() if name in _OF_ROOM}
+        # a NaN that was saved and loaded is another one
+        self._tags = TAGS if self.real else [each for each in TAGS if "nan" not in repr(each)]
+
+    def step(self, ledger: Ledger, now: float) -> Step:
+        """The next step."""
+        self._ledger, self._now = ledger, now
+        while True:
+            if self._next:
+                drawn = self._next.pop(0)()
+            else:
+                (name,) = self.dice.choices(list(self._weights), list(self._weights.values()))
+                drawn = getattr(self, f"_{name}")()
+            if drawn is not None:
+                return drawn
+
+    def heard(self, step: Step, reply: Any) -> None:
+        """What the ledger answered. None: it refused. Some steps are followed by others that belong to them."""
+        dice = self.dice
+        if isinstance(step, Put):
+            self._puts = [*self._puts[-8:], step]
+            if "l" in step.columns and dice.random() < 0.6:  # what a list becomes depends on the others of its field
+                self._next.append(lambda: self._put(step.partition_id, fields=["l"]))
+                self._next.append(lambda: self._read(step.partition_id, fields=["l"]))
+            elif dice.random() < 0.5:
+                self._next.append(lambda: self._read(step.partition_id, step.sample_ids, list(step.columns)))
+        elif isinstance(step, commands.BeginPut) and reply is not None:
+            self._begun.append(reply)
+        elif isinstance(step, commands.ClaimRequest) and reply is not None:
+            self._claimed(step, reply)
+        elif isinstance(step, commands.ClearRequest) and reply is not None:
+            self._was_cleared(step)
+        elif isinstance(step, commands.RegisterRequest) and step.if_exists == "replace" and self._claims:
+            self._next += self._after_registration(step)
+        elif isinstance(step, commands.NackRequest) and reply is None and dice.random() < 0.5:
+            self._next.append(lambda: self._claim(step.partition_id, step.task_name))
+
+    def _claimed(self, claim: commands.ClaimRequest, reply: Any) -> None:
+        dice, ids = self.dice, list(reply.sample_ids)
+        if ids and reply.lease_tokens:
+            self._claims = [*self._claims[-8:], _Given(claim, ids, list(reply.lease_tokens))]
+            if dice.random() < 0.4:
+                self._next += [lambda: self._settle(ago=0)] * dice.randint(1, 2)
+            if claim.lease_s == SHORT_S and dice.random() < 0.7:
+                self._next.append(lambda: self._claim(claim.partition_id, claim.task_name))
+        if claim.dp_rank is None or dice.random() < 0.3:
+            return
+        number = dice.choice([claim.dp_rank, 1 - claim.dp_rank, 1 - claim.dp_rank])
+        again = lambda: self._fresh(replace(claim, dp_rank=number))  # noqa: E731
+        if ids and dice.random() < 0.4:
+            again = lambda: self._fresh(claim)  # noqa: E731
+            self._next.append(lambda: commands.ClearRequest(claim.partition_id, ids[:1]))
+            self._next.append(lambda: self._put(claim.partition_id, ids[:1]))
+        elif not ids and dice.random() < 0.7:  # samples come back
+            self._next.append(lambda: commands.SetCursorRequest(claim.partition_id, claim.task_name, []))
+        self._next.append(again)
+
+    def _was_cleared(self, step: commands.ClearRequest) -> None:
+        dice = self.dice
+        if step.sample_ids is None:
+            if dice.random() < 0.5:
+                self._next += [self._repeat, lambda: self._register(step.partition_id, keep=False), self._repeat]
+        elif dice.random() < 0.6:
+            ids = list(step.sample_ids)
+            again = dice.choice(["clear", "put", "repeat"])
+            if again == "clear":
+                self._next.append(lambda: commands.ClearRequest(step.partition_id, ids))
+            elif again == "put":
+                self._next.append(lambda: self._put(step.partition_id, ids))
+            else:
+                self._next.append(self._repeat)
+
+    def _after_registration(self, step: commands.RegisterRequest) -> Iterable[Callable[[], Step | None]]:
+        """Old tokens meet new leases of the same samples."""
+        given = self.dice.choice(self._claims)
+        claim = replace(given.claim, partition_id=step.partition_id, lease_s=LONG_S, tag_filter=None, dp_rank=None)
+        claim = replace(claim, dp_size=None, sampler="first_write", all_or_nothing=False, batch_index=0)
+        yield lambda: self._put(step.partition_id, given.sample_ids, claim.required_fields)
+        yield lambda: self._fresh(claim)
+        yield lambda: self._settle_these(given, range(len(given.sample_ids)))
+
+    # --- what is drawn ------------------------------------------------------------------------------------------------
+
+    def _number(self) -> int:
+        self.count += 1
+        return self.count
+
+    def _part(self) -> str:
+        return self.dice.choice(["p", "p", "p", "pq"]) if self.dice.random() < 0.98 else "nowhere"
+
+    def _some_ids(self, most: int = 6) -> list[str]:
+        if self.bounded:
+            return self.dice.sample(IDS[:6], self.dice.choice([1, 1, 2, 3]))
+        if self.dice.random() < 0.5:  # whole groups
+            first = self.dice.randrange(5)
+            near = [each for each in IDS if int(each[1]) in (first, (first + 1) % 5)]
+            return near[: self.dice.choice([2, 3, 6])]
+        return self.dice.sample(IDS, self.dice.randint(1, most))
+
+    def _fields(self) -> list[str]:
+        if self.bounded:
+            return ["e"]
+        rare = [["o"], ["l"], ["x", "l"], ["w"], ["e"], ["x", "o", "y"], ["y", "x"]]
+        return list(self.dice.choice([["x"], ["x"], ["y"], ["x", "y"], ["x", "y"], self.dice.choice(rare)]))
+
+    def _columns(self, fields: Sequence[str]) -> dict[str, str]:
+        if self.bounded:
+            kinds = ["large"] * 2 + ["equal"] * (2 * self.shares)
+            return (
+                {"e": self.dice.choice(kinds)} if not self.narrows or self.dice.random() < 0.8 else {"w": "large ints"}
+            )
+        odd = self.dice.random() < 0.3
+        kinds = {name: self.dice.choice(each) if odd or name in "lwe" else each[0] for name, each in FIELDS.items()}
+        return {name: kinds[name] for name in fields}
+
+    def _register(self, name: str = "", keep: bool | None = None) -> Step:
+        dice = self.dice
+        keeps = dice.random() < 0.6 if keep is None else keep
+        where, group = name or dice.choice(PARTITIONS), dice.choice([None, None, None, 2, 3])
+        known = told(self._ledger, commands.DescribeRequest(where), self._now)
+        if keeps and known is not None and dice.random() < 0.8:
+            group = known.grpo_group_size
+        if Capability.GROUPS not in self.able:
+            group = None
+        return commands.RegisterRequest(
+            *(where, dice.choice([["x"], ["x", "y"], ["y"]]), dice.choice([None, None, 6, 12]), list(TASKS)),
+            *(group, {}, f"e{self._number()}"),
+            if_exists="keep" if keeps else "replace",
+        )
+
+    def _finish(self) -> Step | None:
+        """As `finish_partition`: the group size is that of the partition."""
+        where = self.dice.choice(PARTITIONS)
+        known = told(self._ledger, commands.DescribeRequest(where), self._now)
+        if known is None:
+            return None
+        return commands.RegisterRequest(
+            where, [], 0, [], known.grpo_group_size, {}, f"e{self._number()}", if_exists="keep"
+        )
+
+    def _put(self, name: str = "", ids: Sequence[str] = (), fields: Sequence[str] = ()) -> Step:
+        dice, repeatable = self.dice, Capability.REPEATABLE in self.able
+        ids = list(ids) or self._some_ids()
+        put = Put(
+            name or self._part(),
+            ids,
+            self._columns(list(fields) or self._fields()),
+            self._number(),
+            tags=[dice.choice(self._tags) for _ in ids] if dice.random() < 0.5 else None,
+            epoch=dice.choice(["now", "old"]) if dice.random() < 0.1 else "",
+            fault=dice.choice(["lost"] * repeatable + ["late"]) if dice.random() < 0.1 and self.real else "",
+        )
+        if put.fault == "late":
+            put = replace(put, columns={"x": "dense"}, tags=None, epoch="")
+        self._requests = [*self._requests[-6:], f"r{put.number}"]
+        return put
+
+    def _put_tags(self) -> Step:
+        ids = self._some_ids()
+        return Put(self._part(), ids, {}, self._number(), tags=[self.dice.choice(self._tags) for _ in ids])
+
+    def _put_again(self) -> Step | None:
+        """The very cells of an earlier put, with their values of now."""
+        return replace(self.dice.choice(self._puts), number=self._number(), fault="") if self._puts else None
+
+    def _put_many(self) -> Step:
+        self._weights.pop("put_many")  # once
+        claim = commands.ClaimRequest("pq", "eval", [], len(MANY_IDS), all_or_nothing=False, token="many")
+        self._next += [lambda: Put("pq", MANY_IDS, {}, self._number(), tags=[{}] * len(MANY_IDS)), lambda: claim]
+        return commands.RegisterRequest("pq", [], None, list(TASKS), None, {}, f"e{self._number()}")
+
+    def _begin(self) -> Step | None:
+        put = self._put()
+        assert isinstance(put, Put)
+        about = (self._ledger, self._now, self.dice.choice([3.0, 30.0]), 8)
+        return put.commands(*about)[0]
+
+    def _commit(self) -> Step | None:
+        ago = self.dice.randrange(4)
+        kind = self.dice.choice([commands.CommitPut] * 5 + [commands.AbortPut])
+        return kind(self._begun.pop(-1 - ago)) if ago < len(self._begun) else None
+
+    def _repeat(self) -> Step | None:
+        if Capability.REPEATABLE not in self.able or not self._requests:
+            return None
+        return Repeat(self.dice.choice(self._requests[-3:]))
+
+    def _read(self, name: str = "", ids: Sequence[str] = (), fields: Sequence[str] = ()) -> Step:
+        where = name or self._part()
+        fields = list(fields) or self._fields()
+        if not ids and self.dice.random() < 0.75:  # cells that are there
+            ids = [each for each in IDS if told(self._ledger, commands.Locate(where, [each], fields), self._now)]
+        some = self.dice.choices(list(ids) or IDS, k=self.dice.randint(1, 6))
+        return commands.Locate(where, some, fields)
+
+    def _clear(self) -> Step:
+        return commands.ClearRequest(self._part(), self.dice.sample(IDS, self.dice.randint(1, 3)))
+
+    def _clear_all(self) -> Step:
+        return commands.ClearRequest(self._part(), None)
+
+    def _lose(self) -> Step | None:
+        put = next((each for each in reversed(self._puts) if each.columns), None)
+        if put is None or self.bounded:
+            return None
+        name, sample_id = next(iter(put.columns)), put.sample_ids[0]
+        there = told(self._ledger, commands.Locate(put.partition_id, [sample_id], [name]), self._now)
+        return Lose(put.partition_id, sample_id, name) if there and KINDS[put.columns[name]].size_bytes == 0 else None
+
+    def _filter(self) -> dict[str, tuple[str, Any]] | None:
+        wanted = Capability.TAG_FILTERS in self.able and self.dice.random() < 0.3
+        return self.dice.choice(FILTERS) if wanted else None
+
+    def _claim(self, name: str = "", task: str = "") -> Step:
+        dice, where = self.dice, name or self._part()
+        known = told(self._ledger, commands.DescribeRequest(where), self._now)
+        leases = [LONG_S, LONG_S, SHORT_S] if self.real else [2.0, 5.0, 20.0]
+        waits = dice.random() < 0.4
+        return commands.ClaimRequest(
+            where,
+            task or (dice.choice(TASKS) if dice.random() < 0.98 else "nobody"),
+            self._fields() if dice.random() < 0.9 else [],
+            dice.choice([1, 2, 2, 3, 4, 6]) * ((known and known.grpo_group_size) or 1),
+            all_or_nothing=waits,
+            explain=waits and self.real,
+            lease_s=dice.choice([None, *leases]) if Capability.LEASES in self.able else None,
+            tag_filter=self._filter(),
+            sampler=dice.choice(["first_write"] * 3 + ["freshest"] * (Capability.SAMPLERS in self.able)),
+            token=f"k{self._number()}",
+        )
+
+    def _fresh(self, claim: commands.ClaimRequest) -> Step:
+        """A claim like another one."""
+        return replace(claim, token=f"k{self._number()}")
+
+    def _claim_of_rank(self) -> Step:
+        dice, claim = self.dice, self._claim()
+        assert isinstance(claim, commands.ClaimRequest)
+        size = dice.choice([None, 2, 2])
+        samplers = ["first_write", "freshest", *["balanced"] * (size is not None)]
+        lease_s = LONG_S if claim.lease_s and self.real else claim.lease_s
+        about = {"dp_rank": dice.randrange(2), "dp_size": size, "batch_index": dice.choice([0, 0, 1, 2])}
+        return replace(claim, **about, sampler=dice.choice(samplers), lease_s=lease_s)
+
+    def _stay(self) -> Step:
+        claim = self._claim(task="train")
+        assert isinstance(claim, commands.ClaimRequest)
+        lease_s = None if claim.lease_s is None else LONG_S
+        fields = claim.required_fields or ["x"]
+        return Stay(replace(claim, all_or_nothing=True, explain=False, required_fields=fields, lease_s=lease_s))
+
+    def _settle(self, ago: int | None = None) -> Step | None:
+        ago = self.dice.choice([0, 0, 0, 1, 2, 5]) if ago is None else ago
+        if ago >= len(self._claims):
+            return None
+        given = self._claims[-1 - ago]
+        places: Sequence[int] = range(len(given.sample_ids))
+        if self.dice.random() < 0.4:
+            places = self.dice.sample(places, self.dice.randint(1, len(places)))
+        return self._settle_these(given, places)
+
+    def _settle_these(self, given: _Given, places: Iterable[int]) -> Step:
+        dice, claim = self.dice, given.claim
+        some = [(given.sample_ids[place], given.tokens[place]) for place in places]
+        request_id = f"s{self._number()}"
+        self._requests = [*self._requests[-6:], request_id]
+        about = (claim.partition_id, claim.task_name, [each for each, _ in some], [token for _, token in some])
+        kind = dice.choice([commands.AckRequest, commands.NackRequest, commands.NackRequest, commands.RenewRequest])
+        if kind is commands.RenewRequest:
+            return kind(*about, LONG_S if self.real else 4.0, request_id=request_id, left_s=1e9)
+        return kind(*about, request_id=request_id, left_s=1e9)
+
+    def _set_cursor(self) -> Step:
+        some, create = self.dice.sample(IDS, self.dice.choice([0, 4])), not self.real and self.dice.random() < 0.5
+        return commands.SetCursorRequest(self._part(), self.dice.choice(TASKS), some, create)
+
+    def _list(self) -> Step:
+        return commands.ListRequest(self._part(), self._filter(), self.dice.choice([None, None, self._some_ids()]))
+
+    def _list_partitions(self) -> Step:
+        return commands.ListPartitionsRequest()
+
+    def _inspect(self) -> Step:
+        questions = []
+        if Capability.CLAIMS in self.able:
+            for _ in range(self.dice.randint(0, 2)):
+                task = self.dice.choice([*TASKS, "nobody"])
+                about = {"task_name": task, "required_fields": self._fields(), "tag_filter": self._filter()}
+                questions.append(Question(**about, explain=self.real and self.dice.random() < 0.5))
+        return commands.InspectRequest(self._part(), questions)
+
+    def _list_fields(self) -> Step:
+        where = self._part()
+        listed = told(self._ledger, commands.ListRequest(where), self._now)
+        there = list(listed.sample_ids) if listed and self.dice.random() < 0.8 else []
+        return commands.FieldsRequest(where, self.dice.sample(there or IDS, min(3, len(there or IDS))))
+
+    def _export(self) -> Step:
+        return commands.ExportRequest(self._part())
+
+    def _consumed(self) -> Step:
+        tasks = self.dice.sample([*TASKS, *TASKS, "nobody"], self.dice.randint(1, 2))
+        return commands.ConsumptionRequest(self._part(), list(dict.fromkeys(tasks)))
+
+    def _announce(self) -> Step:
+        calls = [CallInfo(operation="ping", partition_id="", running_s=0.5)] * self.dice.randint(0, 2)
+        about = {"host": "a host", "pid": self._number(), "role": "kit", "open_s": 1.0, "num_calls": len(calls)}
+        client = ClientInfo(client_id=self.dice.choice(CLIENTS), **about, calls=calls)
+        ends = [600.0, 600.0, 0.0, SHORT_S] if self.real else [600.0, 0.0, 2.0]
+        self._next.append(self._list_clients if self.dice.random() < 0.6 else self._announce)
+        return commands.AnnounceRequest(client, self.dice.choice(ends))
+
+    def _list_clients(self) -> Step:
+        return ListClientsRequest(ended=self.dice.random() < 0.5)
+
+    def _wait(self) -> Step:
+        return Wait(self.dice.choice([0.125, 0.5, 0.5, 1.0, 3.0, 10.0]))
+
+
+_CLAIMS: Final = frozenset({Capability.CLAIMS})
+_LEASES: Final = frozenset({Capability.CLAIMS, Capability.LEASES})
+_LISTS: Final = frozenset({Capability.LISTING})
+_RANKS: Final = frozenset({Capability.CLAIMS, Capability.SAMPLERS})
+_CURSORS: Final = frozenset({Capability.CURSORS})
+#: Operation -> how often it is drawn, and what it needs.
+_DRAWN: Final[dict[str, tuple[float, frozenset[str]]]] = {
+    "register": (0.7, frozenset()),
+    "finish": (0.5, frozenset()),
+    "put": (14, frozenset()),
+    "put_tags": (2, frozenset()),
+    "put_again": (1, frozenset()),
+    "put_many": (0.2, _CLAIMS),
+    "begin": (5, frozenset()),
+    "commit": (5, frozenset()),
+    "repeat": (2, frozenset({Capability.REPEATABLE})),
+    "read": (6, frozenset()),
+    "clear": (3, frozenset()),
+    "clear_all": (0.3, frozenset()),
+    "lose": (0.7, frozenset()),
+    "claim": (12, _CLAIMS),
+    "claim_of_rank": (3, _RANKS),
+    "stay": (1.5, _CLAIMS),
+    "settle": (6, _LEASES),
+    "set_cursor": (0.8, _CURSORS),
+    "list": (2, _LISTS),
+    "list_partitions": (0.3, _LISTS),
+    "inspect": (3, _LISTS),
+    "list_fields": (1, _LISTS),
+    "export": (1, _CURSORS),
+    "consumed": (2, _CLAIMS),
+    "announce": (1, frozenset({Capability.CLIENTS})),
+    "wait": (6, frozenset()),
+}
+_ONLY_REAL: Final = ("put_many", "stay", "lose", "announce")
+_OF_ROOM: Final = ("put", "put_again", "repeat", "read", "clear", "clear_all")
+_ONLY_VIRTUAL: Final = ("begin", "commit", "wait")

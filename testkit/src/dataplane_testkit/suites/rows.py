@@ -1,0 +1,344 @@
+"""`put_samples`, `get_samples` and `get_data`: rows go in as they are, and come back as asked for, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final
+
+import pytest
+import torch
+
+from dataplane_core.errors import LostSamplesError, MissingDataError, SchemaMismatchError, StalePartitionError
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import Capability, PutRequest
+from dataplane_testkit._base import Suite
+from dataplane_testkit._columns import as_objects, batch, check_column, ids, items_of, jagged, rows_of, shared
+from dataplane_testkit._store import Store, not_run
+from dataplane_testkit._timing import bounded
+
+_INTS: Final = torch.zeros(2, dtype=torch.int64)
+_VECTORS: Final = torch.zeros(2, 3, dtype=torch.int64)
+_OBJECTS: Final = as_objects(1, 2)
+
+#: What does not fit -> the first column of a field, and a later one.
+_MISMATCHES: Final[Mapping[str, tuple[Any, Any]]] = {
+    "dtype": (_INTS, torch.zeros(2)),
+    "narrower_dtype": (_INTS, _INTS.int()),
+    "signedness": (_INTS, _INTS.to(torch.uint64)),
+    "n_to_n1": (_INTS, _INTS.view(2, 1)),
+    "lower_rank": (_VECTORS, _INTS),
+    "higher_rank": (_VECTORS, _VECTORS.view(2, 3, 1)),
+    "dtype_of_vectors": (_VECTORS, _VECTORS.double()),
+    "dtype_of_jagged": (_VECTORS, jagged([torch.zeros(1), torch.zeros(2)])),
+    "trailing_shape": (torch.zeros(2, 3, 4), torch.zeros(2, 3, 5)),
+    "tensor_to_object": (_INTS, _OBJECTS),
+    "object_to_tensor": (_OBJECTS, _INTS),
+    "texts_to_floats": (torch.zeros(2, 3), [["text"], []]),
+    "rows_to_scalars": (torch.zeros(2), [[1], [2]]),
+    "empty_to_scalars": (_INTS, [[], []]),
+    "large_int": (_INTS.int(), [1 << 40, 0]),
+    "int_that_is_no_float": (torch.zeros(2), [0, 2**24 + 1]),
+    "float_among_large_ints": ([2**24 + 1, 0], [0.5, 0]),
+}
+
+_EMPTY: Final[list[Any]] = [[], []]
+
+#: Lists of a field -> its columns in the order of the puts, and the dtypes in which the first of them is read after its
+#: put, and all of them at last. None: as objects.
+_LISTS: Final[Mapping[str, tuple[list[Any], torch.dtype | None, torch.dtype | None]]] = {
+    "ints_among_doubles": ([torch.tensor([0.1]).double(), [0.1, 1]], torch.float64, torch.float64),
+    "ints_among_rows_of_floats": ([torch.tensor([[0.5]]), [[1, 2], []]], torch.float32, torch.float32),
+    "ints_among_smaller_ints": ([torch.tensor([7]).int(), [8, 9]], torch.int32, torch.int32),
+    "lists_among_objects": ([as_objects({}), [[3], [4]]], None, None),
+    "empty_before_ints": ([_EMPTY, [[5, 6], []], [[]]], None, torch.int64),
+    "empty_before_tensors": ([_EMPTY, torch.ones(2, 1, 3), [[]]], None, torch.float32),
+    "empty_before_objects": ([_EMPTY, [["text"], []], [[]]], None, None),
+    "ints_before_floats": ([[1, 0], [0.5, 1.0], [2]], torch.int64, torch.float32),
+    "rows_of_ints_before_floats": ([[[1, 2], [3]], [[0.5], []], [[4]]], torch.int64, torch.float32),
+    "ints_before_ints": ([[2**24, 8], torch.tensor([9, 10]), [11]], torch.int64, torch.int64),
+}
+
+#: Rows that a read asks for beside a missing one: how many, and the bytes of each.
+_BESIDE: Final = {"nothing": (0, 1), "a_few": (3, 1), "a_large_row": (1, 1 << 16), "many": (999, 1)}
+
+
+def _check_values(column: Any, values: list[Any], dtype: torch.dtype | None) -> None:
+    if dtype is None:
+        assert items_of(column) == values
+    else:
+        assert column.dtype == dtype
+        assert [row.tolist() for row in rows_of(column, len(values))] == values
+
+
+class RowSuite(Suite, chapter="rows"):
+    """Puts and reads of rows."""
+
+    # --- puts ---------------------------------------------------------------------------------------------------------
+
+    def test_put_returns_a_receipt(self, store: Store) -> None:
+        partition = store.register("x", "y")
+        meta = store.put(partition, ids(2), [{"n": 1}, {"n": 2}], x=torch.arange(2), y=torch.ones(2))
+        assert (meta.partition_id, meta.sample_ids, meta.size) == (partition, ids(2), 2)
+        assert sorted(meta.fields or []) == ["x", "y"]
+        assert meta.tags == [{"n": 1}, {"n": 2}]
+        assert sorted(store.client.get_data(meta).keys()) == ["x", "y"]
+        assert sorted(store.client.get_data(meta, ["y"]).keys()) == ["y"]
+        assert store.client.get_data(meta.subset([1, 0, 1]))["x"].tolist() == [1, 0, 1]
+        with store.refusal(ValueError, "select_fields"):
+            store.client.get_data(KVBatchMeta(partition, None, ["s0"]))
+        with store.faults.counting() as calls:
+            assert store.client.put_samples([], partition).size == 0
+            assert store.client.get_samples([], partition, ["x"]).batch_size == (0,)
+        assert calls == [], "without ids there is nothing to ask the store"
+
+    def test_put_is_visible_when_it_returns(self, store: Store) -> None:
+        partition = store.register("x")
+        for number in range(20):
+            store.put(partition, [f"s{number}"], x=torch.tensor([number]))
+            found = bounded(partial(store.get, partition, [f"s{number}"]))["x"].tolist()
+            assert found == [number]
+
+    def test_later_puts_add_fields(self, store: Store) -> None:
+        partition = store.filled(3, "x")
+        store.put(partition, ["new", "s2", "s0"], y=torch.tensor([9.5, 2.5, 0.5]))
+        store.put(partition, ["s0"], z=as_objects({"late": True}))
+        assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2]
+        assert store.get(partition, ["s2", "new", "s0"], "y")["y"].tolist() == [2.5, 9.5, 0.5]
+        assert items_of(store.get(partition, ["s0"], "z", "x")["z"]) == [{"late": True}]
+        assert not store.has(partition, "new", "x")
+        assert not store.has(partition, "s1", "y")
+
+    @pytest.mark.parametrize("lists", _LISTS)
+    def test_a_list_becomes_the_type_that_its_field_has(self, store: Store, lists: str) -> None:
+        columns, dtype_at_first, dtype = _LISTS[lists]
+        partition, values = store.register("x"), list[Any]()
+        for column in columns:
+            names = [f"s{len(values) + row}" for row in range(len(column))]
+            store.client.put_samples(names, partition, {"x": column})
+            values += items_of(column)
+            if column is columns[0]:
+                _check_values(store.get(partition, names)["x"], values, dtype_at_first)
+        first, everything = (store.get(partition, ids(count))["x"] for count in (len(columns[0]), len(values)))
+        _check_values(everything, values, dtype)
+        _check_values(first, values[: len(columns[0])], dtype)
+        assert dtype is None or first.shape[2:] == everything.shape[2:]
+
+    @pytest.mark.parametrize("what", _MISMATCHES)
+    def test_a_field_keeps_its_schema(self, store: Store, what: str) -> None:
+        before, later = _MISMATCHES[what]
+        partition = store.register("x", "y")
+        store.client.put_samples(["a", "b"], partition, {"x": before}, [{"n": 1}, {"n": 1}])
+        kept = items_of(store.get(partition, ["a", "b"])["x"])
+        names = ["b", "c"] if store.declares(Capability.OVERWRITE) else ["c", "d"]
+        columns = {"y": torch.ones(2), "x": later}
+        with store.refusal(SchemaMismatchError, "x"):
+            store.client.put_samples(names, partition, columns, [{"n": 2}, {"n": 2}])
+        for sample_id, field in (("b", "y"), ("c", "x"), ("c", "y")):
+            assert not store.has(partition, sample_id, field), f"the refused put wrote '{field}' of '{sample_id}'"
+        assert items_of(store.get(partition, ["a", "b"])["x"]) == kept
+        if store.declares(Capability.LISTING):
+            assert store.tags_of(partition) == {"a": {"n": 1}, "b": {"n": 1}}, "the refused put wrote rows or tags"
+        store.client.clear_samples(["a", "b"], partition)
+        with store.refusal(SchemaMismatchError, "x"):
+            store.client.put_samples(names, partition, columns)
+
+    def test_no_more_samples_are_written_than_were_registered(self, store: Store) -> None:
+        partition = store.register("x", num_samples=4)
+        store.put(partition, ids(3), x=torch.arange(3))
+        store.client.clear_samples(["s0"], partition)
+        store.put(partition, ["s0", "s3"], x=torch.arange(2))
+        for names, count in ((["s1", "s5"], "5"), (ids(7, "n"), "11")):
+            with store.refusal(ValueError, count, "4"):
+                store.put(partition, names, y=torch.arange(len(names)))
+        assert not store.has(partition, "s1", "y")
+        store.put(partition, ids(4), y=torch.arange(4))
+
+    def test_a_cell_of_16_mb(self, store: Store) -> None:
+        partition = store.register("x")
+        big = torch.arange(4 * 1024 * 1024, dtype=torch.int32)
+        store.put(partition, ["big"], x=big.unsqueeze(0))
+        assert torch.equal(store.get(partition, ["big"])["x"][0], big)
+
+    def test_the_last_write_wins(self, store: Store) -> None:
+        partition = store.register("x", "y", "o")
+        rows = [torch.arange(3), torch.arange(0), torch.arange(5)]
+        store.put(partition, ids(3), [{"n": 1}] * 3, x=jagged(rows), y=torch.arange(3), o=as_objects(1, 2, 3))
+        if store.declares(Capability.CLAIMS):
+            assert store.claim(partition, 9).sample_ids == ids(3)
+        for length in (7, 1):  # longer, then shorter than the cell before
+            rows[2] = torch.arange(length)
+            columns = {"x": jagged([rows[2], rows[0]]), "o": as_objects("text" * length, None)}
+            store.put(partition, ["s2", "new"], columns=columns)
+            found = store.get(partition, ["new", *ids(3)], "x", "o")
+            check_column(found["x"], [rows[0], *rows])
+            assert items_of(found["o"]) == [None, 1, 2, "text" * length]
+        assert store.get(partition, ids(3), "y")["y"].tolist() == [0, 1, 2]
+        if store.declares(Capability.CLAIMS):  # the overwritten sample was given before
+            given = store.claim(partition, 9)
+            assert (given.sample_ids, given.tags) == (["new"], [{}])
+        if store.declares(Capability.LISTING):
+            assert store.tags_of(partition)["s2"] == {"n": 1}
+
+    # --- reads --------------------------------------------------------------------------------------------------------
+
+    def test_get_keeps_the_order_asked_for(self, store: Store) -> None:
+        partition = store.register("x", "o")
+        rows = [torch.full((index % 4,), index) for index in range(12)]
+        for names in (ids(12)[6:], ids(12)[:6]):
+            numbers = [int(name[1:]) for name in names]
+            columns = {"x": jagged([rows[number] for number in numbers]), "y": torch.tensor(numbers)}
+            store.put(partition, names, columns=columns, o=as_objects(*numbers))
+        for order in ([7, 0, 11, 3, 4, 5, 1], [2, 0, 2, 10, 2, 1, 0]):
+            found = store.get(partition, [f"s{index}" for index in order], "x", "y", "o")
+            assert found.batch_size == (7,)
+            assert found["y"].tolist() == order
+            assert items_of(found["o"]) == order
+            check_column(found["x"], [rows[index] for index in order])
+
+    @pytest.mark.parametrize("beside", _BESIDE)
+    def test_get_of_missing_samples_names_them(self, store: Store, beside: str) -> None:
+        count, length = _BESIDE[beside]
+        partition = store.register("x")
+        store.put(partition, ids(count), x=torch.zeros(count, length, dtype=torch.uint8))
+        with store.refusal(KeyError, "'gone'"):
+            store.get(partition, [*ids(count), "gone"])
+        with store.refusal(MissingDataError, "'gone0'", "6 more") as caught:
+            store.get(partition, [*ids(count), *ids(9, "gone")])
+        assert caught.value.missing_samples == ("gone0", "gone1", "gone2")
+
+    @pytest.mark.parametrize("beside", _BESIDE)
+    def test_get_of_missing_cells_names_them(self, store: Store, beside: str) -> None:
+        count, length = _BESIDE[beside]
+        partition = store.register("x", "y")
+        store.put(partition, ids(count), x=torch.zeros(count, length, dtype=torch.uint8), y=torch.zeros(count))
+        store.put(partition, ids(5, "bare"), y=torch.zeros(5))
+        with store.refusal(MissingDataError, "'bare0'", "x", "2 more") as caught:
+            store.get(partition, [*ids(count), *ids(5, "bare")], "y", "x")
+        assert caught.value.missing_cells == {"bare0": ("x",), "bare1": ("x",), "bare2": ("x",)}
+        with store.refusal(KeyError, "unheard_of"):
+            store.get(partition, ["bare0"], "y", "unheard_of")
+
+    def test_get_all_fields(self, store: Store) -> None:
+        partition = store.filled(3)
+        store.put(partition, ids(2), z=as_objects("a", "b"))
+        store.put(partition, ["t"], [{"a": 1}])
+        for names, fields in ((["s1", "s0", "s1"], ["x", "z"]), (["s2", "s0"], ["x"]), (["t", "s0"], [])):
+            found = store.client.get_samples(names, partition, None)
+            assert (sorted(found.keys()), found.batch_size) == (fields, (len(names),))
+        for names, where, word in ((["s0", "nobody"], partition, "nobody"), (["s0"], "nowhere", "nowhere")):
+            with store.refusal(KeyError, word):
+                store.client.get_samples(names, where, None)
+
+    def test_lost_payload_is_named(self, store: Store) -> None:
+        partition = store.filled(3, "x", "y")
+        store.put(partition, ids(3), y=torch.arange(3))
+        store.lose(partition, "s1", "x")
+        with store.refusal(LostSamplesError, "'s1'", "x") as caught:
+            bounded(lambda: store.get(partition, ids(3), "y", "x"), what="a read of lost payload")
+        assert not caught.value.retryable
+        assert caught.value.missing_cells == {"s1": ("x",)}
+        assert store.get(partition, ids(3), "y")["y"].tolist() == [0, 1, 2]
+        store.client.clear_samples(["s1"], partition)
+        store.put(partition, ["s1"], x=torch.tensor([7]))
+        assert store.get(partition, ids(3))["x"].tolist() == [0, 7, 2]
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def test_what_was_put_may_be_reused(self, store: Store) -> None:
+        partition = store.register("x", "y", "z", "o")
+        dense, scalars = torch.arange(4).view(2, 2), torch.tensor([1.0, 2.0])
+        ragged: Any = jagged([torch.tensor([1, 2]), torch.tensor([3])])
+        item: dict[str, Any] = {"list": [1, 2], "tensor": torch.arange(3)}
+        tags = [{"n": 1}, {"n": 2}]
+        meta = store.put(partition, ids(2), tags, x=dense, y=scalars, z=ragged, o=as_objects(item, None))
+        for mine in (dense, scalars, ragged.values(), ragged.offsets(), item["tensor"]):
+            mine.zero_()
+        item["list"].append(3)
+        assert meta.tags is not None
+        tags[0]["n"] = meta.tags[1]["n"] = 9
+        found = store.get(partition, ids(2), "x", "y", "z", "o")
+        assert found["x"].tolist() == [[0, 1], [2, 3]], "the store uses the caller's memory instead of a copy"
+        assert found["y"].tolist() == [1.0, 2.0], "the store uses the caller's memory instead of a copy"
+        check_column(found["z"], [torch.tensor([1, 2]), torch.tensor([3])])
+        kept, _ = items_of(found["o"])
+        assert (kept["list"], kept["tensor"].tolist()) == ([1, 2], [0, 1, 2])
+        if store.declares(Capability.LISTING) or store.declares(Capability.CLAIMS):
+            assert store.tags_of(partition) == {"s0": {"n": 1}, "s1": {"n": 2}}
+
+    def test_what_comes_back_is_owned_by_the_caller(self, store: Store) -> None:
+        partition = store.register("x", "y", "o")
+        rows = [torch.tensor([1, 2]), torch.tensor([3])]
+        store.put(partition, ids(2), x=jagged(rows), y=torch.arange(4).view(2, 2), o=as_objects([1], [2]))
+        first, second = (store.get(partition, ["s0", "s1", "s0"], "x", "y", "o") for _ in range(2))
+        assert not shared(first["x"], second["x"]), "two reads share memory"
+        assert not shared(first["y"], second["y"]), "two reads share memory"
+        first["x"].values()[:3] = -1
+        first["y"][:2] = -1
+        items_of(first["o"])[0].append("changed")
+        assert first["x"].unbind()[2].tolist() == [1, 2], "repeated rows share memory"
+        assert first["y"][2].tolist() == [0, 1], "repeated rows share memory"
+        assert items_of(first["o"])[2] == [1], "repeated rows share one item"
+        for found in (second, store.get(partition, ["s0", "s1", "s0"], "x", "y", "o")):
+            check_column(found["x"], [*rows, rows[0]])
+            assert found["y"].tolist() == [[0, 1], [2, 3], [0, 1]]
+            assert items_of(found["o"]) == [[1], [2], [1]]
+
+    def test_cuda_tensors_are_copied_to_host(self, store: Store) -> None:
+        if not torch.cuda.is_available():
+            not_run("this machine has no CUDA device")
+        partition = store.register("x")
+        store.put(partition, ids(2), x=torch.arange(4, device="cuda").view(2, 2))
+        assert store.get(partition, ids(2))["x"].tolist() == [[0, 1], [2, 3]]
+
+    # --- the hooks ----------------------------------------------------------------------------------------------------
+
+    def test_put_and_get_hooks_say_what_they_did(self, store: Store) -> None:
+        partition = store.register("x", "y", "z")
+        fields = batch(2, x=torch.zeros(2, 3, 4, dtype=torch.bfloat16), y=_OBJECTS, z=torch.ones(2))
+        assert store.hooks.put(partition, ids(2), fields).num_samples == 2
+        assert store.hooks.put(partition, ids(3), None, [{"n": 1}] * 3).num_samples == 3
+        reply = store.hooks.get(partition, ids(2), ["y", "x"])
+        assert {"x", "y"} <= set(reply.columns)
+        x, y = reply.specs["x"], reply.specs["y"]
+        assert (x.kind, x.dtype, x.rank, tuple(x.trailing)) == ("tensor", "bfloat16", 2, (4,))
+        assert y.kind == "object"
+
+    def test_put_hook_takes_the_current_epoch(self, store: Store) -> None:
+        partition = store.register("x")
+        old = store.hooks.register(partition).epoch
+        store.hooks.put(partition, ["a"], batch(1, x=torch.tensor([1])), epoch=old)
+        new = store.hooks.register(partition).epoch
+        with pytest.raises(StalePartitionError):
+            store.hooks.put(partition, ["b"], batch(1, x=torch.tensor([1])), [{"n": 1}], epoch=old)
+        assert not store.has(partition, "b"), "a put with the epoch of an earlier registration was written"
+        store.hooks.put(partition, ["b"], batch(1, x=torch.tensor([2])), epoch=new)
+
+    def test_middleware_may_add_its_column_first(self, store: Store) -> None:
+        partition = store.register("x", "y")
+
+        def add(request: PutRequest) -> None:
+            request.columns = {"~mark": request.columns["y"], **request.columns}
+            request.specs = {**request.specs, "~mark": request.specs["y"]}
+
+        with store.faults.before("put_samples", add):
+            store.put(partition, ids(3), x=torch.arange(3), y=torch.arange(3) + 100)
+        found = store.get(partition, ids(3), "x", "y")
+        assert (found["x"].tolist(), found["y"].tolist()) == ([0, 1, 2], [100, 101, 102]), "the fields were swapped"
+        assert store.hooks.read(partition, ["s1"], ["~mark"])["~mark"].tolist() == [101]
+
+    def test_a_put_that_is_sent_again_is_a_request_of_its_own(self, store: Store) -> None:
+        partition = store.register("role", enums={"role": ["user"]})
+        seen: list[list[str]] = []
+
+        def refuse(request: PutRequest) -> None:
+            seen.append([*request.sample_ids, *request.columns])
+            if len(seen) == 1:
+                request.sample_ids.clear()
+                request.columns.clear()
+                raise StalePartitionError("registered again.")
+
+        with store.faults.before("put_samples", refuse):
+            store.put(partition, ["again"], role=as_objects("user"))
+        assert seen == [["again", "role"]] * 2
+        assert store.has(partition, "again", "role")

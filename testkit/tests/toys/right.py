@@ -1,0 +1,122 @@
+"""Right backends of rare sorts, which the kit must let pass."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+from broken_stores import FolderStore, toy as stores
+from table import Run, Table
+
+from dataplane_core.backends import CapacityOptions, NoOptions
+from dataplane_core.errors import AlreadyRunningError, ConfigError
+from dataplane_core.spec import OPERATIONS, Capability, WireFormat, new_id
+from dataplane_noop import NoopBackend
+
+noop, folder = Table(NoopBackend, __name__), Table(FolderStore, __name__, **stores.members)
+
+
+def _overwrites_nothing(self, start, **how):
+    self._service._ledger._overwrite = False
+    start(**how)
+
+
+def _late_at_first(self, right, request):
+    requests = self.seen[type(request)]
+    requests.append(request)
+    time.sleep(1.6 if len(requests) == 1 else 0)
+    return right(request)
+
+
+class _NamedOptions(CapacityOptions):
+    name: str = "main"
+
+
+_opened = set()
+_NO_OVERWRITE = {"start": _overwrites_nothing}
+_NO_CAPACITY = {"Config": NoOptions, "__init__": lambda self, init, config: init(CapacityOptions())}
+_ROWS = WireFormat(
+    ragged="rows",
+    promote_1d=True,
+    objects="encoded",
+    dtypes=frozenset({torch.uint8, torch.float32}),
+    zero_length_rows=False,
+)
+
+# fmt: off
+noop.row("DeclaresNothing", "", "Puts, reads and clears; all else is refused.", capabilities=frozenset(),
+         **_NO_OVERWRITE, **_NO_CAPACITY)
+noop.row("DeclaresClaims", "", "Claims, and no other way to see tags.", capabilities=frozenset({Capability.CLAIMS}),
+         **_NO_OVERWRITE, **_NO_CAPACITY)
+noop.row("CarriesRows", "", "Two dtypes, no scalars, no empty rows, no jagged tensors and no objects.", wire=_ROWS)
+noop.row("StandsStill", "", "On a machine that stands still for a while: its first ack and renewal come late.",
+         ack=_late_at_first, renew=_late_at_first)
+
+@noop("", "An engine of bytes.", wire=WireFormat(bytes=True))
+def carries_bytes(self, store_write, write_id, columns, *rest):
+    store_write(write_id, {name: list(map(bytes, column)) for name, column in columns.items()}, *rest)
+
+@noop("", "Another client announces itself between two announcements of the test.")
+def others_come(self, announce, request):
+    self.seen["announced"].append(request)
+    if len(self.seen["announced"]) == 5:
+        announce(replace(request, client=replace(request.client, client_id=new_id()), ttl_s=600.0))
+    return announce(request)
+
+@noop("", "A store of one process, such as a file, that refuses to be opened twice.", Config=_NamedOptions,
+      isolated_options=staticmethod(lambda options, tag: {**options, "name": tag}))
+def opens_once(self, start, **how):
+    if self.config.name in _opened:
+        raise AlreadyRunningError(f"'{self.config.name}' is open.")
+    _opened.add(self.config.name)
+
+@noop.also("OpensOnce")
+def _closes(self, stop):
+    _opened.discard(self.config.name)
+    stop()
+
+@folder("", "All its clients have the capacity of the first one.")
+def one_capacity(self, start, *, bootstrap, deadline):
+    start(bootstrap=bootstrap, deadline=deadline)
+    path, mine = self.config.path / "capacity", str(self.config.capacity_bytes)
+    if bootstrap:
+        path.write_text(mine)
+    elif path.read_text() != mine:
+        raise ConfigError(f"the store at '{self.config.path}' has another capacity.")
+# fmt: on
+
+folder.row("Plain", "", "What `dataplane new-plugin --journal` writes.")
+
+_COLUMNS = "columns_come_back or objects_come_back or joins_across or hook or any_batch or count_once"
+_BLOBS = "smoke or blob or many or journal or append or deleting or keys or engine"
+_PROCESSES = "process or attach or bootstrap or fork or elsewhere or holder or kill"
+_OTHER_ROOM = "test_a_refused_put_leaves_later_ones_alone_for_clients_with_other_room"
+_REFUSED = {f"test_undeclared_operations_are_refused[{each}]": "pass" for each in OPERATIONS}
+#: Name -> the tests that run, how many must pass at least, and outcomes of some.
+_TESTS = {
+    "DeclaresNothing": ("", 150, _REFUSED),
+    "DeclaresClaims": ("undeclared or tags or consumed or order or history", 20, {}),
+    "CarriesRows": (_COLUMNS, 40, {"test_equal_cells_count_once": "not declared"}),
+    "CarriesBytes": (_COLUMNS, 40, {}),
+    "StandsStill": ("acked_samples_never or renew_extends", 2, {}),
+    "OthersCome": ("listed or number_of_clients or announces", 5, {}),
+    "OpensOnce": ("close or attach or fork or bootstrap or auto or side_by_side or unknown_options", 8, {}),
+    "Plain": (f"{_BLOBS} or {_PROCESSES}", 50, {}),
+    "OneCapacity": ("clients_with_other_room", 0, {_OTHER_ROOM: "not declared"}),
+}
+RIGHT = {
+    name: ({**noop, **folder})[name]._replace(selection=selection, least=least, tests=tests)
+    for name, (selection, least, tests) in _TESTS.items()
+}
+
+_ON_CLAIMS = {Capability.GROUPS, Capability.LEASES, Capability.SAMPLERS, Capability.CURSORS, Capability.WAKES}
+_BUILDS_ON = {Capability.CLAIMS: _ON_CLAIMS, Capability.OVERWRITE: {Capability.ATOMIC_OVERWRITE}}
+_LACKS = {Capability.OVERWRITE: _NO_OVERWRITE, Capability.CAPACITY: _NO_CAPACITY}
+#: Each declares all operations but one, and what builds on it.
+ALL_BUT_ONE: dict[str, Run] = {}
+for _operation in sorted(OPERATIONS & NoopBackend.capabilities):
+    _declared = NoopBackend.capabilities - {_operation} - _BUILDS_ON.get(_operation, set())
+    _name = f"AllBut_{_operation}"
+    noop.row(_name, "", "Declares less.", capabilities=_declared, **_LACKS.get(_operation, {}))
+    ALL_BUT_ONE[_name] = noop[_name]._replace(selection="not compile", least=150)

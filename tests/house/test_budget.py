@@ -1,0 +1,18 @@
+"""No part of the project has more lines than budget.toml gives it."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+BUDGET = runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "budget.py"))
+
+
+def test_no_part_has_more_lines_than_its_budget() -> None:
+    assert not BUDGET["over"](BUDGET["lines"](), BUDGET["budgets"]())
+
+
+def test_a_line_more_than_the_budget_is_found() -> None:
+    assert BUDGET["over"]({"core": {"src": 11}}, {"core": {"src": 10}})
+    assert not BUDGET["over"]({"core": {"src": 10}}, {"core": {"src": 10}})
+    assert BUDGET["over"]({"new": {"src": 1}}, {})

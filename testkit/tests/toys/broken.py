@@ -447,7 +447,7 @@ def forgets_cursors_of_tags(self, set_cursor, request):
     return spec.SettleReply(num_samples=len(request.sample_ids))
 
 # --- claims that wait -------------------------------------------------------------------------------------------------
-@toy("test_a_claim_of_a_cleared_partition_ends_at_once",
+@toy("test_a_claim_that_waits_is_answered[cleared_partition]",
      "A claim that waited when its partition was cleared waits on. The first answer to each claim takes a while.")
 def forgets_who_waited(self, claim, request):
     if request.token not in self.seen["waited"]:
@@ -457,7 +457,7 @@ def forgets_who_waited(self, claim, request):
         return given
     return catches(errors.UnknownPartitionError, lambda *_: spec.Claim())(self, claim, request)
 
-@toy("test_blocking_gives_the_tail",
+@toy("test_a_claim_that_waits_is_answered[tail]",
      "A claim that waited does not notice that the last samples have come. The first answer takes a while.")
 def gives_the_tail_to_new_claims_only(self, claim, request):
     if request.token not in self.seen["waited"]:
@@ -467,13 +467,13 @@ def gives_the_tail_to_new_claims_only(self, claim, request):
     self.seen["waited"].append(request.token)
     return claim(request)
 
-@toy("test_a_claim_asks_when_a_lease_has_ended[given_later]",
+@toy("test_a_claim_that_waits_is_woken[end_of_a_lease]",
      "A claim that waits asks when the leases have ended that it knew of, and does not hear of later ones.")
 def tells_nobody_of_leases(self, start, **how):
     self._service._tell_of_leases = lambda partition_id: None
     start(**how)
 
-toy.row("NeverWakes", "test_a_claim_is_woken_when_it_need_not_wait", "Declares that it wakes, and does not.",
+toy.row("NeverWakes", "test_a_claim_that_waits_is_woken[finish]", "Declares that it wakes, and does not.",
         call_ledger_waking=lambda self, call, deadline, command, wake: self.call_ledger(deadline, command))
 
 @toy("test_only_as_many_are_woken_as_there_are_samples_for", "Wakes every claim that waits, whatever was put.",
@@ -484,7 +484,7 @@ def wakes_all(self, put_samples, request):
         wake()
     return reply
 
-@toy("test_claims_with_many_filters_are_woken_when_they_need_not_wait[partition]",
+@toy("test_claims_with_many_filters_are_woken_when_they_need_not_wait",
      "Keeps no more than 16 claims to wake.")
 def wakes_a_few(self, call_ledger_waking, deadline, command, wake):
     kept = self.seen["kept"]
@@ -502,23 +502,25 @@ def consumes(done):
         return spec.ConsumptionReply(consumed=bool(partition and done(partition, tasks, consumed)))
     return check_consumption
 
-toy.row("ConsumesNothing", "test_an_empty_partition_is_not_consumed", "Zero of zero samples counts as everything.",
+toy.row("ConsumesNothing", "test_every_sample_counts", "Zero of zero samples counts as everything.",
         check_consumption=consumes(lambda partition, tasks, right: right or not partition.rows))
-toy.row("ConsumesWhatIsThereOnly", "test_cleared_samples_count_as_written_and_consumed",
+toy.row("ConsumesWhatIsThereOnly", "test_num_samples_must_be_written_and_consumed",
         "A partition without samples is never consumed.",
         check_consumption=consumes(lambda partition, tasks, right: right and partition.rows))
 toy.row("ConsumesBeforeTheEnd", "test_num_samples_must_be_written_and_consumed",
         "Compares what was consumed with what is there, not with what will come.",
         check_consumption=consumes(lambda partition, tasks, right: partition.rows and all(
             task and task.num_done == len(partition.rows) for task in tasks)))
-toy.row("CountsLeasesAsConsumed", "test_leased_samples_count_when_acked", "What was claimed counts, acked or not.",
+toy.row("CountsLeasesAsConsumed", "test_an_ack_is_for_good_and_a_nack_gives_back",
+        "What was claimed counts, acked or not.",
         check_consumption=consumes(lambda partition, tasks, right: partition.rows and all(
             task and task.num_held == len(partition.rows) for task in tasks)))
 
 # --- leases -----------------------------------------------------------------------------------------------------------
-toy.row("LeasesNeverExpire", "test_unsettled_leases_go_back", "A crashed consumer keeps its samples for ever.",
+toy.row("LeasesNeverExpire", "test_only_what_nobody_settles_goes_back",
+        "A crashed consumer keeps its samples for ever.",
         claim=asks(lease_s=lambda request: request.lease_s and 1e9))
-toy.row("AcceptsExpiredAcks", "test_an_expired_ack_is_refused", "An ack always succeeds.",
+toy.row("AcceptsExpiredAcks", "test_two_holders_never_both_succeed", "An ack always succeeds.",
         ack=catches(errors.LeaseExpiredError, lambda self, request, error: settles(self, None, request)))
 
 def _by_id(**changes):
@@ -530,10 +532,10 @@ def _by_id(**changes):
 
 toy.row("AcceptsAnyToken", "test_two_holders_never_both_succeed", "Settles for whoever asks, by id.", ack=_by_id(),
         renew=settles)
-toy.row("NacksById", "test_a_repeated_nack_leaves_the_next_holder_its_leases[4]",
+toy.row("NacksById", "test_a_repeated_settlement_gives_the_first_outcome[4-nack]",
         "A nack gives samples back whoever holds them.", nack=_by_id(request_id=lambda request: new_id()))
 
-@toy("test_settling_is_all_or_none", "Gives back what it can before it refuses.")
+@toy("test_two_holders_never_both_succeed", "Gives back what it can before it refuses.")
 def settles_row_by_row(self, nack, request):
     for sample_id, token in sorted(zip(request.sample_ids, request.lease_tokens, strict=True), reverse=True):
         nack(replace(request, sample_ids=[sample_id], lease_tokens=[token], request_id=new_id()))
@@ -544,8 +546,9 @@ toy.row("UsesTokensAgain", "test_register_again_ends_leases", "Tokens are number
         claim=numbers(token="token {}"))
 toy.row("CountsTokens", "test_lease_tokens_are_those_that_the_claim_drew",
         "Lease tokens are numbered in the store, which forgets how far it had counted.", claim=numbers(token="1.{}"))
-toy.row("AcksForAWhile", "test_acked_samples_never_go_back", "An ack is forgotten when the lease ends.", ack=settles)
-toy.row("RenewsNothing", "test_renew_extends_the_lease",
+toy.row("AcksForAWhile", "test_only_what_nobody_settles_goes_back",
+        "An ack is forgotten when the lease ends.", ack=settles)
+toy.row("RenewsNothing", "test_only_what_nobody_settles_goes_back",
         "A renewal succeeds, and the lease ends when it would have ended.", renew=settles)
 
 def _renew(self, renew, request):
@@ -621,7 +624,7 @@ toy.row("GivesRoomToWhoeverAsks", "test_a_large_put_is_not_starved_by_small_ones
             None if isinstance(command, commands.WaitForRoom) else call(deadline, command)))
 toy.row("ExplainsWhatItDeclares", "test_reasons_are_given_only_for_what_is_not_declared",
         "Declares claims, and says why it cannot have them.", why_not_declared={"claims": "the engine has no cursor"})
-toy.row("ListsTheDead", "test_a_client_that_is_silent_is_not_listed_for_long",
+toy.row("ListsTheDead", "test_clients_that_ended_are_listed_if_asked_for",
         "Lists a client until it says that it closes.", announce=asks(ttl_s=lambda request: request.ttl_s and 9999.0))
 toy.row("ForgetsTheDead", "test_clients_that_ended_are_listed_if_asked_for", "Lists only clients that are open.",
         list_clients=asks(ended=False))
@@ -630,7 +633,7 @@ toy.row("SaysThatItIsAlone", "test_the_number_of_clients_is_replied",
         announce=replies(num_clients=1))
 toy.row("ForgetsTheCalls", "test_announced_clients_are_listed", "Lists clients without what they do.",
         announce=asks(client=lambda request: replace(request.client, calls=())))
-toy.row("CountsAllSamples", "test_describe_counts_the_samples_that_have_a_field",
+toy.row("CountsAllSamples", "test_describe_tells_the_schema",
         "Says that each sample has each field.",
         inspect_partition=replies(num_rows=lambda found: dict.fromkeys(found.num_rows, found.num_samples)))
 toy.row("AnswersWithoutTheFilter", "test_questions_are_answered", "Answers as if questions had no filter.",
@@ -694,7 +697,7 @@ toy.row("SaysThatItDidNot", "test_an_error_says_truly_whether_a_put_happened",
 toy.row("SaysThatItDid", "test_an_error_says_truly_whether_a_put_happened",
         "Drops what is late, and says that it was done.",
         put_samples=_late(errors.OperationTimeoutError("late", outcome="done")))
-toy.row("PutsEachTime", "test_a_put_repeated_after_an_overwrite_leaves_the_newer_value[small]",
+toy.row("PutsEachTime", "test_a_repeated_put_leaves_the_newer_value[small]",
         "Declares that requests are repeatable, and does not look at their ids.",
         put_samples=asks(request_id=lambda request: new_id()))
 
